@@ -175,6 +175,7 @@ def get_config() -> config_dict.ConfigDict:
     tr.min_stake = 1
     tr.work_bits = 24  # 2^24 hashes: 20 s of one CPU core in Python, milliseconds on a GPU
     tr.pin_versions = "strangers"  # whose leases fix one policy version: or "all", "none"
+    tr.sandbox = "auto"  # scorers run without files and network; "require": refuse a machine that cannot; "off"
     tr.bands = ""  # JSON file of `python -m rl.validator calibrate`; "": the limits above, and no sequential tests
 
     # Held-out evaluation: greedy at temperature 0.

@@ -115,8 +115,9 @@ def start_rollout_system(
             command += ["--control_token_file", f"{private}/control.token"]
             rollouts.servers = [_address(start, "server", command, workdir)]
             rollouts.control = client.Control([f"unix:{private}/control.sock"], token=token)
+            options = ["--orchestrator", url, "--run", key.worker, "--sandbox", config.trust.sandbox]
             for file in files:
-                start(file.stem, ["rl.worker", "--orchestrator", url, "--run", key.worker, "--key", str(file)])
+                start(file.stem, ["rl.worker", *options, "--key", str(file)])
         else:
             command = ["sharding.relay", "--upstream", str(weights), "--host", config.topology.relay_host]
             command += ["--port", str(config.topology.relay_port), "--trusted_key", key.worker]

@@ -37,6 +37,7 @@ from rl.envs import environment
 from rl.envs import scorer as scorer_lib
 from rl.protocol import lease
 from sharding.system import atomic_file, cli
+from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
 VOID_PAUSE_S = 0.5  # after a group that no server can generate any more
@@ -65,7 +66,9 @@ class Identity:
     work_file: pathlib.Path | None = None
 
 
-async def work(orchestrator: str, identity: Identity, *, concurrency: int, give_up_s: float) -> None:
+async def work(
+    orchestrator: str, identity: Identity, *, concurrency: int, give_up_s: float, sandbox: str = "auto"
+) -> None:
     """Leases, generates, and submits up to `concurrency` groups at the same time, until an error; never returns.
 
     Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
@@ -79,7 +82,7 @@ async def work(orchestrator: str, identity: Identity, *, concurrency: int, give_
                 trusted = session.run
                 _note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
             if description != described:  # else the environment and its scorer stay
-                run, described = _read_run(description), description
+                run, described = _read_run(description, sandbox), description
             proof = await asyncio.to_thread(_find_work, identity, session.run, description.get("admission", {}))
             signed = Signed(http, key, session, proof, give_up_s)
             api_key = None if identity.run else ""
@@ -258,8 +261,8 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _read_run(body: dict) -> Run:
-    """Loads the run that a reply to `GET /run` describes. Raises ValueError if the reply is not from an orchestrator."""
+def _read_run(body: dict, sandbox: str) -> Run:
+    """Loads the run that a reply to `GET /run` describes; it can name environments, but no code of its own. Raises ValueError if the reply is not from an orchestrator."""
     try:
         name, seed, options = (body["env"][field] for field in ("name", "seed", "options"))
         tokenizer, date = body["tokenizer"], body["tokenizer_date"]
@@ -268,7 +271,7 @@ def _read_run(body: dict) -> Run:
     except (KeyError, TypeError, ValueError) as error:
         raise _not_an_orchestrator(body) from error
     env = envs.load(name, seed=seed, **options)
-    scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S)
+    scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S, sandbox=sandbox)
     return Run(env, scorer, seed, tokenizer_lib.load(tokenizer, date=date), servers, sampling, router_replay)
 
 
@@ -317,6 +320,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--key", help="file of this worker's signing key; generated if absent (default: a new key per process)")
     add("--concurrency", type=int, default=64, help="groups to work on at the same time")
     add("--give_up_s", type=float, default=300.0, help="seconds to wait for an unreachable orchestrator")
+    helps = "scorers run without files and network: auto (as far as this machine can), require, or off"
+    add("--sandbox", choices=sandbox_lib.MODES, default="auto", help=helps)
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     if args.exit_with_parent:
@@ -332,7 +337,8 @@ def main(argv: list[str] | None = None) -> int:
             rollout_lib.WorkerKey.generate().save(args.key)
         key = rollout_lib.WorkerKey.load(args.key) if args.key else rollout_lib.WorkerKey.generate()
         identity = Identity(key, args.run, pathlib.Path(f"{args.key}.work") if args.key else None)
-        asyncio.run(work(args.orchestrator, identity, concurrency=args.concurrency, give_up_s=args.give_up_s))
+        options = {"concurrency": args.concurrency, "give_up_s": args.give_up_s, "sandbox": args.sandbox}
+        asyncio.run(work(args.orchestrator, identity, **options))
     except (ValueError, OSError, ExceptionGroup) as error:
         while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause
             if error.split((ValueError, OSError, client_lib.Unavailable))[1]:

@@ -6,8 +6,12 @@
    regular expression or a product of huge numbers, and does not blame a completion for a busy machine. Memory is limited,
    too. The parent ends a child that waits. Text that a checker prints does not reach the pipe to the parent.
 3. A completion that ended its child gets 0 in every number. A child whose memory grew by half of the limit is replaced, so
-   that one completion does not affect the score of another.
+   that one completion does not affect the score of another. After `max_failures` of such completions in a group, the rest of the
+   group gets 0 without being scored: the time of a group is bounded.
 4. A completion for which `score` raises, or returns no numbers, gets 0 in every number, and 1 in a further one, "error".
+
+5. The child loads the environment with the rights of its user and scores without files, network, other processes, and secret
+   environment variables (sharding/system/sandbox.py). Environments read their data when they are built.
 
 Workers stop after LIMIT_S, validators, whose machines differ, after CHECK_LIMIT_S (rl/verification/checks.py handles the
 difference). Imports no jax.
@@ -18,35 +22,28 @@ import dataclasses
 import functools
 import json
 import math
-import os
-import pathlib
-import resource
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 from rl import envs
 from rl.envs import environment
+from sharding.system import limited_process
 
 LIMIT_S = 1  # CPU seconds for one completion on a worker
 CHECK_LIMIT_S = 5  # and on a validator
 SPREAD = CHECK_LIMIT_S // LIMIT_S  # how much faster or slower an honest machine may be
 CLOCK_FACTOR = 10  # a completion may take this many times the limit by the clock
-START_S = 120.0
+MAX_FAILURES = 16  # completions of a group that end their child on a worker, before the rest of the group is not scored
+MAX_CHECK_FAILURES = 4  # and on a validator
+WAITS = CLOCK_FACTOR // 2  # a completion that waits until the parent ends the child counts as this many
 PATIENCE_S = 1.0  # how long to wait for a busy child before another is started
-OUT_OF_MEMORY = 3  # exit status
-TIMEOUTS = (None, -signal.SIGXCPU)  # statuses of a child that exceeded its time limit; None if the parent ended it
 MAX_KINDS = 16  # of errors that are reported
 MAX_NUMBERS, MAX_NAME = 63, 256  # limits of a rollout (inference/rollouts/rollout.py), less one number for "error"
-MAX_GROWTH_BYTES = 2**30  # of address space, from when the child is ready
+MAX_GROWTH_BYTES = 2**30  # of address space, from when the environment is loaded
 COMMAND = ("-m", "rl.envs.scorer")
-MAX_REPLY_BYTES = 2**24  # a completion may have taken over the child that sends it
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+Child = limited_process.LimitedProcess
 Log = Callable[[str], None]
 
 
@@ -70,24 +67,47 @@ class Scorer:
     Args:
       name, options, seed: as for `envs.load`.
       limit_s: whole CPU seconds for one completion; up to 1 s more may pass, because the system counts whole seconds.
+      max_failures: completions of one group that may end their child; the rest of the group gets 0, too, which bounds the time.
       max_children: the maximum number of child processes.
+      sandbox: whether children run without files and network: "auto" (as far as this machine can), "require", or "off".
       on_error: called with a line of text for the first completion of each kind that could not be scored.
     """
 
     def __init__(
-        self, name: str, options: dict, seed: int, *, limit_s: int, max_children: int = 1, on_error: Log = print_error
+        self,
+        name: str,
+        options: dict,
+        seed: int,
+        *,
+        limit_s: int,
+        max_failures: int = MAX_FAILURES,
+        max_children: int = 1,
+        sandbox: str = "auto",
+        on_error: Log = print_error,
     ):
-        self.limit_s, self._on_error = limit_s, on_error
+        self.limit_s, self._max_failures, self._on_error = limit_s, max_failures, on_error
         config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s}
-        self._children = [_Child(config) for _ in range(max_children)]
+        title, remedy = f"the scorer of environment {name}", "fix the environment or env.options"
+        child = functools.partial(limited_process.LimitedProcess, COMMAND, config, title=title, remedy=remedy)
+        self._children = [child(sandbox_mode=sandbox) for _ in range(max_children)]
         self._free, self._changed = list(self._children), threading.Condition()
         self._reported: set[str] = set()
 
     def score(self, task: environment.Task, completions: Sequence[str]) -> list[Scored]:
         """Scores the completions of a task and returns one result each. Blocks. Raises ValueError if the environment itself is broken."""
         with self._child() as child:
-            found = self._exchange(child, task, completions)
-            return found or [self._score_alone(child, task, completion) for completion in completions]
+            if found := self._exchange(child, task, completions):
+                return found
+            failures, failed = 0, Scored({}, float(self.limit_s), in_time=False)
+            for completion in completions:
+                if failures < self._max_failures:
+                    one = self._score_alone(child, task, completion)
+                    if not one.in_time:
+                        failures, failed = failures + (WAITS if child.status is None else 1), one
+                else:
+                    one = failed  # not scored
+                found.append(one)
+            return found
 
     def close(self) -> None:
         """Waits for running calls of `score`, then ends all child processes."""
@@ -97,7 +117,7 @@ class Scorer:
                 child.end()
 
     @contextlib.contextmanager
-    def _child(self) -> Iterator["_Child"]:
+    def _child(self) -> Iterator[limited_process.LimitedProcess]:
         def started():
             return next((child for child in self._free if child.process is not None), None)
 
@@ -113,13 +133,15 @@ class Scorer:
                 self._free.append(child)
                 self._changed.notify_all()
 
-    def _score_alone(self, child: "_Child", task: environment.Task, completion: str) -> Scored:
+    def _score_alone(self, child: Child, task: environment.Task, completion: str) -> Scored:
         found = self._exchange(child, task, [completion])
-        if not found and child.status not in TIMEOUTS:  # another completion may have used up the memory
+        if not found and child.status not in limited_process.TIMEOUTS:  # another one may have used up the memory
             found = self._exchange(child, task, [completion])
-        return found[0] if found else Scored(self._zeros(child, task), float(self.limit_s), in_time=False)
+        if found:
+            return found[0]
+        return Scored(self._zeros(child, task), float(self.limit_s), in_time=False)
 
-    def _exchange(self, child: "_Child", task: environment.Task, completions: Sequence[str]) -> list[Scored]:
+    def _exchange(self, child: Child, task: environment.Task, completions: Sequence[str]) -> list[Scored]:
         """Scores completions in a child. Returns one result each, or an empty list if the child process ended."""
         reply = self._send(child, task, completions)
         failed = {}
@@ -128,7 +150,7 @@ class Scorer:
             self._report(task, errors)
         return [Scored(failed if scores is None else scores, cpu_s) for scores, cpu_s, _ in reply]
 
-    def _zeros(self, child: "_Child", task: environment.Task, error: str = "it takes too much time or memory") -> dict:
+    def _zeros(self, child: Child, task: environment.Task, error: str = "it takes too much time or memory") -> dict:
         """Returns {name: 0} for each number in this task's scores, found by scoring "". Raises ValueError with `error` if that fails."""
         # The first child may end for another reason.
         reply = self._send(child, task, [""]) or self._send(child, task, [""])
@@ -140,7 +162,7 @@ class Scorer:
             "for any text"
         )
 
-    def _send(self, child: "_Child", task: environment.Task, completions: Sequence[str]) -> list:
+    def _send(self, child: Child, task: environment.Task, completions: Sequence[str]) -> list:
         """Sends completions to a child process. Returns (scores or None, CPU seconds, error) of each; an empty list if it ended."""
         request = {"index": task.index, "split": task.split, "completions": list(completions)}
         reply = child.exchange(request, CLOCK_FACTOR * self.limit_s)
@@ -162,76 +184,6 @@ class Scorer:
                 )
 
 
-class _Child:
-    """One scoring process. `exchange` starts it when it does not run: at the first request, and at the next one after `end`."""
-
-    def __init__(self, config: dict):
-        self._config = config
-        self.process: subprocess.Popen | None = None
-        self.status: int | None = None  # of the process that `end` ended; None if it was still running
-
-    def exchange(self, request: dict, timeout_s: float) -> dict:
-        """Sends a request to the scoring process. Returns its reply, or {} if the process ended or took longer than `timeout_s`."""
-        if self.process is None:
-            self._start()
-        with contextlib.suppress(OSError):  # the process has ended, or does not read; it sends no reply then
-            self._pipe.settimeout(timeout_s)
-            self._pipe.sendall(_encode(request))
-        return self._receive(timeout_s)
-
-    def end(self) -> None:
-        """Kills the scoring process, if it runs, and records its exit status."""
-        if self.process is not None:
-            self.process = None
-            self.status = self._finalizer()
-
-    def _start(self) -> None:
-        self._pipe, far_end = socket.socketpair()
-        with far_end:
-            command = [sys.executable, *COMMAND, json.dumps(self._config | {"pipe": far_end.fileno()})]
-            # Standard input is empty, and printed text goes to standard error.
-            files = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [far_end.fileno()]}
-            self.process = subprocess.Popen(command, cwd=ROOT, **files)
-        self._finalizer = weakref.finalize(self, _end, self.process, self._pipe)  # runs at exit, too
-        reply = self._receive(START_S)
-        if "ready" not in reply:
-            self.end()
-            reason = reply.get("error", "its process ended or took too long; its standard error may have the reason")
-            name = self._config["name"]
-            raise ValueError(
-                f"the scorer of environment {name} did not start: {reason}; fix the environment or env.options"
-            )
-
-    def _receive(self, timeout_s: float) -> dict:
-        """Reads one line of JSON within `timeout_s`. Returns {} for anything else: a completion may have taken over the process."""
-        assert self.process is not None
-        line, deadline_s = bytearray(), time.monotonic() + timeout_s
-        try:
-            while not line.endswith(b"\n"):
-                self._pipe.settimeout(max(deadline_s - time.monotonic(), 0))
-                line += (chunk := self._pipe.recv(2**16))
-                if not chunk:  # the process ends; its status is needed
-                    self.process.wait(max(deadline_s - time.monotonic(), 0))
-                if not chunk or len(line) > MAX_REPLY_BYTES:
-                    return {}
-            reply = json.loads(line)
-            return reply if isinstance(reply, dict) else {}
-        except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
-            return {}
-
-
-def _end(process: subprocess.Popen, pipe: socket.socket) -> int | None:
-    status = process.poll()
-    process.kill()
-    process.wait()
-    pipe.close()
-    return status
-
-
-def _encode(message: dict) -> bytes:
-    return json.dumps(message).encode() + b"\n"  # no pickles: a completion may have taken over the child
-
-
 def _read_scored(reply: dict, count: int) -> list | None:
     """Returns (scores or None, CPU seconds, error) of each of `count` completions. Returns None for a malformed reply."""
     try:
@@ -249,47 +201,40 @@ def _read_scored(reply: dict, count: int) -> list | None:
 
 
 def main(config_json: str) -> int:
-    """Runs the child process of a Scorer: answers requests until the parent closes the pipe. Returns the exit status.
+    """Runs the child process of a Scorer. Returns the exit status.
 
-    `config_json` is an object with name, options, seed, limit_s, and pipe (a file descriptor).
+    `config_json` is an object with name, options, seed, limit_s, and the fields of `limited_process.serve`.
     """
     config = json.loads(config_json)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
-    pipe = socket.socket(fileno=config["pipe"])
-    pipe.set_inheritable(False)  # processes that a checker starts must not keep it open
-    try:
-        env = envs.load(config["name"], seed=config["seed"], **config["options"])
-        make_task = functools.lru_cache(1024)(env.make_task)
-        env.score(make_task(0, "train"), "")  # imports everything that a checker imports on first use
-    except Exception as error:  # an environment's own code may raise anything
-        pipe.sendall(_encode({"error": environment.describe(error)}))
-        return 1
-    ready_bytes = _address_space_bytes()
-    _limit(resource.RLIMIT_AS, ready_bytes + MAX_GROWTH_BYTES)
-    pipe.sendall(_encode({"ready": True}))
-    for line in pipe.makefile("rb"):
-        request = json.loads(line)
-        signal.alarm(2 * CLOCK_FACTOR * config["limit_s"])  # ends a process that waits and whose parent is gone
-        reply: dict = {}
+    made: list[environment.Environment] = []
+
+    @functools.lru_cache(1024)
+    def make_task(index: int, split: str) -> environment.Task:
+        return made[0].make_task(index, split)
+
+    def answer(request: dict) -> dict:
         try:
             task = make_task(request["index"], request["split"])
-            reply["scored"] = _score(env, task, request["completions"], config["limit_s"])
-        except MemoryError:
-            return OUT_OF_MEMORY
-        except ValueError as error:  # from `make_task`
-            reply["error"] = str(error)
-        signal.alarm(0)
-        _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
-        reply["grown"] = _address_space_bytes() > ready_bytes + MAX_GROWTH_BYTES // 2
-        pipe.sendall(_encode(reply))
-    return 0
+        except ValueError as error:
+            return {"error": str(error)}
+        return {"scored": _score(made[0], task, request["completions"], config["limit_s"])}
+
+    return limited_process.serve(
+        config,
+        load=lambda: made.append(envs.load(config["name"], seed=config["seed"], **config["options"])),
+        rehearse=lambda: made[0].score(make_task(0, "train"), ""),
+        answer=answer,
+        max_growth_bytes=MAX_GROWTH_BYTES,
+        patience_s=2 * CLOCK_FACTOR * config["limit_s"],
+        describe=environment.describe,
+    )
 
 
 def _score(env: environment.Environment, task: environment.Task, completions: list[str], limit_s: int) -> list:
     """Scores completions in this process. Returns (scores, CPU seconds, "") of each, or (None, CPU seconds, error) if `score` raised."""
     out, begun_s = [], time.process_time()
     for completion in completions:
-        _limit(resource.RLIMIT_CPU, math.ceil(begun_s + limit_s))
+        limited_process.limit_cpu(math.ceil(begun_s + limit_s))
         try:
             scores, error = _numbers(env.score(task, completion)), ""
         except MemoryError:
@@ -314,19 +259,6 @@ def _numbers(scores: dict) -> dict[str, float]:
         if not math.isfinite(value):
             raise ValueError(f"score returned {name} = {value}; return finite numbers")
     return {name: float(value) for name, value in scores.items()}
-
-
-def _limit(kind: int, value: int) -> None:
-    """Sets one soft resource limit of this process, at most its hard limit."""
-    hard = resource.getrlimit(kind)[1]
-    unlimited = resource.RLIM_INFINITY
-    resource.setrlimit(kind, (value if hard == unlimited else hard if value == unlimited else min(value, hard), hard))
-
-
-def _address_space_bytes() -> int:
-    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    return 2**34  # without /proc: enough for any environment here
 
 
 if __name__ == "__main__":

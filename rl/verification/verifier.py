@@ -180,8 +180,9 @@ def rules_of(
     """
     options = config.env.options.to_dict()
     env = envs.load(config.env.name, seed=config.seed, **options)
-    limits = dict(limit_s=scorer.CHECK_LIMIT_S, max_children=MAX_SCORERS)
-    scores = scorer.Scorer(config.env.name, options, config.seed, **limits, on_error=on_error)
+    limits = dict(limit_s=scorer.CHECK_LIMIT_S, max_failures=scorer.MAX_CHECK_FAILURES, max_children=MAX_SCORERS)
+    sandbox = config.trust.sandbox
+    scores = scorer.Scorer(config.env.name, options, config.seed, **limits, sandbox=sandbox, on_error=on_error)
     if stack is not None:
         stack.callback(scores.close)
 
@@ -193,7 +194,7 @@ def rules_of(
     def score(group: task_schedule.Group, completions: Sequence[Sequence[int]]) -> list[rules_lib.Recomputed]:
         made, prompt = task(group)
         texts = [tokenizer.scored_text(prompt, completion) for completion in completions]
-        return [recomputed(scored) for scored in scores.score(made, texts)]
+        return recomputed(scores.score(made, texts))
 
     return dataclasses.replace(
         rules_lib.Rules.of(config),
@@ -204,9 +205,17 @@ def rules_of(
     )
 
 
-def recomputed(scored: scorer.Scored) -> rules_lib.Recomputed:
-    """Converts a scorer's result to the form that `checks.rewards` compares; `slow` is True if a worker, whose time limit is shorter, may have timed out."""
-    return rules_lib.Recomputed(scored.scores, scored.cpu_s >= scorer.LIMIT_S / scorer.SPREAD, not scored.in_time)
+def recomputed(scored: Sequence[scorer.Scored]) -> list[rules_lib.Recomputed]:
+    """Converts a scorer's results for a group to the form that `checks.rewards` compares.
+
+    `slow` is True if a worker may have claimed 0 honestly: its time limit is shorter, and after some timeouts it scores no more.
+    """
+    out, num_slow = [], 0
+    for one in scored:
+        is_slow = one.cpu_s >= scorer.LIMIT_S / scorer.SPREAD
+        out.append(rules_lib.Recomputed(one.scores, is_slow or num_slow >= scorer.MAX_FAILURES, not one.in_time))
+        num_slow += is_slow
+    return out
 
 
 def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from rl import envs
 from rl.envs import environment, scorer
+from sharding.system import limited_process
 
 ENDLESS = ("regex", pytest.param("loop", marks=pytest.mark.slow), pytest.param("power", marks=pytest.mark.slow))
 REPLIES = {
@@ -33,9 +35,13 @@ LEAKED = []
 REPORTED = []  # by the scorers of a test
 
 
-def build(*, marks="", broken="", seed=0):
-    """An environment whose completions are orders to their scorer. `broken` replaces all of them but the first."""
+def build(*, marks="", broken="", late="", uid=0, seed=0):
+    """An environment whose completions are orders to their scorer. `broken` replaces all of them but the first two."""
     num_scored = 0
+    if uid:
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
     print("a library says hello")
 
     def make_task(index, split):
@@ -46,7 +52,8 @@ def build(*, marks="", broken="", seed=0):
     def score(task, completion):
         nonlocal num_scored
         num_scored += 1
-        order, _, argument = (broken if broken and num_scored > 1 else completion).partition(" ")
+        late and pathlib.Path(late).read_bytes()
+        order, _, argument = (broken if broken and num_scored > 2 else completion).partition(" ")
         if order == "loop":
             while True:
                 pass
@@ -84,6 +91,8 @@ def build(*, marks="", broken="", seed=0):
             return {"reward": float(sum(fd.is_symlink() and os.get_inheritable(int(fd.name)) for fd in open_files()))}
         elif order == "pid":
             return {"reward": float(os.getpid())}
+        elif order == "run":
+            exec(argument, globals())
         elif order == "raise":
             raise KeyError(argument)
         elif order == "give":
@@ -108,14 +117,23 @@ def child():
 
 
 @pytest.fixture
-def orders(monkeypatch, tmp_path):
+def sandbox():
+    return "auto"
+
+
+@pytest.fixture
+def orders(monkeypatch, tmp_path, sandbox):
     """Scores completions of one task by orders."""
     monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs import test_scorer; test_scorer.child()"))
     REPORTED.clear()
-    made = scorer.Scorer("orders", {"marks": str(tmp_path)}, 0, limit_s=1, on_error=REPORTED.append)
+    options = {"marks": str(tmp_path)}
+    made = scorer.Scorer("orders", options, 0, limit_s=1, sandbox=sandbox, on_error=REPORTED.append)
     task = build().make_task(7, "train")
     yield lambda *completions: made.score(task, completions)
     made.close()
+
+
+needs_files = pytest.mark.parametrize("sandbox", ["off"])
 
 
 def worth(scored):
@@ -161,10 +179,11 @@ def test_a_malformed_or_missing_reply_costs_itself_alone(orders, monkeypatch, re
 def test_a_child_that_waits_ends_without_a_parent(monkeypatch):
     code = "from tests.rl.envs import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
     monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
-    waiting = scorer._Child({"name": "orders", "options": {}, "seed": 0, "limit_s": 1})
+    config = {"name": "orders", "options": {}, "seed": 0, "limit_s": 1}
+    waiting = scorer.Child(scorer.COMMAND, config, title="", remedy="")
     assert waiting.exchange({"index": 0, "split": "train", "completions": ["wait"]}, 30) == {}
     waiting.end()
-    assert waiting.status == -signal.SIGALRM and waiting.status not in scorer.TIMEOUTS
+    assert waiting.status == -signal.SIGALRM and waiting.status not in limited_process.TIMEOUTS
 
 
 def test_memory_has_a_limit(orders):
@@ -181,6 +200,7 @@ def test_leaked_memory_does_not_affect_other_completions(orders):
     assert worth(orders("pid")) != [pid]
 
 
+@needs_files
 def test_a_process_of_a_checker_inherits_no_pipe(orders):
     assert worth(orders("inherited")) == [0]
 
@@ -191,6 +211,7 @@ def test_the_child_ignores_an_interrupt_from_the_terminal(orders):
     assert worth(orders("pid")) == [pid]
 
 
+@needs_files
 def test_another_end_of_the_child_is_tried_again(orders):
     assert worth(orders("a", "die_once 1", "b", "die_once 2", "die 3", "c")) == [1, 1, 1, 1, 0, 1]
 
@@ -202,6 +223,7 @@ def test_time_is_counted_from_one_completion_to_the_next(orders, monkeypatch):
     assert worth(orders("loop", "a")) == [0, 1]
 
 
+@needs_files
 def test_printed_text_is_never_a_score(orders):
     forged = '{"scored": [[{"reward": 9.0}, 0.0]], "grown": false}'
     assert worth(orders("print", f"print_in_c {forged}", "ask", "a")) == [1, 1, 1, 1]
@@ -297,10 +319,115 @@ def test_the_child_ends_with_its_parent():
     code = "from rl.envs import scorer; s = scorer.Scorer('reverse_text', {}, 0, limit_s=1)\n"
     code += "from rl import envs; s.score(envs.load('reverse_text').make_task(0, 'train'), ['x'])\n"
     code += "import os; print(s._children[0].process.pid, flush=True); os.kill(os.getpid(), 9)"
-    out = subprocess.run([sys.executable, "-c", code], cwd=scorer.ROOT, capture_output=True, text=True).stdout
+    out = subprocess.run([sys.executable, "-c", code], cwd=limited_process.ROOT, capture_output=True, text=True).stdout
     deadline = time.monotonic() + 30
     while pathlib.Path(f"/proc/{int(out)}/status").exists():
         if "State:\tZ" in pathlib.Path(f"/proc/{int(out)}/status").read_text():
             break
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+SYSCALL = "import ctypes; ctypes.CDLL(None, use_errno=True).{}\nif ctypes.get_errno() in (1, 38): raise PermissionError"
+HOSTILE = {
+    "key": "open('{dir}/weights.key').read()",
+    "list": "os.listdir('{dir}')",
+    "tcp": "import socket; socket.create_connection(('127.0.0.1', {port}))",
+    "unix": "import socket; socket.socket(socket.AF_UNIX).connect('{dir}/socket')",
+    "udp": "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+    "write": "open('{dir}/written', 'w').write('x')",
+    "append": "open('{dir}/weights.key', 'a').write('x')",
+    "remove": "os.unlink('{dir}/weights.key')",
+    "chmod": "os.chmod('{dir}/weights.key', 0o777)",
+    "temporary": "import tempfile\nwhile True: tempfile.NamedTemporaryFile(delete=False).write(bytes(2**20))",
+    "signal": "os.kill({pid}, 0)",
+    "signal_all": "os.kill(-1, 0)",
+    "environ": "open('/proc/{pid}/environ', 'rb').read()",
+    "memory": "open('/proc/{pid}/mem', 'rb+')",
+    "ptrace": SYSCALL.format("ptrace(16, {pid}, 0, 0)"),
+    "vm_read": SYSCALL.format("process_vm_readv({pid}, 0, 0, 0, 0, 0)"),
+    "io_uring": SYSCALL.format("syscall(425, 1, 0)"),
+    "clone3": SYSCALL.format("syscall(435, 0, 0)"),
+    "x32": SYSCALL.format("syscall(0x40000000 + 41, 2, 1, 0)"),
+    "owner": "import fcntl; fcntl.fcntl(int(json.loads(sys.argv[1])['pipe']), fcntl.F_SETOWN, {pid})",
+    "terminal": "import fcntl; fcntl.ioctl(0, 0x5412, b'x')",
+    "forks": "while True: os.fork()",
+    "program": "subprocess.run(['true'], check=True)",
+    "limit": "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**62, 2**62))",
+    "secret": "os.environ['TEST_API_KEY'] if 'TEST_API_KEY' in os.environ else open('/proc/self/environ').read()",
+}
+
+
+@pytest.mark.parametrize("uid", [0, pytest.param(65534, marks=pytest.mark.skipif(os.getuid() != 0, reason="not root"))])
+def test_a_taken_over_checker_reaches_nothing(orders, monkeypatch, tmp_path, uid):
+    """Each completion runs code of its own. It fails alone, on a worker as on a validator, as root and as a user."""
+    monkeypatch.setenv("TEST_API_KEY", "secret")
+    (tmp_path / "weights.key").write_text("secret")
+    for place in (*reversed(tmp_path.parents[:-1]), tmp_path, tmp_path / "weights.key"):
+        place.chmod(place.stat().st_mode | 0o777 * (tmp_path in (place, *place.parents)) | 0o055)
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(tmp_path / "socket"))
+        (tmp_path / "socket").chmod(0o777)
+        unix.listen()
+        values = {"dir": tmp_path, "port": tcp.getsockname()[1], "pid": os.getpid()}
+        attacks = {name: "run " + code.format(**values) for name, code in HOSTILE.items()}
+        limits = {"limit_s": scorer.CHECK_LIMIT_S, "max_failures": scorer.MAX_CHECK_FAILURES}
+        caged = scorer.Scorer("orders", {"uid": uid}, 0, **limits, sandbox="require", on_error=REPORTED.append)
+        task = build().make_task(7, "train")
+        for name, attack in attacks.items():
+            before, hostile, after = caged.score(task, ["a", attack, "bcd"])
+            assert before.scores["reward"] == after.scores["reward"] == 1, name
+            assert hostile.scores["reward"] == 0 and (hostile.scores.get("error") or not hostile.in_time), name
+        caged.close()
+        for listener in (tcp, unix):
+            listener.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+    assert (tmp_path / "weights.key").read_text() == "secret" and not (tmp_path / "written").exists()
+    assert "PermissionError" in "".join(REPORTED)
+
+
+@needs_files
+def test_without_a_sandbox_the_attacks_work(orders, monkeypatch, tmp_path):
+    """They are real: what stops them above is the sandbox."""
+    monkeypatch.setenv("TEST_API_KEY", "secret")
+    (tmp_path / "weights.key").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as tcp:
+        values = {"dir": tmp_path, "port": tcp.getsockname()[1], "pid": os.getpid()}
+        names = ("key", "list", "tcp", "udp", "write", "chmod", "signal", "environ", "program", "secret")
+        assert worth(orders(*["run " + HOSTILE[name].format(**values) for name in names])) == [1] * len(names)
+
+
+def test_a_machine_without_a_sandbox_is_refused_or_named(monkeypatch, capfd):
+    monkeypatch.setattr(limited_process.sandbox, "missing", lambda: ["files stay readable (no Landlock)"])
+    with pytest.raises(ValueError, match="scorer of environment reverse_text .*no Landlock.*trust.sandbox='auto'"):
+        scorer.Scorer("reverse_text", {}, 0, limit_s=1, sandbox="require")
+    with pytest.raises(ValueError, match="trust.sandbox = 'on' is not a mode; use one of auto, require, off"):
+        scorer.Scorer("reverse_text", {}, 0, limit_s=1, sandbox="on")
+    lacks = (
+        "import rl.envs.scorer as s; s.limited_process.sandbox.missing = lambda: ['no Landlock']; s.main(s.sys.argv[1])"
+    )
+    monkeypatch.setattr(scorer, "COMMAND", ("-c", lacks))
+    for _ in range(2):
+        scorer.Scorer("reverse_text", {}, 0, limit_s=1).score(envs.load("reverse_text").make_task(0, "train"), ["x"])
+    assert capfd.readouterr().err.count("warning: foreign code runs without a complete sandbox: no Landlock") == 1
+
+
+def test_an_environment_that_needs_its_rights_does_not_start(orders):
+    away = scorer.Scorer("orders", {"late": "/etc/hosts"}, 0, limit_s=1)
+    with pytest.raises(ValueError, match="did not start: in the sandbox, without files .*PermissionError.*/etc/hosts"):
+        away.score(build().make_task(7, "train"), ["x"])
+
+
+@pytest.mark.parametrize(("bad", "scored"), [("send none", 1), pytest.param("regex", 4, marks=pytest.mark.slow)])
+def test_the_time_of_a_group_is_bounded(monkeypatch, orders, bad, scored):
+    """A validator gives up on a group of hostile completions; those that it does not score are worth 0, which is no rejection."""
+    monkeypatch.setattr(scorer, "CLOCK_FACTOR", 1)
+    away = scorer.Scorer("orders", {}, 0, limit_s=1, max_failures=scorer.MAX_CHECK_FAILURES)
+    begun_s = time.monotonic()
+    found = away.score(build().make_task(7, "train"), ["a", *[bad] * 62, "bcd"])
+    assert time.monotonic() - begun_s < 30
+    assert [one.in_time for one in found] == [True] + [False] * 63
+    assert all(one.scores == {"reward": 0, "index": 0, "length": 0} for one in found[1:])
+    assert worth(away.score(build().make_task(7, "train"), ["next"])) == [1]
+    away.close()

@@ -184,7 +184,7 @@ def test_each_rule_names_itself(rollout, said):
     ],
 )
 def test_a_slow_scorer_blames_nobody_wrongly(claimed, found, said):
-    rules = dataclasses.replace(RULES, score=lambda group, completions: [verifier.recomputed(found)])
+    rules = dataclasses.replace(RULES, score=lambda group, completions: verifier.recomputed([found]))
     rollout = make(reward=float(claimed[0]), rewards={"reward": float(claimed[0]), "odd": claimed[1]})
     (verdict,) = checks.rewards([rollout], rules)
     assert str(verdict).startswith(said)

@@ -1,0 +1,211 @@
+"""Runs a Python module in a child process with limits and without rights, and exchanges lines of JSON with it.
+
+1. A `LimitedProcess` starts `python -m MODULE CONFIG` at its first exchange and keeps it. The child sees few environment variables
+   (sandbox.py), and one socket to its parent.
+2. The child calls `serve`: it loads its files, enters the sandbox, limits its memory, and answers requests. For each of them, it
+   may limit its CPU time (`limit_cpu`), which does not blame a request for a busy machine.
+3. A child that exceeds a limit ends, and the next exchange starts another one. The parent ends a child that waits. Foreign code
+   may have taken over the child: its replies are data from a stranger.
+
+No jax here, and no pickles.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sharding.system import sandbox
+
+START_S = 120.0
+OUT_OF_MEMORY = 3  # exit status
+TIMEOUTS = (None, -signal.SIGXCPU)  # statuses of a child that exceeded its time limit; None if the parent ended it
+MAX_REPLY_BYTES = 2**24
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class LimitedProcess:
+    """One child process. `exchange` starts it when it does not run: at the first request, and at the next one after `end`.
+
+    Args:
+      command: arguments of Python, before the config.
+      config: for `serve` in the child, as JSON.
+      title, remedy: parts of the error message if it does not start.
+      sandbox_mode: one of `sandbox.MODES`. "require" raises ValueError if the sandbox is not complete; "auto" prints the rights that stay, once.
+    """
+
+    def __init__(self, command: Sequence[str], config: dict, *, title: str, remedy: str, sandbox_mode: str = "auto"):
+        if sandbox_mode not in sandbox.MODES:
+            raise ValueError(f"trust.sandbox = {sandbox_mode!r} is not a mode; use one of {', '.join(sandbox.MODES)}")
+        if sandbox_mode == "require":
+            _require(sandbox.missing(), title)
+        self._command, self._config, self._title, self._remedy = command, config, title, remedy
+        self._mode = sandbox_mode
+        self.process: subprocess.Popen | None = None
+        self.status: int | None = None  # of the process that `end` ended; None if it was still running
+
+    def exchange(self, request: dict, timeout_s: float) -> dict:
+        """Sends a request to the child. Returns its reply, or {} if the child ended or took longer than `timeout_s`."""
+        if self.process is None:
+            self._start()
+        with contextlib.suppress(OSError):  # the process has ended, or does not read; it sends no reply then
+            self._pipe.settimeout(timeout_s)
+            self._pipe.sendall(_encode(request))
+        return self._receive(timeout_s)
+
+    def end(self) -> None:
+        """Kills the child, if it runs, and records its exit status."""
+        if self.process is not None:
+            self.process = None
+            self.status = self._finalizer()
+
+    def _start(self) -> None:
+        self._pipe, far_end = socket.socketpair()
+        with far_end:
+            config = self._config | {"pipe": far_end.fileno(), "sandbox": self._mode != "off"}
+            command = [sys.executable, *self._command, json.dumps(config)]
+            # Standard input is empty, and printed text goes to standard error.
+            files = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [far_end.fileno()]}
+            variables = sandbox.environment(os.environ) if self._mode != "off" else None
+            self.process = subprocess.Popen(command, cwd=ROOT, env=variables, **files)
+        self._finalizer = weakref.finalize(self, _end, self.process, self._pipe)  # runs at exit, too
+        reply = self._receive(START_S)
+        if "ready" not in reply:
+            self.end()
+            reason = reply.get("error", "its process ended or took too long; its standard error may have the reason")
+            raise ValueError(f"{self._title} did not start: {reason}; {self._remedy}")
+        if self._mode == "require":
+            _require(reply["lacks"], self._title)
+        _warn(tuple(reply["lacks"]))
+
+    def _receive(self, timeout_s: float) -> dict:
+        """Reads one line of JSON within `timeout_s`. Returns {} for anything else: foreign code may have taken over the child."""
+        assert self.process is not None
+        line, deadline_s = bytearray(), time.monotonic() + timeout_s
+        try:
+            while not line.endswith(b"\n"):
+                self._pipe.settimeout(max(deadline_s - time.monotonic(), 0))
+                line += (chunk := self._pipe.recv(2**16))
+                if not chunk:  # the process ends; its status is needed
+                    self.process.wait(max(deadline_s - time.monotonic(), 0))
+                if not chunk or len(line) > MAX_REPLY_BYTES:
+                    return {}
+            reply = json.loads(line)
+            return reply if isinstance(reply, dict) else {}
+        except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
+            return {}
+
+
+def _end(process: subprocess.Popen, pipe: socket.socket) -> int | None:
+    status = process.poll()
+    process.kill()
+    process.wait()
+    pipe.close()
+    return status
+
+
+def _require(lacks: Sequence[str], title: str) -> None:
+    if lacks:
+        found = f"{title} would run without a complete sandbox: {'; '.join(lacks)}"
+        raise ValueError(
+            f"{found}; run on a machine that has these, or accept it by trust.sandbox='auto' (--sandbox auto)"
+        )
+
+
+@functools.cache
+def _warn(lacks: tuple[str, ...]) -> None:
+    """Prints the rights that foreign code keeps on this machine, once per process."""
+    if lacks:
+        found = f"warning: foreign code runs without a complete sandbox: {'; '.join(lacks)}"
+        print(f"{found}; trust.sandbox='require' (--sandbox require) refuses that", file=sys.stderr, flush=True)
+
+
+def _encode(message: dict) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+# ---- the child -------------------------------------------------------------------------------------------------------
+
+
+def serve(
+    config: dict,
+    load: Callable[[], None],
+    rehearse: Callable[[], object],
+    answer: Callable[[dict], dict],
+    *,
+    max_growth_bytes: int,
+    patience_s: int,
+    describe: Callable[[BaseException], str] = str,
+) -> int:
+    """Runs the child: answers requests until the parent closes the pipe. Returns the exit status.
+
+    Args:
+      config: the parent's, with "pipe" (a file descriptor) and "sandbox" (whether to enter it).
+      load: reads and imports the foreign code and its files, with all rights of the user.
+      rehearse: runs once with all rights, because imports happen at first use, and once without: it must not need them.
+      answer: returns the reply to a request. MemoryError ends the child.
+      max_growth_bytes: of address space, from when `load` is done.
+      patience_s: ends a child that waits for longer and whose parent is gone.
+      describe: makes the text of an error before the first request.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
+    pipe = socket.socket(fileno=config["pipe"])
+    pipe.set_inheritable(False)  # processes that foreign code starts must not keep it open
+    lacks, place = [], ""
+    try:
+        load()
+        rehearse()
+        ready_bytes = _address_space_bytes()
+        _limit(resource.RLIMIT_AS, ready_bytes + max_growth_bytes)  # in the sandbox, no limit on memory can be set
+        if config["sandbox"]:
+            lacks, place = sandbox.enter(), "in the sandbox, without files and network (trust.sandbox, --sandbox): "
+            rehearse()
+    except Exception as error:  # foreign code may raise anything
+        pipe.sendall(_encode({"error": place + describe(error)}))
+        return 1
+    pipe.sendall(_encode({"ready": True, "lacks": lacks}))
+    for line in pipe.makefile("rb"):
+        signal.alarm(patience_s)
+        try:
+            reply = answer(json.loads(line))
+        except MemoryError:
+            return OUT_OF_MEMORY
+        signal.alarm(0)
+        _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
+        reply["grown"] = _address_space_bytes() > ready_bytes + max_growth_bytes // 2
+        pipe.sendall(_encode(reply))
+    return 0
+
+
+def limit_cpu(seconds: int) -> None:
+    """Limits the CPU time of this process, counted from its start. The system ends it after this whole number of seconds."""
+    _limit(resource.RLIMIT_CPU, seconds)
+
+
+def _limit(kind: int, value: int) -> None:
+    """Sets one soft resource limit of this process, at most its hard limit."""
+    hard = resource.getrlimit(kind)[1]
+    unlimited = resource.RLIM_INFINITY
+    resource.setrlimit(kind, (value if hard == unlimited else hard if value == unlimited else min(value, hard), hard))
+
+
+@functools.cache
+def _statm() -> Any:
+    with contextlib.suppress(OSError):
+        return open("/proc/self/statm", "rb", buffering=0)  # stays open: the sandbox closes /proc
+
+
+def _address_space_bytes() -> int:
+    if _statm() is None:
+        return 2**34  # without /proc: enough for any environment here
+    return int(os.pread(_statm().fileno(), 64, 0).split()[0]) * os.sysconf("SC_PAGE_SIZE")
