@@ -15,7 +15,6 @@ import re
 import socket
 import struct
 import threading
-import time
 
 import blake3
 

@@ -11,7 +11,6 @@ import urllib.request
 import pytest
 
 from sharding.download import range_get, source
-from sharding.format import journal
 from sharding.relay import upstream
 from tests.support import lying_upstream, proxy
 from tests.support.lying_upstream import Behavior
