@@ -94,7 +94,9 @@ class Relay:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connect = functools.partial(kind, host, parts.port, timeout=options.connect_s)
         self.prefix = parts.path.rstrip("/")
-        self.listing, self.tag, self.is_alive, self.reason = journal.Listing(), "", False, ""
+        self.claims: tuple[tuple[int, ...], tuple[int, ...], bytes | None] = (), (), None  # complete, partial, head
+        self.tag, self.is_alive, self.reason = "", False, ""
+        self.refused: journal.CorruptSource | None = None  # the error of its head
         self.cursors: dict[int, tuple[str, int]] = {}  # version -> epoch of the relay's journal, entries read
         self.success = 1.0
         self.bytes_per_s: float | None = None

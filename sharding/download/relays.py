@@ -12,6 +12,7 @@ Every wait has an end: connecting, silence, and the read as a whole (`patience_s
 
 import collections
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
-from sharding.download import concurrency, object_download, range_get, relay_selector
+from sharding.download import concurrency, object_download, range_get, relay_selector, version_search
 from sharding.format import digests, journal
 from sharding.format import head as head_lib
 from sharding.format import manifest as manifest_lib
@@ -31,8 +32,8 @@ MAX_CORRUPT_PER_OBJECT = 3  # copies of one object that the only relay may deliv
 FEW_READS = max(4, 2 * (os.cpu_count() or 1))
 QUICK_S = 0.1  # 4 MB at 40 MB/s
 MAX_LISTED = 4096
-PARALLEL_MANIFESTS = 3
-PHANTOM_S = 5.0
+MAX_LISTING_BYTES = head_lib.MAX_HEAD_BYTES * 2 + (1 << 20)  # a head as JSON text, and the numbers
+FIRST_MANIFESTS, HEDGE_S = 3, 0.5  # relays asked for a manifest at first; the others, if none has delivered it by then
 
 
 class Relays:
@@ -53,42 +54,51 @@ class Relays:
         self._lock = threading.Lock()  # protects the following
         self._polls: dict[range_get.Relay, tuple[range_get.Get, concurrent.futures.Future]] = {}
         self._manifests: collections.OrderedDict[int, tuple[bytes, manifest_lib.Manifest]] = collections.OrderedDict()
-        self._phantoms: dict[int, float] = {}  # versions that were listed but not delivered -> ignored until
+        self._agreed: set[int] = set()  # those of `_manifests` in which all relays agree
+        self._search = version_search.VersionSearch(
+            self._pool, self._selector, self._options.patience_s, self._prove, self._is_proven, self._limit
+        )
 
     # ---- versions
 
     def head(self) -> head_lib.Head | None:
-        """Returns the newest head that a relay has; None without a trusted key, and if no relay has one."""
-        return None  # to come: relays do not serve heads yet
+        """Returns the newest head that a relay has; None without a trusted key, and if no relay has one (of an earlier release).
+
+        Raises Unavailable if no relay replies, and CorruptSource if the newest head has expired, or all are of another key.
+        """
+        self.listing()
+        head = None if self.trusted is None else self.trusted.head
+        if self.trusted is not None and head is not None:
+            self.trusted.check_time(head)
+        return head
 
     def versions(self) -> list[int]:
-        """Returns the complete versions, ascending; the newest has a valid manifest. Raises Unavailable or CorruptSource."""
-        listed = [v for v in self.listing().complete if self._phantoms.get(v, 0.0) < time.monotonic()]
-        first_error = None
-        while listed:
-            try:
-                self.manifest(listed[-1])
-                return listed
-            except FileNotFoundError:
-                listed.pop()
-            except (journal.CorruptSource, journal.Unavailable) as error:
-                first_error = first_error or error
-                self._phantoms[listed.pop()] = time.monotonic() + PHANTOM_S
-        if first_error is not None:  # versions exist, and none is valid: the reason helps more than an empty list
-            raise first_error
-        return []
+        """Returns the complete versions, ascending; the newest has a valid manifest. Raises Unavailable or CorruptSource.
+
+        No relay can hide what another has: see `sharding/download/version_search.py`.
+        """
+        self.head()
+        claims = {r: head_lib.listing(self.trusted, *r.claims).complete for r in self.relays if r.is_alive}
+        newest, error = self._search.newest(claims)
+        if newest is None:
+            if error is not None:  # versions exist, and none is valid: the reason helps more than an empty list
+                raise error
+            return []
+        if self.trusted is None:
+            self.manifest(newest)  # the relays must agree
+        return [n for n in self._union().complete if n <= newest]
 
     def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing:
-        """Returns the versions that any relay lists. Blocks up to `wait_s` seconds until the result differs from `known`.
+        """Returns the versions that any relay lists and the head confirms, if there is one.
 
-        Raises Unavailable if no relay replies.
+        Blocks up to `wait_s` seconds until the result differs from `known`. Raises Unavailable if no relay replies.
         """
         begun = set()
         with self._lock:
             for relay in self.relays:
                 if relay not in self._polls or self._polls[relay][1].done():
                     path = f"/versions?tag={relay.tag if wait_s else ''}&wait={wait_s:.1f}"
-                    get = range_get.Get(relay, path, limit=1 << 20, extra_s=wait_s)
+                    get = range_get.Get(relay, path, limit=MAX_LISTING_BYTES, extra_s=wait_s)
                     self._polls[relay] = (get, self._pool.submit(get, self._poll))
                     begun.add(self._polls[relay][1])
             # A relay that has not replied to an earlier poll has no news, or hangs. It is waited for only with `wait_s`,
@@ -103,34 +113,45 @@ class Relays:
             if not wait_s and not grace_given and self._any_alive():
                 until_s, grace_given = time.monotonic() + 0.5, True  # for the others; a relay that hangs gets no more
         if not self._any_alive():
-            self._manifests.clear()  # meanwhile a version may become another one
-            raise journal.Unavailable(f"no relay replies ({self._selector.reasons()}): start one, or use another relay")
+            with self._lock:
+                self._manifests.clear()  # meanwhile a version may become another one
+            refused = next((r.refused for r in self.relays if r.refused is not None), None)
+            raise refused or journal.Unavailable(
+                f"no relay replies ({self._selector.reasons()}): start one, or use another relay"
+            )
         listing = self._union()
         with self._lock:  # a version that was deleted and comes back may be another one
             for number in [n for n in self._manifests if n not in listing.complete]:
                 del self._manifests[number]
+            self._agreed &= self._manifests.keys()
         return listing
 
     def _poll(self, get: range_get.Get) -> None:
-        """Runs a request for a relay's list of versions, and stores the result, or the reason of a failure, in the relay."""
+        """Runs a request for a relay's versions and head, and stores the result, or the reason of a failure, in the relay."""
         relay = get.relay
         try:
             body, _ = get.run()
             fields = json.loads(body)
-            complete, partial, tag = (fields[name] for name in ("complete", "partial", "tag"))
+            complete, partial, tag, head = (fields.get(name) for name in ("complete", "partial", "tag", "head"))
             numbers = [*complete, *partial]
             if len(numbers) > MAX_LISTED or any(type(n) is not int or not 0 <= n < 10**15 for n in numbers):
                 raise ValueError(f"the relay's /versions are not at most {MAX_LISTED} integers >= 0")
-            relay.listing = journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)))
-            relay.tag, relay.is_alive = urllib.parse.quote(str(tag)[:100]), True
-        except (range_get.Failed, ValueError, KeyError, TypeError, RecursionError) as error:
-            relay.listing, relay.tag, relay.is_alive = journal.Listing(), "", False
+            data = None if head is None else head.encode()
+            if data is not None and self.trusted is not None:
+                with contextlib.suppress(head_lib.StaleHead):  # the relay may be behind: the newest head counts
+                    self.trusted.accept(data, expired=True)
+            relay.claims = tuple(sorted(complete)), tuple(sorted(partial)), data
+            relay.tag, relay.is_alive, relay.refused = urllib.parse.quote(str(tag)[:100]), True, None
+        except (range_get.Failed, ValueError, AttributeError, TypeError, RecursionError) as error:
+            relay.claims, relay.tag, relay.is_alive = ((), (), None), "", False
             relay.reason = str(error)[:300]
+            relay.refused = error if isinstance(error, journal.CorruptSource) else None
 
     def _union(self) -> journal.Listing:
-        complete = {v for relay in self.relays for v in relay.listing.complete}
-        partial = {v for relay in self.relays for v in relay.listing.partial}
-        return journal.Listing(tuple(sorted(complete)), tuple(sorted(partial - complete)))
+        complete = {v for relay in self.relays for v in relay.claims[0]}
+        partial = {v for relay in self.relays for v in relay.claims[1]}
+        head = next((relay.claims[2] for relay in self.relays if relay.claims[2] is not None), None)
+        return head_lib.listing(self.trusted, complete, partial, head)
 
     def _any_alive(self) -> bool:
         return any(relay.is_alive for relay in self.relays)
@@ -139,31 +160,59 @@ class Relays:
 
     def manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         """Returns the manifest of `version`: (its bytes, parsed). Raises CorruptSource, FileNotFoundError, or Unavailable."""
-        with self._lock:
-            if version in self._manifests:
-                return self._manifests[version]
-        found = self._download_manifest(version)
-        with self._lock:
-            self._manifests[version] = found
-            while len(self._manifests) > 16:
-                self._manifests.popitem(last=False)
+        found = self._proven(version)
+        if found is None or (self.trusted is None and version not in self._agreed):
+            found = self._keep(version, *self._download_manifest(version))
+            self._agreed.add(version)
         return found
 
+    def _proven(self, version: int) -> tuple[bytes, manifest_lib.Manifest] | None:
+        """Returns the manifest of `version` that was delivered before, unless the head lists another one now."""
+        with self._lock:
+            found = self._manifests.get(version)
+        head = None if self.trusted is None else self.trusted.head
+        if found is not None and head is not None:
+            with contextlib.suppress(journal.CorruptSource, KeyError):
+                head.versions[version].check(found[0])
+                return found
+            return None
+        return found
+
+    def _keep(self, version: int, data: bytes, manifest: manifest_lib.Manifest) -> tuple[bytes, manifest_lib.Manifest]:
+        with self._lock:
+            self._manifests[version] = data, manifest
+            while len(self._manifests) > 16:
+                self._manifests.popitem(last=False)
+        return data, manifest
+
+    def _prove(self, version: int, data: bytes) -> None:
+        self._keep(version, data, self._parse(data, version))
+
+    def _is_proven(self, version: int) -> bool:
+        return self._proven(version) is not None
+
+    def _limit(self, version: int) -> int:
+        """Returns the bytes that the manifest of `version` may have."""
+        head = None if self.trusted is None else self.trusted.head
+        listed = head and head.versions.get(version)
+        return listed.num_bytes if listed else min(manifest_lib.MAX_UNPROVED_BYTES, journal.MAX_MANIFEST_BYTES)
+
     def _download_manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
-        """Downloads the manifest of `version`. With a trusted key, returns the first with a valid signature.
+        """Downloads the manifest of `version`. With a trusted key, returns the first that is valid.
 
         Without a key, all relays are requested, and the valid manifests that arrive in time must be equal, else CorruptSource.
         """
-        deadline_s = time.monotonic() + self._options.patience_s
+        begun_s = time.monotonic()
+        deadline_s = begun_s + self._options.patience_s
         num_missing, num_corrupt, error = collections.Counter(), collections.Counter(), None
         while True:
-            if self.trusted is None:
-                relays = self.relays
-            else:
+            relays = self.relays
+            if self.trusted is not None:
                 given_up = {r for r, n in num_corrupt.items() if n >= MAX_CORRUPT_PER_OBJECT}
-                relays = self._selector.select_several(PARALLEL_MANIFESTS, version, given_up)
+                relays = self._selector.select_several(len(self.relays), version, given_up)
             valid: dict[bytes, tuple[range_get.Relay, manifest_lib.Manifest]] = {}
-            for relay, reply in self._request_manifest(relays, version, deadline_s).items():
+            replies = self._request_manifest(relays, version, deadline_s)
+            for relay, reply in replies.items():
                 if isinstance(reply, range_get.Failed):
                     num_missing[relay] += isinstance(reply, range_get.Missing)
                 elif reply not in valid:
@@ -179,7 +228,9 @@ class Relays:
                 raise journal.CorruptSource(text)
             for data, (_, manifest) in valid.items():
                 return data, manifest
-            if all(num_missing[r] >= 2 or num_corrupt[r] for r in self.relays):
+            refused = [num_missing[r] >= 2 or num_corrupt[r] > 0 for r in self.relays]
+            # A relay that neither has the version nor says so must not use up all of the time.
+            if all(refused) or (any(refused) and time.monotonic() > begun_s + self._options.patience_s / 4):
                 raise error or journal.no_version(version, self._selector.urls(), self._union().complete)
             if time.monotonic() > deadline_s:
                 text = f"the manifest of version {version} was not downloaded in time ({self._selector.reasons()})"
@@ -196,14 +247,19 @@ class Relays:
     ) -> dict[range_get.Relay, bytes | range_get.Failed]:
         """Requests a manifest. Returns each relay's reply or error. After the first reply, aborts far slower requests."""
         path = f"/{journal.dirname(version)}/manifest.json"
-        gets = [range_get.Get(relay, path, limit=journal.MAX_MANIFEST_BYTES) for relay in relays]
-        calls = {self._pool.submit(get): get for get in gets}
+        gets = [range_get.Get(relay, path, limit=self._limit(version)) for relay in relays]
+        first = len(gets) if self.trusted is None else FIRST_MANIFESTS
+        calls = {self._pool.submit(get): get for get in gets[:first]}
         replies, waiting, has_body = {}, set(calls), False
         # One relay that hangs must not use up the time.
         until_s = min(deadline_s, time.monotonic() + self._options.patience_s / 4)
-        while waiting and not (has_body and self.trusted is not None):
-            done, waiting = _wait_first(waiting, until_s)
-            if not done:
+        hedge_s = time.monotonic() + HEDGE_S
+        while (waiting or gets[first:]) and not (has_body and self.trusted is not None):
+            done, waiting = _wait_first(waiting, min(until_s, hedge_s) if gets[first:] else until_s)
+            if not done and gets[first:]:
+                more = {self._pool.submit(get): get for get in gets[first:]}
+                calls, waiting, gets = calls | more, waiting | more.keys(), []
+            elif not done:
                 break
             for future in done:
                 get = calls[future]
@@ -225,44 +281,29 @@ class Relays:
         return replies
 
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
-        """Returns (objects newly finished on some relay since the last call, True if some relay has the manifest).
+        """Returns (objects newly finished on the first relay since the last call, True if it has the manifest).
 
-        Blocks up to `wait_s` seconds until an object or the manifest is new.
+        Blocks up to `wait_s` seconds until an object or the manifest is new. Nobody has signed them: open each relay alone, to
+        know which one claims what.
         """
-        calls = {}
-        for relay in self.relays:
-            if version in relay.listing.complete + relay.listing.partial:
-                epoch, count = relay.cursors.get(version, ("", 0))
-                path = f"/{journal.dirname(version)}/objects.jsonl?epoch={epoch}&after={count}&wait={wait_s:.1f}"
-                get = range_get.Get(relay, path, limit=journal.MAX_JOURNAL_BYTES, extra_s=wait_s)
-                calls[self._pool.submit(get)] = get
-        entries, is_complete, waiting = [], False, set(calls)
-        until_s = time.monotonic() + wait_s + self._options.stall_s
-        while waiting and not entries and not is_complete:
-            done, waiting = _wait_first(waiting, until_s)
-            if not done:
-                break
-            for future in done:
-                relay = calls[future].relay
-                try:
-                    body, headers = future.result()
-                    new, _ = journal.parse_journal(body)
-                except range_get.Failed as error:
-                    relay.reason = str(error)
-                    continue
-                except journal.CorruptSource as error:
-                    self._selector.record_corrupt(relay, str(error))
-                    continue
-                epoch = urllib.parse.quote(headers.get("X-Epoch", "")[:100])
-                following = headers.get("X-Next", "")
-                relay.cursors[version] = (epoch, int(following) if re.fullmatch("[0-9]{1,9}", following) else 0)
-                entries += new
-                is_complete |= headers.get("X-Complete") == "1"
-        for future in waiting:
-            calls[future].abort()
+        relay, until_s = self.relays[0], time.monotonic() + wait_s
+        epoch, count = relay.cursors.get(version, ("", 0))
+        path = f"/{journal.dirname(version)}/objects.jsonl?epoch={epoch}&after={count}&wait={wait_s:.1f}"
+        get = range_get.Get(relay, path, limit=journal.MAX_PAGE_BYTES, extra_s=wait_s)
+        entries, is_complete = [], False
+        try:
+            body, headers = self._pool.submit(get).result(wait_s + self._options.stall_s)
+            entries, _ = journal.parse_journal(body)
+            epoch, following = urllib.parse.quote(headers.get("X-Epoch", "")[:100]), headers.get("X-Next", "")
+            relay.cursors = {version: (epoch, int(following) if re.fullmatch("[0-9]{1,9}", following) else 0)}
+            is_complete = headers.get("X-Complete") == "1"
+        except (range_get.Failed, TimeoutError) as error:
+            get.abort()
+            relay.reason = str(error)
+        except journal.CorruptSource as error:
+            self._selector.record_corrupt(relay, str(error))
         if not entries and not is_complete:
-            # Relays that failed did so immediately: do not ask them again without a pause.
-            time.sleep(max(0.0, min(0.05, until_s - self._options.stall_s - time.monotonic())))
+            time.sleep(max(0.0, min(0.05, until_s - time.monotonic())))  # a relay that fails does so immediately
         return entries, is_complete
 
     # ---- objects
@@ -325,6 +366,7 @@ class Relays:
             polls = [get for get, _ in self._polls.values()]
         for get in polls:
             get.abort()
+        self._search.close()
         for relay in self.relays:
             relay.close()
 

@@ -164,15 +164,10 @@ class _Storage:
 
     def _listed(self, complete: Iterable[int], partial: Iterable[int]) -> journal.Listing:
         """Returns the listing of the versions found, as far as the head confirms them."""
-        head = self.head()
-        if head is not None:
-            complete, partial = (
-                {*complete} & {*head.versions},
-                {*complete, *partial} - {*head.versions} & {head.writing},
-            )
-        elif self.trusted is not None and self.trusted.needs_head:
-            complete, partial = (), ()
-        return journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)))
+        if self.trusted is None:
+            return head_lib.listing(None, complete, partial, self._read_head())
+        self.head()
+        return head_lib.listing(self.trusted, complete, partial)
 
     def _sleep(self, deadline_s: float) -> bool:
         """Sleeps until the next poll and returns True, or returns False if the deadline has passed or the source is closed."""

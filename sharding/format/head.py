@@ -300,6 +300,23 @@ def verifier_of(trusted: "str | os.PathLike | HeadVerifier | None") -> HeadVerif
     return trusted if isinstance(trusted, HeadVerifier) or trusted is None else verifier(os.fspath(trusted))
 
 
+def listing(
+    trusted: HeadVerifier | None, complete: Iterable[int], partial: Iterable[int], data: bytes | None = None
+) -> journal.Listing:
+    """Returns the listing of the versions found at a source, as far as the accepted head confirms them.
+
+    Without `trusted`, nothing is confirmed, and the bytes of the source's head, `data`, are handed on.
+    """
+    complete, partial = {*complete}, {*partial} - {*complete}
+    head = trusted and trusted.head
+    if head is not None:
+        partial = (complete | partial) - {*head.versions} & {head.writing}
+        complete, data = complete & {*head.versions}, head.data
+    elif trusted is not None:
+        complete, partial, data = (set(), set(), None) if trusted.needs_head else (complete, partial, None)
+    return journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)), data)
+
+
 def sign(
     key: ed25519.Ed25519PrivateKey,
     entries: Iterable[Entry],

@@ -17,6 +17,7 @@ from sharding.format import digests
 
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_JOURNAL_BYTES = 64 << 20
+MAX_PAGE_LINES, MAX_PAGE_BYTES = 4096, 8 << 20  # of a journal, in one reply of a relay
 MAX_OBJECT_BYTES = 512 << 20  # ours have a few MB; hostile input must not make a reader allocate more
 
 
@@ -52,10 +53,14 @@ _OBJECT = pydantic.TypeAdapter(Object)
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """The version numbers that a source has, ascending: `complete` ones, and `partial` ones that are still being published."""
+    """The version numbers that a source has, ascending: `complete` ones, and `partial` ones that are still being published.
+
+    `head` has the bytes of the signed head, which may be newer than both; None if there is none.
+    """
 
     complete: tuple[int, ...] = ()
     partial: tuple[int, ...] = ()
+    head: bytes | None = dataclasses.field(default=None, repr=False)
 
 
 class CorruptSource(ValueError):
@@ -104,4 +109,5 @@ def require(condition: bool, message: str) -> None:
 
 def no_version(version: int, where: Any, known: Sequence[int]) -> FileNotFoundError:
     """Returns the error for a missing version. `where` names the source, and `known` are the versions that it has."""
-    return FileNotFoundError(f"no version {version} under {where}; it has {list(known)}: pull one of these")
+    text = f"{list(known)}" if len(known) <= 8 else f"{len(known)} versions, the newest {list(known[-8:])}"
+    return FileNotFoundError(f"no version {version} under {where}; it has {text}: pull one of these")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 
 from sharding.download import source
+from sharding.format import head as head_lib
 from sharding.relay import error_log
 from sharding.relay import plan as plan_lib
 from sharding.relay import store as store_lib
@@ -24,12 +25,16 @@ class Mirror:
     """The threads that copy new versions from `sources` (by name) into `store` until `stop`, and the state of their work."""
 
     def __init__(
-        self, store: store_lib.Store, sources: Mapping[str, source.Source], keep: int, trusted_key: str | None = None
+        self,
+        store: store_lib.Store,
+        sources: Mapping[str, source.Source],
+        keep: int,
+        trusted: head_lib.HeadVerifier | None = None,
     ):
         self.log = error_log.ErrorLog()
-        self._store, self._trusted_key, self._recovering = store, trusted_key, threading.Lock()
+        self._store, self._trusted, self._recovering = store, trusted, threading.Lock()
         self._is_recovered = store.in_place
-        self._plan = plan_lib.Plan(store, self.log, sources, keep, is_signed=trusted_key is not None)
+        self._plan = plan_lib.Plan(store, self.log, sources, keep, trusted)
         share = max(2, NUM_DOWNLOADS // len(sources))
         self.upstreams = [
             upstream_lib.Upstream(name, opened, store, self._plan, self.log, share, self._recover)
@@ -60,5 +65,5 @@ class Mirror:
         """Exposes the files on disk, once; every upstream waits for it. Raises OSError if the disk has an error."""
         with self._recovering:
             if not self._is_recovered:
-                self.log.count("bad_recovered", self._store.recover(self._trusted_key))
+                self.log.count("bad_recovered", self._store.recover(self._trusted))
                 self._is_recovered = True

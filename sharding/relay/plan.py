@@ -5,11 +5,14 @@ upstream may invent versions, so each has places and a share of the disk of its 
 """
 
 import dataclasses
+import functools
+import hashlib
 import shutil
 import sys
 import threading
 from collections.abc import Iterable
 
+from sharding.format import head as head_lib
 from sharding.format import manifest as manifest_lib
 from sharding.relay import error_log
 from sharding.relay import store as store_lib
@@ -22,42 +25,72 @@ class Claim:
     data: bytes
     manifest: manifest_lib.Manifest
 
+    @functools.cached_property
+    def sha256(self) -> str:
+        """The SHA-256 of `data` in hex, by which a signed head names it."""
+        return hashlib.sha256(self.data).hexdigest()
+
 
 class Plan:
     """The versions that the upstreams of a relay have proven, and those that its store therefore keeps. Thread-safe.
 
-    `keep` newest versions are kept; `is_signed` says that all manifests have the publisher's signature.
+    The newest `keep` are kept. With `trusted`, all manifests are the publisher's; without, nobody has signed any.
     """
 
     def __init__(
-        self, store: store_lib.Store, log: error_log.ErrorLog, upstreams: Iterable[str], keep: int, is_signed: bool
+        self,
+        store: store_lib.Store,
+        log: error_log.ErrorLog,
+        upstreams: Iterable[str],
+        keep: int,
+        trusted: head_lib.HeadVerifier | None,
     ):
         self.lock = threading.RLock()
-        self._store, self._log = store, log
+        self._store, self._log, self._trusted = store, log, trusted
         self._keep = sys.maxsize if store.in_place else keep  # in place the publisher decides
         self._claims: dict[str, dict[int, Claim] | None] = dict.fromkeys(upstreams)  # None until the first answer
         self._followed: dict[str, int | None] = {}
         self._taken: set[tuple[int, str]] = set()  # objects that are downloaded now: version, path
         self.is_single = len(self._claims) == 1
-        self._shares = not is_signed and not self.is_single
+        self._shares = trusted is None and not self.is_single
+        self._heads: dict[str, bytes | None] = dict.fromkeys(self._claims)
 
     @property
     def keep(self) -> int:
         """The number of newest versions to keep."""
         return self._keep
 
-    def update(self, upstream: str, claims: dict[int, Claim], followed: int | None) -> None:
-        """Takes what `upstream` has proven, and the version it is publishing, as the new state; deletes versions no longer needed.
+    def take_head(self, upstream: str, data: bytes | None) -> None:
+        """Serves the newest head that `trusted` has accepted; without it, the head `data` of the first upstream that has one."""
+        with self.lock:
+            self._heads[upstream] = data if self._trusted is None else self._trusted.head and self._trusted.head.data
+            first = next((head for head in self._heads.values() if head is not None), None)
+            newest = first if self._trusted is None else self._heads[upstream]
+            if newest is not None and newest != self._store.head:
+                self._store.set_head(newest)
 
-        A version whose manifest has changed at every upstream that has it was published again: the copy is deleted.
+    def is_current(self, number: int, sha256: str) -> bool:
+        """Returns True if the newest head, if there is one, lists version `number` with the manifest of that hash."""
+        head = None if self._trusted is None else self._trusted.head
+        return head is None or (number in head.versions and head.versions[number].sha256 == sha256)
+
+    def update(self, upstream: str, claims: dict[int, Claim], followed: int | None) -> None:
+        """Takes the versions that `upstream` has proven, and the one it is publishing, as its state; deletes versions not needed.
+
+        A version was published again, and the copy is deleted, if the head lists another manifest. Without a head, if all upstreams
+        that have the version deliver another manifest.
         """
         with self.lock:
             self._claims[upstream], self._followed[upstream] = claims, followed
-            for number, claim in claims.items():
-                held = self._store.manifest(number)
-                if held is not None and held != claim.data and all(c.data == claim.data for c in self._of(number)):
-                    self._store.remove(number)
-                    self._log.count("replaced_versions")
+            for one in self._all():
+                for number in [n for n, claim in one.items() if not self.is_current(n, claim.sha256)]:
+                    del one[number]
+            for number in self._store.complete():
+                held, found = self._store.versions[number], self._of(number)
+                if not self.is_current(number, held.sha256) or (found and all(c.sha256 != held.sha256 for c in found)):
+                    if len({claim.data for claim in found}) <= 1:
+                        self._store.remove(number)
+                        self._log.count("replaced_versions")
             self.drop()
 
     def wanted(self, upstream: str) -> list[int]:

@@ -7,7 +7,7 @@ The manifest is served once all its objects are. If the upstreams are gone or th
 Served bytes are not hashed again: a hash per request would cost more than all other work of a relay. Clients hash all they
 read: they download a damaged object from another relay, and count it against this one.
 
-Routes: /versions (with `wait`), /v00000012/objects.jsonl (with `wait`), /v00000012/manifest.json, /v00000012/<object> (with
+Routes: /versions (with `wait`), /head.jsonl, /v00000012/objects.jsonl (with `wait`), /v00000012/manifest.json, /v00000012/<object> (with
 Range), /metrics (Prometheus), /health. A thread per connection: an idle client blocks no other, and sendfile moves bytes from
 the page cache to the socket.
 """
@@ -26,6 +26,7 @@ import time
 import urllib.parse
 
 from sharding.download import range_get, source
+from sharding.format import head as head_lib
 from sharding.format import journal
 from sharding.relay import mirror as mirror_lib
 from sharding.relay import store as store_lib
@@ -65,7 +66,9 @@ class Relay:
             raise ValueError(f"keep = {keep} must be at least 1; raise it")
         if self.url in upstream:
             raise ValueError(f"upstream {self.url} is this relay itself; give the URL of another one")
-        sources = source.open_each(upstream, trusted_key=trusted_key, options=options)
+        floor = None if directory is None else os.path.join(directory, head_lib.NAME)  # in place it is the publisher's
+        trusted = None if trusted_key is None else head_lib.HeadVerifier(trusted_key, floor)
+        sources = source.open_each(upstream, trusted_key=trusted, options=options)
         is_directory = any(isinstance(opened, source.Directory) for opened in sources.values())
         if directory is None and not is_directory:
             raise ValueError(f"upstream {upstream} is not a directory and cannot be served in place; give --dir")
@@ -73,7 +76,7 @@ class Relay:
             raise ValueError(f"--dir {directory} is the upstream itself; leave --dir out to serve it in place")
         root = upstream[0] if directory is None else directory
         self.store = store_lib.Store(root, in_place=directory is None, max_bytes=max_bytes)
-        self.mirror = mirror_lib.Mirror(self.store, sources, keep, trusted_key)
+        self.mirror = mirror_lib.Mirror(self.store, sources, keep, trusted)
         self.counters = collections.Counter()
         self._socket, self._throttle = sock, throttle.Throttle(limits or throttle.Limits())
         self._lock = threading.RLock()  # reentrant: a signal handler may call `stop` at any point
@@ -174,6 +177,8 @@ class Relay:
             listing = self.store.listing(options.get("tag", ""), wait_s)
             if listing["complete"] or not self.store.is_recovering:
                 body = json.dumps(listing).encode()
+        elif path == f"/{head_lib.NAME}":
+            body = self.store.head
         elif path == "/metrics":
             body = self._metrics().encode()
         elif path == "/health":

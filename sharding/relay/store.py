@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ import shutil
 import threading
 
 from sharding.format import digests, journal
+from sharding.format import head as head_lib
 from sharding.format import manifest as manifest_lib
 from sharding.system import atomic_file
 
@@ -32,6 +34,7 @@ class Version:
     objects: dict[str, journal.Object] = dataclasses.field(default_factory=dict)
     log: list[journal.Object] = dataclasses.field(default_factory=list)
     manifest: bytes | None = None
+    sha256: str = ""  # of the manifest
     base: int | None = None
     is_removed: bool = False
 
@@ -51,6 +54,7 @@ class Store:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)  # notified when a version is added, completed or removed
         self.num_bytes = 0  # of all exposed objects and manifests
+        self.head: bytes | None = None  # the signed head, as the publisher wrote it
         self.max_bytes = max_bytes
         self._reserved_bytes = 0  # of objects being written now
         self._tag = secrets.token_hex(8)  # another one after each change of the versions
@@ -64,15 +68,17 @@ class Store:
                 os.close(self._descriptor)
                 raise ValueError(f"another relay writes to {root}; give each relay its own --dir") from error
 
-    def recover(self, trusted_key: str | None = None) -> int:
+    def recover(self, trusted: head_lib.HeadVerifier | None = None) -> int:
         """Hashes the objects on disk after a restart; serves good ones again, deletes bad ones. Returns the number of bad and missing ones.
 
-        With `trusted_key`, manifests that this key did not sign are deleted.
+        With `trusted`, manifests are deleted that its newest head does not list.
         """
+        if trusted is not None and trusted.head is not None:
+            self.set_head(trusted.head.data)
         for path in self.root.glob(".removed-*"):
             shutil.rmtree(path, ignore_errors=True)
         numbers = [n for path in self.root.iterdir() if (n := journal.parse_dirname(path.name)) is not None]
-        num_bad = sum(self._recover(number, trusted_key) for number in sorted(numbers, reverse=True))
+        num_bad = sum(self._recover(number, trusted) for number in sorted(numbers, reverse=True))
         self.recovered()
         return num_bad
 
@@ -83,14 +89,14 @@ class Store:
                 self.is_recovering = False
                 self._changed()
 
-    def _recover(self, number: int, trusted_key: str | None) -> int:
+    def _recover(self, number: int, trusted: head_lib.HeadVerifier | None) -> int:
         directory = self.root / journal.dirname(number)
         for leftover in directory.rglob(atomic_file.LEFTOVERS):
             leftover.unlink()
         manifest, data, entries = None, b"", []
         try:
             data = (directory / "manifest.json").read_bytes()
-            manifest = manifest_lib.parse(data, version=number, trusted_key=trusted_key)
+            manifest = trusted.manifest(data, number) if trusted else manifest_lib.parse(data, version=number)
             entries = manifest.objects
         except (FileNotFoundError, journal.CorruptSource):
             with contextlib.suppress(FileNotFoundError, journal.CorruptSource):
@@ -112,6 +118,13 @@ class Store:
         except OSError:  # a full disk; without a journal the next start downloads the objects again
             (directory / "objects.jsonl").unlink(missing_ok=True)
         return num_bad
+
+    def set_head(self, data: bytes) -> None:
+        """Serves the bytes of a signed head from now on."""
+        with self.lock:
+            if data != self.head:
+                self.head = data
+                self._changed()
 
     def has(self, number: int, entry: journal.Object) -> bool:
         """Returns True if version `number` has an object with the path, size and digest of `entry`."""
@@ -212,7 +225,7 @@ class Store:
     def _complete(self, version: Version, manifest: manifest_lib.Manifest, data: bytes) -> None:
         with self.lock:
             self.num_bytes += len(data) - len(version.manifest or b"")
-            version.manifest, version.base = data, manifest.base
+            version.manifest, version.base, version.sha256 = data, manifest.base, hashlib.sha256(data).hexdigest()
             self._changed()
             version.grown.notify_all()
 
@@ -221,10 +234,11 @@ class Store:
         self.changed.notify_all()
 
     def listing(self, tag: str = "", wait_s: float = 0.0) -> dict:
-        """Returns {"complete", "partial": version numbers, "tag"}. With an earlier tag, blocks up to `wait_s` for a change."""
+        """Returns {"complete", "partial": version numbers, "tag", "head"}. With an earlier tag, blocks up to `wait_s` for a change."""
         with self.lock:
             self.changed.wait_for(lambda: self._closed or tag != self._tag, wait_s)
-            return {"complete": self.complete(), "partial": self.partial(), "tag": self._tag}
+            found = {"complete": self.complete(), "partial": self.partial(), "tag": self._tag}
+            return found | ({} if self.head is None else {"head": self.head.decode(errors="replace")})
 
     def entries(self, number: int, epoch: str, after: int, wait_s: float) -> tuple[bytes, dict[str, str]] | None:
         """Returns (journal lines, HTTP headers) of version `number`, or None if the version is unknown.
@@ -236,11 +250,12 @@ class Store:
             version = self.versions.get(number)
             if version is None:
                 return None
-            start = after if epoch == version.epoch else 0
+            start = min(after, len(version.log)) if epoch == version.epoch else 0
             version.grown.wait_for(lambda: self._closed or version.manifest or len(version.log) > start, wait_s)
-            current = [e for e in version.log[start:] if version.objects.get(e.path) == e]  # without replaced ones
-            headers = {"X-Epoch": version.epoch, "X-Next": str(len(version.log))}
-            headers["X-Complete"] = str(int(version.manifest is not None))
+            page = version.log[start : start + journal.MAX_PAGE_LINES]
+            current = [e for e in page if version.objects.get(e.path) == e]  # without replaced ones
+            headers = {"X-Epoch": version.epoch, "X-Next": str(start + len(page))}
+            headers["X-Complete"] = str(int(version.manifest is not None and start + len(page) == len(version.log)))
             return b"".join(map(_line, current)), headers
 
     def manifest(self, number: int) -> bytes | None:

@@ -107,6 +107,7 @@ class Upstream:
             return
         self.is_alive, self._listing, self._num_refuted = True, listing, 0
         self._refuted = {n: r for n, r in self._refuted.items() if n in listing.complete + listing.partial}
+        self._plan.take_head(self.name, listing.head)
         self._claims = self._prove(listing)
         self._choose_followed(listing)
         self._plan.update(self.name, self._claims, self._followed and self._followed.number)
@@ -152,7 +153,10 @@ class Upstream:
                     raise ValueError(
                         f"version {max(chain)} needs more than {MAX_CHAIN} bases; publish snapshots more often"
                     )
-                chain[number] = self._claims.get(number) or plan_lib.Claim(*self.source.manifest(number))
+                known = self._claims.get(number)
+                if known is None or not self._plan.is_current(number, known.sha256):
+                    known = plan_lib.Claim(*self.source.manifest(number))
+                chain[number] = known
                 number = chain[number].manifest.base
             claims.update(chain)
             return True

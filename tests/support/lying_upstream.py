@@ -34,7 +34,9 @@ class Behavior:
     phantoms: int = 0
     partials: int = 0
     phantom_manifest: str = "missing"  # of MANIFESTS
-    journal: str = "missing"  # "missing", "trickle" (a junk object every 0.1 s), "flood" (1,000 at a time), or of FAULTS
+    journal: str = (
+        "missing"  # "missing", "trickle" (a junk object every 0.1 s), "flood" (1,000 at a time), or of FAULTS
+    )
     listing: str = "honest"  # or of FAULTS, or "flap": another tag each time, which wakes whoever waits
     manifest: str = "honest"  # of versions that exist
     objects: str = "honest"

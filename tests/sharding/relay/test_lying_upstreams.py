@@ -40,7 +40,9 @@ def beside(pub, *behaviors, **options):
 def mirrored(relay, number, within_s=HONEST_S):
     """Waits for a version; returns the seconds that it took."""
     begun_s = time.monotonic()
-    proxy.wait_until(lambda: relay.store.is_complete(number), within_s, f"version {number}; {relay.mirror.log.counters}")
+    proxy.wait_until(
+        lambda: relay.store.is_complete(number), within_s, f"version {number}; {relay.mirror.log.counters}"
+    )
     return time.monotonic() - begun_s
 
 
