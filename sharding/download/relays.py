@@ -142,7 +142,7 @@ class Relays:
                     self.trusted.accept(data, expired=True)
             relay.claims = tuple(sorted(complete)), tuple(sorted(partial)), data
             relay.tag, relay.is_alive, relay.refused = urllib.parse.quote(str(tag)[:100]), True, None
-        except (range_get.Failed, ValueError, AttributeError, TypeError, RecursionError) as error:
+        except (range_get.Failed, OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             relay.claims, relay.tag, relay.is_alive = ((), (), None), "", False
             relay.reason = str(error)[:300]
             relay.refused = error if isinstance(error, journal.CorruptSource) else None

@@ -1,4 +1,4 @@
-"""Finds the newest version that a relay delivers, whatever the others claim: each relay proves its own newest claim, all at once.
+"""Finds the newest version that a relay delivers, if the others claim newer ones that do not exist: each relay proves its own newest claim, all at once.
 
 A claim is proven by its manifest. A relay that claims versions and does not deliver their manifests wastes its own time only:
 the search ends when no claim is newer than the newest proven one, or soon after the first proof.

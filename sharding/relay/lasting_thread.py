@@ -11,7 +11,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 class LastingThread:
     """A thread that calls `step` until `stop`. `failed` gets the error that ended a step, whatever it is.
 
-    `error` and `since` (Unix time) tell what has ended every step since when; they are "" and None while steps succeed.
+    `error` is the one that has ended every step since the Unix time `since`; they are "" and None while steps succeed.
     """
 
     def __init__(self, name: str, step: Callable[[], None], failed: Callable[[BaseException], None]):

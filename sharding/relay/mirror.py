@@ -47,7 +47,7 @@ class Mirror:
         return any(upstream.is_alive for upstream in self.upstreams)
 
     def health(self) -> dict:
-        """Returns the state of the mirror: is an upstream alive, the last error, and what has ended its threads' steps since when."""
+        """Returns {"upstream": True if one is alive, "error": the last one, "since": the Unix time since which threads fail, or None}."""
         ended = [u.thread for u in self.upstreams if u.thread.since is not None]
         since = min((t.since for t in ended if t.since is not None), default=None)
         error = "; ".join(t.error for t in ended) or self.log.last
@@ -66,4 +66,5 @@ class Mirror:
         with self._recovering:
             if not self._is_recovered:
                 self.log.count("bad_recovered", self._store.recover(self._trusted))
+                self._plan.serve_head()
                 self._is_recovered = True

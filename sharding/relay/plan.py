@@ -1,7 +1,7 @@
-"""Decides which versions a relay keeps, from what each upstream has proven to have. An upstream alone cannot displace the others' versions.
+"""Decides which versions a relay keeps, from the manifests that each upstream has delivered. No upstream displaces the others' versions.
 
-With a trusted key every proven version is the publisher's: the newest `keep` are kept, with the bases they need. Without a key an
-upstream may invent versions, so each has places and a share of the disk of its own. What no manifest lists is deleted first.
+With a trusted key every manifest is the publisher's: the newest `keep` versions are kept, with the bases they need. Without a key an
+upstream may invent versions, so each has places and a share of the disk of its own. Objects that no manifest lists are deleted first.
 """
 
 import dataclasses
@@ -60,14 +60,22 @@ class Plan:
         """The number of newest versions to keep."""
         return self._keep
 
-    def take_head(self, upstream: str, data: bytes | None) -> None:
-        """Serves the newest head that `trusted` has accepted; without it, the head `data` of the first upstream that has one."""
+    def hand_on(self, upstream: str, data: bytes | None) -> None:
+        """Takes `data` as the head of `upstream`, and serves the newest head, once its newest version is here.
+
+        Without `trusted`, nobody can tell which is the newest: the first upstream that has one decides.
+        """
         with self.lock:
-            self._heads[upstream] = data if self._trusted is None else self._trusted.head and self._trusted.head.data
-            first = next((head for head in self._heads.values() if head is not None), None)
-            newest = first if self._trusted is None else self._heads[upstream]
-            if newest is not None and newest != self._store.head:
-                self._store.set_head(newest)
+            self._heads[upstream] = data
+            self.serve_head()
+
+    def serve_head(self) -> None:
+        """Serves the newest head that `trusted` has accepted, also before a restart, if its newest version is here."""
+        head = None if self._trusted is None else self._trusted.head
+        if head is not None and (head.newest is None or self._store.is_complete(head.newest.version)):
+            self._store.set_head(head.data, write=False)
+        elif self._trusted is None and (data := next((d for d in self._heads.values() if d is not None), None)):
+            self._store.set_head(data, write=True)
 
     def is_current(self, number: int, sha256: str) -> bool:
         """Returns True if the newest head, if there is one, lists version `number` with the manifest of that hash."""
@@ -140,7 +148,7 @@ class Plan:
         kept = {n for number in self._newest(complete) for n in self._chain(number, complete)}
         if self._store.in_place:  # there the publisher decides
             kept &= {n for claims in self._all() for n in claims}
-        if None in self._claims.values():  # what was found on the disk may be claimed by who has not answered yet
+        if None in self._claims.values():  # an upstream that has not answered yet may have the versions found on disk
             kept.update(partial)
         for upstream, followed in self._followed.items():
             kept.update([n for n in partial if n == followed or n in self.wanted(upstream)])
@@ -148,7 +156,7 @@ class Plan:
             self._store.remove(number)
 
     def make_room(self, number: int) -> bool:
-        """Deletes what version `number` needs least: partial versions, then the oldest. Returns False if nothing is left."""
+        """Deletes one version for `number`: a partial one without a manifest, or else the oldest. Returns False if nothing is left."""
         with self.lock:
             complete = self._store.complete()
             unproven = [n for n in self._store.partial() if n != number and not self._of(n)]

@@ -73,10 +73,10 @@ class Store:
 
         With `trusted`, manifests are deleted that its newest head does not list.
         """
-        if trusted is not None and trusted.head is not None:
-            self.set_head(trusted.head.data)
         for path in self.root.glob(".removed-*"):
             shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            self.head = (self.root / head_lib.NAME).read_bytes() if trusted is None else None
         numbers = [n for path in self.root.iterdir() if (n := journal.parse_dirname(path.name)) is not None]
         num_bad = sum(self._recover(number, trusted) for number in sorted(numbers, reverse=True))
         self.recovered()
@@ -119,10 +119,12 @@ class Store:
             (directory / "objects.jsonl").unlink(missing_ok=True)
         return num_bad
 
-    def set_head(self, data: bytes) -> None:
-        """Serves the bytes of a signed head from now on."""
+    def set_head(self, data: bytes, *, write: bool) -> None:
+        """Serves the bytes of a signed head from now on; `write` keeps them on disk, where a verifier does not."""
         with self.lock:
             if data != self.head:
+                if write and not self.in_place:
+                    atomic_file.write(self.root / head_lib.NAME, data)
                 self.head = data
                 self._changed()
 

@@ -6,8 +6,8 @@
 3. The newest version that is still being published is followed object by object, within a budget of bytes and time: nobody has
    signed its journal. Its manifest decides in the end.
 
-What an upstream claims and does not deliver costs it: the version is refuted for a time that doubles, at least ten times what it
-took to find out, and an upstream with many refuted versions is left alone for a time that doubles as well.
+A version that an upstream lists and does not deliver is refuted for a time that doubles, at least ten times as long as it took
+to find out, and an upstream with many refuted versions is left alone for a time that doubles as well.
 """
 
 import concurrent.futures
@@ -38,7 +38,7 @@ REUSED_BYTES = 64 << 20  # a download thread keeps a buffer for objects up to th
 
 @dataclasses.dataclass
 class _Followed:
-    """A version that the upstream is publishing, and what its journal has cost so far."""
+    """A version that the upstream is publishing, and the cost of its journal so far."""
 
     number: int
     most_bytes: float
@@ -92,7 +92,7 @@ class Upstream:
         self._listing, self._claims, self._followed = None, {}, None
 
     def _step(self) -> None:
-        """Asks the upstream once, and mirrors what is new."""
+        """Asks the upstream once, and mirrors its new versions."""
         self._recover()
         try:
             listing = self.source.listing(1.0 if self._is_idle else 0.0, self._listing)
@@ -107,12 +107,12 @@ class Upstream:
             return
         self.is_alive, self._listing, self._num_refuted = True, listing, 0
         self._refuted = {n: r for n, r in self._refuted.items() if n in listing.complete + listing.partial}
-        self._plan.take_head(self.name, listing.head)
         self._claims = self._prove(listing)
         self._choose_followed(listing)
         self._plan.update(self.name, self._claims, self._followed and self._followed.number)
         wanted = [n for n in self._plan.wanted(self.name) if not self._is_refuted(n)]
         moved = any([self._try(self._download, number) for number in wanted])
+        self._plan.hand_on(self.name, listing.head)
         self._store.recovered()
         if self._followed is not None and self._followed.number in listing.complete:
             self._followed = None
@@ -154,7 +154,8 @@ class Upstream:
                         f"version {max(chain)} needs more than {MAX_CHAIN} bases; publish snapshots more often"
                     )
                 known = self._claims.get(number)
-                if known is None or not self._plan.is_current(number, known.sha256):
+                # A head that does not name the hash: the number was published again. Its signature is not needed to ask again.
+                if known is None or (listing.head is not None and known.sha256.encode() not in listing.head):
                     known = plan_lib.Claim(*self.source.manifest(number))
                 chain[number] = known
                 number = chain[number].manifest.base

@@ -1,6 +1,6 @@
 """An upstream that lies: a real HTTP server with a relay's routes, which breaks its word in a chosen or drawn way.
 
-`Behavior` says what it does on each route; `draw` composes one from a seed. What is not a lie comes from the directory `root`,
+`Behavior` has its answers on each route; `draw` composes one from a seed. The truth comes from the directory `root`,
 so a liar may also be right most of the time, serve another run, or an older head.
 """
 
@@ -29,7 +29,7 @@ MANIFESTS = ("missing", "junk", "hang", "drip", "redirect", "headers", "reset", 
 
 @dataclasses.dataclass(frozen=True)
 class Behavior:
-    """What a liar does. `phantoms` and `partials` are listed and do not exist; the others name a way to answer, or "honest"."""
+    """The answers of a liar. `phantoms` and `partials` are listed and do not exist; the others name a way to answer, or "honest"."""
 
     phantoms: int = 0
     partials: int = 0

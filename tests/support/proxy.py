@@ -17,10 +17,11 @@ import blake3
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding.download import source as source_lib
+from sharding.format import head as head_lib
 from sharding.format import journal
 from sharding.format import manifest as manifest_lib
 from sharding.relay import server as relay_lib
-from sharding.system import sockets
+from sharding.system import atomic_file, sockets
 
 KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER_KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(1, 33)))
@@ -93,6 +94,19 @@ def publish(root, version, objects, /, **fields) -> None:
     directory = root / f"v{version:08d}"
     (directory / "tmp").write_bytes(manifest(version, objects, **fields))
     os.rename(directory / "tmp", directory / "manifest.json")
+
+
+def sign(root, *, epoch=0, writing=None, key=KEY, serial=None, expires_s=None, epochs=None) -> bytes:
+    """Writes the signed head of the complete versions under `root`; `epochs` maps their numbers to epochs other than `epoch`."""
+    now_s, entries = time.time(), []
+    for path in root.glob("v*/manifest.json"):
+        number = int(path.parent.name[1:])
+        entries.append(head_lib.Entry.of(path.read_bytes(), (epochs or {}).get(number, epoch), number))
+    serial = int(now_s * 1000) if serial is None else serial
+    until_s = now_s + 3600 if expires_s is None else expires_s
+    data = head_lib.sign(key, entries, serial=serial, epoch=epoch, expires_s=until_s, writing=writing)
+    atomic_file.write(root / head_lib.NAME, data)
+    return data
 
 
 def read_all(source, version, objects) -> dict[str, bytes]:

@@ -5,12 +5,14 @@ The liars are `tests/support/lying_upstream.py`: real servers, whose numbers the
 
 import contextlib
 import json
+import shutil
 import time
 import urllib.request
 
 import pytest
 
 from sharding.download import range_get, source
+from sharding.format import head as head_lib
 from sharding.relay import upstream
 from tests.support import lying_upstream, proxy
 from tests.support.lying_upstream import Behavior
@@ -58,13 +60,17 @@ PHANTOMS = {
 }
 
 
-@pytest.mark.parametrize("trusted_key", [TRUSTED, None], ids=["key", "no key"])
+@pytest.mark.parametrize(("trusted_key", "has_head"), [(TRUSTED, True), (TRUSTED, False), (None, False)])
 @pytest.mark.parametrize("kind", PHANTOMS)
-def test_a_liar_does_not_starve_a_relay(pub, tmp_path, kind, trusted_key):
+def test_a_liar_does_not_starve_a_relay(pub, tmp_path, kind, trusted_key, has_head):
+    if has_head:
+        proxy.sign(pub)
     with beside(pub, PHANTOMS[kind]) as (urls, _):
         with proxy.running(urls, tmp_path / "a", trusted_key=trusted_key, options=QUICK) as relay:
             mirrored(relay, 2)
             proxy.publish(pub, 3, proxy.contents(3))
+            if has_head:
+                proxy.sign(pub)
             mirrored(relay, 3)
 
 
@@ -80,7 +86,7 @@ def test_a_liar_does_not_stall_a_client(pub, kind):
 
 
 @pytest.mark.parametrize("journal_kind", ["trickle", "flood"])
-def test_what_nobody_signed_has_bounded_disk_and_log(pub, tmp_path, monkeypatch, capsys, journal_kind):
+def test_unsigned_claims_have_bounded_disk_and_log(pub, tmp_path, monkeypatch, capsys, journal_kind):
     """A liar's journal fills its budget once, and is then left alone; so are its errors in the log."""
     monkeypatch.setattr(upstream, "FOLLOWED_BYTES", 2_000_000)
     behavior = Behavior(phantoms=4000, partials=100, journal=journal_kind, listing="flap")
@@ -135,3 +141,78 @@ def test_whatever_ends_a_mirror_is_shown_and_it_goes_on(pub, tmp_path, monkeypat
         proxy.wait_until(lambda: health()["status"] == "ok")
         assert health()["since"] is None
         assert relay.mirror.log.counters[f"errors_{type(error).__name__}"] >= 1
+
+
+def test_a_relay_hands_on_the_head_once_it_has_the_version(pub, tmp_path):
+    """A version that is announced is followed, and no other; a head is served when its newest version is here."""
+    proxy.sign(pub)
+    verifier = head_lib.HeadVerifier(TRUSTED)
+    with contextlib.ExitStack() as stack:
+        origin = stack.enter_context(proxy.running(pub))
+        first = stack.enter_context(proxy.running(origin.url, tmp_path / "a", trusted_key=TRUSTED, options=QUICK))
+        second = stack.enter_context(proxy.running(first.url, tmp_path / "b", trusted_key=TRUSTED, options=QUICK))
+        mirrored(second, 2)
+        objects = proxy.contents(3)
+        proxy.begin(pub, 3, objects)
+        time.sleep(0.5)
+        assert 3 not in second.store.versions  # nobody has announced it
+        announced = proxy.sign(pub, writing=3)
+        proxy.wait_until(lambda: 3 in second.store.versions and len(second.store.versions[3].objects) == len(objects))
+        assert second.store.head == announced
+        proxy.publish(pub, 4, proxy.contents(4, (3_000_000,) * 5))
+        last = proxy.sign(pub)
+        while second.store.head != last:
+            head = verifier.accept(second.store.listing()["head"].encode())
+            assert second.store.is_complete(head.newest.version)
+        assert second.store.complete() == [0, 1, 2, 4] and second.store.partial() == []
+        with contextlib.closing(source.open(second.url, trusted_key=TRUSTED)) as opened:
+            assert opened.head().data == last and opened.versions() == [0, 1, 2, 4]
+
+
+@pytest.fixture
+def old(pub):
+    """A copy of the root, with its head, before the run was resumed from version 1."""
+    proxy.sign(pub)
+    shutil.copytree(pub, pub.parent / "old")
+    time.sleep(0.01)  # a head's serial is its time in milliseconds
+    return pub.parent / "old"
+
+
+def resume(pub):
+    """Publishes version 2 again, with other weights, in a new epoch, faster than anyone polls."""
+    shutil.rmtree(pub / "v00000002")
+    proxy.publish(pub, 2, proxy.contents(22))
+    return proxy.sign(pub, epoch=1, epochs={0: 0, 1: 0})
+
+
+def test_a_version_published_again_is_seen_beside_one_who_holds_the_old(pub, old, tmp_path):
+    with proxy.running(pub) as origin, lying_upstream.LyingUpstream(old, Behavior()) as stale:
+        with proxy.running([stale.url, origin.url], tmp_path / "a", trusted_key=TRUSTED, options=QUICK) as relay:
+            mirrored(relay, 2)
+            resume(pub)
+            new = proxy.manifest(2, proxy.contents(22))
+            proxy.wait_until(lambda: relay.store.manifest(2) == new, HONEST_S)
+            with contextlib.closing(source.open([stale.url, relay.url], trusted_key=TRUSTED)) as opened:
+                assert opened.head().order == (1, 2)
+                assert proxy.read_all(opened, 2, proxy.contents(22)) == proxy.contents(22)
+
+
+def test_a_relay_never_goes_back(pub, old, tmp_path):
+    """Neither while it runs nor after a restart does an older head, or a head that it cannot verify, change the versions of a relay."""
+    data = resume(pub)
+    other = tmp_path / "other"
+    for number in range(3, 6):
+        proxy.publish(other, number, proxy.contents(number), key=proxy.OTHER_KEY)
+    proxy.sign(other, epoch=7, key=proxy.OTHER_KEY)
+    options = {"trusted_key": TRUSTED, "options": QUICK}
+    with contextlib.ExitStack() as stack:
+        liars = [stack.enter_context(lying_upstream.LyingUpstream(root, Behavior())).url for root in (old, other)]
+        with proxy.running(pub) as origin, proxy.running([*liars, origin.url], tmp_path / "a", **options) as relay:
+            proxy.wait_until(lambda: relay.store.head == data)
+        for _ in range(2):
+            with proxy.running(liars, tmp_path / "a", **options) as relay:
+                proxy.wait_until(lambda: relay.store.head == data)
+                time.sleep(1.0)
+                assert relay.store.complete() == [0, 1, 2] and relay.store.head == data
+                assert relay.store.manifest(2) == proxy.manifest(2, proxy.contents(22))
+                assert relay.mirror.log.counters["replaced_versions"] == 0
