@@ -191,6 +191,7 @@ def get_config() -> config_dict.ConfigDict:
     c.broadcast = b = config_dict.ConfigDict()
     b.snapshot_every = 1  # versions; only deltas between two snapshots (8 is good for relays)
     b.dtype = ""  # wider floats are cast to it on the device; "": no cast
+    b.head_s = 86400.0  # until relays that withhold newer weights are refused; the run signs again before
 
     # The hardware for rl.plan; no other command reads it.
     c.plan = n = config_dict.ConfigDict()

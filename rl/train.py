@@ -59,16 +59,16 @@ def train(
     learner, layout = exp.learner(mesh), exp.rollout_layout(mesh)
     step_fn = train_step.jit_train_step(learner)
     progress, writer = metrics.of_host(workdir, hosts)
-    publisher = _publisher(exp, workdir, hosts)
 
     with contextlib.ExitStack() as stack:
         stack.callback(writer.close)
+        publisher = stack.enter_context(_publisher(exp, workdir, hosts))
         checkpointer = checkpoint.Checkpointer(workdir / "checkpoints", **config.checkpoint.to_dict(), hosts=hosts)
         stack.enter_context(checkpointer)
         warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts)
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
         state, start, saved = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
-        _forget_after(start, workdir, writer, hosts)
+        _forget_after(start, publisher, writer, hosts)
         publisher.publish(train_step.policy(learner, state), start, metadata=exp.broadcast_metadata)
         orchestrator = stack.enter_context(_rollout_system(exp, workdir, start, saved, progress, hosts))
         compiled = _compile_in_background(learner, exp.abstract_batch(mesh), stack)
@@ -159,7 +159,14 @@ def _check_file(field: str, path: str, kind: str) -> None:
 def _publisher(exp: experiment.Experiment, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> broadcast.Publisher:
     key, dtype = run_directory.signing_key(workdir, hosts).private, exp.config.broadcast.dtype or None
     keep = exp.config.rl.max_lag + exp.config.rl.max_off_policy + 2  # every version that a rollout in flight may name
-    options = broadcast.PublishOptions(key=key, keep=keep, dtype=dtype)
+    root_file = workdir / "root.json"  # of `python -m sharding.broadcast keys`, by which the key can be replaced
+    options = broadcast.PublishOptions(
+        key=key,
+        keep=keep,
+        dtype=dtype,
+        head_s=exp.config.broadcast.head_s,
+        root_file=str(root_file) if root_file.exists() else "",
+    )
     return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=exp.config.broadcast.snapshot_every)
 
 
@@ -180,13 +187,13 @@ def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
     return state, 0, None
 
 
-def _forget_after(start: int, workdir: pathlib.Path, writer: metrics.MetricsWriter, hosts: hosts_lib.Hosts) -> None:
+def _forget_after(
+    start: int, publisher: broadcast.Publisher, writer: metrics.MetricsWriter, hosts: hosts_lib.Hosts
+) -> None:
     """Deletes metrics after the checkpoint's step `start`, and weight versions from it on: a power failure may have torn the newest."""
     writer.truncate("rl", start)
-    weights = workdir / "weights"
-    for version in broadcast.versions(str(weights)) if hosts.is_first and weights.exists() else ():
-        if version >= start:
-            broadcast.remove(str(weights), version)
+    if hosts.is_first:
+        publisher.forget(start)
     hosts.broadcast()
 
 

@@ -66,6 +66,7 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
     """Returns the sorted names of config fields that differ from those saved in `path`, without those that a resume may change."""
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "trust.max_attempts"]
     free += ["trust.admission", "trust.min_stake", "trust.work_bits", "trust.pin_versions", "trust.sandbox"]
+    free.append("broadcast.head_s")
     free += [f"trust.{name}" for name in ("min_rate", "invited_rate", "validators", "quorum", "verdict_s")]
     if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps
         free.append("rl.num_steps")
@@ -126,7 +127,9 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
     leftovers = list(path.glob(atomic_file.LEFTOVERS))  # of a kill while a key or the config was written
     if file.exists() and steps.exists() and steps.stat().st_size:
         _check_same(path, experiment)
-    elif not file.exists() and any(p.name not in (".lock", ".hosts") for p in {*path.iterdir()} - {*leftovers}):
+    elif not file.exists() and any(
+        p.name not in (".lock", ".hosts", "root.json") for p in {*path.iterdir()} - {*leftovers}
+    ):
         raise ValueError(f"workdir {path} has files but no config.json: it is not a run; give an empty --workdir")
     for leftover in leftovers:
         leftover.unlink()

@@ -4,8 +4,20 @@
     verify SOURCE [--version N]   reads and proves a version, and keeps nothing
     watch SOURCE [--after N]      verifies every new version, until interrupted
     publish-dir DIR ROOT          publishes the *.safetensors of a directory; its config.json becomes the metadata
+    renew ROOT --key-file KEY     signs the head of an ended run again, for ten years
+    keys FILE [options]           makes or changes a root file, or prints it
 
 SOURCE is a directory, a bucket URL, or the URLs of relays, separated by commas. A terminal shows a progress bar.
+
+A root file lets readers follow a run whose key is replaced. Its own keys stay offline (`openssl genpkey -algorithm ed25519 -out
+root.pem`). A KEY is a private key's PEM file, or the hex of a public key:
+
+    keys WORKDIR/root.json --root root.pem --online WORKDIR/weights.key --sign root.pem      makes it; give it to every reader
+    keys WORKDIR/root.json --online new.key --sign root.pem                                  from now on only new.key: the other is revoked
+    keys WORKDIR/root.json --root a.pem b.pem c.pem --threshold 2 --sign root.pem a.pem b.pem
+    keys WORKDIR/root.json --cosign c.pem                                                    adds a signature to the newest root
+
+A run reads WORKDIR/root.json when it starts, and each time it signs a head.
 """
 
 import argparse
@@ -15,7 +27,9 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,9 +39,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding import broadcast
-from sharding.broadcast import assemble
-from sharding.format import manifest, safetensors_header
-from sharding.system import cli
+from sharding.broadcast import assemble, destination, head_writer
+from sharding.format import manifest, roots, safetensors_header
+from sharding.system import atomic_file, cli
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text)
         sub.set_defaults(run=run)
         sub.add_argument("source", help="directory, bucket URL, or relay URLs separated by commas")
-        sub.add_argument("--key", help="hex of the publisher's ed25519 public key; other signatures are rejected")
+        sub.add_argument(
+            "--key", help="the publisher's public key in hex, or its root file; other signatures are rejected"
+        )
         if name == "watch":
             sub.add_argument("--after", type=int, default=-1, help="only versions newer than this")
             sub.add_argument("--count", type=int, help="exit after this many versions")
@@ -67,12 +83,36 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dtype", help="cast wider floats, for example to bfloat16")
     sub.add_argument("--key-file", help="PEM file of an ed25519 private key to sign with")
     sub.add_argument("--keep", type=int, default=8, help="number of versions to keep")
+    sub = commands.add_parser("renew", help="sign the head of an ended run again")
+    sub.set_defaults(run=_renew)
+    sub.add_argument("root", help="directory or bucket URL with a head.jsonl")
+    sub.add_argument("--key-file", required=True, help="PEM file of the run's private key: WORKDIR/weights.key")
+    sub.add_argument("--root-file", default="", help="the run's root file, if it has one")
+    sub = commands.add_parser("keys", help="make, change or print a root file")
+    sub.set_defaults(run=_keys)
+    sub.add_argument("file", help="the root file; printed if no option is given")
+    sub.add_argument(
+        "--root", nargs="+", default=(), metavar="KEY", help="all keys that may change the file from now on"
+    )
+    sub.add_argument(
+        "--online", nargs="+", default=(), metavar="KEY", help="all keys that may sign weights from now on"
+    )
+    sub.add_argument(
+        "--threshold", type=int, default=0, help="how many root keys must sign a change (default: as before, 1)"
+    )
+    sub.add_argument("--days", type=float, default=365.0, help="until the new root expires (default: 365)")
+    sub.add_argument(
+        "--sign", nargs="+", default=(), metavar="PEM", help="private root keys, old and new, that sign the change"
+    )
+    sub.add_argument(
+        "--cosign", nargs="+", default=(), metavar="PEM", help="private root keys that sign the newest root, too"
+    )
     return parser
 
 
 def _list(args: argparse.Namespace) -> int:
     source = args.source.split(",")
-    found = broadcast.versions(source) if args.version is None else [args.version]
+    found = broadcast.versions(source, key=args.key) if args.version is None else [args.version]
     if not found:
         raise FileNotFoundError(f"no version under {args.source} yet: pass WORKDIR/weights of a run")
     for version in found:
@@ -110,6 +150,38 @@ def _publish_dir(args: argparse.Namespace) -> int:
     options = broadcast.PublishOptions(key=key, keep=args.keep, dtype=args.dtype)
     print(f"published: {_describe(broadcast.publish(params, version, args.root, options, metadata=metadata))}")
     return 0
+
+
+def _renew(args: argparse.Namespace) -> int:
+    writer = head_writer.HeadWriter(args.root, _load_key(args.key_file), root_file=args.root_file)
+    with contextlib.closing(destination.create(args.root, 0)) as out:
+        out.lock()
+        writer.refresh()
+    return 0
+
+
+def _keys(args: argparse.Namespace) -> int:
+    path = pathlib.Path(args.file)
+    data = path.read_bytes() if path.exists() else b""
+    if args.sign:
+        changes = {name: [_public_hex(key) for key in getattr(args, name)] for name in ("root", "online")}
+        until_s = time.time() + 86400 * args.days
+        signers = list(map(_load_key, args.sign))
+        data = roots.amend(data, signers, expires_s=until_s, threshold=args.threshold, **changes)
+    elif args.root or args.online or args.threshold:
+        raise ValueError("a change must be signed: give --sign and the PEM files of the root keys")
+    elif not data:
+        raise FileNotFoundError(f"{path} does not exist: give --root, --online and --sign to make it")
+    if args.cosign:
+        data = roots.sign(data, list(map(_load_key, args.cosign)))
+    if args.sign or args.cosign:
+        atomic_file.write(path, data, durable=True)
+    print(roots.describe(data))
+    return 0
+
+
+def _public_hex(key: str) -> str:
+    return key if re.fullmatch("[0-9a-f]{64}", key) else _load_key(key).public_key().public_bytes_raw().hex()
 
 
 def _read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:

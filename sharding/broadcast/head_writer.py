@@ -45,7 +45,7 @@ class HeadWriter:
         self._root, self._key, self._root_file, self._head_s = root, key, root_file, head_s
         self._is_run, self._clock = is_run, clock
         self._public = key.public_key().public_bytes_raw().hex()
-        self._verifier = head_lib.HeadVerifier(root_file or self._public)
+        self._verifier = head_lib.HeadVerifier(root_file or self._public, first_root=True)
         self._check_key()
 
     def begin(self, version: int, existing: Collection[int]) -> int:
@@ -95,7 +95,8 @@ class HeadWriter:
         """Returns the epoch that `version` belongs to. Versions without a head, of an earlier release, are of epoch 0."""
         if head is None:
             return 1 if existing else 0
-        return head.epoch + (self._is_run or (head.epoch, version) <= head.order)
+        newest = head.newest and head.newest.version
+        return head.epoch + (self._is_run or (newest is not None and (version <= newest or newest not in existing)))
 
     def _read(self) -> head_lib.Head | None:
         """Returns the newest head under the root, or that this process wrote; None if there is none."""

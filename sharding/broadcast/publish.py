@@ -13,7 +13,8 @@ import os
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
 
@@ -76,7 +77,9 @@ class Publisher:
         self._num_deltas = 0  # since the last snapshot
         self._heads = _head_writer(root, options, head_s=options.head_s, is_run=True)
         self._lock = threading.Lock()  # a bucket has no other
+        self._locked = functools.partial(_locked, root, self._lock)
         self._ended = threading.Event()
+        weakref.finalize(self, self._ended.set)
         self._refresher: threading.Thread | None = None
 
     def __enter__(self) -> "Publisher":
@@ -88,7 +91,8 @@ class Publisher:
         if self._refresher is not None:
             self._refresher.join()
         if error is None and self._heads is not None and self._heads.epoch is not None:
-            self._renew(self._heads.finish)
+            with self._locked():
+                self._heads.finish()
 
     def forget(self, first: int) -> None:
         """Deletes the versions from `first` on, which a resumed run publishes again, and begins an epoch. One host calls it."""
@@ -96,7 +100,8 @@ class Publisher:
             return
         existing = _versions(self._root)
         if self._heads is not None:
-            self._renew(functools.partial(self._heads.forget, first, existing))
+            with self._locked():
+                self._heads.forget(first, existing)
         for version in existing:
             if version >= first:
                 destination.remove(self._root, version)
@@ -110,27 +115,15 @@ class Publisher:
         with self._lock:
             written = _publish(plan, self._root, self._options, self._heads, copy=copy, snapshot=snapshot)
         if self._heads is not None and self._refresher is None:
-            self._refresher = threading.Thread(target=self._refresh, name="head", daemon=True)
+            period_s = self._options.head_s / 4
+            arguments = self._locked, self._heads, self._ended, period_s  # not self: it may be forgotten, with its copy
+            self._refresher = threading.Thread(target=_refresh, args=arguments, name="head", daemon=True)
             self._refresher.start()
         if copy is not None:
             copy.written = written
         self._copy = copy
         self._num_deltas = 0 if written.base is None else self._num_deltas + 1
         return written
-
-    def _refresh(self) -> None:
-        """Signs the head again four times in its life, whatever is published, until the publisher ends."""
-        assert self._heads is not None
-        while not self._ended.wait(self._options.head_s / 4):
-            try:
-                self._renew(self._heads.refresh)
-            except (OSError, ValueError) as error:
-                print(f"the head of {self._root} was not renewed: {error}", file=sys.stderr, flush=True)
-
-    def _renew(self, write: Callable[[], None]) -> None:
-        with self._lock, contextlib.closing(destination.create(self._root, 0)) as out:
-            out.lock()
-            write()
 
 
 def publish(
@@ -177,6 +170,23 @@ def tree_digest(params: Any) -> str:
 
     with futures.ThreadPoolExecutor(assemble.NUM_THREADS) as pool:
         return manifest.digest(tuple(pool.map(describe, leaves)))
+
+
+def _refresh(locked, heads: head_writer.HeadWriter, ended: threading.Event, period_s: float) -> None:
+    """Signs the head again each `period_s` seconds, until the publisher has `ended`, or another one has begun an epoch."""
+    while not ended.wait(period_s):
+        try:
+            with locked():
+                heads.refresh()
+        except (OSError, ValueError) as error:
+            print(f"the signed head was not renewed: {error}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _locked(root: str | os.PathLike, lock: threading.Lock) -> Iterator[None]:
+    with lock, contextlib.closing(destination.create(root, 0)) as out:
+        out.lock()
+        yield
 
 
 def _plan(params: Any, version: int, options: PublishOptions, metadata: dict | None) -> encode.Plan:

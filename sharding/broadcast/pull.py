@@ -86,9 +86,9 @@ def verify(
         return target
 
 
-def versions(source: Source) -> list[int]:
-    """Returns the numbers of the complete versions that `source` has, ascending."""
-    with _opened(source) as opened:
+def versions(source: Source, *, key: Trusted = None) -> list[int]:
+    """Returns the numbers of the complete versions that `source` has, ascending; with `key`, of those that the head lists."""
+    with _opened(source, key) as opened:
         return opened.versions()
 
 

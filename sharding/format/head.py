@@ -117,7 +117,8 @@ class HeadVerifier:
     """Accepts heads and keeps the floor: the newest head accepted so far. May be shared by threads and by sources.
 
     `trusted` is the hex of the run's ed25519 public key, or the path of a root file (`python -m sharding.broadcast keys`). `floor`
-    is a file that keeps the floor for the next process; relays serve the same file. Raises ValueError for a malformed key or file.
+    is a file that keeps the floor for the next process; relays serve the same file. `first_root` trusts the oldest root of the file
+    until a head brings newer ones: for the publisher, whose last head an older key may have signed. Raises ValueError for a malformed key or file.
     """
 
     def __init__(
@@ -125,10 +126,11 @@ class HeadVerifier:
         trusted: str | os.PathLike,
         floor: str | os.PathLike | None = None,
         clock: Callable[[], float] = time.time,
+        first_root: bool = False,
     ):
         self.name = str(trusted)
         self.head: Head | None = None
-        self._root, self.requires_head = roots_lib.trusted(trusted)
+        self._root, self.requires_head = roots_lib.trusted(trusted, first=first_root)
         self._roots: list[bytes] = []  # lines after the trusted one
         self._manifests: dict[tuple[int, int], str] = {}  # (epoch, version) -> SHA-256, of all heads accepted
         self._clock, self._floor = clock, None

@@ -25,8 +25,11 @@ MAX_ROOTS = 256
 NEVER = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
-def trusted(name: str | os.PathLike) -> tuple[Root, bool]:
-    """Returns (the root that a trusted key in hex or the path of a root file names, True if heads are required: with a root file)."""
+def trusted(name: str | os.PathLike, *, first: bool = False) -> tuple[Root, bool]:
+    """Returns (the root that a trusted key in hex or the path of a root file names, True if it is a file: then heads are required).
+
+    Of a root file, returns the newest root, or with `first` the oldest.
+    """
     if re.fullmatch(r"[0-9a-f]{64}", str(name)):
         return root_of(str(name)), False
     path = pathlib.Path(name)
@@ -35,12 +38,15 @@ def trusted(name: str | os.PathLike) -> tuple[Root, bool]:
             f"the trusted key {str(name)!r} is neither 64 lowercase hex digits nor a root file; pass the publisher's "
             "public key, or its root file"
         )
-    return read(path.read_bytes())[-1].signed, True
+    return read(path.read_bytes())[0 if first else -1].signed, True
 
 
 def parse(line: bytes) -> Metadata[Root]:
-    """Returns the root in one line of a root file or head. Checks no signature. Raises ValueError or RepositoryError."""
-    found = Metadata[Root].from_bytes(line)
+    """Returns the root in one line of a root file or head. Checks no signature. Raises CorruptSource."""
+    try:
+        found = Metadata[Root].from_bytes(line)
+    except exceptions.RepositoryError as error:
+        raise journal.CorruptSource(f"a line is not TUF metadata: {error.__cause__}") from error
     journal.require(found.signed.type == Root.type, f"a line has {found.signed.type[:80]!r} in the place of a root")
     return found
 
@@ -111,6 +117,23 @@ def sign(data: bytes, signers: Sequence[ed25519.Ed25519PrivateKey]) -> bytes:
     for key in signers:
         metadata.sign(CryptoSigner(key), append=True)
     return b"\n".join([*lines, metadata.to_bytes(JSONSerializer(compact=True)), b""])
+
+
+def describe(data: bytes) -> str:
+    """Returns a line on each root of the root file `data`. Raises ValueError if it is malformed; names what the newest still lacks."""
+    lines = []
+    for line in data.splitlines():
+        root = parse(line).signed
+        names = ", ".join(f"{root.keys[k].keyval['public']}" for k in root.roles[Root.type].keyids)
+        rule = f"{root.roles[Root.type].threshold} of {names} may change it"
+        lines.append(
+            f"root {root.version}, until {root.expires:%Y-%m-%d}: {', '.join(online_keys(root))} signs weights; {rule}"
+        )
+    try:
+        read(data)
+    except ValueError as error:
+        lines.append(f"not complete, add signatures by --cosign before a run reads it: {error}")
+    return "\n".join(lines)
 
 
 def _key(public_key: str) -> SSlibKey:

@@ -1,0 +1,253 @@
+"""Heads as publishers write them and clients read them: epochs, one manifest of a number, the floor, expiry, keys that change."""
+
+import os
+import shutil
+import time
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
+
+from sharding import broadcast
+from sharding.broadcast import __main__ as command
+from sharding.broadcast import head_writer
+from sharding.format import head, roots
+from tests.support import proxy
+
+KEY, OTHER, ROOT = (ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2, 3))
+PUBLIC, OTHER_PUBLIC, ROOT_PUBLIC = map(proxy.public, (KEY, OTHER, ROOT))
+PEM = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+
+
+def publisher(root, **options):
+    return broadcast.Publisher(str(root), broadcast.PublishOptions(key=KEY, **options), snapshot_every=3)
+
+
+def publish(to, *versions, value=0.0):
+    return [to.publish({"w": np.full(4, version + value)}, version) for version in versions][-1]
+
+
+def read(root, trusted=PUBLIC):
+    return head.HeadVerifier(trusted).accept((root / head.NAME).read_bytes())
+
+
+def test_a_resumed_run_begins_an_epoch(tmp_path):
+    with publisher(tmp_path) as first:
+        publish(first, *range(4))
+        watched = broadcast.watch(tmp_path, key=PUBLIC)
+        assert next(watched) == 3
+    assert read(tmp_path).order == (0, 3)
+    resumed = publisher(tmp_path)
+    resumed.forget(2)
+    begun = read(tmp_path)
+    assert (begun.order, sorted(begun.versions)) == ((1, -1), [0, 1])
+    assert broadcast.latest(tmp_path, key=PUBLIC) is None and broadcast.versions(tmp_path) == [0, 1]
+    with pytest.raises(FileNotFoundError, match="call wait_for"):
+        broadcast.pull(tmp_path, key=PUBLIC)
+    publish(resumed, 2, value=0.5)
+    assert next(watched) == 2  # although its number is lower
+    pulled = broadcast.pull(tmp_path, key=PUBLIC)
+    assert (pulled.version, pulled.params["w"][0]) == (2, 2.5) and read(tmp_path).order == (1, 2)
+    assert broadcast.pull(tmp_path, 1, key=PUBLIC).params["w"][0] == 1  # an older one that the head lists
+
+
+@pytest.mark.parametrize("is_forged", [False, True])
+def test_a_client_takes_nothing_older_than_it_has_had_and_no_second_manifest(tmp_path, is_forged):
+    """A client that held v5 took v2 from colluding sources, and each of two signed manifests of one number."""
+    to, evil = publisher(tmp_path / "a", keep=9), tmp_path / "b"
+    publish(to, 1, 2)
+    shutil.copytree(tmp_path / "a", evil)
+    publish(to, 3, 4, 5)
+    if is_forged:
+        shutil.rmtree(evil)
+        publish(publisher(evil), 1, 2, 3, 4, 5, value=0.5)
+    assert broadcast.pull(tmp_path / "a", key=PUBLIC).version == 5
+    match = "two manifests of version" if is_forged else "version 2, serial .* older than epoch 0, version 5"
+    for call in (broadcast.pull, broadcast.latest, lambda root, key: broadcast.pull(root, 2, key=key)):
+        with pytest.raises(broadcast.CorruptSource, match=match):
+            call(evil, key=PUBLIC)
+    assert broadcast.pull(tmp_path / "a", 2, key=PUBLIC).version == 2  # an older one that the newest head lists
+    assert broadcast.pull(evil).version  # who trusts no key has no floor
+
+
+def to_bytes(to):
+    return to._heads._verifier.head.data
+
+
+def test_a_publisher_signs_no_number_twice_in_an_epoch(tmp_path):
+    options = broadcast.PublishOptions(key=KEY)
+    for expected in (0, 1):
+        assert broadcast.publish({"w": np.full(3, expected)}, 4, tmp_path, options).version == 4
+        assert read(tmp_path).order == (expected, 4)
+        broadcast.remove(tmp_path, 4)
+    for version in (5, 6):
+        broadcast.publish({"w": np.ones(3)}, version, tmp_path, options)
+        assert read(tmp_path).order == (2, version)  # newer ones belong to the same epoch
+    one, two = publisher(tmp_path), publisher(tmp_path)
+    publish(one, 7)
+    publish(two, 8)
+    match = "another publisher has begun epoch 4 under .* after this one's 3: only the newest"
+    with pytest.raises(ValueError, match=match):
+        publish(one, 9)
+    broadcast.remove(tmp_path, 8)
+    with pytest.raises(ValueError, match="version 8 of epoch 4 is not newer than version 8 of epoch 4"):
+        publish(two, 8)
+
+
+def test_the_head_announces_a_version_lists_it_after_its_manifest_and_drops_what_is_deleted(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        head_writer.destination,
+        "write",
+        lambda root, name, data, durable=False: (
+            seen.append((name, durable, sorted(os.listdir(root)))),
+            (tmp_path / name).write_bytes(data),
+        ),
+    )
+    to = publisher(tmp_path, keep=1)
+    publish(to, 7)
+    begun, durable = head.NAME, head_writer.EPOCH_NAME
+    assert [(name, synced) for name, synced, _ in seen] == [(durable, True), (begun, False), (begun, False)]
+    assert "v00000007" not in seen[1][2] and "v00000007" in seen[2][2]
+    assert head.HeadVerifier(PUBLIC).accept((tmp_path / durable).read_bytes()).writing == 7
+    for version in (8, 9, 10):
+        publish(to, version)
+        assert sorted(read(tmp_path).versions) == broadcast.versions(tmp_path)
+    assert broadcast.versions(tmp_path) == [10] and len(seen) == 3 + 3 * 2
+
+
+def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp_path, capfd):
+    with publisher(tmp_path, head_s=1.0) as to:
+        publish(to, 0)
+        first = read(tmp_path)
+        deadline_s = time.monotonic() + 20
+        while read(tmp_path).serial == first.serial and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert 0 < read(tmp_path).expires_s - time.time() < 1.1 and read(tmp_path).versions == first.versions
+    assert read(tmp_path).expires_s > time.time() + 9 * 365 * 86400 and read(tmp_path).serial > first.serial
+    assert not to._refresher.is_alive()
+    with pytest.raises(ZeroDivisionError), publisher(tmp_path, head_s=1.0) as to:
+        publish(to, 1)
+        to._ended.set()
+        raise ZeroDivisionError
+    while time.time() < head_of(tmp_path).expires_s:
+        time.sleep(0.05)
+    assert broadcast.pull(tmp_path, key=PUBLIC).version == broadcast.latest(tmp_path, key=PUBLIC) == 1
+    assert capfd.readouterr().err.count("has expired at") == 2  # a notice per source
+    assert command.main(["renew", str(tmp_path), "--key-file", str(pem(tmp_path, KEY))]) == 0
+    assert read(tmp_path).order == (1, 1)
+
+
+def head_of(root):
+    return head.HeadVerifier(PUBLIC).accept((root / head.NAME).read_bytes(), expired=True)
+
+
+def pem(directory, key, name="key.pem"):
+    (directory / name).write_bytes(key.private_bytes(*PEM))
+    return directory / name
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", None])
+def test_a_power_failure_that_tears_the_head_repeats_no_epoch(tmp_path, torn):
+    publish(publisher(tmp_path), 0, 1)
+    second = publisher(tmp_path)
+    second.forget(1)
+    publish(second, 1)
+    if torn is None:
+        (tmp_path / head.NAME).unlink()
+    else:
+        (tmp_path / head.NAME).write_bytes(torn)
+    resumed = publisher(tmp_path)
+    resumed.forget(1)
+    publish(resumed, 1)
+    assert read(tmp_path).order == (2, 1) and sorted(read(tmp_path).versions) == [0, 1]
+    (tmp_path / head.NAME).write_bytes(b"{")
+    (tmp_path / head_writer.EPOCH_NAME).unlink()
+    with pytest.raises(ValueError, match="head.jsonl cannot be followed .* publish with the key that signed it"):
+        publish(publisher(tmp_path), 2)
+
+
+def test_versions_of_an_earlier_release_are_read_and_then_listed(tmp_path):
+    for version, key in ((0, KEY), (1, OTHER), (2, KEY)):
+        proxy.publish(tmp_path, version, proxy.contents(version), key=key)
+    assert broadcast.latest(tmp_path, key=PUBLIC) == 2 and broadcast.verify(tmp_path, 0, key=PUBLIC)
+    with pytest.raises(broadcast.CorruptSource, match=f"version 1 is signed by {OTHER_PUBLIC}, not by the trusted"):
+        broadcast.verify(tmp_path, 1, key=PUBLIC)
+    publish(publisher(tmp_path), 3)
+    assert {v: e.epoch for v, e in read(tmp_path).versions.items()} == {0: 0, 2: 0, 3: 1}
+    assert broadcast.verify(tmp_path, 0, key=PUBLIC) and broadcast.latest(tmp_path, key=PUBLIC) == 3
+    (tmp_path / head.NAME).unlink()  # the versions that the head listed are proven, and no others exist
+    assert broadcast.verify(tmp_path, 2, key=PUBLIC) and broadcast.latest(tmp_path, key=PUBLIC) is None
+    proxy.publish(tmp_path, 4, proxy.contents(4))
+    with pytest.raises(broadcast.CorruptSource, match="version 4 is not in the signed head"):
+        broadcast.verify(tmp_path, 4, key=PUBLIC)
+
+
+def test_a_root_file_replaces_the_key_of_a_run_and_revokes_the_old_one(tmp_path, capsys):
+    root_key, first, second = (pem(tmp_path, key, f"{i}.pem") for i, key in enumerate((ROOT, KEY, OTHER)))
+    file, weights = tmp_path / "root.json", tmp_path / "weights"
+    keys = ["keys", str(file), "--sign", str(root_key)]
+    assert command.main([*keys, "--root", str(root_key), "--online", PUBLIC]) == 0
+    shutil.copyfile(file, tmp_path / "reader.json")
+    publish(publisher(weights, root_file=str(file)), 0, 1)
+    reader, given = (
+        head.HeadVerifier(tmp_path / "reader.json"),
+        broadcast.PublishOptions(key=OTHER, root_file=str(file)),
+    )
+    assert broadcast.pull(weights, key=reader).version == 1
+    with pytest.raises(ValueError, match=f"root.json names .*{PUBLIC}.*, not this publisher's {OTHER_PUBLIC}"):
+        broadcast.Publisher(weights, given)
+    stolen = publisher(weights, root_file=str(tmp_path / "reader.json"))
+    publish(stolen, 1000)
+    assert broadcast.latest(weights, key=reader) == 1000
+    assert command.main([*keys, "--online", str(second)]) == 0 and "root 2, until" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="the key was revoked"):
+        publish(publisher(weights, root_file=str(file)), 1001)
+    resumed = broadcast.Publisher(weights, given)
+    resumed.forget(2)
+    publish(resumed, 2)
+    # The floor that the stolen key had raised is forgotten with it.
+    assert broadcast.pull(weights, key=reader).version == 2 and reader.keys == {OTHER_PUBLIC}
+    assert sorted(head.HeadVerifier(file).accept((weights / head.NAME).read_bytes()).versions) == [0, 1, 2]
+    revoked = to_bytes(stolen)
+    for trusted in (reader, head.HeadVerifier(file)):
+        with pytest.raises(broadcast.CorruptSource, match="timestamp was signed by 0/1 keys"):
+            trusted.accept(revoked)
+    (weights / head.NAME).unlink()
+    with pytest.raises(broadcast.CorruptSource, match="without the signed head"):  # a root file always needs one
+        broadcast.pull(weights, 2, key=tmp_path / "reader.json")
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        (["--online", PUBLIC], "must be signed: give --sign"),
+        ([], "does not exist: give --root, --online and --sign"),
+        (["--root", ROOT_PUBLIC, "--sign", "KEY"], "and one online key"),
+        (
+            ["--root", ROOT_PUBLIC, "--online", PUBLIC, "--threshold", "2", "--sign", "KEY"],
+            "2 of 1 root keys must sign",
+        ),
+        (["--root", "nothing.pem", "--sign", "KEY"], "nothing.pem"),
+    ],
+)
+def test_mistakes_with_keys(tmp_path, capsys, arguments, match):
+    file, key = tmp_path / "root.json", str(pem(tmp_path, ROOT))
+    assert command.main(["keys", str(file), *(key if a == "KEY" else a for a in arguments)]) == 1
+    assert match in capsys.readouterr().err and not file.exists()
+
+
+def test_a_threshold_of_root_keys(tmp_path, capsys):
+    a, b = (str(pem(tmp_path, key, name)) for key, name in ((ROOT, "a.pem"), (OTHER, "b.pem")))
+    file = tmp_path / "root.json"
+    keys = ["keys", str(file)]
+    command.main([*keys, "--root", a, b, "--threshold", "2", "--online", PUBLIC, "--sign", a])
+    assert "not complete, add signatures by --cosign" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="root was signed by 1/2 keys"):
+        head.HeadVerifier(file)
+    command.main([*keys, "--cosign", b])
+    assert "not complete" not in capsys.readouterr().out and head.HeadVerifier(file).keys == {PUBLIC}
+    assert len(roots.read(file.read_bytes())) == 1
+    file.write_text("nothing")
+    assert command.main(keys) == 1 and "a line is not TUF metadata" in capsys.readouterr().err
