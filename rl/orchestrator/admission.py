@@ -2,11 +2,13 @@
 
 Keys cost nothing, so a new key must gain nothing:
 1. A newcomer (no accepted group yet) holds one group. All newcomers together hold a quarter of the unfinished groups, and
-   those of one network at most as many as that leaves free, so that another network finds room.
+   those of one network at most as many as that leaves free, so that another network finds room. A rejected or returned group
+   takes its place until its lease would have ended: else garbage would be free.
 2. The lease of a newcomer is short: a quarter of `lease_s`. A heartbeat would not do instead, because it costs a squatter nothing.
-   A group that a newcomer lost is for workers with a record for the next `lease_s`, if one of them is active.
-3. Each accepted group adds one to a worker's record, and a stranger holds 1 + record groups: twice as many each round. A
-   lost lease halves the record, a rejected group ends it.
+   A group that a stranger lost is for other workers with a record for the next `lease_s`, if one of them is active.
+3. Each accepted training group adds one to a worker's record, and a stranger holds 1 + record groups: twice as many each round.
+   A lost lease halves the record, a rejected group ends it. Held-out groups, which no replay verifies, add nothing, and
+   newcomers get none while a worker with a record is active.
 4. Keys that config or launcher invited are not limited here.
 
 Pure: the caller provides the lock, the time, and which leases still hold. Memory grows with accepted groups, not with keys.
@@ -40,6 +42,16 @@ class Policy:
         return cls(kind, config.trust.min_stake, config.trust.work_bits)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A place for a newcomer, from its lease until a group of it is accepted, or until it holds none and the time is over."""
+
+    worker: str
+    network: str
+    key: Key
+    until_s: float
+
+
 class Admission:
     """Decides which keys may lease, how many groups, and for how long.
 
@@ -56,9 +68,9 @@ class Admission:
     ):
         self.policy, self._run, self._stake = policy, run, stake
         self._invited, self._lease_s = frozenset(invited), lease_s
-        self._records: dict[str, int] = {}  # accepted groups of strangers, less what they lost
+        self._records: dict[str, int] = {}  # of strangers: accepted groups, less those lost
         self._seen_s: dict[str, float] = {}  # of workers that are known
-        self._held: dict[Key, tuple[str, str]] = {}  # leases of newcomers: worker and network
+        self._places: list[_Place] = []
         self._lost: dict[Key, tuple[str, float]] = {}  # groups kept for known workers: the last holder, and until when
 
     def is_stranger(self, worker: str) -> bool:
@@ -87,44 +99,48 @@ class Admission:
     def seen(self, worker: str, now_s: float) -> None:
         """Records that a worker that is not banned requested work now."""
         if self.is_known(worker):
-            self._seen_s[worker] = now_s
+            self._seen_s.pop(worker, None)
+            self._seen_s[worker] = now_s  # the latest last
+            while now_s - self._seen_s[oldest := next(iter(self._seen_s))] > self._lease_s:
+                del self._seen_s[oldest]
 
     def room(
-        self, worker: str, network: str, num_held: int, num_unfinished: int, is_held: Callable[[Key, str], bool]
+        self, worker: str, network: str, num_unfinished: int, now_s: float, held: Callable[[str], Collection[Key]]
     ) -> int:
-        """Returns how many more of `num_unfinished` groups a worker that holds `num_held` may lease, as far as strangers are limited.
+        """Returns how many more of `num_unfinished` groups a worker may lease, as far as strangers are limited.
 
-        `is_held(key, worker)` returns True while a group that was leased to a worker is not eligible and not open again.
+        `held(worker)` returns the keys of the groups that a worker holds: leased, submitted, or quarantined.
         """
         if worker in self._invited:
             return num_unfinished
         if worker in self._records:
-            return 1 + self._records[worker] - num_held
-        if num_held:
-            return 0
-        self._held = {key: held for key, held in self._held.items() if is_held(key, held[0])}
-        free = max(1, num_unfinished // NEWCOMER_FRACTION) - len(self._held)
-        return int(sum(held[1] == network for held in self._held.values()) < free)
+            return 1 + self._records[worker] - len(held(worker))
+        self._places = [place for place in self._places if now_s < place.until_s or place.key in held(place.worker)]
+        used = [place.network for place in self._places if place.worker != worker]
+        free = max(1, num_unfinished // NEWCOMER_FRACTION) - len(self._places)
+        is_waiting = len(used) < len(self._places)  # for its own group, or for the end of its lease
+        return int(not is_waiting and not held(worker) and used.count(network) < free)
 
     def may_lease(self, worker: str, key: Key, now_s: float) -> bool:
-        """Returns False for a group that its last holder lost and that is kept for other workers with a record."""
+        """Returns False for a group that is kept for other workers with a record, one of which is active."""
         holder, until_s = self._lost.get(key, ("", 0.0))
-        if now_s >= until_s:
+        is_newcomer = not self.is_known(worker)
+        if now_s >= until_s and not (is_newcomer and key[0] == "held_out"):
             return True
         others = (name for name, seen_s in self._seen_s.items() if name != holder and now_s - seen_s <= self._lease_s)
         is_wanted = next(others, None) is not None  # by a worker that may have it
-        return not is_wanted or (worker != holder and self.is_known(worker))
+        return not is_wanted or (worker != holder and not is_newcomer)
 
     def lease_s(self, worker: str) -> float:
         """Returns how many seconds a lease of a worker lasts."""
         return self._lease_s if self.is_known(worker) else self._lease_s / NEWCOMER_FRACTION
 
-    def leased(self, worker: str, network: str, keys: Collection[Key]) -> None:
+    def leased(self, worker: str, network: str, keys: Collection[Key], now_s: float) -> None:
         """Records new leases of a worker."""
         for key in keys:
             self._lost.pop(key, None)
             if not self.is_known(worker):
-                self._held[key] = worker, network
+                self._places.append(_Place(worker, network, key, now_s + self.lease_s(worker)))
 
     def lost(self, worker: str, key: Key, now_s: float, *, blame: bool = True) -> None:
         """Records that a worker's lease on a group ended without rollouts; without `blame`, its record stays."""
@@ -136,7 +152,8 @@ class Admission:
     def accepted(self, worker: str, key: Key) -> None:
         """Records that a group of a worker was accepted."""
         self._lost.pop(key, None)
-        if self.is_stranger(worker):
+        self._places = [place for place in self._places if place.worker != worker]
+        if self.is_stranger(worker) and key[0] == "train":
             self._set_record(worker, self._records.get(worker, 0) + 1)
 
     def rejected(self, worker: str, key: Key, now_s: float) -> None:

@@ -152,9 +152,9 @@ class GroupQueue:
         """Returns the number of groups in `keys` that a batch may use now."""
         return sum(key in self.entries and self.entries[key].state is State.ELIGIBLE for key in keys)
 
-    def num_held(self, worker: str) -> int:
-        """Returns the number of groups of `worker` that are leased, submitted, or quarantined."""
-        return sum(e.worker == worker and e.state is not State.ELIGIBLE for e in self.entries.values())
+    def held(self, worker: str) -> list[Key]:
+        """Returns the keys of the groups of `worker` that are leased, submitted, or quarantined."""
+        return [key for key, e in self.entries.items() if e.worker == worker and e.state is not State.ELIGIBLE]
 
     def count(self) -> collections.Counter[State]:
         """Returns the number of groups in each state."""

@@ -218,7 +218,7 @@ class Orchestrator:
                 entry = self._queue.entries.get(key)
                 if entry and (entry.state, entry.worker) == (State.LEASED, worker):
                     self._lose(self._queue.requeue(key), now_s, is_void=0 <= entry.group.version < self._announced)
-            num_held = self._queue.num_held(worker)
+            num_held = len(self._queue.held(worker))
             if num_held or self._admission.is_known(worker):  # a key that only asks leaves no trace
                 self._health.seen(worker, now_s)
             if not self._health.is_banned(worker):
@@ -227,7 +227,7 @@ class Orchestrator:
             num_unfinished = count.total() - count[State.ELIGIBLE]
             room = min(
                 self._health.room(worker, num_held, num_unfinished, now_s),
-                self._admission.room(worker, network, num_held, num_unfinished, self._is_held),
+                self._admission.room(worker, network, num_unfinished, now_s, self._queue.held),
             )
             pins = {"all": True, "none": False}.get(
                 self._config.trust.pin_versions, self._admission.is_stranger(worker)
@@ -241,16 +241,12 @@ class Orchestrator:
                 ),
                 self._version if pins else -1,
             )
-            self._admission.leased(worker, network, [group.key for group in groups])
+            self._admission.leased(worker, network, [group.key for group in groups], now_s)
             if groups:
                 self._record("joined", worker, worker in self._invited)
             for group in groups:
                 self._record("leased", worker, *group.key, group.version)
             return groups
-
-    def _is_held(self, key: group_queue.Key, worker: str) -> bool:
-        entry = self._queue.entries.get(key)
-        return entry is not None and entry.worker == worker and entry.state not in (State.OPEN, State.ELIGIBLE)
 
     def _lose(self, entry: group_queue.Entry, now_s: float, *, is_void: bool = False) -> None:
         """Counts a lease that ended without rollouts against its worker, unless `is_void`: its version is not served any more."""

@@ -88,7 +88,8 @@ class WorkerHealth:
         """Returns how many more of `num_groups` unfinished groups a worker with `num_held` of them may lease; 0 if it is banned."""
         if self.is_banned(worker):
             return 0
-        halvings = self._workers[worker].num_halvings if self.has_others(worker, now_s) else 0
+        one = self._workers.get(worker, _Worker())  # a key that only asks leaves no trace
+        halvings = one.num_halvings if self.has_others(worker, now_s) else 0
         return max(1, num_groups >> halvings) - num_held
 
     def may_lease(self, worker: str, key: tuple, now_s: float) -> bool:
@@ -144,7 +145,7 @@ class WorkerHealth:
 
     def is_banned(self, worker: str) -> bool:
         """Returns True if this worker gets no more work, because too many of its groups were rejected."""
-        return self._workers[worker].num_rejected >= self._max_rejections
+        return self._workers.get(worker, _Worker()).num_rejected >= self._max_rejections
 
     def num_banned(self, now_s: float) -> int:
         """Returns the number of active workers that are banned."""

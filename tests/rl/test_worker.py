@@ -20,12 +20,17 @@ import httpx
 import numpy as np
 import pytest
 
+from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
 from models.text import tokenizer as tokenizer_lib
 from rl import envs, worker
+from rl.experiment import experiment
+from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator import replayer
 from rl.protocol import lease
+from rl.verification import checks
 from sharding.system import sockets
 from tests.support import tiny
 
@@ -131,12 +136,13 @@ def play():
         each.close()
 
 
-def work_until(played, done, *, concurrency=4, key=None, give_up_s=0.0, run=RUN.worker):
+def work_until(played: Played | str, done, *, concurrency=4, key=None, give_up_s=0.0, run=RUN.worker):
     """Runs the worker until `done()`; raises the first error of the worker."""
 
     async def main():
         identity = worker.Identity(key or rollout_lib.WorkerKey.generate(), run)
-        task = asyncio.create_task(worker.work(played.url, identity, concurrency=concurrency, give_up_s=give_up_s))
+        url = getattr(played, "url", played)
+        task = asyncio.create_task(worker.work(url, identity, concurrency=concurrency, give_up_s=give_up_s))
         deadline = time.monotonic() + WAIT_S
         while not done() and not task.done():
             assert time.monotonic() < deadline
@@ -229,6 +235,50 @@ def test_a_restarted_orchestrator_gets_new_requests_and_no_old_groups(play, caps
     assert played.leases[0]["session"] == first.id and played.leases[-1]["session"] == played.session.id
     assert {r.task.group for r in played.submitted} <= {7, 8}
     assert "a new session of the orchestrator: " in capsys.readouterr().err
+
+
+def test_a_worker_goes_on_with_a_real_orchestrator_that_was_restarted(play, tmp_path, capsys):
+    """Killed and started again on its port: other session, same run. The newcomer's groups are pinned to version 0."""
+    played, made, sock = play(), [], sockets.listen("127.0.0.1", 0)
+    played.change = lambda choice: (
+        choice
+        | {
+            "policy_versions": [[0, len(choice["token_ids"])]],
+            "prompt_policy_version": 0,
+            "logprobs": {"content": [{"logprob": -0.1}] * len(choice["token_ids"])},
+        }
+    )
+    config = quickstart.get_config()
+    config.rl.update(prompts_per_step=3, samples_per_prompt=2, max_lag=0)
+    config.topology.port = sock.getsockname()[1]
+    sock.close()
+    exp = experiment.resolve(config)
+
+    def start():
+        verdicts = replayer.Replayer(lambda rollouts: [checks.OK] * len(rollouts), RUN)
+        options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"secret")
+        made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, **options))
+        made[-1].servers = [server]
+        made[-1].publish(0)
+        return made[-1].serve()
+
+    def num_accepted():
+        with made[-1]._changed:
+            return made[-1]._counts["accepted"]
+
+    def done():
+        if len(made) == 1 and num_accepted() >= 2:
+            made[0].close()
+            start()
+        return len(made) == 2 and num_accepted() == 6
+
+    server = played.url
+    try:
+        work_until(start(), done, give_up_s=WAIT_S)
+    finally:
+        made[-1].close()
+    assert "a new session of the orchestrator: " in capsys.readouterr().err
+    assert {request["policy_version"] for request in played.requests} == {0}
 
 
 OTHER_RUN = rollout_lib.WorkerKey.generate()

@@ -177,7 +177,7 @@ class Machine(stateful.RuleBasedStateMachine):
         held = (State.LEASED, State.SUBMITTED, State.QUARANTINED)
         for worker in "abc":
             keys = {key for state in held for key in self.sets[state] if self.lease_of[key][0] == worker}
-            assert self.queue.num_held(worker) == len(keys)
+            assert {*self.queue.held(worker)} == {*keys}
 
 
 TestGroupQueue = Machine.TestCase

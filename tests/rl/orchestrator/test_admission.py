@@ -1,0 +1,282 @@
+"""Strangers: keys alone buy nothing. The real `Orchestrator.lease` on a virtual clock, against floods of fresh keys."""
+
+import heapq
+import itertools
+import json
+import random
+import sys
+
+import pytest
+
+from configs import quickstart
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import experiment
+from rl.orchestrator import admission as admission_lib
+from rl.orchestrator import group_queue, replayer
+from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.protocol import lease as lease_lib
+from rl.verification import checks
+from tests.support.groups import answers
+
+RUN = rollout_lib.WorkerKey.generate()
+LEASE_S = 8.0
+WAIT_S = 60
+
+
+class Clock:
+    now_s = 1000.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(orchestrator_lib, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def make(tmp_path, clock):
+    made = []
+
+    def make(invited=(), num_groups=16, **trust):
+        config = quickstart.get_config()
+        config.rl.update(prompts_per_step=num_groups, samples_per_prompt=2, max_lag=0, advantage="group_mean")
+        config.topology.lease_s = LEASE_S
+        config.trust.update(trust)
+        exp = experiment.resolve(config)
+        verdicts = replayer.Replayer(lambda rollouts: [checks.OK] * len(rollouts), RUN)
+        options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"secret", invited=invited)
+        made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, **options))
+        publish(made[-1], 0)
+        return made[-1]
+
+    yield make
+    for orchestrator in made:
+        orchestrator._updater.shutdown()
+        orchestrator._checkers.close()
+        orchestrator._verdicts.close()
+
+
+def publish(orchestrator, version):
+    orchestrator.publish(version)
+    orchestrator._updater.submit(lambda: None).result(WAIT_S)
+
+
+def deliver(orchestrator, key, group, **changes):
+    """The reply to the group's rollouts, once its verdict is known."""
+    version = group.version if group.version >= 0 else None
+    rollouts = [rollout_lib.sign(r, key) for r in answers(group, version, **changes)]
+    (future,) = orchestrator.submit(rollouts).values()
+    verdict = future.result(WAIT_S)
+    orchestrator._verdicts.flush()
+    return verdict
+
+
+def earn(orchestrator, key, count, network="earned"):
+    """Lets a key deliver `count` groups of further steps, one by one."""
+    for _ in range(count):
+        (group,) = orchestrator.lease(key.worker, 1, network)
+        assert not deliver(orchestrator, key, group).startswith("refused")
+
+
+def num_left(orchestrator):
+    count = orchestrator._queue.count()
+    return count.total() - count[group_queue.State.ELIGIBLE]
+
+
+def fresh():
+    """Names of keys that never asked before; `lease` itself checks no signature."""
+    return map("{:064x}".format, itertools.count(1))
+
+
+def periods(orchestrator, clock, honest, *, rate, network, per_s=10.0, act=lambda orchestrator, worker, groups: None):
+    """The lease periods until all groups are eligible. Each honest key asks `per_s` times a second and needs 0.5 s for a group."""
+    begun_s, tie, rng = clock.now_s, itertools.count(), random.Random(rate)
+    events = [(begun_s, next(tie), None, None)]
+    begin_s = begun_s + 0.1  # the flood comes first
+    events += [(begin_s + i / per_s / len(honest), next(tie), key, None) for i, key in enumerate(honest)]
+    attackers, busy = enumerate(fresh()), dict.fromkeys(honest, 0)
+    while num_left(orchestrator):
+        clock.now_s, _, key, group = heapq.heappop(events)
+        assert clock.now_s < begun_s + 20 * LEASE_S
+        if key is None:
+            number, worker = next(attackers)
+            act(orchestrator, worker, orchestrator.lease(worker, 16, network(number)))
+            heapq.heappush(events, (clock.now_s + rng.expovariate(rate), next(tie), None, None))
+        elif group is None:
+            groups = orchestrator.lease(key.worker, 4 - busy[key], f"honest {honest.index(key)}")
+            busy[key] += len(groups)
+            for leased in groups:
+                heapq.heappush(events, (clock.now_s + 0.5, next(tie), key, leased))
+            heapq.heappush(events, (clock.now_s + rng.uniform(0.5, 1.5) / per_s, next(tie), key, None))
+        else:
+            busy[key] -= 1
+            deliver(orchestrator, key, group)
+    return (clock.now_s - begun_s) / LEASE_S
+
+
+KEYS = [rollout_lib.WorkerKey.generate() for _ in range(4)]
+
+
+@pytest.mark.parametrize("rate", [50, 500, 1000])
+@pytest.mark.parametrize(("num_honest", "per_s"), [(4, 10.0), (1, 1.0)])
+@pytest.mark.parametrize("num_networks", [1, 3])
+def test_a_fresh_key_per_request_delays_a_batch_of_newcomers_little(make, clock, rate, num_honest, per_s, num_networks):
+    """Attack C2: 8.4 lease periods before. The honest workers are as unknown as the flood, and have other addresses."""
+    network = lambda number: f"evil {number % num_networks}"  # noqa: E731
+    assert periods(make(), clock, KEYS[:num_honest], rate=rate, network=network, per_s=per_s) < 1.5
+
+
+def garbage(orchestrator, worker, groups):
+    for group in groups:
+        with orchestrator._changed:  # as `_deliver` after a signature
+            orchestrator._queue.deliver(group.key, worker, answers(group), "")
+            orchestrator._reject(group.key, checks.Verdict("tokens", "garbage"), is_fault=False)
+
+
+def give_back(orchestrator, worker, groups):
+    orchestrator.lease(worker, 0, "evil", [group.key for group in groups])
+
+
+@pytest.mark.parametrize("act", [lambda *args: None, garbage, give_back], ids=["squat", "garbage", "give back"])
+@pytest.mark.parametrize("rate", [50, 1000])
+@pytest.mark.parametrize(("num_honest", "per_s"), [(4, 10.0), (1, 1.0)])
+def test_fresh_keys_and_fresh_addresses_delay_workers_with_a_record_little(make, clock, act, rate, num_honest, per_s):
+    """Attack: each request from another key and address; groups are held, answered by garbage, or given back for others."""
+    orchestrator, honest = make(num_groups=20), KEYS[:num_honest]
+    for key in honest:
+        earn(orchestrator, key, 4 // num_honest, f"honest {honest.index(key)}")
+    assert num_left(orchestrator) == 16
+    assert periods(orchestrator, clock, honest, rate=rate, network=str, per_s=per_s, act=act) < 1.5
+
+
+def test_a_newcomer_holds_one_group_until_one_is_accepted_then_more(make, clock):
+    orchestrator, (key, other, *_) = make(), KEYS
+    held = orchestrator.lease(key.worker, 64, "a")
+    for expected in (1, 2, 4, 8, 1):  # the last: 16 - 15
+        assert len(held) == expected and orchestrator.lease(key.worker, 64, "a") == []
+        for group in held:
+            assert deliver(orchestrator, key, group) in ("quarantined", "accepted")
+        held = orchestrator.lease(key.worker, 64, "a")
+    assert held == []
+    state = json.loads(json.dumps(orchestrator._admission.state()))
+    again = admission_lib.Admission(admission_lib.Policy("open"), RUN.worker, (), LEASE_S)
+    again.restore(state)
+    assert again.is_known(key.worker) and not again.is_known(other.worker)
+    again.rejected(key.worker, ("train", 1, 0), clock.now_s)
+    assert not again.is_known(key.worker)
+
+
+def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, clock):
+    key, other, *_ = KEYS
+    orchestrator = make(num_groups=32, invited=[other.worker])
+    orchestrator.lease(other.worker, 0)  # alone, a worker would get its groups again
+    earn(orchestrator, key, 7)
+    assert len(groups := orchestrator.lease(key.worker, 64)) == 8
+    publish(orchestrator, 1)  # the pinned version is gone
+    kept = orchestrator.lease(key.worker, 64, "", [group.key for group in groups])
+    assert len(kept) == 8 and not {g.key for g in kept} & {g.key for g in groups} and {g.version for g in kept} == {1}
+    assert orchestrator._take_counts()["trust/num_lease_void"] == 8
+    clock.now_s += LEASE_S + 1
+    assert len(orchestrator.lease(key.worker, 64)) == 1  # 7 // 2^8 + 1
+    assert orchestrator._take_counts()["trust/num_lease_expired"] == 8
+
+
+def test_no_one_holds_a_group_by_letting_others_lose_it(make, clock):
+    """Attack: two keys of one party lose the groups to each other. After a lease period, everyone may have them."""
+    orchestrator, (known, *_) = make(num_groups=17), KEYS
+    earn(orchestrator, known, 1)
+    names = fresh()
+    taken = [orchestrator.lease(next(names), 1, f"net {n}") for n in range(4)]
+    assert all(taken)
+    clock.now_s += LEASE_S / 4 + 0.1
+    orchestrator.lease(known.worker, 0)
+    lost = {group.key for groups in taken for group in groups}
+    for n in range(4):  # not the lost ones, which lead the queue
+        (group,) = orchestrator.lease(next(names), 1, f"net {n}")
+        assert group.key not in lost
+    assert {group.key for group in orchestrator.lease(known.worker, 2)} <= lost
+    clock.now_s += LEASE_S + 1  # the worker with a record went away: its groups, and all others, are free again
+    assert all(orchestrator.lease(next(names), 1, f"net {n}") for n in range(4))
+    assert all(orchestrator._admission.may_lease(next(names), key, clock.now_s) for key in lost)
+
+
+def test_a_held_out_group_is_no_record(make, clock):
+    """Attack: groups that no replay verifies are answered without a model, to earn leases."""
+    admission = admission_lib.Admission(admission_lib.Policy("open"), RUN.worker, (), LEASE_S)
+    held_out, train = ("held_out", 0, 1), ("train", 1, 1)
+    assert admission.may_lease("new", held_out, 0.0)  # no other worker could do it
+    admission.accepted("new", held_out)
+    assert not admission.is_known("new")
+    admission.accepted("known", train)
+    admission.seen("known", 0.0)
+    assert not admission.may_lease("new", held_out, LEASE_S) and admission.may_lease("new", train, LEASE_S)
+    assert admission.may_lease("known", held_out, LEASE_S) and admission.may_lease("new", held_out, LEASE_S + 0.1)
+
+
+def test_a_hundred_thousand_keys_leave_no_trace(make, clock, monkeypatch):
+    orchestrator, session = make(), lease_lib.Session.open(RUN.worker)
+    monkeypatch.setattr(lease_lib, "is_signed", lambda worker, message: True)
+    now = [1e9]
+    admission, rate = orchestrator._admission, admission_lib.RequestRate()
+    verifier = lease_lib.RequestVerifier(
+        session, admit=admission.admit, is_known=admission.is_known, clock=lambda: now[0]
+    )
+    monkeypatch.setattr(lease_lib, "MAX_REMEMBERED", 1000)
+    monkeypatch.setattr(admission_lib, "MAX_NETWORKS", 1000)
+    message = lease_lib.request(KEYS[0], session, capacity=4, returned=[], work="")
+
+    def ask(name, number):
+        now[0] += 1e-3
+        clock.now_s += 1e-3
+        assert rate.take(str(number), clock.now_s)
+        verifier.verify(message | {"worker": name, "time_us": int(now[0] * 1e6)}, "lease")
+        orchestrator.lease(name, 4, str(number))
+
+    names, kept, sizes = fresh(), (verifier, rate, admission, orchestrator._health, orchestrator._queue), []
+    for number in range(102_000):
+        ask(next(names), number)
+        if number in (2_000, 101_999):
+            sizes.append(sum(map(size, kept)))
+    assert sizes[1] < sizes[0] + 5_000, sizes
+    assert len(verifier._last_us) <= 1001 and len(rate._buckets) <= 1001 and len(admission._places) <= 4
+
+
+def size(found):
+    """The bytes of an object with all that it contains."""
+    inner = vars(found) if hasattr(found, "__dict__") and not callable(found) else found
+    if isinstance(inner, dict):
+        return sys.getsizeof(inner) + sum(size(key) + size(value) for key, value in inner.items())
+    items = inner if isinstance(inner, list | tuple | set | frozenset) else ()
+    return sys.getsizeof(inner) + sum(map(size, items))
+
+
+@pytest.mark.parametrize("kind", ["open", "invited", "stake", "work"])
+def test_who_may_take_part(kind):
+    stakes = {"rich": 5, "poor": 4}
+    policy = admission_lib.Policy(kind, min_stake=5, work_bits=8)
+    admission = admission_lib.Admission(policy, RUN.worker, ["guest"], LEASE_S, lambda worker: stakes.get(worker, 0))
+    work = lease_lib.find_work(RUN.worker, "rich", 8)
+    admission.admit("guest", {"work": ""})
+    admission.admit("poor", {})  # a submission: its key leased before
+    allowed = {"open": ("rich", "poor"), "invited": (), "stake": ("rich",), "work": ("rich",)}[kind]
+    for worker in ("rich", "poor"):
+        if worker in allowed:
+            admission.admit(worker, {"work": work})
+        else:
+            with pytest.raises(ValueError, match="ask the operator|stake more|compute one for the run"):
+                admission.admit(worker, {"work": work})
+
+
+def test_the_rate_of_a_network_is_bounded_and_known_workers_cost_nothing():
+    rate = admission_lib.RequestRate()
+    assert sum(rate.take("a", 0.0) for _ in range(1000)) == admission_lib.BURST
+    assert rate.take("b", 0.0)
+    assert sum(rate.take("a", 0.5) for _ in range(1000)) == admission_lib.RATE / 2
+    assert sum(rate.take("a", 1e3) for _ in range(1000)) == admission_lib.BURST
+    for _ in range(1000):
+        assert rate.take("c", 0.0)
+        rate.give_back("c")
