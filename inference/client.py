@@ -135,18 +135,20 @@ class Control:
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._timeout = httpx.Timeout(timeout_s, connect=10.0)
 
-    async def update_weights(self, version: int, *, rollback: bool = False) -> None:
-        """Makes every server load the weights of `version`, also older ones than it has if `rollback`.
+    async def update_weights(self, version: int, *, epoch: int | None = None, rollback: bool = False) -> None:
+        """Makes every server load the weights of `version` of `epoch` (None: any), also older ones than it has if `rollback`.
 
         Returns once all serve it. Raises ValueError if one rejects it, and httpx's errors if one cannot be reached.
         """
+
+        body = {"version": version, "epoch": epoch, "rollback": rollback}
 
         async def update(address: str) -> None:
             path = address.removeprefix("unix:")
             transport = httpx.AsyncHTTPTransport(uds=path) if path != address else None
             url = "http://localhost" if transport else address
             async with httpx.AsyncClient(transport=transport, headers=self._headers, timeout=self._timeout) as http:
-                _raise_for(await http.post(f"{url}/update_weights", json={"version": version, "rollback": rollback}))
+                _raise_for(await http.post(f"{url}/update_weights", json=body))
 
         await asyncio.gather(*(update(address) for address in self._addresses))
 

@@ -49,6 +49,7 @@ from inference.server import (
 )
 from sharding import broadcast
 from sharding import mesh as mesh_lib
+from sharding.format import head
 from sharding.system import cli, secret_file, sockets
 
 MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes about twenty times its size
@@ -90,8 +91,7 @@ def make_control_app(
 
 
 def _app(server: inference_server.InferenceServer) -> fastapi.FastAPI:
-    no_docs = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-    app = fastapi.FastAPI(title="Intellax inference server", redirect_slashes=False, **no_docs)
+    app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     status_routes.add(app, server)
     app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
     for kind in ERRORS:
@@ -175,7 +175,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--weights", nargs="+", help="the weight broadcast: a directory, a bucket URL, or the URLs of relays")
     add("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json) or hub ID")
     add = parser.add_argument
-    add("--weights_key", help="hex of the public key that must have signed the weights")
+    add("--weights_key", help="hex of the public key that must have signed the weights, or its root file")
+    add(
+        "--weights_floor",
+        metavar="FILE",
+        help="keeps the newest signed head, so that a restart cannot be led back behind it",
+    )
     add(
         "--weights_allow",
         nargs="+",
@@ -233,6 +238,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--grpc_port = {args.grpc_port} is not a port; choose 0 to 65535")
     if args.address_file and not pathlib.Path(args.address_file).parent.is_dir():
         raise ValueError(f"--address_file {args.address_file} is in a directory that does not exist; create that first")
+    if args.weights_floor and not args.weights_key:
+        raise ValueError(f"--weights_floor {args.weights_floor} keeps signed heads; add --weights_key, or leave it out")
     if args.model and (args.weights_key or args.watch):
         name = "weights_key" if args.weights_key else "watch"
         raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")
@@ -252,7 +259,8 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
     }
     sock = sockets.listen(args.host, args.port)
     if args.weights:
-        server = inference_server.start(args.weights, config, key=args.weights_key, **options)
+        key = head.HeadVerifier(args.weights_key, args.weights_floor) if args.weights_floor else args.weights_key
+        server = inference_server.start(args.weights, config, key=key, **options)
     else:
         server = inference_server.start_model(args.model, config, **options)
     server.model_name = args.served_model_name

@@ -34,6 +34,7 @@ from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.orchestrator import orchestrator, replayer, verdict_collector, verdict_source
 from rl.verification import checks, evidence_log, verifier
+from sharding import broadcast
 from sharding import mesh as mesh_lib
 from sharding.system import secret_file
 
@@ -132,7 +133,7 @@ def start_rollout_system(
             )
             on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {key.worker}")
             _await_servers(config.topology.servers, on_wait)
-        rollouts.publish(version)
+        rollouts.publish(version, broadcast.read_manifest(weights, version).epoch)
         yield rollouts
 
 

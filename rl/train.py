@@ -98,9 +98,11 @@ def train(
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
                     _check_finite(step, values, packed, state, orchestrator, checkpointer, workdir, hosts)
                 with _timed(times, "publish"):
-                    publisher.publish(train_step.policy(learner, state), step, metadata=exp.broadcast_metadata)
+                    written = publisher.publish(
+                        train_step.policy(learner, state), step, metadata=exp.broadcast_metadata
+                    )
                     if orchestrator:
-                        orchestrator.publish(step)
+                        orchestrator.publish(step, written.epoch)
                 with _timed(times, "checkpoint"):
                     checkpointer.save(step, state, _host_state(step, orchestrator), force=is_scored)
                 if batch is None:  # not the first host

@@ -22,7 +22,8 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
     @app.post("/update_weights")
     async def update_weights(request: fastapi.Request):
         body = schemas.UpdateWeights.model_validate_json(await web.read_body(request, web.MAX_JSON_BYTES) or b"{}")
-        version = await asyncio.to_thread(server.update, body.version, body.weight_dir, rollback=body.rollback)
+        options = {"epoch": body.epoch, "rollback": body.rollback}
+        version = await asyncio.to_thread(server.update, body.version, body.weight_dir, **options)
         return {"status": "ok", "version": version}
 
     @app.post("/pause")

@@ -30,6 +30,7 @@ from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
+from sharding.format import manifest
 
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
 START_S = 600.0  # how long to wait for the first version
@@ -45,18 +46,21 @@ class InferenceServer:
     engine: engine_lib.Engine
     store: weights_lib.Store
     model_name: str = "policy"
-    key: str | None = None  # hex of the public key that must sign weights; None accepts any
+    key: source_lib.Trusted = None  # the publisher's, which must have signed all weights; None accepts any
     have: broadcast.Pulled | None = None  # the version in use, for deltas; None if it is from a Hugging Face folder
     sources: weight_sources.WeightSources = weight_sources.WeightSources(())  # those that an update may name
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    def update(self, version: int | None, source: str | None = None, *, rollback: bool = False) -> int:
+    def update(
+        self, version: int | None, source: str | None = None, *, epoch: int | None = None, rollback: bool = False
+    ) -> int:
         """Loads other weights into the engine and returns the version in use. Blocks until the engine generates with them.
 
         Args:
           version: a version of `source`, the newest if None. For a Hugging Face folder, the version number to give its weights;
             None takes the current number + 1.
           source: a weight broadcast (None: the one the server started with), the folder of one version, or a Hugging Face folder.
+          epoch: the epoch that `version` must be of; None accepts any.
           rollback: allow an older version than the one in use, and other weights under the same number.
 
         Raises ValueError for weights of another model, that are older, or that `sources` does not allow, and OSError or
@@ -74,21 +78,28 @@ class InferenceServer:
                     if version not in (None, int(own[1])):
                         raise ValueError(f"weight_dir is version {int(own[1])}, not {version}; leave version out")
                     root, version = self.sources.check(str(folder.parent)), int(own[1])
-            current = self.scheduler.version
             if version is None:
-                newest = broadcast.latest(root)
-                if source is None and not rollback and (newest is None or newest <= current):
-                    return current
+                newest = broadcast.latest_order(root, key=self.key)
+                if source is None and not rollback and (newest is None or newest <= self._order(self.have)):
+                    return self.scheduler.version
                 if newest is None:
                     raise FileNotFoundError(f"no published version under {root}; send the root of a weight broadcast")
-                version = newest
-            if version == current and self.have is not None:
-                if broadcast.read_manifest(root, version, key=self.key).digest == self.have.digest:
-                    return current
-            self._check_order(version, rollback)
-            if source is None and not isinstance(root, source_lib.Directory):
-                broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S)
+                version = newest[1]
+            elif source is None and (epoch or not isinstance(root, source_lib.Directory)):
+                broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S, key=self.key, epoch=epoch or 0)
+            target = broadcast.read_manifest(root, version, key=self.key)
+            if epoch is not None and epoch != (target.epoch or 0):
+                raise ValueError(
+                    f"version {version} is of epoch {target.epoch or 0}, not {epoch}; send the epoch of the run's head"
+                )
+            if self.have is not None and (target.digest, self._order(target)) == (
+                self.have.digest,
+                self._order(self.have),
+            ):
+                return self.scheduler.version
+            self._check_order(self._order(target), rollback)
             pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, key=self.key)
+            self._check_order(self._order(pulled), rollback)  # the source may have changed since
             return self._swap(pulled.params, pulled.version, pulled)
 
     def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> request_lib.GenerateRequest:
@@ -138,22 +149,28 @@ class InferenceServer:
                 "--weights_key; publish them with that key, or start a server without --weights_key"
             )
         version = self.scheduler.version + 1 if version is None else version
-        self._check_order(version, rollback)
+        self._check_order((0, version), rollback)
         config = hf.read_config(folder)
         if config != self.engine.model:
             raise ValueError(f"{folder} has another model than this server; send the same model, or start a new server")
         return self._swap(_load_folder(folder, self.store), version)
 
-    def _check_order(self, version: int, rollback: bool) -> None:
-        """Raises ValueError for a version that is not newer than the one in use: a number is one policy, for every rollout."""
-        current = self.scheduler.version
-        if version <= current and not rollback:
-            found = f"version {version} is older than version {current}"
-            if version == current:
-                found = f"version {version} has other weights than version {current}"
-            raise ValueError(
-                f'{found}, which is in use; send a newer version, or "rollback": true to load it all the same'
-            )
+    def _order(self, weights: broadcast.Pulled | manifest.Manifest | None) -> tuple[int, int]:
+        """Returns (epoch, version) of `weights`, None for those of a Hugging Face folder. An epoch that nobody signed is 0."""
+        if weights is None:
+            return 0, self.scheduler.version
+        return (weights.epoch or 0) if self.key else 0, weights.version
+
+    def _check_order(self, order: tuple[int, int], rollback: bool) -> None:
+        """Raises ValueError for weights that are not newer than those in use: a number is one policy, for every rollout."""
+        current = self._order(self.have)
+        if order <= current and not rollback:
+            names = [
+                f"version {version}" + (f" of epoch {epoch}" if epoch else "") for epoch, version in (order, current)
+            ]
+            found = " has other weights than " if order == current else " is older than "
+            remedy = 'send a newer version, or "rollback": true to load it all the same'
+            raise ValueError(f"{found.join(names)}, which is in use; {remedy}")
 
     def _swap(self, params: transformer.Params, version: int, pulled: broadcast.Pulled | None = None) -> int:
         check_params(params, self.engine.model)
@@ -166,7 +183,7 @@ def start(
     weights: str | Sequence[str],
     config: engine_lib.EngineConfig,
     *,
-    key: str | None = None,
+    key: source_lib.Trusted = None,
     allow: Sequence[str] = (),
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
@@ -177,7 +194,7 @@ def start(
     Args:
       weights: a directory, a bucket URL, or the URLs of relays. Raises TimeoutError if no version appears within START_S.
       config: sizes of the engine.
-      key: hex of the public key that must have signed the weights; None accepts any.
+      key: of the publisher, who must have signed the weights: hex, a root file, or a verifier; None accepts any.
       allow: further directories and URLs that an update may name, each with everything below it.
       mesh: {axis: size} of a mesh over this host's devices; None for one device.
       quantize: one of weights.QUANTIZATIONS.

@@ -170,6 +170,7 @@ class UpdateWeights(Body):
 
     version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None
     weight_dir: str | None = None
+    epoch: Annotated[int, pydantic.Field(ge=0)] | None = None  # that the version must be of; null: any
     rollback: bool = False  # true allows an older version than the one in use
 
 

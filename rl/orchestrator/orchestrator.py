@@ -145,11 +145,11 @@ class Orchestrator:
 
     # Called by the learner.
 
-    def publish(self, version: int) -> None:
-        """Makes the servers load policy `version`, which is published already, in the background; then further batches open."""
+    def publish(self, version: int, epoch: int | None = None) -> None:
+        """Makes the servers load policy `version`, published already in `epoch`, in the background; then further batches open."""
         with self._changed:
             self._announced = version
-        self._updater.submit(self._guarded, self._update_servers, version)
+        self._updater.submit(self._guarded, self._update_servers, version, epoch)
 
     def next_batch(self, step: int) -> Batch:
         """Blocks until all groups of batch `step` (1-based) are accepted; returns the batch. Raises the error given to `fail`."""
@@ -270,11 +270,10 @@ class Orchestrator:
             self.fail(error)
             raise
 
-    def _update_servers(self, version: int) -> None:
+    def _update_servers(self, version: int, epoch: int | None) -> None:
         try:
             if self.control is not None:
-                # A resumed run may continue before the version that servers elsewhere still have.
-                asyncio.run(self.control.update_weights(version, rollback=self._version < 0))
+                asyncio.run(self.control.update_weights(version, epoch=epoch))
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
             found = f"an inference server did not load policy version {version}: {error}"
             self.fail(ValueError(f"{found}; read the log of that server"))

@@ -3,8 +3,18 @@
 from sharding.broadcast.assemble import Pulled
 from sharding.broadcast.destination import remove
 from sharding.broadcast.publish import Publisher, PublishOptions, publish, tree_digest
-from sharding.broadcast.pull import latest, pull, read_manifest, verify, versions, wait_for, watch
+from sharding.broadcast.pull import latest, latest_order, pull, read_manifest, verify, versions, wait_for, watch
 from sharding.format.journal import CorruptSource
 
-__all__ = ["CorruptSource", "PublishOptions", "Publisher", "Pulled", "latest", "publish", "pull", "read_manifest"]
+__all__ = [
+    "CorruptSource",
+    "PublishOptions",
+    "Publisher",
+    "Pulled",
+    "latest",
+    "latest_order",
+    "publish",
+    "pull",
+    "read_manifest",
+]
 __all__ += ["remove", "tree_digest", "verify", "versions", "wait_for", "watch"]

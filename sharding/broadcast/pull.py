@@ -94,18 +94,27 @@ def versions(source: Source, *, key: Trusted = None) -> list[int]:
 
 def latest(source: Source, *, key: Trusted = None) -> int | None:
     """Returns the number of the newest complete version that `source` has, or None if no version or directory exists yet."""
+    order = latest_order(source, key=key)
+    return None if order is None else order[1]
+
+
+def latest_order(source: Source, *, key: Trusted = None) -> tuple[int, int] | None:
+    """Returns (epoch, version) of the newest complete version, or None. The epoch is 0 without a signed head."""
     with _opened(source, key) as opened:
         try:
-            order = _newest(opened)
+            return _newest(opened)
         except FileNotFoundError:
             return None
-        return None if order is None else order[1]
 
 
-def wait_for(source: Source, at_least: int, timeout_s: float, *, key: Trusted = None) -> int:
-    """Blocks until the newest version of `source` is >= `at_least`. Returns it; raises TimeoutError after `timeout_s`."""
+def wait_for(source: Source, at_least: int, timeout_s: float, *, key: Trusted = None, epoch: int = 0) -> int:
+    """Blocks until the newest version of `source` is >= `at_least`. Returns it; raises TimeoutError after `timeout_s`.
+
+    Versions of epochs before `epoch`, which a resumed run has left behind, do not count.
+    """
     with _opened(source, key) as opened:
-        return _wait(opened, lambda order: order[1] >= at_least, f"version >= {at_least}", timeout_s)[1]
+        text = f"version >= {at_least}" + (f" of epoch {epoch}" if epoch else "")
+        return _wait(opened, lambda order: order[0] >= epoch and order[1] >= at_least, text, timeout_s)[1]
 
 
 def watch(source: Source, *, after: int = -1, key: Trusted = None) -> Iterator[int]:

@@ -7,9 +7,11 @@ import asyncio
 import base64
 import collections
 import dataclasses
+import importlib
 import itertools
 import json
 import re
+import shutil
 import signal
 import socket
 import time
@@ -18,6 +20,7 @@ import httpx
 import jax
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference import client as client_lib
 from inference import serve
@@ -28,6 +31,8 @@ from inference.server import inference_server, schemas, web
 from models import hf, transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
+from sharding.download import source as source_lib
+from sharding.format import head
 from tests.support import serving, tiny
 
 MODEL = tiny.model()
@@ -289,6 +294,41 @@ def test_update_weights(control, generate, weights, tmp_path):
     assert update(version=1, rollback=True).json()["version"] == 1 and answer() == after
 
 
+def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_path, monkeypatch):
+    """A version of a newer epoch is newer than a higher number; the old version of its number is not taken for it."""
+    # Until relays serve heads, manifests have no epoch.
+    monkeypatch.setattr(importlib.import_module("sharding.broadcast.publish"), "HEADS_EVERYWHERE", True, raising=False)
+    key = ed25519.Ed25519PrivateKey.generate()
+    options = broadcast.PublishOptions(key=key)
+
+    def run(first, versions):
+        with broadcast.Publisher(str(tmp_path / "run"), options) as publisher:
+            publisher.forget(first)
+            return [publisher.publish(tiny.params(MODEL, seed), v, metadata=METADATA) for v, seed in versions.items()]
+
+    written = run(0, {0: 0, 1: 1, 2: 2, 3: 3})
+    server = inference_server.start(str(tmp_path / "run"), CONFIG, key=key.public_key().public_bytes_raw().hex())
+    try:
+        assert server.update(None) == server.scheduler.version == 3
+        shutil.copytree(tmp_path / "run", tmp_path / "late")  # as a slow relay still has it
+        (again,) = run(2, {2: 9})
+        assert again.epoch > written[0].epoch and server.update(None) == 2  # as --watch asks
+        assert server.have.digest == again.digest != written[2].digest
+        server.weights = source_lib.open(str(tmp_path / "late"), trusted_key=server.key)
+        with pytest.raises(broadcast.CorruptSource, match="older than epoch"):
+            server.update(3, epoch=written[0].epoch)
+        assert server.scheduler.version == 2
+    finally:
+        server.close()
+    # The next process: its floor is a file.
+    floor = tmp_path / "floor.jsonl"
+    head.HeadVerifier(server.key, floor).accept((tmp_path / "run" / "head.jsonl").read_bytes())
+    monkeypatch.setattr(inference_server, "START_S", 0.1)
+    monkeypatch.setattr(inference_server, "NOTICE_S", 0.1)
+    with pytest.raises(TimeoutError, match="older than epoch"):
+        inference_server.start(str(tmp_path / "late"), CONFIG, key=head.HeadVerifier(server.key, floor))
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -520,6 +560,10 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
         (["--watch", "nan"], "--watch = nan is too small; choose 0 or more"),
         (["--grpc_port", "99999"], "--grpc_port = 99999 is not a port; choose 0 to 65535"),
         (["--weights_key", "ab"], "--weights_key applies to a broadcast"),
+        (["--weights_floor", "f"], "--weights_floor f keeps signed heads; add --weights_key"),
+        (["--api_key", "k", "--api_key_file", "f"], "both a secret and the file f with one are given"),
+        (["--api_key_file", "/nowhere/f"], "cannot read the secret in /nowhere/f: No such file or directory"),
+        (["--control", "/nowhere/control.sock"], "cannot listen on unix socket /nowhere/control.sock: No such file"),
     ],
 )
 def test_a_mistake_is_reported_before_weights_are_loaded(arguments, words, capsys):

@@ -41,7 +41,7 @@ class Rollouts:
     def state(self, step):
         return {}
 
-    def publish(self, step):
+    def publish(self, step, epoch):
         pass
 
     def _rollout(self, reward):

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import socket
 import stat
 import tempfile
@@ -79,9 +80,9 @@ def write(path, text, mode=0o600):
 def server(tmp_path_factory):
     """A server on versions 0 and 1 of a signed broadcast; `allowed` may hold further weights."""
     folder = tmp_path_factory.mktemp("control")
-    for version in range(2):
-        publish(folder / "weights", version)
-    (folder / "allowed").mkdir()
+    publish(folder / "weights", 0)
+    shutil.copytree(folder / "weights", folder / "allowed" / "old")
+    publish(folder / "weights", 1)
     command = [
         "inference.serve",
         "--weights",
@@ -252,22 +253,25 @@ def test_a_signed_server_takes_no_folder_and_no_stamped_number(server):
     unsigned, foreign = publish(f"{allowed}/unsigned", 5, None), publish(f"{allowed}/foreign", 5, OTHER_KEY)
     for root in (unsigned, foreign):
         assert "sign" in refusal(server.update(weight_dir=root), 500)
-    signed = publish(f"{allowed}/signed", 2)
-    assert "no version 77" in refusal(server.update(weight_dir=signed, version=77), 500)
-    message = refusal(server.update(weight_dir=f"{signed}/v00000002", version=77), 400)
-    assert "weight_dir is version 2, not 77" in message
-    os.rename(f"{signed}/v00000002", f"{signed}/v00000077")
-    assert "version" in refusal(server.update(weight_dir=f"{signed}/v00000077"), 500)
+    mirror = shutil.copytree(f"{server.folder}/weights", f"{allowed}/mirror")
+    assert "no version 77" in refusal(server.update(weight_dir=mirror, version=77), 500)
+    message = refusal(server.update(weight_dir=f"{mirror}/v00000001", version=77), 400)
+    assert "weight_dir is version 1, not 77" in message
+    os.rename(f"{mirror}/v00000001", f"{mirror}/v00000077")
+    assert "version 77 is not in the signed head" in refusal(server.update(weight_dir=f"{mirror}/v00000077"), 500)
     assert server.health()["policy_version"] == 1
 
 
 def test_an_older_version_needs_the_operators_word(server):
     assert "version 0 is older than version 1, which is in use" in refusal(server.update(version=0), 400)
     assert "rollback" in refusal(server.update(version=0, rollback="yes"), 400)
-    old = publish(f"{server.folder}/allowed/old", 0)
-    assert "is older" in refusal(server.update(weight_dir=old), 400)
+    assert "version 1 is of epoch 0, not 7" in refusal(
+        server.update(weight_dir=f"{server.folder}/weights", version=1, epoch=7), 400
+    )
+    old = f"{server.folder}/allowed/old"  # signed, as a relay has it that conceals version 1
+    assert "older than epoch 0, version 1" in refusal(server.update(weight_dir=old), 500)
     twin = publish(f"{server.folder}/allowed/twin", 1, seed=9)  # signed by the same key, too
-    assert "version 1 has other weights than version 1" in refusal(server.update(weight_dir=twin), 400)
+    assert "two manifests of version 1 of epoch 0" in refusal(server.update(weight_dir=twin), 500)
     hidden = f"{server.folder}/weights/v00000001"
     os.rename(hidden, f"{server.folder}/hidden")  # a root that conceals its newest version
     try:

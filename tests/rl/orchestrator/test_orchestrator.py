@@ -671,7 +671,7 @@ def test_a_bug_while_servers_are_told_stops_the_run(make, monkeypatch):
     orchestrator = make()
     orchestrator.control = orchestrator_lib.client_lib.Control(["http://127.0.0.1:9"])
 
-    async def load(control, version, rollback):
+    async def load(control, version, **options):
         raise KeyError("a bug")
 
     monkeypatch.setattr(orchestrator_lib.client_lib.Control, "update_weights", load)
