@@ -1,0 +1,106 @@
+"""A worker without a model against the real checks, over HTTP: none of its groups is trained on, whatever the config.
+
+An honest worker generates with the real engine and loses no group. Run on the code before groups were quarantined, 56 of 64 forged
+groups were trained on at the default fraction of replays, and all where a config left them to another service.
+"""
+
+import httpx
+import pytest
+
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator import replayer
+from rl.protocol import lease as lease_lib
+from rl.protocol import task_schedule
+from rl.validator import calibrate
+from rl.verification import evidence_log, verifier
+from tests.support import forger as forger_lib
+from tests.support import signed_http, small_configs
+
+WAIT_S = 120
+P = 64  # groups of a batch, of 2 samples
+RUN, HONEST = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
+
+
+class Worker:
+    """Leases and submits over HTTP under any key."""
+
+    def __init__(self, url):
+        self.http = httpx.Client(base_url=url, timeout=WAIT_S)
+        self.session = signed_http.session(self.http)
+
+    def lease(self, key, capacity=1):
+        reply = self.http.post("/lease", json=signed_http.lease_body(key, self.session, capacity)).json()
+        assert lease_lib.is_signed(RUN.worker, reply), reply
+        return [task_schedule.Group(**group) for group in reply["groups"]]
+
+    def submit(self, key, rollouts):
+        body = parquet.to_bytes(rollouts)
+        reply = self.http.post("/submit", **signed_http.submission(key, self.session, body))
+        assert reply.status_code == 200, reply.text
+        return list(reply.json()["verdicts"].values())
+
+
+def run(exp, tmp_path, *, steps, one_key, formed):
+    """A run in which a forger gets at all groups first, then an honest worker. Returns (number of forged groups, batches)."""
+    params = small_configs.params(exp.model)
+    rules = verifier.rules_of(exp.config, exp.tokenizer)
+    evidence = evidence_log.EvidenceLog(None, count_once=True)
+    validator = verifier.Validator(exp.model, lambda version: params, rules, evidence)
+    orchestrator = orchestrator_lib.Orchestrator(
+        exp.config,
+        tmp_path,
+        credit=exp.credit,
+        key=RUN,
+        verdicts=replayer.Replayer(validator.check_groups_with_weights, RUN),
+        check_group_without_weights=validator.check_group_without_weights,
+        secret=b"secret",
+        invited=[HONEST.worker],
+    )
+    forger, key, num_forged = forger_lib.Forger(exp, formed=formed), rollout_lib.WorkerKey.generate(), 0
+    worker = Worker(orchestrator.serve())
+    try:
+        orchestrator.publish(0)
+        orchestrator._updater.submit(lambda: None).result(WAIT_S)
+        while num_forged < steps * P:
+            if not (leased := worker.lease(key)):
+                orchestrator._verdicts.flush()  # newcomers hold a quarter of the groups at a time
+                if not (leased := worker.lease(key)):
+                    break
+            worker.submit(key, forger.forge(leased[0], key, 0))
+            num_forged += 1
+            key = key if one_key else rollout_lib.WorkerKey.generate()
+        orchestrator._verdicts.flush()
+        groups = worker.lease(HONEST, 4096)
+        made = calibrate.roll_out(exp, params, 0, groups, HONEST)
+        for first in range(0, len(made), 128):
+            assert set(worker.submit(HONEST, made[first : first + 128])) == {"taken"}
+        batches = [orchestrator.next_batch(step) for step in range(1, steps + 1)]
+    finally:
+        worker.http.close()
+        orchestrator.close()
+    assert not orchestrator._health.state()["workers"].get(HONEST.worker, [0])[0], "an honest group was rejected"
+    return num_forged, batches
+
+
+def check(name, tmp_path, *, steps=1, one_key=False, formed=True):
+    exp = small_configs.shrunk(name, tmp_path, prompts=P, samples=2, steps=steps, max_lag=steps - 1)
+    num_forged, batches = run(exp, tmp_path, steps=steps, one_key=one_key, formed=formed)
+    assert num_forged == (exp.config.trust.max_attempts if one_key else steps * P)  # one key is banned
+    signers = {rollout.worker for batch in batches for group in batch.groups for rollout in group}
+    assert signers == {HONEST.worker} and [len(batch.groups) for batch in batches] == [P] * steps
+    assert sum(batch.metrics["trust/num_refused"] for batch in batches) == 2 * num_forged
+
+
+@pytest.mark.parametrize(("name", "one_key"), [("quickstart", False), ("intellect2", True)])
+def test_64_groups_forged_without_a_model(tmp_path, name, one_key):
+    check(name, tmp_path, one_key=one_key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one_key", "formed"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("name", small_configs.NAMES)
+def test_512_groups_forged_without_a_model(tmp_path, name, one_key, formed):
+    """`formed`: the proofs have the right form, so that only the replay finds them out."""
+    check(name, tmp_path, steps=8, one_key=one_key, formed=formed)
