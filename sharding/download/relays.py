@@ -120,6 +120,8 @@ class Relays:
                 f"no relay replies ({self._selector.reasons()}): start one, or use another relay"
             )
         listing = self._union()
+        if wait_s and listing == known:  # a relay that has no news must not make its client busy
+            time.sleep(max(0.0, min(0.1, until_s - 0.5 - time.monotonic())))
         with self._lock:  # a version that was deleted and comes back may be another one
             for number in [n for n in self._manifests if n not in listing.complete]:
                 del self._manifests[number]
@@ -302,8 +304,8 @@ class Relays:
             relay.reason = str(error)
         except journal.CorruptSource as error:
             self._selector.record_corrupt(relay, str(error))
-        if not entries and not is_complete:
-            time.sleep(max(0.0, min(0.05, until_s - time.monotonic())))  # a relay that fails does so immediately
+        if not entries:  # a relay that fails does so immediately
+            time.sleep(max(0.0, min(0.05, until_s - time.monotonic())))
         return entries, is_complete
 
     # ---- objects

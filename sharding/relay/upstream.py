@@ -24,15 +24,15 @@ from sharding.relay import error_log, lasting_thread
 from sharding.relay import plan as plan_lib
 from sharding.relay import store as store_lib
 
-MAX_REFUTED = 8  # new ones per pass: then the upstream is left alone
+MAX_REFUTED = 8  # at once; later one per second, else the upstream is left alone
 MAX_CHAIN = 64  # bases of a version that are proven with it
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # until a refuted version or upstream is asked for again
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # until a refuted version is asked for again
 COST = 10.0  # times the seconds that a false claim took, is the least pause
 FOLLOWED_BYTES = 1 << 30  # of a version being published, or twice the newest version if that is more
 FOLLOWED_S = 600.0  # and a second per MB
 FOLLOW_PAUSE_S, LONGEST_FOLLOW_PAUSE_S = 60.0, 3600.0  # until another version is followed after one that cost too much
 ENTRY_BYTES = 16 << 10  # an object costs its upstream at least this
-OTHERS_S = 5.0  # for objects that other upstreams are delivering, without progress
+OTHERS_S = 5.0  # for the last objects, if other upstreams are delivering them
 REUSED_BYTES = 64 << 20  # a download thread keeps a buffer for objects up to this size
 
 
@@ -71,7 +71,8 @@ class Upstream:
         self._followed: _Followed | None = None
         self._unfollowed: set[int] = set()  # versions whose journal has used up its budget
         self._follow_from_s = self._follow_pause_s = 0.0
-        self._is_idle, self._pause_s, self._num_refuted = False, 0.0, 0
+        self._is_idle, self._pause_s = False, 0.0
+        self._paid_s = 0.0  # until when the costs of refuted versions are paid
         self.thread = lasting_thread.LastingThread(f"mirror {name}", self._step, self._fail)
 
     def stop(self) -> None:
@@ -105,7 +106,7 @@ class Upstream:
                 self._pause_s = min(max(2 * self._pause_s, 0.05), 2.0)
                 self.thread.stopped.wait(self._pause_s)
             return
-        self.is_alive, self._listing, self._num_refuted = True, listing, 0
+        self.is_alive, self._listing, self._pause_s = True, listing, 0.0
         self._refuted = {n: r for n, r in self._refuted.items() if n in listing.complete + listing.partial}
         self._claims = self._prove(listing)
         self._choose_followed(listing)
@@ -119,11 +120,8 @@ class Upstream:
         if self._followed is not None:
             moved |= self._try(self._follow, self._followed.number)
         self._is_idle = not moved and self._followed is None
-        if self._num_refuted >= MAX_REFUTED:
-            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-            self.thread.stopped.wait(self._pause_s)
-        elif not self._refuted:
-            self._pause_s = 0.0
+        if not self._can_pay():
+            self.thread.stopped.wait(min(self._paid_s - time.monotonic(), LONGEST_PAUSE_S))
 
     def _try(self, step: Callable[[int], bool], number: int) -> bool:
         """Returns step(number) for one version. After an error, refutes the version and returns False: other versions go on."""
@@ -133,11 +131,16 @@ class Upstream:
         except (OSError, ValueError) as error:
             if not self.thread.stopped.is_set():
                 self._log.note(self.name, error)
-                cost_s = COST * (time.monotonic() - begun_s)
+                now_s = time.monotonic()
+                cost_s = max(1.0, COST * (now_s - begun_s))
+                self._paid_s = max(self._paid_s, now_s - MAX_REFUTED) + min(cost_s, LONGEST_PAUSE_S)
                 pause_s = max(min(2 * self._refuted.get(number, (0.0, FIRST_PAUSE_S / 2))[1], LONGEST_PAUSE_S), cost_s)
-                self._refuted[number] = (time.monotonic() + pause_s, pause_s)
-                self._num_refuted += 1
+                self._refuted[number] = (now_s + pause_s, pause_s)
             return False
+
+    def _can_pay(self) -> bool:
+        """Returns True unless this upstream has listed too many versions lately that it did not deliver."""
+        return self._paid_s <= time.monotonic() and not self.thread.stopped.is_set()
 
     def _is_refuted(self, number: int) -> bool:
         return self._refuted.get(number, (0.0, 0.0))[0] > time.monotonic()
@@ -163,7 +166,7 @@ class Upstream:
             return True
 
         for number in reversed(listing.complete):
-            if num_found >= self._plan.keep or self._num_refuted >= MAX_REFUTED or self.thread.stopped.is_set():
+            if num_found >= self._plan.keep or not self._can_pay():
                 break
             num_found += not self._is_refuted(number) and self._try(prove, number)
         return claims
@@ -211,9 +214,7 @@ class Upstream:
         while any(self._plan.is_taken(number, o.path) for o in missing) and time.monotonic() < until_s:
             if self.thread.stopped.wait(0.02):
                 return False
-            left = self._missing(number, claim)
-            until_s = time.monotonic() + OTHERS_S if len(left) < len(missing) else until_s
-            missing = left
+            missing = self._missing(number, claim)
         return bool(missing)
 
     def _choose_followed(self, listing: journal.Listing) -> None:

@@ -1,0 +1,111 @@
+"""The property: beside up to n - 1 liars of n upstreams the newest honest version is mirrored and pulled within stated bounds.
+
+Each schedule draws the number of upstreams, the lies of all but one of them, whether there are a key and a head, and the sizes. The
+bounds (docs/decisions/broadcast.md): the honest version alone, and SLACK_S; with a key, disk for its versions and the budget
+of a journal per upstream; one line of the log per upstream and minute, and one of the relay itself.
+"""
+
+import contextlib
+import random
+import resource
+import shutil
+import time
+
+import pytest
+
+from sharding.download import range_get, source
+from sharding.format import head as head_lib
+from sharding.relay import upstream
+from tests.support import lying_upstream, proxy
+
+TRUSTED = proxy.public(proxy.KEY)
+PATIENCE_S, STALL_S = 3.0, 1.0
+OPTIONS = range_get.Options(patience_s=PATIENCE_S, connect_s=1.0, stall_s=STALL_S, range_bytes=100_000)
+FOLLOWED_BYTES = 1_000_000
+KEEP = 3
+
+
+def bound_s(num_upstreams, num_bytes):
+    """Mirroring: others may hold the last objects for OTHERS_S. Pulling: an object may take its patience at each liar once."""
+    return upstream.OTHERS_S + 2 * STALL_S * num_upstreams + PATIENCE_S + num_bytes / 1e6
+
+
+@pytest.mark.parametrize("block", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 25))])
+def test_the_newest_honest_version_arrives(tmp_path, monkeypatch, capsys, block):
+    """20 schedules a block: one of 25 blocks in CI. Prints the longest times."""
+    monkeypatch.setattr(upstream, "FOLLOWED_BYTES", FOLLOWED_BYTES)
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    times = []
+    for seed in range(20 * block, 20 * block + 20):
+        times.append(_schedule(seed, tmp_path / str(seed), capsys))
+        shutil.rmtree(tmp_path / str(seed))
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rss) * 1024
+    assert grown < 500e6, grown
+    for name, seconds in zip(("mirrored", "pulled"), zip(*times, strict=True), strict=True):
+        print(f"{name}: " + " ".join(f"{s:.2f}" for s in sorted(seconds)))
+
+
+def _schedule(seed, directory, capsys):
+    rng = random.Random(seed)
+    num_liars, has_head = rng.choice((1, 1, 2, 3)), rng.random() < 0.6
+    trusted_key = TRUSTED if has_head or rng.random() < 0.7 else None
+    sizes = tuple(rng.choice((5, 1000, 60_000, 300_000)) for _ in range(rng.randrange(1, 6)))
+    size = sum(sizes)
+    behaviors = [lying_upstream.draw(rng) for _ in range(num_liars)]
+    if trusted_key is None:  # a liar that contradicts a number stops it: only a key can decide
+        behaviors = [b.__class__(**vars(b) | {"manifest": "honest", "listing": "honest"}) for b in behaviors]
+    root, text = (
+        directory / "pub",
+        f"seed {seed}: {'head' if has_head else trusted_key and 'key'}; {'; '.join(map(str, behaviors))}",
+    )
+
+    def publish(number):
+        objects = proxy.contents(1000 * seed + number, sizes)
+        if has_head:
+            proxy.sign(root, writing=number)
+        proxy.begin(root, number, objects)
+        time.sleep(rng.uniform(0, 0.3) * (number == 2))
+        (root / f"v{number:08d}" / "objects.jsonl").unlink()
+        proxy.publish(root, number, objects)
+        if has_head:
+            proxy.sign(root)
+
+    root.mkdir(parents=True)
+    for number in range(2):
+        publish(number)
+    with contextlib.ExitStack() as stack:
+        origin = stack.enter_context(proxy.running(root))
+        old = shutil.copytree(root, directory / "old")
+        liars = [stack.enter_context(lying_upstream.LyingUpstream(rng.choice((root, old)), b, seed)) for b in behaviors]
+        urls = [liar.url for liar in liars]
+        urls.insert(rng.randrange(len(urls) + 1), origin.url)
+        limit_s = bound_s(len(urls), size)
+        relay = stack.enter_context(
+            proxy.running(urls, directory / "m", trusted_key=trusted_key, options=OPTIONS, keep=KEEP)
+        )
+        time.sleep(rng.uniform(0, 0.6))
+        publish(2)
+        begun_s, most_bytes = time.monotonic(), 0
+        while not relay.store.is_complete(2):
+            assert time.monotonic() < begun_s + limit_s, f"not mirrored; {text}"
+            most_bytes = max(most_bytes, relay.store.num_bytes)
+            time.sleep(0.02)
+        mirrored_s = time.monotonic() - begun_s
+        assert most_bytes < (2 if trusted_key else len(urls)) * KEEP * (size + 20_000) + len(urls) * FOLLOWED_BYTES, (
+            text
+        )
+        held = {path: data for path, data in proxy.contents(1000 * seed + 2, sizes).items()}
+        assert all((directory / "m/v00000002" / path).read_bytes() == data for path, data in held.items()), text
+        pulled_s = 0.0
+        if trusted_key is not None:
+            begun_s = time.monotonic()
+            opened = stack.enter_context(
+                contextlib.closing(source.open(urls, trusted_key=head_lib.HeadVerifier(TRUSTED), options=OPTIONS))
+            )
+            assert opened.versions()[-1] == 2, text
+            assert proxy.read_all(opened, 2, held) == held
+            pulled_s = time.monotonic() - begun_s
+            assert pulled_s < limit_s, f"pulled after {pulled_s} s; {text}"
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("relay: ")]
+    assert len(lines) <= len(urls) + 2 and max(map(len, lines), default=0) < 700, lines  # two of the origin
+    return mirrored_s, pulled_s
