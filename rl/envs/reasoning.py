@@ -7,16 +7,18 @@
 3. The reward is 1 if the checker returns 1.0, and else 0, because many checkers return a floor (0.01 for nonsense) or credit
    an answer inside a longer text. `partial_credit=True` gives the checker's number.
 
-A completion is untrusted text. Several checkers run Python's eval on it (sympy's parse_expr does, too). They get a GUARD: an
-alphabet in which no harm can be expressed. REFUSED lists, with reasons, checkers that need more than that, datasets that are
+A completion is untrusted text. Several checkers run Python's eval on it (sympy's parse_expr does, too). They get a GUARD, which
+allows only expressions that cannot do harm. REFUSED lists, with reasons, checkers that need more than that, datasets that are
 not a function of their seed, and checkers that accept completions made without reading the question. Checkers were not written
 against adversaries, so rl/envs/scorer.py runs them with limits.
 """
 
+import ast
 import copy
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 
 from rl.envs import environment
 
@@ -38,16 +40,37 @@ REFUSED = {
     **dict.fromkeys(("boxnet", "rush_hour"), _UNSOLVED),
 }
 
-_ARITHMETIC = re.compile(r"(?!.*\*\*)(?!.*\d{7})[\d\s+*/().-]*", re.DOTALL)  # no powers: 9**9**9 never ends
-# Without parentheses and dots nothing can be called; "for" would allow nested loops.
-_LISTS = re.compile(r"(?!.*\bfor\b)[\w\s\[\]',\"]*", re.DOTALL)
-GUARDS = {
-    "countdown": _ARITHMETIC,
-    "binary_matrix": _LISTS,
-    "n_queens": _LISTS,
-    "spiral_matrix": _LISTS,
-    "string_insertion": _LISTS,
-    "rubiks_cube": re.compile(r"(?!.*\d{3}).*", re.DOTALL),  # the checker repeats a move any number of times
+# Python's own parser decides: an alphabet alone lets 2 * * 3 through, which sympy reads as a power. 9**9**9 never ends.
+_DIGITS = re.compile(r"(?!.*\d{7})[\d\s+*/().-]*", re.DOTALL | re.ASCII)
+_ARITHMETIC = {ast.Expression, ast.Constant, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv}
+_ARITHMETIC |= {ast.UnaryOp, ast.UAdd, ast.USub}
+_LISTS = {ast.Expression, ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple, ast.UnaryOp, ast.USub}
+
+
+def _is_arithmetic(text: str) -> bool:
+    return _DIGITS.fullmatch(text) is not None and _kinds(text, otherwise={ast.Call}) <= _ARITHMETIC
+
+
+def _is_list(text: str) -> bool:
+    return _kinds(text, otherwise=set()) <= _LISTS  # a checker's eval fails for text that is no expression, too
+
+
+def _kinds(text: str, otherwise: set[type]) -> set[type]:
+    """Returns the kinds of nodes in a Python expression, or `otherwise` if the text is not an expression."""
+    try:
+        return {type(node) for node in ast.walk(ast.parse(text, mode="eval"))}
+    except (SyntaxError, ValueError):
+        return otherwise
+    except (MemoryError, RecursionError):  # thousands of signs or brackets in one another
+        return {ast.Call}
+
+
+# {dataset: function that returns True if its checker may see a completion}
+GUARDS: dict[str, Callable[[str], object]] = {
+    "countdown": _is_arithmetic,
+    **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), _is_list),
+    "rubiks_cube": re.compile(r"(?!.*\d\d).*", re.DOTALL).fullmatch,  # the checker repeats a move any number of times
+    "complex_arithmetic": re.compile(r"(?!.*nan).*", re.DOTALL | re.IGNORECASE).fullmatch,  # its distance to all is 0
 }
 
 
@@ -95,7 +118,7 @@ def build(
     def _check_answer(completion: str, entry: dict) -> tuple[float, float]:
         """Returns (the dataset checker's score, 1.0 if the checker was not run or failed, else 0.0)."""
         completion = completion.strip()
-        if len(completion) > MAX_CHARS or (guard is not None and not guard.fullmatch(completion)):
+        if len(completion) > MAX_CHARS or (guard is not None and not guard(completion)):
             return 0.0, 1.0
         try:
             number = float(items.score_answer(completion, copy.deepcopy(entry)))  # some checkers modify the entry

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -103,9 +104,63 @@ def test_completions_are_not_executed(name, tmp_path):
     env = envs.load(f"reasoning_gym:{name}")
     task = env.make_task(0, "train")
     canary = tmp_path / "canary"
-    for attack in (f"open({str(canary)!r},'w')", "[0 for a in x]()", "9**9**9**9", "R" + "9" * 9, "exit()"):
-        assert env.score(task, attack)["reward"] == 0.0
+    attacks = [
+        f"open({str(canary)!r},'w')",
+        "[0 for a in x]()",
+        "[0for a in 'x']",
+        "9**9**9**9",
+        "R" + "9" * 9,
+        "exit()",
+    ]
+    attacks += [
+        "9 * * 9 * * 9 * * 9",
+        "9*\n*9*\t*9*  *9",
+        "(9*\n*9)**9**9",
+        "9*\\\n*9**9**9",
+        "٩**٩**٩**٩",
+        "９*９",
+        "R99 " * 2000,
+    ]
+    attacks += [
+        "-" * 8000 + "5",
+        "(" * 4000 + "1" + ")" * 4000,
+        "[" * 8000,
+        "9" * 8000,
+        "1*" * 4000 + "1",
+        "99999!!",
+        "1e9999",
+    ]
+    attacks += [
+        "nan",
+        "nan + nani",
+        "NaN",
+        "[nan]",
+        "inf",
+        "0x10",
+        "007",
+        "1_0",
+        "[x][0].a",
+        "f'{x}'",
+        "2(3)",
+        "#",
+        "1 2 3",
+    ]
+    begun_s = time.process_time()
+    for attack in attacks:
+        assert env.score(task, attack)["reward"] == 0.0, attack
         assert not canary.exists()
+    assert time.process_time() - begun_s < 1  # each power took the whole limit of 1 to 5 s
+
+
+@pytest.mark.parametrize(("hostile", "harmless"), [("2 * * 3", "2 * 3"), ("٢ + 1", "2 + 1"), ("2*(3", "2*(3)")])
+def test_a_power_cannot_be_spelled_with_spaces(hostile, harmless):
+    """sympy reads 2 * * 3 as 8, and a task with that target was solved by it."""
+    env = envs.load("reasoning_gym:countdown")
+    entry = {"metadata": {"numbers": [int(text) for text in re.findall("[0-9]", harmless)], "target": eval(harmless)}}
+    for text, reward in ((harmless, 1.0), (hostile, 0.0)):
+        assert env.score(environment.Task("", 0, "train", (), "", info={"entry": entry}), text)["reward"] == reward
+    power = {"metadata": {"numbers": [2, 3], "target": 8}}
+    assert env.score(environment.Task("", 0, "train", (), "", info={"entry": power}), "2 * * 3")["reward"] == 0.0
 
 
 def test_checkers_that_raise_score_zero_with_an_error():
@@ -171,7 +226,7 @@ def test_every_dataset():
         for split in ("train", "held_out"):
             task = env.make_task(0, split)
             assert env.score(task, task.answer)["reward"] == 1.0, name
-            for junk in {"zzz", "", "0", "[]"} - {task.answer}:
+            for junk in {"zzz", "", "0", "[]", "nan", "inf", "{}", "nan + nanj"} - {task.answer}:
                 assert env.score(task, junk)["reward"] == 0.0, (name, junk, task.answer)
 
 
