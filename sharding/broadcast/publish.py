@@ -29,7 +29,6 @@ from sharding.format import chunks, manifest
 from sharding.multihost import transport
 
 Manifest = manifest.Manifest
-HEADS_EVERYWHERE = False  # to come: relays do not serve heads yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +326,7 @@ def _finish(out, plan: encode.Plan, options: PublishOptions, part: encode.HostPa
         metadata=plan.metadata,
         run=options.run,
         public_key=None if options.key is None else options.key.public_key().public_bytes_raw().hex(),
-        epoch=parts[0].epoch if HEADS_EVERYWHERE else None,
+        epoch=parts[0].epoch,
     )
     if jax.process_index() == 0:
         data = manifest.encode(written, options.key)

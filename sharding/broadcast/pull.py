@@ -132,7 +132,7 @@ def watch(source: Source, *, after: int = -1, key: Trusted = None) -> Iterator[i
 def read_manifest(source: Source, version: int, *, key: Trusted = None) -> Manifest:
     """Returns the manifest of `version`, checked without reading its objects. Raises CorruptSource if `key` did not sign it."""
     with _opened(source, key) as opened:
-        return opened.manifest(version)[1]
+        return _target(opened, version)
 
 
 def _opened(source: Source, key: Trusted = None) -> contextlib.AbstractContextManager[source_lib.Source]:
@@ -168,7 +168,7 @@ def _wait(
             newest = _newest(opened)
         except FileNotFoundError:
             pass
-        except (journal.Unavailable, head_lib.StaleHead) as error:  # relays may start after their clients, and be late
+        except (journal.Unavailable, head_lib.StaleHead, head_lib.ExpiredHead) as error:  # relays may be late
             reason = f"; {error}"
         if newest is not None and is_new(newest):
             return newest
@@ -179,7 +179,7 @@ def _wait(
             )
         try:  # relays reply as soon as the listing changes: no client has to poll twenty times a second
             known = opened.listing(max(0.0, min(1.0, deadline_s - time.monotonic())), known)
-        except (journal.Unavailable, FileNotFoundError, head_lib.StaleHead):
+        except (journal.Unavailable, FileNotFoundError, head_lib.StaleHead, head_lib.ExpiredHead):
             known = None
             time.sleep(POLL_S)
 
@@ -191,4 +191,6 @@ def _target(opened: source_lib.Source, version: int | None) -> Manifest:
         if order is None:
             raise FileNotFoundError(f"no version under {opened.stats()['source']} yet: call wait_for() first")
         version = order[1]
+    elif opened.trusted is not None and (opened.trusted.head is None or version not in opened.trusted.head.versions):
+        opened.head()
     return opened.manifest(version)[1]
