@@ -169,9 +169,10 @@ def get_config() -> config_dict.ConfigDict:
     tr.logprob_tolerance = 1e-3  # claimed against replayed log-probability; 0.05 for bfloat16
     tr.routing_margin = 0.02  # nats by which a claimed expert may be below the best one left out; 0.2 for bfloat16
     # Workers that neither topology.workers nor the launcher names: "open" (anyone, one group until one is accepted), "invited"
-    # (none), "stake" (keys with min_stake in the ledger), "work" (a proof of work of work_bits per key). "": "invited" if
+    # (none), "stake" (keys with min_stake in stake_ledger), "work" (a proof of work of work_bits per key). "": "invited" if
     # topology.workers names keys, else "open".
     tr.admission = ""
+    tr.stake_ledger = ""  # file of a ledger with the stakes, which its keeper may append to meanwhile
     tr.min_stake = 1
     tr.work_bits = 24  # 2^24 hashes: 20 s of one CPU core in Python, milliseconds on a GPU
     tr.pin_versions = "strangers"  # whose leases fix one policy version: or "all", "none"

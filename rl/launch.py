@@ -32,6 +32,7 @@ from inference import client
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
+from rl.ledger import ledger as ledger_lib
 from rl.orchestrator import orchestrator, replayer, verdict_collector, verdict_source
 from rl.verification import checks, evidence_log, verifier
 from sharding import broadcast
@@ -91,6 +92,7 @@ def start_rollout_system(
         evidence=evidence.state,
         secret=run_directory.secret(workdir, config.seed),
         invited=[rollout_lib.WorkerKey.load(file).worker for file in files],
+        stake=_stakes(config.trust.stake_ledger, stack),
         on_wait=on_wait,
     )
     if known:
@@ -135,6 +137,19 @@ def start_rollout_system(
             _await_servers(config.topology.servers, on_wait)
         rollouts.publish(version, broadcast.read_manifest(weights, version).epoch)
         yield rollouts
+
+
+def _stakes(file: str, stack: contextlib.ExitStack) -> Callable[[str], int]:
+    """Returns the function (public key) -> stake in a ledger file; it is 0 for unknown and ejected keys, and for all without a file."""
+    if not file:
+        return lambda worker: 0
+    ledger = stack.enter_context(ledger_lib.Ledger(file))
+
+    def stake(worker: str) -> int:
+        one = ledger.refresh().workers.get(worker)
+        return one.stake if one and not one.ejected else 0
+
+    return stake
 
 
 def _control_token(file: str, workdir: pathlib.Path) -> tuple[str, str]:

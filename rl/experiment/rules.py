@@ -135,6 +135,8 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
             f"topology.control_servers has {len(c.topology.control_servers)} URLs for {len(c.topology.servers)} servers"
         )
         yield f"{found}; set it to the URL of each server's control listener (python -m inference.serve --control HOST:PORT)"
+    if c.trust.admission == "stake" and not c.trust.stake_ledger:
+        yield "trust.admission = 'stake' needs a ledger with stakes; set trust.stake_ledger to its file"
     if c.topology.mode == "local" and c.topology.servers:
         yield "topology.mode = 'local' starts its own server; set topology.mode = 'remote' to use topology.servers"
     if c.topology.mode == "local" and c.topology.workers:
@@ -188,6 +190,8 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     alone = not c.trust.validators
     yield r"trust\.(quorum|verdict_s)", alone, "this process replays alone; set trust.validators"
     yield r"trust\.device", not alone, "the processes in trust.validators replay, each on its own device; remove it"
+    yield r"trust\.(stake_ledger|min_stake)", c.trust.admission != "stake", "set trust.admission = 'stake'"
+    yield r"trust\.work_bits", c.trust.admission != "work", "set trust.admission = 'work'"
     is_local = c.topology.mode == "local"
     yield (
         r"topology\.(relay_host|relay_port|control_servers|control_token_file)",

@@ -65,7 +65,14 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
 def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> list[str]:
     """Returns the sorted names of config fields that differ from those saved in `path`, without those that a resume may change."""
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "trust.max_attempts"]
-    free += ["trust.admission", "trust.min_stake", "trust.work_bits", "trust.pin_versions", "trust.sandbox"]
+    free += [
+        "trust.admission",
+        "trust.min_stake",
+        "trust.stake_ledger",
+        "trust.work_bits",
+        "trust.pin_versions",
+        "trust.sandbox",
+    ]
     free.append("broadcast.head_s")
     free += [f"trust.{name}" for name in ("min_rate", "invited_rate", "validators", "quorum", "verdict_s")]
     if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps

@@ -1,5 +1,6 @@
 """Child processes of a run: their logs, their end, and their keys."""
 
+import contextlib
 import datetime
 import re
 import stat
@@ -7,6 +8,8 @@ import stat
 from inference.rollouts import rollout as rollout_lib
 from rl import launch
 from rl.experiment import workdir as run_directory
+from rl.ledger import events
+from rl.ledger import ledger as ledger_lib
 from tests.support import proxy
 
 LINE = re.compile(r"(\S+) (.*)")
@@ -49,3 +52,17 @@ def test_keys_of_workers_are_not_among_the_logs(tmp_path):
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent)]
     assert modes == [0o600, 0o700]
     assert rollout_lib.WorkerKey.load(run_directory.worker_key_file(tmp_path, "worker1")).worker != old
+
+
+def test_a_stake_counts_until_its_key_is_ejected(tmp_path):
+    keeper, rich, cheat = (rollout_lib.WorkerKey.generate() for _ in range(3))
+    with contextlib.ExitStack() as stack:
+        ledger = stack.enter_context(ledger_lib.Ledger.create(tmp_path / "stakes.db", keeper))
+        stake = launch._stakes(str(tmp_path / "stakes.db"), stack)
+        assert launch._stakes("", stack)(rich.worker) == stake(rich.worker) == 0
+        for key in (rich, cheat):  # while the run is on
+            ledger.append(events.sign("join", key.worker, key), events.sign("stake", key.worker, key, amount=7))
+            assert stake(key.worker) == 7
+        ledger.append(events.sign("slash", rich.worker, keeper, amount=3, reason="forged"))
+        ledger.append(events.sign("eject", cheat.worker, keeper, reason="forged"))
+        assert (stake(rich.worker), stake(cheat.worker)) == (4, 0)

@@ -122,6 +122,8 @@ def test_a_config_file_may_add_options_of_its_environment_and_its_loss(tmp_path)
         ("optimizer.final_rate=0.1", "set optimizer.schedule"),
         ("topology.relay_port=8200", "set topology.mode = 'remote'"),
         ("topology.control_token_file=FILE", "set topology.mode = 'remote'"),
+        ("trust.min_stake=5", "set trust.admission = 'stake'"),
+        ("trust.work_bits=20", "set trust.admission = 'work'"),
     ],
 )
 def test_an_option_that_nothing_reads_is_refused(override, words):
@@ -177,6 +179,9 @@ def resolved(**changes):
         ({"broadcast__snapshot_every": 0}, "broadcast.snapshot_every = 0 must be at least 1"),
         ({"broadcast__dtype": "int8"}, "choose one of '', float32"),
         ({"topology__servers": ("http://a:1",)}, "set topology.mode = 'remote'"),
+        ({"trust__admission": "all"}, "trust.admission = 'all' is unknown; choose one of '', open, invited"),
+        ({"trust__admission": "stake"}, "set trust.stake_ledger to its file"),
+        ({"trust__work_bits": 0}, "trust.work_bits = 0 must be in 1..64"),
         (
             {"topology__mode": "remote", "topology__servers": ("http://a:1",)},
             "control_servers has 0 URLs for 1 servers; set it",

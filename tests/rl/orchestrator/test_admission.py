@@ -6,6 +6,8 @@ import json
 import random
 import sys
 
+import httpx
+import numpy as np
 import pytest
 
 from configs import quickstart
@@ -16,6 +18,7 @@ from rl.orchestrator import group_queue, replayer
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.verification import checks
+from tests.support import signed_http
 from tests.support.groups import answers
 
 RUN = rollout_lib.WorkerKey.generate()
@@ -41,9 +44,9 @@ def clock(monkeypatch):
 def make(tmp_path, clock):
     made = []
 
-    def make(invited=(), num_groups=16, **trust):
+    def make(invited=(), num_groups=16, max_lag=0, **trust):
         config = quickstart.get_config()
-        config.rl.update(prompts_per_step=num_groups, samples_per_prompt=2, max_lag=0, advantage="group_mean")
+        config.rl.update(prompts_per_step=num_groups, samples_per_prompt=2, max_lag=max_lag, advantage="group_mean")
         config.topology.lease_s = LEASE_S
         config.trust.update(trust)
         exp = experiment.resolve(config)
@@ -170,6 +173,24 @@ def test_a_newcomer_holds_one_group_until_one_is_accepted_then_more(make, clock)
     assert not again.is_known(key.worker)
 
 
+@pytest.mark.parametrize("pins", ["strangers", "all", "none"])
+@pytest.mark.parametrize("versions", [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [1, 1, 1, 1, 1]])
+def test_a_stranger_must_finish_under_the_pinned_version(make, clock, pins, versions):
+    """Attack: the better of two allowed versions, or the best place to switch between them, truthfully stamped."""
+    key, guest, other, *_ = KEYS
+    orchestrator = make(invited=[guest.worker, other.worker], max_lag=1, pin_versions=pins)
+    publish(orchestrator, 1)
+    assert len(orchestrator.lease(other.worker, 16)) == 16  # of batch 1, which version 1 comes too late for
+    for worker, is_pinned in ((key, pins != "none"), (guest, pins == "all")):
+        (group,) = orchestrator.lease(worker.worker, 1)
+        assert (group.step, group.min_version, group.version) == (2, 0, 1 if is_pinned else -1)
+        verdict = deliver(orchestrator, worker, group, versions=np.array(versions, np.int32))
+        if is_pinned and versions[0] == 0:
+            assert verdict == f"refused: versions: 0 to {versions[-1]}, and the lease pins 1"
+        else:
+            assert not verdict.startswith("refused"), verdict
+
+
 def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, clock):
     key, other, *_ = KEYS
     orchestrator = make(num_groups=32, invited=[other.worker])
@@ -280,3 +301,32 @@ def test_the_rate_of_a_network_is_bounded_and_known_workers_cost_nothing():
     for _ in range(1000):
         assert rate.take("c", 0.0)
         rate.give_back("c")
+
+
+def test_floods_and_old_sessions_over_http(make, monkeypatch):
+    """Attack: garbage, requests of other sessions, and keys without work from one address; an invited worker has another."""
+    monkeypatch.setattr(admission_lib, "BURST", 20.0)
+    monkeypatch.setattr(admission_lib, "RATE", 0.01)
+    guest, key, *_ = KEYS
+    orchestrator = make(invited=[guest.worker], admission="work", work_bits=8)
+    address = httpx.HTTPTransport(local_address="127.0.0.2")
+    url = orchestrator.serve()
+    with httpx.Client(base_url=url) as http, httpx.Client(base_url=url, transport=address) as evil:
+        session = signed_http.session(http)
+        (refused,) = {evil.post("/lease", json=signed_http.lease_body(key, session)).json()["error"]["message"]}
+        assert "is not a proof of work of 8 bits for this run" in refused
+        work = lease_lib.find_work(session.run, key.worker, 8)
+        reply = evil.post("/lease", json=signed_http.lease_body(key, session, 9, work=work)).json()
+        assert lease_lib.is_signed(session.run, reply) and len(reply["groups"]) == 1
+        stale = signed_http.lease_body(key, lease_lib.Session.open(session.run), work=work)
+        assert evil.post("/lease", json=stale).status_code == 409
+        submission = signed_http.submission(key, lease_lib.Session.open(session.run), b"body")
+        assert evil.post("/submit", **submission).status_code == 409
+        deep = '{"returned": ' + "[" * 4000 + "]" * 4000 + "}"  # nothing but the size and the form is read
+        assert evil.post("/lease", content=deep).status_code == 400
+        assert [evil.post("/lease", json={}).status_code for _ in range(40)][-20:] == [429] * 20
+        reply = evil.get("/run")
+        assert reply.status_code == 429 and "requests per second; send fewer" in reply.json()["error"]["message"]
+        for _ in range(60):
+            assert http.post("/lease", json=signed_http.lease_body(guest, session)).status_code == 200
+    orchestrator.close()
