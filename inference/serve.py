@@ -120,9 +120,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             _check(args)
             api_key = secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
-            control = stack.enter_context(
-                control_listener.opened(args.control, args.control_token_file, args.control_hosts)
-            )
+            listener = control_listener.opened(args.control, args.control_token_file, args.control_hosts)
+            control = stack.enter_context(listener)
             sock, server = _start(args)
             stack.callback(server.close)
             grpc_port = _start_grpc(args, server, api_key, stack)
@@ -141,10 +140,8 @@ def main(argv: list[str] | None = None) -> int:
         if grpc_port:
             print(f"serving JetStream's Decode on {args.host}:{grpc_port}", flush=True)
         if 0 < (trained := server.engine.model.max_positions) < args.max_model_len:
-            note = (
-                f"--max_model_len {args.max_model_len} exceeds the {trained} positions that the model was trained for"
-            )
-            inference_server.log(f"note: {note}")
+            found = f"--max_model_len {args.max_model_len} exceeds the {trained} positions"
+            inference_server.log(f"note: {found} that the model was trained for")
         if args.api_key:
             inference_server.log("note: --api_key shows the key to every user of this machine (ps); use --api_key_file")
         if args.address_file:
@@ -176,18 +173,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json) or hub ID")
     add = parser.add_argument
     add("--weights_key", help="hex of the public key that must have signed the weights, or its root file")
-    add(
-        "--weights_floor",
-        metavar="FILE",
-        help="keeps the newest signed head, so that a restart cannot be led back behind it",
-    )
-    add(
-        "--weights_allow",
-        nargs="+",
-        default=[],
-        metavar="PREFIX",
-        help="directories and URLs that updates may name, too",
-    )
+    add("--weights_floor", metavar="FILE", help="keeps the newest signed head, also across restarts")
+    add("--weights_allow", nargs="+", default=[], metavar="PREFIX", help="sources that updates may name besides")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8100, help="0 takes a free port")
     add("--grpc_port", type=int, help="port of JetStream's gRPC service; 0 takes a free one (default: none)")
@@ -198,11 +185,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--control", default="", metavar="PATH|HOST:PORT", help="control listener (default: a private unix socket)")
     add("--control_token_file", help="token required of control clients, created if absent; HOST:PORT needs one")
     add(
-        "--control_hosts",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names of a HOST:PORT control listener (Host header)",
+        "--control_hosts", nargs="+", default=[], metavar="NAME", help="names that HOST:PORT is called by (Host header)"
     )
     add("--num_slots", type=int, default=64)
     add("--max_model_len", type=int, default=1024)

@@ -49,9 +49,7 @@ class Guard:
     def _refuse(self, scope: asgi.Scope) -> responses.Response | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._hosts is not None and not self._is_known(headers.get(b"host", b"").decode("latin-1")):
-            message = (
-                "the Host header is not an IP address, localhost, or a name given by --control_hosts; use one of these"
-            )
+            message = "the Host header is no IP address, localhost, or name given by --control_hosts; use one of these"
             return web.error(403, message, "forbidden")
         if b"origin" in headers and not self._allow_origin:
             message = "requests of browser pages (with an Origin header) are refused; send them from a program"
@@ -62,9 +60,8 @@ class Guard:
                 return web.error(401, message, "authentication_error")
         if scope["method"] == "POST":
             has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0")
-            kinds = {
-                value.partition(b";")[0].strip().lower() for name, value in scope["headers"] if name == b"content-type"
-            }
+            given = [value for name, value in scope["headers"] if name == b"content-type"]
+            kinds = {value.partition(b";")[0].strip().lower() for value in given}
             if kinds != {b"application/json"} and (kinds or has_body):
                 message = "the request's Content-Type is not application/json; send that header and a JSON body"
                 return web.error(415, message, "invalid_request_error")

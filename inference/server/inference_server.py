@@ -78,9 +78,10 @@ class InferenceServer:
                     if version not in (None, int(own[1])):
                         raise ValueError(f"weight_dir is version {int(own[1])}, not {version}; leave version out")
                     root, version = self.sources.check(str(folder.parent)), int(own[1])
+            current = self._order(self.have)
             if version is None:
                 newest = broadcast.latest_order(root, key=self.key)
-                if source is None and not rollback and (newest is None or newest <= self._order(self.have)):
+                if source is None and not rollback and (newest is None or newest <= current):
                     return self.scheduler.version
                 if newest is None:
                     raise FileNotFoundError(f"no published version under {root}; send the root of a weight broadcast")
@@ -88,14 +89,10 @@ class InferenceServer:
             elif source is None and (epoch or not isinstance(root, source_lib.Directory)):
                 broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S, key=self.key, epoch=epoch or 0)
             target = broadcast.read_manifest(root, version, key=self.key)
-            if epoch is not None and epoch != (target.epoch or 0):
-                raise ValueError(
-                    f"version {version} is of epoch {target.epoch or 0}, not {epoch}; send the epoch of the run's head"
-                )
-            if self.have is not None and (target.digest, self._order(target)) == (
-                self.have.digest,
-                self._order(self.have),
-            ):
+            if epoch not in (None, target.epoch or 0):
+                found = f"version {version} is of epoch {target.epoch or 0}, not {epoch}"
+                raise ValueError(f"{found}; send the epoch of the run's head")
+            if self._order(target) == current and self.have is not None and target.digest == self.have.digest:
                 return self.scheduler.version
             self._check_order(self._order(target), rollback)
             pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, key=self.key)

@@ -6,15 +6,5 @@ from sharding.broadcast.publish import Publisher, PublishOptions, publish, tree_
 from sharding.broadcast.pull import latest, latest_order, pull, read_manifest, verify, versions, wait_for, watch
 from sharding.format.journal import CorruptSource
 
-__all__ = [
-    "CorruptSource",
-    "PublishOptions",
-    "Publisher",
-    "Pulled",
-    "latest",
-    "latest_order",
-    "publish",
-    "pull",
-    "read_manifest",
-]
-__all__ += ["remove", "tree_digest", "verify", "versions", "wait_for", "watch"]
+__all__ = ["CorruptSource", "PublishOptions", "Publisher", "Pulled", "latest", "latest_order", "publish", "pull"]
+__all__ += ["read_manifest", "remove", "tree_digest", "verify", "versions", "wait_for", "watch"]

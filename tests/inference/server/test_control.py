@@ -3,7 +3,6 @@
 Each attack that worked when control and data shared a listener is here, with the one that comes next.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -12,7 +11,6 @@ import re
 import shutil
 import socket
 import stat
-import tempfile
 import time
 
 import grpc
@@ -27,7 +25,7 @@ from inference.server import control_listener, guard, web, weight_sources
 from models import hf
 from rl import launch
 from sharding import broadcast
-from sharding.system import secret_file, sockets
+from sharding.system import sockets
 from tests.support import proxy, serving, tiny
 
 MODEL = tiny.model()
@@ -369,46 +367,6 @@ def test_a_listener_without_a_token_is_a_private_socket(tmp_path, capsys):
         assert "has no token; add --control_token_file FILE" in capsys.readouterr().err
     with pytest.raises(ValueError, match="AF_UNIX path too long; choose a new, short path"):
         sockets.listen_unix(tmp_path / ("x" * 120))
-
-
-def test_a_killed_servers_socket_is_replaced_and_a_file_is_not(tmp_path):
-    with tempfile.TemporaryDirectory() as folder:
-        sockets.listen_unix(f"{folder}/s").close()  # leaves its file
-        sockets.listen_unix(f"{folder}/s").close()
-        write(tmp_path / "file", "precious")
-        with pytest.raises(ValueError, match="cannot listen on unix socket"):
-            sockets.listen_unix(tmp_path / "file")
-        assert (tmp_path / "file").read_text() == "precious"
-
-
-@pytest.mark.parametrize(
-    ("text", "mode", "words"),
-    [
-        ("", 0o600, "no secret"),
-        ("\n \n", 0o600, "no secret"),
-        ("two words-0123456789", 0o600, "no secret"),
-        ("\xff" * 20, 0o600, "no secret"),
-        ("short", 0o600, "has 5 characters, not 16 or more"),
-        (TOKEN, 0o644, "any user may use its secret; run chmod 600"),
-        (TOKEN, 0o602, "any user may use its secret; run chmod 600"),
-    ],
-)
-def test_a_bad_token_file_is_refused_and_not_replaced(tmp_path, text, mode, words):
-    file = write(tmp_path / "token", text, mode)
-    with pytest.raises(ValueError, match=words) as error:
-        secret_file.read_or_create(file)
-    assert file.read_text() == text and (not text.strip() or text not in str(error.value))
-
-
-def test_a_token_is_created_once_for_its_owner_alone(tmp_path):
-    """Also by many processes at once: all get the same one."""
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        tokens = set(pool.map(lambda _: secret_file.read_or_create(tmp_path / "token"), range(64)))
-    assert len(tokens) == 1 and len(tokens.pop()) >= 32
-    assert [path.name for path in tmp_path.iterdir()] == ["token"]
-    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
-    with pytest.raises(ValueError, match="cannot create the secret .*: No such file or directory; name a file"):
-        secret_file.read_or_create(tmp_path / "nowhere" / "token")
 
 
 def test_a_child_of_the_launcher_does_not_inherit_the_token(tmp_path, monkeypatch):
