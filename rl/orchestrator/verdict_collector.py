@@ -115,7 +115,8 @@ class VerdictCollector:
             one.key: hmac.digest(self._secret, f"{digest}/{one.key}".encode(), "sha256") for one in self._validators
         }
         order = sorted(self._validators, key=lambda one: draws[one.key])
-        self._loop.call_soon_threadsafe(self._add, _Case(key, rollouts, digest, order, time.monotonic()))
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._loop.call_soon_threadsafe(self._add, _Case(key, rollouts, digest, order, time.monotonic()))
 
     def notice(self) -> str:
         """Returns the validators that do not answer or are not asked again, with the reason, or ""."""

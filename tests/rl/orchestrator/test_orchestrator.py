@@ -22,12 +22,14 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
-from rl.orchestrator import group_queue, replayer
+from rl.ledger import ledger as ledger_lib
+from rl.ledger import run_ledger
+from rl.orchestrator import group_queue, replayer, verdict_collector, verdict_source
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule
 from rl.verification import checks
-from tests.support import proxy, signed_http
+from tests.support import proxy, signed_http, validators
 from tests.support.groups import answers
 
 KEY, OTHER, STRANGER, RUN = (
@@ -94,7 +96,8 @@ def make(tmp_path):
         exp, hooks = resolve(**changes), {"invited": (KEY.worker, OTHER.worker)} | (hooks or {})
         if screen:
             hooks["check_group_without_weights"] = screen
-        hooks |= {"key": RUN, "verdicts": replayer.Replayer(lambda groups: [*map(check, groups)], RUN)}
+        source = hooks.pop("source", None) or replayer.Replayer(lambda groups: [*map(check, groups)], RUN)
+        hooks |= {"key": RUN, "verdicts": source}
         made.append(Locked(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
         return made[-1]
 
@@ -391,6 +394,84 @@ def test_the_verdict_of_the_check_is_honoured(make):
     counts = orchestrator.next_batch(1).metrics
     names = ("checked", "refused", "refused_sampling", "called_back", "accepted")
     assert [counts[f"trust/num_{name}"] for name in names] == [8, 2, 1, 4, 10]
+
+
+def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
+    """In the ledger, the metrics, and a line for people: the steps that trained on groups which only trust let pass."""
+    lines, bad = [], [("train", 3, 7)]
+    with run_ledger.RunLedger(tmp_path / "ledger.db", RUN) as ledger:
+        orchestrator = make(
+            check=lambda rollouts: (
+                SAMPLING if ("train", rollouts[0].step, rollouts[0].task.group) in bad else checks.OK
+            ),
+            hooks={"drawn": {1, 7}, "on_wait": lines.append, "ledger": ledger},
+            rl__max_lag=3,
+        )
+        orchestrator.resume(0)
+        publish(orchestrator, 0)
+        for group in lease(orchestrator):
+            if group.key not in bad:
+                submit(orchestrator, answers(group))
+        checked(orchestrator)
+        first, second = (orchestrator.next_batch(step).metrics for step in (1, 2))
+        assert [first["trust/num_unverified"], second["trust/num_unverified"]] == [4, 6]
+        assert orchestrator.state(2)["standing"]["workers"][KEY.worker][4:] == [5, [[1, 2]]]
+        entry = next(entry for entry in entries(orchestrator) if entry.group.key == bad[0])
+        assert not lines and submit(orchestrator, answers(entry.group)) == "quarantined"
+        checked(orchestrator)  # and then the other groups of steps 3 and 4, in quarantine now
+        assert "steps 1 to 2 trained on 5 groups of it that nobody verified" in lines[0] and len(lines) == 1
+        bad.clear()
+        assert submit(orchestrator, answers(*lease(orchestrator))) == "quarantined"
+        checked(orchestrator)
+        third = orchestrator.next_batch(3).metrics
+        assert third["trust/num_trained_unverified_of_cheats"] == 5 and third["trust/num_unverified"] == 0
+        assert third["trust/num_called_back"] == 2 * 5
+        ledger.flush()
+        events = [entry.event for entry in ledger._ledger.entries()]
+        assert [(e.kind, e.fields["steps"]) for e in events if e.kind == "naming"] == [("naming", [1, 2])]
+        kinds = collections.Counter(event.kind for event in events)
+        assert kinds["lease"] == kinds["submission"] == 12 + 1 and kinds["refusal"] == 1 and kinds["batch"] == 3
+    found = ledger_lib.verify(tmp_path / "ledger.db", keeper=RUN.worker)
+    assert found.error is None, found
+
+
+def test_a_group_on_which_validators_contradict_each_other_is_void(make):
+    orchestrator = make(check=lambda rollouts: verdict_source.UNDECIDED, trust__min_rate=1.0)
+    publish(orchestrator, 0)
+    group = lease(orchestrator)[0]
+    assert submit(orchestrator, answers(group)) == "quarantined"
+    checked(orchestrator)
+    assert lease(orchestrator) == [group] and orchestrator._health.state()["workers"] == {}  # nobody's fault
+    counts = orchestrator._take_counts()
+    assert counts["trust/num_undecided"] == 2 and counts["trust/num_refused"] == counts["trust/num_accepted"] == 0
+
+
+def test_nothing_unverified_reaches_a_batch_while_validators_are_silent(make, monkeypatch):
+    """Over HTTP: a batch waits, and its notice names them; a trusted worker's other groups count as eligible meanwhile."""
+    monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.05)
+    monkeypatch.setattr(verdict_collector, "MAX_PAUSE_S", 0.1)
+    lines, act = [], validators.MISDEEDS["another status"]
+    doubles = [validators.Double(RUN.worker, act=act) for _ in range(3)]
+    with validators.served(*doubles) as names:
+        options = dict(quorum=0, verdict_s=5.0, on_fault=lines.append)
+        source = verdict_collector.VerdictCollector(names, RUN, SECRET, **options)
+        hooks = {"drawn": {0, 2}, "on_wait": lines.append, "source": source}
+        orchestrator = make(hooks=hooks)
+        publish(orchestrator, 0)
+        batch = later(orchestrator.next_batch, 1)
+        assert [submit(orchestrator, answers(g)) for g in lease(orchestrator)] == [
+            "quarantined",
+            "accepted",
+            "quarantined",
+        ]
+        notice = (
+            "batch 1 has 1 of 3 groups; 0 wait for a worker, 0 are leased, 0 are being checked, 2 wait for a verdict"
+        )
+        proxy.wait_until(lambda: any(line.startswith(f"{notice}; validators without an answer: ") for line in lines))
+        assert not batch.done()
+        doubles[0].act = doubles[2].act = None
+        metrics = batch.result(WAIT_S).metrics
+        assert metrics["trust/num_validator_faults"] >= 3 and metrics["trust/num_unverified"] == 2
 
 
 def test_a_suspect_is_replayed_in_training_and_not_in_evaluations(make):
