@@ -30,7 +30,7 @@ class Event:
     accept (work, checked: whether it was replayed), invalidate (work, units, reason), slash (amount, reason), eject (reason).
     An accept or invalidate event may add run and tasks: the tasks that its work finished, as text (rl/ledger/task_ranges.py).
 
-    Of a training run: resume (step), appoint (validators, quorum), invite (), lease (split, step, group, version), submission
+    Of a training run: resume (step, run: its public key), appoint (validators, quorum), invite (), lease (split, step, group, version), submission
     (split, step, group, digest), verdict (the fields of a `SignedVerdict`), refusal (split, step, group, digest, reason), batch
     (step, digest, verified, trusted: groups as text), publish (version, digest, epoch), naming (steps).
     """
@@ -141,7 +141,7 @@ _FIELDS: dict[str, dict[str, _Rule]] = {
     "invalidate": {"work": _WORK, "units": _AMOUNT, "reason": _REASON},
     "slash": {"amount": _AMOUNT, "reason": _REASON},
     "eject": {"reason": _REASON},
-    "resume": {"step": _COUNT},
+    "resume": {"step": _COUNT, "run": _WORK},
     "appoint": {"validators": _KEYS, "quorum": _AMOUNT},
     "invite": {},
     "lease": _GROUP

@@ -6,8 +6,8 @@
    (rl/ledger/run_rules.py) means that the run did what it must not: that event and all later ones fail, and so does the run.
 3. `head` goes into each published manifest and each checkpoint. A ledger that lacks such an anchor is refused: it is an older copy.
 
-The keeper is the run's signing key. It signs the manifests that anchor the ledger, so that another key would protect against
-nobody else, and readers who know the run by its key can verify the ledger by it.
+The keeper has a key of its own: the run's signing key can be replaced, and the ledger must go on. The manifests that anchor the
+ledger are signed with the run's key, so that a reader who trusts that key needs no other to trust the ledger.
 """
 
 import concurrent.futures
@@ -32,16 +32,21 @@ Recorded = concurrent.futures.Future[int | None]  # the number of the event, onc
 class RunLedger(contextlib.AbstractContextManager):
     """The open ledger of a run, created if `path` does not exist. Any thread may call the methods; one process may open it.
 
-    `key` is the run's signing key. Each head in `anchors` ({where it was found: head}) must be in the ledger. Raises ValueError
+    `key` is the keeper's, `run` the public key of the run. Each head in `anchors` ({where it was found: head}) must be in the ledger. Raises ValueError
     for a bad ledger, one of another key, and one that lacks an anchor. `on_failure` is called once, with the error, if an
     event cannot be recorded.
     """
 
     def __init__(
-        self, path: str | pathlib.Path, key: rollout_lib.WorkerKey, *, anchors: Mapping[str, str] | None = None
+        self,
+        path: str | pathlib.Path,
+        key: rollout_lib.WorkerKey,
+        run: str,
+        *,
+        anchors: Mapping[str, str] | None = None,
     ):
         self.on_failure: Callable[[BaseException], Any] = lambda error: None
-        self._key, self._keeper = key, key.worker
+        self._key, self._keeper, self._run = key, key.worker, run
         self._ledger = _opened(pathlib.Path(path), key, anchors or {})
         self._joined = set(self._ledger.state.workers)
         self._invited = set(self._ledger.state.run.invited)
@@ -79,7 +84,7 @@ class RunLedger(contextlib.AbstractContextManager):
 
     def resumed(self, step: int) -> Recorded:
         """Records that the run starts or continues after batch `step`: later batches and versions are void, leases are lost."""
-        return self._record("resume", self._keeper, step=step)
+        return self._record("resume", self._keeper, step=step, run=self._run)
 
     def appointed(self, validators: Sequence[str], quorum: int = 1) -> Recorded:
         """Records the validators (public keys) whose later verdicts count, in place of all before, and how many must accept a group."""
@@ -128,9 +133,10 @@ class RunLedger(contextlib.AbstractContextManager):
         """Records that a submission was refused; after a rejecting verdict on it, earlier work of the worker is not trusted."""
         return self._record("refusal", worker, split=split, step=step, group=group, digest=digest, reason=reason[:4096])
 
-    def named(self, worker: str, steps: Sequence[int]) -> Recorded:
+    def named(self, worker: str, steps: Sequence[int]) -> None:
         """Records the steps that trained on unverified work of a worker that was caught."""
-        return self._record("naming", worker, steps=sorted(steps))
+        for i in range(0, len(steps), ledger_events.MAX_STEPS):
+            self._record("naming", worker, steps=sorted(steps)[i : i + ledger_events.MAX_STEPS])
 
     def ejected(self, worker: str, reason: str) -> None:
         """Records, once, that a worker gets no more work in this run."""

@@ -2,13 +2,14 @@
 
 1. A worker joins, leases a group of a step, and hands in its rollouts: the submission names their digest.
 2. Validators sign verdicts on that digest. They count if the validator was appointed (`appoint`, with the quorum) at that time; until
-   the first appointment, the keeper is the only validator.
+   the first appointment, the run's own key is the only validator.
 3. A batch of step n follows that of step n - 1. Each of its groups was `verified` (accepted by a quorum, not refused later) or `trusted`:
    its worker was invited or has a verified group, was not ejected, and was not caught since it handed in the group. A worker is
    caught when its group is refused after a rejecting verdict. The batch's digest must be that of its groups' submissions.
 4. Version n of the policy is published after batch n, once per epoch.
 5. `naming` lists steps that trained on trusted groups of a worker that was caught later.
-6. `resume` continues after a checkpoint: batches and versions of later steps are void, and open groups are leased again.
+6. `resume` starts or continues the run after a checkpoint, and names its key, by which verdicts name the run: the key may be replaced.
+   Batches and versions of later steps are void, and open groups are leased again.
 
 Only training groups have rules; those of evaluations ("held_out") are recorded. Times do not matter here.
 """
@@ -42,6 +43,7 @@ class RunState:
     """The state of a run after a sequence of events: the last trained step, open groups, and the trust in each worker."""
 
     def __init__(self):
+        self.run = ""  # the public key of the run since the last resume
         self.step = 0  # of the last batch, or of the checkpoint that was resumed from
         self.published: dict[tuple[int, int], str] = {}  # (epoch, version) -> manifest digest; without void ones
         self.validators: frozenset[str] = frozenset()
@@ -72,8 +74,8 @@ class RunState:
             group = self._group(fields)
             if event.kind == "submission" and (group is None or group.worker != event.node):
                 return "group: this worker has no lease on it"
-        if event.kind == "verdict" and fields["run"] != keeper:
-            return "run: the verdict is about another run"
+        if event.kind == "verdict" and fields["run"] != self.run:
+            return f"run: the verdict is about another run than {self.run[:16] or 'one that began'}"
         if event.kind == "verdict" and not verdict_lib.SignedVerdict(**fields).check():
             return "signature: it is not the validator's signature of this verdict"
         if event.kind == "resume" and self._has_begun and fields["step"] > self.step:
@@ -119,6 +121,7 @@ class RunState:
         fields, worker = event.fields, event.node
         group = self._group(fields) if fields.get("split") == "train" else None
         if event.kind == "resume":
+            self.run = fields["run"]
             self._resume(fields["step"])
         elif event.kind == "appoint":
             self.validators, self.quorum = frozenset(fields["validators"]), fields["quorum"]
@@ -131,7 +134,7 @@ class RunState:
         elif event.kind == "submission" and group:
             group.digest, group.submitted, group.is_refused, group.votes = fields["digest"], self._count, False, {}
         elif event.kind == "verdict" and group and group.digest == fields["digest"]:
-            if fields["validator"] in (self.validators or {event.author}):
+            if fields["validator"] in (self.validators or {self.run}):
                 group.votes[fields["validator"]] = fields["accepted"]
             if sum(group.votes.values()) >= self.quorum:
                 self._earned.add(group.worker)

@@ -6,12 +6,14 @@ import pytest
 
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger, run_rules
-from tests.rl.ledger.test_ledger import ANN, BOB, KEEPER, work
+from tests.rl.ledger.test_ledger import ANN, BOB, KEEPER, key, work
+
+RUN = key(7)
 
 
 @contextlib.contextmanager
 def opened(tmp_path, **options):
-    with run_ledger.RunLedger(tmp_path / "ledger.db", KEEPER, **options) as ledger:
+    with run_ledger.RunLedger(tmp_path / "ledger.db", KEEPER, RUN.worker, **options) as ledger:
         yield ledger
 
 

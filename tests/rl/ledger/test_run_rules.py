@@ -11,7 +11,7 @@ from rl.ledger import events, run_rules, task_ranges
 from rl.protocol import verdict as verdict_lib
 from tests.rl.ledger.test_ledger import ANN, BOB, JUDGE, KEEPER, key, work
 
-RUN = KEEPER.worker
+RUN, OTHER_RUN = KEEPER.worker, BOB.worker
 JUDGES = [JUDGE, key(5), KEEPER]
 WORKERS = [ANN.worker, BOB.worker]
 SIGNED = {
@@ -55,6 +55,10 @@ class Oracle:
                 return e.fields["step"]
         return 0
 
+    def run(self):
+        """Returns the key of the run since the last resume."""
+        return next((e.fields["run"] for e in reversed(self.log) if e.kind == "resume"), None)
+
     def group(self, step, number):
         """Returns (leaseholder, digest, index of the submission, refused, votes) of a group that no batch took, or None."""
         found = None
@@ -75,7 +79,7 @@ class Oracle:
 
     def appointed(self, before):
         named = [e for e in self.log[:before] if e.kind == "appoint"]
-        return (set(named[-1].fields["validators"]), named[-1].fields["quorum"]) if named else ({RUN}, 1)
+        return (set(named[-1].fields["validators"]), named[-1].fields["quorum"]) if named else ({self.run()}, 1)
 
     def is_trusted(self, worker, submitted):
         earned = any(e.kind == "invite" and e.node == worker for e in self.log)
@@ -104,6 +108,8 @@ class Oracle:
         if e.kind == "submission" and f["split"] == "train":
             group = self.group(f["step"], f["group"])
             return f["step"] > self.step() and group is not None and group[0] == e.node
+        if e.kind == "verdict" and f["run"] != self.run():
+            return False
         if e.kind == "verdict":
             signed = SIGNED.get(tuple(f[n] for n in ("validator", "step", "group", "digest", "accepted")))
             return signed is not None and vars(signed) == f
@@ -153,6 +159,8 @@ def drawn(rng, oracle):
     def pick(values):
         return values[int(rng.integers(len(values)))]
 
+    if not oracle.run() and rng.random() < 0.7:
+        return event("resume", step=int(rng.integers(2)), run=RUN)
     step = oracle.step() + 1 if rng.random() < 0.8 else int(rng.integers(1, 4))
     place = dict(split="train" if rng.random() < 0.95 else "held_out", step=min(step, 3), group=pick((0, 1)))
     group = oracle.group(place["step"], place["group"])
@@ -195,7 +203,8 @@ def drawn(rng, oracle):
             "appoint", validators=[j.worker for j in JUDGES if rng.random() < 0.8] or [RUN], quorum=pick((1, 1, 2))
         )
     if kind == "resume":
-        return event("resume", step=int(rng.integers(4)) if rng.random() < 0.3 else oracle.step())
+        step = int(rng.integers(4)) if rng.random() < 0.3 else oracle.step()
+        return event("resume", step=step, run=RUN if rng.random() < 0.9 or not oracle.run() else OTHER_RUN)
     return event(kind, worker, **({"reason": "x"} if kind == "eject" else {}))
 
 
