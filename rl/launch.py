@@ -33,6 +33,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
+from rl.ledger import run_ledger
 from rl.orchestrator import orchestrator, replayer, verdict_collector, verdict_source
 from rl.verification import checks, evidence_log, verifier
 from sharding import broadcast
@@ -62,11 +63,13 @@ def start_rollout_system(
     on_wait: Callable[[str], None],
     num_hosts: int = 1,
     known: dict | None = None,
+    ledger: run_ledger.RunLedger | None = None,
 ) -> Iterator[orchestrator.Orchestrator]:
     """Starts all processes that generate and check rollouts; yields the orchestrator and stops them at the end of the block.
 
     The first policy is `version`, already published in the directory `weights`; `known` is the `Orchestrator.state` saved in its
     checkpoint, if any. `on_wait` receives lines for people during waits. With `num_hosts` learner hosts, this runs on the first.
+    Events are recorded in `ledger`, if there is one.
     """
     config = experiment.config
     stack = contextlib.ExitStack()
@@ -93,8 +96,11 @@ def start_rollout_system(
         secret=run_directory.secret(workdir, config.seed),
         invited=[rollout_lib.WorkerKey.load(file).worker for file in files],
         stake=_stakes(config.trust.stake_ledger, stack),
+        ledger=ledger,
         on_wait=on_wait,
     )
+    if ledger:
+        ledger.on_failure = rollouts.fail
     if known:
         evidence.restore(**known["evidence"])
     rollouts.resume(version, known)

@@ -14,6 +14,7 @@ the rollout system, the scores, and the files that people read; the others end w
 
 import contextlib
 import functools
+import hashlib
 import pathlib
 import time
 from concurrent import futures
@@ -35,6 +36,7 @@ from rl.reporting import diagnostics, metrics
 from rl.verification import verifier
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
+from sharding.format import journal, manifest
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import sockets
 
@@ -68,9 +70,12 @@ def train(
         warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts)
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
         state, start, saved = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
-        _forget_after(start, publisher, writer, hosts)
-        publisher.publish(train_step.policy(learner, state), start, metadata=exp.broadcast_metadata)
-        orchestrator = stack.enter_context(_rollout_system(exp, workdir, start, saved, progress, hosts))
+        ledger = stack.enter_context(_ledger(workdir, start, saved, hosts))
+        _forget_after(start, publisher, writer, hosts)  # then the manifests that anchor the ledger are gone
+        publish = functools.partial(_publish, exp, workdir, publisher, ledger)
+        publish(train_step.policy(learner, state), start)
+        orchestrator = stack.enter_context(_rollout_system(exp, workdir, start, saved, progress, hosts, ledger))
+        host_state = functools.partial(_host_state, orchestrator, ledger)
         compiled = _compile_in_background(learner, exp.abstract_batch(mesh), stack)
         stack.push(hosts.report)
         score = functools.partial(evaluate.held_out, exp, orchestrator, workdir, writer, progress)
@@ -96,15 +101,13 @@ def train(
                     with jax.transfer_guard("disallow"):
                         state, step_metrics = step_fn(state, packed)
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
-                    _check_finite(step, values, packed, state, orchestrator, checkpointer, workdir, hosts)
+                    _check_finite(step, values, packed, state, host_state, checkpointer, workdir, hosts)
                 with _timed(times, "publish"):
-                    written = publisher.publish(
-                        train_step.policy(learner, state), step, metadata=exp.broadcast_metadata
-                    )
+                    written = publish(train_step.policy(learner, state), step)
                     if orchestrator:
                         orchestrator.publish(step, written.epoch)
                 with _timed(times, "checkpoint"):
-                    checkpointer.save(step, state, _host_state(step, orchestrator), force=is_scored)
+                    checkpointer.save(step, state, host_state(step), force=is_scored)
                 if batch is None:  # not the first host
                     continue
                 with _timed(times, "eval"):
@@ -173,7 +176,7 @@ def _publisher(exp: experiment.Experiment, workdir: pathlib.Path, hosts: hosts_l
 
 
 def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
-    """Restores the newest checkpoint, or runs the warm-up (step 0). Returns (train state, its step, state of the rollouts or None)."""
+    """Restores the newest checkpoint, or runs the warm-up (step 0). Returns (train state, its step, the rest of the checkpoint)."""
     restored = checkpointer.restore(train_step.abstract_state(learner))
     if restored:
         step, state, host_state = restored
@@ -183,10 +186,10 @@ def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
                 f"or export an earlier checkpoint (python -m rl.export)"
             )
         progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
-        return state, step, host_state.get("rollouts")
+        return state, step, host_state
     state = train_step.init_state(jax.random.key(exp.config.seed), learner, warm_up())
     checkpointer.save(0, state, {"step": 0}, force=True)
-    return state, 0, None
+    return state, 0, {}
 
 
 def _forget_after(
@@ -199,12 +202,34 @@ def _forget_after(
     hosts.broadcast()
 
 
-def _rollout_system(exp, workdir: pathlib.Path, start: int, saved: dict | None, progress, hosts) -> Any:
+def _ledger(workdir: pathlib.Path, start: int, saved: dict, hosts: hosts_lib.Hosts) -> Any:
+    """Returns the run's ledger, which continues after step `start`; on hosts other than the first a context that yields None."""
+    if not hosts.is_first:
+        return contextlib.nullcontext()
+    ledger = run_directory.open_ledger(workdir, saved.get("ledger"))
+    ledger.resumed(start)
+    return ledger
+
+
+def _publish(
+    exp, workdir: pathlib.Path, publisher: broadcast.Publisher, ledger, params, version: int
+) -> manifest.Manifest:
+    """Publishes a policy version with the ledger's head in its signed metadata, and records its manifest; returns it."""
+    anchor = {"ledger": ledger.head()} if ledger else {}
+    written = publisher.publish(params, version, metadata=exp.broadcast_metadata | anchor)
+    if ledger:
+        data = (workdir / "weights" / journal.dirname(version) / "manifest.json").read_bytes()
+        ledger.published(version, hashlib.sha256(data).hexdigest(), written.epoch or 0)
+    return written
+
+
+def _rollout_system(exp, workdir: pathlib.Path, start: int, saved: dict, progress, hosts, ledger) -> Any:
     """Returns a context that runs the rollout system and yields its orchestrator, or on hosts other than the first yields None."""
     if not hosts.is_first:
         return contextlib.nullcontext()
     progress.note("starting the rollout system")
-    return launch.start_rollout_system(exp, workdir, workdir / "weights", start, progress.say, hosts.count, saved)
+    options = {"num_hosts": hosts.count, "known": saved.get("rollouts"), "ledger": ledger}
+    return launch.start_rollout_system(exp, workdir, workdir / "weights", start, progress.say, **options)
 
 
 def _compile_in_background(learner, batch, stack: contextlib.ExitStack) -> futures.Future:
@@ -214,9 +239,11 @@ def _compile_in_background(learner, batch, stack: contextlib.ExitStack) -> futur
     return compiler.submit(train_step.compile_train_step, learner, batch)
 
 
-def _host_state(step: int, orchestrator) -> dict:
-    """Returns a checkpoint's state besides arrays: the step, and on the first host the orchestrator's state after it."""
-    return {"step": step, "rollouts": orchestrator.state(step) if orchestrator else {}}
+def _host_state(orchestrator, ledger, step: int) -> dict:
+    """Returns a checkpoint's state besides arrays: the step, and on the first host the orchestrator's state and the ledger's head."""
+    if orchestrator is None:
+        return {"step": step, "rollouts": {}}
+    return {"step": step, "rollouts": orchestrator.state(step), "ledger": ledger.head()}
 
 
 def _metrics(exp, step: int, learned: dict[str, float], batch, times: dict[str, float]) -> dict[str, float]:
@@ -232,7 +259,7 @@ def _is_scored(config, step: int) -> bool:
     return step in (0, config.rl.num_steps) or (config.evaluation.every > 0 and step % config.evaluation.every == 0)
 
 
-def _check_finite(step, values, packed, state, orchestrator, checkpointer: checkpoint.Checkpointer, workdir, hosts):
+def _check_finite(step, values, packed, state, host_state, checkpointer: checkpoint.Checkpointer, workdir, hosts):
     """Raises ValueError if a metric is not finite; saves the batch for a replay, and the state before it if `update` refused it."""
     if not (bad := hosts.broadcast(diagnostics.not_finite(values))):
         return
@@ -241,8 +268,7 @@ def _check_finite(step, values, packed, state, orchestrator, checkpointer: check
         packing.save(whole, workdir / "failed_batch.npz")
     checkpointer.wait()
     if values["loss/skipped"] == 1 and hosts.broadcast(step - 1 > (checkpointer.latest_step() or 0)):
-        host_state = _host_state(step - 1, orchestrator)
-        checkpointer.save(step - 1, state.replace(step=state.step - 1), host_state, force=True)
+        checkpointer.save(step - 1, state.replace(step=state.step - 1), host_state(step - 1), force=True)
         checkpointer.wait()
     raise ValueError(
         f"{bad} is {values[bad]} at step {step}; nothing of this step was published. Its batch is "

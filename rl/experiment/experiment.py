@@ -269,7 +269,10 @@ def with_new_fields(saved: dict) -> dict:
         }
         return both | new
 
-    config = merged(_defaults(), saved)
+    defaults = _defaults()
+    if not defaults["loss_options"].keys() & saved["loss_options"].keys():  # replaced by those of a loss of one's own
+        defaults["loss_options"] = {}
+    config = merged(defaults, saved)
     config["trust"].pop("check_fraction", None)  # until worker rates replaced it
     return config
 

@@ -13,6 +13,8 @@ from importlib import metadata
 
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment as experiment_lib
+from rl.ledger import run_ledger
+from sharding.format import journal, manifest
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
 
@@ -100,6 +102,30 @@ def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE)
         rollout_lib.WorkerKey.generate().save(file)
     hosts.broadcast()
     return rollout_lib.WorkerKey.load(file)
+
+
+def open_ledger(workdir: pathlib.Path, checkpoint_head: str | None) -> run_ledger.RunLedger:
+    """Opens the run's ledger, or creates it for a run that has none; its keeper's key is generated at first use.
+
+    `checkpoint_head` is the ledger's head in the restored checkpoint. Raises ValueError if the ledger lacks this entry or the
+    one that the newest published manifest names: then it is an older copy, or another.
+    """
+    run, key_file = signing_key(workdir).worker, workdir / "ledger.key"
+    anchors = {"the restored checkpoint": checkpoint_head} if checkpoint_head else {}
+    found = (workdir / "weights").glob("v*/manifest.json")
+    for file in sorted(found, key=lambda file: journal.parse_dirname(file.parent.name) or 0, reverse=True):
+        try:
+            newest = manifest.parse(file.read_bytes(), trusted_key=run, is_proved=True)
+        except journal.CorruptSource:  # torn by a power failure, or of a key that was replaced
+            continue
+        if head := newest.metadata.get("ledger"):
+            anchors[str(file)] = head
+        break
+    if not key_file.exists():
+        if (workdir / "ledger.db").exists():
+            raise ValueError(f"{key_file} does not exist, but the ledger does; put the key back from a backup")
+        rollout_lib.WorkerKey.generate().save(key_file)
+    return run_ledger.RunLedger(workdir / "ledger.db", rollout_lib.WorkerKey.load(key_file), run, anchors=anchors)
 
 
 def public_key(workdir: pathlib.Path) -> str | None:

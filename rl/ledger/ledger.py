@@ -175,7 +175,7 @@ class Ledger(contextlib.AbstractContextManager):
         self.head = f"{self._next - 1}:{self._hash.hex()}"
 
     def _reload(self) -> None:
-        """Reads the file again after a failed write; not if another file is there now, which `_check_file` reports."""
+        """Reads the file again after a failed write; not one that replaced it, which `_check_file` reports."""
         with contextlib.suppress(sqlite3.Error):
             self._load()
 

@@ -2,8 +2,8 @@
 
 1. Every method returns immediately, with a future that has the event's number once the event is durable: a commit takes several
    fsyncs, so one commit takes all events that gathered during the last. `flush` waits for all earlier events.
-2. The orchestrator calls the methods under its lock, in the order of what happened. An event that breaks a rule
-   (rl/ledger/run_rules.py) means that the run did what it must not: that event and all later ones fail, and so does the run.
+2. The orchestrator calls the methods under its lock, as things happen. An event that breaks a rule
+   (rl/ledger/run_rules.py) means that the run must end: that event and all later ones fail.
 3. `head` goes into each published manifest and each checkpoint. A ledger that lacks such an anchor is refused: it is an older copy.
 
 The keeper has a key of its own: the run's signing key can be replaced, and the ledger must go on. The manifests that anchor the
@@ -51,15 +51,18 @@ class RunLedger(contextlib.AbstractContextManager):
         self._joined = set(self._ledger.state.workers)
         self._invited = set(self._ledger.state.run.invited)
         self._ejected = {name for name, worker in self._ledger.state.workers.items() if worker.ejected}
-        self._lock = threading.Lock()  # of the three sets
+        self._lock = threading.RLock()  # of the three sets, and of the end
+        self._is_closed = False
         self._failure: BaseException | None = None
         self._queue: queue.SimpleQueue[tuple[tuple[str, str, dict] | None, Recorded] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
         self._thread.start()
 
     def __exit__(self, *_) -> None:
-        """Waits until all events are durable, and closes the file."""
-        self._queue.put(None)
+        """Waits until all events are durable, and closes the file. Later events fail."""
+        with self._lock:
+            self._is_closed = True
+            self._queue.put(None)
         self._thread.join()
         self._ledger.close()
 
@@ -147,11 +150,15 @@ class RunLedger(contextlib.AbstractContextManager):
 
     def _record(self, kind: str, node: str, **fields: Any) -> Recorded:
         recorded: Recorded = concurrent.futures.Future()
-        self._queue.put(((kind, node, fields), recorded))
+        with self._lock:
+            if self._is_closed:
+                recorded.set_exception(ValueError(f"event {kind} came after the run's ledger was closed; it is lost"))
+            else:
+                self._queue.put(((kind, node, fields), recorded))
         return recorded
 
     def _write(self) -> None:
-        """Commits what has gathered in the queue, until `__exit__` puts None there."""
+        """Commits the events in the queue, until `__exit__` puts None there."""
         is_open = True
         while is_open:
             items = [self._queue.get()]

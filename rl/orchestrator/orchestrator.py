@@ -153,8 +153,9 @@ class Orchestrator:
 
     def next_batch(self, step: int) -> Batch:
         """Blocks until all groups of batch `step` (1-based) are accepted; returns the batch. Raises the error given to `fail`."""
-        taken = self._collect([group.key for group in task_schedule.train_groups(self._config, step)], step)
-        recorded = self._record_batch(step, taken)
+        with self._changed:  # no verdict may be recorded between the two
+            taken = self._collect([group.key for group in task_schedule.train_groups(self._config, step)], step)
+            recorded = self._record_batch(step, taken)
         path = self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
         parquet.write(path, [rollout for entry in taken for rollout in entry.rollouts])  # as they were signed
         groups = [_rewarded(entry) for entry in taken]
@@ -412,8 +413,7 @@ class Orchestrator:
     def _record_batch(self, step: int, taken: list[group_queue.Entry]) -> concurrent.futures.Future:
         basis = {entry.group.group: "verified" if entry.is_verified else "trusted" for entry in taken}
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
-        with self._changed:
-            return self._record("batch", step, digest, basis)
+        return self._record("batch", step, digest, basis)
 
     def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""

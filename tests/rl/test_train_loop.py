@@ -1,7 +1,10 @@
 """The training loop in this process, with a rollout system that makes up its batches."""
 
 import contextlib
+import hashlib
+import json
 import pathlib
+import shutil
 import traceback
 import types
 
@@ -15,9 +18,10 @@ from configs import quickstart
 from rl import launch, train
 from rl.batch import packing
 from rl.learner import train_step
+from rl.ledger import ledger as ledger_lib
 from rl.reporting import metrics
 from sharding import checkpoint
-from tests.support import tiny
+from tests.support import ledgers, tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -25,10 +29,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 class Rollouts:
     """An orchestrator's methods as the loop calls them: two groups of two samples a step, in step 1 with equal rewards."""
 
-    def __init__(self, credit, evaluated):
-        self.credit, self._evaluated = credit, evaluated
+    def __init__(self, credit, evaluated, ledger):
+        self.credit, self._evaluated, self._ledger = credit, evaluated, ledger
 
     def next_batch(self, step):
+        ledgers.train_on(self._ledger, step).result()
         groups = [[self._rollout(reward) for reward in (0.0, float(step > 1))] for _ in range(2)]
         trees, _ = self.credit.assign(groups)
         values = {"rollout/num_tokens": 16.0, "rollout/reward": 0.5}
@@ -58,8 +63,8 @@ def run_main(tmp_path, monkeypatch):
     evaluated = []
 
     @contextlib.contextmanager
-    def no_processes(exp, *args):
-        yield Rollouts(exp.credit, evaluated)
+    def no_processes(exp, *args, ledger, **options):
+        yield Rollouts(exp.credit, evaluated, ledger)
 
     def run(loss):
         config = quickstart.get_config()
@@ -123,6 +128,37 @@ def test_the_logged_rate_is_that_of_the_optimizer_and_a_finished_run_is_not_scor
     (tmp_path / "w" / "checkpoints" / "best.json").unlink()  # as if killed after evaluations.json was written
     assert run_main(own_loss) == [0, 2]
     assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2
+
+
+def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
+    """The head is in each manifest and checkpoint: a rollback of the whole file lacks it. A longer ledger is fine."""
+
+    def own_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
+        shutil.copy(path, tmp_path / "older.db")  # of the last step, before its version and its checkpoint
+        return surrogate(logp_BT, mask_BT, denom)
+
+    path = tmp_path / "w" / "ledger.db"
+    run_main(own_loss)
+    events = [entry.event for entry in ledger_lib.Ledger(path).entries()]
+    assert [e.fields["step"] for e in events if e.kind == "batch"] == [1, 2]
+    manifests = [path.parent / "weights" / f"v{version:08d}" / "manifest.json" for version in range(3)]
+    digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in manifests]
+    assert [e.fields["digest"] for e in events if e.kind == "publish"] == digests
+    heads = [json.loads(file.read_bytes())["metadata"]["ledger"] for file in manifests]
+    for head in heads:
+        assert ledger_lib.verify(path, head=head).error is None
+    shutil.copy(path, tmp_path / "newest.db")
+    for swap, error in (
+        (lambda: path.unlink(), "ledger.db does not exist; put the ledger back"),
+        (lambda: shutil.copy(tmp_path / "older.db", path), "ends after entry .*older or another history; put back"),
+    ):
+        swap()
+        with pytest.raises(ValueError, match=f"names entry .* of the run's ledger, but .*{error}"):
+            run_main(own_loss)
+    shutil.copy(tmp_path / "newest.db", path)
+    run_main(own_loss)
+    assert ledger_lib.verify(path, head=heads[-1]).error is None
+    assert ledger_lib.Ledger(path).entries()[-1].event.kind == "publish"  # version 2 again, after a resume
 
 
 @pytest.mark.parametrize("spoiled", ["loss/total", "loss/own"])

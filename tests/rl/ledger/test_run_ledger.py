@@ -1,4 +1,4 @@
-"""A run's ledger: durable before acknowledged, rules that prove what was trained on, anchors that find an older copy."""
+"""A run's ledger: durable before acknowledged, rules that prove each batch, anchors that find an older copy."""
 
 import contextlib
 
