@@ -1,21 +1,38 @@
-"""Compiles chat templates: the embedded ChatML template, and those of checkpoints.
+"""Renders chat templates: the embedded ChatML template, and those of checkpoints.
 
-1. A template comes with a downloaded checkpoint and is untrusted code: it runs in jinja2's sandbox.
+1. A template comes with a downloaded checkpoint and is untrusted code: it runs in jinja2's sandbox, in a child process without
+   files and network (sharding/system/limited_process.py), whose CPU time and memory are limited. The embedded template needs no child.
 2. It gets the same functions and filters as in transformers. The clock, `strftime_now`, is passed with the messages,
    because a run can fix its date (models/text/tokenizer.py).
 3. `{% generation %}` blocks, which mark the assistant's text, are rendered between two private-use characters.
+4. Short results are cached: of the five renderings that find the assistant's turns in a template without such blocks
+   (models/text/tokenizer.py), three are the same for all conversations.
 """
 
+import datetime
 import functools
 import json
+import math
 import pathlib
 import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
+from sharding.system import limited_process
+
+LIMIT_S = 2  # whole CPU seconds for one conversation: a million tokens take less than 0.1
+CLOCK_FACTOR = 10  # as many times that by the clock
+MAX_GROWTH_BYTES = 2**28  # of the child's memory
+MAX_CACHED = 2**14  # characters of a request
+COMMAND = ("-m", "models.text.chat_template")
 
 # Qwen's format with two differences. The reasoning of earlier turns stays, so a conversation only grows at its end and a
 # later turn can reuse the sampled ids. It renders no empty <think> block, because each byte is a token here.
@@ -37,6 +54,60 @@ class Generation(jinja2.ext.Extension):
         return [opener, *body, closer]
 
 
+def render(text: str, inputs: Mapping, *, now: datetime.date, origin: str) -> str:
+    """Renders the chat template `text` with the variables `inputs`, which JSON can express. Its clock shows `now`.
+
+    Raises ValueError if the template rejects the messages, is broken, or exceeds its limits; then it names `origin`, its checkpoint.
+    """
+    if text == CHATML:
+        return _render(text, inputs, now)
+    clock = now.isoformat() if "strftime_now" in text else "2000-01-01"
+    request = json.dumps([text, inputs, clock], ensure_ascii=False)
+    reply = (_cached if len(request) < MAX_CACHED else _asked)(request, origin)
+    if "text" not in reply:
+        raise ValueError(reply["error"])
+    return reply["text"]
+
+
+@functools.cache
+def _child() -> tuple[limited_process.LimitedProcess, threading.Lock]:
+    title, remedy = "the process that renders chat templates", "run python -m models.text.chat_template to see why"
+    return limited_process.LimitedProcess(COMMAND, {}, title=title, remedy=remedy), threading.Lock()
+
+
+def _asked(request: str, origin: str) -> dict:
+    """Returns the child's reply: {"text": ...} or {"error": ...}. Raises ValueError if the template exceeds its limits."""
+    child, lock = _child()
+    with lock:
+        reply = child.exchange({"request": request}, CLOCK_FACTOR * LIMIT_S)
+        if not isinstance(reply.get("text", reply.get("error")), str) or reply.get("grown"):
+            child.end()
+        status = child.status
+    if "text" in reply or "error" in reply:
+        return reply
+    limit = f"its limit of {MAX_GROWTH_BYTES >> 20} MB of memory"
+    if status in limited_process.TIMEOUTS:
+        limit = f"its limit of {LIMIT_S} s of CPU time"
+    elif status != limited_process.OUT_OF_MEMORY:
+        limit += f", or ended its process (status {status})"
+    raise ValueError(
+        f"the chat template of {origin} exceeded {limit} for {len(request)} characters; shorten the conversation, or put "
+        "another chat_template.jinja into the checkpoint's folder"
+    )
+
+
+_cached = functools.lru_cache(256)(_asked)
+
+
+def _render(text: str, inputs: Mapping, now: datetime.date) -> str:
+    try:
+        return compiled(text).render(inputs, strftime_now=now.strftime)
+    except (Rejection, MemoryError):
+        raise
+    except Exception as error:  # a template may raise anything: a missing field, a division by zero
+        raise ValueError(f"the chat template cannot render the messages: {error}") from error
+
+
 @functools.lru_cache(16)
 def compiled(text: str) -> jinja2.Template:
     """Compiles the text of a chat template and returns it. Raises jinja2.TemplateError if its syntax is wrong."""
@@ -52,5 +123,34 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class Rejection(ValueError):
+    """The messages break a rule of the template."""
+
+
 def _raise(message: str):
-    raise ValueError(f"the chat template rejects the messages: {message}")
+    raise Rejection(f"the chat template rejects the messages: {message}")
+
+
+def main(config_json: str) -> int:
+    """Runs the child process that renders templates. Returns the exit status."""
+
+    def answer(request: dict) -> dict:
+        limited_process.limit_cpu(math.ceil(time.process_time()) + LIMIT_S)
+        text, inputs, now = json.loads(request["request"])
+        try:
+            return {"text": _render(text, inputs, datetime.datetime.fromisoformat(now))}
+        except ValueError as error:
+            return {"error": str(error)}
+
+    return limited_process.serve(
+        json.loads(config_json),
+        load=lambda: None,
+        rehearse=lambda: compiled.__wrapped__("{{ 1 | tojson }}").render(),
+        answer=answer,
+        max_growth_bytes=MAX_GROWTH_BYTES,
+        patience_s=2 * CLOCK_FACTOR * LIMIT_S,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

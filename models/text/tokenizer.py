@@ -21,7 +21,6 @@ import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-import jinja2
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
@@ -56,6 +55,7 @@ class Tokenizer:
     named: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {name, such as "bos_token": token's text}
     tool_template: str | None = None  # replaces `chat_template` when there are tools
     date: datetime.date | None = None  # returned by the template's clock; None for the present time
+    origin: str = "byte_chatml"  # name or folder, for messages
 
     @property
     def vocab_size(self) -> int:
@@ -222,16 +222,13 @@ class Tokenizer:
             "tools": self._escaper.escape(list(tools), escape) if tools else None,
             "generation_opener": next(unused),
             "generation_closer": next(unused),
-            "strftime_now": (self.date or datetime.datetime.now()).strftime,
         }
         return dict(self.named) | self._escaper.escape(variables, escape) | own, unused
 
     def _render_text(self, inputs: dict, add_generation_prompt: bool) -> str:
         inputs = inputs | {"add_generation_prompt": add_generation_prompt}
-        try:
-            return chat_template_lib.compiled(self._template_text(inputs["tools"])).render(inputs)
-        except (jinja2.TemplateError, TypeError, RecursionError) as error:  # such as a missing field
-            raise ValueError(f"the chat template cannot render the messages: {error}") from error
+        now = self.date or datetime.datetime.now()
+        return chat_template_lib.render(self._template_text(inputs["tools"]), inputs, now=now, origin=self.origin)
 
     def _render_marked(self, inputs: dict, add_generation_prompt: bool, mark: str) -> str:
         """Renders a template without generation blocks; returns text with markers around assistant turns. No message contains `mark`."""
@@ -355,7 +352,7 @@ def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenize
     except ValueError:
         raise ValueError(f"the tokenizer's date {date!r} is not a date; write it as YYYY-MM-DD") from None
     found = byte_chatml() if name_or_dir == "byte_chatml" else _create(*tokenizer_files.read(name_or_dir))
-    return dataclasses.replace(found, date=day)
+    return dataclasses.replace(found, date=day, origin=str(name_or_dir))
 
 
 def _create(model: tokenizers.Tokenizer, named: dict[str, str], template, tool_template, stop_ids) -> Tokenizer:

@@ -3,9 +3,11 @@
 import dataclasses
 import datetime
 import json
+import pathlib
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 import tokenizers
@@ -326,6 +328,48 @@ def test_a_template_cannot_reach_python():
     tok = with_template(template)
     with pytest.raises(Exception, match="unsafe"):
         tok.render(CHAT)
+
+
+SLOW = "2 s of CPU time"
+LARGE = "256 MB of memory"
+BOMBS = {
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": SLOW,
+    "{{ 9**(9**9) }}": SLOW,
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": SLOW,
+    "{{ 'a' * 10**9 }}": LARGE,
+    "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}": LARGE,
+    "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}": SLOW,
+    "{{ '%999999999d' % 1 }}": LARGE,
+    "{{ '{:999999999}'.format(1) }}": LARGE,
+    "{{ [1] | tojson(indent=10**9) }}": LARGE,
+    "{{ ('a' * 10**5).replace('a', 'b' * 10**5) }}": LARGE,
+    "{{ 'a'.center(10**9) }}": LARGE,
+    "{{ lipsum(n=10**9) }}": "",
+    "{{ 'a' * 10**8 }}": LARGE.partition(" of")[0],  # as JSON, more than a reply may have
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
+}
+
+
+QUICK = {3, 4, 8}  # the time limits take 2 s and more
+
+
+@pytest.mark.parametrize(
+    "bomb", [pytest.param(b, marks=[pytest.mark.slow] * (i not in QUICK)) for i, b in enumerate(BOMBS)]
+)
+def test_a_template_has_limits(bomb, tmp_path):
+    """It costs itself alone, and the message names the checkpoint and the limit."""
+    begun_s = time.process_time()
+    hostile = tokenizer.load(folder(tmp_path, chat_template=bomb + "{{ messages[0].content }}"))
+    with pytest.raises(ValueError, match=f"(?s)chat template of {tmp_path} exceeded .*|recursion") as caught:
+        hostile.render(CHAT)
+    assert BOMBS[bomb] in str(caught.value) and time.process_time() - begun_s < 1
+    assert with_template("{{ messages[0].content }}").render([{"role": "user", "content": "a"}]).token_ids == [97]
+
+
+def test_a_template_runs_in_a_sandbox_of_its_own():
+    assert with_template("{{ messages[0].content }}").render([{"role": "user", "content": "b"}]).token_ids == [98]
+    child, _ = chat_template._child()
+    assert "Seccomp:\t2" in pathlib.Path(f"/proc/{child.process.pid}/status").read_text()
 
 
 def test_no_jax():
