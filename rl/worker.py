@@ -55,6 +55,7 @@ class Run:
     servers: list[str]
     sampling: dict
     router_replay: bool = False  # rollouts must name the experts that ran
+    work_bits: int = 0  # of the proof of work that the run asks of an unknown key; 0: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +75,18 @@ async def work(
     Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
     signed by the expected run.
     """
-    key, trusted, described = identity.key, identity.run, None
+    key, trusted, run, described = identity.key, identity.run, None, None
     async with httpx.AsyncClient(base_url=orchestrator, timeout=60) as http:
         while True:  # a pass per process of the orchestrator
             session, description = await _open_session(http, trusted, give_up_s)
             if trusted is None:
                 trusted = session.run
                 _note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
-            if description != described:  # else the environment and its scorer stay
+            if run is None or description != described:  # else the environment and its scorer stay
+                if run is not None:
+                    await asyncio.to_thread(run.scorer.close)
                 run, described = _read_run(description, sandbox), description
-            proof = await asyncio.to_thread(_find_work, identity, session.run, description.get("admission", {}))
+            proof = _find_work(identity, session.run, run.work_bits)  # blocks: nothing else can be done yet
             signed = Signed(http, key, session, proof, give_up_s)
             api_key = None if identity.run else ""
             try:
@@ -113,7 +116,7 @@ class Signed:
             return {"json": sent}
 
         reply = await _exchange(self.http, "/lease", self.give_up_s, make_body)
-        if reply.get("request") != sent["signature"] or not lease.is_signed(self.session.run, reply):
+        if not lease.is_signed(self.session.run, reply) or reply.get("request") != sent["signature"]:
             raise ValueError(f"the reply to /lease is not signed by run {self.session.run}; correct --orchestrator")
         return reply["groups"]
 
@@ -134,8 +137,9 @@ async def _open_session(http: httpx.AsyncClient, trusted: str | None, give_up_s:
     body = await _exchange(http, f"/run?nonce={nonce}", give_up_s)
     try:
         session, description = lease.Session(body["id"], body["session"]), body["run"]
+        description = {name: value for name, value in description.items() if name != "step"}  # it changes
         is_valid = body["nonce"] == nonce and lease.is_signed(session.run, body)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise _not_an_orchestrator(body) from error
     if trusted not in (None, session.run):
         raise ValueError(f"{http.base_url} serves run {session.run}, and --run is {trusted}; correct one of them")
@@ -234,24 +238,23 @@ async def _submit(signed: Signed, finished: asyncio.Queue) -> None:
                 _note(f"{name} {verdict}")
 
 
-def _find_work(identity: Identity, run: str, admission: dict) -> str:
-    """Returns the proof of work that a run asks for, "" if none. Reads and writes the worker's file of it; may take minutes."""
-    num_bits, file = admission.get("work_bits", 0), identity.work_file
-    if admission.get("kind") != "work":
+def _find_work(identity: Identity, run: str, num_bits: int) -> str:
+    """Returns the proof of work of the key for a run, "" if `num_bits` is 0. Keeps it in the worker's file; may block for minutes."""
+    file, worker = identity.work_file, identity.key.worker
+    if not num_bits:
         return ""
-    if (
-        file is not None
-        and file.exists()
-        and lease.is_work(run, identity.key.worker, known := file.read_text(), num_bits)
-    ):
+    if file is not None and file.exists() and lease.is_work(run, worker, known := file.read_text(), num_bits):
         return known
-    begun_s = time.monotonic()
+    begun_s = noticed_s = time.monotonic()
 
     def report(count: int) -> None:
-        rate = count / (time.monotonic() - begun_s)
-        _note(f"proof of work: {count:.2e} of about {2.0**num_bits:.2e} hashes, {2**num_bits / rate:.0f} s on average")
+        nonlocal noticed_s
+        now_s = time.monotonic()
+        if now_s - noticed_s > NOTICE_S:
+            noticed_s, rest_s = now_s, 2**num_bits * (now_s - begun_s) / count
+            _note(f"proof of work: {count:.1e} hashes of about {2.0**num_bits:.1e}, {rest_s:.0f} s in all on average")
 
-    proof = lease.find_work(run, identity.key.worker, num_bits, report)
+    proof = lease.find_work(run, worker, num_bits, report)
     if file is not None:
         atomic_file.write(file, proof.encode())
     return proof
@@ -267,12 +270,14 @@ def _read_run(body: dict, sandbox: str) -> Run:
         name, seed, options = (body["env"][field] for field in ("name", "seed", "options"))
         tokenizer, date = body["tokenizer"], body["tokenizer_date"]
         servers, sampling = list(body["servers"]), dict(body["sampling"])
-        router_replay = bool(body.get("router_replay"))
+        router_replay, admission = bool(body.get("router_replay")), dict(body.get("admission", {}))
+        work_bits = int(admission["work_bits"]) if admission.get("kind") == "work" else 0
     except (KeyError, TypeError, ValueError) as error:
         raise _not_an_orchestrator(body) from error
     env = envs.load(name, seed=seed, **options)
     scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S, sandbox=sandbox)
-    return Run(env, scorer, seed, tokenizer_lib.load(tokenizer, date=date), servers, sampling, router_replay)
+    loaded = tokenizer_lib.load(tokenizer, date=date)
+    return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits)
 
 
 def _not_an_orchestrator(body) -> ValueError:

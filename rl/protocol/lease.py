@@ -67,12 +67,12 @@ def sign(key: rollout_lib.WorkerKey, message: dict) -> dict:
 
 
 def is_signed(signer: str, message: dict) -> bool:
-    """Returns True if `message` was signed by the key with this public half. Never raises for an object that JSON can express."""
-    message = dict(message)
-    signature = message.pop("signature", None)
-    if not isinstance(signature, str) or not re.fullmatch("[0-9a-f]{128}", signature):
+    """Returns True if `message`, maybe any JSON value, is an object that was signed by the key with this public half. Never raises."""
+    try:
+        unsigned = {name: value for name, value in message.items() if name != "signature"}
+        return rollout_lib.signed(signer, bytes.fromhex(message["signature"]), _bytes(unsigned))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):  # not an object, or not plain JSON
         return False
-    return rollout_lib.signed(signer, bytes.fromhex(signature), _bytes(message))
 
 
 class RequestVerifier:
@@ -138,7 +138,7 @@ class RequestVerifier:
 
 
 def find_work(run: str, worker: str, num_bits: int, on_progress: Callable[[int], None] = lambda count: None) -> str:
-    """Searches for a proof of work of a key for a run: 2^num_bits hashes on average. Calls `on_progress` every 2^20 hashes."""
+    """Searches for a proof of work of a key for a run: 2^num_bits hashes on average. Calls `on_progress` now and then."""
     for number in itertools.count():
         if is_work(run, worker, work := f"{number:x}", num_bits):
             return work

@@ -291,7 +291,7 @@ OTHER_RUN = rollout_lib.WorkerKey.generate()
         (dict(forged_run={"nonce": "0"}), "GET /run is not signed by run"),  # an old reply
         (dict(forged_run={"id": OTHER_RUN.worker}), f"serves run {OTHER_RUN.worker}, and --run is"),
         (dict(forged_run={"id": 5}), "serves run 5, and --run is"),
-        (dict(forged_run={"run": []}), "not signed by run"),
+        (dict(forged_run={"run": []}), "which is not the reply of an orchestrator"),
         (dict(forged_lease={"groups": [GROUP | {"seed": 1}]}), "the reply to /lease is not signed by run"),
         (dict(forged_lease={"request": "00" * 64}), "the reply to /lease is not signed by run"),
     ],

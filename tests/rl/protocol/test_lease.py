@@ -1,5 +1,6 @@
 """Signed requests for work: only the named key's own, for this run and session, fresh, in order, and once."""
 
+import functools
 import hashlib
 
 import pytest
@@ -129,6 +130,15 @@ def test_one_kind_of_message_is_not_another(clock):
     assert lease.is_signed(RUN.worker, described) and not lease.is_signed(KEY.worker, described)
     for change in ({"nonce": "b"}, {"run": {"servers": ["http://b"]}}, {"session": ""}, {"more": 1}):
         assert not lease.is_signed(RUN.worker, described | change)
+
+
+def test_odd_messages_are_not_signed_and_raise_nothing():
+    deep = functools.reduce(lambda inner, _: [inner], range(5000), 1)
+    for message in (None, 5, [], {}, {"signature": 5}, {"signature": "0" * 127}, {"signature": "é"}, {"signature": "00"}):
+        assert not lease.is_signed(RUN.worker, message)
+    for value in (float("nan"), deep, {1, 2}, "\ud800"):
+        assert not lease.is_signed(RUN.worker, {"a": value, "signature": "00" * 64})
+    assert not lease.is_signed(5, lease.sign(RUN, {})) and lease.is_signed(RUN.worker, lease.sign(RUN, {}))
 
 
 def test_an_uninvited_key_is_refused_before_its_signature_is_checked(clock, monkeypatch):
