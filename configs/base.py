@@ -174,7 +174,7 @@ def get_config() -> config_dict.ConfigDict:
     tr.admission = ""
     tr.stake_ledger = ""  # file of a ledger with the stakes, which its keeper may append to meanwhile
     tr.min_stake = 1
-    tr.work_bits = 24  # 2^24 hashes: 20 s of one CPU core in Python, milliseconds on a GPU
+    tr.work_bits = 24  # 2^24 hashes: half a minute of one CPU core in Python, milliseconds on a GPU
     tr.pin_versions = "strangers"  # whose leases fix one policy version: or "all", "none"
     tr.sandbox = "auto"  # scorers run without files and network; "require": refuse a machine that cannot; "off"
     tr.bands = ""  # JSON file of `python -m rl.validator calibrate`; "": the limits above, and no sequential tests
@@ -213,7 +213,7 @@ def get_config() -> config_dict.ConfigDict:
     p.servers = ()  # remote: URLs of inference servers
     p.control_servers = ()  # remote: URLs of the control listeners of those servers (inference.serve --control)
     p.control_token_file = ""  # remote: file with their token; "": $INTELLAX_CONTROL_TOKEN, or WORKDIR/control.token
-    p.workers = ()  # remote: public keys (hex) of workers that may submit; empty: any worker
+    p.workers = ()  # remote: public keys (hex) of invited workers; trust.admission is the rule for others
     # Several hosts: HOST:PORT of the first, whose next port must also be free; "": detected on TPU pods; "auto": detected by JAX.
     p.coordinator = ""
     p.num_processes = 0  # of the learner; 0: from the environment

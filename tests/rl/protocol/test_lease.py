@@ -134,7 +134,16 @@ def test_one_kind_of_message_is_not_another(clock):
 
 def test_odd_messages_are_not_signed_and_raise_nothing():
     deep = functools.reduce(lambda inner, _: [inner], range(5000), 1)
-    for message in (None, 5, [], {}, {"signature": 5}, {"signature": "0" * 127}, {"signature": "é"}, {"signature": "00"}):
+    for message in (
+        None,
+        5,
+        [],
+        {},
+        {"signature": 5},
+        {"signature": "0" * 127},
+        {"signature": "é"},
+        {"signature": "00"},
+    ):
         assert not lease.is_signed(RUN.worker, message)
     for value in (float("nan"), deep, {1, 2}, "\ud800"):
         assert not lease.is_signed(RUN.worker, {"a": value, "signature": "00" * 64})
