@@ -4,8 +4,8 @@
 2. Validators sign verdicts on that digest. They count if the validator was appointed (`appoint`, with the quorum) at that time; until
    the first appointment, the run's own key is the only validator.
 3. A batch of step n follows that of step n - 1. Each of its groups was `verified` (accepted by a quorum, not refused later) or `trusted`:
-   its worker was invited or has a verified group, was not ejected, and was not caught since it handed in the group. A worker is
-   caught when its group is refused after a rejecting verdict. The batch's digest must be that of its groups' submissions.
+   its worker was invited or has a verified group, was not ejected before it handed in the group, and was not caught since. A worker
+   is caught when its group is refused after a rejecting verdict. The batch's digest must be that of its groups' submissions.
 4. Version n of the policy is published after batch n, once per epoch.
 5. `naming` lists steps that trained on trusted groups of a worker that was caught later.
 6. `resume` starts or continues the run after a checkpoint, and names its key, by which verdicts name the run: the key may be replaced.
@@ -53,7 +53,7 @@ class RunState:
         self._open: dict[int, dict[int, _Group]] = collections.defaultdict(dict)  # step -> group
         self.invited: set[str] = set()
         self._earned: set[str] = set()  # workers with a verified group
-        self._ejected: set[str] = set()
+        self._ejected: dict[str, int] = {}  # as _caught
         self._caught: dict[str, int] = {}  # worker -> the number of the event
         self._trusted: dict[str, set[int]] = collections.defaultdict(
             set
@@ -113,7 +113,8 @@ class RunState:
 
     def _is_trusted(self, group: _Group) -> bool:
         has_trust = group.worker in self.invited or group.worker in self._earned
-        return has_trust and group.worker not in self._ejected and group.submitted > self._caught.get(group.worker, -1)
+        is_late = group.submitted > self._ejected.get(group.worker, group.submitted)
+        return has_trust and not is_late and group.submitted > self._caught.get(group.worker, -1)
 
     def apply(self, event: events.Event) -> None:
         """Applies one event to this state in place. `refusal` must have returned None for it."""
@@ -128,7 +129,7 @@ class RunState:
         elif event.kind == "invite":
             self.invited.add(worker)
         elif event.kind == "eject":
-            self._ejected.add(worker)
+            self._ejected[worker] = self._count
         elif event.kind == "lease" and fields["split"] == "train":
             self._open[fields["step"]][fields["group"]] = _Group(worker)
         elif event.kind == "submission" and group:

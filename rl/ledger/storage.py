@@ -86,10 +86,12 @@ def read(db: sqlite3.Connection, start: int) -> Iterator[Entry]:
 
 def create(path: pathlib.Path, keeper: rollout_lib.WorkerKey, time_ms: int, event: events.Event) -> None:
     """Writes the tables of a ledger, `event` as entry 0, and the signed head into an empty file."""
-    with contextlib.closing(connect(path, check_schema=False)) as db, transaction(db):
-        for statement in SCHEMA:
-            db.execute(statement)
-        write_head(db, keeper, 0, insert(db, keeper, 0, time_ms, event, bytes(32)).hash)
+    with contextlib.closing(connect(path, check_schema=False)) as db:
+        db.execute("PRAGMA journal_mode = MEMORY")  # a kill leaves one file, which the caller has not renamed yet
+        with transaction(db):
+            for statement in SCHEMA:
+                db.execute(statement)
+            write_head(db, keeper, 0, insert(db, keeper, 0, time_ms, event, bytes(32)).hash)
 
 
 def insert(

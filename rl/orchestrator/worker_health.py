@@ -109,7 +109,7 @@ class WorkerHealth:
     def rate(self, worker: str) -> float:
         """Returns the probability with which a group of this worker must be verified before it is trained on."""
         one = self._workers.get(worker, _Worker())
-        if one.is_suspect:
+        if one.is_suspect or self.is_banned(worker):
             return 1.0
         record = one.num_verified + (self._given if worker in self._invited else 0)
         return max(self._min_rate, HALF_AT / (HALF_AT + record))

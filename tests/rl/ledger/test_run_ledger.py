@@ -1,12 +1,18 @@
 """A run's ledger: durable before acknowledged, rules that prove each batch, anchors that find an older copy."""
 
+import collections
 import contextlib
+import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger, run_rules
+from sharding.system import atomic_file
 from tests.rl.ledger.test_ledger import ANN, BOB, KEEPER, key, work
+from tests.support import ledgers
 
 RUN = key(7)
 
@@ -56,3 +62,117 @@ def test_a_batch_without_trust_is_refused_and_ends_the_ledger(tmp_path):
             ledger.flush()
         assert len(failures) == 1
     assert ledger_lib.verify(tmp_path / "ledger.db").num_entries == 4  # open, join, lease, submission
+
+
+# A process imports once, then forks a writer per kill: it continues after the last batch of the ledger, as after a resume, and
+# writes a line for each event that is durable. A random number of milliseconds later it is killed.
+KILLS = """
+import itertools, os, pathlib, random, signal, sys, time
+from inference.rollouts import rollout as rollout_lib
+from rl.ledger import ledger as ledger_lib
+from rl.ledger import run_ledger
+from tests.support import ledgers
+
+folder, num_kills, rng = pathlib.Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
+key = rollout_lib.WorkerKey.load(folder / "ledger.key")
+
+def write(out):
+    ledger = run_ledger.RunLedger(folder / "ledger.db", key, key.worker)
+    step = ledger._ledger.state.run.step
+    ledger.resumed(step)
+    def note(kind, number):
+        return lambda done: os.write(out, f"{done.result()} {kind} {number}\\n".encode())
+    for step in itertools.count(step + 1):
+        batch = ledgers.train_on(ledger, step, num_groups=rng.randrange(1, 40))
+        batch.add_done_callback(note("batch", step))
+        batch.result()
+        ledger.published(step, f"{step:064x}").add_done_callback(note("publish", step))
+        if rng.random() < 0.3:
+            ledger.head()
+
+for kill in range(num_kills):
+    rng.seed(rng.random())
+    source, out = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            write(out)
+        finally:
+            os._exit(1)
+    os.close(out)
+    time.sleep(rng.choice((0.005, 0.05, 0.3)) * rng.random())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with open(source) as lines:
+        for line in lines.read().splitlines(keepends=True):
+            if line.endswith("\\n"):
+                print(line, end="")
+    sys.stdout.flush()
+    if (folder / "ledger.db").exists():
+        report = ledger_lib.verify(folder / "ledger.db", keeper=key.worker)
+        assert report.error is None, (kill, report)
+"""
+
+
+@pytest.mark.parametrize("num_kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_at_random_moments_lose_nothing_acknowledged_and_repeat_nothing(tmp_path, num_kills):
+    KEEPER.save(tmp_path / "ledger.key")
+    command = [sys.executable, "-c", KILLS, str(tmp_path), str(num_kills), "8"]
+    done = subprocess.run(command, cwd=pathlib.Path(__file__).parents[3], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    acknowledged = [line.split() for line in done.stdout.splitlines()]
+    assert len(acknowledged) > num_kills / 2
+    with ledger_lib.Ledger(tmp_path / "ledger.db") as ledger:
+        entries = ledger.entries()
+    for seq, kind, number in acknowledged:
+        event = entries[int(seq)].event
+        assert (event.kind, event.fields["step" if kind == "batch" else "version"]) == (kind, int(number))
+    steps = [entry.event.fields["step"] for entry in entries if entry.event.kind == "batch"]
+    assert steps == list(range(1, len(steps) + 1))  # none twice: no resume went back
+    assert collections.Counter(entry.event.kind for entry in entries)["join"] == 1
+    names = {"ledger.key", "ledger.db", "ledger.db-journal"} | {
+        file.name for file in tmp_path.glob(atomic_file.LEFTOVERS)
+    }
+    assert {file.name for file in tmp_path.iterdir()} <= names
+
+
+def test_steps_after_the_checkpoint_are_void_and_repeated(tmp_path):
+    with opened(tmp_path) as ledger:
+        ledger.resumed(0)
+        for step in (1, 2, 3):
+            ledgers.train_on(ledger, step)
+            ledger.published(step, work(step))
+        ledger.resumed(1)
+        ledger.published(1, work(4))
+        ledger.named(ledgers.WORKER, [1])
+        ledgers.train_on(ledger, 2).result()
+    for event, rule in (
+        (lambda ledger: ledger.named(ledgers.WORKER, [1, 3]), "steps: one of them"),
+        (lambda ledger: ledger.published(2, work(5)), None),
+        (lambda ledger: ledger.published(2, work(5)), "version: it was published already"),
+        (lambda ledger: ledger.published(3, work(5)), "version: batch 3 was not trained on"),
+        (lambda ledger: ledger.resumed(3), "step: the last batch is 2; entries are missing"),
+        (lambda ledger: ledgers.train_on(ledger, 2), "step: batch 2 was trained on already"),
+        (lambda ledger: ledger.batch(3, work(1), {0: "verified"}), "group: 0 was not handed in"),
+    ):
+        with contextlib.ExitStack() as stack:
+            ledger = stack.enter_context(opened(tmp_path))
+            event(ledger)
+            if rule:
+                stack.enter_context(pytest.raises(ValueError, match=rule))
+            ledger.flush()
+    report = ledger_lib.verify(tmp_path / "ledger.db")
+    assert report.error is None and report.head.startswith("30:")
+
+
+def test_what_comes_after_the_end_fails_and_a_swapped_file_ends_the_run(tmp_path):
+    failures = []
+    with opened(tmp_path) as ledger:
+        ledger.on_failure = failures.append
+        ledger.resumed(0).result()
+        (tmp_path / "ledger.db").rename(tmp_path / "moved.db")
+        with pytest.raises(ValueError, match="was removed while it was open; put the first file back"):
+            ledger.resumed(0).result()
+        assert len(failures) == 1
+    with pytest.raises(ValueError, match="after the run's ledger was closed"):
+        ledger.resumed(0).result()

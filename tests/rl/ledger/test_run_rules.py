@@ -84,7 +84,7 @@ class Oracle:
     def is_trusted(self, worker, submitted):
         earned = any(e.kind == "invite" and e.node == worker for e in self.log)
         for i, e in enumerate(self.log):
-            if e.kind == "eject" and e.node == worker:
+            if e.kind == "eject" and e.node == worker and i < submitted:
                 return False
             past = Oracle()
             past.log = self.log[: i + 1]
