@@ -399,7 +399,8 @@ def test_the_verdict_of_the_check_is_honoured(make):
 def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
     """In the ledger, the metrics, and a line for people: the steps that trained on groups which only trust let pass."""
     lines, bad = [], [("train", 3, 7)]
-    with run_ledger.RunLedger(tmp_path / "ledger.db", RUN) as ledger:
+    with run_ledger.RunLedger(tmp_path / "ledger.db", RUN, RUN.worker) as ledger:
+        ledger.resumed(0)
         orchestrator = make(
             check=lambda rollouts: (
                 SAMPLING if ("train", rollouts[0].step, rollouts[0].task.group) in bad else checks.OK
