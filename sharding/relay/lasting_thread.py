@@ -21,6 +21,9 @@ class LastingThread:
         # The step runs in a thread of the pool, whose future holds even an error such as MemoryError.
         self._pool = futures.ThreadPoolExecutor(1, f"{name}-step")
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread: once, after its owner has all that `step` needs."""
         self._thread.start()
 
     def stop(self) -> None:

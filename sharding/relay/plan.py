@@ -120,9 +120,10 @@ class Plan:
                 raise ValueError(f"{text}: it is not mirrored until they agree; without --trusted_key, pass it")
             if self._shares:
                 room = self._store.max_bytes or shutil.disk_usage(self._store.root).total
-                most, size = room * len(found) // len(self._claims), found[0].manifest.size_bytes
+                # Half of a share is for the newest version, which stays until the next one is complete.
+                most, size = room * len(found) // len(self._claims) // 2, found[0].manifest.size_bytes
                 if size > most:
-                    text = f"version {number} has {size} bytes, more than {most}, the share of {len(found)} upstreams"
+                    text = f"version {number} has {size} bytes, more than {most}, half of the disk's share of {len(found)} upstreams"
                     raise ValueError(f"{text} without a signature: pass --trusted_key")
 
     def take(self, number: int, path: str) -> bool:

@@ -74,6 +74,7 @@ class Upstream:
         self._is_idle, self._pause_s = False, 0.0
         self._paid_s = 0.0  # until when the costs of refuted versions are paid
         self.thread = lasting_thread.LastingThread(f"mirror {name}", self._step, self._fail)
+        self.thread.start()
 
     def stop(self) -> None:
         """Makes the threads end. Does not block."""

@@ -1,6 +1,7 @@
 """Weights cross process borders bit for bit, whole or not at all, and every tampering is named."""
 
 import collections
+import dataclasses
 import errno
 import json
 import os
@@ -26,7 +27,7 @@ from sharding import broadcast
 from sharding import mesh as mesh_lib
 from sharding.broadcast import assemble, destination, encode, placement
 from sharding.download import source
-from sharding.format import chunks, digests, manifest
+from sharding.format import chunks, digests, journal, manifest
 from tests.models import test_families
 from tests.support import commands, proxy, trees
 
@@ -598,6 +599,23 @@ def test_a_publisher_that_patches_wrongly_is_found_out(tmp_path, monkeypatch, rn
     narrow = broadcast.Pulled(0, {"w": params["w"].astype(np.float32)}, {}, wrong.digest)
     with pytest.raises(ValueError, match="lacks chunk 0 of float64 tensor 'w' of base"):
         broadcast.publish(params, 2, tmp_path, base=narrow)
+
+
+def test_a_chunk_that_changes_without_a_patch_is_found_out(tmp_path, rng):
+    """The publisher's own manifest claims another digest for a chunk that no delta touches: no tree has the promised digest."""
+    params = {"a": rng.standard_normal(300), "b": rng.standard_normal(300)}
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))
+    broadcast.publish(params, 0, tmp_path)
+    base = broadcast.pull(tmp_path)
+    written = broadcast.publish({**params, "a": params["a"] + 1}, 1, tmp_path, base=base)
+    a, b = written.tensors
+    assert a.deltas != (None,) and b.deltas == (None,)
+    tensors = (a, dataclasses.replace(b, chunks=("0" * 64,)))
+    forged = dataclasses.replace(written, tensors=tensors, digest_after=manifest.digest(tensors))
+    (tmp_path / "v00000001/manifest.json").write_bytes(manifest.encode(forged, key))
+    for given in (None, base):
+        with pytest.raises(journal.CorruptSource, match="'b', chunk 0"):
+            broadcast.pull(tmp_path, 1, base=given)
 
 
 def test_a_chain_of_another_run_is_refused(tmp_path, rng):

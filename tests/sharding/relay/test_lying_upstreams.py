@@ -216,3 +216,41 @@ def test_a_relay_never_goes_back(pub, old, tmp_path):
                 assert relay.store.complete() == [0, 1, 2] and relay.store.head == data
                 assert relay.store.manifest(2) == proxy.manifest(2, proxy.contents(22))
                 assert relay.mirror.log.counters["replaced_versions"] == 0
+
+
+@pytest.mark.parametrize("trusted_key", [TRUSTED, None], ids=["key", "no key"])
+def test_a_full_disk_is_not_the_liars(pub, tmp_path, monkeypatch, trusted_key):
+    """Room for two versions of each upstream (with a key, of one): neither a journal that nobody signed nor, without a key, invented versions keep the newest out."""
+    monkeypatch.setattr(upstream, "FOLLOWED_BYTES", 10_000_000)
+    size = sum(map(len, proxy.contents(0).values())) + 5_000
+    invented = tmp_path / "invented"
+    for number in range(900, 905):
+        proxy.publish(invented, number, proxy.contents(number, (100_000,)), key=proxy.OTHER_KEY)
+    proxy.publish(invented, 905, proxy.contents(905, (2 * size,)), key=proxy.OTHER_KEY)
+    with proxy.running(pub) as origin, contextlib.ExitStack() as stack:
+        behavior = Behavior(partials=1, journal="flood", listing="flap")
+        liar = stack.enter_context(lying_upstream.LyingUpstream(invented, behavior))
+        options = {"trusted_key": trusted_key, "options": QUICK, "max_bytes": (2 if trusted_key else 4) * size}
+        with proxy.running([liar.url, origin.url], tmp_path / "a", **options) as relay:
+            mirrored(relay, 2)
+            for number in range(3, 6):
+                proxy.publish(pub, number, proxy.contents(number))
+                mirrored(relay, number)
+                assert relay.store.num_bytes <= options["max_bytes"]
+            assert not relay.store.is_complete(905) and (trusted_key is None or max(relay.store.complete()) == 5)
+
+
+def test_upstreams_that_disagree_stop_that_number_alone(pub, tmp_path):
+    """Without a key nobody can tell which manifest of a number is right: the first stays if it is here, and all others arrive."""
+    other = tmp_path / "other"
+    proxy.publish(other, 1, proxy.contents(11), key=proxy.OTHER_KEY)
+    with proxy.running(pub) as origin, proxy.running(other) as liar:
+        with proxy.running([liar.url, origin.url], tmp_path / "a", options=QUICK) as relay:
+            mirrored(relay, 2)
+            mirrored(relay, 0)
+            first = relay.store.manifest(1)
+            shutil.rmtree(pub / "v00000001")
+            proxy.publish(pub, 1, proxy.contents(12))
+            proxy.publish(pub, 3, proxy.contents(3))
+            mirrored(relay, 3)
+            assert relay.store.manifest(1) == first and relay.mirror.log.counters["replaced_versions"] == 0
