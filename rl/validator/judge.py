@@ -70,7 +70,8 @@ class Judge:
             by_group[rollout.worker, rollout.step, rollout.task.group].append(rollout)
         groups = {verdict_lib.group_digest(rollouts): rollouts for rollouts in by_group.values()}
         with self._lock:
-            self._check({name: rollouts for name, rollouts in groups.items() if name not in self._known})
+            if new := {name: rollouts for name, rollouts in groups.items() if name not in self._known}:
+                self._check(new)
             verdicts = [self._known[name] for name in groups]
             for name in groups:
                 if self._known[name].reason in OUR_FAULT:

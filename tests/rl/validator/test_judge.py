@@ -1,0 +1,167 @@
+"""Verdicts for an orchestrator: the checks of a real validator behind its route, and processes that are killed or stopped."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import workdir as run_directory
+from rl.orchestrator import verdict_collector
+from rl.protocol import verdict as verdict_lib
+from rl.validator import judge as judge_lib
+from rl.validator import routes
+from rl.verification import verifier
+from sharding import broadcast
+from tests.support import commands, doubles, proxy, serving, validators
+
+RUN, KEY = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
+
+
+def make(tmp_path, **options):
+    made = doubles.make_validator(prompts=2, **options)
+    return judge_lib.Judge(made, KEY, RUN.worker, memory=tmp_path / "evidence.json", keep_steps=10)
+
+
+def asked(judge, rollouts, **headers):
+    """The response of the route, and the verdicts in it by group."""
+    body = rollouts if isinstance(rollouts, bytes) else parquet.to_bytes(list(rollouts))
+    headers = {"authorization": verdict_lib.authorization(RUN, KEY.worker, body)} | headers
+    reply = serving.asker(routes.make_app(None, judge))("POST", "/verdicts", content=body, headers=headers)
+    found = reply.json().get("verdicts", ())
+    return reply, {one["group"]: verdict_lib.SignedVerdict.read(one) for one in found}
+
+
+def test_groups_of_one_request_are_replayed_together_and_each_gets_its_verdict(tmp_path, monkeypatch):
+    judge, calls = make(tmp_path), []
+    replay = verifier.Validator.check_groups_with_weights
+
+    def counted(self, groups):
+        calls.append(len(groups))
+        return replay(self, groups)
+
+    monkeypatch.setattr(verifier.Validator, "check_groups_with_weights", counted)
+    good, bad = (
+        doubles.honest(doubles.Double(3, prompts=2)),
+        doubles.CHEATS["copied_proof"](doubles.Double(3, prompts=2)),
+    )
+    _, found = asked(judge, [*good[:8], *bad[8:]])
+    first, second = (found[group] for group in sorted(found))
+    assert calls == [2] and (first.accepted, first.reason) == (True, "ok")
+    assert (second.accepted, second.reason) == (False, "toploc") and second.run == RUN.worker
+    assert first.digest == verdict_lib.group_digest(good[:8]) and first.validator == KEY.worker
+    evidence = judge._validator.evidence.state(0)
+    _, again = asked(judge, [*good[:8], *bad[8:]])  # the same bytes: the same verdicts, and no second piece of evidence
+    assert again == found and judge._validator.evidence.state(0) == evidence and calls == [2]
+    restarted = make(tmp_path)
+    assert restarted._validator.evidence.state(0) == evidence
+    _, again = asked(restarted, good[:8])
+    assert again[first.group].accepted and restarted._validator.evidence.state(0) == evidence
+    with pytest.raises(ValueError, match="is of run .*, not of "):
+        judge_lib.Judge(judge._validator, KEY, KEY.worker, memory=tmp_path / "evidence.json", keep_steps=10)
+
+
+def test_rules_without_weights_are_checked_here_too(tmp_path):
+    good, judge = doubles.honest(doubles.Double(3, prompts=2)), make(tmp_path)
+    for rollouts, reason in (
+        (good[:7], "samples"),
+        ([dataclasses.replace(good[0], reward=0.5), *good[1:8]], "signature"),
+        (doubles.inflated_reward(doubles.Double(3, prompts=2))[:8], "reward"),
+        (doubles.future_version(doubles.Double(3, prompts=2))[:8], "versions"),
+    ):
+        (verdict,) = asked(judge, rollouts)[1].values()
+        assert (verdict.accepted, verdict.reason) == (False, reason)
+
+
+def test_missing_weights_are_said_so_and_asked_for_again(tmp_path, monkeypatch):
+    judge, weights = make(tmp_path), []
+    load = judge._validator._load
+
+    def missing(version):
+        weights.append(version)
+        if len(weights) == 1:
+            raise verifier.WeightsUnavailable("not here yet")
+        return load(version)
+
+    monkeypatch.setattr(judge._validator, "_load", missing)
+    rollouts = doubles.honest(doubles.Double(3, prompts=2))[:1]
+    monkeypatch.setattr(judge, "_check_without_weights", lambda rollouts: judge_lib.checks.OK)
+    assert [next(iter(asked(judge, rollouts)[1].values())).reason for _ in range(2)] == ["weights", "ok"]
+
+
+def test_only_the_run_is_answered_and_bytes_that_are_no_rollouts_are_refused(tmp_path):
+    judge, body = make(tmp_path), parquet.to_bytes(doubles.honest(doubles.Double(3, prompts=2))[:8])
+    stranger = verdict_lib.authorization(KEY, KEY.worker, body)
+    other = verdict_lib.authorization(RUN, KEY.worker, b"other")
+    for headers, words in (
+        ({"authorization": ""}, "no authorization"),
+        ({"authorization": stranger}, "not signed by run"),
+        ({"authorization": other}, "does not have the SHA-256"),
+    ):
+        reply, found = asked(judge, body, **headers)
+        assert reply.status_code == 400 and words in reply.text and not found
+    reply, _ = asked(judge, b"PAR1")
+    assert reply.status_code == 400 and "rollout file" in reply.text
+    assert judge.counts == {} and not (tmp_path / "evidence.json").exists()
+
+
+def test_the_key_of_a_validator_is_made_and_shown(tmp_path, capsys):
+    for _ in range(2):
+        assert commands.run("rl.validator", "key", "--key", tmp_path / "v.key") == 0
+    first, second = capsys.readouterr().out.split()
+    assert first == second == rollout_lib.WorkerKey.load(tmp_path / "v.key").worker
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_and_stopped(tmp_path):
+    """Three real validators: one killed and one stopped in the middle; then all verdicts wait until the latter goes on."""
+    exp = doubles.experiment(prompts=8)
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    (workdir / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
+    key = run_directory.signing_key(workdir)
+    options = broadcast.PublishOptions(key=key.private)
+    for version in range(4):
+        broadcast.publish(doubles.weights(version), version, str(workdir / "weights"), options)
+    with contextlib.ExitStack() as stack:
+        names, processes = [], []
+        for number in range(3):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            own = routes.own_key(folder / "own.key")
+            arguments = ["serve", "--workdir", workdir, "--key", folder / "own.key", "--port", "0"]
+            process, url = stack.enter_context(serving.child(folder, "rl.validator", *arguments))
+            names.append(f"{url}#{own.worker}")
+            processes.append(process)
+        lines = []
+        source = verdict_collector.VerdictCollector(names, key, b"s", quorum=2, verdict_s=60.0, on_fault=lines.append)
+        decisions = validators.Decisions(source)
+        stack.callback(source.close)
+
+        def ask(step):
+            made = doubles.honest(doubles.Double(step, prompts=8))
+            forged = doubles.CHEATS["another_model"](doubles.Double(step, prompts=8))
+            for first in range(0, 64, 8):
+                rollouts = (forged if first == 8 else made)[first : first + 8]
+                place = "train", step, rollouts[0].task.group
+                source.ask(place, rollouts, verdict_lib.group_digest(rollouts))
+
+        ask(1)
+        decisions.wait(8, 300)
+        source._verdict_s = 10.0
+        processes[0].kill()
+        ask(2)
+        decisions.wait(16, 300)
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        ask(3)
+        proxy.wait_until(lambda: "no answer in 10 s" in source.notice(), 120)
+        assert len(decisions.found) == 16  # one validator of three answers: no quorum, and nothing passes
+        os.kill(processes[1].pid, signal.SIGCONT)
+        found = decisions.wait(24, 300)
+        rejected = sorted(place[1] for place, reason in found.items() if reason != "ok")
+        assert rejected == [1, 2, 3] and not decisions.failures
+        assert any("answers again" in line for line in lines)
