@@ -4,6 +4,8 @@ An honest worker generates with the real engine and loses no group. Run on the c
 groups were trained on at the default fraction of replays, and all where a config left them to another service.
 """
 
+import time
+
 import httpx
 import pytest
 
@@ -30,16 +32,22 @@ class Worker:
         self.http = httpx.Client(base_url=url, timeout=WAIT_S)
         self.session = signed_http.session(self.http)
 
+    def post(self, path, make_request):
+        """Returns the reply to a request, which is made and sent again if it comes too soon for the limit of a network."""
+        while (reply := self.http.post(path, **make_request())).status_code == 429:
+            time.sleep(0.1)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
     def lease(self, key, capacity=1):
-        reply = self.http.post("/lease", json=signed_http.lease_body(key, self.session, capacity)).json()
+        reply = self.post("/lease", lambda: {"json": signed_http.lease_body(key, self.session, capacity)})
         assert lease_lib.is_signed(RUN.worker, reply), reply
         return [task_schedule.Group(**group) for group in reply["groups"]]
 
     def submit(self, key, rollouts):
         body = parquet.to_bytes(rollouts)
-        reply = self.http.post("/submit", **signed_http.submission(key, self.session, body))
-        assert reply.status_code == 200, reply.text
-        return list(reply.json()["verdicts"].values())
+        reply = self.post("/submit", lambda: signed_http.submission(key, self.session, body))
+        return list(reply["verdicts"].values())
 
 
 def run(exp, tmp_path, *, steps, one_key, formed):
