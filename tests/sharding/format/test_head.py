@@ -1,11 +1,18 @@
 """Signed heads: the floor, expiry, rotation and revocation of keys, hostile bytes, and agreement with TUF's own client."""
 
 import hashlib
+import random
+import shutil
+import time
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
+from securesystemslib.signer import CryptoSigner
+from tuf import ngclient
+from tuf.api import exceptions
+from tuf.api.metadata import Metadata
 
-from sharding.format import head, journal
+from sharding.format import head, journal, roots
 
 KEY, OTHER, THIRD = (ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2, 3))
 PUBLIC = KEY.public_key().public_bytes_raw().hex()
@@ -92,3 +99,206 @@ def test_a_source_without_a_head_serves_only_versions_of_earlier_releases():
     checked.accept(signed([entry(1)], 1))
     with pytest.raises(journal.CorruptSource, match="version 3 comes without the signed head"):
         checked.check_headless(3, None, PUBLIC)
+
+
+class World:
+    """A run over time: roots that change the online key, heads of its key, and of whoever has stolen an older one."""
+
+    def __init__(self, rng, now):
+        self.rng, self.now, self.serial, self.epoch, self.version = rng, now, 1000, 0, 0
+        self.keys = [ed25519.Ed25519PrivateKey.from_private_bytes(rng.randbytes(32)) for _ in range(5)]
+        self.root_file = roots.amend(
+            b"", [ROOT], root=[hex_of(ROOT)], online=[hex_of(self.keys[0])], expires_s=now + 1e6
+        )
+        self.current, self.entries, self.heads = 0, [], []
+        self.publish()
+
+    def sign(self, which, entries, epoch, **options):
+        self.serial += self.rng.choice([1, 1, 5])
+        roots_of = self.root_file.splitlines()[1 : which + 1]
+        options = {"expires_s": self.now + self.rng.choice([50, 500, -5]), "roots": roots_of} | options
+        data = head.sign(self.keys[which], entries, serial=self.serial, epoch=epoch, **options)
+        self.heads.append((which, data))
+        return data
+
+    def publish(self):
+        if self.rng.random() < 0.2:
+            self.epoch, self.version = self.epoch + 1, max(0, self.version - 2)
+            self.entries = [e for e in self.entries if e.version < self.version]
+        self.entries = [*self.entries[-3:], entry(self.version, self.epoch)]
+        self.version += 1
+        return self.sign(self.current, self.entries, self.epoch)
+
+    def rotate(self):
+        if self.current + 1 < len(self.keys):
+            self.current += 1
+            online = [hex_of(self.keys[self.current])]
+            self.root_file = roots.amend(self.root_file, [ROOT], online=online, expires_s=self.now + 1e6)
+
+    def steal(self):
+        """A head that an old or the current key signs for a thief: any epoch, any contents."""
+        which = self.rng.randrange(self.current + 1)
+        epoch = self.rng.choice([self.epoch, self.epoch + 1000])
+        content = self.rng.choice([b"", b"!"])
+        return self.sign(which, [entry(self.rng.randrange(self.version + 3), epoch, content)], epoch)
+
+    def served(self):
+        """What a colluding source serves: an honest or stolen head, old or new, or something made of such."""
+        which, data = self.rng.choice(self.heads[-self.rng.choice([1, 3, 1000]) :])
+        lines = data.split(b"\n")
+        kind = self.rng.choice(["whole", "whole", "whole", "flipped", "mixed", "rootless", "cut", "unsigned"])
+        if kind == "flipped":
+            position = self.rng.randrange(len(data))
+            return data[:position] + bytes([data[position] ^ 1 << self.rng.randrange(8)]) + data[position + 1 :]
+        if kind == "mixed":
+            other = self.rng.choice(self.heads)[1].split(b"\n")
+            place = self.rng.choice([-2, -3, -4])
+            lines[place] = other[place]
+        if kind == "rootless":
+            lines = lines[-4:]
+        if kind == "cut":
+            return data[: self.rng.randrange(len(data))]
+        if kind == "unsigned":
+            lines[-2] = self.rng.choice(
+                [b"{}", b"[" * 5000, b"null", b'{"signed":{}}', lines[-2].replace(b'"sig"', b'"sog"')]
+            )
+        return b"\n".join(lines)
+
+
+ROOT = ed25519.Ed25519PrivateKey.from_private_bytes(bytes([9]) * 32)
+
+
+def hex_of(key):
+    return key.public_key().public_bytes_raw().hex()
+
+
+def signer_of(data, world):
+    """The index of the key that has signed a head's timestamp, found without the code under test."""
+    signature = Metadata.from_bytes(data.split(b"\n")[-4])
+    for i, key in enumerate(world.keys):
+        found = signature.signatures.get(CryptoSigner(key).public_key.keyid)
+        if found is not None:
+            key.public_key().verify(bytes.fromhex(found.signature), signature.signed_bytes)
+            return i
+    raise AssertionError("nobody has signed this")
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(50), *(pytest.param(range(i, i + 50), marks=pytest.mark.slow) for i in (50, 100, 150))]
+)
+def test_schedules_of_colluding_sources_never_bring_a_client_back(tmp_path, seeds):
+    """Whatever they serve and whenever the client restarts: its order only grows while a key is not revoked, and no number
+    has two manifests. A revoked key signs nothing that is accepted once the client has the root that revokes it."""
+    accepted = 0
+    for seed in seeds:
+        rng, now = random.Random(seed), [NOW]
+        world, manifests, last, newest_root = World(rng, NOW), {}, (-1, -1), 0
+        trusted, floor = tmp_path / f"{seed}.root", tmp_path / f"{seed}.floor"
+        trusted.write_bytes(world.root_file)
+        client = head.HeadVerifier(trusted, floor, clock=lambda now=now: now[0])
+        for _ in range(40):
+            now[0] = world.now = world.now + rng.choice([0, 1, 40])
+            rng.choice([world.publish, world.publish, world.publish, world.steal, lambda: None])()
+            if rng.random() < 0.05:
+                world.rotate()
+            if rng.random() < 0.1:
+                client = head.HeadVerifier(trusted, floor, clock=lambda now=now: now[0])
+            try:
+                found = client.accept(world.served())
+            except journal.CorruptSource:
+                continue
+            accepted += 1
+            assert found.expires_s > now[0]
+            signer = signer_of(found.data, world)
+            root = client._root.version - 1
+            assert signer == root >= newest_root, seed
+            if root > newest_root:
+                last, manifests, newest_root = (-1, -1), {}, root
+            assert found.order >= last, seed
+            last = found.order
+            for e in found.versions.values():
+                assert manifests.setdefault((e.epoch, e.version), e.sha256) == e.sha256, seed
+    assert accepted > 4 * len(seeds)
+
+
+class Files(ngclient.FetcherInterface):
+    """Serves the lines of a head as the four kinds of files that TUF's own client asks for."""
+
+    def __init__(self, data):
+        *root_lines, timestamp, snapshot, targets, end = data.split(b"\n")
+        assert not end
+        self.files = {"timestamp.json": timestamp, "snapshot.json": snapshot, "targets.json": targets}
+        self.files |= {f"{i}.root.json": line for i, line in enumerate(root_lines, 2)}
+
+    def _fetch(self, url):
+        name = url.removeprefix("tuf://")
+        if name not in self.files:
+            raise exceptions.DownloadHTTPError(name, 404)
+        return iter([self.files[name]])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_verdicts_agree_with_tufs_own_client(tmp_path, seed):
+    """The oracle is `tuf.ngclient.Updater`, without the floor in (epoch, version) that TUF does not have."""
+    rng, verdicts = random.Random(seed), []
+    world, kept = World(rng, time.time()), tmp_path / "kept"
+    first = world.root_file.splitlines()[0]
+    (tmp_path / "root").write_bytes(first + b"\n")
+    client = head.HeadVerifier(tmp_path / "root")
+    client._check_floor = lambda found: None if client.head is None or found.serial > client.head.serial else stale()
+    kept.mkdir()
+    for _ in range(80):
+        rng.choice([world.publish, world.publish, world.steal])()
+        if rng.random() < 0.08:
+            world.rotate()
+        data = world.served()
+        try:
+            fetcher = Files(data)
+        except (AssertionError, ValueError):  # not even lines
+            with pytest.raises(journal.CorruptSource):
+                client.accept(data)
+            continue
+        tried = tmp_path / "tried"
+        shutil.copytree(kept, tried)
+        try:
+            config = ngclient.UpdaterConfig(prefix_targets_with_hash=False)
+            ngclient.Updater(str(tried), "tuf://", fetcher=fetcher, config=config, bootstrap=first).refresh()
+            theirs = True
+        except (exceptions.RepositoryError, exceptions.DownloadError) as error:
+            theirs, why = False, error
+        before = client.head
+        try:
+            client.accept(data)
+            ours = True
+        except head.ExpiredHead as error:  # it raises the floor all the same
+            ours, why, client.head = False, error, before if client.head is not None else None
+        except journal.CorruptSource as error:
+            ours, why = False, error
+        # TUF does not ask for a root that it has, and so does not see that one is damaged.
+        assert ours == theirs or (theirs and str(why).startswith("a line is not TUF metadata")), (seed, why)
+        if ours:
+            shutil.rmtree(kept)
+            shutil.copytree(tried, kept, symlinks=True)
+        else:  # what it has kept of a head that it refuses in the end is not ours to compare; new roots are
+            shutil.copytree(tried / "root_history", kept / "root_history", dirs_exist_ok=True)
+        shutil.rmtree(tried)
+        verdicts.append(ours)
+    assert 10 < sum(verdicts) < len(verdicts) - 10
+
+
+def stale():
+    raise head.StaleHead("older")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\n" * 3, b"\n" * 100_000, b"x" * (head.MAX_HEAD_BYTES + 1), b"[" * 100_000 + b"\n" * 3, b"{}\n{}\n{}\n"]
+    + [
+        b'{"signatures":[],"signed":{"_type":"timestamp","version":1e999}}\n{}\n{}\n',
+        b"null\nnull\nnull\n",
+        b"\xff\n\n\n",
+    ],
+)
+def test_hostile_bytes_are_refused_and_nothing_else_happens(data):
+    with pytest.raises(journal.CorruptSource):
+        verifier().accept(data)
