@@ -11,12 +11,18 @@ from securesystemslib.signer import CryptoSigner
 from tuf import ngclient
 from tuf.api import exceptions
 from tuf.api.metadata import Metadata
+from tuf.api.serialization.json import JSONSerializer
 
 from sharding.format import head, journal, roots
 
 KEY, OTHER, THIRD = (ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2, 3))
 PUBLIC = KEY.public_key().public_bytes_raw().hex()
+ROOT = ed25519.Ed25519PrivateKey.from_private_bytes(bytes([9]) * 32)
 NOW = 1_800_000_000.0
+
+
+def hex_of(key):
+    return key.public_key().public_bytes_raw().hex()
 
 
 def entry(version, epoch=0, content=b""):
@@ -165,13 +171,6 @@ class World:
         return b"\n".join(lines)
 
 
-ROOT = ed25519.Ed25519PrivateKey.from_private_bytes(bytes([9]) * 32)
-
-
-def hex_of(key):
-    return key.public_key().public_bytes_raw().hex()
-
-
 def signer_of(data, world):
     """The index of the key that has signed a head's timestamp, found without the code under test."""
     signature = Metadata.from_bytes(data.split(b"\n")[-4])
@@ -219,6 +218,41 @@ def test_schedules_of_colluding_sources_never_bring_a_client_back(tmp_path, seed
             for e in found.versions.values():
                 assert manifests.setdefault((e.epoch, e.version), e.sha256) == e.sha256, seed
     assert accepted > 4 * len(seeds)
+
+
+@pytest.mark.parametrize(
+    "signers, version, match",
+    [
+        ([OTHER], 2, "root was signed by 0/1 keys"),  # its own key has signed it, and not the one before
+        ([ROOT], 2, "root was signed by 0/1 keys"),  # the one before, and not its own
+        ([ROOT, OTHER], 3, "root 2 is missing in the head"),
+        ([ROOT, OTHER], 2, None),
+    ],
+)
+def test_a_root_counts_if_the_one_before_and_its_own_keys_have_signed_it(tmp_path, signers, version, match):
+    first = roots.amend(b"", [ROOT], root=[hex_of(ROOT)], online=[PUBLIC], expires_s=NOW + 1e6)
+    (tmp_path / "root").write_bytes(first)
+    client, stolen = verifier(tmp_path / "root", tmp_path / "floor"), entry(7, 3, b"of a thief")
+    assert client.accept(signed([stolen], 5)).versions == {7: stolen}
+    line = first + roots.amend(b"", [], root=[hex_of(OTHER)], online=[hex_of(THIRD)], expires_s=NOW + 1e6)
+    second = Metadata.from_bytes(line.splitlines()[1])
+    second.signed.version = version
+    data = signed([entry(7, 3)], 4, key=THIRD, roots=[_signed_root(second, signers)])
+    if match:
+        with pytest.raises(journal.CorruptSource, match=match):
+            client.accept(data)
+        assert client.keys == {PUBLIC} and client.head.newest == stolen
+    else:  # the new key starts afresh: whatever the old one has signed may be a thief's
+        assert client.accept(data).newest == entry(7, 3)
+        again = verifier(tmp_path / "root", tmp_path / "floor")
+        assert again.keys == {hex_of(THIRD)} and again.head.newest == entry(7, 3)
+
+
+def _signed_root(metadata, signers):
+    metadata.signatures.clear()
+    for key in signers:
+        metadata.sign(CryptoSigner(key), append=True)
+    return metadata.to_bytes(JSONSerializer(compact=True))
 
 
 class Files(ngclient.FetcherInterface):
