@@ -157,16 +157,21 @@ def _first_rejection(found: Iterable[checks.Verdict]) -> checks.Verdict:
 def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[[int], transformer.Params]:
     """Returns a function from policy version to params, which it pulls from `root`, a directory or URL.
 
-    `key` must have signed the version (None: no signature needed). The function caches `keep` versions.
+    `key` must have signed the version (None: no signature needed). The function caches `keep` versions, until a resumed run has
+    published one again.
     """
-    cached: dict[int, transformer.Params] = {}
+    cached: dict[int, tuple[int, transformer.Params]] = {}
 
     def weights(version: int) -> transformer.Params:
+        epoch = broadcast.epoch_of(root, version, key=key) if version in cached else None
+        if epoch is not None and epoch != cached[version][0]:
+            del cached[version]
         if version not in cached:
             while len(cached) >= keep:  # before the pull: no more than `keep` versions are ever in memory
                 del cached[min(cached)]
-            cached[version] = jax.tree.map(jnp.asarray, broadcast.pull(root, version, key=key).params)
-        return cached[version]
+            pulled = broadcast.pull(root, version, key=key)
+            cached[version] = pulled.epoch or 0, jax.tree.map(jnp.asarray, pulled.params)
+        return cached[version][1]
 
     return weights
 

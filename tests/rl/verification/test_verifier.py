@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
@@ -446,3 +447,17 @@ def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
         # Replayed in other company.
         np.testing.assert_allclose(found["log_wealth"][name], values, rtol=1e-4, err_msg=name)
     assert killed.evidence.state(after=3)["counted"] == [] != killed.evidence.state(after=2)["counted"]
+
+
+def test_weights_that_a_resumed_run_has_published_again_are_pulled_again(tmp_path):
+    """A validator kept those of the number, and would have judged honest workers of the resumed run by them."""
+    key, root = ed25519.Ed25519PrivateKey.generate(), str(tmp_path)
+    public = key.public_key().public_bytes_raw().hex()
+    for trusted in (public, None):
+        get = verifier.published(root, key=trusted)
+        for value in (1.0, 2.0):
+            publisher = broadcast.Publisher(root, broadcast.PublishOptions(key=key))
+            publisher.forget(0)
+            publisher.publish({"w": np.full(2, value, np.float32)}, 5)
+            expected = value if trusted else 1.0  # without a key there is no head that tells
+            assert get(5)["w"][0] == expected and get(5) is get(5)
