@@ -3,8 +3,17 @@
 from sharding.broadcast.assemble import Pulled
 from sharding.broadcast.destination import remove
 from sharding.broadcast.publish import Publisher, PublishOptions, publish, tree_digest
-from sharding.broadcast.pull import epoch_of, latest, latest_order, pull, read_manifest
-from sharding.broadcast.pull import verify, versions, wait_for, watch
+from sharding.broadcast.pull import (
+    epoch_of,
+    latest,
+    latest_order,
+    pull,
+    read_manifest,
+    verify,
+    versions,
+    wait_for,
+    watch,
+)
 from sharding.format.journal import CorruptSource
 
 __all__ = ["CorruptSource", "PublishOptions", "Publisher", "Pulled", "epoch_of", "latest", "latest_order", "publish"]
