@@ -7,7 +7,6 @@ import asyncio
 import base64
 import collections
 import dataclasses
-import importlib
 import itertools
 import json
 import re
@@ -296,8 +295,6 @@ def test_update_weights(control, generate, weights, tmp_path):
 
 def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_path, monkeypatch):
     """A version of a newer epoch is newer than a higher number; the old version of its number is not taken for it."""
-    # Until relays serve heads, manifests have no epoch.
-    monkeypatch.setattr(importlib.import_module("sharding.broadcast.publish"), "HEADS_EVERYWHERE", True, raising=False)
     key = ed25519.Ed25519PrivateKey.generate()
     options = broadcast.PublishOptions(key=key)
 

@@ -79,6 +79,16 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
     }
     assert versions >= set(range(NUM_STEPS))
 
+    # Resumed: the server kept running, has each number already, and now gets those of a new epoch.
+    resumed = start("resumed", *tiny_run.command(workdir, **(overrides | {"rl.num_steps": NUM_STEPS + 2}))[1:])
+    proxy.wait_until(lambda: re.search(said, resumed.text()) or resumed.poll() is not None, 200, "what to start")
+    start("worker2", "-m", "rl.worker", "--orchestrator", re.search(said, resumed.text())[3])
+    proxy.wait_until(lambda: resumed.poll() is not None, 400, "the resumed run")
+    assert resumed.returncode == 0, [p.text()[-3000:] for p in start.processes.values()]
+    assert json.loads(get(f"http://127.0.0.1:{server_port}/health"))["policy_version"] == NUM_STEPS + 2
+    last = broadcast.read_manifest(workdir / "weights", NUM_STEPS + 2, key=key)
+    assert last.epoch > manifests[0].epoch
+
 
 @pytest.mark.slow
 def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_path, request):
