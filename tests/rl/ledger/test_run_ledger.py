@@ -65,7 +65,7 @@ def test_a_batch_without_trust_is_refused_and_ends_the_ledger(tmp_path):
 
 
 # A process imports once, then forks a writer per kill: it continues after the last batch of the ledger, as after a resume, and
-# writes a line for each event that is durable. A random number of milliseconds later it is killed.
+# writes a line for each event that is durable. It is killed at a random moment while it opens the file, or after.
 KILLS = """
 import itertools, os, pathlib, random, signal, sys, time
 from inference.rollouts import rollout as rollout_lib
@@ -79,11 +79,12 @@ key = rollout_lib.WorkerKey.load(folder / "ledger.key")
 def write(out):
     ledger = run_ledger.RunLedger(folder / "ledger.db", key, key.worker)
     step = ledger._ledger.state.run.step
-    ledger.resumed(step)
+    ledger.resumed(step).result()
+    os.write(out, b"0 open 0\\n")
     def note(kind, number):
         return lambda done: os.write(out, f"{done.result()} {kind} {number}\\n".encode())
     for step in itertools.count(step + 1):
-        batch = ledgers.train_on(ledger, step, num_groups=rng.randrange(1, 40))
+        batch = ledgers.train_on(ledger, step, num_groups=rng.randrange(1, 9))
         batch.add_done_callback(note("batch", step))
         batch.result()
         ledger.published(step, f"{step:064x}").add_done_callback(note("publish", step))
@@ -100,15 +101,14 @@ for kill in range(num_kills):
         finally:
             os._exit(1)
     os.close(out)
-    time.sleep(rng.choice((0.005, 0.05, 0.3)) * rng.random())
+    lines = os.read(source, 9) if rng.random() < 0.7 else b""  # else it may be killed while it opens the file
+    time.sleep(rng.choice((0.005, 0.05)) * rng.random())
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with open(source) as lines:
-        for line in lines.read().splitlines(keepends=True):
-            if line.endswith("\\n"):
-                print(line, end="")
-    sys.stdout.flush()
-    if (folder / "ledger.db").exists():
+    with open(source, "rb") as rest:
+        lines += rest.read()
+    print(lines[: lines.rfind(b"\\n") + 1].decode(), end="", flush=True)
+    if (folder / "ledger.db").exists() and (kill % 10 == 9 or num_kills < 100):
         report = ledger_lib.verify(folder / "ledger.db", keeper=key.worker)
         assert report.error is None, (kill, report)
 """
@@ -120,8 +120,8 @@ def test_kills_at_random_moments_lose_nothing_acknowledged_and_repeat_nothing(tm
     command = [sys.executable, "-c", KILLS, str(tmp_path), str(num_kills), "8"]
     done = subprocess.run(command, cwd=pathlib.Path(__file__).parents[3], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    acknowledged = [line.split() for line in done.stdout.splitlines()]
-    assert len(acknowledged) > num_kills / 2
+    acknowledged = [line.split() for line in done.stdout.splitlines() if "open" not in line]
+    assert len(acknowledged) > num_kills / 5
     with ledger_lib.Ledger(tmp_path / "ledger.db") as ledger:
         entries = ledger.entries()
     for seq, kind, number in acknowledged:
