@@ -1,24 +1,28 @@
 """Measures how soon cheats are caught: every known way to cheat, played by a worker's double against the real validator.
 
     python -m bench.cheats
-    python -m bench.cheats --cheats int8_weights temperature_1.1 --rollouts 512 --regimes bfloat16
+    python -m bench.cheats --cheats int8_weights temperature_1.1 --rollouts 512 --regimes mixed
 
 1. A model of 2 layers and 32 dims with random weights generates the prescribed groups of a run through the real
-   scheduler; each double (tests/support/doubles.py) changes its requests or its claims, and signs the result.
+   scheduler; each double (tests/support/doubles.py, forgeries.py) changes its requests or its claims, and signs the result.
 2. The validator checks the rollouts as those of one worker. Printed per cheat: the fraction of rollouts rejected on their own,
-   the reasons, and the number of rollouts until the worker is caught: mean and worst over starting points.
+   the number of rollouts until the worker is caught, median and worst over starting points, and the reasons.
 3. Regimes: "float32" replays in the dtype that generated, so a token is right or wrong; "bfloat16" likewise, where decode
-   and prefill round differently; "mixed" generates in bfloat16 and replays in float32. The last two have limits and bands
-   calibrated on honest rollouts of that pair, of other tasks.
-4. Honest rollouts run first, and must all pass: a rejection is a false alarm. Cheats with experts use an MoE model, in a run with
-   router replay, with honest rollouts and limits of its own.
-5. The time to verify rollouts is compared with the time to generate them, both after a warm-up.
+   and prefill round differently; "mixed" generates in bfloat16 and replays in float32. Limits and bands are those of configs/bands;
+   --calibrate measures them on honest rollouts of other tasks instead.
+4. Honest rollouts run first, and must all pass: a rejection or a flag is a false alarm, and the exit code is 1. Cheats with experts use an
+   MoE model, in a run with router replay, with honest rollouts and limits of its own.
+5. Forgers without a model are also played beside honest workers, where nothing of theirs is ever replayed.
+6. The time to verify rollouts is compared with the time to generate them, both after a warm-up.
+
+`--run DIR` writes the working directory of the run instead, for `python -m rl.validator calibrate`.
 """
 
 import argparse
+import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rl.verification import sequential_test
 from sharding.system import cli
@@ -41,55 +45,72 @@ def cost(repeat: int = 3) -> tuple[float, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints a table per regime and the cost; returns the exit code."""
+    """Prints a table per regime and the cost; returns the exit code: 1 after a false alarm."""
     parser = cli.Parser(prog="python -m bench.cheats", description=__doc__)
-    parser.add_argument("--rollouts", type=int, default=512, help="number of rollouts per cheat")
+    parser.add_argument("--rollouts", type=int, default=128, help="number of rollouts per cheat")
     parser.add_argument(
-        "--honest", type=int, default=2048, help="number of honest rollouts per regime, and for calibration"
+        "--honest", type=int, default=2048, help="number of honest rollouts per regime, and to calibrate"
     )
     parser.add_argument(
         "--cheats",
         nargs="+",
-        default=list(doubles.CHEATS),
-        help=f"ways to cheat (default: all of {', '.join(doubles.CHEATS)})",
+        default=list(cheats.CHEATS),
+        help=f"ways to cheat (default: all of {', '.join(cheats.CHEATS)})",
     )
     parser.add_argument(
-        "--regimes", nargs="+", choices=list(cheats.REGIMES), default=list(cheats.REGIMES), help="dtypes"
+        "--regimes", nargs="+", choices=list(cheats.REGIMES), default=["float32", "mixed"], help="dtypes"
     )
+    parser.add_argument("--calibrate", action="store_true", help="measure limits instead of those that ship")
+    parser.add_argument("--run", type=pathlib.Path, help="write the run to this directory, and end")
+    parser.add_argument("--mixture", action="store_true", help="with --run: of the MoE model")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.cheats if name not in doubles.CHEATS]:
-        parser.error(f"--cheats {unknown[0]!r} is not a cheat; choose among {', '.join(doubles.CHEATS)}")
-    for regime in args.regimes:
-        for mixture, first in ((False, doubles.honest), (True, doubles.honest_mixture)):
-            names = [name for name in args.cheats if (doubles.CHEATS[name] in doubles.MIXTURES) == mixture]
-            if names:
-                _print_table(regime, first, names, args)
+    if args.run:
+        args.run.mkdir(parents=True, exist_ok=True)
+        cheats.write_run(args.run, args.mixture)
+        return 0
+    if unknown := [name for name in args.cheats if name not in cheats.CHEATS]:
+        parser.error(f"--cheats {unknown[0]!r} is not a cheat; choose among {', '.join(cheats.CHEATS)}")
+    plays = [
+        (regime, mixture, name)
+        for regime in args.regimes
+        for mixture, first in ((False, "honest"), (True, "honest_mixture"))
+        if (own := [n for n in args.cheats if (cheats.CHEATS[n] in doubles.MIXTURES) == mixture])
+        for name in (first, *own)
+    ]
+    alarms = _play(plays, args)
+    for name in ("no_model_random_proofs", "honest"):
+        flagged, others = cheats.play_among_others(cheats.CHEATS.get(name, doubles.honest))
+        print(f"{name} beside honest workers, never replayed: flagged after {flagged} rollouts; {others}")
     generating, verifying = cost()
     print(
         f"128 rollouts: generated in {generating:.3f} s, verified in {verifying:.3f} s, 1/{generating / verifying:.1f}"
     )
-    return 0
+    return 1 if alarms else 0
 
 
-def _print_table(regime: str, first: Callable, names: Sequence[str], args: argparse.Namespace) -> None:
-    """Prints the cheats on one model, after the honest rollouts of `first`."""
-    mixture = first in doubles.MIXTURES
-    tolerance, bands = (
-        (doubles.FLOAT32, doubles.EXACT) if regime == "float32" else cheats.calibrated(args.honest, regime, mixture)
-    )
-    print(
-        f"{regime}: {tolerance}\n  {bands}; an honest worker is flagged with probability <= {sequential_test.ALPHA:.0e}"
-    )
-    print(f"  {'double':<18}{'rollouts':>9}{'rejected':>9}{'until: mean':>13}{'worst':>7}  reasons")
-    counts = {first.__name__: (first, args.honest)} | {name: (doubles.CHEATS[name], args.rollouts) for name in names}
-    for name, (double, count) in counts.items():
-        caught = cheats.play(double, count, tolerance, bands, regime)
+def _play(plays: Sequence[tuple[str, bool, str]], args: argparse.Namespace) -> int:
+    """Plays (regime, is MoE, name), with progress on stderr. Prints a table per regime; returns the number of false alarms."""
+    begun, table, alarms, limits = time.monotonic(), [], 0, None
+    for number, (regime, mixture, name) in enumerate(plays):
+        spent = time.monotonic() - begun
+        eta = f"eta {spent / number * (len(plays) - number):.0f} s" if number else ""
+        print(f"\r{number}/{len(plays)} {regime} {name} {eta}".ljust(78), end="", file=sys.stderr, flush=True)
+        if is_honest := name.startswith("honest"):
+            of = (args.honest, regime, mixture)
+            limits = cheats.calibrated(*of) if args.calibrate else cheats.shipped(regime, mixture)
+            table += [f"{regime}: {limits[0]}", f"  {limits[1]}"]
+            table += [f"  an honest worker is flagged with probability <= {sequential_test.ALPHA:.0e}"]
+            table += [f"  {'cheat':<24}{'rollouts':>9}{'refused':>9}{'until: median':>15}{'worst':>7}  reasons"]
+        assert limits is not None
+        cheat = {"honest": doubles.honest, "honest_mixture": doubles.honest_mixture}.get(name) or cheats.CHEATS[name]
+        caught = cheats.play(cheat, args.honest if is_honest else args.rollouts, *limits, regime)
+        alarms += is_honest * (round(caught.rate * caught.num_rollouts) + (caught.worst_until < float("inf")))
         reasons = " ".join(f"{reason} {count}" for reason, count in caught.reasons.items())
-        print(
-            f"  {name:<18}{caught.num_rollouts:>9}{caught.rate:>9.3f}{caught.mean_until:>13.2f}"
-            f"{caught.worst_until:>7.0f}  {reasons}",
-            flush=True,
-        )
+        figures = f"{caught.num_rollouts:>9}{caught.rate:>9.3f}{caught.median_until:>15.1f}{caught.worst_until:>7.0f}"
+        table.append(f"  {name:<24}{figures}  {reasons}{' FALSE ALARM' * (is_honest and alarms > 0)}")
+    print(file=sys.stderr)
+    print("\n".join(table), f"\nfalse alarms of honest workers: {alarms}", flush=True)
+    return alarms
 
 
 if __name__ == "__main__":

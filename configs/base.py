@@ -177,7 +177,9 @@ def get_config() -> config_dict.ConfigDict:
     tr.work_bits = 24  # 2^24 hashes: half a minute of one CPU core in Python, milliseconds on a GPU
     tr.pin_versions = "strangers"  # whose leases fix one policy version: or "all", "none"
     tr.sandbox = "auto"  # scorers run without files and network; "require": refuse a machine that cannot; "off"
-    tr.bands = ""  # JSON file of `python -m rl.validator calibrate`; "": the limits above, and no sequential tests
+    # JSON file of `python -m rl.validator calibrate`, or a name in configs/bands; "auto": the one there for dense or MoE models
+    # ("mixture") in model.dtype; "": the limits above, and no sequential tests of replays.
+    tr.bands = "auto"
 
     # Held-out evaluation: greedy at temperature 0.
     c.evaluation = e = config_dict.ConfigDict()

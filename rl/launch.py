@@ -74,8 +74,8 @@ def start_rollout_system(
     config = experiment.config
     stack = contextlib.ExitStack()
     rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait, stack), None
-    if config.trust.bands:
-        tolerance, bands = verifier.load_bands(config.trust.bands)
+    if file := verifier.bands_file(config):
+        tolerance, bands = verifier.load_bands(file)
         rules = dataclasses.replace(rules, tolerance=tolerance)
     evidence = evidence_log.EvidenceLog(bands, count_once=True)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions

@@ -143,9 +143,10 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     if not hosts.is_first:
         return
     envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
-    if config.trust.bands:
-        _check_file("trust.bands", config.trust.bands, "the file that `python -m rl.validator calibrate` wrote")
-        verifier.load_bands(config.trust.bands)
+    config_rules.check_tolerances(config)
+    if file := verifier.bands_file(config):
+        _check_file("trust.bands", str(file), "the file that `python -m rl.validator calibrate` wrote")
+        verifier.load_bands(file)
     sockets.listen(config.topology.host, config.topology.port).close()
     if config.topology.mode == "remote":
         sockets.listen(config.topology.relay_host, config.topology.relay_port).close()

@@ -47,7 +47,6 @@ BAND_SAFETY = 1.25
 FLOORS = sequential_test.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6)
 # Smallest limits on one rollout, by name in `Measured`. Float32 errors are 6e-6 at most in models of two and three layers.
 LEAST = dict(margin=1e-4, logprob=1e-4, routing=1e-3, exp_mismatches=8, mantissa_mean=2, mantissa_median=2)
-TIE_SAFETY = 1.5
 LEAST_TIES = 1e-3  # share of ties that may go to the second best, although none was seen
 OTHER_TEXTS = 256  # proofs at most that are compared with another text's hidden states, per variant
 DTYPES = ("float32", "bfloat16")
@@ -197,49 +196,60 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     noise = max(m.bound["logprob"] for m in measured)
     shape = max(FLOORS.shape, SAFETY * (max(sequential_test.TILTS) * noise) ** 2)
     first = sequential_test.Bands(**bands, shape=shape)
-    signed = [_signed(first, m.evidence) for m in measured]
+    first = dataclasses.replace(first, tie_span=tolerance.margin)
+    sums = [_sums(first, m.evidence) for m in measured]
     return tolerance, dataclasses.replace(
         first,
-        bias=max(bias for bias, _ in signed),
-        spread=max(spread for _, spread in signed),
-        tie_span=tolerance.margin,
-        ties=tuple(np.max([_ties(first, tolerance.margin, m.evidence) for m in measured], axis=0).tolist()),
+        **{name: max(found[name] for found in sums) for name in sums[0]},
+        ties=tuple(np.max([_ties(first, m.evidence) for m in measured], axis=0).tolist()),
     )
 
 
-def _signed(bands: sequential_test.Bands, evidence: Sequence[sequential_test.Evidence]) -> tuple[float, float]:
-    """Returns (bias, spread) of `Bands` for honest rollouts."""
-    sums = np.array([bands.signs(one.error_N).sum() for one in evidence])
-    counts = np.array([len(one.error_N) for one in evidence])
-    mean = sums.sum() / counts.sum()
-    error = math.sqrt(((sums - mean * counts) ** 2).sum()) / counts.sum()
-    scaled = sums / np.sqrt(counts)
-    spread = BAND_SAFETY * float(np.sqrt((scaled**2).mean()))
-    slope_K = np.array(sequential_test.SLOPES)[:, None]
-    for x in (scaled, -scaled):  # heavy tails, as of rollouts of one token, take a larger scale
+def _sums(bands: sequential_test.Bands, evidence: Sequence[sequential_test.Evidence]) -> dict[str, float]:
+    """Returns `Bands.scatter`, `bias`, and `spread` for honest rollouts."""
+    counts = np.array([one.num_tokens for one in evidence])
+    signed = np.array([bands.signs(one.error_N).sum() for one in evidence])
+    total = np.array([one.logprob for one in evidence]) * counts
+    mean = signed.sum() / counts.sum()
+    error = math.sqrt(((signed - mean * counts) ** 2).sum()) / counts.sum()
+    return {
+        "scatter": max(FLOORS.logprob, _scale((total - bands.logprob / BAND_SAFETY * counts) / np.sqrt(counts))),
+        "bias": BAND_SAFETY * float(abs(mean) + 4 * error),
+        "spread": max(1e-3, _scale(signed / np.sqrt(counts), -signed / np.sqrt(counts))),
+    }
+
+
+def _scale(*samples: np.ndarray) -> float:
+    """Returns a scale s with mean exp(a x / s) <= exp(a^2 / 2), a in `sequential_test.SLOPES`, for the numbers x of each sample."""
+    scale = BAND_SAFETY * max(float(np.sqrt((x**2).mean())) for x in samples) or 1e-12
+    slope_K1 = np.array(sequential_test.SLOPES)[:, None]
+    for x in samples:  # heavy tails, as of rollouts of one token, take a larger scale than their deviation
         while (
-            np.exp(slope_K * np.minimum(x / spread, sequential_test.MAX_SIGNED) - slope_K**2 / 2).mean(axis=1) > 1
-        ).any():
-            spread *= 1.05
-    return BAND_SAFETY * float(abs(mean) + 4 * error), spread
+            np.exp(slope_K1 * np.minimum(x / scale, sequential_test.MAX_SCALED) - slope_K1**2 / 2).mean(axis=1).max()
+            > 1
+        ):
+            scale *= 1.05
+    return scale
 
 
-def _ties(bands: sequential_test.Bands, span: float, evidence: Sequence[sequential_test.Evidence]) -> list[float]:
+def _ties(bands: sequential_test.Bands, evidence: Sequence[sequential_test.Evidence]) -> list[float]:
     """Returns `Bands.ties` for honest rollouts: the larger of the share seen and of that which their errors explain.
 
     Two logits that are `gap` apart change places if their errors differ by more. There are more errors than ties.
     """
-    bands = dataclasses.replace(bands, tie_span=span)
     error_N, gap_N, second_N = (
         np.concatenate([getattr(one, name) for one in evidence]) for name in ("error_N", "gap_N", "is_second_N")
     )
     apart_N = np.abs(error_N - np.random.default_rng(0).permutation(error_N))
     class_N, shares = bands.classes(gap_N), []
     for k in range(sequential_test.TIE_WIDTHS):
-        least = span / 2 ** (k + 1) if k + 1 < sequential_test.TIE_WIDTHS else 0.0
+        most, least = (bands.tie_span / 2 ** (step / 2) for step in (k, k + 1))
+        least *= k + 1 < sequential_test.TIE_WIDTHS  # the last class has all that is narrower
+        # Gaps are uniform within a class. Of equal errors, every second one is to the other side.
+        explained = float(np.clip((apart_N - least) / (most - least), 0, 1).mean()) / 2
         seen = second_N[class_N == k]
         share = (seen.sum() + 2 * math.sqrt(seen.sum())) / max(len(seen), 50)
-        shares.append(min(1.0, max(LEAST_TIES, TIE_SAFETY * max(share, 0.5 * float((apart_N > least).mean())))))
+        shares.append(min(1.0, max(LEAST_TIES, BAND_SAFETY * max(share, explained))))
     return shares
 
 
@@ -264,26 +274,46 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--rollouts {args.rollouts} is less than 1; give a larger number")
     if not pathlib.Path(args.out).absolute().parent.is_dir():
         raise ValueError(f"--out {args.out} is in a directory that does not exist; create the directory first")
-    exp = load_experiment(args.workdir)
-    weights = pathlib.Path(args.workdir) / "weights"
-    version = broadcast.latest(str(weights)) if args.version is None else args.version
-    if version is None:
-        raise ValueError(f"{weights} contains no published weights; run python -m rl.train first")
     unknown = [name for name in args.variants if name not in VARIANTS]
     if unknown:
         raise ValueError(f"--variants {unknown[0]!r} is not a variant; choose among {', '.join(VARIANTS)}")
-    get = verifier.published(str(weights), key=run_directory.public_key(pathlib.Path(args.workdir)))
+    measured: dict[str, Measured] = {}
+    policies = [_measure_run(args, workdir, measured) for workdir in args.workdir]
+    if not measured:
+        found = f"--variants {' '.join(args.variants)}: all need more than {jax.device_count()} devices"
+        raise ValueError(f"{found}; add one that needs fewer")
+    tolerance, bands = limits(list(measured.values()))
+    about = {
+        "date": time.strftime("%Y-%m-%d"),
+        "options": {name: value for name, value in vars(args).items() if value is not None},
+        "backend": jax.devices()[0].device_kind,
+        "policies": policies,
+        "proofs_of_other_texts": check_other_texts(tolerance.proofs, list(measured.values())),
+        "variants": {name: m.numbers() for name, m in measured.items()},
+    }
+    verifier.save_bands(args.out, tolerance, bands, about)
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, Measured]) -> dict:
+    """Adds the measurements of one run to `measured`. Returns its policy for people to read: version, dtypes, and model."""
+    exp, weights = load_experiment(workdir), pathlib.Path(workdir) / "weights"
+    version = broadcast.latest(str(weights)) if args.version is None else args.version
+    if version is None:
+        raise ValueError(f"{weights} contains no published weights; run python -m rl.train first")
+    get = verifier.published(str(weights), key=run_directory.public_key(pathlib.Path(workdir)))
     replayed = dataclasses.replace(exp.model, dtype=args.replay_dtype or exp.model.dtype)
     validator = verifier.Validator(replayed, get, rules_lib.Rules.of(exp.config))
     exp = dataclasses.replace(exp, model=dataclasses.replace(exp.model, dtype=args.sampler_dtype or exp.model.dtype))
-    key, measured = rollout_lib.WorkerKey.generate(), {}
+    key = rollout_lib.WorkerKey.generate()
     for name in args.variants:
         rollouts = variant_rollouts(exp, get(version), version, VARIANTS[name], args.rollouts, key)
         if rollouts is None:
             num_devices = math.prod(VARIANTS[name]["mesh"].values())
             print(f"{name}: left out, it needs {num_devices} devices and {jax.device_count()} are available")
             continue
-        m = measured[name] = measure(validator, rollouts)
+        m = measured[f"{workdir}: {name}"] = measure(validator, rollouts)
         print(
             f"{name}: {m.num_rollouts} rollouts, {m.num_tokens} tokens; worst margin {m.margin:.3g}, logprob "
             f"{m.logprob:.3g}, exponents {m.exp_mismatches}, mantissa {m.mantissa_mean:.3g}; "
@@ -291,24 +321,8 @@ def run(args: argparse.Namespace) -> int:
             f"{3 / m.num_rollouts:.2g})",
             flush=True,
         )
-    if not measured:
-        found = f"--variants {' '.join(args.variants)}: all need more than {jax.device_count()} devices"
-        raise ValueError(f"{found}; add one that needs fewer")
-    tolerance, bands = limits(list(measured.values()))
-    others = check_other_texts(tolerance.proofs, list(measured.values()))
-    about = {
-        "date": time.strftime("%Y-%m-%d"),
-        "options": {name: value for name, value in vars(args).items() if value is not None},
-        "dtypes": {"sampler": exp.model.dtype, "replay": replayed.dtype},
-        "model": dataclasses.asdict(replayed),
-        "version": version,
-        "backend": jax.devices()[0].device_kind,
-        "proofs_of_other_texts": others,
-        "variants": {name: m.numbers() for name, m in measured.items()},
-    }
-    verifier.save_bands(args.out, tolerance, bands, about)
-    print(f"wrote {args.out}")
-    return 0
+    dtypes = {"sampler_dtype": exp.model.dtype, "replay_dtype": replayed.dtype}
+    return {"workdir": workdir, "version": version, **dtypes, "model": dataclasses.asdict(exp.model)}
 
 
 def variant_rollouts(
@@ -349,9 +363,9 @@ def load_experiment(workdir: str) -> experiment_lib.Experiment:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command `calibrate` to its parser."""
     add, names = parser.add_argument, list(VARIANTS)
-    add("--workdir", required=True, help="working directory of the run whose policy and tasks are used")
+    add("--workdir", nargs="+", required=True, help="working directories of runs whose policies and tasks are used")
     add("--out", required=True, help="JSON file to write")
-    add("--version", type=int, help="version of the published weights (default: the newest)")
+    add("--version", type=int, help="version of the published weights (default: the newest of each run)")
     add("--rollouts", type=int, default=512, help="number of rollouts per variant")
     add("--sampler_dtype", choices=DTYPES, help="dtype of the samplers (default: that of the run)")
     add("--replay_dtype", choices=DTYPES, help="dtype of the validator (default: that of the run)")

@@ -112,8 +112,8 @@ def serve(args: argparse.Namespace) -> int:
         raise ValueError(
             f"the run's public key is {run!r}; give 64 hex digits with --run, or a --workdir with weights.key"
         )
-    if args.bands:
-        tolerance, bands = verifier.load_bands(args.bands)
+    if file := args.bands or verifier.bands_file(config):
+        tolerance, bands = verifier.load_bands(file)
     else:
         tolerance, bands = rules_lib.Tolerance.of(config.trust, toploc.THRESHOLDS[args.thresholds]), None
     with contextlib.ExitStack() as stack:
@@ -184,8 +184,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run", help="public key of the run (default: that of <workdir>/weights.key)")
     add("--rollouts", help="directory of files to check (default: only groups are checked, for an orchestrator)")
     add("--weights", help="root of the weight broadcast (default: <workdir>/weights)")
-    add("--bands", help="JSON file of calibrate (default: the limits of the config, no sequential tests of replays)")
-    add("--thresholds", choices=sorted(toploc.THRESHOLDS), default="paper", help="limits on proofs without --bands")
+    add("--bands", help="JSON file of calibrate (default: trust.bands of the run)")
+    add("--thresholds", choices=sorted(toploc.THRESHOLDS), default="paper", help="limits on proofs without bands")
     add("--state", help="file of decisions, for the next start (default: <workdir>/validator.db)")
     add("--ledger", help="ledger file to write verdicts to")
     add("--key", help="file of this validator's key, made if absent (default: <workdir>/keys/validator.key)")

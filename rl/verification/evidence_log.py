@@ -1,10 +1,11 @@
 """The evidence against all workers of a run: one sequential test per worker, fed with every checked rollout."""
 
+import collections
 import threading
 from collections.abc import Iterable, Sequence
 
 from inference.rollouts import rollout as rollout_lib
-from rl.verification import checks, seen_set, sequential_test
+from rl.verification import checks, peers, seen_set, sequential_test
 
 
 class EvidenceLog:
@@ -20,10 +21,19 @@ class EvidenceLog:
         self._bands, self._count_once = bands, count_once
         self._lock = threading.Lock()
         self._seen = seen_set.SeenSet()
+        self._peers = peers.Peers()
         self.tests: dict[str, sequential_test.SequentialTest] = {}
 
     def add_claims(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
-        """Adds the rollouts' claimed log-probabilities to their workers' tests. Returns "statistics" for rollouts of a flagged cheat, else OK."""
+        """Adds the claimed log-probabilities of whole groups to their workers' tests. Returns "statistics" for rollouts of a flagged cheat, else OK."""
+        groups = collections.defaultdict(list)
+        for rollout in rollouts:
+            groups[rollout.step, rollout.task.group, rollout.worker].append(rollout)
+        with self._lock:
+            for (step, _, _), group in sorted(groups.items()):
+                self._peers.add(group)
+                for worker, ratio_K in self._peers.bets(step):
+                    self._test(worker).add_peers(ratio_K)
         out = []
         for rollout, y_N in zip(rollouts, checks.exponential_noise(rollouts), strict=True):
             ratio_K = sequential_test.claims_ratio(y_N) * (rollout.temperature > 0)
@@ -37,6 +47,7 @@ class EvidenceLog:
         """Adds accepted replays of one worker's samples of one group to its test, if this log has bands."""
         worker = group[0][0].worker
         with self._lock:
+            self._peers.verify(group[0][0])
             new = [(rollout, evidence) for rollout, evidence in group if self._mark("replay", rollout)]
             if self._bands is None or not new:
                 return
@@ -64,11 +75,14 @@ class EvidenceLog:
         """Returns all tests ("records") and the counted samples of steps after `after` ("counted") as plain JSON for `restore`."""
         with self._lock:
             tests = {worker: test.state() for worker, test in self.tests.items()}
-            return {"records": tests, "counted": [[step, *entry] for step, entry in sorted(self._seen) if step > after]}
+            counted = [[step, *entry] for step, entry in sorted(self._seen) if step > after]
+            return {"records": tests, "counted": counted, "groups": self._peers.state()}
 
-    def restore(self, records: dict[str, dict], counted: Iterable[Sequence] = ()) -> None:
-        """Replaces all tests by `records` (from `states` or `state`), and the samples counted so far by `counted` (from `state`)."""
+    def restore(self, records: dict[str, dict], counted: Iterable[Sequence] = (), groups: dict | None = None) -> None:
+        """Replaces all tests by `records` (from `states` or `state`), and the samples and open groups so far by those of `state`."""
         with self._lock:
+            if groups is not None:
+                self._peers = peers.Peers.restored(groups)
             self.tests = {w: sequential_test.SequentialTest.restored(self._bands, s) for w, s in records.items()}
             self._seen = seen_set.SeenSet()
             for step, *entry in counted:

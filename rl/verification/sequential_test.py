@@ -12,8 +12,9 @@ A cheat that moves each token a little passes every limit on a single rollout. I
    RATES, has mean 1: too low a claim makes y large, too high a claim makes it small.
 5. Claims that all err to one side, or to the side of each rollout's advantage, are biased within every tolerance. A signed sum x of
    errors with honest E exp(a x) <= exp(a^2 / 2) multiplies it by exp(a x - a^2 / 2), a in SLOPES, upward, downward, and by their mean.
-6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. Its share
-   of the ties of one width is bet on like x in 2. A worker that chooses among ties takes it too often.
+   The sum of absolute errors in excess of its band is bet on likewise, upward: other weights make all errors a little larger.
+6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. The bets are
+   on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits, or chooses among tokens.
 7. Claims are compared with those of other workers in the same step (rl/verification/peers.py), without a replay.
 8. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
    (alpha 6 / (pi k)^2 in epoch k), so that long honesty does not pay for later cheating. Summed over streams and epochs, an
@@ -34,19 +35,19 @@ EPOCH = 1024  # rollouts
 BETS = (0.5, 0.1, 0.02)  # large ones find large cheats soon, small ones survive noisy honesty
 TILTS = (0.5, 0.9, 1.1, 4.0)  # exponents: hotter, a tenth hotter, a tenth colder, nearly greedy
 RATES = (0.5, 0.95, 1.05, 2.0)  # of an exponential: claims too low by 0.7 nats or 0.05, too high by as much
-SLOPES = (0.5, 1.0, 2.0)  # of the bets on signed errors, in honest standard deviations
-MAX_SIGNED = 5.0  # standard deviations that the signed errors of one rollout or group count at most
-TIE_BETS = (0.9, 0.5, 0.1)
-TIE_WIDTHS = (
-    6  # classes of ties; the widest is from half of `Bands.tie_span` to all of it, each further one half as wide
-)
-# What the numbers of a stream come from: each kind is counted on its own.
+SLOPES = (0.5, 1.0, 2.0)  # of the bets on sums of errors, per honest standard deviation
+MAX_SCALED = 5.0  # standard deviations that the errors of one rollout or group count at most
+TIE_WIDTHS = 12  # classes of ties; the widest is from `Bands.tie_span` down, each further one 2^0.5 as wide
+TIE_SHIFTS = (2, 4, 8, 12)  # classes
+TIE_MOST = 0.9  # share of the narrowest ties that a cheat is bet to decide against the policy
+# The kind of thing that adds to a stream; each kind is counted on its own.
 STREAMS = {
     "margin": "rollouts",
     "logprob": "rollouts",
     "proof": "rollouts",
     "shape": "rollouts",
     "claims": "claims",
+    "error": "rollouts",
     "bias": "rollouts",
     "advantage": "groups",
     "ties": "rollouts",
@@ -63,7 +64,8 @@ class Bands:
     logprob: float  # mean over tokens of min(|claimed - replayed|, 1), nats
     proof: float  # mean over chunks of (exponent mismatches / k + mantissa mean / 128) / 2
     shape: float  # nats per token by which rounding may favor a tempered distribution
-    # Bands of earlier versions lack the rest: what was not measured is not tested.
+    # Files of earlier versions lack the rest, and these defaults test nothing.
+    scatter: float = math.inf  # standard deviation of a rollout's summed absolute errors, per root of its tokens
     bias: float = 1.0  # |mean over tokens of `signs`|
     spread: float = math.inf  # standard deviation of a rollout's summed signs, per root of its tokens
     tie_span: float = 0.0  # nats: a wider gap between the two best tokens is no tie
@@ -77,10 +79,10 @@ class Bands:
 
     def classes(self, gap_N: np.ndarray) -> np.ndarray:
         """Returns the class of the tie of each token, from 0, the widest; -1 if the gap between its best tokens is no tie."""
-        halvings_N = (
-            np.floor(np.log2(self.tie_span / np.maximum(gap_N, 1e-30))) if self.tie_span else np.full(len(gap_N), -1)
-        )
-        return np.where(gap_N <= self.tie_span, np.minimum(halvings_N, TIE_WIDTHS - 1), -1).astype(int)
+        if not self.tie_span:
+            return np.full(len(gap_N), -1)
+        steps_N = np.floor(2 * np.log2(self.tie_span / np.maximum(gap_N, 1e-30)))
+        return np.where(gap_N <= self.tie_span, np.minimum(steps_N, TIE_WIDTHS - 1), -1).astype(int)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,7 @@ class SequentialTest:
 
     def __init__(self, bands: Bands | None, *, alpha: float = ALPHA, epoch: int = EPOCH):
         self._bands, self._alpha, self._epoch_length = bands, alpha, epoch
-        self._counts = dict.fromkeys(STREAMS.values(), 0)  # of what was added, by kind
+        self._counts = dict.fromkeys(STREAMS.values(), 0)  # by kind
         self.flag: str | None = None  # "stream: numbers" once the evidence suffices; stays
         self._log_evidence = dict.fromkeys(STREAMS, np.zeros(1))
 
@@ -130,8 +132,10 @@ class SequentialTest:
             gain = ((x if x < 1 else 1.0) - m) / m  # NaN counts as 1: it would stop the bets for ever
             gains[name] = np.array([math.log1p(f * gain) for f in BETS])
         gains["shape"] = evidence.shape - bands.shape * evidence.num_tokens
+        root, num = math.sqrt(evidence.num_tokens), evidence.num_tokens
+        gains["error"] = _slope_gains(evidence.logprob * num, bands.logprob * num, bands.scatter * root)
         signs_N = bands.signs(evidence.error_N)
-        gains["bias"] = _signed_gains(signs_N.sum(), bands.bias * len(signs_N), bands.spread * math.sqrt(len(signs_N)))
+        gains["bias"] = _signed_gains(signs_N.sum(), bands.bias * num, bands.spread * root)
         gains["ties"] = _tie_gains(bands, evidence)
         self._add("rollouts", gains)
         return self.flag
@@ -140,7 +144,7 @@ class SequentialTest:
         """Adds the errors of a group's claims, [N] of each sample, to the test against their advantages. Returns the flag."""
         assert (bands := self._bands) is not None
         signs = [bands.signs(error_N) for error_N in errors]
-        center = np.concatenate(signs).mean()  # what moves all samples alike moves no advantage
+        center = np.concatenate(signs).mean()  # a shift of all samples alike favors none
         advantages = np.array(rewards) - np.mean(rewards)
         total = sum(a * (sign_N - center).sum() for a, sign_N in zip(advantages, signs, strict=True))
         scale = math.sqrt(sum(a * a * len(sign_N) for a, sign_N in zip(advantages, signs, strict=True)))
@@ -189,23 +193,28 @@ class SequentialTest:
         return test
 
 
-def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
-    """Returns log bets [3 len(SLOPES)] that a sum exceeds `allowed` upward, downward, and either way; `scale` is its standard deviation."""
+def _slope_gains(total: float, allowed: float, scale: float) -> np.ndarray:
+    """Returns log bets [len(SLOPES)] that a sum exceeds `allowed`; `scale` is its standard deviation."""
     if not 0 < scale < math.inf:  # nothing to compare, or not measured
-        return np.zeros(3 * len(SLOPES))
-    slope_K = np.array(SLOPES)
-    up, down = (min((side - allowed) / scale, MAX_SIGNED) for side in (total, -total))
-    up_K, down_K = (slope_K * x - slope_K**2 / 2 for x in (up, down))
+        return np.zeros(len(SLOPES))
+    slope_K, excess = np.array(SLOPES), (total - allowed) / scale
+    return slope_K * (excess if excess < MAX_SCALED else MAX_SCALED) - slope_K**2 / 2  # NaN counts as much
+
+
+def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
+    """Returns log bets [3 len(SLOPES)] that a sum exceeds `allowed` upward, downward, and either way."""
+    up_K, down_K = (_slope_gains(side, allowed, scale) for side in (total, -total))
     return np.concatenate([up_K, down_K, np.logaddexp(up_K, down_K) - math.log(2)])
 
 
 def _tie_gains(bands: Bands, evidence: Evidence) -> np.ndarray:
-    """Returns log bets [len(TIE_BETS)] that second-best tokens were drawn at near ties more often than honest backends do."""
-    class_N = bands.classes(evidence.gap_N)
-    gain_K = np.zeros(len(TIE_BETS))
+    """Returns log bets [len(TIE_SHIFTS)] that second-best tokens were drawn as if the ties were narrower than they are."""
+    class_N, shares = bands.classes(evidence.gap_N), np.array([*bands.ties, *[TIE_MOST] * max(TIE_SHIFTS)])
+    gain_K = np.zeros(len(TIE_SHIFTS))
     for k in np.unique(class_N[class_N >= 0]):
-        share = evidence.is_second_N[class_N == k].mean()
-        gain_K += np.log1p(np.array(TIE_BETS) * (share - bands.ties[k]) / bands.ties[k])
+        share, honest = evidence.is_second_N[class_N == k].mean(), min(shares[k], TIE_MOST)
+        cheat_K = np.clip(shares[k + np.array(TIE_SHIFTS)], honest, TIE_MOST)
+        gain_K += np.log(share * cheat_K / honest + (1 - share) * (1 - cheat_K) / (1 - honest))
     return gain_K
 
 

@@ -32,6 +32,7 @@ from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
 from sharding import broadcast
 
+SHIPPED_BANDS = pathlib.Path(__file__).parents[2] / "configs" / "bands"
 MAX_SCORERS = 4  # processes that score at the same time, in case some are slow
 MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
 MAX_REPLAY_TOKENS = 2**16  # of rollouts replayed together: their hidden states go to the host, 0.7 GB at 5120 dims
@@ -223,6 +224,16 @@ def recomputed(scored: Sequence[scorer.Scored]) -> list[rules_lib.Recomputed]:
     return out
 
 
+def bands_file(config) -> pathlib.Path | None:
+    """Returns the bands file that `trust.bands` names, or None. "auto" is the one shipped for this family and dtype."""
+    name = config.trust.bands
+    if name == "auto":
+        family, dtype = "mixture" if config.model.num_experts else "dense", config.model.dtype
+        name = f"{family}-{dtype}-{dtype}"
+    shipped = SHIPPED_BANDS / f"{name}.json"
+    return None if not name else shipped if shipped.is_file() else pathlib.Path(name)
+
+
 def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
     """Reads the bands file that `python -m rl.validator calibrate` wrote. Raises ValueError for a missing or malformed one."""
     try:
@@ -235,7 +246,7 @@ def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequentia
         values = [*tolerance.values(), *vars(proofs).values(), *limits, bands.tie_span]
         if not all(isinstance(value, int | float) and 0 <= value < 1e9 for value in values):
             raise ValueError("a limit in the bands file is not a number from 0 to 1e9")
-        if not (min(*limits, bands.spread) > 0 and len(bands.ties) == sequential_test.TIE_WIDTHS):
+        if not (min(*limits, bands.spread, bands.scatter) > 0 and len(bands.ties) == sequential_test.TIE_WIDTHS):
             raise ValueError(f"the tolerance bands are not numbers above 0, and {sequential_test.TIE_WIDTHS} for ties")
         return rules_lib.Tolerance(**tolerance, proofs=proofs), bands
     except (OSError, ValueError, TypeError, KeyError) as error:

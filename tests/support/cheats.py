@@ -2,20 +2,26 @@
 
 import collections
 import dataclasses
+import json
+import pathlib
 from collections.abc import Callable
 
 import numpy as np
 
+from inference.rollouts import rollout as rollout_lib
 from rl.validator import calibrate
-from rl.verification import checks, sequential_test, verifier
+from rl.verification import checks, evidence_log, sequential_test, verifier
 from rl.verification import rules as rules_lib
-from tests.support import doubles
+from sharding import broadcast
+from tests.support import doubles, forgeries
 
 REGIMES = {  # dtype of generation, of replay
     "float32": ("float32", "float32"),
     "bfloat16": ("bfloat16", "bfloat16"),
     "mixed": ("bfloat16", "float32"),
 }
+CHEATS = doubles.CHEATS | forgeries.FORGERIES
+GROUP = 8  # rollouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Caught:
     num_rollouts: int
     rate: float  # of rollouts rejected on their own
     reasons: dict[str, int]
-    mean_until: float  # rollouts of one worker until one was rejected, over starting points
+    median_until: float  # rollouts of one worker until it was caught, over starting points
     worst_until: float  # inf if a starting point saw none
 
 
@@ -37,7 +43,7 @@ def play(
     regime: str = "float32",
     prompts: int = 16,
 ) -> Caught:
-    """Checks rollouts of a cheat; a new worker starts at every 8th one, so that its sequential test starts empty."""
+    """Checks rollouts of a cheat; a new worker starts at every group, so that its sequential test starts empty."""
     dtype, replay_dtype = REGIMES[regime]
     rollouts, step, mixture = [], 3, cheat in doubles.MIXTURES
     while len(rollouts) < num_rollouts:
@@ -56,22 +62,79 @@ def play(
             found[i] = checks.evidence(one) if verdicts[i].accepted else None
         alone += verdicts
         evidence += found.values()
-    until = []
-    for begin in range(0, max(len(rollouts) - 64, 1), 8):
-        test, count = sequential_test.SequentialTest(bands), float("inf")
-        for n in range(begin, len(rollouts)):
-            if not alone[n].accepted or test.add(evidence[n]):
-                count = n - begin + 1
-                break
-        until.append(count)
+    until = [
+        _until(rollouts[begin:], alone[begin:], evidence[begin:], bands)
+        for begin in range(0, max(len(rollouts) - 64, 1), GROUP)
+    ]
     rejected = [verdict for verdict in alone if not verdict.accepted]
     return Caught(
         len(rollouts),
         len(rejected) / len(rollouts),
         dict(collections.Counter(verdict.reason for verdict in rejected)),
-        float(np.mean(until)),
+        float(np.median(until)),
         float(np.max(until)),
     )
+
+
+def _until(rollouts, alone, evidence, bands: sequential_test.Bands) -> float:
+    test, group = sequential_test.SequentialTest(bands), []
+    for n, (rollout, verdict, one) in enumerate(zip(rollouts, alone, evidence, strict=True), start=1):
+        if not verdict.accepted:
+            return n
+        test.add_claims(
+            sequential_test.claims_ratio(checks.exponential_noise([rollout])[0]) * (rollout.temperature > 0)
+        )
+        test.add(one)
+        group.append((one.error_N, rollout.reward))
+        if n % GROUP == 0:
+            test.add_group(*zip(*group, strict=True))
+            group = []
+        if test.flag:
+            return n
+    return float("inf")
+
+
+def play_among_others(cheat: Callable, num_steps: int = 12, share: int = 4) -> tuple[int | None, str]:
+    """Lets a cheat do every `share`-th group beside honest workers, and compares claims without ever replaying its own.
+
+    Returns (number of its rollouts until it was flagged, or None; the workers flagged).
+    """
+    log, keys = evidence_log.EvidenceLog(None), [rollout_lib.WorkerKey.generate() for _ in range(share - 1)]
+    validator = doubles.make_validator()
+    count, flagged = 0, None
+    for step in range(3, 3 + num_steps):
+        double = doubles.Double(step)
+        for forged, honest in zip(_groups(cheat(double)), _groups(doubles.honest(double)), strict=True):
+            place = honest[0].task.group % share
+            if place == 0:
+                assert all(verdict.accepted for verdict in validator.check_without_weights(forged))
+                log.add_claims(forged)
+                count += GROUP
+                continue
+            honest = [rollout_lib.sign(r, keys[place - 1]) for r in honest]
+            log.add_claims(honest)
+            log.add_replays([(r, sequential_test.Evidence(0, 0, 0, np.zeros(4), 1)) for r in honest])
+        if flagged is None and not log.verdict(doubles.NODE.worker).accepted:
+            flagged = count
+    wrongly = sum(not log.verdict(key.worker).accepted for key in keys)
+    return flagged, f"{wrongly} of {len(keys)} honest workers flagged"
+
+
+def _groups(rollouts: list) -> list[list]:
+    return [rollouts[start : start + GROUP] for start in range(0, len(rollouts), GROUP)]
+
+
+def write_run(workdir: pathlib.Path, mixture: bool = False) -> None:
+    """Writes the working directory of the run in which the cheats play, for `python -m rl.validator calibrate`."""
+    exp = doubles.experiment(prompts=2, mixture=mixture)
+    (workdir / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
+    broadcast.publish(doubles.weights(0, mixture), 4, str(workdir / "weights"))
+
+
+def shipped(regime: str, mixture: bool = False) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
+    """Returns the limits that ship for a regime."""
+    sampler, replayed = REGIMES[regime]
+    return verifier.load_bands(f"{'mixture' if mixture else 'dense'}-{sampler}-{replayed}")
 
 
 def calibrated(

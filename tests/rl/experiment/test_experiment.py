@@ -233,6 +233,18 @@ def test_filtered_samples_are_trained_on_only_where_no_ratio_is_to_the_sampler(f
     rules.check_trainable(resolved(sampling__temperature=0.7).config)
 
 
+def test_a_run_without_bands_leaves_no_room_to_live_in():
+    """The limits of `trust` bound one token; with no test of sums, more than float32 rounds is a worker's to use."""
+    rules.check_tolerances(resolved(trust__margin=0.2).config)  # bands of the shipped file are in force
+    rules.check_tolerances(resolved(trust__bands="", trust__margin=1e-3).config)
+    for name, value in (("margin", 0.02), ("logprob_tolerance", 0.05), ("max_wrong_tokens", 1)):
+        config = resolved(trust__bands="", **{"trust__margin": 0.0, f"trust__{name}": value}).config
+        with pytest.raises(
+            ValueError, match=f"trust.{name} = {value} exceeds .* lower it, or set trust.bands = 'auto'"
+        ):
+            rules.check_tolerances(config)
+
+
 def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
     one, other = resolved(), resolved(rl__prompts_per_step=7)
     moved = resolved(mesh__fsdp=1, rl__num_steps=7, trust__max_attempts=9)

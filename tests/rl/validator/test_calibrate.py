@@ -1,14 +1,21 @@
 """Calibration: limits and bands fit the measurements, and are read back."""
 
+import dataclasses
+import importlib
 import json
+import types
 
 import jax
+import numpy as np
 import pytest
 
+from configs import quickstart
+from inference.proofs import toploc
 from rl.validator import calibrate
-from rl.verification import verifier
-from sharding import broadcast
-from tests.support import commands, doubles
+from rl.verification import sequential_test, verifier
+from tests.support import cheats, commands, doubles, proofs
+
+LOOSE = dataclasses.replace(toploc.DEPLOYED, spread=0)
 
 
 @pytest.mark.slow
@@ -42,15 +49,72 @@ def test_a_mesh_is_a_variant(monkeypatch):
     assert calibrate.variant_rollouts(exp, doubles.weights(0), 0, variant, 4, doubles.NODE) is None
 
 
+@pytest.mark.parametrize(("num_massive", "limits"), [(4, toploc.PAPER), (0, toploc.DEPLOYED), (4, LOOSE)])
+def test_limits_that_accept_proofs_of_other_texts_are_refused(num_massive, limits):
+    """With four massive channels the published limits accept every text's proof for every other."""
+    rng, chunks = np.random.default_rng(0), []
+    for _ in range(8):
+        hidden_TD = rng.standard_normal((32, 256))
+        hidden_TD[:, :num_massive] = 60 * (1 + 0.15 * rng.standard_normal((32, num_massive)))
+        hidden_TD = hidden_TD.astype(toploc.jnp.bfloat16)
+        chunks.append((hidden_TD, proofs.build(hidden_TD)[0]))
+    measured = [types.SimpleNamespace(chunks=chunks)]
+    if limits != LOOSE:
+        assert calibrate.check_other_texts(limits, measured) == 7
+        return
+    with pytest.raises(ValueError, match="accept 7 of 7 proofs of other texts; replay in the dtype"):
+        calibrate.check_other_texts(limits, measured)
+
+
+def test_scales_and_ties_hold_for_the_rollouts_they_were_measured_on():
+    """A scale bounds the mean of every bet; shares of ties come from errors where none was seen, and from what was seen elsewhere."""
+    rng = np.random.default_rng(1)
+    for x in (rng.normal(0, 3, 500), rng.standard_t(3, 500), np.full(500, -0.5)):
+        scale = calibrate._scale(x)
+        bets = [
+            np.exp(a * np.minimum(x / scale, sequential_test.MAX_SCALED) - a * a / 2) for a in sequential_test.SLOPES
+        ]
+        assert np.mean(bets, axis=1).max() <= 1 and scale < 12
+    bands = dataclasses.replace(calibrate.FLOORS, tie_span=0.1)
+    error_N, gap_N = rng.normal(0, 0.01, 4000), rng.uniform(0, 1, 4000)
+    is_second_N = gap_N < np.abs(rng.normal(0, 0.01 * 2**0.5, 4000)) * rng.choice([0, 1], 4000)
+    one = sequential_test.Evidence(0, 0, 0, np.zeros(4), 4000, error_N, gap_N, is_second_N)
+    shares = calibrate._ties(bands, [one])
+    assert shares[0] == calibrate.LEAST_TIES and shares[-1] >= 0.5 and list(shares) == sorted(shares)
+    for k, share in enumerate(shares):
+        seen = is_second_N[bands.classes(gap_N) == k]
+        assert share >= seen.sum() / max(len(seen), 50)
+    quiet = calibrate._ties(bands, [dataclasses.replace(one, error_N=np.zeros(4000), is_second_N=gap_N < 0.05)])
+    assert quiet[0] == calibrate.LEAST_TIES and min(quiet[2:5]) == 1.0  # 0.05 is the border of classes 1 and 2
+
+
+def test_every_shipped_config_has_bands_for_its_family_and_dtype():
+    """And they load; a name or a path works as well, and "" stands for none."""
+    names = {path.stem for path in verifier.SHIPPED_BANDS.parent.glob("*.py")} - {"__init__", "presets", "tpu_gsm8k"}
+    files = [verifier.bands_file(importlib.import_module(f"configs.{name}").get_config()) for name in sorted(names)]
+    assert {file.name for file in files} == {"dense-float32-float32.json", "dense-bfloat16-bfloat16.json"} | {
+        f"mixture-{dtype}-{dtype}.json" for dtype in ("float32", "bfloat16")
+    }
+    for file in sorted(verifier.SHIPPED_BANDS.glob("*.json")):
+        tolerance, bands = verifier.load_bands(file)
+        assert len(bands.ties) == sequential_test.TIE_WIDTHS and bands.tie_span == tolerance.margin
+        about = json.loads(file.read_text())["measured"]
+        assert about["proofs_of_other_texts"] > 100 and about["policies"] and about["date"], file
+    config = quickstart.get_config()
+    for bands, expected in (("mixture-bfloat16-float32", "mixture-bfloat16-float32.json"), ("a/b.json", "b.json")):
+        config.trust.bands = bands
+        assert verifier.bands_file(config).name == expected
+    config.trust.bands = ""
+    assert verifier.bands_file(config) is None
+
+
 def test_the_calibrate_command(tmp_path, capsys):
-    exp = doubles.experiment(prompts=2)
-    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
-    broadcast.publish(doubles.weights(0), 4, str(tmp_path / "weights"))
+    cheats.write_run(tmp_path)
     command = ["calibrate", "--workdir", str(tmp_path), "--out", str(tmp_path / "bands.json"), "--rollouts", "8"]
     assert commands.run("rl.validator", *command, "--variants", "same") == 0
     assert "same: 8 rollouts" in capsys.readouterr().out
     body = json.loads((tmp_path / "bands.json").read_text())
-    assert body["measured"]["version"] == 4 and verifier.load_bands(tmp_path / "bands.json")
+    assert body["measured"]["policies"][0]["version"] == 4 and verifier.load_bands(tmp_path / "bands.json")
     assert commands.run("rl.validator", *command, "--variants", "nonsense") == 1
     assert commands.run("rl.validator", "calibrate", "--workdir", str(tmp_path / "no"), "--out", "x") == 1
     for mistake in (["--rollouts", "0"], ["--out", str(tmp_path / "no" / "x")]):  # refused before anything is generated

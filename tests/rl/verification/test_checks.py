@@ -422,6 +422,80 @@ def test_the_tilts_are_a_fair_game_and_find_another_temperature():
         assert (found is None) if limit is None else found <= limit
 
 
+MEASURED = dataclasses.replace(
+    BANDS, scatter=0.02, bias=0.05, spread=0.8, tie_span=0.2, ties=tuple(0.5 * 2 ** (-k / 2) for k in range(11, -1, -1))
+)
+
+
+def log_bets(test, name):
+    return test.state()["log_wealth"][name]
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.004, -0.02, np.nan])
+def test_signed_errors_are_bet_on_in_all_directions(shift):
+    """Compares with sums by hand: signs in units of the band, limited to 1, of one rollout and of a group of three."""
+    errors = [np.random.default_rng(i).normal(shift, 0.01, n) for i, n in enumerate((5, 40, 200))]
+    signs = [[max(-1.0, min(1.0, (0.01 if math.isnan(e) else e) / 0.01)) for e in error_N] for error_N in errors]
+    test = sequential_test.SequentialTest(MEASURED)
+    test.add(dataclasses.replace(evidence(num_tokens=40, logprob=0.03), error_N=errors[1]))
+
+    def bets(total, allowed, scale):
+        up, down = (min(5, (side * total - allowed) / scale) for side in (1, -1))
+        out = [[a * x - a * a / 2 for a in sequential_test.SLOPES] for x in (up, down)]
+        return [*out[0], *out[1], *(math.log((math.exp(u) + math.exp(d)) / 2) for u, d in zip(*out, strict=True))]
+
+    np.testing.assert_allclose(log_bets(test, "bias"), bets(sum(signs[1]), 0.05 * 40, 0.8 * math.sqrt(40)), rtol=1e-9)
+    excess = min(5, (0.03 - 0.01) * 40 / (0.02 * math.sqrt(40)))
+    np.testing.assert_allclose(log_bets(test, "error"), [a * excess - a * a / 2 for a in sequential_test.SLOPES])
+    test.add_group(errors, [0.0, 1.0, 0.25])
+    every, mean = [z for one in signs for z in one], 1.25 / 3
+    center = sum(every) / len(every)
+    total = sum((r - mean) * (z - center) for r, one in zip((0, 1, 0.25), signs, strict=True) for z in one)
+    scale = 0.8 * math.sqrt(sum((r - mean) ** 2 * len(one) for r, one in zip((0, 1, 0.25), signs, strict=True)))
+    np.testing.assert_allclose(log_bets(test, "advantage"), bets(total, 0, scale), rtol=1e-9)
+    test.add_group(errors, [1.0, 1.0, 1.0])  # no advantage, no bet
+    np.testing.assert_allclose(log_bets(test, "advantage"), bets(total, 0, scale), rtol=1e-9)
+
+
+def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
+    """Compares with odds by hand; a worker whose noise is twice as wide, or that chooses, is found, and an honest one is not."""
+    gap_N, is_second_N = np.array([0.19, 0.13, 0.12, 0.3, 1e-9]), np.array([True, False, True, False, True])
+    test = sequential_test.SequentialTest(MEASURED)
+    test.add(dataclasses.replace(evidence(num_tokens=5), gap_N=gap_N, is_second_N=is_second_N))
+    ties = MEASURED.ties
+
+    def odds(k, share, shift):
+        cheat = max(ties[k], ties[k + shift] if k + shift < 12 else 0.9)
+        return share * cheat / ties[k] + (1 - share) * (1 - cheat) / (1 - ties[k])
+
+    # 0.2 to 0.141 is class 0, down to 0.1 class 1; 0.3 is no tie, and 1e-9 is in the last class.
+    expected = [
+        math.log(odds(0, 1, s)) + math.log(odds(1, 0.5, s)) + math.log(odds(11, 1, s))
+        for s in sequential_test.TIE_SHIFTS
+    ]
+    np.testing.assert_allclose(log_bets(test, "ties"), expected, rtol=1e-9)
+    for name, shift, limit in (("honest", 0, None), ("noisy", 2, 400), ("chooses", 11, 60)):
+        rng, test = np.random.default_rng(shift), sequential_test.SequentialTest(MEASURED)
+
+        def draw(rng=rng, shift=shift):
+            gap_N = rng.uniform(0, 1, 40)  # 8 ties
+            class_N = MEASURED.classes(gap_N)
+            share_N = np.where(class_N < 0, 0, np.array(ties)[np.minimum(class_N + shift, 11)])
+            values = dict(gap_N=gap_N, is_second_N=rng.random(40) < share_N)
+            return dataclasses.replace(evidence(num_tokens=40), **values)
+
+        found = until(test, draw)
+        assert (found is None) if limit is None else found <= limit, (name, found)
+
+
+def test_streams_of_later_versions_start_empty_in_a_state_of_an_earlier_one():
+    old = {"num_rollouts": 7, "num_claims": 9, "accused": None, "log_wealth": {"margin": [0.5, 0.1, 0.0]}}
+    test = sequential_test.SequentialTest.restored(MEASURED, old)
+    assert test.num_rollouts == 7 and log_bets(test, "margin") == [0.5, 0.1, 0.0]
+    assert test.add(evidence()) is None and test.add_group([np.zeros(3)], [1.0]) is None
+    assert sequential_test.SequentialTest.restored(MEASURED, test.state()).state() == test.state()
+
+
 def test_a_cheat_after_long_honesty_is_found_as_soon_as_a_fresh_one():
     fresh = until(sequential_test.SequentialTest(BANDS, epoch=100), lambda: evidence(margin=0.05))
     old = sequential_test.SequentialTest(BANDS, epoch=100)
