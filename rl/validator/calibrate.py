@@ -14,6 +14,7 @@ of n is falsely rejected, the rate of false rejections is at most 3 / n, at 95 %
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -201,7 +202,7 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     return tolerance, dataclasses.replace(
         first,
         **{name: max(found[name] for found in sums) for name in sums[0]},
-        ties=tuple(np.max([_ties(first, m.evidence) for m in measured], axis=0).tolist()),
+        ties=_ties(first, [m.evidence for m in measured]),
     )
 
 
@@ -232,25 +233,29 @@ def _scale(*samples: np.ndarray) -> float:
     return scale
 
 
-def _ties(bands: sequential_test.Bands, evidence: Sequence[sequential_test.Evidence]) -> list[float]:
-    """Returns `Bands.ties` for honest rollouts: the larger of the share seen and of that which their errors explain.
+def _ties(bands: sequential_test.Bands, variants: Sequence[Sequence[sequential_test.Evidence]]) -> tuple[float, ...]:
+    """Returns `Bands.ties` for honest rollouts: the larger of the share seen in all and of that which the errors of a variant explain.
 
     Two logits that are `gap` apart change places if their errors differ by more. There are more errors than ties.
     """
-    error_N, gap_N, second_N = (
-        np.concatenate([getattr(one, name) for one in evidence]) for name in ("error_N", "gap_N", "is_second_N")
-    )
-    apart_N = np.abs(error_N - np.random.default_rng(0).permutation(error_N))
-    class_N, shares = bands.classes(gap_N), []
-    for k in range(sequential_test.TIE_WIDTHS):
-        most, least = (bands.tie_span / 2 ** (step / 2) for step in (k, k + 1))
-        least *= k + 1 < sequential_test.TIE_WIDTHS  # the last class has all that is narrower
+    explained = []
+    for evidence in variants:
+        error_N = np.concatenate([one.error_N for one in evidence])
+        apart_N = np.abs(error_N - np.random.default_rng(0).permutation(error_N))
+        edges = bands.tie_span / 2 ** (np.arange(sequential_test.TIE_WIDTHS + 1) / 2)
+        edges[-1] = 0  # the last class has all that is narrower
         # Gaps are uniform within a class. Of equal errors, every second one is to the other side.
-        explained = float(np.clip((apart_N - least) / (most - least), 0, 1).mean()) / 2
-        seen = second_N[class_N == k]
-        share = (seen.sum() + 2 * math.sqrt(seen.sum())) / max(len(seen), 50)
-        shares.append(min(1.0, max(LEAST_TIES, BAND_SAFETY * max(share, explained))))
-    return shares
+        share_N = [np.clip((apart_N - least) / (most - least), 0, 1) for most, least in itertools.pairwise(edges)]
+        explained.append([float(share.mean()) / 2 for share in share_N])
+    every = [one for evidence in variants for one in evidence]
+    class_N = bands.classes(np.concatenate([one.gap_N for one in every]))
+    is_second_N = np.concatenate([one.is_second_N for one in every])
+    shares = []
+    for k, least in enumerate(np.max(explained, axis=0).tolist()):
+        seen = is_second_N[class_N == k]
+        share = float(seen.sum() + 2 * math.sqrt(seen.sum())) / max(len(seen), 50)
+        shares.append(min(1.0, max(LEAST_TIES, BAND_SAFETY * max(share, least))))
+    return tuple(shares)
 
 
 def check_other_texts(thresholds: toploc.Thresholds, measured: Sequence[Measured]) -> int:

@@ -230,14 +230,18 @@ def bands_file(config) -> pathlib.Path | None:
     if name == "auto":
         family, dtype = "mixture" if config.model.num_experts else "dense", config.model.dtype
         name = f"{family}-{dtype}-{dtype}"
+    return _bands_path(name) if name else None
+
+
+def _bands_path(name: str | pathlib.Path) -> pathlib.Path:
     shipped = SHIPPED_BANDS / f"{name}.json"
-    return None if not name else shipped if shipped.is_file() else pathlib.Path(name)
+    return shipped if shipped.is_file() else pathlib.Path(name)
 
 
 def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
-    """Reads the bands file that `python -m rl.validator calibrate` wrote. Raises ValueError for a missing or malformed one."""
+    """Reads a file of `python -m rl.validator calibrate`, or the shipped one of this name. Raises ValueError for a missing or malformed one."""
     try:
-        body = json.loads(pathlib.Path(path).read_text())
+        body = json.loads(_bands_path(path).read_text())
         tolerance = dict(body["tolerance"])
         proofs = toploc.Thresholds(**tolerance.pop("proofs"))
         bands = sequential_test.Bands(**body["bands"])

@@ -376,6 +376,26 @@ def test_the_margin_of_an_expert_whose_group_is_not_kept_is_that_of_the_groups()
         assert float(routing.margin[0, 0]) == pytest.approx(margin, abs=1e-6)
 
 
+@pytest.mark.parametrize("num_groups", [1, 4, 8])
+@pytest.mark.parametrize("correction", [False, True])
+def test_honest_rounding_moves_a_margin_by_at_most_twice_as_much(num_groups, correction):
+    """Another backend's logits differ by up to r = 0.05: it may drop, keep, and pass over groups and experts at near ties only."""
+    config = dataclasses.replace(BASE, model_dim=32, num_experts=16, experts_per_token=3, router="sigmoid")
+    config = dataclasses.replace(config, router_groups=num_groups, router_groups_kept=(num_groups + 1) // 2)
+    rng, r = np.random.default_rng(num_groups), 0.05
+    x_1TD = np.concatenate([rng.normal(0, 1, (1, 4096, 16)), rng.uniform(-r, r, (1, 4096, 16))], axis=-1).astype(
+        np.float32
+    )
+    router = 0.3 * rng.standard_normal((16, 16)).astype(np.float32)
+    theirs, ours = (np.concatenate([router, rounds * np.eye(16, dtype=np.float32)]) for rounds in (1, 0))
+    own = {"correction": rng.normal(0, 0.1, 16).astype(np.float32)} if correction else {}
+    chosen = moe.route(x_1TD, own | {"router": theirs}, config).experts
+    margin_T = np.asarray(moe.route(x_1TD, own | {"router": ours}, config, experts_BTX=chosen).margin)[0]
+    assert 0 < (margin_T > 0).mean() < 0.5 and margin_T.max() <= 2 * r + 1e-5
+    # A bound of half as much would refuse honest workers.
+    assert margin_T.max() > r / 2
+
+
 def test_replayed_experts_run_with_this_routers_weights_and_gradient():
     """Experts of another policy: weights are this router's scores of them, and its gradient is that of those weights."""
     config = ROUTERS["softmax"]

@@ -1,13 +1,13 @@
-"""Every double of tests/support/doubles.py against the real validator: honest rollouts pass, and each cheat is caught soon.
+"""Every double of tests/support/doubles.py and forgeries.py against the real validator: honest rollouts pass, each cheat is caught soon.
 
-Fast: two groups each, on the backend that generated. Slow: 512 rollouts each, also across bfloat16 and float32.
+Fast: two groups each, on the backend that generated. Slow: 128 rollouts each, also across bfloat16 and float32, with the shipped bands.
 """
 
 import pytest
 
 from rl.validator import calibrate
+from rl.verification import peers, sequential_test
 from rl.verification import rules as rules_lib
-from rl.verification import sequential_test
 from tests.support import cheats, doubles
 
 # The first rejection of each. A cheat that changes a few tokens may be seen by the draw or by the log-probability.
@@ -22,12 +22,27 @@ REASONS = {
     "future_version": {"versions"},
     "other_expert": {"routing", "logprob"},  # near a tie, later differences are found first
     "other_experts": {"routing"},
+    "space_in_the_prompt": {"prompt"},
+    "tokens_between": {"prompt", "termination"},
+    "another_task_seed": {"task"},
+    "another_environment": {"task"},
+    "no_model": {"toploc"},
+    "own_seed": {"seed"},
+    "unsampled_token": {"prompt", "termination", "toploc"},
+    "extra_reward": {"reward"},
+    "half_of_the_proofs": {"toploc"},
 }
 # On random weights some rollouts stop after a token or two, and a tenth more heat does not change those.
 LEAST_RATE = {"temperature_0.9": 0.3, "temperature_1.1": 0.3, "best_of_2": 0.2, "early_stop": 0.5}
+LEAST_RATE |= {"claims_0.0009_advantage": 0.5, "claims_0.045_advantage": 0.5, "shorter_of_2": 0.2, "one_bad_in_8": 0.1}
+# Not caught, and why that is no gain, or whose task it is: the same tokens, a reward within rounding, choices among allowed versions (which a
+# lease that pins the version ends), and another's work under an own name (which the lease decides).
+HARMLESS = {"speculation_0.3", "reward_plus_9e-7", "better_version", "best_switch", "copied_from_a_peer"}
 
 # Several seconds each.
 SLOW = "half_the_layers another_model int8_weights early_stop edited_4 edited_16 temperature_1.1 other_experts".split()
+SLOW += "logit_bias_1 logit_bias_0.1 old_tail_8 speculation_0.02 runner_up_0.02 runner_up_0.001 likeliest_stop".split()
+SLOW += ["temperature_0.97", "temperature_1.03", *sorted(HARMLESS)]
 
 
 @pytest.mark.parametrize("honest", [doubles.honest, pytest.param(doubles.honest_mixture, marks=pytest.mark.slow)])
@@ -37,41 +52,47 @@ def test_honest_rollouts_pass(honest):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in doubles.CHEATS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in cheats.CHEATS]
 )
 def test_each_cheat_is_caught(name):
-    caught = cheats.play(doubles.CHEATS[name], 16, prompts=2)
+    caught = cheats.play(cheats.CHEATS[name], 16, *cheats.shipped("float32"), prompts=2)
     assert set(caught.reasons) <= REASONS.get(name, REPLAYED), caught
-    assert caught.rate >= LEAST_RATE.get(name, 0.8), caught
+    if name in HARMLESS:
+        assert caught.rate == 0, caught
+    elif name in SLOW and "_" in name and name in cheats.forgeries.FORGERIES:
+        assert caught.median_until <= 48, caught  # a part of its rollouts is as if honest
+    else:
+        assert caught.rate >= LEAST_RATE.get(name, 0.8), caught
+
+
+def test_a_forger_with_proofs_of_the_right_form_is_found_without_any_replay_of_its_own():
+    """It does 4 of 16 groups with right answers. Three steps convict it, once they are over; three honest workers pass."""
+    flagged, others = cheats.play_among_others(cheats.CHEATS["no_model_random_proofs"], num_steps=3 + peers.OPEN_STEPS)
+    assert flagged == (3 + peers.OPEN_STEPS) * 32 and others.startswith("0 of 3"), (flagged, others)
+
+
+# Within the rounding of bfloat16 against float32, in rollouts of 31 tokens: docs/performance.md has how many they take. None moves a
+# probability by more than honest backends do.
+WITHIN_ROUNDING = {"older_weights", "old_tail_8", "logit_bias_0.1", "temperature_0.97", "temperature_1.03"}
+WITHIN_ROUNDING |= {"versions_half_old", "prompt_keys_older", "runner_up_0.02", "runner_up_0.001"}
+WITHIN_ROUNDING |= {f"claims_0.0009_{side}" for side in ("up", "down", "random", "advantage")}
 
 
 @pytest.mark.slow
-def test_no_false_alarm_and_every_cheat_within_32_rollouts_on_one_backend():
-    for honest in (doubles.honest, doubles.honest_mixture):
-        passed = cheats.play(honest, 2048)
-        assert passed.rate == 0 and passed.worst_until == float("inf")
-    for name, cheat in doubles.CHEATS.items():
-        caught = cheats.play(cheat, 512)
-        assert caught.worst_until <= 32, (name, caught)
-
-
-# Weights that differ by no more than bfloat16 rounds: docs/performance.md has the number of rollouts they take.
-WITHIN_ROUNDING = {"older_weights", "int8_weights"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("honest", [doubles.honest, doubles.honest_mixture])
-@pytest.mark.parametrize("regime", ["bfloat16", "mixed"])
-def test_no_false_alarm_and_the_other_cheats_within_32_rollouts_in_bfloat16(regime, honest):
+@pytest.mark.parametrize("first", [doubles.honest, doubles.honest_mixture])
+@pytest.mark.parametrize("regime", ["float32", "mixed"])
+def test_no_false_alarm_in_4096_and_every_cheat_within_48_rollouts(regime, first):
     assert sequential_test.ALPHA < 1e-4
-    mixture = honest in doubles.MIXTURES
-    tolerance, bands = cheats.calibrated(2048, regime, mixture)
-    passed = cheats.play(honest, 2048, tolerance, bands, regime)
+    mixture = first in doubles.MIXTURES
+    limits = cheats.shipped(regime, mixture)
+    passed = cheats.play(first, 512 if mixture else 4096, *limits, regime)
     assert passed.rate == 0 and passed.worst_until == float("inf"), passed
-    for name, cheat in doubles.CHEATS.items():
-        if name not in WITHIN_ROUNDING and (cheat in doubles.MIXTURES) == mixture:
-            caught = cheats.play(cheat, 512, tolerance, bands, regime)
-            assert caught.worst_until <= 32, (name, caught)
+    for name, cheat in cheats.CHEATS.items():
+        if (cheat in doubles.MIXTURES) == mixture and name not in HARMLESS | (
+            WITHIN_ROUNDING if regime == "mixed" else set()
+        ):
+            caught = cheats.play(cheat, 128, *limits, regime)
+            assert caught.worst_until <= 48, (name, caught)
 
 
 @pytest.mark.slow
