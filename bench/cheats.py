@@ -12,7 +12,7 @@
    --calibrate measures them on honest rollouts of other tasks instead.
 4. Honest rollouts run first, and must all pass: a rejection or a flag is a false alarm, and the exit code is 1. Cheats with experts use an
    MoE model, in a run with router replay, with honest rollouts and limits of its own.
-5. Forgers without a model are also played beside honest workers, where nothing of theirs is ever replayed.
+5. Forgers without a model also run among honest workers, and none of their groups is replayed.
 6. The time to verify rollouts is compared with the time to generate them, both after a warm-up.
 
 `--run DIR` writes the working directory of the run instead, for `python -m rl.validator calibrate`.
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     alarms = _play(plays, args)
     for name in ("no_model_random_proofs", "honest"):
         flagged, others = cheats.play_among_others(cheats.CHEATS.get(name, doubles.honest))
-        print(f"{name} beside honest workers, never replayed: flagged after {flagged} rollouts; {others}")
+        print(f"{name} among honest workers, never replayed: flagged after {flagged} rollouts; {others}")
     generating, verifying = cost()
     print(
         f"128 rollouts: generated in {generating:.3f} s, verified in {verifying:.3f} s, 1/{generating / verifying:.1f}"

@@ -14,7 +14,7 @@ The check is one vote in addition to the replay of the sampling noise. A forger 
 values needs a constant-like polynomial, since any other of degree < 128 takes one value at most 127 times in 65497: these are
 rejected and signs are compared. A few massive channels give the indices away: interpolated through the channels' means, a
 polynomial of full entropy passes DEPLOYED for every text, and PAPER for none. So where most of the largest values are in a few
-columns, loose limits that nobody measured are replaced by PAPER. docs/decisions/trust.md has the alternatives.
+columns, loose limits without a measurement are replaced by PAPER. docs/decisions/trust.md has the alternatives.
 
 Letters here: T tokens, D model, N chunks, M values of one chunk (rows x D), k coefficients of one proof.
 All arithmetic mod p fits uint32, (p - 1)^2 + (p - 1) < 2^32, or is an exact integer sum in float64, k p^2 < 2^53.

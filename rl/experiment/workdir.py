@@ -66,17 +66,7 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
 
 def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> list[str]:
     """Returns the sorted names of config fields that differ from those saved in `path`, without those that a resume may change."""
-    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "trust.max_attempts"]
-    free += [
-        "trust.admission",
-        "trust.min_stake",
-        "trust.stake_ledger",
-        "trust.work_bits",
-        "trust.pin_versions",
-        "trust.sandbox",
-    ]
-    free.append("broadcast.head_s")
-    free += [f"trust.{name}" for name in ("min_rate", "invited_rate", "validators", "quorum", "verdict_s")]
+    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "broadcast.head_s", "trust."]
     if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # gradients are summed over all rows, in any division

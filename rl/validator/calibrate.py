@@ -84,7 +84,7 @@ class Measured:
     chunks: Sequence[tuple[np.ndarray, bytes]] = ()  # (hidden states, proof) of texts with different prompts
 
     def numbers(self) -> dict:
-        """Returns the summary for the bands file, without what it was made of."""
+        """Returns the summary for the bands file, without the evidence and proofs behind it."""
         made_of = ("evidence", "chunks")
         return {name: value for name, value in vars(self).items() if name not in made_of}
 

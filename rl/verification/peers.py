@@ -42,7 +42,7 @@ class Peers:
         self._over = -1  # the newest step that is over
 
     def add(self, rollouts: Sequence[rollout_lib.Rollout]) -> None:
-        """Adds the claims of one worker's samples of one group, unless it is there already or its step is over."""
+        """Adds the claims of one worker's samples of one group, unless they were added before or their step is over."""
         first = rollouts[0]
         step = self._steps.setdefault(first.step, {}) if first.step > self._over else {}
         claims = np.concatenate([r.logprobs[r.sampled_mask] for r in rollouts]).astype(np.float64)

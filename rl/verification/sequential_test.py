@@ -68,7 +68,7 @@ class Bands:
     scatter: float = math.inf  # standard deviation of a rollout's summed absolute errors, per root of its tokens
     bias: float = 1.0  # |mean over tokens of `signs`|
     spread: float = math.inf  # standard deviation of a rollout's summed signs, per root of its tokens
-    tie_span: float = 0.0  # nats: a wider gap between the two best tokens is no tie
+    tie_span: float = 0.0  # nats: the widest gap between the two best tokens that counts as a tie
     ties: tuple[float, ...] = (
         1.0,
     ) * TIE_WIDTHS  # largest share of ties, by class from the widest, in which the second is drawn
@@ -78,7 +78,7 @@ class Bands:
         return np.clip(np.nan_to_num(error_N, nan=1.0) / self.logprob, -1, 1)
 
     def classes(self, gap_N: np.ndarray) -> np.ndarray:
-        """Returns the class of the tie of each token, from 0, the widest; -1 if the gap between its best tokens is no tie."""
+        """Returns the class of the tie of each token, from 0, the widest; -1 if the gap between its best tokens is wider than a tie."""
         if not self.tie_span:
             return np.full(len(gap_N), -1)
         steps_N = np.floor(2 * np.log2(self.tie_span / np.maximum(gap_N, 1e-30)))

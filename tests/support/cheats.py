@@ -95,7 +95,7 @@ def _until(rollouts, alone, evidence, bands: sequential_test.Bands) -> float:
 
 
 def play_among_others(cheat: Callable, num_steps: int = 12, share: int = 4) -> tuple[int | None, str]:
-    """Lets a cheat do every `share`-th group beside honest workers, and compares claims without ever replaying its own.
+    """Lets a cheat do every `share`-th group among honest workers, and compares claims without ever replaying its own.
 
     Returns (number of its rollouts until it was flagged, or None; the workers flagged).
     """

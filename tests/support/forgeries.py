@@ -160,7 +160,7 @@ def biased_claims(size: float, side: str) -> Callable:
 
 
 def own_seed(double: doubles.Double) -> Rollouts:
-    """Another seed, and said so."""
+    """Another seed under its true number."""
     rollouts = double.generate(change=lambda r: dataclasses.replace(r, seed=(r.seed + 10**6) % 2**32))
     return [doubles.signed(r, seed=(r.seed + 10**6) % 2**32) for r in rollouts]
 
@@ -186,7 +186,7 @@ def best_switch(double: doubles.Double) -> Rollouts:
 
 
 def false_versions(part: Callable) -> Callable:
-    """A part of the tokens is said to be of the version before; the text is of one."""
+    """A part of the tokens is labeled as of the version before; the text is of one."""
 
     def cheat(double: doubles.Double) -> Rollouts:
         return [doubles.signed(r, versions=r.versions - part(r).astype(np.int32)) for r in double.generate()]
@@ -195,7 +195,7 @@ def false_versions(part: Callable) -> Callable:
 
 
 def unsampled_token(double: doubles.Double) -> Rollouts:
-    """A sampled token said to be the environment's."""
+    """A sampled token labeled as the environment's."""
     out = []
     for rollout in double.generate():
         mask = rollout.sampled_mask.copy()
@@ -220,7 +220,7 @@ def longer_prompt(at: int) -> Callable:
 
 
 def relabelled(**changes) -> Callable:
-    """Honest rollouts of another environment or seed, or with other rewards, by what they say."""
+    """Honest rollouts of another environment or seed, or with other rewards, under false labels."""
 
     def cheat(double: doubles.Double) -> Rollouts:
         return [doubles.signed(r, task=dataclasses.replace(r.task, **changes)) for r in double.generate()]

@@ -331,7 +331,7 @@ def test_nearly_constant_polynomials_are_refused():
 
 @pytest.mark.parametrize(("rows", "dim"), [(1, 32), (31, 64), (32, 64), (70, 16), (96, 2100)])
 def test_the_form_of_proofs_is_judged_without_hidden_states(rows, dim):
-    """Whole chunks and a rest: honest proofs pass, and what no chunk can give is refused with the first proof concerned."""
+    """Whole chunks and a rest: honest proofs pass; bytes that no chunk can give are refused by the number of their proof."""
     proofs = proofs_lib.build(normal((rows, dim), rows))
     assert toploc.malformed(b"".join(proofs), rows, dim) is None
     for n, proof in enumerate(proofs):

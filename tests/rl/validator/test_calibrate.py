@@ -51,7 +51,7 @@ def test_a_mesh_is_a_variant(monkeypatch):
 
 @pytest.mark.parametrize(("num_massive", "limits"), [(4, toploc.PAPER), (0, toploc.DEPLOYED), (4, LOOSE)])
 def test_limits_that_accept_proofs_of_other_texts_are_refused(num_massive, limits):
-    """With four massive channels the published limits accept every text's proof for every other."""
+    """Massive channels, four of them, let the published limits accept the proof of one text for another."""
     rng, chunks = np.random.default_rng(0), []
     for _ in range(8):
         hidden_TD = rng.standard_normal((32, 256))
@@ -67,7 +67,7 @@ def test_limits_that_accept_proofs_of_other_texts_are_refused(num_massive, limit
 
 
 def test_scales_and_ties_hold_for_the_rollouts_they_were_measured_on():
-    """A scale bounds the mean of every bet; shares of ties come from errors where none was seen, and from what was seen elsewhere."""
+    """A scale bounds the mean of every bet; shares of ties come from errors where none was seen, and elsewhere from counts."""
     rng = np.random.default_rng(1)
     for x in (rng.normal(0, 3, 500), rng.standard_t(3, 500), np.full(500, -0.5)):
         scale = calibrate._scale(x)

@@ -468,7 +468,7 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
         cheat = max(ties[k], ties[k + shift] if k + shift < 12 else 0.9)
         return share * cheat / ties[k] + (1 - share) * (1 - cheat) / (1 - ties[k])
 
-    # 0.2 to 0.141 is class 0, down to 0.1 class 1; 0.3 is no tie, and 1e-9 is in the last class.
+    # 0.2 to 0.141 is class 0, down to 0.1 class 1; 0.3 is wider than a tie, and 1e-9 is in the last class.
     expected = [
         math.log(odds(0, 1, s)) + math.log(odds(1, 0.5, s)) + math.log(odds(11, 1, s))
         for s in sequential_test.TIE_SHIFTS
