@@ -5,6 +5,8 @@
 2. Run `rl.train` on every host of the slice (`gcloud compute tpus tpu-vm ssh NAME --worker=all --command=...`): they find each
    other. The work directory and `init_from` are on a disk that all share. 10.0.0.2 is the first host, which prints the commands
    for servers and workers and waits for them. If one host ends, all end, and the same command resumes.
+3. Start validators on accelerators of their own, and name them with `--config.trust.validators` (README.md): no CPU of a host keeps up
+   with the replays, and groups wait for their verdicts.
 
 A learner splits everything over its chips (fsdp), a server over those of its host (tensor). The experiments' estimates are those of
 `python -m rl.plan --config=configs/NAME.py`: the memory of parameters, gradients, and moments, and the time of a step in which

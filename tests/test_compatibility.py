@@ -22,6 +22,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from absl import flags as absl_flags
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from configs import quickstart
@@ -32,6 +33,7 @@ from models import hf, transformer
 from rl import report, sft
 from rl.batch import packing
 from rl.experiment import experiment
+from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
 from rl.learner import train_step
 from rl.ledger import events
@@ -476,3 +478,21 @@ def test_a_working_directory_is_exported(workdir, tmp_path, asked, step):
     assert f"step {step} of" in result.stdout
     _, params = hf.load(tmp_path / "exported")
     assert broadcast.tree_digest(params) == EXPECTED["run"]["weights"][str(step)]["digest"]
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_a_rate_of_replays_that_earlier_configs_set_is_dropped(tmp_path):
+    """A config file, a command line, and a saved config may have `trust.check_fraction`; its neighbors are still checked."""
+    file = tmp_path / "mine.py"
+    lines = ["from configs import quickstart", "def get_config():", "    c = quickstart.get_config()"]
+    file.write_text("\n".join([*lines, "    c.trust.check_fraction = 0.0", "    return c"]))
+    values = absl_flags.FlagValues()
+    command_line.define(values=values)
+    given = [f"--config={file}", f"--workdir={tmp_path}", "--config.trust.check_fraction=0.5"]
+    command_line.parse(["rl.train", *given], values)
+    exp = experiment.resolve(values.config)
+    assert "check_fraction" not in exp.config.trust and exp.config.trust.min_rate == 0.05
+    with pytest.raises(ValueError, match="check_fractio"):
+        values = absl_flags.FlagValues()
+        command_line.define(values=values)
+        command_line.parse(["rl.train", *given[:2], "--config.trust.check_fractio=0.5"], values)

@@ -384,7 +384,7 @@ class Orchestrator:
             self._distrust(worker)
         if self._health.is_banned(worker):
             self._record("ejected", worker, f"{self._config.trust.max_attempts} rejected groups; the last: {verdict}")
-            # A stranger must not be able to end the run, even before other workers are there.
+            # A stranger must not be able to end the run, even before others have joined.
             if worker in self._invited and not self._health.has_others(worker, time.monotonic()):
                 found = f"worker {worker[:16]} was rejected {self._config.trust.max_attempts} times and no other worker is active"
                 last = f"the last reason, for group {group.group} of step {group.step}: {verdict}"

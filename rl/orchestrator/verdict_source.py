@@ -8,7 +8,9 @@ from rl.orchestrator import group_queue
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 
-UNDECIDED = checks.Verdict("undecided", "the validators contradict each other")  # nobody's fault: the group is void
+UNDECIDED = checks.Verdict(
+    "undecided", "the validators contradict each other"
+)  # no fault of the worker: the group is void
 # (group, digest of its rollouts, the decision on it, signed verdicts). Without a decision (None), they are only recorded.
 Decide = Callable[
     [group_queue.Key, str, checks.Verdict | None, Sequence[verdict_lib.SignedVerdict]],

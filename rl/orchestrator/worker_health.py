@@ -140,7 +140,7 @@ class WorkerHealth:
         return num, steps
 
     def ban(self, worker: str) -> None:
-        """Bans a worker that was ejected before, whatever its record is now."""
+        """Bans a worker that was ejected before, however its record reads now."""
         self._workers[worker].num_rejected = max(self._workers[worker].num_rejected, self._max_rejections)
 
     def is_banned(self, worker: str) -> bool:

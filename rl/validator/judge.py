@@ -1,6 +1,6 @@
 """Signed verdicts on the groups of one run, which its orchestrator asks for (rl/orchestrator/verdict_collector.py).
 
-1. A request is a Parquet file of training groups. It is signed by the key of the run; nobody else can use up this validator's time.
+1. A request is a Parquet file of training groups. It is signed by the key of the run, so that strangers cannot use up this validator's time.
 2. Every group passes all checks, those without weights included, so that a verdict needs no other's word. The groups of a request
    are replayed together. A verdict states the digest of the bytes that it is about.
 3. Evidence against workers is in a file before a verdict is sent, so that a restart does not help a cheat. A group that was

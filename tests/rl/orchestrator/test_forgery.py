@@ -1,4 +1,4 @@
-"""A worker without a model against the real checks, over HTTP: none of its groups is trained on, whatever the config.
+"""A worker without a model against the real checks, over HTTP: none of its groups is trained on, under any config.
 
 An honest worker generates with the real engine and loses no group. Run on the code before groups were quarantined, 56 of 64 forged
 groups were trained on at the default fraction of replays, and all where a config left them to another service.

@@ -52,7 +52,7 @@ class Locked(orchestrator_lib.Orchestrator):
         self._queue.entries.is_owned = self._changed._is_owned
 
     def _draw(self, key):
-        """With `drawn`, the numbers of the groups that are verified at any rate below 1."""
+        """`drawn` replaces the draw: the numbers of the groups that are verified at any rate below 1."""
         return super()._draw(key) if self._drawn is None else (key[2] not in self._drawn) * 0.999
 
     def __setattr__(self, name, value):
@@ -397,7 +397,7 @@ def test_the_verdict_of_the_check_is_honoured(make):
 
 
 def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
-    """In the ledger, the metrics, and a line for people: the steps that trained on groups which only trust let pass."""
+    """The ledger, the metrics, and a line for people have the steps that trained on groups which only trust let pass."""
     lines, bad = [], [("train", 3, 7)]
     with run_ledger.RunLedger(tmp_path / "ledger.db", RUN, RUN.worker) as ledger:
         ledger.resumed(0)
@@ -442,7 +442,7 @@ def test_a_group_on_which_validators_contradict_each_other_is_void(make):
     group = lease(orchestrator)[0]
     assert submit(orchestrator, answers(group)) == "quarantined"
     checked(orchestrator)
-    assert lease(orchestrator) == [group] and orchestrator._health.state()["workers"] == {}  # nobody's fault
+    assert lease(orchestrator) == [group] and orchestrator._health.state()["workers"] == {}  # no fault of the worker
     counts = orchestrator._take_counts()
     assert counts["trust/num_undecided"] == 2 and counts["trust/num_refused"] == counts["trust/num_accepted"] == 0
 

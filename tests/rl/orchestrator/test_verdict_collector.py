@@ -85,7 +85,7 @@ def test_waiting_groups_are_sent_together_the_earliest_step_first(monkeypatch):
     one = double()
     with validators.served(one) as names, Collected(names) as collected:
         late, early = groups(5, 2), groups(4, 1)
-        collected.source._loop.call_soon_threadsafe(time.sleep, 0.3)  # all are there before the first request
+        collected.source._loop.call_soon_threadsafe(time.sleep, 0.3)  # so that all wait before the first request
         collected.ask([*late, *early])
         collected.decisions.wait(9)
     assert sorted(map(len, one.asked)) == [1, 2, 2, 2, 2]
@@ -115,7 +115,7 @@ def test_a_stopped_validator_is_asked_again_when_it_is_back(monkeypatch):
         collected.source._validators[0].pause_s = 0.05
         collected.ask(groups(3))
         proxy.wait_until(lambda: len(one.asked) >= 3)
-        assert collected.decisions.found == {}  # quarantined as long as nobody vouches for them
+        assert collected.decisions.found == {}  # all remain quarantined
         assert "status 503" in collected.source.notice()
         one.act = None
         assert collected.decisions.wait(3) == honest(3)
@@ -143,7 +143,7 @@ def test_a_liar_is_outvoted_counted_and_excluded():
 
 
 def test_evidence_that_others_lack_is_no_contradiction():
-    """The sum of small deviations over the groups that one validator saw: the quorum decides, and nobody is excluded."""
+    """The sum of small deviations over the groups that one validator saw: the quorum decides, and none is excluded."""
     doubles = [double(judge=lambda rollouts: (False, "statistics")), double(), double()]
     with validators.served(*doubles) as names, Collected(names) as collected:
         for step in range(1, 9):
@@ -175,7 +175,7 @@ def test_without_weights_anywhere_the_run_fails_and_not_before_the_limit():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_minority_of_validators_changes_no_decision(seed, monkeypatch):
-    """Of n validators, fewer than half do anything, and change their mind; all groups are decided as the honest ones say."""
+    """Fewer than half of n validators do anything, and change their mind; all groups are decided as by the honest ones."""
     rng = random.Random(seed)
     monkeypatch.setattr(verdict_collector, "FIRST_PAUSE_S", 0.05)
     num = rng.choice([3, 4, 5, 7])

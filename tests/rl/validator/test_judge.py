@@ -1,4 +1,4 @@
-"""Verdicts for an orchestrator: the checks of a real validator behind its route, and processes that are killed or stopped."""
+"""Verdicts for an orchestrator: the checks of a real validator over its route, and processes that are killed or stopped."""
 
 import contextlib
 import dataclasses
