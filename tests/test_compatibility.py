@@ -481,18 +481,21 @@ def test_a_working_directory_is_exported(workdir, tmp_path, asked, step):
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-def test_a_rate_of_replays_that_earlier_configs_set_is_dropped(tmp_path):
+def test_a_rate_of_replays_that_earlier_configs_set_is_dropped(tmp_path, monkeypatch):
     """A config file, a command line, and a saved config may have `trust.check_fraction`; its neighbors are still checked."""
     file = tmp_path / "mine.py"
     lines = ["from configs import quickstart", "def get_config():", "    c = quickstart.get_config()"]
     file.write_text("\n".join([*lines, "    c.trust.check_fraction = 0.0", "    return c"]))
-    values = absl_flags.FlagValues()
-    command_line.define(values=values)
-    given = [f"--config={file}", f"--workdir={tmp_path}", "--config.trust.check_fraction=0.5"]
-    command_line.parse(["rl.train", *given], values)
-    exp = experiment.resolve(values.config)
-    assert "check_fraction" not in exp.config.trust and exp.config.trust.min_rate == 0.05
-    with pytest.raises(ValueError, match="check_fractio"):
+
+    def parsed(*argv):
         values = absl_flags.FlagValues()
+        monkeypatch.setattr(sys, "argv", ["rl.train", f"--config={file}", f"--workdir={tmp_path}", *argv])
+        monkeypatch.delitem(sys.modules, "config_config", raising=False)  # of another test's config file
         command_line.define(values=values)
-        command_line.parse(["rl.train", *given[:2], "--config.trust.check_fractio=0.5"], values)
+        command_line.parse(sys.argv, values)
+        return experiment.resolve(values.config).config
+
+    for trust in (parsed().trust, parsed("--config.trust.check_fraction=0.5").trust):
+        assert "check_fraction" not in trust and trust.min_rate == 0.05
+    with pytest.raises(ValueError, match="check_fractio"):
+        parsed("--config.trust.check_fractio=0.5")
