@@ -256,6 +256,11 @@ class Orchestrator:
         if not is_void and self._admission.is_known(entry.worker):
             self._health.expired(entry.worker, entry.group.key)
 
+    def holds_groups(self, worker: str) -> bool:
+        """Returns True if a worker holds groups: leased, submitted, or quarantined."""
+        with self._changed:
+            return bool(self._queue.held(worker))
+
     def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
         """Starts the checks of submitted rollouts; returns per group a future of "accepted", "quarantined", or "refused: REASON"."""
         by_key: dict[group_queue.Key, list[rollout_lib.Rollout]] = collections.defaultdict(list)

@@ -83,8 +83,10 @@ def make_app(orchestrator, key: rollout_lib.WorkerKey, admission: admission_lib.
     async def submit(request: fastapi.Request):
         network = limit_rate(request)
         message = read_header(request)
-        verify(message, "submit", network)
+        worker = verify(message, "submit", network)
         async with web.open_body(request) as body:
+            if not orchestrator.holds_groups(worker):  # a key costs nothing, and decoding takes seconds at worst
+                return {"verdicts": {"every group": "refused: not leased (or already submitted)"}}
             work = decoders.submit(network, decode_and_submit, body, message["digest"])
             futures = await asyncio.wrap_future(work)
         del body

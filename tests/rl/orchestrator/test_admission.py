@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
+from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.orchestrator import admission as admission_lib
@@ -121,7 +122,7 @@ def periods(orchestrator, clock, honest, *, rate, network, per_s=10.0, act=lambd
     return (clock.now_s - begun_s) / LEASE_S
 
 
-KEYS = [rollout_lib.WorkerKey.generate() for _ in range(4)]
+*KEYS, STRANGER = [rollout_lib.WorkerKey.generate() for _ in range(5)]
 
 
 @pytest.mark.parametrize("rate", [50, 500, 1000])
@@ -322,6 +323,9 @@ def test_floods_and_old_sessions_over_http(make, monkeypatch):
         assert evil.post("/lease", json=stale).status_code == 409
         submission = signed_http.submission(key, lease_lib.Session.open(session.run), b"body")
         assert evil.post("/submit", **submission).status_code == 409
+        monkeypatch.setattr(parquet, "from_bytes", lambda body: pytest.fail("decoded"))
+        reply = evil.post("/submit", **signed_http.submission(STRANGER, session, b"PAR1"))  # a key without a lease
+        assert reply.json() == {"verdicts": {"every group": "refused: not leased (or already submitted)"}}
         deep = '{"returned": ' + "[" * 4000 + "]" * 4000 + "}"  # nothing but the size and the form is read
         assert evil.post("/lease", content=deep).status_code == 400
         assert [evil.post("/lease", json={}).status_code for _ in range(40)][-20:] == [429] * 20

@@ -629,10 +629,11 @@ def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
         with httpx.Client(base_url=url, transport=transport, timeout=WAIT_S) as http:
             return http.post("/submit", **signed_http.submission(KEY, signed_http.session(http), body))
 
+    (group,) = lease(orchestrator, 1)
     slow = [later(post, b"slow", "127.0.0.2") for _ in range(5)]
     (budget,) = {orchestrator._web.config.app.state.body_budget}
     proxy.wait_until(lambda: budget.used["127.0.0.2"] == 5 * len(b"slow"))
-    good = parquet.to_bytes([rollout_lib.sign(r, KEY) for r in answers(lease(orchestrator, 1)[0])])
+    good = parquet.to_bytes([rollout_lib.sign(r, KEY) for r in answers(group)])
     assert list(post(good, "127.0.0.1").json()["verdicts"].values()) == ["taken"]
     assert not any(future.done() for future in slow)
     go_on.set()
