@@ -5,7 +5,7 @@
 3. `refresh`: the same head, with a later expiry, while nothing new is published; `finish` signs it for years.
 4. `forget`: a resumed run begins an epoch and takes versions out of the list, before it deletes and publishes them again.
 
-Whoever calls these holds the lock on the root. The head that begins an epoch is synced to disk, in a copy of its own: after a power
+The caller holds the lock on the root. The head that begins an epoch is synced to disk, in a copy of its own: after a power
 failure that tore the last head, no epoch may be used twice.
 """
 

@@ -5,8 +5,8 @@ snapshot (`sharding/broadcast/assemble.py`), reads the regions that this host's 
 over deltas fails, it tries again from the snapshot. It never returns a tree with another digest than the manifest's.
 
 Every `key` is the hex of the publisher's public key, the path of its root file, or a verifier (sharding/format/head.py). With
-one, the newest version is what the signed head says, and never older, in (epoch, version), than any that this process has accepted
-from anywhere. Without one, it is what the source lists.
+one, the newest version is that of the signed head, and never older, in (epoch, version), than any that this process has accepted
+from anywhere. Without one, it is the newest that the source lists.
 """
 
 import contextlib

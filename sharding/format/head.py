@@ -1,4 +1,4 @@
-"""The signed head of a broadcast: what the publisher's key says is newest, and the check that nobody reads less.
+"""The signed head of a broadcast: it names the newest version, and readers refuse older heads.
 
 `head.jsonl` lies beside the versions. Each line is one metadata file of TUF (The Update Framework, python-tuf), unchanged, so
 that one read brings all of them:
@@ -8,7 +8,7 @@ that one read brings all of them:
 * `snapshot`, which has the hash of
 * `targets`: per kept version the epoch, and the length and SHA-256 of its manifest, which are checked before it is parsed.
 
-Who trusts only the run's key gives it all roles, and reads no roots. With a root file, an offline key (or several) names the
+A reader that trusts only the run's key gives it all roles, and reads no roots. With a root file, an offline key (or several) names the
 online key, replaces it, and revokes it. Each resume of a run begins an epoch. Versions are ordered by (epoch, version).
 
 `HeadVerifier` keeps a floor: it refuses every head that is older than one it has accepted, and a second manifest of one
@@ -254,7 +254,7 @@ class HeadVerifier:
             self._save()
 
     def _check_floor(self, head: Head) -> None:
-        """Raises StaleHead or CorruptSource if `head` takes back anything that an accepted one has said."""
+        """Raises StaleHead or CorruptSource if `head` contradicts an accepted one, or is older."""
         for entry in head.versions.values():
             known = self._manifests.get((entry.epoch, entry.version), entry.sha256)
             text = f"two manifests of version {entry.version} of epoch {entry.epoch} are signed: {known} and {entry.sha256}"
@@ -265,7 +265,7 @@ class HeadVerifier:
             _require(entry.epoch <= head.epoch, text)
         if self.head is not None and (head.serial < self.head.serial or head.order < self.head.order):
             texts = (f"epoch {h.epoch}, version {h.order[1]}, serial {h.serial}" for h in (head, self.head))
-            raise StaleHead("the head says {}, older than {} accepted before: use another source".format(*texts))
+            raise StaleHead("the head is of {}, older than {} accepted before: use another source".format(*texts))
 
     def _save(self) -> None:
         if self._floor is not None:

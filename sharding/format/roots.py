@@ -1,8 +1,8 @@
-"""Roots of trust for signed heads: which keys may sign what, in TUF's metadata (python-tuf).
+"""Roots of trust for signed heads: the keys that may sign each role, in TUF's metadata (python-tuf).
 
 A root names the keys of every role, and how many of them must sign. The roles besides `root` belong to the online key of the run.
 A root file has one root per line, oldest first; each is signed by the keys of the one before and by its own, so that keys are
-replaced and revoked by a new line. Whoever trusts an old line can follow to the newest. Imports no jax.
+replaced and revoked by a new line. A reader that trusts an old line can follow to the newest. Imports no jax.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -94,7 +94,7 @@ def amend(
 ) -> bytes:
     """Returns the root file `data` with one root more, or a new one if `data` is empty, signed by `signers`.
 
-    `online` and `root` are the hex public keys that have these roles from now on: whoever is left out is revoked. Empty ones,
+    `online` and `root` are the hex public keys that have these roles from now on: others are revoked. Empty ones,
     and a `threshold` of 0, stay as they were. The last line may lack signatures, which `sign` adds. Raises ValueError.
     """
     before = read(data)[-1].signed if data else Root(version=1, expires=NEVER)
@@ -120,7 +120,7 @@ def sign(data: bytes, signers: Sequence[ed25519.Ed25519PrivateKey]) -> bytes:
 
 
 def describe(data: bytes) -> str:
-    """Returns a line on each root of the root file `data`. Raises ValueError if it is malformed; names what the newest still lacks."""
+    """Returns a line on each root of the root file `data`. Raises ValueError if it is malformed; the last line names missing signatures."""
     lines = []
     for line in data.splitlines():
         root = parse(line).signed

@@ -459,5 +459,5 @@ def test_weights_that_a_resumed_run_has_published_again_are_pulled_again(tmp_pat
             publisher = broadcast.Publisher(root, broadcast.PublishOptions(key=key))
             publisher.forget(0)
             publisher.publish({"w": np.full(2, value, np.float32)}, 5)
-            expected = value if trusted else 1.0  # without a key there is no head that tells
+            expected = value if trusted else 1.0  # without a key no head is read
             assert get(5)["w"][0] == expected and get(5) is get(5)

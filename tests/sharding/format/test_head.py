@@ -108,7 +108,7 @@ def test_a_source_without_a_head_serves_only_versions_of_earlier_releases():
 
 
 class World:
-    """A run over time: roots that change the online key, heads of its key, and of whoever has stolen an older one."""
+    """A run over time: roots that change the online key, heads of its key, and heads of a thief of older ones."""
 
     def __init__(self, rng, now):
         self.rng, self.now, self.serial, self.epoch, self.version = rng, now, 1000, 0, 0
@@ -149,7 +149,7 @@ class World:
         return self.sign(which, [entry(self.rng.randrange(self.version + 3), epoch, content)], epoch)
 
     def served(self):
-        """What a colluding source serves: an honest or stolen head, old or new, or something made of such."""
+        """A colluding source serves an honest or stolen head, old or new, or something made of such."""
         which, data = self.rng.choice(self.heads[-self.rng.choice([1, 3, 1000]) :])
         lines = data.split(b"\n")
         kind = self.rng.choice(["whole", "whole", "whole", "flipped", "mixed", "rootless", "cut", "unsigned"])
@@ -179,14 +179,14 @@ def signer_of(data, world):
         if found is not None:
             key.public_key().verify(bytes.fromhex(found.signature), signature.signed_bytes)
             return i
-    raise AssertionError("nobody has signed this")
+    raise AssertionError("no key of the world has signed this")
 
 
 @pytest.mark.parametrize(
     "seeds", [range(50), *(pytest.param(range(i, i + 50), marks=pytest.mark.slow) for i in (50, 100, 150))]
 )
 def test_schedules_of_colluding_sources_never_bring_a_client_back(tmp_path, seeds):
-    """Whatever they serve and whenever the client restarts: its order only grows while a key is not revoked, and no number
+    """The client restarts now and then: its order only grows while a key is not revoked, and no number
     has two manifests. A revoked key signs nothing that is accepted once the client has the root that revokes it."""
     accepted = 0
     for seed in seeds:
@@ -242,7 +242,7 @@ def test_a_root_counts_if_the_one_before_and_its_own_keys_have_signed_it(tmp_pat
         with pytest.raises(journal.CorruptSource, match=match):
             client.accept(data)
         assert client.keys == {PUBLIC} and client.head.newest == stolen
-    else:  # the new key starts afresh: whatever the old one has signed may be a thief's
+    else:  # the new key starts afresh: all that the old one has signed may be a thief's
         assert client.accept(data).newest == entry(7, 3)
         again = verifier(tmp_path / "root", tmp_path / "floor")
         assert again.keys == {hex_of(THIRD)} and again.head.newest == entry(7, 3)
@@ -313,7 +313,7 @@ def test_verdicts_agree_with_tufs_own_client(tmp_path, seed):
         if ours:
             shutil.rmtree(kept)
             shutil.copytree(tried, kept, symlinks=True)
-        else:  # what it has kept of a head that it refuses in the end is not ours to compare; new roots are
+        else:  # its copy of a head that it refuses in the end is not ours to compare; new roots are
             shutil.copytree(tried / "root_history", kept / "root_history", dirs_exist_ok=True)
         shutil.rmtree(tried)
         verdicts.append(ours)

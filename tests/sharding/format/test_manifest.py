@@ -383,7 +383,7 @@ for seed in seeds:
 
 @pytest.mark.parametrize("num", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_hostile_shapes_are_refused_by_arithmetic(num):
-    """With 512 MB of memory: 581 bytes took 3.8 GB and 28 s, and 587 ended a relay's thread with a MemoryError."""
+    """The parser has 512 MB: 581 bytes took 3.8 GB and 28 s, and 587 ended a relay's thread with a MemoryError."""
     body = manifest.encode(snapshot()).decode()
     command = [sys.executable, "-c", HOSTILE_SHAPES, str(num), body]
     subprocess.run(command, check=True, timeout=20 + num / 500)
