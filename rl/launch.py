@@ -93,6 +93,7 @@ def start_rollout_system(
         verdicts=_verdicts(config, validator, key, run_directory.secret(workdir, config.seed), on_wait, num_hosts),
         check_group_without_weights=validator.check_group_without_weights,
         evidence=evidence.state,
+        on_verified=evidence.add_verified,
         secret=run_directory.secret(workdir, config.seed),
         invited=[rollout_lib.WorkerKey.load(file).worker for file in files],
         stake=_stakes(config.trust.stake_ledger, stack),

@@ -67,7 +67,7 @@ class Orchestrator:
     `invited` are public keys of workers to trust in addition to `topology.workers`; `stake` returns a key's stake in the ledger.
     `verdicts` replays groups; `check_group_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the
     validator's evidence against workers as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are
-    verified: workers must not know it. Events go to `ledger`. `on_wait` receives lines for people: a status every `WAIT_NOTICE_S`
+    verified: workers must not know it. `on_verified` is called with each group that a verdict accepted. Events go to `ledger`. `on_wait` receives lines for people: a status every `WAIT_NOTICE_S`
     seconds of waiting, and the steps that a caught worker spoiled.
     """
 
@@ -85,12 +85,13 @@ class Orchestrator:
         invited: Collection[str] = (),
         stake: Callable[[str], int] = lambda worker: 0,
         ledger: run_ledger.RunLedger | None = None,
+        on_verified: Callable[[Sequence[rollout_lib.Rollout]], None] = lambda rollouts: None,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._workdir, self._credit, self._rules = config, workdir, credit, rules_lib.Rules.of(config)
         self._key, self._verdicts, self._ledger = key, verdicts, ledger
         self._check_group_without_weights = check_group_without_weights
-        self._evidence, self._secret, self._on_wait = evidence, secret, on_wait
+        self._evidence, self._secret, self._on_wait, self._on_verified = evidence, secret, on_wait, on_verified
         self.servers: Sequence[str] = ()  # URLs of the inference servers, for workers
         self.control: client_lib.Control | None = None  # of those servers; set before `publish`
         self._changed = threading.Condition()  # guards everything below
@@ -365,6 +366,7 @@ class Orchestrator:
             if verdict.accepted:
                 self._queue.accept(key)
                 self._health.verified(entry.worker)
+                self._on_verified(entry.rollouts)
                 self._accepted(entry)
             else:
                 self._reject(key, verdict, is_fault=True)

@@ -43,11 +43,15 @@ class EvidenceLog:
                 out.append(self._verdict(rollout.worker))
         return out
 
+    def add_verified(self, rollouts: Sequence[rollout_lib.Rollout]) -> None:
+        """Records that a replay, here or elsewhere, accepted these samples of one group: others' claims are compared with theirs."""
+        with self._lock:
+            self._peers.verify(rollouts[0])
+
     def add_replays(self, group: Sequence[tuple[rollout_lib.Rollout, sequential_test.Evidence]]) -> None:
         """Adds accepted replays of one worker's samples of one group to its test, if this log has bands."""
         worker = group[0][0].worker
         with self._lock:
-            self._peers.verify(group[0][0])
             new = [(rollout, evidence) for rollout, evidence in group if self._mark("replay", rollout)]
             if self._bands is None or not new:
                 return

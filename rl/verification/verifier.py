@@ -100,10 +100,13 @@ class Validator:
             found += self._check_batch(rest[:num])
         groups = collections.defaultdict(list)
         for rollout, (_, evidence) in zip(rollouts, found, strict=True):
-            if evidence is not None:
-                groups[rollout.step, rollout.task.group, rollout.worker].append((rollout, evidence))
+            groups[rollout.step, rollout.task.group, rollout.worker].append((rollout, evidence))
         for group in groups.values():
-            self.evidence.add_replays(group)
+            good = [(rollout, evidence) for rollout, evidence in group if evidence is not None]
+            if good:
+                self.evidence.add_replays(good)
+            if len(good) == len(group):
+                self.evidence.add_verified([rollout for rollout, _ in group])
         judged = zip(rollouts, found, strict=True)
         return [self.evidence.verdict(rollout.worker) if one.accepted else one for rollout, (one, _) in judged]
 

@@ -426,6 +426,22 @@ def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
     assert not validator.check_group_without_weights(claims(1), "held_out")[0].accepted  # it is not a held-out group
 
 
+def test_only_groups_whose_every_sample_passed_a_replay_are_compared_with(monkeypatch):
+    validator, groups = doubles.make_validator(prompts=2), [list(batch()[:8]), list(batch()[8:])]
+    for group in groups:
+        assert validator.check_group_without_weights(group)[0].accepted
+    bad = dataclasses.replace(groups[1][3], proofs=groups[1][2].proofs[: len(groups[1][3].proofs)])
+    checked = validator.check_with_weights([*groups[0], *groups[1][:3], bad, *groups[1][4:]])
+    assert [verdict.accepted for verdict in checked] == [True] * 11 + [False] + [True] * 4
+    found = {group: is_verified for _, group, _, _, is_verified in validator.evidence.state(0)["groups"]["groups"]}
+    assert found == {groups[0][0].task.group: True, groups[1][0].task.group: False}
+    validator.evidence.add_verified(groups[1])  # by validators elsewhere
+    restored = doubles.make_validator(prompts=2).evidence
+    restored.restore(**json.loads(json.dumps(validator.evidence.state(0))))
+    assert json.dumps(restored.state(0)) == json.dumps(validator.evidence.state(0))
+    assert all(one[-1] for one in restored.state(0)["groups"]["groups"])
+
+
 def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
     """Repeats the first group of a step after a kill; the evidence ends as it does without the kill."""
     first, second = list(batch()[:8]), list(batch()[8:])
