@@ -3,7 +3,8 @@
 1. Each group is sent to as many validators as must agree on it (`quorum`), in an order that follows from the secret, so that no
    worker knows its judges. One request to a validator has as many waiting groups as its replay takes together.
 2. A validator that gives no usable answer within the time limit (it is silent or fails, lacks weights, answers about other bytes, or
-   signs badly) is left alone for a while, for up to a minute after repeated faults. The next one in the order replaces it.
+   signs badly) is left alone for a while, for up to a minute after repeated faults. The next one in the order replaces it. Groups of
+   a request that failed are sent one by one, since one of them may be the cause.
 3. `quorum` equal verdicts decide. Where they differ, further validators are asked; if no quorum is possible, the group is void. A
    validator that often contradicts the quorum is not asked again in this run.
 4. Until then the group stays quarantined, and `notice` names the validators at fault. Only if all of them lack the weights does the
@@ -67,6 +68,7 @@ class _Case:
     since_s: float
     verdicts: dict[str, verdict_lib.SignedVerdict] = dataclasses.field(default_factory=dict)  # by key of the validator
     lack_weights: set[str] = dataclasses.field(default_factory=set)  # validators
+    num_failed: int = 0  # requests with it that were not answered
 
 
 class VerdictCollector:
@@ -178,7 +180,10 @@ class VerdictCollector:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(wake.wait(), left_s if left_s > 0 else None)
                 continue
-            batch = replayer.take_batch([(case.group, case.rollouts, case.digest) for case in wanted], *_LIMITS)
+            # A group that makes every request with it fail must not hold up the others: after a failure, each goes alone.
+            least = min(case.num_failed for case in wanted)
+            waiting = [(case.group, case.rollouts, case.digest) for case in wanted if case.num_failed == least]
+            batch = replayer.take_batch(waiting[:1] if least else waiting, *_LIMITS)
             await self._request(http, validator, [self._cases[digest] for _, _, digest in batch])
 
     def _wants(self, case: _Case, validator: _Validator, now_s: float) -> bool:
@@ -206,6 +211,7 @@ class VerdictCollector:
                 self._vote(case, validator, verdict)
         self._note(validator, problem)
         for case in cases:
+            case.num_failed += not found
             self._check_weights(case)
         self._notify()
 

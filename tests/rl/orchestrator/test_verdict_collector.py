@@ -122,6 +122,23 @@ def test_a_stopped_validator_is_asked_again_when_it_is_back(monkeypatch):
         assert collected.source.notice() == "" and collected.lines[-1].endswith("answers again")
 
 
+def test_a_group_on_which_validators_fail_holds_up_no_other(monkeypatch):
+    monkeypatch.setattr(verdict_collector, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(verdict_collector, "MAX_PAUSE_S", 0.04)
+
+    def crash(found, key):
+        assert all(one.group != 3 for one in found)
+        return found
+
+    with validators.served(double(act=crash), double(act=crash)) as names, Collected(names) as collected:
+        for one in collected.source._validators:
+            one.pause_s = 0.02
+        collected.ask(groups(8))
+        expected = honest(8)
+        del expected["train", 1, 3]
+        assert collected.decisions.wait(7) == expected and collected.source.notice()
+
+
 def test_a_liar_is_outvoted_counted_and_excluded():
     """One of three: each of its lies costs a third verdict, until it is not asked any more."""
     liar = double(judge=opposite)
