@@ -17,6 +17,8 @@ from models import hf, transformer
 from models.text import tokenizer
 from rl import train
 from rl.batch import packing
+from rl.ledger import ledger as ledger_lib
+from rl.ledger import task_ranges
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
 from tests.support import tiny_run
@@ -28,6 +30,22 @@ def evidence(workdir) -> tuple[int, list[float]]:
     (text,) = (text for text in texts if "evidence" in text)
     (record,) = json.loads(text)["rollouts"]["evidence"]["records"].values()
     return record["num_claims"], record["log_wealth"]["claims"]
+
+
+def recorded(workdir) -> tuple[list, list[int], int]:
+    """Verifies a run's ledger; returns its batches that are not void, those that are, and the number of starts."""
+    assert ledger_lib.verify(workdir / "ledger.db").error is None
+    batches, void, num_starts = [], [], 0
+    with ledger_lib.Ledger(workdir / "ledger.db") as ledger:
+        for event in (entry.event for entry in ledger.entries()):
+            if event.kind == "resume":
+                num_starts += 1
+                void += [batch["step"] for batch in batches if batch["step"] > event.fields["step"]]
+                batches = [batch for batch in batches if batch["step"] <= event.fields["step"]]
+            elif event.kind == "batch":
+                batches.append(event.fields)
+        assert 6 in [version for _, version in ledger.state.run.published]
+    return batches, void, num_starts
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +67,10 @@ def test_a_run_learns_validates_and_reports(finished):
         assert step["sync/lag"] == 0
         assert step["loss/mismatch_kl"] < 1e-6  # learner and engine logprobs agree to 1e-4, hence KL below 1e-8 or so
         assert abs(step["loss/ratio_mean"] - 1) < 1e-4
+    batches, void, num_starts = recorded(workdir)
+    assert [batch["step"] for batch in batches] == [1, 2, 3, 4, 5, 6] and not void and num_starts == 1
+    verified = [len(task_ranges.parse_tasks(batch["verified"])) if batch["verified"] else 0 for batch in batches]
+    assert [4 * number for number in verified] == [step["trust/num_checked"] for step in steps]
     report = (workdir / "report.html").read_text()
     assert "<svg" in report and str(workdir / "report.html") in result.stdout
     assert list((workdir / "tensorboard").rglob("*tfevents*"))
@@ -73,6 +95,8 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "resuming after step" in result.stdout
     assert tiny_run.curve(workdir) == tiny_run.curve(finished[0])
+    batches, void, num_starts = recorded(workdir)
+    assert [batch["step"] for batch in batches] == [1, 2, 3, 4, 5, 6] and len(void) < 6 and num_starts == 2
     (num_claims, wealth), (expected, expected_wealth) = evidence(workdir), evidence(finished[0])
     assert num_claims == expected == 6 * 16  # each rollout once, before and after the kill
     np.testing.assert_allclose(wealth, expected_wealth, rtol=1e-9)  # groups of a step are added in any order
