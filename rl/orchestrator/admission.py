@@ -3,7 +3,8 @@
 Keys cost nothing, so a new key must gain nothing:
 1. A newcomer (no accepted group yet) holds one group. All newcomers together hold a quarter of the unfinished groups, and
    those of one network at most as many as that leaves free, so that another network finds room. A rejected or returned group
-   takes its place until its lease would have ended: else garbage would be free.
+   takes its place until its lease would have ended: else garbage would be free. A group whose pinned version was replaced
+   takes it for a quarter of that time.
 2. The lease of a newcomer is short: a quarter of `lease_s`. A heartbeat would not do instead, because it costs a squatter nothing.
    A group that a stranger lost is for other workers with a record for the next `lease_s`, if one of them is active.
 3. Each accepted training group adds one to a worker's record, and a stranger holds 1 + record groups: twice as many each round.
@@ -42,7 +43,7 @@ class Policy:
         return cls(kind, config.trust.min_stake, config.trust.work_bits)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Place:
     """A place for a newcomer, from its lease until a group of it is accepted, or until it holds none and the time is over."""
 
@@ -143,7 +144,11 @@ class Admission:
                 self._places.append(_Place(worker, network, key, now_s + self.lease_s(worker)))
 
     def lost(self, worker: str, key: Key, now_s: float, *, blame: bool = True) -> None:
-        """Records that a worker's lease on a group ended without rollouts; without `blame`, its record stays."""
+        """Records that a worker's lease on a group ended without rollouts; without `blame`, its record stays, and its place is soon free."""
+        if not blame:
+            soon_s = now_s + self._lease_s / NEWCOMER_FRACTION**2
+            for place in self._places:
+                place.until_s = min(place.until_s, soon_s) if place.worker == worker else place.until_s
         if self.is_stranger(worker):
             self._lost[key] = worker, now_s + self._lease_s
             if blame and worker in self._records:

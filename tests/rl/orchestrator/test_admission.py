@@ -207,6 +207,19 @@ def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, c
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 8
 
 
+@pytest.mark.parametrize("is_void", [True, False])
+def test_a_newcomer_waits_for_its_place_unless_its_version_was_replaced(make, clock, is_void):
+    orchestrator, (key, *_) = make(), KEYS
+    (group,) = orchestrator.lease(key.worker, 4)
+    if is_void:
+        publish(orchestrator, 1)
+    assert orchestrator.lease(key.worker, 4, "", [group.key]) == []
+    clock.now_s += LEASE_S / 16 + 0.1
+    assert len(orchestrator.lease(key.worker, 4)) == is_void
+    clock.now_s += LEASE_S / 4
+    assert is_void or len(orchestrator.lease(key.worker, 4)) == 1
+
+
 def test_no_one_holds_a_group_by_letting_others_lose_it(make, clock):
     """Attack: two keys of one party lose the groups to each other. After a lease period, everyone may have them."""
     orchestrator, (known, *_) = make(num_groups=17), KEYS
