@@ -86,7 +86,7 @@ def make_control_app(
     """Returns the app of an inference server's control routes. Clients must send `token` and, unless None, a Host of `hosts`."""
     app = _app(server)
     control_routes.add(app, server)
-    app.add_middleware(guard.Guard, key=token, hosts=hosts)
+    app.add_middleware(guard.Guard, key=token, key_name="control token", hosts=hosts)
     return app
 
 

@@ -7,7 +7,7 @@ another site only with that site's consent. And `Origin`, which browsers add to 
 
 import hmac
 import ipaddress
-import urllib.parse
+import re
 from collections.abc import Collection
 
 from fastapi import responses
@@ -26,6 +26,7 @@ class Guard:
         app: asgi.ASGIApp,
         *,
         key: str | None = None,
+        key_name: str = "API key",
         allow_origin: bool = False,
         hosts: Collection[str] | None = None,
     ):
@@ -34,11 +35,12 @@ class Guard:
         Args:
           app: the app to protect.
           key: clients must send `Authorization: Bearer <key>`, except for health checks; None requires no key.
+          key_name: name of the key in replies.
           allow_origin: accept requests of browser pages.
           hosts: names that clients may use in the Host header besides IP addresses and localhost; None accepts any.
         """
         self._app, self._expected = app, f"Bearer {key}".encode() if key else None
-        self._allow_origin = allow_origin
+        self._key_name, self._allow_origin = key_name, allow_origin
         self._hosts = None if hosts is None else {"localhost", *(host.lower() for host in hosts)}
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
@@ -56,7 +58,7 @@ class Guard:
             return web.error(403, message, "forbidden")
         if self._expected and scope["path"] not in OPEN:
             if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-                message = "the API key is missing or wrong; send the header Authorization: Bearer <key>"
+                message = f"the {self._key_name} is missing or wrong; send the header Authorization: Bearer <{self._key_name}>"
                 return web.error(401, message, "authentication_error")
         if scope["method"] == "POST":
             has_body = b"transfer-encoding" in headers or headers.get(b"content-length", b"0").strip(b"0")
@@ -68,8 +70,9 @@ class Guard:
         return None
 
     def _is_known(self, host: str) -> bool:
+        found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d+)?", host)
+        name = found[1].strip("[]").lower() if found else ""
         try:
-            name = urllib.parse.urlsplit(f"//{host}").hostname or ""
             return name in (self._hosts or ()) or bool(ipaddress.ip_address(name))
         except ValueError:
             return False

@@ -109,7 +109,7 @@ def refusal(response, status):
 @pytest.mark.parametrize("path", ["/update_weights", "/pause", "/resume", "/load_lora_adapter"])
 @pytest.mark.parametrize("token", [API_KEY, TOKEN])
 def test_the_data_listener_has_no_control_routes(server, path, token):
-    """Neither a worker's key nor the operator's token helps there, and the reply says where to go."""
+    """Neither a worker's key nor the operator's token helps there, and the reply names the right listener."""
     reply = server.post(path, {}, url=server.data, headers={"authorization": f"Bearer {token}"})
     if token == API_KEY:
         assert "the control listener, which --control sets" in refusal(reply, 404)
@@ -131,7 +131,7 @@ def test_no_spelling_of_a_control_route_works_on_the_data_listener(server, targe
 @pytest.mark.parametrize(
     ("change", "status", "words"),
     [
-        ({"authorization": None}, 401, "missing or wrong"),
+        ({"authorization": None}, 401, "the control token is missing or wrong"),
         ({"authorization": f"Bearer {API_KEY}"}, 401, "missing or wrong"),
         ({"authorization": f"Bearer {TOKEN[:-1]}"}, 401, "missing or wrong"),
         ({"authorization": f"Basic {TOKEN}"}, 401, "missing or wrong"),
@@ -146,6 +146,9 @@ def test_no_spelling_of_a_control_route_works_on_the_data_listener(server, targe
         ({"host": "evil.example"}, 403, "Host header"),
         ({"host": "127.0.0.1.evil.example:80"}, 403, "Host header"),
         ({"host": "[::1"}, 403, "Host header"),
+        ({"host": "evil.example@localhost"}, 403, "Host header"),
+        ({"host": "localhost/evil.example"}, 403, "Host header"),
+        ({"host": "[::1]:80"}, 200, ""),
         ({"host": "LocalHost:9"}, 200, ""),
         ({"host": "box.example"}, 200, ""),
     ],
@@ -174,7 +177,7 @@ def test_the_operator_pauses_as_prime_rl_does(server):
 
 
 def test_a_page_without_a_key_cannot_post_to_a_local_server(server):
-    """Without --api_key, on the data listener: text/plain is refused, and so is an Origin, which every page sends."""
+    """The data listener of a server without a key refuses text/plain, and Origin, which every page sends."""
     calls = []
 
     async def app(scope, receive, send):

@@ -32,7 +32,7 @@ def test_a_bad_token_file_is_refused_and_not_replaced(tmp_path, text, mode, word
 
 
 def test_a_token_is_created_once_for_its_owner_alone(tmp_path):
-    """Also by many processes at once: all get the same one."""
+    """Many callers at the same time get the same one."""
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         tokens = set(pool.map(lambda _: secret_file.read_or_create(tmp_path / "token"), range(64)))
     assert len(tokens) == 1 and len(tokens.pop()) >= 32
