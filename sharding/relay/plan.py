@@ -70,9 +70,10 @@ class Plan:
             self.serve_head()
 
     def serve_head(self) -> None:
-        """Serves the newest head that `trusted` has accepted, also before a restart, if its newest version is here."""
+        """Serves the newest head that `trusted` has accepted, also before a restart, if its newest version is here, or there is no other."""
         head = None if self._trusted is None else self._trusted.head
-        if head is not None and (head.newest is None or self._store.is_complete(head.newest.version)):
+        is_first = self._store.head is None
+        if head is not None and (is_first or head.newest is None or self._store.is_complete(head.newest.version)):
             self._store.set_head(head.data, write=False)
         elif self._trusted is None and (data := next((d for d in self._heads.values() if d is not None), None)):
             self._store.set_head(data, write=True)

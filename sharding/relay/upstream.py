@@ -228,13 +228,16 @@ class Upstream:
         if number in self._unfollowed or time.monotonic() < self._follow_from_s:
             number = None
         if self._followed is not None and self._followed.number not in (number, *listing.complete):
-            for future in self._followed.pending:
-                future.cancel()
-            self._followed = None
+            self._end_following()
         if self._followed is None and number is not None:
             size = max((c.manifest.size_bytes for c in self._claims.values()), default=0)
             most = max(FOLLOWED_BYTES, 2 * size) if isinstance(self.source, relays.Relays) else math.inf
             self._followed = _Followed(number, most)
+
+    def _end_following(self) -> None:
+        for future in self._followed.pending if self._followed else ():
+            future.cancel()
+        self._followed = None
 
     def _follow(self, number: int) -> bool:
         """Begins the download of objects that are new in the journal of a version. Returns True if there are any."""
@@ -248,6 +251,8 @@ class Upstream:
                 self._unfollowed.add(number)
                 self._follow_pause_s = min(2 * self._follow_pause_s or FOLLOW_PAUSE_S, LONGEST_FOLLOW_PAUSE_S)
                 self._follow_from_s = time.monotonic() + self._follow_pause_s
+                self._end_following()
+                self._plan.update(self.name, self._claims, None)
                 raise journal.CorruptSource(
                     f"version {number} is being published with more than {followed.most_bytes:.0f} bytes or {most_s:.0f} s: "
                     "it is mirrored when it has a manifest"

@@ -4,6 +4,7 @@ The liars are `tests/support/lying_upstream.py`: real servers, whose numbers the
 """
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import time
@@ -89,7 +90,7 @@ def test_a_liar_does_not_stall_a_client(pub, kind):
 def test_unsigned_claims_have_bounded_disk_and_log(pub, tmp_path, monkeypatch, capsys, journal_kind):
     """A liar's journal fills its budget once, and is then left alone; so are its errors in the log."""
     monkeypatch.setattr(upstream, "FOLLOWED_BYTES", 2_000_000)
-    behavior = Behavior(phantoms=4000, partials=100, journal=journal_kind, listing="flap")
+    behavior = Behavior(phantoms=1000, partials=100, journal=journal_kind, listing="flap")
     with beside(pub, behavior) as (urls, (liar,)):
         with proxy.running(urls, tmp_path / "a", trusted_key=TRUSTED, options=QUICK) as relay:
             size = sum(len(data) for n in range(3) for data in proxy.contents(n).values())
@@ -99,7 +100,9 @@ def test_unsigned_claims_have_bounded_disk_and_log(pub, tmp_path, monkeypatch, c
                 time.sleep(0.05)
             assert most < size + 2_000_000 + 200_000
             assert liar.num_bytes < 10_000_000 and liar.num_requests["manifest"] < 200
-            assert relay.store.complete() == [0, 1, 2] and relay.store.partial() == []
+            assert relay.store.complete() == [0, 1, 2] and liar.num_requests["journal"] > 0
+            left = sum(o.size for n in relay.store.partial() for o in relay.store.versions[n].objects.values())
+            assert left <= 10 * lying_upstream.JUNK_BYTES  # objects that were on their way
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("relay: ")]
     assert len(lines) <= 2 and max(map(len, lines)) < 700
 
@@ -180,18 +183,23 @@ def old(pub):
 
 def resume(pub):
     """Publishes version 2 again, with other weights, in a new epoch, faster than anyone polls."""
-    shutil.rmtree(pub / "v00000002")
-    proxy.publish(pub, 2, proxy.contents(22))
+    proxy.publish(pub.parent / "again", 2, proxy.contents(22))
+    (pub / "v00000002").rename(pub.parent / "gone")
+    (pub.parent / "again/v00000002").rename(pub / "v00000002")
     return proxy.sign(pub, epoch=1, epochs={0: 0, 1: 0})
 
 
 def test_a_version_published_again_is_seen_beside_one_who_holds_the_old(pub, old, tmp_path):
+    patient = dataclasses.replace(QUICK, patience_s=30.0, stall_s=30.0)
     with proxy.running(pub) as origin, lying_upstream.LyingUpstream(old, Behavior()) as stale:
-        with proxy.running([stale.url, origin.url], tmp_path / "a", trusted_key=TRUSTED, options=QUICK) as relay:
+        with proxy.running([stale.url, origin.url], tmp_path / "a", trusted_key=TRUSTED, options=patient) as relay:
             mirrored(relay, 2)
+            proxy.wait_until(lambda: stale.num_requests["manifest"] >= 3)
+            stale.behavior = Behavior(manifest="hang")
             resume(pub)
             new = proxy.manifest(2, proxy.contents(22))
             proxy.wait_until(lambda: relay.store.manifest(2) == new, HONEST_S)
+            stale.behavior = Behavior()
             with contextlib.closing(source.open([stale.url, relay.url], trusted_key=TRUSTED)) as opened:
                 assert opened.head().order == (1, 2)
                 assert proxy.read_all(opened, 2, proxy.contents(22)) == proxy.contents(22)
@@ -254,3 +262,24 @@ def test_upstreams_that_disagree_stop_that_number_alone(pub, tmp_path):
             proxy.publish(pub, 3, proxy.contents(3))
             mirrored(relay, 3)
             assert relay.store.manifest(1) == first and relay.mirror.log.counters["replaced_versions"] == 0
+
+
+def test_a_head_without_its_version_is_not_handed_on(pub, tmp_path):
+    """An upstream that has the newest head and withholds the weights takes nothing from the clients of a relay."""
+    before = proxy.sign(pub)
+    ahead = shutil.copytree(pub, tmp_path / "ahead")
+    with beside(pub) as ([origin], _), lying_upstream.LyingUpstream(ahead, Behavior(objects="missing")) as liar:
+        with proxy.running([liar.url, origin], tmp_path / "a", trusted_key=TRUSTED, options=QUICK) as relay:
+            mirrored(relay, 2)
+            proxy.publish(ahead, 3, proxy.contents(3))
+            after = proxy.sign(ahead)
+            asked = liar.num_requests["objects"]
+            proxy.wait_until(lambda: liar.num_requests["objects"] > asked + 2)
+            time.sleep(0.5)
+            assert relay.store.head == before
+            with contextlib.closing(source.open(relay.url, trusted_key=head_lib.HeadVerifier(TRUSTED))) as opened:
+                assert opened.versions() == [0, 1, 2]
+            shutil.copytree(ahead / "v00000003", pub / "v00000003")
+            shutil.copy(ahead / "head.jsonl", pub / "head.jsonl")
+            mirrored(relay, 3)
+            proxy.wait_until(lambda: relay.store.head == after)
