@@ -45,7 +45,7 @@ class Policy:
 
 @dataclasses.dataclass
 class _Place:
-    """A place for a newcomer, from its lease until a group of it is accepted, or until it holds none and the time is over."""
+    """A place for a newcomer, from its lease until its group is accepted, or until it holds none and the time is over."""
 
     worker: str
     network: str
