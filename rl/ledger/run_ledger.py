@@ -171,10 +171,10 @@ class RunLedger(contextlib.AbstractContextManager):
     def _commit(self, items: list[tuple[tuple[str, str, dict] | None, Recorded]]) -> None:
         entries: list[storage.Entry] = []
         if not self._failure:
-            signed = [ledger_events.sign(*item[:2], self._key, **item[2]) for item, _ in items if item]
             try:
+                signed = [ledger_events.sign(*item[:2], self._key, **item[2]) for item, _ in items if item]
                 entries, self._failure = self._ledger.append_until_refused(*signed) if signed else ([], None)
-            except (ValueError, OSError) as error:
+            except BaseException as error:  # those who wait for the events, and the run, get it
                 self._failure = error
             if self._failure:
                 self.on_failure(self._failure)

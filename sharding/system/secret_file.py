@@ -3,11 +3,13 @@
 A file holds one line of printable ASCII characters. Does not import jax.
 """
 
+import contextlib
 import os
-import pathlib
 import re
 import secrets
 import stat
+
+from sharding.system import atomic_file
 
 MIN_CHARACTERS = 16  # of a secret that a command may generate
 
@@ -45,20 +47,13 @@ def check(text: str, found: str) -> str:
 
 def read_or_create(path: str | os.PathLike) -> str:
     """Returns the secret in a file; generates a random one, in a file for the owner alone, if the file does not exist."""
-    path = pathlib.Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
-        os.link(temporary, path)  # appears complete, and never replaces a secret
-    except FileExistsError:
-        pass
+        with contextlib.suppress(FileExistsError):  # never replaces a secret
+            atomic_file.write(path, secrets.token_urlsafe(32).encode() + b"\n", secret=True)
     except OSError as error:
         raise ValueError(
             f"cannot create the secret {path}: {error.strerror}; name a file that you may write"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     if len(secret := read(path)) < MIN_CHARACTERS:
         raise ValueError(
             f"the secret in {path} has {len(secret)} characters, not {MIN_CHARACTERS} or more; remove the file"

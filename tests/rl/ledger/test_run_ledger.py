@@ -101,8 +101,10 @@ for kill in range(num_kills):
         finally:
             os._exit(1)
     os.close(out)
-    lines = os.read(source, 9) if rng.random() < 0.7 else b""  # else it may be killed while it opens the file
-    time.sleep(rng.choice((0.005, 0.05)) * rng.random())
+    lines, wanted = b"", rng.choice((0, 1, 2, 3, 6))  # with 0 it may be killed while it opens the file
+    while lines.count(b"\\n") < wanted:
+        lines += os.read(source, 4096)
+    time.sleep(0.02 * rng.random())
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with open(source, "rb") as rest:
@@ -121,7 +123,7 @@ def test_kills_at_random_moments_lose_nothing_acknowledged_and_repeat_nothing(tm
     done = subprocess.run(command, cwd=pathlib.Path(__file__).parents[3], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     acknowledged = [line.split() for line in done.stdout.splitlines() if "open" not in line]
-    assert len(acknowledged) > num_kills / 5
+    assert len(acknowledged) > num_kills / 2
     with ledger_lib.Ledger(tmp_path / "ledger.db") as ledger:
         entries = ledger.entries()
     for seq, kind, number in acknowledged:
@@ -174,5 +176,8 @@ def test_what_comes_after_the_end_fails_and_a_swapped_file_ends_the_run(tmp_path
         with pytest.raises(ValueError, match="was removed while it was open; put the first file back"):
             ledger.resumed(0).result()
         assert len(failures) == 1
+    (tmp_path / "moved.db").rename(tmp_path / "ledger.db")
+    with opened(tmp_path) as other, pytest.raises(TypeError, match="not JSON serializable"):
+        other.resumed({1}).result()  # a bug of a caller ends the run, too, and not the thread alone
     with pytest.raises(ValueError, match="after the run's ledger was closed"):
         ledger.resumed(0).result()

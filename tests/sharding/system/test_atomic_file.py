@@ -90,14 +90,6 @@ def test_a_key_is_whole_or_absent_and_its_owners_alone(tmp_path, monkeypatch, sh
     assert path.read_bytes() == key and os.listdir(tmp_path) == ["secret.key"]
 
 
-@pytest.mark.parametrize("content", [b"", bytes(31), bytes(33)])
-def test_a_key_of_another_size_is_refused(tmp_path, content):
-    (tmp_path / "secret.key").write_bytes(content)
-    with pytest.raises(ValueError, match=f"secret.key has {len(content)} bytes, but the key has 32; put the file back"):
-        atomic_file.secret_key(tmp_path / "secret.key")
-    assert (tmp_path / "secret.key").read_bytes() == content
-
-
 def test_the_leftover_of_a_kill_is_found_and_is_not_an_object(tmp_path):
     code = "import os, signal, sys; from sharding.system import atomic_file; os.replace = lambda *a: os.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.run([sys.executable, "-c", f"{code}; atomic_file.write(sys.argv[1], b'half')", tmp_path / "c.0"])
