@@ -30,6 +30,12 @@ from inference.rollouts import parquet_footer
 from inference.rollouts import rollout as rollout_lib
 from sharding.system import atomic_file
 
+PROOF_BYTES, PROOF_TOKENS = (
+    258,
+    32,
+)  # TOPLOC: bytes per so many tokens; twice that is read here and refused with a verdict
+MAX_EXPERT_BYTES = 2**12  # of a token: 61 layers of 8 experts take 1 KiB
+SLACK_BYTES = 2**22  # of a column, for pages and their headers
 MAX_FILE_PARTS = 2**18  # reward parts of all rollouts of a file: each is 200 bytes to 1 KiB of Python objects
 
 # name: (type, value of a rollout)
@@ -103,11 +109,16 @@ def to_bytes(rollouts: list[rollout_lib.Rollout]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def from_bytes(data: bytes) -> list[rollout_lib.Rollout]:
-    """Returns the rollouts in the bytes of a Parquet file. Any broken file raises ValueError with the column and the rule."""
+def from_bytes(
+    data: bytes, *, max_rows: int | None = None, max_tokens: int = rollout_lib.MAX_TOKENS
+) -> list[rollout_lib.Rollout]:
+    """Returns the rollouts in the bytes of a Parquet file: at most `max_rows` of up to `max_tokens`.
+
+    Any broken file raises ValueError with the column and the rule.
+    """
     if not isinstance(data, bytes):
         raise ValueError(f"rollout file: must be bytes, got {type(data).__name__}; pass the content of the file")
-    parquet_footer.check(data)
+    _check_sizes(parquet_footer.check(data, max_rows=max_rows), max_tokens)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         schema = _checked_schema(file.schema_arrow)
@@ -117,6 +128,31 @@ def from_bytes(data: bytes) -> list[rollout_lib.Rollout]:
         raise ValueError(f"rollout file: not readable as Parquet: {error}; write the file again") from error
     columns = {name: _column(name, table.column(name)) for name in schema.names if name != "problem_id"}
     return [_row(columns, row) for row in range(table.num_rows)]
+
+
+def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
+    """Raises ValueError if a column is larger than the rollouts of a file can make it, before any of it is decoded.
+
+    Zeros compress to nothing: 128 MB of proofs were 8 kB. `sizes` is the result of `parquet_footer.check`.
+    """
+    get = lambda name: sizes.get(name, (0, 0))  # noqa: E731  # a column that is missing is an error of the schema
+    rows, tokens = get("rewards")[0], get("input_tokens")[0] + get("output_tokens")[0]
+    lists = ("input_logprobs", "output_logprobs", "sampled_mask", "versions")
+    most = {name: (2 * rows + tokens, 0) for name in lists}  # an empty list counts as a value
+    for name in ("input_tokens", "output_tokens"):
+        most[name] = (rows + rows * max_tokens, 0)
+    per_token = {"proofs": 2 * PROOF_BYTES / PROOF_TOKENS, "routed_experts": MAX_EXPERT_BYTES}
+    for name, kind in zip(ALL_SCHEMA.names, ALL_SCHEMA.types, strict=True):
+        if kind in (pa.string(), pa.binary()):
+            row_bytes = 2 * PROOF_BYTES if name in per_token else _MAX_BYTES.get(name, 4 * rollout_lib.MAX_NAME)
+            most[name] = (rows, rows * row_bytes + tokens * per_token.get(name, 0) + SLACK_BYTES)
+    for name, (values, num_bytes) in most.items():
+        if get(name)[0] > values or get(name)[1] > (num_bytes or math.inf):
+            found = f"{get(name)[0]} values and {get(name)[1]} bytes for {rows} rollouts of {tokens} tokens"
+            raise ValueError(
+                f"rollout file: column {name} has {found}, at most {values} and {num_bytes or 'any number'} are read; "
+                f"write rollouts of at most {max_tokens} tokens, and only their own values"
+            )
 
 
 def _checked_schema(schema: pa.Schema) -> pa.Schema:

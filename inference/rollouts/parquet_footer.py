@@ -28,9 +28,13 @@ def check_size(num_bytes: int) -> None:
     _check_most(num_bytes, MAX_FILE_BYTES, "bytes")
 
 
-def check(data: bytes) -> None:
-    """Raises ValueError if a rollout file is too large, decodes to too many bytes, or uses Parquet features not read here."""
+def check(data: bytes, *, max_rows: int | None = None) -> dict[str, list[int]]:
+    """Returns {column: [its values, the bytes of its pages when decoded]} as a rollout file declares them.
+
+    Raises ValueError if the file is too large, decodes to too many bytes, or uses Parquet features not read here.
+    """
     check_size(len(data))
+    most_rows = MAX_ROWS if max_rows is None else min(max_rows, MAX_ROWS)
     footer_bytes = int.from_bytes(data[-8:-4], "little")
     if data[:4] != b"PAR1" or data[-4:] != b"PAR1" or not 0 < footer_bytes <= min(len(data) - 12, MAX_FOOTER_BYTES):
         raise ValueError(
@@ -39,11 +43,16 @@ def check(data: bytes) -> None:
     try:
         footer, _ = _thrift_struct(data[-8 - footer_bytes : -8], 0)
         groups = _listed(footer, 4)
-        _check_most(max(_counted(footer, 3), sum(_counted(group, 3) for group in groups)), MAX_ROWS, "rows")
-        page_bytes = (page for group in groups for chunk in _listed(group, 1) for page in pages(data, chunk))
-        # Checked for each page: a million chunks may share pages.
-        for decoded_bytes in itertools.accumulate(page_bytes):
-            _check_most(decoded_bytes, MAX_DECODED_BYTES, "decoded bytes")
+        _check_most(max(_counted(footer, 3), sum(_counted(group, 3) for group in groups)), most_rows, "rows")
+        total_bytes, sizes = 0, {}
+        for chunk in itertools.chain.from_iterable(_listed(group, 1) for group in groups):
+            size = sizes.setdefault(_column(chunk), [0, 0])
+            for page_bytes in pages(data, chunk):
+                size[1] += page_bytes
+                total_bytes += page_bytes
+                _check_most(total_bytes, MAX_DECODED_BYTES, "decoded bytes")  # for each page: chunks may share pages
+            size[0] += _counted(chunk[3], 5)
+        return sizes
     except (IndexError, KeyError) as error:  # bytes end early; a required field is missing or of another type
         broken = "rollout file: not readable as Parquet: broken footer or page header; write the file again"
         raise ValueError(broken) from error
@@ -76,6 +85,14 @@ def pages(data: bytes, chunk: dict) -> Iterator[int]:
             raise ValueError(f"rollout file: a page in encoding {code} of Parquet; write it in plain encoding")
         yield _counted(header, 2) + 4 * _counted(body, 1) + 4096
         at += size + _counted(header, 3)
+
+
+def _column(chunk: dict) -> str:
+    """Returns the name of a chunk's column: the first part of its path in the schema."""
+    path = chunk[3][3] if isinstance(chunk[3], dict) else None
+    if not isinstance(path, list) or not path or not isinstance(path[0], bytes):
+        raise KeyError(3)
+    return path[0].decode("utf-8", "replace")
 
 
 def _listed(fields: dict, number: int) -> list[dict]:

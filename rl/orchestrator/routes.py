@@ -59,7 +59,7 @@ def make_app(orchestrator, key: rollout_lib.WorkerKey, admission: admission_lib.
             raise ValueError(
                 f"the body of the submission does not have the SHA-256 {digest}; sign the body that is sent"
             )
-        return orchestrator.submit(parquet.from_bytes(body))
+        return orchestrator.submit(parquet.from_bytes(body, **orchestrator.submission_limits))
 
     @app.get("/run")
     async def run(request: fastapi.Request, nonce: str = ""):

@@ -234,12 +234,12 @@ def test_other_layouts_are_refused():
 
 
 def test_sizes_are_bounded(monkeypatch, tmp_path):
-    bomb = make(proofs=bytes(2**22))  # compresses to nothing
+    bomb = make(proofs=bytes(2**21))  # compresses to nothing
     data = parquet.to_bytes([bomb])
     assert len(data) < 2**14
     (tmp_path / "a.parquet").write_bytes(data)
     for limit, value, message in [
-        ("MAX_DECODED_BYTES", 2**22, "decoded bytes, at most 4194304 are read"),
+        ("MAX_DECODED_BYTES", 2**21, "decoded bytes, at most 2097152 are read"),
         ("MAX_FILE_BYTES", 1000, "at most 1000 are read"),
         ("MAX_ROWS", 0, "1 rows, at most 0"),
         ("MAX_TOKENS", 9, "tokens: at most 9, got 10"),
@@ -250,6 +250,48 @@ def test_sizes_are_bounded(monkeypatch, tmp_path):
             with pytest.raises(ValueError, match=message):
                 parquet.read(tmp_path / "a.parquet")
     assert_equal(parquet.read(tmp_path / "a.parquet")[0], bomb)
+
+
+def streams(rng, num_rows, longest):
+    """Honest rollouts, as the largest model and the worst compression make them: their own lengths, and zeros otherwise."""
+    for sample in range(num_rows):
+        T = int(rng.integers(2, longest + 1))
+        mask = np.arange(T) >= rng.integers(1, T)
+        proofs = bytes(PROOF_BYTES * -(-int(mask.sum()) // PROOF_TOKENS))
+        arrays = {"tokens": np.zeros(T, np.int32), "logprobs": np.zeros(T, np.float32)}
+        yield make(**arrays, sampled_mask=mask, versions=np.zeros(T, np.int32), proofs=proofs, sample=sample)
+
+
+PROOF_BYTES, PROOF_TOKENS = 258, 32
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sizes_that_no_rollout_has_are_refused_before_they_are_decoded(monkeypatch, seed):
+    """Honest files of any shape pass; more rows than are leased, longer streams, or other bytes cost their sender alone."""
+    rng = np.random.default_rng(seed)
+    num_rows, longest = int(rng.integers(1, 40)), int(2 ** rng.uniform(1, 12))
+    honest = list(streams(rng, num_rows, longest))
+    total = sum(len(rollout.tokens) for rollout in honest)
+    data = parquet.to_bytes(honest)
+    assert len(parquet.from_bytes(data, max_rows=num_rows, max_tokens=longest)) == num_rows
+    size = int(2 ** rng.uniform(22.5, 24))  # bytes
+    more = -(-size // 12)
+    bombs = {
+        "proofs": parquet_with(proofs=([bytes(size)], pa.binary())),
+        "worker": parquet_with(worker=(["x" * size], pa.string())),
+        "versions": parquet_with(versions=([np.zeros(more, np.int32)], pa.list_(pa.int32()))),
+        "input_logprobs": parquet_with(input_logprobs=([np.zeros(more, np.float32)], pa.list_(pa.float32()))),
+        "output_tokens": parquet_with(output_tokens=([np.zeros(more, np.int32)], pa.list_(pa.int32()))),
+    }
+    monkeypatch.setattr(parquet.pq, "ParquetFile", None)  # nothing is decoded
+    with pytest.raises(ValueError, match=f"{num_rows} rows, at most {num_rows - 1} are read"):
+        parquet.from_bytes(data, max_rows=num_rows - 1)
+    if total > (too_few := total // num_rows // 3) * num_rows * 2 + 2 * num_rows:
+        with pytest.raises(ValueError, match="column (in|out)put_tokens has "):
+            parquet.from_bytes(data, max_tokens=too_few)
+    for name, bomb in bombs.items():
+        with pytest.raises(ValueError, match=f"column {name} has .* for 1 rollouts of"):
+            parquet.from_bytes(bomb, max_tokens=2**12)
 
 
 def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
