@@ -1,4 +1,6 @@
-"""Finds a checkpoint by its folder or its id on the Hugging Face hub.
+"""Finds a checkpoint by its folder or its id on the Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION.
+
+A repository can change, so `commits` names the commits that were downloaded, for the records of a run.
 
 Imports no jax: a worker uses it to find its tokenizer.
 """
@@ -6,8 +8,10 @@ Imports no jax: a worker uses it to find its tokenizer.
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 WEIGHTS = ("*.safetensors", "*.json", "*.jinja")
+_COMMITS: dict[str, str] = {}  # {id: commit} of this process's downloads
 TOKENIZER = ("*token*.json", "generation_config.json", "config.json", "*.jinja")
 
 
@@ -23,13 +27,33 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
         raise ValueError(f"{path_or_repo} is not a folder; give a checkpoint folder or a hub id like 'Qwen/Qwen3-0.6B'")
     import huggingface_hub  # a second of imports that a local checkpoint does not need
 
+    name, _, revision = str(path_or_repo).partition("@")
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(os.fspath(path_or_repo), allow_patterns=list(files)))
+        found = huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=list(files))
     except (OSError, ValueError) as error:  # no network, no such repository, no access to it
         raise ValueError(
             f"{path_or_repo} is not a folder in {pathlib.Path.cwd()}, and downloading it from the hub failed "
             f"({str(error).strip().splitlines()[0]}); check the name and your access to it"
         ) from error
+    if (path := pathlib.Path(found)).parent.name == "snapshots":
+        _COMMITS[os.fspath(path_or_repo)] = path.name
+    return path
+
+
+def commits() -> dict[str, str]:
+    """Returns {id: commit} of the repositories that this process has downloaded or found in its cache."""
+    return dict(_COMMITS)
+
+
+def pinned(path_or_repo: str) -> str:
+    """Returns the id with the commit that this process uses, if it is the id of a downloaded repository, else its argument."""
+    commit = _COMMITS.get(path_or_repo)
+    return f"{without_revision(path_or_repo)}@{commit}" if commit else path_or_repo
+
+
+def without_revision(value: Any) -> Any:
+    """Returns OWNER/NAME for the text OWNER/NAME@REVISION, and any other value unchanged."""
+    return value.partition("@")[0] if isinstance(value, str) and is_id(value) else value
 
 
 def is_id(text: str | os.PathLike) -> bool:

@@ -25,6 +25,7 @@ from absl import flags
 from jax.experimental import multihost_utils
 
 from inference.server import inference_server
+from models import hub
 from rl import envs, evaluate, launch, report, sft
 from rl.batch import host_feed, packing
 from rl.experiment import experiment
@@ -49,6 +50,7 @@ def main() -> None:
         _check(exp, mesh, hosts)
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             if hosts.is_first:
+                run_directory.record_downloads(workdir, hub.commits())
                 print(experiment.describe(exp, workdir))
             train(exp, mesh, workdir, hosts)
 

@@ -17,6 +17,7 @@ import ast
 import copy
 import dataclasses
 import json
+import pathlib
 import re
 from collections.abc import Callable
 
@@ -137,6 +138,9 @@ def _check(dataset: str, config: dict, datasets: dict) -> None:
         raise ValueError(f"dataset reasoning_gym:{dataset} cannot be used: {REFUSED[dataset]}; choose another one")
     known = sorted({field.name for field in dataclasses.fields(datasets[dataset][1])} - {"seed", "size"})
     environment.check_options(f"dataset reasoning_gym:{dataset}", config.keys(), known)
+    # A worker's options come from an orchestrator, its prompts go to servers, and any file would become prompts.
+    if (file := str(config.get("data_file", "a"))) != pathlib.PurePath(file).name:
+        raise ValueError(f"env.options.data_file = {file!r} is a path; name a file among reasoning_gym's own data")
 
 
 def _reference(entry: dict) -> str | None:

@@ -8,10 +8,11 @@ import pathlib
 import platform
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 
 from inference.rollouts import rollout as rollout_lib
+from models import hub
 from rl.experiment import experiment as experiment_lib
 from rl.ledger import run_ledger
 from sharding.format import journal, manifest
@@ -77,7 +78,22 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
 def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
     """Returns the sorted names whose values differ between two configs, without names that begin with one of `free`."""
     names = sorted(old.keys() | new.keys())
+    old, new = (
+        {k: hub.without_revision(v) for k, v in fields.items()} for fields in (old, new)
+    )  # see record_downloads
     return [name for name in names if old.get(name) != new.get(name) and not name.startswith(tuple(free))]
+
+
+def record_downloads(workdir: pathlib.Path, commits: Mapping[str, str]) -> None:
+    """Writes {hub id: commit} to downloads.json. Raises ValueError if the run began with another commit of a repository."""
+    file = workdir / "downloads.json"
+    known = atomic_file.read_json(file, dict)
+    for name, commit in ((hub.without_revision(id), commit) for id, commit in commits.items()):
+        if known.setdefault(name, commit) != commit:
+            found = f"{name} is at commit {commit}, and the run in {workdir} began with {known[name]}"
+            raise ValueError(f"{found}; write {name}@{known[name]} in the config")
+    if commits:
+        atomic_file.write(file, json.dumps(known, indent=1).encode())
 
 
 def secret(workdir: pathlib.Path, seed: int) -> bytes:

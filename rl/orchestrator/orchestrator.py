@@ -34,6 +34,7 @@ from inference import client as client_lib
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
+from models import hub
 from rl.batch import credit as credit_lib
 from rl.batch import packing
 from rl.ledger import run_ledger, run_rules
@@ -196,7 +197,7 @@ class Orchestrator:
             version = self._version
         return {
             "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
-            "tokenizer": config.tokenizer,
+            "tokenizer": hub.pinned(config.tokenizer),
             "tokenizer_date": config.tokenizer_date,
             "servers": list(self.servers),
             "sampling": {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")},

@@ -20,7 +20,7 @@ import pytest
 from configs import presets
 from inference.engine import kv_cache
 from models import config as config_lib
-from models import hf, layers, transformer
+from models import hf, hub, layers, transformer
 from models.hf import checkpoint, safetensors_file, tensor_check, tensor_names
 from models.hf import config as hf_config
 from models.text import tokenizer as tokenizer_lib
@@ -569,20 +569,26 @@ def test_an_index_may_not_point_out_of_its_folder(folder):
         hf.load(folder)
 
 
-def test_a_hub_id_is_fetched(monkeypatch):
-    """Weights with everything beside them; a tokenizer without weights."""
-    asked = []
+def test_a_hub_id_is_fetched(monkeypatch, tmp_path):
+    """Weights with everything beside them; a tokenizer without weights. The commit is noted, and can be asked for."""
+    asked, commit = [], "c" * 40
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / commit).symlink_to(FOLDERS["qwen2_tied_bf16"])
 
-    def download(repo, allow_patterns):
-        asked.append((repo, allow_patterns))
-        return str(FOLDERS["qwen2_tied_bf16"])
+    def download(repo, revision, allow_patterns):
+        asked.append((repo, revision, allow_patterns))
+        return str(tmp_path / "snapshots" / commit)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(hub, "_COMMITS", {})
     assert hf.read_config("Owner/Name") == hf.read_config(FOLDERS["qwen2_tied_bf16"])
     with pytest.raises(FileNotFoundError, match="lacks tokenizer.json"):  # the fixture has none
-        tokenizer_lib.load("Owner/Name")
-    (repo, weights), (same, beside) = asked
+        tokenizer_lib.load("Owner/Name@main")
+    (repo, none, weights), (same, revision, beside) = asked
     assert repo == same == "Owner/Name" and "*.safetensors" in weights and "*.safetensors" not in beside
+    assert (none, revision) == (None, "main") and hub.commits() == {"Owner/Name": commit, "Owner/Name@main": commit}
+    assert hub.pinned("Owner/Name") == hub.pinned("Owner/Name@main") == f"Owner/Name@{commit}"
+    assert hub.pinned("byte_chatml") == "byte_chatml"
     with pytest.raises(ValueError, match="not a folder"):
         hf.read_config("./Owner/Name")
 

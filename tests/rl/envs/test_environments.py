@@ -183,6 +183,23 @@ def test_checkers_that_raise_score_zero_with_an_error():
         ("reverse_text", {"alphabet": "a b"}, "white space"),
         ("reverse_text", {"reward": "f1"}, "lcs, position, exact"),
         ("reverse_text:x", {}, "has no variants"),
+        # A worker gets the name and the options from an orchestrator of strangers: they can name no code.
+        *(
+            (name, {}, "does not exist|has no dataset|has no variants")
+            for name in (
+                "os:system",
+                "rl.envs.scorer:main",
+                "reasoning_gym:os.system",
+                "/tmp/x.py",
+                "gsm8k:os.system",
+                "",
+            )
+        ),
+        ("reverse_text", {"__class__": "os"}, "has no option '__class__'"),
+        ("reasoning_gym:composite", {"datasets": []}, "cannot be used"),
+        # Words of a worker's secret file became prompts, which go to servers that the orchestrator names.
+        ("reasoning_gym:spell_backward", {"data_file": "/etc/hosts"}, "data_file = '/etc/hosts' is a path"),
+        ("reasoning_gym:spell_backward", {"data_file": "../data/words3to10.txt"}, "is a path"),
         # A command line changes the environment, but not its options in the config file.
         ("gsm8k", {"alphabet": "ab"}, "gsm8k has no option 'alphabet' .env.options.; choose from path, system_prompt"),
         ("reverse_text", {"max_lenght": 5, "seed": 3}, "has no option 'max_lenght' .*did you mean 'max_length'"),

@@ -37,3 +37,18 @@ def test_a_kill_while_a_key_is_written_leaves_a_directory_that_is_taken(tmp_path
     (tmp_path / ".hosts.0123456789abcdef.tmp").write_bytes(b"half")
     with run_directory.open_workdir(tmp_path, exp):
         assert not list(tmp_path.glob("*.tmp")) and (tmp_path / "config.json").exists()
+
+
+def test_a_run_keeps_to_the_commits_that_it_began_with(tmp_path):
+    """A repository on the hub can change between a start and a resume."""
+    run_directory.record_downloads(tmp_path, {})
+    assert not list(tmp_path.iterdir())
+    for ids in ({"A/b": "1"}, {"A/b": "1", "A/b@main": "1", "C/d": "9"}, {"A/b@1": "1"}):
+        run_directory.record_downloads(tmp_path, ids)
+    with pytest.raises(
+        ValueError, match="A/b is at commit 2, and the run in .* began with 1; write A/b@1 in the config"
+    ):
+        run_directory.record_downloads(tmp_path, {"A/b@2": "2"})
+    for ids, same in (("A/b A/b@1", True), ("A/b@1 A/b", True), ("A/b A/c@1", False), ("./a@1 ./a", False)):
+        first, second = ({"tokenizer": id} for id in ids.split())
+        assert (run_directory._differing(first, second, ["-"]) == []) == same
