@@ -34,7 +34,7 @@ A new environment is a function that returns an `Environment`, and an entry in `
 2. The model completes `task.messages`. Its reasoning is removed (`Tokenizer.scored_text`), the rest is the completion.
 3. `score(task, completion)` returns finite numbers by name. "reward" is maximized by training and required; the others are
    metrics. Every completion must get the same names. A completion may come from an adversary: scoring runs in a process
-   with a time limit (rl/envs/scorer.py).
+   with limits (rl/envs/scorer.py), without network and files other than installed packages. The builder reads all data.
 4. An exception in `make_task` ends the run with one line. A completion for which `score` raises gets 0 in every number.
 
 Training and held-out tasks are separated by content: a prompt is held out if its hash is 0 modulo 16. So no prompt is in
