@@ -74,9 +74,7 @@ class RunLedger(contextlib.AbstractContextManager):
 
     def flush(self) -> None:
         """Blocks until all earlier events are durable. Raises the error if one of them could not be recorded."""
-        done: Recorded = concurrent.futures.Future()
-        self._queue.put((None, done))
-        done.result()
+        self._put(None).result()
 
     def head(self) -> str:
         """Returns the ledger's head, "SEQ:HASH", after all earlier events are durable. Raises their error as `flush` does."""
@@ -149,12 +147,16 @@ class RunLedger(contextlib.AbstractContextManager):
                 self._record("eject", worker, reason=_printable(reason))
 
     def _record(self, kind: str, node: str, **fields: Any) -> Recorded:
+        return self._put((kind, node, fields))
+
+    def _put(self, event: tuple[str, str, dict] | None) -> Recorded:
         recorded: Recorded = concurrent.futures.Future()
         with self._lock:
             if self._is_closed:
-                recorded.set_exception(ValueError(f"event {kind} came after the run's ledger was closed; it is lost"))
+                found = f"{event[0] if event else 'a wait'} came after the run's ledger was closed"
+                recorded.set_exception(ValueError(f"{found}; open the ledger again"))
             else:
-                self._queue.put(((kind, node, fields), recorded))
+                self._queue.put((event, recorded))
         return recorded
 
     def _write(self) -> None:

@@ -179,5 +179,6 @@ def test_what_comes_after_the_end_fails_and_a_swapped_file_ends_the_run(tmp_path
     (tmp_path / "moved.db").rename(tmp_path / "ledger.db")
     with opened(tmp_path) as other, pytest.raises(TypeError, match="not JSON serializable"):
         other.resumed({1}).result()  # a bug of a caller ends the run, too, and not the thread alone
-    with pytest.raises(ValueError, match="after the run's ledger was closed"):
-        ledger.resumed(0).result()
+    for late in (lambda: ledger.resumed(0).result(), ledger.head):
+        with pytest.raises(ValueError, match="came after the run's ledger was closed; open the ledger again"):
+            late()
