@@ -3,11 +3,11 @@
     python -m rl.validator calibrate --workdir=runs/quickstart --out=bands.json --rollouts=512
 
 1. Published weights generate the run's own groups, once per variant (VARIANTS). The validator's backend replays the rollouts.
-2. Limits on one rollout are SAFETY times the largest difference. Bands on the mean are BAND_SAFETY times an upper confidence bound
+2. Limits on one rollout are SAFETY or TOKEN_SAFETY times the largest difference. Bands on the mean are BAND_SAFETY times an upper confidence bound
    (mean + 4 standard errors), since a mean is known far better than an extreme.
 3. Proofs are compared with the hidden states of other texts, too. If the limits would accept one, no file is written.
 
-The maximum over n honest rollouts is exceeded by another one with probability about 1 / n; SAFETY = 2 makes that far rarer. If none
+The maximum over n honest rollouts is exceeded by another one with probability about 1 / n; a factor makes that far rarer. If none
 of n is falsely rejected, the rate of false rejections is at most 3 / n, at 95 %.
 """
 
@@ -42,7 +42,8 @@ from rl.verification import rules as rules_lib
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 
-SAFETY = 2.0
+SAFETY = 2.0  # of limits on proofs
+TOKEN_SAFETY = 3.0  # on tokens: of 127,000 honest ones in bfloat16, one erred by twice the maximum of 8,000
 BAND_SAFETY = 1.25
 # Smaller bands are rounding of the measurement: a single flipped tie would exceed them.
 FLOORS = sequential_test.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6)
@@ -50,6 +51,7 @@ FLOORS = sequential_test.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6
 LEAST = dict(margin=1e-4, logprob=1e-4, routing=1e-3, exp_mismatches=8, mantissa_mean=2, mantissa_median=2)
 LEAST_TIES = 1e-3  # share of ties that may go to the second best, although none was seen
 OTHER_TEXTS = 256  # proofs at most that are compared with another text's hidden states, per variant
+OF_TOKENS = ("margin", "logprob", "routing")
 DTYPES = ("float32", "bfloat16")
 WAIT_S = 3600.0
 # Honest ways to generate rollouts, which a validator must accept: changed fields of engine and model config, and a mesh.
@@ -180,7 +182,8 @@ def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollou
 def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
     """Returns (limits on one rollout, bands on a worker's means) that honest rollouts of all measured variants keep."""
     limit: dict[str, Any] = {
-        name: max(least, SAFETY * max(getattr(m, name) for m in measured)) for name, least in LEAST.items()
+        name: max(least, (TOKEN_SAFETY if name in OF_TOKENS else SAFETY) * max(getattr(m, name) for m in measured))
+        for name, least in LEAST.items()
     }
     names = ("exp_mismatches", "mantissa_mean", "mantissa_median")
     # Two tokens change places if their errors differ by more than their gap, and errors are seen at every token.
@@ -312,8 +315,9 @@ def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, Mea
     validator = verifier.Validator(replayed, get, rules_lib.Rules.of(exp.config))
     exp = dataclasses.replace(exp, model=dataclasses.replace(exp.model, dtype=args.sampler_dtype or exp.model.dtype))
     key = rollout_lib.WorkerKey.generate()
-    for name in args.variants:
-        rollouts = variant_rollouts(exp, get(version), version, VARIANTS[name], args.rollouts, key)
+    for i, name in enumerate(args.variants):
+        step = 1 + i * args.rollouts  # other tasks for each variant, since rare errors depend on the text
+        rollouts = variant_rollouts(exp, get(version), version, VARIANTS[name], args.rollouts, key, step=step)
         if rollouts is None:
             num_devices = math.prod(VARIANTS[name]["mesh"].values())
             print(f"{name}: left out, it needs {num_devices} devices and {jax.device_count()} are available")
@@ -337,8 +341,10 @@ def variant_rollouts(
     variant: dict[str, dict],
     count: int,
     key: rollout_lib.WorkerKey,
+    *,
+    step: int = 1,
 ) -> list[rollout_lib.Rollout] | None:
-    """Generates `count` honest rollouts with `variant`, a value of VARIANTS. Returns None if the machine has too few devices for its mesh."""
+    """Generates `count` honest rollouts of the tasks from `step` on with `variant`, a value of VARIANTS. Returns None if the machine has too few devices for its mesh."""
     if axes := variant.get("mesh"):
         num_devices = math.prod(axes.values())
         if jax.device_count() < num_devices:
@@ -346,7 +352,6 @@ def variant_rollouts(
         mesh = mesh_lib.create(axes, devices=jax.devices()[:num_devices])
         params = jax.device_put(params, rules.shardings(transformer.specs(exp.model), mesh))
     groups: list[task_schedule.Group] = []
-    step = 1
     while sum(group.num_samples for group in groups) < count:
         groups += task_schedule.train_groups(exp.config, step)
         step += 1

@@ -22,6 +22,7 @@ REGIMES = {  # dtype of generation, of replay
 }
 CHEATS = doubles.CHEATS | forgeries.FORGERIES
 GROUP = 8  # rollouts
+MAX_STARTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +63,9 @@ def play(
             found[i] = checks.evidence(one) if verdicts[i].accepted else None
         alone += verdicts
         evidence += found.values()
-    until = [
-        _until(rollouts[begin:], alone[begin:], evidence[begin:], bands)
-        for begin in range(0, max(len(rollouts) - 64, 1), GROUP)
-    ]
+    starts = range(0, max(len(rollouts) - 64, 1), GROUP)
+    starts = starts[:: -(-len(starts) // MAX_STARTS)]  # honest lives are long, and their tests take the square of that
+    until = [_until(rollouts[begin:], alone[begin:], evidence[begin:], bands) for begin in starts]
     rejected = [verdict for verdict in alone if not verdict.accepted]
     return Caught(
         len(rollouts),
