@@ -131,7 +131,7 @@ def from_bytes(
 
 
 def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
-    """Raises ValueError if a column is larger than the rollouts of a file can make it, before any of it is decoded.
+    """Raises ValueError if a column is larger than the rollouts of a file can make it, before it is decoded.
 
     Zeros compress to nothing: 128 MB of proofs were 8 kB. `sizes` is the result of `parquet_footer.check`.
     """

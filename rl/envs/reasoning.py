@@ -53,7 +53,7 @@ def _is_arithmetic(text: str) -> bool:
 
 
 def _is_list(text: str) -> bool:
-    return _kinds(text, otherwise=set()) <= _LISTS  # a checker's eval fails for text that is no expression, too
+    return _kinds(text, otherwise=set()) <= _LISTS  # text that is not an expression fails in eval, too
 
 
 def _kinds(text: str, otherwise: set[type]) -> set[type]:

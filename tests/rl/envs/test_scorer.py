@@ -389,7 +389,7 @@ def test_a_taken_over_checker_reaches_nothing(orders, monkeypatch, tmp_path, uid
 
 @needs_files
 def test_without_a_sandbox_the_attacks_work(orders, monkeypatch, tmp_path):
-    """They are real: what stops them above is the sandbox."""
+    """They are real: the sandbox stops them above."""
     monkeypatch.setenv("TEST_API_KEY", "secret")
     (tmp_path / "weights.key").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as tcp:
@@ -421,7 +421,7 @@ def test_an_environment_that_needs_its_rights_does_not_start(orders):
 
 @pytest.mark.parametrize(("bad", "scored"), [("send none", 1), pytest.param("regex", 4, marks=pytest.mark.slow)])
 def test_the_time_of_a_group_is_bounded(monkeypatch, orders, bad, scored):
-    """A validator gives up on a group of hostile completions; those that it does not score are worth 0, which is no rejection."""
+    """A validator gives up on a group of hostile completions; those that it does not score are worth 0, and nothing is rejected."""
     monkeypatch.setattr(scorer, "CLOCK_FACTOR", 1)
     away = scorer.Scorer("orders", {}, 0, limit_s=1, max_failures=scorer.MAX_CHECK_FAILURES)
     begun_s = time.monotonic()
