@@ -75,7 +75,7 @@ class Relays:
     def versions(self) -> list[int]:
         """Returns the complete versions, ascending; the newest has a valid manifest. Raises Unavailable or CorruptSource.
 
-        No relay can hide what another has: see `sharding/download/version_search.py`.
+        No relay can hide another's versions: see `sharding/download/version_search.py`.
         """
         self.head()
         claims = {r: head_lib.listing(self.trusted, *r.claims).complete for r in self.relays if r.is_alive}
@@ -140,7 +140,7 @@ class Relays:
                 raise ValueError(f"the relay's /versions are not at most {MAX_LISTED} integers >= 0")
             data = None if head is None else head.encode()
             if data is not None and self.trusted is not None:
-                with contextlib.suppress(head_lib.StaleHead):  # the relay may be behind: the newest head counts
+                with contextlib.suppress(head_lib.StaleHead):  # the relay may be late: the newest head counts
                     self.trusted.accept(data, expired=True)
             relay.claims = tuple(sorted(complete)), tuple(sorted(partial)), data
             relay.tag, relay.is_alive, relay.refused = urllib.parse.quote(str(tag)[:100]), True, None
@@ -231,7 +231,7 @@ class Relays:
             for data, (_, manifest) in valid.items():
                 return data, manifest
             refused = [num_missing[r] >= 2 or num_corrupt[r] > 0 for r in self.relays]
-            # A relay that neither has the version nor says so must not use up all of the time.
+            # A relay that has neither the version nor a 404 must not use up all of the time.
             if all(refused) or (any(refused) and time.monotonic() > begun_s + self._options.patience_s / 4):
                 raise error or journal.no_version(version, self._selector.urls(), self._union().complete)
             if time.monotonic() > deadline_s:
@@ -285,8 +285,8 @@ class Relays:
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
         """Returns (objects newly finished on the first relay since the last call, True if it has the manifest).
 
-        Blocks up to `wait_s` seconds until an object or the manifest is new. Nobody has signed them: open each relay alone, to
-        know which one claims what.
+        Blocks up to `wait_s` seconds until an object or the manifest is new. They are not signed: open each relay alone, to
+        know which one lists them.
         """
         relay, until_s = self.relays[0], time.monotonic() + wait_s
         epoch, count = relay.cursors.get(version, ("", 0))

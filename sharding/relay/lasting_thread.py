@@ -1,4 +1,4 @@
-"""Runs a function over and over in a thread that no error ends: after one it pauses, longer each time, and says so."""
+"""Runs a function over and over in a thread that no error ends: after one it pauses, longer each time, and shows the error."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
 
 class LastingThread:
-    """A thread that calls `step` until `stop`. `failed` gets the error that ended a step, whatever it is.
+    """A thread that calls `step` until `stop`. `failed` gets the error, of any type, that ended a step.
 
     `error` is the one that has ended every step since the Unix time `since`; they are "" and None while steps succeed.
     """

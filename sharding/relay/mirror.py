@@ -2,7 +2,7 @@
 
 1. Files on disk are hashed again and exposed (`Store.recover`).
 2. Each upstream is mirrored by threads of its own (`sharding/relay/upstream.py`), so that no upstream can delay another.
-3. What is kept is decided for all of them together (`sharding/relay/plan.py`). On a full disk the oldest version goes first.
+3. The versions to keep are chosen for all of them together (`sharding/relay/plan.py`). On a full disk the oldest version goes first.
 
 Failures (upstream gone, disk full, version rejected) are counted, reported and retried; complete versions stay.
 """

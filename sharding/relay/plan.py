@@ -34,7 +34,7 @@ class Claim:
 class Plan:
     """The versions that the upstreams of a relay have proven, and those that its store therefore keeps. Thread-safe.
 
-    The newest `keep` are kept. With `trusted`, all manifests are the publisher's; without, nobody has signed any.
+    The newest `keep` are kept. With `trusted`, all manifests are the publisher's; without, none is signed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Plan:
     def hand_on(self, upstream: str, data: bytes | None) -> None:
         """Takes `data` as the head of `upstream`, and serves the newest head, once its newest version is here.
 
-        Without `trusted`, nobody can tell which is the newest: the first upstream that has one decides.
+        Without `trusted`, the newest one cannot be known: the first upstream that has one decides.
         """
         with self.lock:
             self._heads[upstream] = data

@@ -1,10 +1,10 @@
-"""Mirrors what one upstream has into a relay's store, in threads of its own: a false or slow upstream delays only itself.
+"""Mirrors one upstream into a relay's store, in threads of its own: a false or slow upstream delays only itself.
 
 1. The upstream is polled; it answers when something is new. Its newest versions are proven: it must deliver their manifests.
 2. Missing versions are downloaded, newest first, each after its bases. Objects that another upstream is delivering are left to it,
    and asked for here only if they are all that is missing.
-3. The newest version that is still being published is followed object by object, within a budget of bytes and time: nobody has
-   signed its journal. Its manifest decides in the end.
+3. The newest version that is still being published is followed object by object, within a budget of bytes and time: its journal is
+   not signed. Its manifest decides in the end.
 
 A version that an upstream lists and does not deliver is refuted for a time that doubles, at least ten times as long as it took
 to find out, and an upstream with many refuted versions is left alone for a time that doubles as well.

@@ -331,7 +331,7 @@ def _schedule(seed, directory):
 
 
 def test_a_source_of_errors_has_one_line_a_minute(capsys, monkeypatch):
-    """A full disk fails every object of every version, in every pass, and a liar chooses what its errors say."""
+    """A full disk fails every object of every version, in every pass, and a liar chooses the text of its errors."""
     log = error_log.ErrorLog()
     for n in range(50):
         log.note("http://a", OSError(28, f"object {n} does not fit"))
