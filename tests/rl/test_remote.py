@@ -94,7 +94,7 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
 def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_path, request):
     """The server gets the run's key before the evaluation begins, and the weights come in the run's dtype."""
     workdir, server_port, control_port, relay_port = tmp_path / "run", free_port(), free_port(), free_port()
-    overrides = {"rl.num_steps": 2, "broadcast.dtype": "bfloat16", "trust.logprob_tolerance": 0.05, "trust.margin": 0.2}
+    overrides = {"rl.num_steps": 2, "broadcast.dtype": "bfloat16"}
     assert tiny_run.run(workdir, **overrides).returncode == 0
     key = broadcast.read_manifest(workdir / "weights", 2).public_key
     overrides |= {"topology.mode": "remote", "topology.servers": f"('http://127.0.0.1:{server_port}',)"}
