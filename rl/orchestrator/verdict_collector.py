@@ -178,7 +178,9 @@ class VerdictCollector:
             if not wanted:
                 left_s = validator.free_s - now_s
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(wake.wait(), left_s if left_s > 0 else None)
+                    # Not `wait_for`: before Python 3.12 it loses a cancellation that comes together with the event.
+                    async with asyncio.timeout(left_s if left_s > 0 else None):
+                        await wake.wait()
                 continue
             # A group that makes every request with it fail must not hold up the others: after a failure, each goes alone.
             least = min(case.num_failed for case in wanted)
