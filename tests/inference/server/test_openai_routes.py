@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import time
+from unittest import mock
 
 import grpc
 import httpx
@@ -514,8 +515,12 @@ def test_a_terminal_chat_takes_folders_ids_and_urls(monkeypatch, tmp_path, capsy
     for given in (tmp_path.name, "Owner/Name", "http://relay:1"):
         assert chat_lib.main(["--model", given]) == 0
     assert seen == [str(tmp_path.resolve()), "Owner/Name", "http://relay:1"]
-    assert chat_lib.main(["--url", "http://127.0.0.1:9"]) == 1
-    assert re.search("no reply from http://127.0.0.1:9: .*; start a server there", capsys.readouterr().err)
+    for url in ("http://127.0.0.1:9", "http://host:abc"):
+        assert chat_lib.main(["--url", url]) == 1
+        assert re.search(f"no reply from {url}: .*; start a server there", capsys.readouterr().err)
+    monkeypatch.setattr(chat_lib, "talk", mock.Mock(side_effect=httpx.ReadError("gone")))
+    assert chat_lib.main(["--model", "Owner/Name"]) == 1
+    assert re.search("no reply from http://server: gone; its server ended", capsys.readouterr().err)
 
 
 # ---- JetStream's clients ---------------------------------------------------------------------------------------------

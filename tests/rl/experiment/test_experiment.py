@@ -295,7 +295,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     refused(tmp_path / "thesis.tex", resolved(), "is a file")
 
 
-@pytest.mark.parametrize(("folder", "code"), [("rl", failure.MISTAKE), ("configs", failure.BUG)])
+@pytest.mark.parametrize(("folder", "code"), [("rl", failure.MISTAKE), ("configs", failure.BUG), ("runs", failure.BUG)])
 def test_an_error_of_a_function_in_a_config_file_keeps_its_traceback(folder, code):
     with pytest.raises(ValueError) as caught:
         exec(compile("raise ValueError('boom')", ROOT / folder / "mine.py", "exec"))
