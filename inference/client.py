@@ -121,7 +121,7 @@ class Client:
 
 
 class Control:
-    """A client of the control listeners of inference servers, for whoever runs them. Workers get `Client` alone."""
+    """A client of the control listeners of inference servers, for their operator. Workers get `Client` alone."""
 
     def __init__(self, addresses: Sequence[str], *, token: str | None = None, timeout_s: float = 600):
         """Creates a client of the listeners at `addresses` (URLs, or unix:PATH), which are all sent `token`.

@@ -118,7 +118,7 @@ def start_rollout_system(
 
         stack.callback(rollouts.close)
         if is_local:
-            # Short, for a unix socket's path, and on a local disk; nobody else may enter it.
+            # Short, for a unix socket's path, and on a local disk; only this user may enter it.
             private = stack.enter_context(tempfile.TemporaryDirectory(prefix="intellax-"))
             token = secret_file.read_or_create(f"{private}/control.token")
             command = [*server_command(experiment, workdir, weights), "--control", f"{private}/control.sock"]

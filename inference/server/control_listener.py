@@ -1,6 +1,6 @@
 """The socket of the control routes, apart from that of the data routes, and who may use it.
 
-1. By default a unix socket in a new directory that only this user can enter. Nobody else reaches it, so it needs no token.
+1. By default a unix socket in a new directory that only this user can enter. No other user reaches it, so it needs no token.
 2. A path given by `--control` is a unix socket, too; its mode lets only this user connect.
 3. HOST:PORT needs a token, also on 127.0.0.1, which every user of the machine reaches. The Host header is checked as well.
 """

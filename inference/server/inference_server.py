@@ -142,7 +142,7 @@ class InferenceServer:
     def _update_from_model(self, folder: pathlib.Path, version: int | None, rollback: bool) -> int:
         if self.key is not None:
             raise ValueError(
-                f"{folder} is a Hugging Face folder, which nobody signed, and this server takes only weights signed by "
+                f"{folder} is a Hugging Face folder, which has no signature, and this server takes only weights signed by "
                 "--weights_key; publish them with that key, or start a server without --weights_key"
             )
         version = self.scheduler.version + 1 if version is None else version
@@ -153,7 +153,7 @@ class InferenceServer:
         return self._swap(_load_folder(folder, self.store), version)
 
     def _order(self, weights: broadcast.Pulled | manifest.Manifest | None) -> tuple[int, int]:
-        """Returns (epoch, version) of `weights`, None for those of a Hugging Face folder. An epoch that nobody signed is 0."""
+        """Returns (epoch, version) of `weights`, None for those of a Hugging Face folder. An unsigned epoch is 0."""
         if weights is None:
             return 0, self.scheduler.version
         return (weights.epoch or 0) if self.key else 0, weights.version

@@ -28,7 +28,7 @@ def listen(host: str, port: int) -> socket.socket:
 def listen_unix(path: str | os.PathLike) -> socket.socket:
     """Returns a unix socket that listens at `path`, for this user alone. Raises ValueError if it cannot.
 
-    Replaces a socket that nobody listens at, as a killed process leaves it.
+    Replaces a socket that no process listens at, as a killed process leaves it.
     """
     path, sock = pathlib.Path(path), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

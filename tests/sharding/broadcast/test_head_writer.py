@@ -10,14 +10,17 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding import broadcast
-from sharding.broadcast import __main__ as command
 from sharding.broadcast import head_writer
 from sharding.format import head, roots
-from tests.support import proxy
+from tests.support import commands, proxy
 
 KEY, OTHER, ROOT = (ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2, 3))
 PUBLIC, OTHER_PUBLIC, ROOT_PUBLIC = map(proxy.public, (KEY, OTHER, ROOT))
 PEM = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+
+
+def command(*argv):
+    return commands.run("sharding.broadcast", *argv)
 
 
 def publisher(root, **options):
@@ -135,7 +138,7 @@ def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp
     with proxy.running(tmp_path) as relay:
         with pytest.raises(broadcast.CorruptSource, match="has expired at .* may withhold newer weights"):
             broadcast.pull(relay.url, key=PUBLIC)
-        assert command.main(["renew", str(tmp_path), "--key-file", str(pem(tmp_path, KEY))]) == 0
+        assert command("renew", str(tmp_path), "--key-file", str(pem(tmp_path, KEY))) == 0
         proxy.wait_until(lambda: pulls(relay.url))
     assert read(tmp_path).order == (1, 1)
 
@@ -196,7 +199,7 @@ def test_a_root_file_replaces_the_key_of_a_run_and_revokes_the_old_one(tmp_path,
     root_key, first, second = (pem(tmp_path, key, f"{i}.pem") for i, key in enumerate((ROOT, KEY, OTHER)))
     file, weights = tmp_path / "root.json", tmp_path / "weights"
     keys = ["keys", str(file), "--sign", str(root_key)]
-    assert command.main([*keys, "--root", str(root_key), "--online", PUBLIC]) == 0
+    assert command(*keys, "--root", str(root_key), "--online", PUBLIC) == 0
     shutil.copyfile(file, tmp_path / "reader.json")
     publish(publisher(weights, root_file=str(file)), 0, 1)
     reader, given = (
@@ -209,7 +212,7 @@ def test_a_root_file_replaces_the_key_of_a_run_and_revokes_the_old_one(tmp_path,
     stolen = publisher(weights, root_file=str(tmp_path / "reader.json"))
     publish(stolen, 1000)
     assert broadcast.latest(weights, key=reader) == 1000
-    assert command.main([*keys, "--online", str(second)]) == 0 and "root 2, until" in capsys.readouterr().out
+    assert command(*keys, "--online", str(second)) == 0 and "root 2, until" in capsys.readouterr().out
     with pytest.raises(ValueError, match="the key was revoked"):
         publish(publisher(weights, root_file=str(file)), 1001)
     resumed = broadcast.Publisher(weights, given)
@@ -242,7 +245,7 @@ def test_a_root_file_replaces_the_key_of_a_run_and_revokes_the_old_one(tmp_path,
 )
 def test_mistakes_with_keys(tmp_path, capsys, arguments, match):
     file, key = tmp_path / "root.json", str(pem(tmp_path, ROOT))
-    assert command.main(["keys", str(file), *(key if a == "KEY" else a for a in arguments)]) == 1
+    assert command("keys", str(file), *(key if a == "KEY" else a for a in arguments)) == 1
     assert match in capsys.readouterr().err and not file.exists()
 
 
@@ -250,12 +253,12 @@ def test_a_threshold_of_root_keys(tmp_path, capsys):
     a, b = (str(pem(tmp_path, key, name)) for key, name in ((ROOT, "a.pem"), (OTHER, "b.pem")))
     file = tmp_path / "root.json"
     keys = ["keys", str(file)]
-    command.main([*keys, "--root", a, b, "--threshold", "2", "--online", PUBLIC, "--sign", a])
+    command(*keys, "--root", a, b, "--threshold", "2", "--online", PUBLIC, "--sign", a)
     assert "not complete, add signatures by --cosign" in capsys.readouterr().out
     with pytest.raises(ValueError, match="root was signed by 1/2 keys"):
         head.HeadVerifier(file)
-    command.main([*keys, "--cosign", b])
+    command(*keys, "--cosign", b)
     assert "not complete" not in capsys.readouterr().out and head.HeadVerifier(file).keys == {PUBLIC}
     assert len(roots.read(file.read_bytes())) == 1
     file.write_text("nothing")
-    assert command.main(keys) == 1 and "a line is not TUF metadata" in capsys.readouterr().err
+    assert command(*keys) == 1 and "a line is not TUF metadata" in capsys.readouterr().err
