@@ -57,7 +57,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _stream(args) -> int:
     """Prints the entries of a ledger and, with `--follow`, those that other processes append. Returns the exit code."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopped = []  # not by KeyboardInterrupt, which a finalizer or a callback of SQLite may swallow
+    previous = {
+        number: signal.signal(number, lambda *_: stopped.append(True)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         with ledger_lib.Ledger(args.path) as ledger:
             if args.keeper not in (None, ledger.state.keeper):
@@ -65,7 +68,7 @@ def _stream(args) -> int:
             if args.head:
                 ledger.check_contains(args.head, "--head")
             number = 0
-            while True:
+            while not stopped:
                 for entry in (entries := ledger.entries(number, CHUNK)):
                     if not args.kind or entry.event.kind in args.kind:
                         print(_as_json(entry))
@@ -76,14 +79,13 @@ def _stream(args) -> int:
                     time.sleep(POLL_S)
                     ledger.refresh()
                 else:
-                    return 0
-    except KeyboardInterrupt:
-        return 0
+                    break
     except BrokenPipeError:  # the reader ended, such as head; Python would complain about it once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 0
 
 
 def _as_json(entry) -> str:
