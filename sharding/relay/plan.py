@@ -87,7 +87,7 @@ class Plan:
         """Takes the versions that `upstream` has proven, and the one it is publishing, as its state; deletes versions not needed.
 
         A version was published again, and the copy is deleted, if the head lists another manifest. Without a head, if all upstreams
-        that have the version deliver another manifest.
+        deliver the same other manifest: one that lacks the version for a moment must not leave the decision to a liar.
         """
         with self.lock:
             self._claims[upstream], self._followed[upstream] = claims, followed
@@ -95,11 +95,11 @@ class Plan:
                 for number in [n for n, claim in one.items() if not self.is_current(n, claim.sha256)]:
                     del one[number]
             for number in self._store.complete():
-                held, found = self._store.versions[number], self._of(number)
-                if not self.is_current(number, held.sha256) or (found and all(c.sha256 != held.sha256 for c in found)):
-                    if len({claim.data for claim in found}) <= 1:
-                        self._store.remove(number)
-                        self._log.count("replaced_versions")
+                held, found = self._store.versions[number].sha256, [claim.sha256 for claim in self._of(number)]
+                is_unanimous = len(found) == len(self._claims) and len({*found}) == 1
+                if (is_unanimous and held not in found) or not self.is_current(number, held):
+                    self._store.remove(number)
+                    self._log.count("replaced_versions")
             self.drop()
 
     def wanted(self, upstream: str) -> list[int]:

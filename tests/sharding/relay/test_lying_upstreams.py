@@ -250,19 +250,28 @@ def test_a_full_disk_is_not_the_liars(tmp_path, monkeypatch, trusted_key):
 
 
 def test_upstreams_that_disagree_stop_that_number_alone(pub, tmp_path):
-    """Without a key nobody can tell which manifest of a number is right: the first stays if it is here, and all others arrive."""
+    """Without a key nobody can tell which manifest of a number is right: the first stays, and all other versions arrive.
+
+    It stays even while only the liar lists the number, until all upstreams deliver the same other manifest.
+    """
     other = tmp_path / "other"
-    proxy.publish(other, 1, proxy.contents(11), key=proxy.OTHER_KEY)
+    other.mkdir()
     with proxy.running(pub) as origin, proxy.running(other) as liar:
         with proxy.running([liar.url, origin.url], tmp_path / "a", options=QUICK) as relay:
-            mirrored(relay, 2)
-            mirrored(relay, 0)
-            first = relay.store.manifest(1)
+            mirrored(relay, 1)
+            first, upstreams = relay.store.manifest(1), relay.mirror.upstreams
+            proxy.publish(other, 1, proxy.contents(11), key=proxy.OTHER_KEY)
+            proxy.wait_until(lambda: 1 in upstreams[0]._claims)
             shutil.rmtree(pub / "v00000001")
-            proxy.publish(pub, 1, proxy.contents(12))
+            proxy.wait_until(lambda: 1 not in upstreams[1]._claims)
             proxy.publish(pub, 3, proxy.contents(3))
             mirrored(relay, 3)
             assert relay.store.manifest(1) == first and relay.mirror.log.counters["replaced_versions"] == 0
+            shutil.copytree(other / "v00000001", pub / "v00000001")
+            proxy.wait_until(
+                lambda: relay.store.manifest(1) == proxy.manifest(1, proxy.contents(11), key=proxy.OTHER_KEY)
+            )
+            assert relay.mirror.log.counters["replaced_versions"] == 1
 
 
 def test_a_head_without_its_version_is_not_handed_on(pub, tmp_path):
