@@ -34,7 +34,7 @@ from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger
-from rl.orchestrator import orchestrator, replayer, verdict_collector, verdict_source
+from rl.orchestrator import orchestrator, verdict_collector
 from rl.verification import checks, evidence_log, verifier
 from sharding import broadcast
 from sharding import mesh as mesh_lib
@@ -90,7 +90,7 @@ def start_rollout_system(
         workdir,
         credit=experiment.credit,
         key=key,
-        verdicts=_verdicts(config, validator, key, run_directory.secret(workdir, config.seed), on_wait, num_hosts),
+        verdicts=_verdicts(config.trust, validator, key, on_wait, num_hosts),
         check_group_without_weights=validator.check_group_without_weights,
         evidence=evidence.state,
         on_verified=evidence.add_verified,
@@ -168,17 +168,17 @@ def _control_token(file: str, workdir: pathlib.Path) -> tuple[str, str]:
 
 
 def _verdicts(
-    config, validator: verifier.Validator, key: rollout_lib.WorkerKey, secret: bytes, on_fault, num_hosts: int
-) -> verdict_source.VerdictSource:
-    """Returns the source of verdicts on quarantined groups: the processes in `trust.validators`, or this one."""
-    trust = config.trust
+    trust, validator: verifier.Validator, key: rollout_lib.WorkerKey, on_fault, num_hosts: int
+) -> verdict_collector.VerdictCollector:
+    """Returns the collector of verdicts on quarantined groups, from the processes in `trust.validators`, or this one."""
     if not trust.validators:
-        return replayer.Replayer(_on_device(trust.device, validator.check_groups_with_weights, num_hosts), key)
-    options = dict(quorum=trust.quorum, verdict_s=trust.verdict_s, on_fault=on_fault)
-    return verdict_collector.VerdictCollector(trust.validators, key, secret, **options)
+        replay = _on_device(trust.device, validator.check_groups_with_weights, num_hosts)
+        return verdict_collector.VerdictCollector(key, replay, on_fault=on_fault)
+    options = dict(validators=trust.validators, quorum=trust.quorum, verdict_s=trust.verdict_s, on_fault=on_fault)
+    return verdict_collector.VerdictCollector(key, **options)
 
 
-def _on_device(device: str, check: replayer.Check, num_hosts: int) -> replayer.Check:
+def _on_device(device: str, check: verdict_collector.Replay, num_hosts: int) -> verdict_collector.Replay:
     """Returns the replay `check` if `device` (trust.device) allows the accelerator, else a version that runs on this host's CPU."""
     if device == "accelerator" or (device == "auto" and num_hosts == 1):
         return check

@@ -13,8 +13,7 @@ For batch n (1-based) of P groups:
    those that became too stale, assigns advantages, and returns the batch.
 
 rl/orchestrator/group_queue.py has the states of a group; this file adds the lock, threads, clock, and servers. It runs in the
-learner's process and imports no environment: a task is only an index here. Verdicts come from this process (replayer.py) or from
-validators elsewhere (verdict_collector.py).
+learner's process and imports no environment: a task is only an index here. verdict_collector.py asks for verdicts.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ from models import hub
 from rl.batch import credit as credit_lib
 from rl.batch import packing
 from rl.ledger import run_ledger, run_rules
-from rl.orchestrator import admission, group_queue, routes, verdict_source, worker_health
+from rl.orchestrator import admission, group_queue, routes, verdict_collector, worker_health
 from rl.orchestrator.group_queue import State
 from rl.protocol import task_schedule
 from rl.protocol import verdict as verdict_lib
@@ -47,6 +46,7 @@ from rl.verification import rules as rules_lib
 from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
+VOID = (verdict_collector.UNDECIDED.reason, verdict_collector.UNANSWERED.reason)  # no fault of the worker
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
 # (group, split) -> its verdict, and the samples that are worth 0 because their reward could not be recomputed in time.
 CheckGroupWithoutWeights = Callable[[Sequence[rollout_lib.Rollout], str], tuple[checks.Verdict, Collection[int]]]
@@ -79,7 +79,7 @@ class Orchestrator:
         *,
         credit: credit_lib.Credit,
         key: rollout_lib.WorkerKey,
-        verdicts: verdict_source.VerdictSource,
+        verdicts: verdict_collector.VerdictCollector,
         check_group_without_weights: CheckGroupWithoutWeights = lambda rollouts, split: (checks.OK, ()),
         evidence: Callable[[int], dict] = lambda step: {},
         secret: bytes,
@@ -360,15 +360,16 @@ class Orchestrator:
         return int.from_bytes(digest[:8], "big") / 2**64
 
     def _decide(self, key, digest, verdict, signed: Sequence[verdict_lib.SignedVerdict]) -> None:
-        """Accepts or rejects a quarantined group by `verdict`, or requeues it if UNDECIDED. None: the verdicts are only recorded."""
+        """Accepts or rejects a quarantined group by `verdict`, or requeues it if the group is void."""
         with self._changed:
             for one in signed:
                 self._record("verdict", one)
             entry = self._queue.entries.get(key)
-            if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest or verdict is None:
+            if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
                 return
-            if verdict is verdict_source.UNDECIDED:
-                self._counts["undecided"] += len(self._queue.requeue(key).rollouts)
+            if verdict.reason in VOID:
+                self._counts[verdict.reason] += len(self._queue.requeue(key).rollouts)
+                self._admission.lost(entry.worker, key, time.monotonic(), blame=False)
                 self._changed.notify_all()
                 return
             self._counts["checked"] += len(entry.rollouts)
@@ -479,7 +480,7 @@ class Orchestrator:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
             names = "accepted called_back refused checked stale lease_expired lease_void unleased given_up"
-            names += " undecided unverified trained_unverified_of_cheats"
+            names += " undecided unanswered unverified trained_unverified_of_cheats"
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
             self._counts.clear()
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}

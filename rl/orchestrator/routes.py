@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import json
 import time
 
 import fastapi
@@ -82,7 +81,7 @@ def make_app(orchestrator, key: rollout_lib.WorkerKey, admission: admission_lib.
     @app.post("/submit")
     async def submit(request: fastapi.Request):
         network = limit_rate(request)
-        message = read_header(request)
+        message = lease_lib.read_header(request.headers.get(lease_lib.HEADER, ""))
         worker = verify(message, "submit", network)
         async with web.open_body(request) as body:
             if not orchestrator.holds_groups(worker):  # a key costs nothing, and decoding takes seconds at worst
@@ -105,16 +104,3 @@ def make_app(orchestrator, key: rollout_lib.WorkerKey, admission: admission_lib.
         return web.error(400, str(error), "invalid_request_error")
 
     return app
-
-
-def read_header(request: fastapi.Request) -> dict:
-    """Returns the signed request in a submission's header. Raises ValueError if there is none."""
-    try:
-        message = json.loads(request.headers.get(lease_lib.HEADER, ""))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"the header {lease_lib.HEADER} is missing or not JSON ({error}); send the signed request"
-        ) from error
-    if not isinstance(message, dict):
-        raise ValueError(f"the header {lease_lib.HEADER} is not a JSON object; send the signed request")
-    return message

@@ -1,14 +1,15 @@
-"""Collects verdicts on quarantined groups from validators in other processes (`python -m rl.validator serve`).
+"""Collects verdicts on quarantined groups from validators: this process, or others (`python -m rl.validator serve`).
 
-1. Each group is sent to as many validators as must agree on it (`quorum`), in an order that follows from the secret, so that no
-   worker knows its judges. One request to a validator has as many waiting groups as its replay takes together.
+1. Each group goes to as many validators as must agree on it (`quorum`), in a random order, so that no worker knows its judges. One
+   request has as many waiting groups as a replay takes together, those of the earliest batch first: the learner waits for it.
 2. A validator that gives no usable answer within the time limit (it is silent or fails, lacks weights, answers about other bytes, or
    signs badly) is left alone for a while, for up to a minute after repeated faults. The next one in the order replaces it. Groups of
    a request that failed are sent one by one, since one of them may be the cause.
-3. `quorum` equal verdicts decide. Where they differ, further validators are asked; if no quorum is possible, the group is void. A
-   validator that often contradicts the quorum is not asked again in this run.
+3. `quorum` equal verdicts decide. Where they differ, further validators are asked. If no quorum is possible, the group is void: too
+   many contradict each other ("undecided"), or fail MAX_FAILURES times on this group alone while they are up ("unanswered").
+   A validator that is down fails on no group: an outage of all is a pause. One that often contradicts the quorum is not asked again.
 4. Until then the group stays quarantined, and `notice` names the validators at fault. Only if all of them lack the weights does the
-   run fail: the weights are ours.
+   run fail: the weights are ours. This process always answers, or the run fails.
 
 All state belongs to one event loop in a thread of its own; the other threads only call `ask`, `notice`, `counts`, and `close`.
 """
@@ -17,9 +18,10 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import hmac
+import hashlib
 import json
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +30,8 @@ import httpx
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.orchestrator import group_queue, replayer, verdict_source
+from rl.orchestrator import group_queue
+from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, verifier
 
@@ -37,7 +40,14 @@ MAX_REPLY_BYTES = 2**20  # 64 verdicts of at most 2 KiB are far fewer
 MAX_CONTRADICTIONS = (
     3  # more than these, and than 1 in 20 of its verdicts: rounding makes honest validators differ now and then
 )
-KEPT = 4096  # decisions, for verdicts that come later
+MAX_FAILURES = 3  # of a validator that is up, on one group alone
+UNDECIDED = checks.Verdict("undecided", "the validators contradict each other")
+UNANSWERED = checks.Verdict("unanswered", "too many validators fail on this group alone")
+
+Groups = Sequence[Sequence[rollout_lib.Rollout]]
+Replay = Callable[[Groups], list[checks.Verdict]]
+# (group, digest of its rollouts, the decision on it, signed verdicts); void groups are no fault of their worker
+Decide = Callable[[group_queue.Key, str, checks.Verdict, Sequence[verdict_lib.SignedVerdict]], None]
 
 
 @dataclasses.dataclass
@@ -68,55 +78,61 @@ class _Case:
     since_s: float
     verdicts: dict[str, verdict_lib.SignedVerdict] = dataclasses.field(default_factory=dict)  # by key of the validator
     lack_weights: set[str] = dataclasses.field(default_factory=set)  # validators
-    num_failed: int = 0  # requests with it that were not answered
+    has_failed: bool = False  # a request with it was not answered
+    failures: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # alone, by validator
+
+    @property
+    def name(self) -> str:
+        return f"group {'/'.join(map(str, self.group))}"
+
+    def is_open(self, validator: _Validator) -> bool:
+        """Returns True if a verdict of this validator may still come."""
+        is_able = not validator.is_excluded and self.failures[validator.key] < MAX_FAILURES
+        return is_able and validator.key not in self.verdicts
 
 
 class VerdictCollector:
-    """A `VerdictSource` that asks validators elsewhere.
+    """Asks validators for verdicts on groups, and passes decisions to the function given to `start`.
 
     Args:
+      key: the run's, which signs requests, and verdicts of this process.
+      replay: returns a verdict on each of some groups, in this process; None: `validators` replay.
       validators: "http://HOST:PORT#KEY" of each, with its public key.
-      key: the run's, which signs requests.
-      secret: decides which validators judge a group.
       quorum: how many must agree; 0: more than half of them.
       verdict_s: seconds that a validator has for a request.
-      on_fault: called with a line for people when a validator begins to fail, recovers, or is not asked again.
+      on_fault: called with a line for people when a validator begins to fail, recovers, or is not asked again, and for a void group.
     """
 
     def __init__(
         self,
-        validators: Sequence[str],
         key: rollout_lib.WorkerKey,
-        secret: bytes,
+        replay: Replay | None = None,
         *,
-        quorum: int,
-        verdict_s: float,
-        on_fault: Callable[[str], None],
+        validators: Sequence[str] = (),
+        quorum: int = 0,
+        verdict_s: float = 60.0,
+        on_fault: Callable[[str], None] = lambda line: None,
     ):
-        parts = [one.rpartition("#") for one in validators]
+        parts = [one.rpartition("#") for one in validators] or [("", "", key.worker)]
         self._validators = [_Validator(url.rstrip("/"), key) for url, _, key in parts]
-        self.validators: Sequence[str] = [one.key for one in self._validators]
-        self.quorum = quorum or len(validators) // 2 + 1
-        self._key, self._secret, self._verdict_s, self._on_fault = key, secret, verdict_s, on_fault
+        self.validators: Sequence[str] = [one.key for one in self._validators]  # public keys
+        self.quorum = quorum or len(parts) // 2 + 1
+        self._key, self._replay, self._verdict_s, self._on_fault = key, replay, verdict_s, on_fault
         self._cases: dict[str, _Case] = {}  # by digest
-        self._decided: collections.OrderedDict[str, bool] = collections.OrderedDict()
         self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()  # of the counts
         self._loop = asyncio.new_event_loop()
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
 
-    def start(self, decide: verdict_source.Decide, fail: Callable[[BaseException], None]) -> None:
-        """Starts the thread of the event loop."""
+    def start(self, decide: Decide, fail: Callable[[BaseException], None]) -> None:
+        """Starts the thread of the event loop; `fail` ends the run with an error that is not a worker's fault."""
         self._decide, self._fail = decide, fail
         self._thread = threading.Thread(target=self._run, name="verdicts", daemon=True)
         self._thread.start()
 
     def ask(self, key: group_queue.Key, rollouts: Sequence[rollout_lib.Rollout], digest: str) -> None:
         """Queues a group for the validators; returns immediately."""
-        draws = {
-            one.key: hmac.digest(self._secret, f"{digest}/{one.key}".encode(), "sha256") for one in self._validators
-        }
-        order = sorted(self._validators, key=lambda one: draws[one.key])
+        order = random.SystemRandom().sample(self._validators, len(self._validators))
         with contextlib.suppress(RuntimeError):  # closed meanwhile
             self._loop.call_soon_threadsafe(self._add, _Case(key, rollouts, digest, order, time.monotonic()))
 
@@ -136,8 +152,9 @@ class VerdictCollector:
         return {name: float(counts[name]) for name in names} | {"validators_excluded": num_excluded}
 
     def close(self) -> None:
-        """Cancels all requests and ends the thread."""
-        self._loop.call_soon_threadsafe(self._stop.set)
+        """Cancels all requests, waits for a replay in this process, and ends the thread."""
+        with contextlib.suppress(RuntimeError):  # closed before
+            self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
         self._loop.close()
 
@@ -161,6 +178,7 @@ class VerdictCollector:
                 for task in (stop, *tasks):
                     task.cancel()
                 await asyncio.gather(stop, *tasks, return_exceptions=True)
+                await self._loop.shutdown_default_executor()
 
     def _add(self, case: _Case) -> None:
         self._cases[case.digest] = case
@@ -183,22 +201,46 @@ class VerdictCollector:
                         await wake.wait()
                 continue
             # A group that makes every request with it fail must not hold up the others: after a failure, each goes alone.
-            least = min(case.num_failed for case in wanted)
-            waiting = [(case.group, case.rollouts, case.digest) for case in wanted if case.num_failed == least]
-            batch = replayer.take_batch(waiting[:1] if least else waiting, *_LIMITS)
-            await self._request(http, validator, [self._cases[digest] for _, _, digest in batch])
+            if fresh := [case for case in wanted if not case.has_failed]:
+                batch = _take_batch(fresh, verifier.MAX_REPLAY_ROWS, verifier.MAX_REPLAY_TOKENS)
+            else:
+                batch = [min(wanted, key=lambda case: case.failures.total())]
+            if self._replay:
+                for case, verdict in zip(
+                    batch, await asyncio.to_thread(self._replay_here, self._replay, batch), strict=True
+                ):
+                    self._vote(case, validator, verdict)
+            else:
+                await self._request(http, validator, batch)
 
     def _wants(self, case: _Case, validator: _Validator, now_s: float) -> bool:
         """Returns True if `validator` is one of the next in the order of a group that has too few equal verdicts."""
         missing = self.quorum - max(_votes(case).values())
-        able = (one for one in case.order if one.key not in case.verdicts and _is_able(one, now_s))
+        able = (one for one in case.order if case.is_open(one) and one.free_s <= now_s)
         return validator in [one for _, one in zip(range(missing), able, strict=False)]
+
+    def _replay_here(self, replay: Replay, cases: list[_Case]) -> list[verdict_lib.SignedVerdict]:
+        """Replays groups in this process, in a thread of the event loop; returns verdicts signed by the run."""
+        signed = []
+        for case, verdict in zip(cases, replay([case.rollouts for case in cases]), strict=True):
+            if verdict.reason == "weights":  # of a published version: our own fault
+                raise ValueError(
+                    f"the validator cannot replay {case.name}: {verdict}; check the published weights of the run"
+                )
+            fields = case.digest, verdict.accepted, verdict.reason, verdict.detail
+            signed.append(verdict_lib.SignedVerdict(self._key.worker, *case.group, *fields).sign(self._key))
+        return signed
 
     async def _request(self, http: httpx.AsyncClient, validator: _Validator, cases: list[_Case]) -> None:
         """Asks a validator about groups, and records its verdicts or its fault."""
         problem, found = "", []
         try:
             async with asyncio.timeout(self._verdict_s):
+                if cases[0].has_failed:  # it goes alone
+                    async with http.stream("GET", f"{validator.url}/health") as response:
+                        if response.status_code != 200:  # an outage is not the group's fault
+                            raise ValueError(f"status {response.status_code} of /health")
+                    cases[0].failures[validator.key] += 1  # unless an answer follows
                 found = await self._exchange(http, validator, cases)
         except TimeoutError:
             problem = f"no answer in {self._verdict_s:g} s"
@@ -206,15 +248,17 @@ class VerdictCollector:
             problem = str(error) or type(error).__name__
         for case, verdict in zip(cases, found, strict=False):
             if verdict.reason == "weights":
-                problem = f"it lacks the weights of group {'/'.join(map(str, case.group))}: {verdict.detail}"
+                problem = f"it lacks the weights of {case.name}: {verdict.detail}"
                 case.lack_weights.add(validator.key)
+                case.failures[validator.key] = 0
             else:
                 case.lack_weights.discard(validator.key)
                 self._vote(case, validator, verdict)
         self._note(validator, problem)
         for case in cases:
-            case.num_failed += not found
+            case.has_failed |= not found
             self._check_weights(case)
+            self._check_quorum(case)
         self._notify()
 
     async def _exchange(
@@ -223,7 +267,9 @@ class VerdictCollector:
         """Returns a validator's verdicts on groups, in their order. Raises ValueError if they are not its own, on exactly these groups."""
         rollouts = [rollout for case in cases for rollout in case.rollouts]
         body = await asyncio.to_thread(parquet.to_bytes, rollouts)
-        headers = {"authorization": verdict_lib.authorization(self._key, validator.key, body)}
+        session = lease.Session(self._key.worker, validator.key)
+        signed = lease.request(self._key, session, rollouts=hashlib.sha256(body).hexdigest())
+        headers = {lease.HEADER: json.dumps(signed)}
         reply = bytearray()
         async with http.stream("POST", f"{validator.url}/verdicts", content=body, headers=headers) as response:
             async for chunk in response.aiter_raw():
@@ -241,31 +287,32 @@ class VerdictCollector:
             expected = self._key.worker, *case.group, case.digest, validator.key
             one = verdicts.get(case.digest)
             if one is None or (one.run, one.split, one.step, one.group, one.digest, one.validator) != expected:
-                raise ValueError(f"its reply has no verdict of its own on group {'/'.join(map(str, case.group))}")
+                raise ValueError(f"its reply has no verdict of its own on {case.name}")
         return [verdicts[case.digest] for case in cases]
 
     def _vote(self, case: _Case, validator: _Validator, verdict: verdict_lib.SignedVerdict) -> None:
-        """Counts one verdict, and decides the group if it has a quorum, or cannot get one any more."""
-        if self._cases.get(case.digest) is not case:  # it comes late
-            if case.digest in self._decided:
-                self._compare(validator, verdict, self._decided[case.digest])
-            self._decide(case.group, case.digest, None, [verdict])
+        """Counts one verdict, and decides the group if it has a quorum."""
+        if self._cases.get(case.digest) is not case:  # decided meanwhile
             return
         case.verdicts[validator.key] = verdict
         votes = _votes(case)
-        num_open = sum(one.key not in case.verdicts and not one.is_excluded for one in case.order)
         if max(votes.values()) >= self.quorum:
             accepted = votes[True] >= self.quorum
-            self._decided[case.digest] = accepted
-            while len(self._decided) > KEPT:
-                self._decided.popitem(last=False)
             for one in case.order:
                 if one.key in case.verdicts:
                     self._compare(one, case.verdicts[one.key], accepted)
             first = next(one for one in case.verdicts.values() if one.accepted == accepted)
             self._finish(case, checks.Verdict(first.reason, first.detail))
-        elif min(votes.values()) and max(votes.values()) + num_open < self.quorum:
-            self._finish(case, verdict_source.UNDECIDED)
+        self._check_quorum(case)
+
+    def _check_quorum(self, case: _Case) -> None:
+        """Makes a group void if so many validators contradict each other, or fail on it alone, that it cannot get a quorum any more."""
+        votes = _votes(case)
+        is_lost = max(votes.values()) + sum(map(case.is_open, case.order)) < self.quorum
+        if self._cases.get(case.digest) is case and is_lost and (min(votes.values()) or case.failures.total()):
+            verdict = UNDECIDED if min(votes.values()) else UNANSWERED
+            self._on_fault(f"{case.name} is void, and is generated again: {verdict.detail}")
+            self._finish(case, verdict)
 
     def _finish(self, case: _Case, verdict: checks.Verdict) -> None:
         del self._cases[case.digest]
@@ -298,7 +345,7 @@ class VerdictCollector:
         asked = {one.key for one in case.order if not one.is_excluded}
         is_late = time.monotonic() - case.since_s > self._verdict_s
         if self._cases.get(case.digest) is case and asked and asked <= case.lack_weights and is_late:
-            found = f"no validator can pull the weights that group {'/'.join(map(str, case.group))} names"
+            found = f"no validator can pull the weights that {case.name} names"
             self._fail(ValueError(f"{found}; check the published weights of the run, and --weights of the validators"))
 
     def _count(self, name: str) -> None:
@@ -306,7 +353,16 @@ class VerdictCollector:
             self._counts[name] += 1
 
 
-_LIMITS = verifier.MAX_REPLAY_ROWS, verifier.MAX_REPLAY_TOKENS
+def _take_batch(cases: list[_Case], max_rows: int, max_tokens: int) -> list[_Case]:
+    """Returns the groups to replay next: of the earliest steps, at least one, as many as fit."""
+    batch, num_rows, longest = [], 0, 0
+    for case in sorted(cases, key=lambda case: case.group[1]):
+        num_rows += len(case.rollouts)
+        longest = max(longest, *(len(rollout.tokens) for rollout in case.rollouts))
+        if batch and (num_rows > max_rows or num_rows * longest > max_tokens):
+            break
+        batch.append(case)
+    return batch
 
 
 def _votes(case: _Case) -> dict[bool, int]:
@@ -315,7 +371,3 @@ def _votes(case: _Case) -> dict[bool, int]:
         case.verdicts[v.key].accepted for v in case.order if v.key in case.verdicts and not v.is_excluded
     ]
     return {accepted: sum(vote == accepted for vote in cast) for accepted in (True, False)}
-
-
-def _is_able(validator: _Validator, now_s: float) -> bool:
-    return not validator.is_excluded and validator.free_s <= now_s

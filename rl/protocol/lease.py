@@ -5,7 +5,8 @@
    signs its rollouts. Another orchestrator, or this one after a restart, rejects them (`StaleSession`, HTTP 409).
 3. A lease request must be newer than the worker's previous one, so that a copy is useless within a session as well. A copied
    submission needs no such rule: its groups are not leased any more, or are answered by the same bytes again.
-4. A run may ask for a proof of work per key (hashcash): `find_work` searches for it, `is_work` checks it with one hash.
+4. A run signs its requests for verdicts in the same way, over the public key of the validator as session, each newer than the last.
+5. A run may ask for a proof of work per key (hashcash): `find_work` searches for it, `is_work` checks it with one hash.
 """
 
 import collections
@@ -24,7 +25,7 @@ MAX_CLOCK_SKEW_S = 300.0
 MAX_CAPACITY = 4096
 MAX_RETURNED = 64
 MAX_REMEMBERED = 2**16  # workers whose previous request is known
-HEADER = "x-intellax-submission"  # of a submission: its signed request as JSON
+HEADER = "x-intellax-request"  # the signed request as JSON, where the body is a file of rollouts
 _last_s = 0.0  # returned last by `steady_time`
 
 
@@ -66,6 +67,17 @@ def sign(key: rollout_lib.WorkerKey, message: dict) -> dict:
     return message | {"signature": key.private.sign(_bytes(message)).hex()}
 
 
+def read_header(text: str) -> dict:
+    """Returns the signed request in the header `HEADER`. Raises ValueError if there is none."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the header {HEADER} is missing or not JSON ({error}); send the signed request") from error
+    if not isinstance(message, dict):
+        raise ValueError(f"the header {HEADER} is not a JSON object; send the signed request")
+    return message
+
+
 def is_signed(signer: str, message: dict) -> bool:
     """Returns True if `message`, maybe any JSON value, is an object that was signed by the key with this public half. Never raises."""
     try:
@@ -76,7 +88,7 @@ def is_signed(signer: str, message: dict) -> bool:
 
 
 class RequestVerifier:
-    """Verifies the signed requests of workers to one session. A lease request must be newer than the worker's previous one.
+    """Verifies the signed requests of workers to one session. All but submissions must be newer than the worker's previous one.
 
     `admit(worker, request)` raises ValueError for a worker that may not take part; it is called before the signature is checked.
     Previous requests of the last `MAX_REMEMBERED` workers are known, and those of workers that `is_known` for as long as needed.
@@ -94,7 +106,7 @@ class RequestVerifier:
         self._last_us: collections.OrderedDict[str, int] = collections.OrderedDict()  # of lease requests, by worker
 
     def verify(self, message: dict, kind: str) -> str:
-        """Returns the worker's public key of a request to `kind`: "lease" or "submit". Raises ValueError to reject it."""
+        """Returns the worker's public key of a request of a `kind`: "lease", "submit", or "verdicts". Raises ValueError to reject it."""
         rules = _FIELDS["request"] | _FIELDS[kind]
         if missing := rules.keys() - message.keys():
             raise ValueError(
@@ -116,10 +128,10 @@ class RequestVerifier:
         self._admit(worker, message)
         if not is_signed(worker, message):
             raise ValueError(f"{kind} request is not signed by the key it names, {worker[:16]}; sign it with that key")
-        if kind == "lease":
+        if kind != "submit":
             if time_us <= self._last_us.get(worker, 0):
                 found = "its time_us is not later than this worker's previous request"
-                raise ValueError(f"lease request rejected as a replay: {found}; sign a new one with the current time")
+                raise ValueError(f"{kind} request rejected as a replay: {found}; sign a new one with the current time")
             self._last_us[worker] = time_us
             self._last_us.move_to_end(worker)
             self._forget(now_us - MAX_CLOCK_SKEW_S * 1e6)  # a copy of anything older is rejected by its date
@@ -185,7 +197,7 @@ def _is_key(value: object) -> bool:
 _FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
     "request": {
         "run": (_is_hex("64"), "the run's public key in hex"),
-        "session": (_is_hex("32"), "the session of GET /run"),
+        "session": (_is_hex("32,64"), "the session of GET /run, or the validator's public key"),
         "worker": (_is_hex("64"), "a hex public key"),
         "time_us": (_is_int(0, 2**63 - 1), "an integer in 0..2^63 - 1"),
         "signature": (_is_hex("128"), "an ed25519 signature in hex"),
@@ -199,4 +211,5 @@ _FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
         "work": (_is_hex("0,32"), "the proof of work in hex, or an empty string"),
     },
     "submit": {"digest": (_is_hex("64"), "the SHA-256 of the body in hex")},
+    "verdicts": {"rollouts": (_is_hex("64"), "the SHA-256 of the body in hex")},
 }

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
+from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, verifier
 from sharding.system import atomic_file
@@ -48,7 +49,7 @@ class Judge:
     ):
         self._validator, self.key, self.run = validator, key, run
         self._memory, self._keep_steps, self._newest = memory, keep_steps, 0
-        self.requests = verdict_lib.RequestVerifier(run, key.worker)
+        self._requests = lease.RequestVerifier(lease.Session(run, key.worker), admit=self._admit)
         self._known: collections.OrderedDict[str, verdict_lib.SignedVerdict] = collections.OrderedDict()
         self._lock = threading.Lock()
         self.counts: collections.Counter[str] = collections.Counter()
@@ -60,6 +61,12 @@ class Judge:
                 validator.evidence.restore(**saved["evidence"])
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{memory} is damaged ({error!r}); remove it: its evidence is lost") from error
+
+    def verify(self, header: str) -> str:
+        """Returns the SHA-256, in hex, that a request's body must have; the body need not be read before. Raises ValueError to reject it."""
+        message = lease.read_header(header)
+        self._requests.verify(message, "verdicts")
+        return message["rollouts"]
 
     def judge(self, body: bytes, digest: str) -> list[verdict_lib.SignedVerdict]:
         """Returns a verdict on each group in the bytes of a Parquet file with this SHA-256. Raises ValueError if it is not such a file."""
@@ -79,6 +86,10 @@ class Judge:
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
         return verdicts
+
+    def _admit(self, worker: str, message: dict) -> None:
+        if worker != self.run:
+            raise ValueError(f"the request is not signed by run {self.run[:16]}; sign it with the key of the run")
 
     def _check(self, groups: dict[str, list[rollout_lib.Rollout]]) -> None:
         """Adds verdicts on new groups, by digest, to those that are known."""

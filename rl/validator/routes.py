@@ -19,6 +19,7 @@ from inference.rollouts import rollout as rollout_lib
 from inference.server import web
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
+from rl.protocol import lease
 from rl.validator import calibrate
 from rl.validator import judge as judge_lib
 from rl.validator import service as validator_service
@@ -55,7 +56,7 @@ def make_app(service: validator_service.Service | None, judge: judge_lib.Judge |
 def _add_verdicts(app: fastapi.FastAPI, judge: judge_lib.Judge) -> None:
     @app.post("/verdicts")
     async def verdicts(request: fastapi.Request):
-        digest = judge.requests.verify(request.headers.get("authorization", ""))  # before the body
+        digest = judge.verify(request.headers.get(lease.HEADER, ""))  # before the body
         body = await web.read_body(request)
         found = await asyncio.to_thread(judge.judge, body, digest)
         return {"verdicts": [dataclasses.asdict(verdict) for verdict in found]}

@@ -17,7 +17,7 @@ from rl import launch
 from rl.batch import router_replay
 from rl.experiment import experiment
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import replayer
+from rl.orchestrator import verdict_collector
 from rl.protocol import task_schedule
 from rl.validator import calibrate
 from rl.verification import checks, verifier
@@ -61,7 +61,7 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
         tmp_path,
         credit=exp.credit,
         key=rollouts.KEY,
-        verdicts=replayer.Replayer(lambda found: [checks.OK] * len(found), rollouts.KEY),
+        verdicts=verdict_collector.VerdictCollector(rollouts.KEY, lambda found: [checks.OK] * len(found)),
         secret=b"s",
         on_wait=print,
     )

@@ -28,7 +28,7 @@ from models.text import tokenizer as tokenizer_lib
 from rl import envs, worker
 from rl.experiment import experiment
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import replayer
+from rl.orchestrator import verdict_collector
 from rl.protocol import lease
 from rl.verification import checks
 from sharding.system import sockets
@@ -255,7 +255,7 @@ def test_a_worker_goes_on_with_a_real_orchestrator_that_was_restarted(play, tmp_
     exp = experiment.resolve(config)
 
     def start():
-        verdicts = replayer.Replayer(lambda rollouts: [checks.OK] * len(rollouts), RUN)
+        verdicts = verdict_collector.VerdictCollector(RUN, lambda rollouts: [checks.OK] * len(rollouts))
         options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"secret")
         made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, **options))
         made[-1].servers = [server]

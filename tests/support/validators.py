@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import json
 import threading
 
 import fastapi
@@ -11,6 +12,8 @@ import fastapi
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
+from rl.orchestrator import group_queue
+from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from tests.support import serving
 
@@ -28,6 +31,7 @@ class Double:
     key: rollout_lib.WorkerKey = dataclasses.field(default_factory=rollout_lib.WorkerKey.generate)
     asked: list = dataclasses.field(default_factory=list)  # the numbers of the groups of each request
     url: str = ""
+    is_up: bool = True
 
     @property
     def name(self):
@@ -35,11 +39,15 @@ class Double:
 
     def app(self):
         app = fastapi.FastAPI()
-        requests = verdict_lib.RequestVerifier(self.run, self.key.worker)
+        requests = lease.RequestVerifier(lease.Session(self.run, self.key.worker))
+
+        @app.get("/health")
+        async def health():
+            return fastapi.Response(status_code=200 if self.is_up else 503)
 
         @app.post("/verdicts")
         async def verdicts(request: fastapi.Request):
-            requests.verify(request.headers["authorization"])
+            assert requests.verify(json.loads(request.headers[lease.HEADER]), "verdicts") == self.run
             groups = collections.defaultdict(list)
             for rollout in parquet.from_bytes(await web.read_body(request)):
                 groups[rollout.step, rollout.task.group].append(rollout)
@@ -107,12 +115,19 @@ class Decisions:
     def decide(self, key, digest, verdict, signed):
         with self.changed:
             self.signed[key] += signed
-            if verdict is not None:
-                assert key not in self.found, key
-                self.found[key] = verdict.reason
+            assert key not in self.found, key
+            self.found[key] = verdict.reason
             self.changed.notify_all()
 
     def wait(self, count, timeout_s=60):
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.found) >= count, timeout_s), self.found
         return self.found
+
+
+def settled(orchestrator, timeout_s=60):
+    """Returns once no group of the orchestrator waits for a verdict, or the run has failed."""
+    changed, queue = orchestrator._changed, orchestrator._queue
+    with changed:
+        is_done = lambda: orchestrator._failure or not queue.count()[group_queue.State.QUARANTINED]  # noqa: E731
+        assert changed.wait_for(is_done, timeout_s)

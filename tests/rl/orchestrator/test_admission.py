@@ -15,11 +15,11 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import group_queue, replayer
+from rl.orchestrator import group_queue, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.verification import checks
-from tests.support import signed_http
+from tests.support import signed_http, validators
 from tests.support.groups import answers
 
 RUN = rollout_lib.WorkerKey.generate()
@@ -51,7 +51,7 @@ def make(tmp_path, clock):
         config.topology.lease_s = LEASE_S
         config.trust.update(trust)
         exp = experiment.resolve(config)
-        verdicts = replayer.Replayer(lambda rollouts: [checks.OK] * len(rollouts), RUN)
+        verdicts = verdict_collector.VerdictCollector(RUN, lambda rollouts: [checks.OK] * len(rollouts))
         options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"secret", invited=invited)
         made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, **options))
         publish(made[-1], 0)
@@ -75,7 +75,7 @@ def deliver(orchestrator, key, group, **changes):
     rollouts = [rollout_lib.sign(r, key) for r in answers(group, version, **changes)]
     (future,) = orchestrator.submit(rollouts).values()
     verdict = future.result(WAIT_S)
-    orchestrator._verdicts.flush()
+    validators.settled(orchestrator, WAIT_S)
     return verdict
 
 

@@ -12,13 +12,13 @@ import pytest
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import replayer
+from rl.orchestrator import verdict_collector
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule
 from rl.validator import calibrate
 from rl.verification import evidence_log, verifier
 from tests.support import forger as forger_lib
-from tests.support import signed_http, small_configs
+from tests.support import signed_http, small_configs, validators
 
 WAIT_S = 120
 P = 64  # groups of a batch, of 2 samples
@@ -61,7 +61,7 @@ def run(exp, tmp_path, *, steps, one_key, formed):
         tmp_path,
         credit=exp.credit,
         key=RUN,
-        verdicts=replayer.Replayer(validator.check_groups_with_weights, RUN),
+        verdicts=verdict_collector.VerdictCollector(RUN, validator.check_groups_with_weights),
         check_group_without_weights=validator.check_group_without_weights,
         secret=b"secret",
         invited=[HONEST.worker],
@@ -78,10 +78,10 @@ def run(exp, tmp_path, *, steps, one_key, formed):
                 break  # the key is banned
             worker.submit(key, forger.forge(leased[0], key, 0))
             if one_key:
-                orchestrator._verdicts.flush()
+                validators.settled(orchestrator, WAIT_S)
             num_forged += 1
             key = key if one_key else rollout_lib.WorkerKey.generate()
-        orchestrator._verdicts.flush()
+        validators.settled(orchestrator, WAIT_S)
         groups = worker.lease(HONEST, 4096)
         made = calibrate.roll_out(exp, params, 0, groups, HONEST)
         for first in range(0, len(made), 128):

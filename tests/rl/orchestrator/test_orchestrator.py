@@ -24,7 +24,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger
-from rl.orchestrator import group_queue, replayer, verdict_collector, verdict_source
+from rl.orchestrator import group_queue, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule
@@ -96,7 +96,9 @@ def make(tmp_path):
         exp, hooks = resolve(**changes), {"invited": (KEY.worker, OTHER.worker)} | (hooks or {})
         if screen:
             hooks["check_group_without_weights"] = screen
-        source = hooks.pop("source", None) or replayer.Replayer(lambda groups: [*map(check, groups)], RUN)
+        source = hooks.pop("source", None) or verdict_collector.VerdictCollector(
+            RUN, lambda groups: [*map(check, groups)]
+        )
         hooks |= {"key": RUN, "verdicts": source}
         made.append(Locked(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
         return made[-1]
@@ -113,9 +115,7 @@ def publish(orchestrator, version):
     orchestrator._updater.submit(lambda: None).result(WAIT_S)
 
 
-def checked(orchestrator):
-    """Returns once the replays queued before are done."""
-    orchestrator._verdicts.flush()
+checked = validators.settled  # returns once all replays are done
 
 
 def submit(orchestrator, rollouts, key=KEY):
@@ -437,7 +437,7 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
 
 
 def test_a_group_on_which_validators_contradict_each_other_is_void(make):
-    orchestrator = make(check=lambda rollouts: verdict_source.UNDECIDED, trust__min_rate=1.0)
+    orchestrator = make(check=lambda rollouts: verdict_collector.UNDECIDED, trust__min_rate=1.0)
     publish(orchestrator, 0)
     group = lease(orchestrator)[0]
     assert submit(orchestrator, answers(group)) == "quarantined"
@@ -452,10 +452,10 @@ def test_nothing_unverified_reaches_a_batch_while_validators_are_silent(make, mo
     monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.05)
     monkeypatch.setattr(verdict_collector, "MAX_PAUSE_S", 0.1)
     lines, act = [], validators.MISDEEDS["another status"]
-    doubles = [validators.Double(RUN.worker, act=act) for _ in range(3)]
+    doubles = [validators.Double(RUN.worker, act=act, is_up=False) for _ in range(3)]
     with validators.served(*doubles) as names:
-        options = dict(quorum=0, verdict_s=5.0, on_fault=lines.append)
-        source = verdict_collector.VerdictCollector(names, RUN, SECRET, **options)
+        options = dict(validators=names, verdict_s=5.0, on_fault=lines.append)
+        source = verdict_collector.VerdictCollector(RUN, **options)
         hooks = {"drawn": {0, 2}, "on_wait": lines.append, "source": source}
         orchestrator = make(hooks=hooks)
         publish(orchestrator, 0)
@@ -470,7 +470,8 @@ def test_nothing_unverified_reaches_a_batch_while_validators_are_silent(make, mo
         )
         proxy.wait_until(lambda: any(line.startswith(f"{notice}; validators without an answer: ") for line in lines))
         assert not batch.done()
-        doubles[0].act = doubles[2].act = None
+        for one in (doubles[0], doubles[2]):
+            one.act, one.is_up = None, True
         metrics = batch.result(WAIT_S).metrics
         assert metrics["trust/num_validator_faults"] >= 3 and metrics["trust/num_unverified"] == 2
 

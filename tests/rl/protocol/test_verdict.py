@@ -39,26 +39,8 @@ def test_the_digest_of_a_group_names_each_sample_and_its_order():
     assert len({verdict_lib.group_digest(g) for g in (group, group[:2], changed)}) == 3
 
 
-def test_a_request_is_of_the_run_for_one_validator_recent_and_unique():
-    body, now_s = b"rollouts", [1e9]
-    verifier = verdict_lib.RequestVerifier(RUN.worker, VALIDATOR.worker, clock=lambda: now_s[0])
-    good = verdict_lib.authorization(RUN, VALIDATOR.worker, body)
-    with pytest.raises(ValueError, match="off our clock"):
-        verifier.verify(good)
-    now_s[0] = int(good.split()[1].split(":")[0]) / 1e6
-    for wrong in (
-        verdict_lib.authorization(OTHER, VALIDATOR.worker, body),
-        verdict_lib.authorization(RUN, OTHER.worker, body),
-        good.replace(hashlib.sha256(body).hexdigest(), hashlib.sha256(b"").hexdigest()),
-    ):
-        with pytest.raises(ValueError, match="is not signed by run"):
-            verifier.verify(wrong)
-    for wrong in ("", "Bearer x", good + "0", good.replace("Intellax ", "Intellax ٣"), good[:-1] + "é"):
-        with pytest.raises(ValueError, match="sign it"):
-            verifier.verify(wrong)
-    assert verifier.verify(good) == hashlib.sha256(body).hexdigest()
-    with pytest.raises(ValueError, match="sent before"):
-        verifier.verify(good)
-    now_s[0] += 2 * verdict_lib.MAX_CLOCK_SKEW_S
-    with pytest.raises(ValueError, match="off our clock"):
-        verifier.verify(good)
+def test_a_verdict_accepts_for_the_reason_ok_alone():
+    for accepted, reason in ((True, "sampling"), (False, "ok")):
+        signed = dataclasses.replace(PLAIN, accepted=accepted, reason=reason).sign(VALIDATOR)
+        with pytest.raises(ValueError, match="; send one of both"):
+            verdict_lib.SignedVerdict.read(dataclasses.asdict(signed))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import workdir as run_directory
 from rl.orchestrator import verdict_collector
+from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.validator import judge as judge_lib
 from rl.validator import routes
@@ -27,10 +29,15 @@ def make(tmp_path, **options):
     return judge_lib.Judge(made, KEY, RUN.worker, memory=tmp_path / "evidence.json", keep_steps=10)
 
 
+def signed(key, body, validator=KEY):
+    message = lease.request(key, lease.Session(RUN.worker, validator.worker), rollouts=hashlib.sha256(body).hexdigest())
+    return {lease.HEADER: json.dumps(message)}
+
+
 def asked(judge, rollouts, **headers):
     """The response of the route, and the verdicts in it by group."""
     body = rollouts if isinstance(rollouts, bytes) else parquet.to_bytes(list(rollouts))
-    headers = {"authorization": verdict_lib.authorization(RUN, KEY.worker, body)} | headers
+    headers = signed(RUN, body) | headers
     reply = serving.asker(routes.make_app(None, judge))("POST", "/verdicts", content=body, headers=headers)
     found = reply.json().get("verdicts", ())
     return reply, {one["group"]: verdict_lib.SignedVerdict.read(one) for one in found}
@@ -95,12 +102,14 @@ def test_missing_weights_are_said_so_and_asked_for_again(tmp_path, monkeypatch):
 
 def test_only_the_run_is_answered_and_bytes_that_are_no_rollouts_are_refused(tmp_path):
     judge, body = make(tmp_path), parquet.to_bytes(doubles.honest(doubles.Double(3, prompts=2))[:8])
-    stranger = verdict_lib.authorization(KEY, KEY.worker, body)
-    other = verdict_lib.authorization(RUN, KEY.worker, b"other")
+    good = signed(RUN, body)
+    judge.verify(good[lease.HEADER])
     for headers, words in (
-        ({"authorization": ""}, "no authorization"),
-        ({"authorization": stranger}, "not signed by run"),
-        ({"authorization": other}, "does not have the SHA-256"),
+        ({lease.HEADER: ""}, "is missing or not JSON"),
+        (signed(KEY, body), "not signed by run"),
+        (signed(RUN, body, validator=RUN), "not this orchestrator"),
+        (signed(RUN, b"other"), "does not have the SHA-256"),
+        (good, "as a replay"),
     ):
         reply, found = asked(judge, body, **headers)
         assert reply.status_code == 400 and words in reply.text and not found
@@ -138,7 +147,7 @@ def test_processes_that_are_killed_and_stopped(tmp_path):
             names.append(f"{url}#{own.worker}")
             processes.append(process)
         lines = []
-        source = verdict_collector.VerdictCollector(names, key, b"s", quorum=2, verdict_s=60.0, on_fault=lines.append)
+        source = verdict_collector.VerdictCollector(key, validators=names, on_fault=lines.append)
         decisions = validators.Decisions(source)
         stack.callback(source.close)
 
