@@ -214,7 +214,7 @@ def get_config() -> config_dict.ConfigDict:
     p.relay_port = 0  # 0: any free port, which the run prints
     p.servers = ()  # remote: URLs of inference servers
     p.control_servers = ()  # remote: URLs of the control listeners of those servers (inference.serve --control)
-    p.control_token_file = ""  # remote: file with their token; "": $INTELLAX_CONTROL_TOKEN, or WORKDIR/control.token
+    p.control_token_file = ""  # remote: file with their token, created if absent; "": WORKDIR/control.token
     p.workers = ()  # remote: public keys (hex) of invited workers; trust.admission is the rule for others
     # Several hosts: HOST:PORT of the first, whose next port must also be free; "": detected on TPU pods; "auto": detected by JAX.
     p.coordinator = ""

@@ -83,17 +83,8 @@ def served(arguments: list[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "address"
         command = [sys.executable, "-m", "inference.serve", *arguments, "--port", "0", "--address_file", str(file)]
-        command += [
-            "--control",
-            f"{folder}/control.sock",
-            "--num_slots",
-            "2",
-            "--prefill_batch",
-            "1",
-            "--steps_per_call",
-            "4",
-            "--exit_with_parent",
-        ]
+        command += ["--control", f"{folder}/control.sock", "--exit_with_parent"]
+        command += "--num_slots 2 --prefill_batch 1 --steps_per_call 4".split()
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
             try:
                 deadline = time.monotonic() + START_S

@@ -126,12 +126,11 @@ class Control:
     def __init__(self, addresses: Sequence[str], *, token: str | None = None, timeout_s: float = 600):
         """Creates a client of the listeners at `addresses` (URLs, or unix:PATH), which are all sent `token`.
 
-        None sends $INTELLAX_CONTROL_TOKEN, if it is set. A request may take `timeout_s`.
+        None sends no token. A request may take `timeout_s`.
         """
         if not addresses:
             raise ValueError("the list of control listeners is empty; pass at least one address")
         self._addresses = [address.rstrip("/") for address in addresses]
-        token = token or os.environ.get("INTELLAX_CONTROL_TOKEN")
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._timeout = httpx.Timeout(timeout_s, connect=10.0)
 

@@ -32,7 +32,6 @@ from collections.abc import Collection
 
 import fastapi
 import pydantic
-from starlette import requests
 
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
@@ -75,7 +74,6 @@ def make_app(server: inference_server.InferenceServer, *, api_key: str | None = 
     app = _app(server)
     generate_routes.add(app, server, MAX_BODY_BYTES)
     openai_routes.add(app, server, MAX_BODY_BYTES)
-    control_routes.refuse(app)
     app.add_middleware(guard.Guard, key=api_key, allow_origin=api_key is not None)
     return app
 
@@ -93,7 +91,6 @@ def make_control_app(
 def _app(server: inference_server.InferenceServer) -> fastapi.FastAPI:
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     status_routes.add(app, server)
-    app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
     for kind in ERRORS:
         app.add_exception_handler(kind, functools.partial(_reply_error, *ERRORS[kind]))
     for status in (404, 405):
@@ -109,7 +106,8 @@ async def _reply_error(status: int, kind: str, headers: dict | None, request: fa
 
 
 async def _reply_no_route(status: int, request: fastapi.Request, error: Exception):
-    message = f"route {request.method} {request.url.path} does not exist; see inference/serve.py for all routes"
+    place = "control routes are on the control listener, which --control sets and the server prints at its start"
+    message = f"route {request.method} {request.url.path} is not on this listener; {place}; see inference/serve.py"
     return web.error(status, message, "not_found")
 
 
@@ -193,8 +191,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prefill_chunk", type=int, default=512, help="longer prompts are prefilled in chunks")
     add("--steps_per_call", type=int, default=8)
     add("--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429")
-    pin_help = "seconds that new weights wait for requests that fixed the old version; later they are aborted"
-    add("--pin_wait_s", type=float, default=30.0, help=pin_help)
     add("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")
     add("--mesh", default="", help="mesh axes over this host's devices, such as tensor=4,data=-1 (default: one device)")
     add("--quantize", default="none", help="int8 halves the memory of large matrices, and changes the policy slightly")
@@ -210,7 +206,6 @@ def _check(args: argparse.Namespace) -> None:
     for name, least in (
         ("max_queue", 1),
         ("prefix_cache_mib", 0),
-        ("pin_wait_s", 0),
         ("watch", 0),
         ("drain_s", 0),
         ("max_model_len", 2),
@@ -234,7 +229,6 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
     options = {
         "allow": args.weights_allow,
         "max_queue": args.max_queue,
-        "pin_wait_s": args.pin_wait_s,
         "prefix_cache_bytes": args.prefix_cache_mib * 2**20,
         "mesh": mesh_lib.parse(args.mesh),
         "quantize": args.quantize,

@@ -19,7 +19,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.parse
@@ -38,10 +37,9 @@ from rl.orchestrator import orchestrator, verdict_collector
 from rl.verification import checks, evidence_log, verifier
 from sharding import broadcast
 from sharding import mesh as mesh_lib
-from sharding.system import secret_file
+from sharding.system import secret_file, sockets
 
 START_TIMEOUT_S = 600.0
-CONTROL_TOKEN = "INTELLAX_CONTROL_TOKEN"  # the environment variable of client.Control
 NOTICE_S = 30.0  # between two notices of a run that waits for servers elsewhere
 
 
@@ -108,8 +106,8 @@ def start_rollout_system(
     if config.topology.mode == "remote":
         # Before `serve`: workers that are already running ask for them immediately.
         rollouts.servers = config.topology.servers
-        token, _ = _control_token(config.topology.control_token_file, workdir)
-        rollouts.control = client.Control(config.topology.control_servers, token=token)
+        token_file = config.topology.control_token_file or str(workdir / "control.token")
+        rollouts.control = client.Control(config.topology.control_servers, token=secret_file.read_or_create(token_file))
     url = rollouts.serve()
     with stack:
 
@@ -118,13 +116,10 @@ def start_rollout_system(
 
         stack.callback(rollouts.close)
         if is_local:
-            # Short, for a unix socket's path, and on a local disk; only this user may enter it.
-            private = stack.enter_context(tempfile.TemporaryDirectory(prefix="intellax-"))
-            token = secret_file.read_or_create(f"{private}/control.token")
-            command = [*server_command(experiment, workdir, weights), "--control", f"{private}/control.sock"]
-            command += ["--control_token_file", f"{private}/control.token"]
+            control = stack.enter_context(sockets.private_path())
+            command = [*server_command(experiment, workdir, weights), "--control", control]
             rollouts.servers = [_address(start, "server", command, workdir)]
-            rollouts.control = client.Control([f"unix:{private}/control.sock"], token=token)
+            rollouts.control = client.Control([f"unix:{control}"])
             options = ["--orchestrator", url, "--run", key.worker, "--sandbox", config.trust.sandbox]
             for file in files:
                 start(file.stem, ["rl.worker", *options, "--key", str(file)])
@@ -136,9 +131,8 @@ def start_rollout_system(
                 options += " --routed_experts"
             options += " --port PORT --control HOST:PORT --control_token_file FILE"
             on_wait(f"servers elsewhere: python -m inference.serve {options}")
-            _, place = _control_token(config.topology.control_token_file, workdir)
             on_wait(
-                f"with HOST:PORT of topology.control_servers, and FILE a copy of the token in {place}; no worker needs it"
+                f"with HOST:PORT of topology.control_servers, and FILE a copy of {token_file}, which no worker needs"
             )
             on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {key.worker}")
             _await_servers(config.topology.servers, on_wait)
@@ -157,14 +151,6 @@ def _stakes(file: str, stack: contextlib.ExitStack) -> Callable[[str], int]:
         return one.stake if one and not one.ejected else 0
 
     return stake
-
-
-def _control_token(file: str, workdir: pathlib.Path) -> tuple[str, str]:
-    """Returns (token of the control listeners elsewhere, its place): the config's `file`, the environment, or a new file in `workdir`."""
-    if not file and (token := os.environ.get(CONTROL_TOKEN)):
-        return token, f"${CONTROL_TOKEN}"
-    file = file or str(workdir / "control.token")
-    return secret_file.read_or_create(file), file
 
 
 def _verdicts(
@@ -255,9 +241,7 @@ class _Child(contextlib.AbstractContextManager):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=experiment_lib.ROOT,
-            # Without the token: workers are no administrators of the servers.
-            env={name: value for name, value in os.environ.items() if name != CONTROL_TOKEN}
-            | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
         self._is_stopping = False
         self._last: collections.deque[str] = collections.deque(maxlen=3)

@@ -38,6 +38,7 @@ from models import transformer
 
 GenerateRequest = request_lib.GenerateRequest  # the argument of `submit`,
 Completion = request_lib.Completion  # and its result, one per sample
+PIN_WAIT_S = 30.0  # that new weights wait for requests pinned to the old version
 _STOP, _WAKE = object(), object()
 _STATS = """weight_updates aborted faults prefill_calls prefill_chunks prompt_tokens tokens samples
     generate_calls decode_steps decode_s prefix_queries prefix_hits first_tokens first_token_s"""
@@ -83,18 +84,12 @@ class Scheduler:
         *,
         max_queue: int = 4096,
         prefix_cache_bytes: int = 2**28,
-        pin_wait_s: float = 30.0,
         state: cpu_sub_batches.State | None = None,
     ):
-        """Starts the thread with weights of policy `version`. `state` is an unused decode state of the engine; None creates one.
-
-        New weights wait for requests pinned to the old version for at most `pin_wait_s` seconds.
-        """
+        """Starts the thread with weights of policy `version`. `state` is an unused decode state of the engine; None creates one."""
         self._engine, self._params, self.version = engine, params, version
-        self._max_queue, self._num_slots, self._pin_wait_s = max_queue, engine.config.num_slots, pin_wait_s
-        self._updates: list[
-            _Update
-        ] = []  # that wait for pinned requests; during that time, no further ones are accepted
+        self._max_queue, self._num_slots = max_queue, engine.config.num_slots
+        self._updates: list[_Update] = []  # wait for pinned requests; meanwhile, no further ones are accepted
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._arrivals = arrivals.ArrivalWindow(self._num_slots)
         self.slots = slots_lib.Slots(self._num_slots, engine.config.max_model_len)
@@ -135,10 +130,10 @@ class Scheduler:
     def update(self, params: transformer.Params, version: int) -> "concurrent.futures.Future[int]":
         """Replaces the weights before the next decode call, also for running sequences. Raises Closed after `close`.
 
-        Requests pinned to the old version are finished first; those left after `pin_wait_s` seconds, or during a pause, fail with
+        Requests pinned to the old version are finished first; those left after PIN_WAIT_S seconds, or during a pause, fail with
         VersionGone. Returns a future that is set to `version` once the new weights are in use.
         """
-        update = _Update(params, version, time.monotonic() + self._pin_wait_s)
+        update = _Update(params, version, time.monotonic() + PIN_WAIT_S)
         self._put(update)
         return update.future
 

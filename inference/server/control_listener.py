@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import os
 import socket
-import tempfile
 from collections.abc import Collection, Iterator
 
 from sharding.system import secret_file, sockets
@@ -45,7 +44,7 @@ def opened(control: str, token_file: str | None, hosts: Collection[str]) -> Iter
     token = None if token_file is None else secret_file.read_or_create(token_file)
     with contextlib.ExitStack() as stack:
         if is_unix:
-            path = control or f"{stack.enter_context(tempfile.TemporaryDirectory(prefix='intellax-'))}/control.sock"
+            path = control or stack.enter_context(sockets.private_path())
             sock = stack.enter_context(contextlib.closing(sockets.listen_unix(path)))
             stack.callback(_remove, path)
         else:

@@ -10,10 +10,6 @@ import fastapi
 
 from inference.server import inference_server, schemas, web
 
-PATHS = ("/update_weights", "/pause", "/resume")
-# Routes of vLLM and prime-rl that this server lacks; their clients get the same hint on the data listener.
-OTHER_PATHS = ("/init_broadcaster", "/load_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
     """Adds the routes for weight updates and pausing to an app."""
@@ -37,14 +33,3 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
     async def resume():
         await asyncio.wrap_future(scheduler.resume())
         return {"status": "resumed"}
-
-
-def refuse(app: fastapi.FastAPI) -> None:
-    """Makes an app reply 404 to control routes, with the place that has them."""
-
-    async def elsewhere(request: fastapi.Request):
-        place = "the control listener, which --control sets and the server prints at its start, has the control routes"
-        return web.error(404, f"{request.url.path} is not a route of this listener; {place}", "not_found")
-
-    for path in (*PATHS, *OTHER_PATHS):
-        app.add_api_route(path, elsewhere, methods=["GET", "POST"])

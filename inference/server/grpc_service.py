@@ -37,9 +37,8 @@ def start(
     """
     threads = futures.ThreadPoolExecutor(MAX_RPCS, "grpc")
     options = [("grpc.so_reuseport", 0)]  # or two servers could share one port, each with some of the clients
-    guards: list[grpc.ServerInterceptor] = [_RequireKey(api_key)] if api_key else []
-    grpc_server = grpc.server(threads, interceptors=guards, options=options, maximum_concurrent_rpcs=MAX_RPCS)
-    jetstream_pb2_grpc.add_OrchestratorServicer_to_server(_Orchestrator(server), grpc_server)
+    grpc_server = grpc.server(threads, options=options, maximum_concurrent_rpcs=MAX_RPCS)
+    jetstream_pb2_grpc.add_OrchestratorServicer_to_server(_Orchestrator(server, api_key), grpc_server)
     try:
         bound = grpc_server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
@@ -48,32 +47,16 @@ def start(
     return bound, grpc_server
 
 
-class _RequireKey(grpc.ServerInterceptor):
-    """Ends calls without the metadata `authorization: Bearer <key>` with UNAUTHENTICATED."""
-
-    def __init__(self, key: str):
-        self._expected = f"Bearer {key}".encode()
-        self._refusal = grpc.unary_stream_rpc_method_handler(_refuse)
-
-    def intercept_service(self, continuation, handler_call_details):
-        """Returns the handler of one call, or one that refuses it."""
-        given = dict(handler_call_details.invocation_metadata).get("authorization", "")
-        is_open = handler_call_details.method.endswith("/HealthCheck")
-        if is_open or hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._expected):
-            return continuation(handler_call_details)
-        return self._refusal
-
-
-def _refuse(request, context) -> None:
-    message = "the API key is missing or wrong; send the metadata authorization: Bearer <key>"
-    context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
-
-
 class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
-    def __init__(self, server: inference_server.InferenceServer):
+    def __init__(self, server: inference_server.InferenceServer, api_key: str | None):
         self._scheduler, self._tokenizer = server.scheduler, server.engine.tokenizer
+        self._expected = f"Bearer {api_key}" if api_key else ""
 
     def Decode(self, request, context) -> Iterator:
+        given = dict(context.invocation_metadata()).get("authorization", "")
+        if self._expected and not hmac.compare_digest(given.encode(), self._expected.encode()):
+            message = "the API key is missing or wrong; send the metadata authorization: Bearer <key>"
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
         is_text = request.WhichOneof("content") == "text_content"
         text, ids = request.text_content.text, request.token_content.token_ids
         generate = request_lib.GenerateRequest(

@@ -48,7 +48,7 @@ class InferenceServer:
     model_name: str = "policy"
     key: source_lib.Trusted = None  # the publisher's, which must have signed all weights; None accepts any
     have: broadcast.Pulled | None = None  # the version in use, for deltas; None if it is from a Hugging Face folder
-    sources: weight_sources.WeightSources = weight_sources.WeightSources(())  # those that an update may name
+    sources: Sequence[str] = ()  # those that an update may name, each with everything below it
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def update(
@@ -67,7 +67,7 @@ class InferenceServer:
         CorruptBroadcast if they cannot be read.
         """
         with self.update_lock:
-            root = self.weights if source is None else self.sources.check(source)
+            root = self.weights if source is None else weight_sources.check(source, self.sources)
             if root is None:
                 raise ValueError("this server has no weight broadcast to update from; send a weight_dir")
             if isinstance(root, str) and "://" not in root:
@@ -77,7 +77,7 @@ class InferenceServer:
                 if (own := re.fullmatch(r"v(\d{8,})", folder.name)) and (folder / "manifest.json").is_file():
                     if version not in (None, int(own[1])):
                         raise ValueError(f"weight_dir is version {int(own[1])}, not {version}; leave version out")
-                    root, version = self.sources.check(str(folder.parent)), int(own[1])
+                    root, version = weight_sources.check(str(folder.parent), self.sources), int(own[1])
             current = self._order(self.have)
             if version is None:
                 newest = broadcast.latest_order(root, key=self.key)
@@ -215,7 +215,7 @@ def start(
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
     server = _run(config, store, metadata["tokenizer"], pulled.params, pulled.version, **options)
     server.weights, server.key, server.have = source, key, pulled
-    server.sources = weight_sources.WeightSources([*([weights] if isinstance(weights, str) else weights), *allow])
+    server.sources = [*([weights] if isinstance(weights, str) else weights), *allow]
     return server
 
 
@@ -233,7 +233,7 @@ def start_model(
     folder = str(hub.folder(folder))
     store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config), quantize)
     server = _run(config, store, folder, _load_folder(folder, store), 0, **options)
-    server.sources = weight_sources.WeightSources([folder, *allow])
+    server.sources = [folder, *allow]
     return server
 
 

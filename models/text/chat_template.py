@@ -5,8 +5,8 @@
 2. It gets the same functions and filters as in transformers. The clock, `strftime_now`, is passed with the messages,
    because a run can fix its date (models/text/tokenizer.py).
 3. `{% generation %}` blocks, which mark the assistant's text, are rendered between two private-use characters.
-4. Short results are cached: of the five renderings that find the assistant's turns in a template without such blocks
-   (models/text/tokenizer.py), three are the same for all conversations.
+4. A conversation costs one exchange with the child. Short results are cached: of the five renderings that find the assistant's
+   turns in a template without such blocks (models/text/tokenizer.py), three are the same for all conversations.
 """
 
 import datetime
@@ -18,7 +18,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jinja2
 import jinja2.ext
@@ -54,19 +54,20 @@ class Generation(jinja2.ext.Extension):
         return [opener, *body, closer]
 
 
-def render(text: str, inputs: Mapping, *, now: datetime.date, origin: str) -> str:
-    """Renders the chat template `text` with the variables `inputs`, which JSON can express. Its clock shows `now`.
+def render(text: str, inputs: Mapping, changes: Sequence[Mapping], *, now: datetime.date, origin: str) -> list[str]:
+    """Renders the chat template `text` once per entry of `changes`, with the variables `inputs`, updated by that entry.
 
-    Raises ValueError if the template rejects the messages, is broken, or exceeds its limits; then it names `origin`, its checkpoint.
+    JSON must be able to express the variables. The template's clock shows `now`. Raises ValueError if the template rejects the
+    messages, is broken, or exceeds its limits; then it names `origin`, its checkpoint.
     """
     if text == CHATML:
-        return _render(text, inputs, now)
+        return _render(text, inputs, changes, now)
     clock = now.isoformat() if "strftime_now" in text else "2000-01-01"
-    request = json.dumps([text, inputs, clock], ensure_ascii=False)
-    reply = (_cached if len(request) < MAX_CACHED else _asked)(request, origin)
-    if "text" not in reply:
+    request = json.dumps([text, inputs, changes, clock], ensure_ascii=False)
+    reply = (_cached if len(request) < MAX_CACHED else _asked)(request, origin, len(changes))
+    if "texts" not in reply:
         raise ValueError(reply["error"])
-    return reply["text"]
+    return reply["texts"]
 
 
 @functools.cache
@@ -75,15 +76,19 @@ def _child() -> tuple[limited_process.LimitedProcess, threading.Lock]:
     return limited_process.LimitedProcess(COMMAND, {}, title=title, remedy=remedy), threading.Lock()
 
 
-def _asked(request: str, origin: str) -> dict:
-    """Returns the child's reply: {"text": ...} or {"error": ...}. Raises ValueError if the template exceeds its limits."""
+def _asked(request: str, origin: str, count: int) -> dict:
+    """Returns the child's reply: {"texts": [...]}, with `count` of them, or {"error": ...}. Raises ValueError if the template exceeds its limits."""
     child, lock = _child()
     with lock:
         reply = child.exchange({"request": request}, CLOCK_FACTOR * LIMIT_S)
-        if not isinstance(reply.get("text", reply.get("error")), str) or reply.get("grown"):
+        texts = reply.get("texts", [reply.get("error")] * count)
+        is_valid = (
+            isinstance(texts, list) and [*map(type, texts)] == [str] * count
+        )  # the template may have taken it over
+        if not is_valid or reply.get("grown"):
             child.end()
         status = child.status
-    if "text" in reply or "error" in reply:
+    if is_valid:
         return reply
     limit = f"its limit of {MAX_GROWTH_BYTES >> 20} MB of memory"
     if status in limited_process.TIMEOUTS:
@@ -99,9 +104,10 @@ def _asked(request: str, origin: str) -> dict:
 _cached = functools.lru_cache(256)(_asked)
 
 
-def _render(text: str, inputs: Mapping, now: datetime.date) -> str:
+def _render(text: str, inputs: Mapping, changes: Sequence[Mapping], now: datetime.date) -> list[str]:
     try:
-        return compiled(text).render(inputs, strftime_now=now.strftime)
+        template = compiled(text)
+        return [template.render(inputs, **change, strftime_now=now.strftime) for change in changes]
     except (Rejection, MemoryError):
         raise
     except Exception as error:  # a template may raise anything: a missing field, a division by zero
@@ -136,9 +142,9 @@ def main(config_json: str) -> int:
 
     def answer(request: dict) -> dict:
         limited_process.limit_cpu(math.ceil(time.process_time()) + LIMIT_S)
-        text, inputs, now = json.loads(request["request"])
+        *template, now = json.loads(request["request"])
         try:
-            return {"text": _render(text, inputs, datetime.datetime.fromisoformat(now))}
+            return {"texts": _render(*template, datetime.datetime.fromisoformat(now))}
         except ValueError as error:
             return {"error": str(error)}
 

@@ -119,7 +119,7 @@ class Tokenizer:
         if chat_template_lib.Generation.TAG.search(self._template_text(tools)) is None:
             text = self._render_marked(inputs, add_generation_prompt, next(unused))
         else:
-            text = self._render_text(inputs, add_generation_prompt)
+            [text] = self._render_texts(inputs, {"add_generation_prompt": add_generation_prompt})
         ids, mask = [], []
         for index, block in enumerate(re.split(f"[{inputs['generation_opener']}{inputs['generation_closer']}]", text)):
             ids += self._encode_rendered(block, inputs["escape"])
@@ -170,7 +170,8 @@ class Tokenizer:
         inputs, unused = self._template_inputs(messages, tools, variables)
         mark = next(unused)  # in place of the completion
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
-        text = self._render_text(inputs | {"messages": turn + inputs["messages"]}, True)
+        change = {"messages": turn + inputs["messages"], "add_generation_prompt": True}
+        [text] = self._render_texts(inputs, change)
         marked, _, tail = text.rpartition(mark)
         tail = re.sub(f"[{inputs['generation_opener']}{inputs['generation_closer']}]", "", tail)
         if not marked or self._escaper.special.match(tail) is None:
@@ -225,14 +226,13 @@ class Tokenizer:
         }
         return dict(self.named) | self._escaper.escape(variables, escape) | own, unused
 
-    def _render_text(self, inputs: dict, add_generation_prompt: bool) -> str:
-        inputs = inputs | {"add_generation_prompt": add_generation_prompt}
-        now = self.date or datetime.datetime.now()
-        return chat_template_lib.render(self._template_text(inputs["tools"]), inputs, now=now, origin=self.origin)
+    def _render_texts(self, inputs: dict, *changes: dict) -> list[str]:
+        now, text = self.date or datetime.datetime.now(), self._template_text(inputs["tools"])
+        return chat_template_lib.render(text, inputs, changes, now=now, origin=self.origin)
 
     def _render_marked(self, inputs: dict, add_generation_prompt: bool, mark: str) -> str:
         """Renders a template without generation blocks; returns text with markers around assistant turns. No message contains `mark`."""
-        bare, prompted = (self._render_text(inputs, on) for on in (False, True))
+        bare, prompted = self._render_texts(inputs, *({"add_generation_prompt": on} for on in (False, True)))
         prompt = prompted[len(os.path.commonprefix([bare, prompted])) :]
         header = self._header(inputs, prompt, mark)
         text, *turns = bare.split(header) if header else [bare]
@@ -253,7 +253,8 @@ class Tokenizer:
         user = {"role": "user", "content": "-"}
         turns = [user, {"role": "assistant", "content": mark}, user]
         try:
-            before, last, past = (self._render_text(inputs | {"messages": turns[:n]}, False) for n in (1, 2, 3))
+            inputs = inputs | {"messages": None, "add_generation_prompt": False}
+            before, last, past = self._render_texts(inputs, *({"messages": turns[:n]} for n in (1, 2, 3)))
         except ValueError:  # the template may require other turns first
             return prompt
         openings = [text.partition(mark)[0].removeprefix(before) for text in (last, past)]

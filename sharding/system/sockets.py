@@ -1,12 +1,19 @@
 """Opens listening sockets for HTTP servers and returns their URLs. Does not import jax."""
 
+import contextlib
 import errno
+import fcntl
 import os
 import pathlib
 import socket
 import stat
+import tempfile
+import time
+from collections.abc import Iterator
 
 from sharding.system import atomic_file
+
+PRIVATE, GRACE_S = "intellax-socket-", 60.0  # a younger folder may not be locked yet
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -44,6 +51,32 @@ def listen_unix(path: str | os.PathLike) -> socket.socket:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"cannot listen on unix socket {path}: {reason}; choose a new, short path") from error
     return sock
+
+
+@contextlib.contextmanager
+def private_path() -> Iterator[str]:
+    """Yields a short path for a unix socket, in a new folder that only this user may enter, and that goes with the `with` block.
+
+    The process holds a lock on the folder, which ends with it, however suddenly: the next call removes what killed processes left.
+    """
+    for folder in pathlib.Path(tempfile.gettempdir()).glob(f"{PRIVATE}*"):
+        with contextlib.suppress(OSError):  # of another user, in use, or with further files
+            if folder.stat().st_mtime < time.time() - GRACE_S:
+                with _locked(folder):
+                    (folder / "sock").unlink(missing_ok=True)
+                    folder.rmdir()
+    with tempfile.TemporaryDirectory(prefix=PRIVATE) as name, _locked(name):
+        yield f"{name}/sock"
+
+
+@contextlib.contextmanager
+def _locked(folder: str | os.PathLike) -> Iterator[None]:
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(place)
 
 
 def address(sock: socket.socket) -> str:

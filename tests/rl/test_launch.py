@@ -41,17 +41,6 @@ def test_a_child_that_is_stopped_is_not_reported(tmp_path):
     assert child.process.returncode is not None and not deaths
 
 
-def test_the_control_token_of_servers_elsewhere(tmp_path, monkeypatch):
-    """A file that the config names, else the environment, else a new file in the work directory."""
-    monkeypatch.delenv(launch.CONTROL_TOKEN, raising=False)
-    token, place = launch._control_token("", tmp_path)
-    assert launch._control_token("", tmp_path) == (token, place) and place == str(tmp_path / "control.token")
-    assert stat.S_IMODE((tmp_path / "control.token").stat().st_mode) == 0o600 and len(token) >= 32
-    monkeypatch.setenv(launch.CONTROL_TOKEN, "from-the-environment")
-    assert launch._control_token("", tmp_path) == ("from-the-environment", "$INTELLAX_CONTROL_TOKEN")
-    assert launch._control_token(str(tmp_path / "named"), tmp_path)[0] == (tmp_path / "named").read_text().strip()
-
-
 def test_keys_of_workers_are_not_among_the_logs(tmp_path):
     (tmp_path / "logs").mkdir()
     rollout_lib.WorkerKey.generate().save(tmp_path / "logs" / "worker0.key")  # of an older run

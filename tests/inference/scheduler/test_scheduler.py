@@ -231,9 +231,10 @@ def test_an_update_under_load(start, alone):
 
 @pytest.mark.parametrize("num_pinned", [1, 3, 6])  # also more than have slots
 @pytest.mark.parametrize("in_time", [True, False])
-def test_an_update_waits_for_pinned_requests_and_for_no_later_ones(start, alone, num_pinned, in_time):
+def test_an_update_waits_for_pinned_requests_and_for_no_later_ones(start, alone, monkeypatch, num_pinned, in_time):
     """Attack: pinned requests without end, to hold back new weights or to see the better of two versions."""
-    scheduler, stepped = start(Stepped, pin_wait_s=WAIT_S if in_time else 0.0)
+    monkeypatch.setattr(scheduler_lib, "PIN_WAIT_S", WAIT_S if in_time else 0.0)
+    scheduler, stepped = start(Stepped)
     free = scheduler.submit(Ask(seed=50, max_tokens=80))
     pinned = [Ask(seed=seed, max_tokens=5 * K, policy_version=0) for seed in range(num_pinned)]
     futures = stepped.step(lambda: [scheduler.submit(request) for request in pinned])
