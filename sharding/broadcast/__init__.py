@@ -2,7 +2,7 @@
 
 from sharding.broadcast.assemble import Pulled
 from sharding.broadcast.destination import remove
-from sharding.broadcast.publish import Publisher, PublishOptions, publish, tree_digest
+from sharding.broadcast.publish import Publisher, PublishOptions, publish
 from sharding.broadcast.pull import (
     epoch_of,
     latest,
@@ -17,4 +17,4 @@ from sharding.broadcast.pull import (
 from sharding.format.journal import CorruptSource
 
 __all__ = ["CorruptSource", "PublishOptions", "Publisher", "Pulled", "epoch_of", "latest", "latest_order", "publish"]
-__all__ += ["pull", "read_manifest", "remove", "tree_digest", "verify", "versions", "wait_for", "watch"]
+__all__ += ["pull", "read_manifest", "remove", "verify", "versions", "wait_for", "watch"]

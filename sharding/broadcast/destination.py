@@ -5,6 +5,7 @@ A publisher calls `lock`, `begin`, `put` and `note` per object, `finish`; after 
 Nothing is synced to disk (docs/decisions/broadcast.md).
 """
 
+import contextlib
 import fcntl
 import functools
 import json
@@ -12,7 +13,8 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 import tensorstore as ts
@@ -26,6 +28,14 @@ Buffer = bytes | memoryview
 def create(root: str | os.PathLike, version: int) -> "Directory | Bucket":
     """Returns the destination to write `version` to: a `Bucket` if `root` is a URL, else a `Directory`. Writes nothing yet."""
     return Bucket(str(root), version) if "://" in str(root) else Directory(root, version)
+
+
+@contextlib.contextmanager
+def locked(root: str | os.PathLike) -> Iterator[None]:
+    """Keeps other publishers of `root` waiting during the block."""
+    with contextlib.closing(create(root, 0)) as out:
+        out.lock()
+        yield
 
 
 def remove(root: str | os.PathLike, version: int) -> None:
@@ -48,6 +58,11 @@ def write(root: str | os.PathLike, name: str, data: bytes, *, durable: bool = Fa
         _store(str(root)).write(name, data).result()
     else:
         atomic_file.write(pathlib.Path(root) / name, data, durable=durable)
+
+
+@functools.cache
+def _bucket_lock(root: str) -> threading.Lock:
+    return threading.Lock()
 
 
 @functools.cache
@@ -142,12 +157,12 @@ class Directory:
 class Bucket:
     """The place in a bucket (gs://, s3:// or file://) that a publisher writes one version to. Methods are as in `Directory`.
 
-    A bucket has no lock: run only one publisher per bucket. It has no journal, since buckets cannot append: readers see a
+    A bucket has no lock for other processes: run only one publisher per bucket. It has no journal, since buckets cannot append: readers see a
     version only when the version is complete.
     """
 
     def __init__(self, root: str, version: int):
-        self._store = _store(root)
+        self._store, self._lock, self._is_locked = _store(root), _bucket_lock(root), False
         self._name = journal.dirname(version)
 
     def put(self, path: str, parts: Sequence[Buffer]) -> None:
@@ -167,13 +182,16 @@ class Bucket:
         self.put("manifest.json", [manifest])
 
     def lock(self) -> None:
-        """Does nothing: a bucket has no lock."""
+        """Locks the bucket for other threads of this process; blocks while one has it locked."""
+        self._is_locked = self._lock.acquire()
 
     def note(self, entry: journal.Object) -> None:
         """Does nothing: a bucket has no journal."""
 
     def close(self) -> None:
-        """Does nothing: there is nothing to close."""
+        """Unlocks the bucket."""
+        if self._is_locked:
+            self._lock.release()
 
     def begin(self) -> None:
         """Deletes what an earlier publisher left of this version."""

@@ -21,8 +21,6 @@ from sharding.format import chunks, delta, digests, journal, manifest, tree
 DELTA_OBJECT_BYTES = 4 << 20  # patches are joined into objects of about this size: one per chunk would have 60 kB
 PREFETCHED_SHARDS = 2  # copied from the devices while one is encoded
 
-OldChunk = Callable[[manifest.Tensor, int], np.ndarray]  # the bytes of a chunk of the base, by tensor and number
-
 
 @dataclasses.dataclass
 class HostCopy:
@@ -48,7 +46,6 @@ class Plan:
     tensors: list[manifest.Tensor]  # without digests
     metadata: dict
     before: manifest.Manifest | None = None
-    old_chunk: OldChunk | None = None
     writes_arrays: bool = True
 
 
@@ -87,20 +84,6 @@ def blank_tensor(name: str, leaf: Any, dtype: str | None, tied_to: str | None) -
         kind = min(kind, chunks.dtype(dtype), key=lambda k: k.itemsize)
     chunk = chunks.chunk_shape(leaf.shape, chunks.shard_shape(leaf), kind.itemsize)
     return manifest.Tensor(name, tuple(leaf.shape), kind.name, chunk, (), tied_to=tied_to)
-
-
-def tree_chunks(params: Any) -> OldChunk:
-    """Returns a function of (tensor, chunk number) that cuts the bytes of that chunk out of the parameter tree `params`."""
-    leaves, _ = tree.flatten(params, chunks.check_array)
-
-    def chunk(t: manifest.Tensor, number: int) -> np.ndarray:
-        values = chunks.host_chunk(leaves[t.name], t, t.region(number))
-        if values is None:
-            text = f"this host lacks chunk {number} of {t.dtype} tensor {t.name!r} of base"
-            raise ValueError(f"{text}: pull it with params' shardings")
-        return values
-
-    return chunk
 
 
 def write_chunks(out: destination.Directory | destination.Bucket, plan: Plan, copy: HostCopy | None) -> HostPart:
@@ -153,8 +136,8 @@ class _Writer:
         if self.plan.writes_arrays:
             self.out.put(path, [values.data, checksum])
         patch = None
-        if self.plan.old_chunk is not None:
-            patch = delta.encode(self.plan.old_chunk(t, number), values, manifest.ITEM_BYTES[t.dtype])
+        if self.plan.before is not None and self.copy is not None:
+            patch = delta.encode(self.copy.chunk(t, number), values, manifest.ITEM_BYTES[t.dtype])
         if self.copy is not None:
             if (t.name, number) in self.copy.chunks:
                 np.copyto(self.copy.chunks[t.name, number], values)

@@ -2,7 +2,7 @@
 
 1. `begin`: before a version is written, the head announces it, so that relays can follow. The first one decides the epoch.
 2. `add`: after its manifest, the head lists it, and no longer the versions that are deleted next.
-3. `refresh`: the same head, with a later expiry, while nothing new is published; `finish` signs it for years.
+3. `refresh`: the same head, with a later expiry: while nothing new is published, and at the end of a run for years.
 4. `forget`: a resumed run begins an epoch and takes versions out of the list, before it deletes and publishes them again.
 
 The caller holds the lock on the root. The head that begins an epoch is synced to disk, in a copy of its own: after a power
@@ -10,9 +10,10 @@ failure that tore the last head, no epoch may be used twice.
 """
 
 import os
+import pathlib
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
@@ -39,11 +40,9 @@ class HeadWriter:
         root_file: str = "",
         head_s: float = FINISHED_S,
         is_run: bool = False,
-        clock: Callable[[], float] = time.time,
     ):
         self.epoch: int | None = None
-        self._root, self._key, self._root_file, self._head_s = root, key, root_file, head_s
-        self._is_run, self._clock = is_run, clock
+        self._root, self._key, self._root_file, self._head_s, self._is_run = root, key, root_file, head_s, is_run
         self._public = key.public_key().public_bytes_raw().hex()
         self._verifier = head_lib.HeadVerifier(root_file or self._public, first_root=True)
         self._check_key()
@@ -59,7 +58,7 @@ class HeadWriter:
             order = "version {1} of epoch {0}".format(*head.order)
             text = f"version {version} of epoch {epoch} is not newer than {order}, which the head lists"
             raise ValueError(f"{text}: publish a newer version, or resume with a new Publisher")
-        entries = self._adopted(head, existing) if begins else list(head.versions.values()) if head else []
+        entries = self._entries(head, existing if begins else head and head.versions or ())
         self._write(epoch, entries, version, durable=begins and self._is_run)
         self.epoch = epoch
         return epoch
@@ -68,8 +67,8 @@ class HeadWriter:
         """Lists `version` with the manifest `data`, and of the versions listed before only those in `kept`."""
         assert self.epoch is not None
         head = self._read()
-        entries = [e for e in head.versions.values() if e.version in kept and e.version != version] if head else []
-        self._write(self.epoch, [*entries, head_lib.Entry.of(data, self.epoch, version)])
+        others = self._entries(head, {*kept} & {*head.versions} - {version} if head else ())
+        self._write(self.epoch, [*others, head_lib.Entry.of(data, self.epoch, version)])
 
     def forget(self, first: int, existing: Collection[int]) -> None:
         """Begins an epoch, if there is anything to resume, that does not list the versions from `first` on."""
@@ -77,19 +76,15 @@ class HeadWriter:
         if head is None and not existing:
             return
         epoch = self._choose_epoch(head, first, existing)
-        self._write(epoch, [e for e in self._adopted(head, existing) if e.version < first], durable=True)
+        self._write(epoch, self._entries(head, [v for v in existing if v < first]), durable=True)
         self.epoch = epoch
 
-    def refresh(self) -> None:
-        """Signs the current head again, with a later expiry. Raises ValueError if another publisher has begun an epoch."""
-        head = self._read()
-        if head is not None:
+    def refresh(self, is_last: bool = False) -> None:
+        """Signs the current head again, with a later expiry: in years if `is_last`. Raises ValueError if another epoch has begun."""
+        if is_last:
+            self._head_s = FINISHED_S
+        if (head := self._read()) is not None:
             self._write(head.epoch, list(head.versions.values()), head.writing)
-
-    def finish(self) -> None:
-        """Signs the current head for years: the run has ended, and its weights may be served later."""
-        self._head_s = max(self._head_s, FINISHED_S)
-        self.refresh()
 
     def _choose_epoch(self, head: head_lib.Head | None, version: int, existing: Collection[int]) -> int:
         """Returns the epoch that `version` belongs to. Versions without a head, of an earlier release, are of epoch 0."""
@@ -121,10 +116,10 @@ class HeadWriter:
             raise ValueError(f"{text}: only the newest may go on; stop one of them")
         return head
 
-    def _adopted(self, head: head_lib.Head | None, existing: Collection[int]) -> list[head_lib.Entry]:
-        """Returns the entries of the existing versions: those of `head`, and for others of its manifest, if this key signed it."""
-        entries = [entry for entry in head.versions.values() if entry.version in existing] if head else []
-        for version in {*existing} - {entry.version for entry in entries}:
+    def _entries(self, head: head_lib.Head | None, versions: Collection[int]) -> list[head_lib.Entry]:
+        """Returns the entries of `versions`: those of `head`, and for others of the manifest, if this key signed it."""
+        entries = [entry for entry in head.versions.values() if entry.version in versions] if head else []
+        for version in {*versions} - {entry.version for entry in entries}:
             data = destination.create(self._root, version).get("manifest.json")
             try:
                 found = manifest.parse(data, version=version, trusted_key=self._public)
@@ -136,18 +131,10 @@ class HeadWriter:
     def _write(
         self, epoch: int, entries: list[head_lib.Entry], writing: int | None = None, *, durable: bool = False
     ) -> None:
-        lines = self._check_key()
-        before = self._verifier.head.serial if self._verifier.head else 0
-        now_s = self._clock()
-        data = head_lib.sign(
-            self._key,
-            entries,
-            serial=max(before + 1, int(1000 * now_s)),
-            epoch=epoch,
-            expires_s=now_s + self._head_s,
-            writing=writing,
-            roots=lines[1:],
-        )
+        lines, now_s = self._check_key(), time.time()
+        serial = max(self._verifier.head.serial + 1 if self._verifier.head else 0, int(1000 * now_s))
+        options = dict(epoch=epoch, expires_s=now_s + self._head_s, writing=writing, roots=lines[1:])
+        data = head_lib.sign(self._key, entries, serial=serial, **options)
         if durable:
             destination.write(self._root, EPOCH_NAME, data, durable=True)
         destination.write(self._root, head_lib.NAME, data)
@@ -157,10 +144,9 @@ class HeadWriter:
         """Returns the lines of the root file as it is now. Raises ValueError if its newest root does not name the key."""
         if not self._root_file:
             return []
-        with open(self._root_file, "rb") as file:
-            lines = file.read().splitlines()
-        newest = roots.read(b"\n".join(lines))[-1].signed
-        if self._public not in roots.online_keys(newest):
-            text = f"{self._root_file} names {sorted(roots.online_keys(newest))}, not this publisher's {self._public}"
-            raise ValueError(f"{text}: the key was revoked; publish with a named key, or add this one by `keys change`")
-        return lines
+        data = pathlib.Path(self._root_file).read_bytes()
+        named = roots.online_keys(roots.read(data)[-1].signed)
+        if self._public not in named:
+            text = f"{self._root_file} names {sorted(named)}, not this publisher's {self._public}: the key was revoked"
+            raise ValueError(f"{text}; publish with a named key, or add this one by `keys --online`")
+        return data.splitlines()

@@ -10,12 +10,9 @@ import errno
 import functools
 import itertools
 import os
-import pathlib
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
-from concurrent import futures
 from typing import Any
 
 import jax
@@ -23,7 +20,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from jax.experimental import multihost_utils
 
-from sharding.broadcast import assemble, destination, encode, head_writer
+from sharding.broadcast import destination, encode, head_writer
 from sharding.download import source as source_lib
 from sharding.format import chunks, manifest
 from sharding.multihost import transport
@@ -35,9 +32,9 @@ Manifest = manifest.Manifest
 class PublishOptions:
     """The options for publishing weights that all versions of a run share.
 
-    `key` signs the manifests and the head (sharding/format/head.py), which a `Publisher` signs again before it expires after `head_s`
-    seconds. With `root_file`, readers trust that file, by which the key can be replaced. The newest `keep` versions are kept, and older ones that their deltas need. Floats wider than
-    `dtype` are cast to it. `run` is the name of the run; readers may require it.
+    `key` signs the manifests and the head (sharding/format/head.py), which expires after `head_s` seconds unless it is signed again.
+    With `root_file`, readers trust that file, by which the key can be replaced. The newest `keep` versions are kept, and older ones
+    that their deltas need. Floats wider than `dtype` are cast to it. `run` is the name of the run; readers may require it.
     """
 
     key: ed25519.Ed25519PrivateKey | None = None
@@ -65,7 +62,7 @@ class Publisher:
     """Publishes the weights of a run: a complete snapshot every `snapshot_every` versions, and deltas in between.
 
     Keeps a copy of the last version in host memory (each host its own shards), from which the next deltas are computed. With
-    `snapshot_every=1` keeps no copy and writes snapshots only.
+    `snapshot_every=1` keeps no copy and writes snapshots only. Within a `with` block, the head is signed again before it expires.
     """
 
     def __init__(self, root: str | os.PathLike, options: PublishOptions = PublishOptions(), *, snapshot_every: int = 1):
@@ -75,35 +72,29 @@ class Publisher:
         self._copy: encode.HostCopy | None = None
         self._num_deltas = 0  # since the last snapshot
         self._heads = _head_writer(root, options, head_s=options.head_s, is_run=True)
-        self._lock = threading.Lock()  # a bucket has no other
-        self._locked = functools.partial(_locked, root, self._lock)
         self._ended = threading.Event()
-        weakref.finalize(self, self._ended.set)
-        self._refresher: threading.Thread | None = None
+        self._refresher = threading.Thread(target=self._refresh, name="head", daemon=True)
 
     def __enter__(self) -> "Publisher":
+        self._refresher.start()
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_) -> None:
         """Ends the renewal of the head; unless the block failed, signs it for years: finished weights may be served later."""
         self._ended.set()
-        if self._refresher is not None:
-            self._refresher.join()
-        if error is None and self._heads is not None and self._heads.epoch is not None:
-            with self._locked():
-                self._heads.finish()
+        self._refresher.join()
+        if error is None:
+            self._sign_again(is_last=True)
 
     def forget(self, first: int) -> None:
         """Deletes the versions from `first` on, which a resumed run publishes again, and begins an epoch. One host calls it."""
-        if not ("://" in str(self._root) or pathlib.Path(self._root).is_dir()):
-            return
-        existing = _versions(self._root)
-        if self._heads is not None:
-            with self._locked():
+        with destination.locked(self._root):
+            existing = _versions(self._root)
+            if self._heads is not None:
                 self._heads.forget(first, existing)
-        for version in existing:
-            if version >= first:
-                destination.remove(self._root, version)
+            for version in existing:
+                if version >= first:
+                    destination.remove(self._root, version)
 
     def publish(self, params: Any, version: int, *, metadata: dict | None = None) -> Manifest:
         """Publishes the parameter tree `params` as `version`, and returns its manifest. Raises ValueError or OSError."""
@@ -111,18 +102,24 @@ class Publisher:
         self._copy = None  # after an error it may be partly the new version: not kept
         snapshot = self._num_deltas + 1 >= self._snapshot_every
         plan = _plan(params, version, self._options, metadata)
-        with self._lock:
-            written = _publish(plan, self._root, self._options, self._heads, copy=copy, snapshot=snapshot)
-        if self._heads is not None and self._refresher is None:
-            period_s = self._options.head_s / 4
-            arguments = self._locked, self._heads, self._ended, period_s  # not self: it may be forgotten, with its copy
-            self._refresher = threading.Thread(target=_refresh, args=arguments, name="head", daemon=True)
-            self._refresher.start()
+        written = _publish(plan, self._root, self._options, self._heads, copy=copy, snapshot=snapshot)
         if copy is not None:
             copy.written = written
         self._copy = copy
         self._num_deltas = 0 if written.base is None else self._num_deltas + 1
         return written
+
+    def _refresh(self) -> None:
+        while not self._ended.wait(self._options.head_s / 4):
+            try:
+                self._sign_again()
+            except (OSError, ValueError) as error:
+                print(f"the signed head was not renewed: {error}", file=sys.stderr, flush=True)
+
+    def _sign_again(self, is_last: bool = False) -> None:
+        if self._heads is not None and self._heads.epoch is not None:
+            with destination.locked(self._root):
+                self._heads.refresh(is_last)
 
 
 def publish(
@@ -131,10 +128,9 @@ def publish(
     root: str | os.PathLike,
     options: PublishOptions = PublishOptions(),
     *,
-    base: assemble.Pulled | None = None,
     metadata: dict | None = None,
 ) -> Manifest:
-    """Publishes the weights `params` as the directory `<root>/v<version>`, completely or not at all. Returns the manifest.
+    """Publishes the weights `params` as the snapshot `<root>/v<version>`, completely or not at all. Returns the manifest.
 
     A version must be newer than those under `root`: after a resume from an older checkpoint, `remove` the newer versions
     first. With several hosts, every host must call this function, with a root that all of them share.
@@ -144,48 +140,13 @@ def publish(
       version: the version number, an integer >= 0.
       root: a directory or a bucket URL.
       options: the options that all versions share.
-      base: an older version that was pulled from `root`. Deltas from it are written instead of a snapshot. A snapshot is
-        written if that version was removed, republished, or sharded differently.
       metadata: any JSON object that readers get with the version; tuples in it come back as lists.
 
     Raises:
-      ValueError: params, version, base or metadata that cannot be published; nothing was written.
+      ValueError: params, version or metadata that cannot be published; nothing was written.
       OSError: no space left, or another host failed; the version was deleted.
     """
-    return _publish(_plan(params, version, options, metadata), root, options, _head_writer(root, options), base=base)
-
-
-def tree_digest(params: Any) -> str:
-    """Returns the digest that the manifest of `params`, a parameter tree, would have. This process must have whole arrays."""
-    leaves, _, ties = encode.named_leaves(params)
-
-    def describe(name: str) -> manifest.Tensor:
-        tensor = encode.blank_tensor(name, leaves[name], None, ties.get(name))
-        if tensor.tied_to is not None:
-            return tensor
-        array = chunks.to_host(leaves[name])
-        values = (chunks.padded_bytes(array, region, tensor.chunk) for _, region in tensor.chunk_regions())
-        return dataclasses.replace(tensor, chunks=tuple(chunks.encoded_digest(chunk)[1] for chunk in values))
-
-    with futures.ThreadPoolExecutor(assemble.NUM_THREADS) as pool:
-        return manifest.digest(tuple(pool.map(describe, leaves)))
-
-
-def _refresh(locked, heads: head_writer.HeadWriter, ended: threading.Event, period_s: float) -> None:
-    """Signs the head again each `period_s` seconds, until the publisher has `ended`, or another one has begun an epoch."""
-    while not ended.wait(period_s):
-        try:
-            with locked():
-                heads.refresh()
-        except (OSError, ValueError) as error:
-            print(f"the signed head was not renewed: {error}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _locked(root: str | os.PathLike, lock: threading.Lock) -> Iterator[None]:
-    with lock, contextlib.closing(destination.create(root, 0)) as out:
-        out.lock()
-        yield
+    return _publish(_plan(params, version, options, metadata), root, options, _head_writer(root, options))
 
 
 def _plan(params: Any, version: int, options: PublishOptions, metadata: dict | None) -> encode.Plan:
@@ -205,10 +166,8 @@ def _head_writer(root, options: PublishOptions, **fields) -> head_writer.HeadWri
     return head_writer.HeadWriter(root, options.key, root_file=options.root_file, **fields)
 
 
-def _publish(
-    plan: encode.Plan, root, options: PublishOptions, heads=None, base=None, copy=None, snapshot=False
-) -> Manifest:
-    """Publishes a version: deltas from `base` or `copy` if possible, a snapshot if not, or if `snapshot`. Updates `copy`."""
+def _publish(plan: encode.Plan, root, options: PublishOptions, heads, copy=None, snapshot=False) -> Manifest:
+    """Publishes a version: deltas from `copy` if possible, a snapshot if not, or if `snapshot`. Updates `copy`."""
     stage = functools.partial(_stage, plan.version, root, options.keep)
     num_hosts, is_first, epoch = jax.process_count(), jax.process_index() == 0, None
     with contextlib.closing(destination.create(root, plan.version)) as out:
@@ -221,7 +180,7 @@ def _publish(
                 out.begin()
         try:
             with stage():
-                plan = _plan_deltas(plan, root, base, copy, snapshot)
+                plan = _plan_deltas(plan, root, copy, snapshot)
                 part = dataclasses.replace(encode.write_chunks(out, plan, copy), epoch=epoch)
                 if num_hosts > 1:
                     out.put(_part_name(jax.process_index()), [encode.HOST_PART.dump_json(part)])
@@ -275,36 +234,24 @@ def _check_is_newer(root: str | os.PathLike, version: int) -> list[int]:
     return existing
 
 
-def _plan_deltas(plan: encode.Plan, root, base: assemble.Pulled | None, copy, snapshot: bool) -> encode.Plan:
-    """Returns `plan` with deltas from `base` or `copy`, and a snapshot if `snapshot`; unchanged if there are no such deltas."""
-    older = base or (copy and copy.written)
-    before = older and _base_manifest(root, plan, older)
-    if before is None:
-        if copy is not None:
-            copy.chunks.clear()
+def _plan_deltas(plan: encode.Plan, root, copy: encode.HostCopy | None, snapshot: bool) -> encode.Plan:
+    """Returns `plan` with deltas from `copy`, and a snapshot if `snapshot`; unchanged if there are no such deltas.
+
+    Raises ValueError if the copy's tensors are others than the plan's.
+    """
+    if copy is None:
         return plan
-    tensors = [dataclasses.replace(t, chunk=b.chunk) for t, b in zip(plan.tensors, before.tensors, strict=True)]
-    old_chunk = copy.chunk if base is None else encode.tree_chunks(base.params)
-    return dataclasses.replace(plan, tensors=tensors, before=before, old_chunk=old_chunk, writes_arrays=snapshot)
-
-
-def _base_manifest(root, plan: encode.Plan, base: assemble.Pulled | Manifest) -> Manifest | None:
-    """Returns the manifest of `base`, or None if a snapshot is needed. Raises ValueError if `base` is not an older version."""
-    number, before = base.version, base
-    if number >= plan.version:
-        raise ValueError(f"base is version {number}, not older than {plan.version}: pass an older base, or None")
-    if number not in _versions(root):
-        return None
-    if isinstance(before, assemble.Pulled):
-        with contextlib.closing(source_lib.open(root)) as opened:
-            _, before = opened.manifest(number)
-    if before.digest != base.digest:  # it was removed and published again
-        return None
-    old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, plan.tensors))
-    bad = sorted(name for name in old | new if old.get(name) != new.get(name))
-    if bad:
-        raise ValueError(f"tensor {bad[0]!r} has another shape, dtype or tie than base version {number}: pass no base")
-    return before if all(chunks.fits(b.chunk, plan.leaves[b.name]) for b in before.tensors) else None
+    before = copy.written
+    if before is not None and before.version in _versions(root):
+        old, new = ({t.name: (t.shape, t.dtype, t.tied_to) for t in found} for found in (before.tensors, plan.tensors))
+        if bad := sorted(name for name in old | new if old.get(name) != new.get(name)):
+            text = f"tensor {bad[0]!r} has another shape, dtype or tie than in version {before.version}"
+            raise ValueError(f"{text}: create a new Publisher")
+        if all(chunks.fits(b.chunk, plan.leaves[b.name]) for b in before.tensors):
+            tensors = [dataclasses.replace(t, chunk=b.chunk) for t, b in zip(plan.tensors, before.tensors, strict=True)]
+            return dataclasses.replace(plan, tensors=tensors, before=before, writes_arrays=snapshot)
+    copy.chunks.clear()
+    return plan
 
 
 def _finish(out, plan: encode.Plan, options: PublishOptions, part: encode.HostPart) -> Manifest:

@@ -184,11 +184,24 @@ def _wait(
             raise TimeoutError(
                 f"no {what} under {place} in {timeout_s} s (newest: {found}): start the publisher{reason}"
             )
-        try:  # relays reply as soon as the listing changes: no client has to poll twenty times a second
-            known = opened.listing(max(0.0, min(1.0, deadline_s - time.monotonic())), known)
+        try:
+            known = _await_change(opened, known, min(deadline_s, time.monotonic() + 1.0))
         except (journal.Unavailable, FileNotFoundError, head_lib.StaleHead, head_lib.ExpiredHead):
             known = None
             time.sleep(POLL_S)
+
+
+def _await_change(opened: source_lib.Source, known: journal.Listing | None, until_s: float) -> journal.Listing:
+    """Blocks until other versions than in `known` are complete, or `until_s`. Returns the listing.
+
+    Relays reply as soon as it changes: no client has to poll twenty times a second. Each version changes it four times, and only
+    its end is news: to ask for the newest version each time cost clients 10 % more CPU on small versions.
+    """
+    while True:
+        found = opened.listing(max(0.0, until_s - time.monotonic()), known)
+        if known is None or found.complete != known.complete or time.monotonic() >= until_s:
+            return found
+        known = found
 
 
 def _target(opened: source_lib.Source, version: int | None) -> Manifest:

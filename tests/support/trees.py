@@ -1,7 +1,11 @@
 """Comparison of parameter trees."""
 
+import tempfile
+
 import jax
 import numpy as np
+
+from sharding import broadcast
 
 
 def assert_same(tree, other):
@@ -11,3 +15,9 @@ def assert_same(tree, other):
         a, b = np.asarray(a), np.asarray(b)
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert a.tobytes() == b.tobytes()
+
+
+def digest(tree) -> str:
+    """The digest of the tree in the manifest that a publisher writes."""
+    with tempfile.TemporaryDirectory() as root:
+        return broadcast.publish(tree, 0, root).digest
