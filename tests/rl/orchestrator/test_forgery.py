@@ -4,6 +4,7 @@ An honest worker generates with the real engine and loses no group. Run on the c
 groups were trained on at the default fraction of replays, and all where a config left them to another service.
 """
 
+import dataclasses
 import time
 
 import httpx
@@ -53,8 +54,9 @@ class Worker:
 def run(exp, tmp_path, *, steps, one_key, formed):
     """A run in which a forger gets at all groups first, then an honest worker. Returns (number of forged groups, batches)."""
     params = small_configs.params(exp.model)
-    rules = verifier.rules_of(exp.config, exp.tokenizer)
-    evidence = evidence_log.EvidenceLog(None, count_once=True)
+    tolerance, bands = verifier.load_bands(verifier.bands_file(exp.config))
+    rules = dataclasses.replace(verifier.rules_of(exp.config, exp.tokenizer), tolerance=tolerance)
+    evidence = evidence_log.EvidenceLog(bands, count_once=True)
     validator = verifier.Validator(exp.model, lambda version: params, rules, evidence)
     orchestrator = orchestrator_lib.Orchestrator(
         exp.config,
