@@ -5,11 +5,16 @@ import datetime
 import re
 import stat
 
+import pytest
+
+from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
 from rl import launch
+from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
 from rl.ledger import events
 from rl.ledger import ledger as ledger_lib
+from rl.verification import verifier
 from tests.support import proxy
 
 LINE = re.compile(r"(\S+) (.*)")
@@ -52,6 +57,19 @@ def test_keys_of_workers_are_not_among_the_logs(tmp_path):
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent)]
     assert modes == [0o600, 0o700]
     assert rollout_lib.WorkerKey.load(run_directory.worker_key_file(tmp_path, "worker1")).worker != old
+
+
+def test_the_learners_own_validator_replays_signed_weights_only(tmp_path, monkeypatch):
+    """Who could write to the directory decided its verdicts."""
+
+    def published(root, *, keep, key):
+        raise ValueError(f"{root} is read with {key}")
+
+    monkeypatch.setattr(verifier, "published", published)
+    key, exp = run_directory.signing_key(tmp_path).worker, experiment.resolve(quickstart.get_config())
+    with pytest.raises(ValueError, match=f"{tmp_path} is read with {key}"):
+        with launch.start_rollout_system(exp, tmp_path, tmp_path, 0, print):
+            pass
 
 
 def test_a_stake_counts_until_its_key_is_ejected(tmp_path):

@@ -904,6 +904,9 @@ def test_the_routes(make):
         for garbage in (b"", b"PAR1", b"\0" * 1000, good[:-1], good[:200] + b"\xff" + good[201:], b"{}"):
             reply = submit(garbage)
             assert reply.status_code == 400 and "rollout file" in reply.json()["error"]["message"], garbage[:9]
+        rows = orchestrator.submission_limits["max_rows"]
+        many = parquet.to_bytes([rollout_lib.sign(answers(groups[0])[0], KEY)] * (rows + 1))
+        assert f"{rows + 1} rows, at most {rows} are read" in submit(many).json()["error"]["message"]
         for header in ({}, {lease_lib.HEADER: "[]"}, {lease_lib.HEADER: "{"}):
             reply = http.post("/submit", content=good, headers=header)
             assert reply.status_code == 400 and lease_lib.HEADER in reply.json()["error"]["message"]

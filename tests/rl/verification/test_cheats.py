@@ -3,12 +3,14 @@
 Fast: two groups each, on the backend that generated. Slow: 128 rollouts each, also across bfloat16 and float32, with the shipped bands.
 """
 
+import re
+
 import pytest
 
 from rl.validator import calibrate
 from rl.verification import peers, sequential_test
 from rl.verification import rules as rules_lib
-from tests.support import cheats, doubles
+from tests.support import cheats, commands, doubles
 
 # The first rejection of each. A cheat that changes a few tokens may be seen by the draw or by the log-probability.
 REPLAYED = {"sampling", "logprob", "termination", "shape", "toploc"}
@@ -69,6 +71,16 @@ def test_a_forger_with_proofs_of_the_right_form_is_found_without_any_replay_of_i
     """It does 4 of 16 groups with right answers. Three steps convict it, once they are over; three honest workers pass."""
     flagged, others = cheats.play_among_others(cheats.CHEATS["no_model_random_proofs"], num_steps=3 + peers.OPEN_STEPS)
     assert flagged == (3 + peers.OPEN_STEPS) * 32 and others.startswith("0 of 3"), (flagged, others)
+
+
+@pytest.mark.slow
+def test_the_bench_prints_how_soon_a_cheat_is_caught(capsys):
+    """It ended at its first option for a while."""
+    options = ["--rollouts", 8, "--honest", 8, "--regimes", "float32", "--cheats", "no_model"]
+    assert commands.run("bench.cheats", *options) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\n  honest +8 +0.000 +inf +inf +\n  no_model +8 +1.000 +1.0 +1  toploc 8 \n", out), out
+    assert "never replayed: flagged after" in out and "false alarms of honest workers: 0" in out
 
 
 # Within the rounding of bfloat16 against float32, in rollouts of 31 tokens: docs/performance.md has how many they take. None moves a

@@ -70,6 +70,11 @@ def test_a_client_takes_nothing_older_than_it_has_had_and_no_second_manifest(tmp
     for call in (broadcast.pull, broadcast.latest, lambda root, key: broadcast.pull(root, 2, key=key)):
         with pytest.raises(broadcast.CorruptSource, match=match):
             call(evil, key=PUBLIC)
+    with proxy.running(evil) as one, proxy.running(evil) as two:
+        proxy.wait_until(lambda: one.store.complete() and two.store.complete())
+        match = match if is_forged else "no version under"  # relays may be late: their old head is none
+        with pytest.raises((broadcast.CorruptSource, FileNotFoundError), match=match):
+            broadcast.pull([one.url, two.url], key=PUBLIC)
     assert broadcast.pull(tmp_path / "a", 2, key=PUBLIC).version == 2  # an older one that the newest head lists
     assert broadcast.pull(evil).version  # who trusts no key has no floor
 
