@@ -32,6 +32,7 @@ from collections.abc import Collection
 
 import fastapi
 import pydantic
+from starlette import requests
 
 from inference.engine import engine as engine_lib
 from inference.scheduler import scheduler as scheduler_lib
@@ -91,6 +92,7 @@ def make_control_app(
 def _app(server: inference_server.InferenceServer) -> fastapi.FastAPI:
     app = fastapi.FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     status_routes.add(app, server)
+    app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
     for kind in ERRORS:
         app.add_exception_handler(kind, functools.partial(_reply_error, *ERRORS[kind]))
     for status in (404, 405):
@@ -203,13 +205,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, least in (
-        ("max_queue", 1),
-        ("prefix_cache_mib", 0),
-        ("watch", 0),
-        ("drain_s", 0),
-        ("max_model_len", 2),
-    ):
+    smallest = dict(max_queue=1, prefix_cache_mib=0, watch=0, drain_s=0, max_model_len=2)
+    for name, least in smallest.items():
         if not getattr(args, name) >= least:
             raise ValueError(f"--{name} = {getattr(args, name)} is too small; choose {least} or more")
     if args.grpc_port is not None and not 0 <= args.grpc_port <= 65535:

@@ -7,7 +7,7 @@
 
 import contextlib
 import dataclasses
-import os
+import pathlib
 import socket
 from collections.abc import Collection, Iterator
 
@@ -46,12 +46,7 @@ def opened(control: str, token_file: str | None, hosts: Collection[str]) -> Iter
         if is_unix:
             path = control or stack.enter_context(sockets.private_path())
             sock = stack.enter_context(contextlib.closing(sockets.listen_unix(path)))
-            stack.callback(_remove, path)
+            stack.callback(pathlib.Path(path).unlink, missing_ok=True)
         else:
             sock = stack.enter_context(contextlib.closing(sockets.listen(host.strip("[]"), int(port))))
         yield ControlListener(sock, token, None if is_unix else {host, *hosts})
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)

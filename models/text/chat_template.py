@@ -142,9 +142,9 @@ def main(config_json: str) -> int:
 
     def answer(request: dict) -> dict:
         limited_process.limit_cpu(math.ceil(time.process_time()) + LIMIT_S)
-        *template, now = json.loads(request["request"])
+        text, inputs, changes, now = json.loads(request["request"])
         try:
-            return {"texts": _render(*template, datetime.datetime.fromisoformat(now))}
+            return {"texts": _render(text, inputs, changes, datetime.datetime.fromisoformat(now))}
         except ValueError as error:
             return {"error": str(error)}
 

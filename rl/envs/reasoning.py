@@ -49,21 +49,21 @@ _LISTS = {ast.Expression, ast.Constant, ast.Name, ast.Load, ast.List, ast.Tuple,
 
 
 def _is_arithmetic(text: str) -> bool:
-    return _DIGITS.fullmatch(text) is not None and _kinds(text, otherwise={ast.Call}) <= _ARITHMETIC
+    return _DIGITS.fullmatch(text) is not None and _has_only(_ARITHMETIC, text, otherwise=False)
 
 
 def _is_list(text: str) -> bool:
-    return _kinds(text, otherwise=set()) <= _LISTS  # text that is not an expression fails in eval, too
+    return _has_only(_LISTS, text, otherwise=True)  # text that is not an expression fails in eval, too
 
 
-def _kinds(text: str, otherwise: set[type]) -> set[type]:
-    """Returns the kinds of nodes in a Python expression, or `otherwise` if the text is not an expression."""
+def _has_only(kinds: set[type], text: str, otherwise: bool) -> bool:
+    """Returns whether a Python expression has these kinds of nodes only, or `otherwise` if the text is not an expression."""
     try:
-        return {type(node) for node in ast.walk(ast.parse(text, mode="eval"))}
+        return {type(node) for node in ast.walk(ast.parse(text, mode="eval"))} <= kinds
     except (SyntaxError, ValueError):
         return otherwise
     except (MemoryError, RecursionError):  # thousands of signs or brackets in one another
-        return {ast.Call}
+        return False
 
 
 # {dataset: function that returns True if its checker may see a completion}
