@@ -60,7 +60,7 @@ def test_keys_of_workers_are_not_among_the_logs(tmp_path):
 
 
 def test_the_learners_own_validator_replays_signed_weights_only(tmp_path, monkeypatch):
-    """Who could write to the directory decided its verdicts."""
+    """Weights that nobody had signed decided its verdicts."""
 
     def published(root, *, keep, key):
         raise ValueError(f"{root} is read with {key}")
