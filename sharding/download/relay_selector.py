@@ -53,13 +53,6 @@ class RelaySelector:
         time.sleep(min(1.0, max(0.0, relay.ready_s(version) - time.monotonic())))
         return relay
 
-    def select_several(self, most: int, version: int, avoid: set[range_get.Relay]) -> list[range_get.Relay]:
-        """Returns up to `most` relays that are not in `avoid`. If none is ready, sleeps for up to 1 s first."""
-        found: list[range_get.Relay] = []
-        while len(found) < most and (relay := self.select(version, avoid.union(found), wait=not found)):
-            found.append(relay)
-        return found
-
     def observe(self, get: range_get.Get, succeeded: bool | None) -> None:
         """Updates a relay's success rate and speed with one request; only the speed if `succeeded` is None (aborted)."""
         relay, num_bytes, seconds = get.relay, get.received, get.seconds

@@ -13,6 +13,7 @@ Every wait has an end: connecting, silence, and the read as a whole (`patience_s
 import collections
 import concurrent.futures
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -33,7 +34,7 @@ FEW_READS = max(4, 2 * (os.cpu_count() or 1))
 QUICK_S = 0.1  # 4 MB at 40 MB/s
 MAX_LISTED = 4096
 MAX_LISTING_BYTES = head_lib.MAX_HEAD_BYTES * 2 + (1 << 20)  # a head as JSON text, and the numbers
-FIRST_MANIFESTS, HEDGE_S = 3, 0.5  # relays asked for a manifest at first; the others, if none has delivered it by then
+MAX_KEPT = 16  # manifests
 
 
 class Relays:
@@ -53,10 +54,9 @@ class Relays:
         self.trusted = trusted
         self._lock = threading.Lock()  # protects the following
         self._polls: dict[range_get.Relay, tuple[range_get.Get, concurrent.futures.Future]] = {}
-        self._manifests: collections.OrderedDict[int, tuple[bytes, manifest_lib.Manifest]] = collections.OrderedDict()
-        self._agreed: set[int] = set()  # those of `_manifests` in which all relays agree
+        self._manifests: dict[int, tuple[str, version_search.Found]] = {}  # proven, with the SHA-256
         self._search = version_search.VersionSearch(
-            self._pool, self._selector, self._options.patience_s, self._prove, self._is_proven, self._limit
+            self._pool, self._selector, self._options.patience_s, self._parse, self._limit, trusted is not None
         )
 
     # ---- versions
@@ -77,16 +77,17 @@ class Relays:
 
         No relay can hide another's versions: see `sharding/download/version_search.py`.
         """
-        self.head()
+        head = self.head()
         claims = {r: head_lib.listing(self.trusted, *r.claims).complete for r in self.relays if r.is_alive}
-        newest, error = self._search.newest(claims)
-        if newest is None:
-            if error is not None:  # versions exist, and none is valid: the reason helps more than an empty list
-                raise error
-            return []
-        if self.trusted is None:
-            self.manifest(newest)  # the relays must agree
-        return [n for n in self._union().complete if n <= newest]
+        proven = self._search.newest(claims, self._known())
+        if proven is not None:
+            self._keep(*proven)
+        newest = max(self._known(), default=-1)
+        versions = [n for n in self._union().complete if n <= newest]
+        if head is not None and head.versions and not versions:
+            text = f"the signed head lists {sorted(head.versions)}, and no relay delivers one of them ({self._selector.reasons()})"
+            raise FileNotFoundError(f"{text}: they may be late; try again, or use other relays")
+        return versions
 
     def listing(self, wait_s: float = 0.0, known: journal.Listing | None = None) -> journal.Listing:
         """Returns the versions that any relay lists and the head confirms, if there is one.
@@ -125,7 +126,6 @@ class Relays:
         with self._lock:  # a version that was deleted and comes back may be another one
             for number in [n for n in self._manifests if n not in listing.complete]:
                 del self._manifests[number]
-            self._agreed &= self._manifests.keys()
         return listing
 
     def _poll(self, get: range_get.Get) -> None:
@@ -162,36 +162,27 @@ class Relays:
 
     def manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
         """Returns the manifest of `version`: (its bytes, parsed). Raises CorruptSource, FileNotFoundError, or Unavailable."""
-        found = self._proven(version)
-        if found is None or (self.trusted is None and version not in self._agreed):
-            found = self._keep(version, *self._download_manifest(version))
-            self._agreed.add(version)
+        found = self._known().get(version)
+        if found is None:
+            found = self._search.find(version)
+            self._keep(version, found)
         return found
 
-    def _proven(self, version: int) -> tuple[bytes, manifest_lib.Manifest] | None:
-        """Returns the manifest of `version` that was delivered before, unless the head lists another one now."""
-        with self._lock:
-            found = self._manifests.get(version)
+    def _known(self) -> dict[int, version_search.Found]:
+        """Returns the manifests that were delivered before, unless the head lists others now."""
         head = None if self.trusted is None else self.trusted.head
-        if found is not None and head is not None:
-            with contextlib.suppress(journal.CorruptSource, KeyError):
-                head.versions[version].check(found[0])
-                return found
-            return None
-        return found
-
-    def _keep(self, version: int, data: bytes, manifest: manifest_lib.Manifest) -> tuple[bytes, manifest_lib.Manifest]:
         with self._lock:
-            self._manifests[version] = data, manifest
-            while len(self._manifests) > 16:
-                self._manifests.popitem(last=False)
-        return data, manifest
+            known = dict(self._manifests)
+        if head is not None:
+            current = {n: entry.sha256 for n, entry in head.versions.items()}
+            known = {n: (sha256, found) for n, (sha256, found) in known.items() if current.get(n) == sha256}
+        return {n: found for n, (_, found) in known.items()}
 
-    def _prove(self, version: int, data: bytes) -> None:
-        self._keep(version, data, self._parse(data, version))
-
-    def _is_proven(self, version: int) -> bool:
-        return self._proven(version) is not None
+    def _keep(self, version: int, found: version_search.Found) -> None:
+        with self._lock:
+            self._manifests[version] = hashlib.sha256(found[0]).hexdigest(), found
+            while len(self._manifests) > MAX_KEPT:
+                del self._manifests[next(iter(self._manifests))]
 
     def _limit(self, version: int) -> int:
         """Returns the bytes that the manifest of `version` may have."""
@@ -199,88 +190,10 @@ class Relays:
         listed = head and head.versions.get(version)
         return listed.num_bytes if listed else min(manifest_lib.MAX_UNPROVED_BYTES, journal.MAX_MANIFEST_BYTES)
 
-    def _download_manifest(self, version: int) -> tuple[bytes, manifest_lib.Manifest]:
-        """Downloads the manifest of `version`. With a trusted key, returns the first that is valid.
-
-        Without a key, all relays are requested, and the valid manifests that arrive in time must be equal, else CorruptSource.
-        """
-        begun_s = time.monotonic()
-        deadline_s = begun_s + self._options.patience_s
-        num_missing, num_corrupt, error = collections.Counter(), collections.Counter(), None
-        while True:
-            relays = self.relays
-            if self.trusted is not None:
-                given_up = {r for r, n in num_corrupt.items() if n >= MAX_CORRUPT_PER_OBJECT}
-                relays = self._selector.select_several(len(self.relays), version, given_up)
-            valid: dict[bytes, tuple[range_get.Relay, manifest_lib.Manifest]] = {}
-            replies = self._request_manifest(relays, version, deadline_s)
-            for relay, reply in replies.items():
-                if isinstance(reply, range_get.Failed):
-                    num_missing[relay] += isinstance(reply, range_get.Missing)
-                elif reply not in valid:
-                    try:
-                        valid[reply] = relay, self._parse(reply, version)
-                    except journal.CorruptSource as corrupt:
-                        self._selector.record_corrupt(relay, str(corrupt))
-                        num_corrupt[relay] += 1
-                        error = error or journal.CorruptSource(f"{relay.url}: {corrupt}")
-            if len(valid) > 1 and self.trusted is None:
-                urls = ", ".join(relay.url for relay, _ in valid.values())
-                text = f"relays {urls} have different manifests of version {version}: pass the publisher's trusted key"
-                raise journal.CorruptSource(text)
-            for data, (_, manifest) in valid.items():
-                return data, manifest
-            refused = [num_missing[r] >= 2 or num_corrupt[r] > 0 for r in self.relays]
-            # A relay that has neither the version nor a 404 must not use up all of the time.
-            if all(refused) or (any(refused) and time.monotonic() > begun_s + self._options.patience_s / 4):
-                raise error or journal.no_version(version, self._selector.urls(), self._union().complete)
-            if time.monotonic() > deadline_s:
-                text = f"the manifest of version {version} was not downloaded in time ({self._selector.reasons()})"
-                raise error or journal.Unavailable(f"{text}: try again, or use other relays")
-            time.sleep(0.2 if self.trusted is None else 0.02)
-
     def _parse(self, data: bytes, version: int) -> manifest_lib.Manifest:
         return (
             manifest_lib.parse(data, version=version) if self.trusted is None else self.trusted.manifest(data, version)
         )
-
-    def _request_manifest(
-        self, relays: list[range_get.Relay], version: int, deadline_s: float
-    ) -> dict[range_get.Relay, bytes | range_get.Failed]:
-        """Requests a manifest. Returns each relay's reply or error. After the first reply, aborts far slower requests."""
-        path = f"/{journal.dirname(version)}/manifest.json"
-        gets = [range_get.Get(relay, path, limit=self._limit(version)) for relay in relays]
-        first = len(gets) if self.trusted is None else FIRST_MANIFESTS
-        calls = {self._pool.submit(get): get for get in gets[:first]}
-        replies, waiting, has_body = {}, set(calls), False
-        # One relay that hangs must not use up the time.
-        until_s = min(deadline_s, time.monotonic() + self._options.patience_s / 4)
-        hedge_s = time.monotonic() + HEDGE_S
-        while (waiting or gets[first:]) and not (has_body and self.trusted is not None):
-            done, waiting = _wait_first(waiting, min(until_s, hedge_s) if gets[first:] else until_s)
-            if not done and gets[first:]:
-                more = {self._pool.submit(get): get for get in gets[first:]}
-                calls, waiting, gets = calls | more, waiting | more.keys(), []
-            elif not done:
-                break
-            for future in done:
-                get = calls[future]
-                try:
-                    replies[get.relay], _ = future.result()
-                except range_get.Failed as error:
-                    replies[get.relay] = error
-                    self._selector.record_failure(get, error)
-                    continue
-                has_body = True
-                self._selector.observe(get, True)
-                until_s = min(until_s, time.monotonic() + max(0.5, 2 * get.seconds))
-        for future in waiting:
-            get = calls[future]
-            get.abort()
-            replies[get.relay] = error = range_get.Failed(f"{path} did not come in time")
-            if not (has_body and self.trusted is not None):  # not for being slower than the first body
-                self._selector.record_failure(get, error)
-        return replies
 
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
         """Returns (objects newly finished on the first relay since the last call, True if it has the manifest).

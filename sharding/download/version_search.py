@@ -1,27 +1,31 @@
-"""Finds the newest version that a relay delivers, if the others claim newer ones that do not exist: each relay proves its own newest claim, all at once.
+"""Finds versions, by their manifests, on relays that may claim what does not exist: each relay proves its own newest claim, all at once.
 
-A claim is proven by its manifest. A relay that claims versions and does not deliver their manifests wastes its own time only:
-the search ends when no claim is newer than the newest proven one, or soon after the first proof.
+A relay that claims versions and does not deliver their manifests wastes its own time only: the search ends when no claim is newer
+than the newest proven one, or soon after the first proof.
 """
 
 import concurrent.futures
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sharding.download import range_get, relay_selector
 from sharding.format import journal
+from sharding.format import manifest as manifest_lib
 
-MAX_FALSE = 8  # claims of one relay among several that are refuted at a time
-GRACE_S = 1.0  # for newer claims after the first proof, or twice the time that it took
+MAX_FALSE = 8  # claims of one relay among several that are examined at a time
+MAX_TRIES = 3  # of a relay that is asked for one version: wires flip bits, and the version may be on its way
+GRACE_S = 1.0  # for more claims after the first proof, or twice the time that it took
 FALSE_S, LONGEST_FALSE_S = 5.0, 300.0  # until a relay with refuted claims is examined again; doubles
+
+Found = tuple[bytes, manifest_lib.Manifest]  # a manifest as delivered, and parsed
 
 
 class VersionSearch:
-    """Searches the newest version of several relays. Thread-safe.
+    """Searches versions on several relays. Thread-safe.
 
-    `prove(version, data)` checks and keeps the bytes of a manifest, or raises CorruptSource; `is_proven(version)` returns True
-    afterwards; `limit(version)` returns the bytes that the manifest may have.
+    `parse(data, version)` returns the manifest in untrusted bytes, or raises CorruptSource; `limit(version)` returns the bytes it
+    may have. Unless manifests are `signed`, all relays that deliver a version in time must deliver the same manifest.
     """
 
     def __init__(
@@ -29,93 +33,112 @@ class VersionSearch:
         pool: range_get.RequestPool,
         selector: relay_selector.RelaySelector,
         patience_s: float,
-        prove: Callable[[int, bytes], None],
-        is_proven: Callable[[int], bool],
+        parse: Callable[[bytes, int], manifest_lib.Manifest],
         limit: Callable[[int], int],
+        signed: bool,
     ):
-        self.pool, self.selector, self._patience_s = pool, selector, patience_s
-        self.prove, self.is_proven, self.limit = prove, is_proven, limit
+        self.pool, self.selector, self.parse, self.limit = pool, selector, parse, limit
+        self._patience_s, self._signed = patience_s, signed
         self._lock = threading.Lock()  # protects the following
         self._running: dict[range_get.Relay, _Examination] = {}
-        self._false: dict[tuple[range_get.Relay, int], float] = {}  # refuted claims -> until when
-        self._pauses: dict[
-            range_get.Relay, tuple[float, float]
-        ] = {}  # until when, and how long, a relay is not examined
+        self._pauses: dict[range_get.Relay, tuple[float, float]] = {}  # until when a relay is not examined, how long
 
-    def newest(self, claims: Mapping[range_get.Relay, Sequence[int]]) -> tuple[int | None, Exception | None]:
-        """Returns the newest version of `claims` (ascending, by relay) that is proven, and the error of one that is not.
+    def newest(
+        self, claims: Mapping[range_get.Relay, Sequence[int]], known: Collection[int]
+    ) -> tuple[int, Found] | None:
+        """Returns (number, manifest) of the newest of `claims` (ascending, by relay), or None if it is among the `known` versions.
 
-        Blocks until no newer claim is left or the grace for it is over; without any proof, for at most `patience_s`. Claims that
-        are examined still are so until a later call.
+        Blocks until no newer claim is left, or the grace for it is over; then relays are examined on until a later call. Without
+        any proof, for at most `patience_s`, and raises CorruptSource or Unavailable if a claim is not plainly false.
         """
-        begun_s, best_s = time.monotonic(), None
         with self._lock:
-            self._false = {claim: until_s for claim, until_s in self._false.items() if until_s > begun_s}
-            examinations = [e for relay in claims if (e := self._examine(relay, claims)) is not None]
-        while True:
-            best, now_s = (
-                max((n for c in claims.values() for n in c if self.is_proven(n)), default=None),
-                time.monotonic(),
-            )
-            best_s = now_s if best is not None and best_s is None else best_s
-            until_s = begun_s + self._patience_s
-            if best_s is not None:
-                until_s = min(until_s, best_s + max(GRACE_S, 2 * (best_s - begun_s)))
-            waiting = {e.future for e in examinations if not e.future.done() and (best is None or e.number > best)}
-            if not waiting or now_s >= until_s or self.pool.is_closed:
-                break
-            concurrent.futures.wait(waiting, min(0.1, until_s - now_s), concurrent.futures.FIRST_COMPLETED)
-        for examination in examinations:
-            if best is not None and examination.number <= best:
+            examinations = [e for r in claims if (e := self._examine(r, claims[r], known, len(claims) > 1)) is not None]
+        return self._wait(examinations, max((n for c in claims.values() for n in c if n in known), default=-1))
+
+    def find(self, version: int) -> Found:
+        """Returns the manifest of `version`. Raises CorruptSource, Unavailable, or FileNotFoundError if no relay has it."""
+        examinations = [_Examination(self, relay, [version], ()) for relay in self.selector.relays]
+        try:
+            found = self._wait(examinations, -1)
+        finally:
+            for examination in examinations:
                 examination.abort()
-        error = next((e.error for e in examinations if e.error is not None), None)
-        if best is None and error is None and waiting:
-            reasons = self.selector.reasons()
-            error = journal.Unavailable(
-                f"no manifest came within {self._patience_s} s ({reasons}): try again, or use other relays"
-            )
-        return best, error
+        if found is None:
+            listed = sorted({n for relay in self.selector.relays for n in relay.claims[0]})
+            raise journal.no_version(version, self.selector.urls(), listed)
+        return found[1]
 
     def close(self) -> None:
-        """Ends all examinations."""
+        """Ends all examinations of `newest`."""
         with self._lock:
             for examination in self._running.values():
                 examination.abort()
 
-    def refute(self, relay: range_get.Relay, number: int) -> None:
-        """Ignores the claim of `relay` to have version `number` for a while."""
-        with self._lock:
-            self._false[relay, number] = time.monotonic() + FALSE_S
-
-    def pause(self, relay: range_get.Relay) -> None:
-        """Ignores all unproven claims of `relay` for a while that doubles each time."""
-        with self._lock:
-            pause_s = min(2 * self._pauses.get(relay, (0.0, FALSE_S / 2))[1], LONGEST_FALSE_S)
-            self._pauses[relay] = time.monotonic() + pause_s, pause_s
-
     def _examine(
-        self, relay: range_get.Relay, claims: Mapping[range_get.Relay, Sequence[int]]
+        self, relay: range_get.Relay, numbers: Sequence[int], known: Collection[int], has_others: bool
     ) -> "_Examination | None":
-        """Returns the running examination of the claims of `relay`, or a new one, or None if nothing is to be examined."""
-        now_s, running = time.monotonic(), self._running.get(relay)
-        if running is not None and not running.future.done() and now_s < running.begun_s + self._patience_s:
-            return running
-        if running is not None:
-            running.abort()
-            del self._running[relay]
-        left = [n for n in claims[relay] if (relay, n) not in self._false]
-        if not left or self.is_proven(left[-1]) or (len(claims) > 1 and self._pauses.get(relay, (0.0,))[0] > now_s):
+        """Returns the running examination of `relay`, or a new one, or None if nothing is to be examined."""
+        now_s, last = time.monotonic(), self._running.pop(relay, None)
+        until_s, pause_s = self._pauses.get(relay, (0.0, FALSE_S / 2))
+        if last is not None and not last.future.done() and now_s < last.begun_s + self._patience_s:
+            self._running[relay] = last
+            return last
+        if last is not None:
+            last.abort()
+            pause_s = min(2 * pause_s, LONGEST_FALSE_S) if last.is_refuted else FALSE_S / 2
+            until_s = now_s + pause_s if last.is_refuted else 0.0
+            self._pauses[relay] = until_s, pause_s
+            if last.found is not None and last.number not in known:  # since the last call
+                return last
+        if not numbers or numbers[-1] in known or (has_others and until_s > now_s):
             return None
-        self._running[relay] = _Examination(self, relay, left if len(claims) == 1 else left[-MAX_FALSE:])
+        self._running[relay] = _Examination(self, relay, numbers[-MAX_FALSE:] if has_others else numbers, known)
         return self._running[relay]
+
+    def _wait(self, examinations: Sequence["_Examination"], best: int) -> tuple[int, Found] | None:
+        """Returns (number, manifest) of the newest version that is proven now, if it is newer than `best`, the newest known."""
+        begun_s, known = time.monotonic(), best
+        first_s = None if best < 0 else begun_s
+        while True:
+            found = [(e.relay, e.number, e.found) for e in examinations if e.found is not None]
+            best, now_s = max([known, *(number for _, number, _ in found)]), time.monotonic()
+            least = best if self._signed or best == known else best - 1  # the others must agree
+            waiting = {e.future for e in examinations if not e.future.done() and e.number > least}
+            # A relay that has neither the version nor a 404 must not use up all of the time.
+            until_s = begun_s + self._patience_s / (1 if len(waiting) == len(examinations) else 4)
+            if best >= 0:
+                first_s = first_s or now_s
+                until_s = min(until_s, first_s + max(GRACE_S, 2 * (first_s - begun_s)))
+            if not waiting or now_s >= until_s or self.pool.is_closed:
+                break
+            concurrent.futures.wait(waiting, min(0.1, until_s - now_s), concurrent.futures.FIRST_COMPLETED)
+        for examination in examinations:
+            if examination.number <= best:
+                examination.abort()
+        error = next((e.error for e in examinations if e.error is not None), None)
+        if best < 0 and (error or waiting):
+            text = f"no manifest was downloaded in time ({self.selector.reasons()}): try again, or use other relays"
+            raise error or journal.Unavailable(text)
+        proofs = {data: (relay.url, manifest) for relay, number, (data, manifest) in found if number == best > known}
+        if len(proofs) > 1 and not self._signed:
+            urls = ", ".join(url for url, _ in proofs.values())
+            text = f"relays {urls} have different manifests of version {best}: pass the publisher's trusted key"
+            raise journal.CorruptSource(text)
+        return next(((best, (data, manifest)) for data, (_, manifest) in proofs.items()), None)
 
 
 class _Examination:
-    """One relay proves the newest it can of the versions `numbers`, ascending, in a thread of the search's pool."""
+    """One relay proves the newest it can of the versions `numbers`, ascending, in a thread of the search's pool.
 
-    def __init__(self, search: VersionSearch, relay: range_get.Relay, numbers: Sequence[int]):
-        self.number, self.error, self.begun_s = numbers[-1], None, time.monotonic()
-        self._search, self._relay, self._numbers = search, relay, numbers
+    `found` is the proof of version `number`. `is_refuted` tells that a newer claim was false.
+    """
+
+    def __init__(self, search: VersionSearch, relay: range_get.Relay, numbers: Sequence[int], known: Collection[int]):
+        self.relay, self.number, self.begun_s = relay, numbers[-1], time.monotonic()
+        self.found: Found | None = None
+        self.error: journal.CorruptSource | None = None
+        self.is_refuted = False
+        self._search, self._numbers, self._known = search, numbers, known
         self._is_aborted = threading.Event()
         self._get = self._request()
         self.future = search.pool.submit(self._get, lambda _: self._run())
@@ -127,37 +150,36 @@ class _Examination:
 
     def _request(self) -> range_get.Get:
         path = f"/{journal.dirname(self.number)}/manifest.json"
-        return range_get.Get(self._relay, path, limit=self._search.limit(self.number))
+        return range_get.Get(self.relay, path, limit=self._search.limit(self.number))
 
     def _run(self) -> None:
         for number in reversed(self._numbers):
             self.number = number
-            if self._is_true():
+            if number in self._known or self._prove() or self._is_aborted.is_set():
                 return
-            self._search.refute(self._relay, self.number)
-        self._search.pause(self._relay)
+            self.is_refuted = True
 
-    def _is_true(self) -> bool:
-        """Returns False if the relay's claim to have the version `number` is refuted; True if it is proven, or at an abort."""
-        search, pause_s = self._search, 0.05
-        while not (search.is_proven(self.number) or self._is_aborted.is_set() or search.pool.is_closed):
+    def _prove(self) -> bool:
+        """Downloads the manifest of version `number`, and returns True; False if the relay has none, or a wrong one, or at an abort."""
+        search, num_refused, pause_s = self._search, 0, 0.05
+        while True:
             self._get = get = self._request()
-            if self._is_aborted.is_set():
-                break
+            if self._is_aborted.is_set() or search.pool.is_closed:
+                return False
             try:
-                search.prove(self.number, get.run()[0])
+                data, _ = get.run()
+                self.found = data, search.parse(data, self.number)
                 search.selector.observe(get, True)
-            except range_get.Missing:
-                return False
+                return True
+            except range_get.Missing as error:
+                self.relay.reason, num_refused = str(error), num_refused + 1
             except journal.CorruptSource as error:
-                self.error = self.error or type(error)(f"{self._relay.url}: {error}")
-                search.selector.record_corrupt(self._relay, str(error))
-                return False
+                self.error, num_refused = type(error)(f"{self.relay.url}: {error}"), num_refused + 1
+                search.selector.record_corrupt(self.relay, str(error))
             except range_get.Failed as error:
                 if not self._is_aborted.is_set():
-                    text = f"{self._relay.url} lists version {self.number}, but {error}: try again, or use other relays"
-                    self.error = journal.Unavailable(text)
                     search.selector.record_failure(get, error)
-                self._is_aborted.wait(pause_s)
-                pause_s = min(2 * pause_s, 1.0)
-        return True
+            if num_refused >= (MAX_TRIES if len(self._numbers) == 1 else 1):
+                return False
+            self._is_aborted.wait(pause_s)
+            pause_s = min(2 * pause_s, 1.0)

@@ -7,13 +7,11 @@
 Failures (upstream gone, disk full, version rejected) are counted, reported and retried; complete versions stay.
 """
 
-import threading
 import time
 from collections.abc import Mapping
 
 from sharding.download import source
 from sharding.format import head as head_lib
-from sharding.relay import error_log
 from sharding.relay import plan as plan_lib
 from sharding.relay import store as store_lib
 from sharding.relay import upstream as upstream_lib
@@ -31,15 +29,9 @@ class Mirror:
         keep: int,
         trusted: head_lib.HeadVerifier | None = None,
     ):
-        self.log = error_log.ErrorLog()
-        self._store, self._trusted, self._recovering = store, trusted, threading.Lock()
-        self._is_recovered = store.in_place
-        self._plan = plan_lib.Plan(store, self.log, sources, keep, trusted)
-        share = max(2, NUM_DOWNLOADS // len(sources))
-        self.upstreams = [
-            upstream_lib.Upstream(name, opened, store, self._plan, self.log, share, self._recover)
-            for name, opened in sources.items()
-        ]
+        plan = plan_lib.Plan(store, len(sources), keep, trusted)
+        self.log, share = plan.log, max(2, NUM_DOWNLOADS // len(sources))
+        self.upstreams = [upstream_lib.Upstream(name, opened, plan, share) for name, opened in sources.items()]
 
     @property
     def is_upstream_alive(self) -> bool:
@@ -60,11 +52,3 @@ class Mirror:
         deadline_s = time.monotonic() + 30
         for upstream in self.upstreams:
             upstream.join(max(0.0, deadline_s - time.monotonic()))
-
-    def _recover(self) -> None:
-        """Exposes the files on disk, once; every upstream waits for it. Raises OSError if the disk has an error."""
-        with self._recovering:
-            if not self._is_recovered:
-                self.log.count("bad_recovered", self._store.recover(self._trusted))
-                self._plan.serve_head()
-                self._is_recovered = True

@@ -38,45 +38,42 @@ class Plan:
     """
 
     def __init__(
-        self,
-        store: store_lib.Store,
-        log: error_log.ErrorLog,
-        upstreams: Iterable[str],
-        keep: int,
-        trusted: head_lib.HeadVerifier | None,
+        self, store: store_lib.Store, num_upstreams: int, keep: int, trusted: head_lib.HeadVerifier | None = None
     ):
-        self.lock = threading.RLock()
-        self._store, self._log, self._trusted = store, log, trusted
-        self._keep = sys.maxsize if store.in_place else keep  # in place the publisher decides
-        self._claims: dict[str, dict[int, Claim] | None] = dict.fromkeys(upstreams)  # None until the first answer
-        self._followed: dict[str, int | None] = {}
-        self._taken: set[tuple[int, str]] = set()  # objects that are downloaded now: version, path
-        self.is_single = len(self._claims) == 1
+        self.store, self.log, self.lock = store, error_log.ErrorLog(), threading.RLock()
+        self.keep = sys.maxsize if store.in_place else keep  # in place the publisher decides
+        self.taken: dict[tuple[int, str], object] = {}  # (version, path) of objects that an upstream is asked for now
+        self.is_single = num_upstreams == 1
+        self._trusted, self._num_upstreams = trusted, num_upstreams
         self._shares = trusted is None and not self.is_single
-        self._heads: dict[str, bytes | None] = dict.fromkeys(self._claims)
+        self._claims: dict[str, dict[int, Claim]] = {}  # by the upstreams that have answered
+        self._followed: dict[str, int | None] = {}
+        self._heads: dict[str, bytes] = {}
+        self._is_recovered = store.in_place
 
-    @property
-    def keep(self) -> int:
-        """The number of newest versions to keep."""
-        return self._keep
+    def recover(self) -> None:
+        """Exposes the files on disk, once; every upstream waits for it. Raises OSError if the disk has an error."""
+        with self.lock:
+            if not self._is_recovered:
+                self.log.count("bad_recovered", self.store.recover(self._trusted))
+                self.serve_head()
+                self._is_recovered = True
 
-    def hand_on(self, upstream: str, data: bytes | None) -> None:
-        """Takes `data` as the head of `upstream`, and serves the newest head, once its newest version is here.
+    def serve_head(self, upstream: str = "", data: bytes | None = None) -> None:
+        """Serves the newest head that `trusted` has accepted, once its newest version is here, or if no other head is.
 
-        Without `trusted`, the newest one cannot be known: the first upstream that has one decides.
+        Without `trusted`, the newest one cannot be known: the first upstream that delivered one, `data`, decides.
         """
         with self.lock:
-            self._heads[upstream] = data
-            self.serve_head()
-
-    def serve_head(self) -> None:
-        """Serves the newest head that `trusted` has accepted, also before a restart, if its newest version is here, or there is no other."""
-        head = None if self._trusted is None else self._trusted.head
-        is_first = self._store.head is None
-        if head is not None and (is_first or head.newest is None or self._store.is_complete(head.newest.version)):
-            self._store.set_head(head.data, write=False)
-        elif self._trusted is None and (data := next((d for d in self._heads.values() if d is not None), None)):
-            self._store.set_head(data, write=True)
+            if data is not None:
+                self._heads[upstream] = data
+            head = None if self._trusted is None else self._trusted.head
+            if self._trusted is None and self._heads:
+                self.store.set_head(next(iter(self._heads.values())), write=True)
+            elif head is not None:
+                newest = None if self.store.head is None else head.newest
+                if newest is None or self.store.is_complete(newest.version):
+                    self.store.set_head(head.data, write=False)
 
     def is_current(self, number: int, sha256: str) -> bool:
         """Returns True if the newest head, if there is one, lists version `number` with the manifest of that hash."""
@@ -91,26 +88,26 @@ class Plan:
         """
         with self.lock:
             self._claims[upstream], self._followed[upstream] = claims, followed
-            for one in self._all():
+            for one in self._claims.values():
                 for number in [n for n, claim in one.items() if not self.is_current(n, claim.sha256)]:
                     del one[number]
-            for number in self._store.complete():
-                held, found = self._store.versions[number].sha256, [claim.sha256 for claim in self._of(number)]
-                is_unanimous = len(found) == len(self._claims) and len({*found}) == 1
+            for number in self.store.complete():
+                held, found = self.store.versions[number].sha256, [claim.sha256 for claim in self._of(number)]
+                is_unanimous = len(found) == self._num_upstreams and len({*found}) == 1
                 if (is_unanimous and held not in found) or not self.is_current(number, held):
-                    self._store.remove(number)
-                    self._log.count("replaced_versions")
+                    self.store.remove(number)
+                    self.log.count("replaced_versions")
             self.drop()
 
     def wanted(self, upstream: str) -> list[int]:
         """Returns the missing versions that `upstream` has: newest first, each after the bases its deltas need."""
         with self.lock:
-            claims = self._claims[upstream] or {}
-            found = claims if self._shares else {*self._store.complete(), *(n for c in self._all() for n in c)}
+            claims = self._claims.get(upstream, {})
+            found = claims if self._shares else {*self.store.complete(), *(n for c in self._claims.values() for n in c)}
             order: list[int] = []
-            for number in sorted(found, reverse=True)[: self._keep]:
+            for number in sorted(found, reverse=True)[: self.keep]:
                 order += [n for n in reversed(self._chain(number)) if n not in order]
-            return [n for n in order if n in claims and not self._store.is_complete(n)]
+            return [n for n in order if n in claims and not self.store.is_complete(n)]
 
     def check(self, number: int) -> None:
         """Raises ValueError if the upstreams disagree on version `number`, or it needs more than their share of the disk."""
@@ -120,76 +117,58 @@ class Plan:
                 text = f"upstreams have different manifests of version {number}"
                 raise ValueError(f"{text}: it is not mirrored until they agree; without --trusted_key, pass it")
             if self._shares:
-                room = self._store.max_bytes or shutil.disk_usage(self._store.root).total
+                room = self.store.max_bytes or shutil.disk_usage(self.store.root).total
                 # Half of a share is for the newest version, which stays until the next one is complete.
-                most, size = room * len(found) // len(self._claims) // 2, found[0].manifest.size_bytes
+                most, size = room * len(found) // self._num_upstreams // 2, found[0].manifest.size_bytes
                 if size > most:
                     text = f"version {number} has {size} bytes, more than {most}, half of the disk's share of {len(found)} upstreams"
                     raise ValueError(f"{text} without a signature: pass --trusted_key")
 
-    def take(self, number: int, path: str) -> bool:
-        """Returns True, and marks the object until `give_back`, if no upstream is asked for it now."""
-        with self.lock:
-            is_free = (number, path) not in self._taken
-            self._taken.add((number, path))
-            return is_free
-
-    def give_back(self, number: int, path: str) -> None:
-        """Ends the mark of an object that is no longer downloaded."""
-        with self.lock:
-            self._taken.discard((number, path))
-
-    def is_taken(self, number: int, path: str) -> bool:
-        """Returns True if an upstream is asked for the object now."""
-        with self.lock:
-            return (number, path) in self._taken
-
     def drop(self) -> None:
         """Deletes complete versions that are neither among the newest nor their bases, and abandoned partial ones."""
-        complete, partial = self._store.complete(), self._store.partial()
+        complete, partial = self.store.complete(), self.store.partial()
         kept = {n for number in self._newest(complete) for n in self._chain(number, complete)}
-        if self._store.in_place:  # there the publisher decides
-            kept &= {n for claims in self._all() for n in claims}
-        if None in self._claims.values():  # an upstream that has not answered yet may have the versions found on disk
+        if self.store.in_place:  # there the publisher decides
+            kept &= {n for claims in self._claims.values() for n in claims}
+        if (
+            len(self._claims) < self._num_upstreams
+        ):  # an upstream that has not answered yet may have the versions found on disk
             kept.update(partial)
         for upstream, followed in self._followed.items():
             kept.update([n for n in partial if n == followed or n in self.wanted(upstream)])
         for number in sorted({*complete, *partial} - kept):
-            self._store.remove(number)
+            self.store.remove(number)
 
     def make_room(self, number: int) -> bool:
         """Deletes one version for `number`: a partial one without a manifest, or else the oldest. Returns False if nothing is left."""
         with self.lock:
-            complete = self._store.complete()
-            unproven = [n for n in self._store.partial() if n != number and not self._of(n)]
+            complete = self.store.complete()
+            unproven = [n for n in self.store.partial() if n != number and not self._of(n)]
             newest = self._newest(complete, 1) if self._shares else complete[-1:]
             needed = {n for m in (number, *newest) for n in self._chain(m)}
             doomed = next((n for n in (*unproven, *complete) if n not in needed), None)
             if doomed is None:
                 return False
-            self._store.remove(doomed)
-        self._log.count("evicted_for_room")
+            self.store.remove(doomed)
+        self.log.count("evicted_for_room")
         return True
 
     def _newest(self, complete: list[int], keep: int | None = None) -> set[int]:
         """Returns the newest `keep` complete versions, or of each upstream where each has places of its own."""
-        keep, newest = keep or self._keep, set()
-        for claims in self._all() if self._shares else ():
+        keep, newest = keep or self.keep, set()
+        for claims in self._claims.values() if self._shares else ():
             newest.update([n for n in complete if n in claims][-keep:])
         rest = [n for n in complete if n not in newest]
         return newest.union(rest[max(0, len(rest) - max(0, keep - len(newest))) :])
 
-    def _all(self) -> list[dict[int, Claim]]:
-        return [claims for claims in self._claims.values() if claims is not None]
-
     def _of(self, number: int) -> list[Claim]:
-        return [claims[number] for claims in self._all() if number in claims]
+        return [claims[number] for claims in self._claims.values() if number in claims]
 
     def _chain(self, number: int | None, within: Iterable[int] | None = None) -> list[int]:
         """Returns a version and its bases, newest first, up to the first that is neither complete here nor claimed."""
         chain: list[int] = []
         while number is not None and number not in chain and (within is None or number in within):
-            held, found = self._store.versions.get(number), self._of(number)
+            held, found = self.store.versions.get(number), self._of(number)
             if held is not None and held.manifest is not None:
                 base = held.base
             elif found:

@@ -20,9 +20,8 @@ from collections.abc import Callable
 
 from sharding.download import relays, source
 from sharding.format import journal
-from sharding.relay import error_log, lasting_thread
+from sharding.relay import lasting_thread
 from sharding.relay import plan as plan_lib
-from sharding.relay import store as store_lib
 
 MAX_REFUTED = 8  # at once; later one per second, else the upstream is left alone
 MAX_CHAIN = 64  # bases of a version that are proven with it
@@ -50,26 +49,15 @@ class _Followed:
 class Upstream:
     """One upstream of a relay and the threads that mirror it, until `stop`."""
 
-    def __init__(
-        self,
-        name: str,
-        opened: source.Source,
-        store: store_lib.Store,
-        plan: plan_lib.Plan,
-        log: error_log.ErrorLog,
-        num_downloads: int,
-        recover: Callable[[], None],
-    ):
+    def __init__(self, name: str, opened: source.Source, plan: plan_lib.Plan, num_downloads: int):
         self.name, self.source, self.is_alive = name, opened, False
-        self._store, self._plan, self._log = store, plan, log
-        self._num_downloads, self._recover = num_downloads, recover
+        self._plan, self._store, self._log, self._num_downloads = plan, plan.store, plan.log, num_downloads
         self._pool = concurrent.futures.ThreadPoolExecutor(num_downloads, "mirror-download")
         self._local = threading.local()
         self._listing: journal.Listing | None = None
         self._claims: dict[int, plan_lib.Claim] = {}
         self._refuted: dict[int, tuple[float, float]] = {}  # version -> until when, length of the pause
         self._followed: _Followed | None = None
-        self._unfollowed: set[int] = set()  # versions whose journal has used up its budget
         self._follow_from_s = self._follow_pause_s = 0.0
         self._is_idle, self._pause_s = False, 0.0
         self._paid_s = 0.0  # until when the costs of refuted versions are paid
@@ -78,7 +66,7 @@ class Upstream:
 
     def stop(self) -> None:
         """Makes the threads end. Does not block."""
-        self.thread.stop()
+        self.thread.stopped.set()
         self.source.close()
 
     def join(self, timeout_s: float) -> None:
@@ -95,7 +83,7 @@ class Upstream:
 
     def _step(self) -> None:
         """Asks the upstream once, and mirrors its new versions."""
-        self._recover()
+        self._plan.recover()
         try:
             listing = self.source.listing(1.0 if self._is_idle else 0.0, self._listing)
         except (OSError, ValueError) as error:
@@ -114,7 +102,7 @@ class Upstream:
         self._plan.update(self.name, self._claims, self._followed and self._followed.number)
         wanted = [n for n in self._plan.wanted(self.name) if not self._is_refuted(n)]
         moved = any([self._try(self._download, number) for number in wanted])
-        self._plan.hand_on(self.name, listing.head)
+        self._plan.serve_head(self.name, listing.head)
         self._store.recovered()
         if self._followed is not None and self._followed.number in listing.complete:
             self._followed = None
@@ -176,10 +164,16 @@ class Upstream:
         """Downloads the missing objects of a version, and returns True. Raises OSError or ValueError if that brought nothing."""
         self._plan.check(number)
         claim = self._claims[number]
-        num_missing = len(self._missing(number, claim))
+        missing = self._missing(number, claim)
+        num_missing, until_s = len(missing), math.inf
         pending = self._followed.pending if self._followed and self._followed.number == number else set()
-        if self._fetch(number, claim, pending, is_shared=True) and self._wait_for_others(number, claim):
-            self._fetch(number, claim, set(), is_shared=False)
+        goes_on = self._fetch(number, missing, pending, is_shared=True)
+        while goes_on and (missing := self._missing(number, claim)):
+            until_s = min(until_s, time.monotonic() + OTHERS_S)
+            if time.monotonic() > until_s or not any((number, o.path) in self._plan.taken for o in missing):
+                self._fetch(number, missing, set(), is_shared=False)
+                break
+            goes_on = not self.thread.stopped.wait(0.02)  # other upstreams deliver the rest
         with self._plan.lock:
             missing = self._missing(number, claim)
             if not missing and not self._store.is_complete(number):
@@ -192,11 +186,11 @@ class Upstream:
     def _missing(self, number: int, claim: plan_lib.Claim) -> list[journal.Object]:
         return [o for o in claim.manifest.objects if not self._store.has(number, o)]
 
-    def _fetch(self, number: int, claim: plan_lib.Claim, pending: set, *, is_shared: bool) -> bool:
-        """Downloads missing objects, those that others download only unless `is_shared`. Returns False if something newer came up."""
+    def _fetch(self, number: int, missing: list[journal.Object], pending: set, *, is_shared: bool) -> bool:
+        """Downloads objects, those that others download only unless `is_shared`. Returns False if something newer came up."""
         polled_s, goes_on = time.monotonic(), True
-        for entry in self._missing(number, claim):
-            if self._store.has(number, entry) or (not self._plan.take(number, entry.path) and is_shared):
+        for entry in missing:
+            if self._store.has(number, entry) or (not self._take(number, entry) and is_shared):
                 continue
             pending.add(self._submit(number, entry, makes_room=True))
             while len(pending) >= 2 * self._num_downloads:
@@ -209,27 +203,13 @@ class Upstream:
         self._collect(pending, concurrent.futures.ALL_COMPLETED)
         return goes_on and not self.thread.stopped.is_set()
 
-    def _wait_for_others(self, number: int, claim: plan_lib.Claim) -> bool:
-        """Blocks while other upstreams deliver the missing objects. Returns True if some are missing still."""
-        missing, until_s = self._missing(number, claim), time.monotonic() + OTHERS_S
-        while any(self._plan.is_taken(number, o.path) for o in missing) and time.monotonic() < until_s:
-            if self.thread.stopped.wait(0.02):
-                return False
-            missing = self._missing(number, claim)
-        return bool(missing)
-
     def _choose_followed(self, listing: journal.Listing) -> None:
         """Begins to follow the newest version that is being published; ends it when the version is gone or complete."""
-        partial = [
-            n for n in listing.partial if n > max(listing.complete, default=-1) and not self._store.is_complete(n)
-        ]
-        number = partial[-1] if partial else None
-        self._unfollowed &= set(listing.partial)
-        if number in self._unfollowed or time.monotonic() < self._follow_from_s:
-            number = None
-        if self._followed is not None and self._followed.number not in (number, *listing.complete):
+        number = max(listing.partial, default=-1)
+        is_newest = number > max(listing.complete, default=-1) and not self._store.is_complete(number)
+        if self._followed is not None and self._followed.number not in ([number] * is_newest + [*listing.complete]):
             self._end_following()
-        if self._followed is None and number is not None:
+        if self._followed is None and is_newest and time.monotonic() >= self._follow_from_s:
             size = max((c.manifest.size_bytes for c in self._claims.values()), default=0)
             most = max(FOLLOWED_BYTES, 2 * size) if isinstance(self.source, relays.Relays) else math.inf
             self._followed = _Followed(number, most)
@@ -248,7 +228,6 @@ class Upstream:
         for entry in entries:
             followed.num_bytes += max(entry.size, ENTRY_BYTES)
             if followed.num_bytes > followed.most_bytes or time.monotonic() > followed.begun_s + most_s:
-                self._unfollowed.add(number)
                 self._follow_pause_s = min(2 * self._follow_pause_s or FOLLOW_PAUSE_S, LONGEST_FOLLOW_PAUSE_S)
                 self._follow_from_s = time.monotonic() + self._follow_pause_s
                 self._end_following()
@@ -257,19 +236,20 @@ class Upstream:
                     f"version {number} is being published with more than {followed.most_bytes:.0f} bytes or {most_s:.0f} s: "
                     "it is mirrored when it has a manifest"
                 )
-            if (
-                entry.size <= REUSED_BYTES
-                and not self._store.has(number, entry)
-                and self._plan.take(number, entry.path)
-            ):
+            if entry.size <= REUSED_BYTES and not self._store.has(number, entry) and self._take(number, entry):
                 followed.pending.add(self._submit(number, entry, makes_room=self._plan.is_single))
         followed.pending = self._collect(followed.pending)
         return bool(entries)
 
+    def _take(self, number: int, entry: journal.Object) -> bool:
+        """Returns True, and marks the object until `_submit` has ended, if no upstream is asked for it now."""
+        mark = object()
+        return self._plan.taken.setdefault((number, entry.path), mark) is mark  # atomic
+
     def _submit(self, number: int, entry: journal.Object, *, makes_room: bool) -> concurrent.futures.Future:
-        """Begins the download of an object that `Plan.take` has marked. `makes_room` deletes old versions on a full disk."""
+        """Begins the download of an object that `_take` has marked. `makes_room` deletes old versions on a full disk."""
         future = self._pool.submit(self._copy, number, entry, makes_room)
-        future.add_done_callback(lambda _: self._plan.give_back(number, entry.path))  # called even if it is cancelled
+        future.add_done_callback(lambda _: self._plan.taken.pop((number, entry.path), None))  # even if it is cancelled
         return future
 
     def _copy(self, number: int, entry: journal.Object, makes_room: bool) -> None:
