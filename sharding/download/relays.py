@@ -13,7 +13,6 @@ Every wait has an end: connecting, silence, and the read as a whole (`patience_s
 import collections
 import concurrent.futures
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -54,7 +53,7 @@ class Relays:
         self.trusted = trusted
         self._lock = threading.Lock()  # protects the following
         self._polls: dict[range_get.Relay, tuple[range_get.Get, concurrent.futures.Future]] = {}
-        self._manifests: dict[int, tuple[str, version_search.Found]] = {}  # proven, with the SHA-256
+        self._manifests: dict[int, version_search.Proof] = {}
         self._search = version_search.VersionSearch(
             self._pool, self._selector, self._options.patience_s, self._parse, self._limit, trusted is not None
         )
@@ -81,7 +80,7 @@ class Relays:
         claims = {r: head_lib.listing(self.trusted, *r.claims).complete for r in self.relays if r.is_alive}
         proven = self._search.newest(claims, self._known())
         if proven is not None:
-            self._keep(*proven)
+            self._keep(proven)
         newest = max(self._known(), default=-1)
         versions = [n for n in self._union().complete if n <= newest]
         if head is not None and head.versions and not versions:
@@ -165,22 +164,22 @@ class Relays:
         found = self._known().get(version)
         if found is None:
             found = self._search.find(version)
-            self._keep(version, found)
-        return found
+            self._keep(found)
+        return found.data, found.manifest
 
-    def _known(self) -> dict[int, version_search.Found]:
+    def _known(self) -> dict[int, version_search.Proof]:
         """Returns the manifests that were delivered before, unless the head lists others now."""
         head = None if self.trusted is None else self.trusted.head
         with self._lock:
             known = dict(self._manifests)
         if head is not None:
             current = {n: entry.sha256 for n, entry in head.versions.items()}
-            known = {n: (sha256, found) for n, (sha256, found) in known.items() if current.get(n) == sha256}
-        return {n: found for n, (_, found) in known.items()}
+            known = {n: found for n, found in known.items() if current.get(n) == found.sha256}
+        return known
 
-    def _keep(self, version: int, found: version_search.Found) -> None:
+    def _keep(self, found: version_search.Proof) -> None:
         with self._lock:
-            self._manifests[version] = hashlib.sha256(found[0]).hexdigest(), found
+            self._manifests[found.manifest.version] = found
             while len(self._manifests) > MAX_KEPT:
                 del self._manifests[next(iter(self._manifests))]
 

@@ -5,6 +5,9 @@ than the newest proven one, or soon after the first proof.
 """
 
 import concurrent.futures
+import dataclasses
+import functools
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +21,18 @@ MAX_TRIES = 3  # of a relay that is asked for one version: wires flip bits, and 
 GRACE_S = 1.0  # for more claims after the first proof, or twice the time that it took
 FALSE_S, LONGEST_FALSE_S = 5.0, 300.0  # until a relay with refuted claims is examined again; doubles
 
-Found = tuple[bytes, manifest_lib.Manifest]  # a manifest as delivered, and parsed
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """A manifest that a source has delivered, as bytes and parsed: it proves that the source has the version."""
+
+    data: bytes
+    manifest: manifest_lib.Manifest
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """The SHA-256 of `data` in hex, by which a signed head names it."""
+        return hashlib.sha256(self.data).hexdigest()
 
 
 class VersionSearch:
@@ -43,10 +57,8 @@ class VersionSearch:
         self._running: dict[range_get.Relay, _Examination] = {}
         self._pauses: dict[range_get.Relay, tuple[float, float]] = {}  # until when a relay is not examined, how long
 
-    def newest(
-        self, claims: Mapping[range_get.Relay, Sequence[int]], known: Collection[int]
-    ) -> tuple[int, Found] | None:
-        """Returns (number, manifest) of the newest of `claims` (ascending, by relay), or None if it is among the `known` versions.
+    def newest(self, claims: Mapping[range_get.Relay, Sequence[int]], known: Collection[int]) -> Proof | None:
+        """Returns the proof of the newest of `claims` (ascending, by relay), or None if it is among the `known` versions.
 
         Blocks until no newer claim is left, or the grace for it is over; then relays are examined on until a later call. Without
         any proof, for at most `patience_s`, and raises CorruptSource or Unavailable if a claim is not plainly false.
@@ -55,7 +67,7 @@ class VersionSearch:
             examinations = [e for r in claims if (e := self._examine(r, claims[r], known, len(claims) > 1)) is not None]
         return self._wait(examinations, max((n for c in claims.values() for n in c if n in known), default=-1))
 
-    def find(self, version: int) -> Found:
+    def find(self, version: int) -> Proof:
         """Returns the manifest of `version`. Raises CorruptSource, Unavailable, or FileNotFoundError if no relay has it."""
         examinations = [_Examination(self, relay, [version], ()) for relay in self.selector.relays]
         try:
@@ -66,7 +78,7 @@ class VersionSearch:
         if found is None:
             listed = sorted({n for relay in self.selector.relays for n in relay.claims[0]})
             raise journal.no_version(version, self.selector.urls(), listed)
-        return found[1]
+        return found
 
     def close(self) -> None:
         """Ends all examinations of `newest`."""
@@ -80,7 +92,8 @@ class VersionSearch:
         """Returns the running examination of `relay`, or a new one, or None if nothing is to be examined."""
         now_s, last = time.monotonic(), self._running.pop(relay, None)
         until_s, pause_s = self._pauses.get(relay, (0.0, FALSE_S / 2))
-        if last is not None and not last.future.done() and now_s < last.begun_s + self._patience_s:
+        is_running = last is not None and not last.future.done() and not last.is_aborted.is_set()
+        if last is not None and is_running and now_s < last.begun_s + self._patience_s:
             self._running[relay] = last
             return last
         if last is not None:
@@ -95,13 +108,13 @@ class VersionSearch:
         self._running[relay] = _Examination(self, relay, numbers[-MAX_FALSE:] if has_others else numbers, known)
         return self._running[relay]
 
-    def _wait(self, examinations: Sequence["_Examination"], best: int) -> tuple[int, Found] | None:
-        """Returns (number, manifest) of the newest version that is proven now, if it is newer than `best`, the newest known."""
+    def _wait(self, examinations: Sequence["_Examination"], best: int) -> Proof | None:
+        """Returns the proof of the newest version that is proven now, if it is newer than `best`, the newest known."""
         begun_s, known = time.monotonic(), best
         first_s = None if best < 0 else begun_s
         while True:
-            found = [(e.relay, e.number, e.found) for e in examinations if e.found is not None]
-            best, now_s = max([known, *(number for _, number, _ in found)]), time.monotonic()
+            found = [(e.relay.url, e.found) for e in examinations if e.found is not None]
+            best, now_s = max([known, *(proof.manifest.version for _, proof in found)]), time.monotonic()
             least = best if self._signed or best == known else best - 1  # the others must agree
             waiting = {e.future for e in examinations if not e.future.done() and e.number > least}
             # A relay that has neither the version nor a 404 must not use up all of the time.
@@ -119,12 +132,12 @@ class VersionSearch:
         if best < 0 and (error or waiting):
             text = f"no manifest was downloaded in time ({self.selector.reasons()}): try again, or use other relays"
             raise error or journal.Unavailable(text)
-        proofs = {data: (relay.url, manifest) for relay, number, (data, manifest) in found if number == best > known}
+        proofs = {proof.data: (url, proof) for url, proof in found if proof.manifest.version == best > known}
         if len(proofs) > 1 and not self._signed:
             urls = ", ".join(url for url, _ in proofs.values())
             text = f"relays {urls} have different manifests of version {best}: pass the publisher's trusted key"
             raise journal.CorruptSource(text)
-        return next(((best, (data, manifest)) for data, (_, manifest) in proofs.items()), None)
+        return next((proof for _, proof in proofs.values()), None)
 
 
 class _Examination:
@@ -135,17 +148,17 @@ class _Examination:
 
     def __init__(self, search: VersionSearch, relay: range_get.Relay, numbers: Sequence[int], known: Collection[int]):
         self.relay, self.number, self.begun_s = relay, numbers[-1], time.monotonic()
-        self.found: Found | None = None
+        self.found: Proof | None = None
         self.error: journal.CorruptSource | None = None
         self.is_refuted = False
         self._search, self._numbers, self._known = search, numbers, known
-        self._is_aborted = threading.Event()
+        self.is_aborted = threading.Event()
         self._get = self._request()
         self.future = search.pool.submit(self._get, lambda _: self._run())
 
     def abort(self) -> None:
         """Ends the examination without a result. Does not block."""
-        self._is_aborted.set()
+        self.is_aborted.set()
         self._get.abort()
 
     def _request(self) -> range_get.Get:
@@ -155,7 +168,7 @@ class _Examination:
     def _run(self) -> None:
         for number in reversed(self._numbers):
             self.number = number
-            if number in self._known or self._prove() or self._is_aborted.is_set():
+            if number in self._known or self._prove() or self.is_aborted.is_set():
                 return
             self.is_refuted = True
 
@@ -164,11 +177,11 @@ class _Examination:
         search, num_refused, pause_s = self._search, 0, 0.05
         while True:
             self._get = get = self._request()
-            if self._is_aborted.is_set() or search.pool.is_closed:
+            if self.is_aborted.is_set() or search.pool.is_closed:
                 return False
             try:
                 data, _ = get.run()
-                self.found = data, search.parse(data, self.number)
+                self.found = Proof(data, search.parse(data, self.number))
                 search.selector.observe(get, True)
                 return True
             except range_get.Missing as error:
@@ -177,9 +190,9 @@ class _Examination:
                 self.error, num_refused = type(error)(f"{self.relay.url}: {error}"), num_refused + 1
                 search.selector.record_corrupt(self.relay, str(error))
             except range_get.Failed as error:
-                if not self._is_aborted.is_set():
+                if not self.is_aborted.is_set():
                     search.selector.record_failure(get, error)
             if num_refused >= (MAX_TRIES if len(self._numbers) == 1 else 1):
                 return False
-            self._is_aborted.wait(pause_s)
+            self.is_aborted.wait(pause_s)
             pause_s = min(2 * pause_s, 1.0)

@@ -4,31 +4,15 @@ With a trusted key every manifest is the publisher's: the newest `keep` versions
 upstream may invent versions, so each has places and a share of the disk of its own. Objects that no manifest lists are deleted first.
 """
 
-import dataclasses
-import functools
-import hashlib
 import shutil
 import sys
 import threading
 from collections.abc import Iterable
 
+from sharding.download import version_search
 from sharding.format import head as head_lib
-from sharding.format import manifest as manifest_lib
 from sharding.relay import error_log
 from sharding.relay import store as store_lib
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """One version that an upstream has: its manifest, which the upstream delivered, as bytes and parsed."""
-
-    data: bytes
-    manifest: manifest_lib.Manifest
-
-    @functools.cached_property
-    def sha256(self) -> str:
-        """The SHA-256 of `data` in hex, by which a signed head names it."""
-        return hashlib.sha256(self.data).hexdigest()
 
 
 class Plan:
@@ -46,7 +30,7 @@ class Plan:
         self.is_single = num_upstreams == 1
         self._trusted, self._num_upstreams = trusted, num_upstreams
         self._shares = trusted is None and not self.is_single
-        self._claims: dict[str, dict[int, Claim]] = {}  # by the upstreams that have answered
+        self._claims: dict[str, dict[int, version_search.Proof]] = {}  # by the upstreams that have answered
         self._followed: dict[str, int | None] = {}
         self._heads: dict[str, bytes] = {}
         self._is_recovered = store.in_place
@@ -80,7 +64,7 @@ class Plan:
         head = None if self._trusted is None else self._trusted.head
         return head is None or (number in head.versions and head.versions[number].sha256 == sha256)
 
-    def update(self, upstream: str, claims: dict[int, Claim], followed: int | None) -> None:
+    def update(self, upstream: str, claims: dict[int, version_search.Proof], followed: int | None) -> None:
         """Takes the versions that `upstream` has proven, and the one it is publishing, as its state; deletes versions not needed.
 
         A version was published again, and the copy is deleted, if the head lists another manifest. Without a head, if all upstreams
@@ -130,9 +114,7 @@ class Plan:
         kept = {n for number in self._newest(complete) for n in self._chain(number, complete)}
         if self.store.in_place:  # there the publisher decides
             kept &= {n for claims in self._claims.values() for n in claims}
-        if (
-            len(self._claims) < self._num_upstreams
-        ):  # an upstream that has not answered yet may have the versions found on disk
+        if len(self._claims) < self._num_upstreams:  # one that has not answered yet may have those found on disk
             kept.update(partial)
         for upstream, followed in self._followed.items():
             kept.update([n for n in partial if n == followed or n in self.wanted(upstream)])
@@ -161,7 +143,7 @@ class Plan:
         rest = [n for n in complete if n not in newest]
         return newest.union(rest[max(0, len(rest) - max(0, keep - len(newest))) :])
 
-    def _of(self, number: int) -> list[Claim]:
+    def _of(self, number: int) -> list[version_search.Proof]:
         return [claims[number] for claims in self._claims.values() if number in claims]
 
     def _chain(self, number: int | None, within: Iterable[int] | None = None) -> list[int]:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from sharding.download import relays, source
+from sharding.download import relays, source, version_search
 from sharding.format import journal
 from sharding.relay import lasting_thread
 from sharding.relay import plan as plan_lib
@@ -55,7 +55,7 @@ class Upstream:
         self._pool = concurrent.futures.ThreadPoolExecutor(num_downloads, "mirror-download")
         self._local = threading.local()
         self._listing: journal.Listing | None = None
-        self._claims: dict[int, plan_lib.Claim] = {}
+        self._claims: dict[int, version_search.Proof] = {}
         self._refuted: dict[int, tuple[float, float]] = {}  # version -> until when, length of the pause
         self._followed: _Followed | None = None
         self._follow_from_s = self._follow_pause_s = 0.0
@@ -134,12 +134,12 @@ class Upstream:
     def _is_refuted(self, number: int) -> bool:
         return self._refuted.get(number, (0.0, 0.0))[0] > time.monotonic()
 
-    def _prove(self, listing: journal.Listing) -> dict[int, plan_lib.Claim]:
+    def _prove(self, listing: journal.Listing) -> dict[int, version_search.Proof]:
         """Returns the newest versions in `listing`, and their bases, with the manifests that the upstream delivers."""
         listed, claims, num_found = set(listing.complete), {}, 0
 
         def prove(number: int | None) -> bool:
-            chain: dict[int, plan_lib.Claim] = {}
+            chain: dict[int, version_search.Proof] = {}
             while number in listed and number not in claims and number not in chain:
                 if len(chain) == MAX_CHAIN:
                     raise ValueError(
@@ -148,7 +148,7 @@ class Upstream:
                 known = self._claims.get(number)
                 # A head that does not name the hash: the number was published again. Its signature is not needed to ask again.
                 if known is None or (listing.head is not None and known.sha256.encode() not in listing.head):
-                    known = plan_lib.Claim(*self.source.manifest(number))
+                    known = version_search.Proof(*self.source.manifest(number))
                 chain[number] = known
                 number = chain[number].manifest.base
             claims.update(chain)
@@ -183,7 +183,7 @@ class Upstream:
             raise journal.Unavailable(f"{len(missing)} objects of version {number} did not come ({self._log.last})")
         return True
 
-    def _missing(self, number: int, claim: plan_lib.Claim) -> list[journal.Object]:
+    def _missing(self, number: int, claim: version_search.Proof) -> list[journal.Object]:
         return [o for o in claim.manifest.objects if not self._store.has(number, o)]
 
     def _fetch(self, number: int, missing: list[journal.Object], pending: set, *, is_shared: bool) -> bool:
