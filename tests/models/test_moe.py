@@ -315,7 +315,7 @@ def test_one_expert_of_one_device_serves_all(gathered, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("gathered", [0, moe_experts.GATHERED], ids=["travel", "gathered"])
 def test_no_device_ever_holds_all_experts(gathered, monkeypatch):
-    """Parameters are gathered over `fsdp` alone: what crosses devices at a time is at most one device's part of one kernel."""
+    """Parameters are gathered over `fsdp` alone: the bytes between devices at a time are at most one device's part of one kernel."""
     monkeypatch.setattr(moe_experts, "GATHERED", gathered)
     config = dataclasses.replace(BASE, expert_ffn_dim=512)  # so that no activation is as large as a kernel
     _, text = on_mesh({"expert": 4, "fsdp": 2}, draw(8, T, D), params_of(config), config, draw(8, T, D, seed=2))

@@ -263,6 +263,6 @@ def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch, number):
     service, scores = closed
     assert isinstance(scores, scorer.Scorer)
     service._state.close()
-    with contextlib.suppress(AttributeError):  # what was pulled has no params here
+    with contextlib.suppress(AttributeError):  # the false pull returns nothing with params
         service._validator._weights(3)
     assert pulled == [(("http://relay:1", 3), {"key": key})]
