@@ -36,7 +36,7 @@ from rl import envs
 from rl.envs import environment
 from rl.envs import scorer as scorer_lib
 from rl.protocol import lease
-from sharding.system import atomic_file, cli
+from sharding.system import cli
 from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
@@ -58,24 +58,21 @@ class Run:
     work_bits: int = 0  # of the proof of work that the run asks of an unknown key; 0: none
 
 
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """A worker's signing key, the run that it trusts (a public key in hex, or None), and the file with its proof of work, if any."""
-
-    key: rollout_lib.WorkerKey
-    run: str | None = None
-    work_file: pathlib.Path | None = None
-
-
 async def work(
-    orchestrator: str, identity: Identity, *, concurrency: int, give_up_s: float, sandbox: str = "auto"
+    orchestrator: str,
+    key: rollout_lib.WorkerKey,
+    trusted: str | None = None,
+    *,
+    concurrency: int,
+    give_up_s: float,
+    sandbox: str = "auto",
 ) -> None:
     """Leases, generates, and submits up to `concurrency` groups at the same time, until an error; never returns.
 
-    Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
+    `trusted` is the public key (hex) of the run to work for, None: of the first that answers. Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
     signed by the expected run.
     """
-    key, trusted, run, described = identity.key, identity.run, None, None
+    has_trust, run, described = trusted is not None, None, None
     async with httpx.AsyncClient(base_url=orchestrator, timeout=60) as http:
         while True:  # a pass per process of the orchestrator
             session, description = await _open_session(http, trusted, give_up_s)
@@ -86,9 +83,11 @@ async def work(
                 if run is not None:
                     await asyncio.to_thread(run.scorer.close)
                 run, described = _read_run(description, sandbox), description
-            proof = _find_work(identity, session.run, run.work_bits)  # blocks: nothing else can be done yet
+            if run.work_bits:
+                _note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
+            proof = lease.find_work(session.run, key.worker, run.work_bits)  # blocks: nothing else can be done yet
             signed = Signed(http, key, session, proof, give_up_s)
-            api_key = None if identity.run else ""
+            api_key = None if has_trust else ""
             try:
                 async with client_lib.Client(run.servers, give_up_s=give_up_s, api_key=api_key) as client:
                     await _work_in_session(signed, client, run, concurrency)
@@ -238,28 +237,6 @@ async def _submit(signed: Signed, finished: asyncio.Queue) -> None:
                 _note(f"{name} {verdict}")
 
 
-def _find_work(identity: Identity, run: str, num_bits: int) -> str:
-    """Returns the proof of work of the key for a run, "" if `num_bits` is 0. Keeps it in the worker's file; may block for minutes."""
-    file, worker = identity.work_file, identity.key.worker
-    if not num_bits:
-        return ""
-    if file is not None and file.exists() and lease.is_work(run, worker, known := file.read_text(), num_bits):
-        return known
-    begun_s = noticed_s = time.monotonic()
-
-    def report(count: int) -> None:
-        nonlocal noticed_s
-        now_s = time.monotonic()
-        if now_s - noticed_s > NOTICE_S:
-            noticed_s, rest_s = now_s, 2**num_bits * (now_s - begun_s) / count
-            _note(f"proof of work: {count:.1e} hashes of about {2.0**num_bits:.1e}, {rest_s:.0f} s in all on average")
-
-    proof = lease.find_work(run, worker, num_bits, report)
-    if file is not None:
-        atomic_file.write(file, proof.encode())
-    return proof
-
-
 def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -341,9 +318,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.key and not pathlib.Path(args.key).exists():
             rollout_lib.WorkerKey.generate().save(args.key)
         key = rollout_lib.WorkerKey.load(args.key) if args.key else rollout_lib.WorkerKey.generate()
-        identity = Identity(key, args.run, pathlib.Path(f"{args.key}.work") if args.key else None)
         options = {"concurrency": args.concurrency, "give_up_s": args.give_up_s, "sandbox": args.sandbox}
-        asyncio.run(work(args.orchestrator, identity, **options))
+        asyncio.run(work(args.orchestrator, key, args.run, **options))
     except (ValueError, OSError, ExceptionGroup) as error:
         while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause
             if error.split((ValueError, OSError, client_lib.Unavailable))[1]:

@@ -48,6 +48,7 @@ class RunLedger(contextlib.AbstractContextManager):
         self.on_failure: Callable[[BaseException], Any] = lambda error: None
         self._key, self._keeper, self._run = key, key.worker, run
         self._ledger = _opened(pathlib.Path(path), key, anchors or {})
+        self.refusals = +self._ledger.state.run.refusals  # worker -> refused groups, when the ledger was opened
         self._joined = set(self._ledger.state.workers)
         self._invited = set(self._ledger.state.run.invited)
         self._ejected = {name for name, worker in self._ledger.state.workers.items() if worker.ejected}

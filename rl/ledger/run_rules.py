@@ -54,6 +54,7 @@ class RunState:
         self.invited: set[str] = set()
         self._earned: set[str] = set()  # workers with a verified group
         self._ejected: dict[str, int] = {}  # as _caught
+        self.refusals: collections.Counter[str] = collections.Counter()  # by worker
         self._caught: dict[str, int] = {}  # worker -> the number of the event
         self._trusted: dict[str, set[int]] = collections.defaultdict(
             set
@@ -121,6 +122,7 @@ class RunState:
         self._count += 1
         fields, worker = event.fields, event.node
         group = self._group(fields) if fields.get("split") == "train" else None
+        self.refusals[worker] += event.kind == "refusal"
         if event.kind == "resume":
             self.run = fields["run"]
             self._resume(fields["step"])

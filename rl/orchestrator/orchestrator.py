@@ -101,8 +101,7 @@ class Orchestrator:
         self._opened_step = 0
         self._queue = group_queue.GroupQueue()
         self._invited = frozenset({*invited, *config.topology.workers})
-        rules = admission.Policy.of(config), key.worker, self._invited, config.topology.lease_s
-        self._admission = admission.Admission(*rules, stake)
+        self._admission = admission.Admission(admission.Policy.of(config), key.worker, self._invited, stake)
         self._health = worker_health.WorkerHealth(
             config.trust.max_attempts,
             config.topology.lease_s,
@@ -120,7 +119,7 @@ class Orchestrator:
     def serve(self) -> str:
         """Starts the HTTP server for workers in a thread; returns its URL. Raises ValueError if its address cannot be used."""
         sock = sockets.listen(self._config.topology.host, self._config.topology.port)
-        self._web = web.server(routes.make_app(self, self._key, self._admission))
+        self._web = web.server(routes.make_app(self, self._key, self._admission, self._health))
         self._thread = threading.Thread(target=self._web.run, args=([sock],), name="orchestrator", daemon=True)
         self._thread.start()
         return sockets.address(sock)
@@ -139,11 +138,10 @@ class Orchestrator:
             self._opened_step = step
             if state:
                 self._health.restore(state["standing"])
-                self._admission.restore(state.get("admission", {"records": {}}))
                 self._states[step] = state
             self._record("appointed", self._verdicts.validators, self._verdicts.quorum)
-            for worker in self._ledger.ejected_workers if self._ledger else ():  # maybe after the checkpoint
-                self._health.ban(worker)
+            if self._ledger:  # it knows what came after the checkpoint
+                self._health.recall(self._ledger.refusals, self._ledger.ejected_workers)
 
     # Called by the learner.
 
@@ -229,30 +227,20 @@ class Orchestrator:
                 entry = self._queue.entries.get(key)
                 if entry and (entry.state, entry.worker) == (State.LEASED, worker):
                     self._lose(self._queue.requeue(key), now_s, is_void=0 <= entry.group.version < self._announced)
-            num_held = len(self._queue.held(worker))
-            if num_held or self._admission.is_known(worker):  # a key that only asks leaves no trace
-                self._health.seen(worker, now_s)
-            if not self._health.is_banned(worker):
-                self._admission.seen(worker, now_s)
+            self._health.seen(worker, now_s)
             count = self._queue.count()
             num_unfinished = count.total() - count[State.ELIGIBLE]
-            room = min(
-                self._health.room(worker, num_held, num_unfinished, now_s),
-                self._admission.room(worker, network, num_unfinished, now_s, self._queue.held),
-            )
-            pins = {"all": True, "none": False}.get(
-                self._config.trust.pin_versions, self._admission.is_stranger(worker)
-            )
+            room = self._health.room(worker, network, num_unfinished, now_s, self._queue.held)
+            is_stranger = self._health.is_stranger(worker)
+            pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, is_stranger)
             groups = self._queue.lease(
                 worker,
                 min(room, capacity),
-                now_s + self._admission.lease_s(worker),
-                lambda key: (
-                    self._health.may_lease(worker, key, now_s) and self._admission.may_lease(worker, key, now_s)
-                ),
+                now_s + self._health.lease_s(worker),
+                lambda key: self._health.may_lease(worker, key, now_s),
                 self._version if pins else -1,
             )
-            self._admission.leased(worker, network, [group.key for group in groups], now_s)
+            self._health.leased(worker, network, [group.key for group in groups], now_s)
             if groups:
                 self._record("joined", worker, worker in self._invited)
             for group in groups:
@@ -262,9 +250,7 @@ class Orchestrator:
     def _lose(self, entry: group_queue.Entry, now_s: float, *, is_void: bool = False) -> None:
         """Counts a lease that ended without rollouts against its worker, unless `is_void`: its version is not served any more."""
         self._counts["lease_void" if is_void else "lease_expired"] += 1
-        self._admission.lost(entry.worker, entry.group.key, now_s, blame=not is_void)
-        if not is_void and self._admission.is_known(entry.worker):
-            self._health.expired(entry.worker, entry.group.key)
+        self._health.lost(entry.worker, entry.group.key, now_s, blame=not is_void)
 
     def holds_groups(self, worker: str) -> bool:
         """Returns True if a worker holds groups: leased, submitted, or quarantined."""
@@ -369,7 +355,7 @@ class Orchestrator:
                 return
             if verdict.reason in VOID:
                 self._counts[verdict.reason] += len(self._queue.requeue(key).rollouts)
-                self._admission.lost(entry.worker, key, time.monotonic(), blame=False)
+                self._health.lost(entry.worker, key, time.monotonic(), blame=False)
                 self._changed.notify_all()
                 return
             self._counts["checked"] += len(entry.rollouts)
@@ -384,7 +370,6 @@ class Orchestrator:
     def _accepted(self, entry: group_queue.Entry) -> str:
         self._counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
         self._health.accepted(entry.worker, entry.group.key)
-        self._admission.accepted(entry.worker, entry.group.key)
         self._changed.notify_all()
         return "accepted"
 
@@ -395,8 +380,7 @@ class Orchestrator:
         self._counts["refused"] += len(entry.rollouts)
         self._counts[f"refused_{verdict.reason}"] += 1
         self._record("refused", worker, *key, entry.digest, str(verdict))
-        self._health.rejected(worker, is_fault=is_fault)
-        self._admission.rejected(worker, key, time.monotonic())
+        self._health.rejected(worker, key, time.monotonic(), is_fault=is_fault)
         if is_fault:
             self._distrust(worker)
         if self._health.is_banned(worker):
@@ -453,7 +437,6 @@ class Orchestrator:
                 self._counts["unverified"] += sum(len(entry.rollouts) for entry in unverified)
                 if step is not None:
                     state = {"standing": self._health.state(), "evidence": self._evidence(step)}
-                    state["admission"] = self._admission.state()
                     self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
                 taken = self._queue.take(keys)
                 self._counts["given_up"] += sum(len(entry.timed_out) for entry in taken)

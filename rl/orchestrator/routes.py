@@ -17,6 +17,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
 from rl.orchestrator import admission as admission_lib
+from rl.orchestrator import worker_health
 from rl.protocol import lease as lease_lib
 
 MAX_LEASE_BYTES = 8192  # of a request's JSON; 64 returned groups take 3 KB
@@ -24,11 +25,13 @@ MAX_NONCE = 64  # characters
 NUM_DECODES = 2  # at the same time: 0.8 GiB each at worst
 
 
-def make_app(orchestrator, key: rollout_lib.WorkerKey, admission: admission_lib.Admission) -> fastapi.FastAPI:
+def make_app(
+    orchestrator, key: rollout_lib.WorkerKey, admission: admission_lib.Admission, health: worker_health.WorkerHealth
+) -> fastapi.FastAPI:
     """Returns the web app that serves an `Orchestrator` in a new session. Its replies are signed by the run's `key`."""
     decoders = fair_pool.FairPool(NUM_DECODES, "decode")
     session = lease_lib.Session.open(key.worker)
-    verifier = lease_lib.RequestVerifier(session, admit=admission.admit, is_known=admission.is_known)
+    verifier = lease_lib.RequestVerifier(session, admit=admission.admit, is_known=health.is_known)
     rate = admission_lib.RequestRate()
 
     @contextlib.asynccontextmanager
@@ -49,7 +52,7 @@ def make_app(orchestrator, key: rollout_lib.WorkerKey, admission: admission_lib.
 
     def verify(message: dict, kind: str, network: str) -> str:
         worker = verifier.verify(message, kind)
-        if admission.is_known(worker):  # such as many workers on one machine
+        if health.is_known(worker):  # such as many workers on one machine
             rate.give_back(network)
         return worker
 

@@ -1,52 +1,66 @@
-"""The reputation of a run's workers: the rate at which their groups are verified, expired leases, rejected groups, bans.
+"""The standing of a run's workers: how many groups each may lease and for how long, and at what rate theirs are verified.
 
-1. A worker's groups are verified at the rate max(min_rate, 1 - r), where r = n / (n + HALF_AT) after n of its groups passed. A
+Keys cost nothing, so a new key must gain nothing. Invited are the keys that config or launcher named; all others are strangers:
+1. A newcomer (a stranger without an accepted group) holds one group. All newcomers together hold a quarter of the unfinished
+   groups, and those of one network at most as many as that leaves free, so that another network finds room. A rejected or returned
+   group takes its place until its lease would have ended: else garbage would be free. A group whose pinned version was replaced
+   takes it for a quarter of that time.
+2. The lease of a newcomer is short: a quarter of `lease_s`. A heartbeat would not do instead, because it costs a squatter nothing.
+   A group that a stranger lost is for other workers with a record for the next `lease_s`, if one of them is active.
+3. Each accepted training group adds one to a stranger's record, and it holds 1 + record groups: twice as many each round. A lost
+   lease halves the record, a rejected group ends it. Held-out groups, which no replay verifies, add nothing, and only invited
+   workers get them; in a run that invited none, newcomers get none while a worker with a record is active.
+4. An expired lease halves the number of groups that an invited worker may lease; an accepted group doubles it again. No worker gets
+   a group that it lost again while another worker is active.
+5. A worker's groups are verified at the rate max(min_rate, 1 - r), where r = n / (n + HALF_AT) after n of its groups passed. A
    worker that forges at rate q is caught after (1 - q) / q forged groups on average, and q is at least HALF_AT / (n + HALF_AT): so it
    gets one forged group past us per HALF_AT groups that it did honestly and we verified, and a new key none. The last is also why
    many keys gain nothing. An invited worker starts as if it had a record that gives it `invited_rate`.
-2. A failed check makes a worker a suspect: its rate is 1 from then on. `reveal` names the steps trained on its unverified groups.
-3. Every rejected group counts against its worker. After `max_rejections` the worker is banned: it gets no more work.
-4. An expired lease halves the number of groups that the worker may lease. It does not get that group again while another worker
-   is active. Each accepted group doubles the number again.
+6. A failed check makes a worker a suspect: its rate is 1 from then on. `reveal` names the steps trained on its unverified groups.
+   After `max_rejections` rejected groups the worker is banned: it gets no more work.
 
-All of it goes into the checkpoint; otherwise a worker could gain by provoking a restart.
+Marks go into the checkpoint; otherwise a worker could gain by provoking a restart. Pure: the caller provides the lock, the time,
+and which leases still hold. Memory grows with accepted and rejected groups, not with keys.
 """
 
 import collections
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 
 HALF_AT = 32  # verified groups without a fault that bring a worker's rate from 1 to 1/2, as in rl/ledger/balances.py
 MOST_HALVINGS = 12
-MIN_PRUNED = 4096  # workers
+NEWCOMER_FRACTION = 4  # newcomers get 1 / this of the unfinished groups, and of the time of a lease
+
+Key = tuple[str, int, int]  # task_schedule.Group.key
 
 
 @dataclasses.dataclass
 class _Worker:
+    """The marks of one worker, in the order of a checkpoint."""
+
     num_rejected: int = 0
     is_suspect: bool = False
-    num_halvings: int = 0
+    num_halvings: int = 0  # of an invited worker's share
     num_verified: int = 0  # groups that passed a replay
     num_unverified: int = 0  # groups that were trained on without one,
     steps: list[list[int]] = dataclasses.field(default_factory=list)  # in these steps: [first, last] of each range
-    seen_s: float = float("-inf")
+    record: int = 0  # of a stranger: accepted groups, less those lost
 
-    @property
-    def marks(self) -> list:
-        """The fields that a checkpoint keeps, in their order; `steps` is copied."""
-        counts = [self.num_rejected, self.is_suspect, self.num_halvings, self.num_verified, self.num_unverified]
-        return [*counts, [list(ends) for ends in self.steps]]
 
-    @property
-    def is_marked(self) -> bool:
-        return any(self.marks)
+@dataclasses.dataclass
+class _Place:
+    """A place for a newcomer, from its lease until its group is accepted, or until it holds none and the time is over."""
+
+    worker: str
+    network: str
+    key: Key
+    until_s: float
 
 
 class WorkerHealth:
-    """The marks against each worker, which decide how many groups it may lease. The caller provides the lock and the time.
+    """The marks of each worker. One that is known or banned is active if it requested work in the last `lease_s` seconds.
 
-    A worker is active if it requested work in the last `lease_s` seconds, and banned after `max_rejections` rejected groups.
-    `invited` are the keys of invited workers.
+    `invited` are the public keys (hex) that config or launcher invited.
     """
 
     def __init__(
@@ -61,54 +75,105 @@ class WorkerHealth:
         self._max_rejections, self._lease_s = max_rejections, lease_s
         self._min_rate, self._invited, self._given = min_rate, frozenset(invited), HALF_AT * (1 / invited_rate - 1)
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
-        self._expired_with: dict[tuple, str] = {}  # group -> the worker whose lease on it expired last
-        self._prune_at = MIN_PRUNED
+        self._seen_s: dict[str, float] = {}  # of known and banned workers that are active; the latest last
+        self._places: list[_Place] = []
+        self._lost: dict[
+            Key, tuple[str, float]
+        ] = {}  # group -> its last holder, and until when newcomers do not get it
+
+    def is_stranger(self, worker: str) -> bool:
+        """Returns True unless config or launcher invited this key."""
+        return worker not in self._invited
+
+    def is_known(self, worker: str) -> bool:
+        """Returns True for an invited key, and for a stranger with a record."""
+        return worker in self._invited or self._of(worker).record > 0
 
     def seen(self, worker: str, now_s: float) -> None:
-        """Records that a worker requested work now; sometimes forgets inactive workers without marks."""
-        self._workers[worker].seen_s = now_s
-        if len(self._workers) > self._prune_at:
-            for name, other in list(self._workers.items()):
-                if not other.is_marked and not self._is_active(other, now_s):
-                    del self._workers[name]
-            self._prune_at = 2 * len(self._workers) + MIN_PRUNED
+        """Records that a worker requested work now. A key that only asks leaves no trace."""
+        if self.is_known(worker) or self.is_banned(worker):
+            self._seen_s.pop(worker, None)
+            self._seen_s[worker] = now_s
+            while now_s - self._seen_s[oldest := next(iter(self._seen_s))] > self._lease_s:
+                del self._seen_s[oldest]
 
     def state(self) -> dict:
-        """Returns all marks against workers as plain JSON, for `restore`."""
-        marks = {name: worker.marks for name, worker in self._workers.items() if worker.is_marked}
-        return {"workers": marks, "expired_with": [[*key, worker] for key, worker in self._expired_with.items()]}
+        """Returns all marks of workers as plain JSON, for `restore`."""
+        marks = {
+            name: list(dataclasses.asdict(one).values()) for name, one in self._workers.items() if one != _Worker()
+        }
+        return {"workers": marks, "expired_with": [[*key, worker] for key, (worker, _) in self._lost.items()]}
 
     def restore(self, state: dict) -> None:
-        """Sets the marks against workers to those that `state` returned earlier, maybe in a version with fewer fields."""
+        """Sets the marks of workers to those that `state` returned earlier, maybe in a version with fewer fields."""
         for name, marks in state["workers"].items():
             self._workers[name] = _Worker(*marks)
-        self._expired_with = {tuple(key): worker for *key, worker in state["expired_with"]}
+        self._lost = {tuple(key): (worker, 0.0) for *key, worker in state["expired_with"]}
 
-    def room(self, worker: str, num_held: int, num_groups: int, now_s: float) -> int:
-        """Returns how many more of `num_groups` unfinished groups a worker with `num_held` of them may lease; 0 if it is banned."""
+    def room(
+        self, worker: str, network: str, num_unfinished: int, now_s: float, held: Callable[[str], Collection[Key]]
+    ) -> int:
+        """Returns how many more of `num_unfinished` groups a worker may lease; 0 if it is banned.
+
+        `held(worker)` returns the keys of the groups that a worker holds: leased, submitted, or quarantined.
+        """
         if self.is_banned(worker):
             return 0
-        one = self._workers.get(worker, _Worker())  # a key that only asks leaves no trace
-        halvings = one.num_halvings if self.has_others(worker, now_s) else 0
-        return max(1, num_groups >> halvings) - num_held
+        one = self._of(worker)
+        if worker in self._invited:
+            halvings = one.num_halvings if self.has_others(worker, now_s) else 0
+            return max(1, num_unfinished >> halvings) - len(held(worker))
+        if one.record:
+            return 1 + one.record - len(held(worker))
+        self._places = [place for place in self._places if now_s < place.until_s or place.key in held(place.worker)]
+        used = [place.network for place in self._places if place.worker != worker]
+        free = max(1, num_unfinished // NEWCOMER_FRACTION) - len(self._places)
+        is_waiting = len(used) < len(self._places)  # for its own group, or for the end of its lease
+        return int(not is_waiting and not held(worker) and used.count(network) < free)
 
-    def may_lease(self, worker: str, key: tuple, now_s: float) -> bool:
-        """Returns False if the last lease of this group expired with this worker, and another worker is active."""
-        return self._expired_with.get(key) != worker or not self.has_others(worker, now_s)
+    def may_lease(self, worker: str, key: Key, now_s: float) -> bool:
+        """Returns False for a group that this worker lost or that is kept for known workers, if one may have it and is active."""
+        holder, until_s = self._lost.get(key, ("", 0.0))
+        if key[0] == "held_out" and self._invited:
+            return worker in self._invited and (worker != holder or not self.has_others(worker, now_s))
+        is_kept = now_s < until_s or key[0] == "held_out"
+        return not (worker == holder or (is_kept and not self.is_known(worker))) or not self.has_others(holder, now_s)
 
-    def expired(self, worker: str, key: tuple) -> None:
-        """Records that a worker's lease on a group expired, which halves the number of groups that the worker may have."""
-        self._workers[worker].num_halvings = min(self._workers[worker].num_halvings + 1, MOST_HALVINGS)
-        self._expired_with[key] = worker
+    def lease_s(self, worker: str) -> float:
+        """Returns how many seconds a lease of a worker lasts."""
+        return self._lease_s if self.is_known(worker) else self._lease_s / NEWCOMER_FRACTION
 
-    def accepted(self, worker: str, key: tuple) -> None:
+    def leased(self, worker: str, network: str, keys: Collection[Key], now_s: float) -> None:
+        """Records new leases of a worker."""
+        if not self.is_known(worker):
+            self._places += [_Place(worker, network, key, now_s + self.lease_s(worker)) for key in keys]
+
+    def lost(self, worker: str, key: Key, now_s: float, *, blame: bool = True) -> None:
+        """Records that a worker's lease on a group ended without rollouts; without `blame`, its marks stay, and its place is soon free."""
+        if self.is_stranger(worker):
+            self._lost[key] = worker, now_s + self._lease_s
+        if not blame:
+            soon_s = now_s + self._lease_s / NEWCOMER_FRACTION**2
+            for place in self._places:
+                place.until_s = min(place.until_s, soon_s) if place.worker == worker else place.until_s
+        elif worker in self._invited:
+            self._lost[key] = worker, 0.0
+            self._workers[worker].num_halvings = min(self._of(worker).num_halvings + 1, MOST_HALVINGS)
+        elif self.is_known(worker):
+            self._set_record(worker, self._of(worker).record // 2)
+
+    def accepted(self, worker: str, key: Key) -> None:
         """Records that a group of this worker was accepted, which undoes one halving."""
-        self._workers[worker].num_halvings = max(self._workers[worker].num_halvings - 1, 0)
-        self._expired_with.pop(key, None)
+        self._lost.pop(key, None)
+        self._places = [place for place in self._places if place.worker != worker]
+        if worker in self._invited:
+            self._workers[worker].num_halvings = max(self._of(worker).num_halvings - 1, 0)
+        elif key[0] == "train":
+            self._set_record(worker, self._of(worker).record + 1)
 
     def rate(self, worker: str) -> float:
         """Returns the probability with which a group of this worker must be verified before it is trained on."""
-        one = self._workers.get(worker, _Worker())
+        one = self._of(worker)
         if one.is_suspect or self.is_banned(worker):
             return 1.0
         record = one.num_verified + (self._given if worker in self._invited else 0)
@@ -127,10 +192,13 @@ class WorkerHealth:
         else:
             one.steps.append([step, step])
 
-    def rejected(self, worker: str, *, is_fault: bool) -> None:
-        """Records that a group of this worker was rejected; a failed check (`is_fault`) makes the worker a suspect."""
+    def rejected(self, worker: str, key: Key, now_s: float, *, is_fault: bool) -> None:
+        """Records that a group was rejected: a stranger is a newcomer again. A failed check (`is_fault`) makes the worker a suspect."""
         self._workers[worker].num_rejected += 1
         self._workers[worker].is_suspect |= is_fault
+        if self.is_stranger(worker):
+            self._lost[key] = worker, now_s + self._lease_s
+            self._set_record(worker, 0)
 
     def reveal(self, worker: str) -> tuple[int, list[int]]:
         """Returns (number of unverified groups of this worker that were trained on, their steps), and forgets both: to be named once."""
@@ -139,22 +207,32 @@ class WorkerHealth:
         one.num_unverified, one.steps = 0, []
         return num, steps
 
-    def ban(self, worker: str) -> None:
-        """Bans a worker that was ejected before, however its record reads now."""
-        self._workers[worker].num_rejected = max(self._workers[worker].num_rejected, self._max_rejections)
+    def recall(self, rejections: Mapping[str, int], banned: Collection[str]) -> None:
+        """Sets the marks that the ledger shows: any rejection makes a suspect, as the ledger does not say whether it was a fault."""
+        for name in {*rejections, *banned}:
+            one, least = self._workers[name], self._max_rejections if name in banned else 0
+            one.num_rejected, one.is_suspect = max(one.num_rejected, rejections.get(name, 0), least), True
 
     def is_banned(self, worker: str) -> bool:
         """Returns True if this worker gets no more work, because too many of its groups were rejected."""
-        return self._workers.get(worker, _Worker()).num_rejected >= self._max_rejections
+        return self._of(worker).num_rejected >= self._max_rejections
 
     def num_banned(self, now_s: float) -> int:
         """Returns the number of active workers that are banned."""
-        return sum(self.is_banned(name) and self._is_active(w, now_s) for name, w in self._workers.items())
+        return sum(self.is_banned(name) and now_s - seen_s <= self._lease_s for name, seen_s in self._seen_s.items())
 
     def has_others(self, worker: str, now_s: float) -> bool:
-        """Returns True if a worker other than this one is active and not banned."""
-        active = (name for name, other in self._workers.items() if name != worker and self._is_active(other, now_s))
-        return not all(map(self.is_banned, active))
+        """Returns True if a known worker other than this one is active and not banned."""
+        others = (name for name, seen_s in self._seen_s.items() if name != worker and now_s - seen_s <= self._lease_s)
+        return any(self.is_known(name) and not self.is_banned(name) for name in others)
 
-    def _is_active(self, worker: _Worker, now_s: float) -> bool:
-        return now_s - worker.seen_s <= self._lease_s
+    def _of(self, worker: str) -> _Worker:
+        """Returns the marks of a worker to read; a key without marks leaves no trace."""
+        return self._workers.get(worker, _NO_MARKS)
+
+    def _set_record(self, worker: str, record: int) -> None:
+        if record != self._of(worker).record:
+            self._workers[worker].record = record
+
+
+_NO_MARKS = _Worker()

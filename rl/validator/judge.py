@@ -50,6 +50,8 @@ class Judge:
         self._validator, self.key, self.run = validator, key, run
         self._memory, self._keep_steps, self._newest = memory, keep_steps, 0
         self._requests = lease.RequestVerifier(lease.Session(run, key.worker), admit=self._admit)
+        # The orchestrator asks about what fits a replay, or about one group.
+        self._max_rows = max(verifier.MAX_REPLAY_ROWS, validator.rules.groups(1)[0].num_samples)
         self._known: collections.OrderedDict[str, verdict_lib.SignedVerdict] = collections.OrderedDict()
         self._lock = threading.Lock()
         self.counts: collections.Counter[str] = collections.Counter()
@@ -73,7 +75,9 @@ class Judge:
         if hashlib.sha256(body).hexdigest() != digest:
             raise ValueError(f"the body does not have the SHA-256 {digest} that was signed; send it again")
         by_group: dict[Group, list[rollout_lib.Rollout]] = collections.defaultdict(list)
-        for rollout in parquet.from_bytes(body):
+        for rollout in parquet.from_bytes(
+            body, max_rows=self._max_rows, max_tokens=self._validator.rules.max_model_len
+        ):
             by_group[rollout.worker, rollout.step, rollout.task.group].append(rollout)
         groups = {verdict_lib.group_digest(rollouts): rollouts for rollouts in by_group.values()}
         with self._lock:

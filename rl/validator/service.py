@@ -83,6 +83,10 @@ class Service:
         self._validator, self._root, self._newest = validator, root, newest
         self._secret, self._ledger, self._slash, self._eject = secret, ledger, slash, eject
         self._state, self._run = state, validator_state.run_of(secret)
+        rules = validator.rules
+        # No worker has more steps in hand than a rollout is remembered for.
+        self._max_rows = sum(group.num_samples for group in rules.groups(1)) * state.seen.keep_steps
+        self._max_tokens = rules.max_model_len
         self._lock = threading.Lock()  # of the next two, and the counts
         self._futures: collections.OrderedDict[Request, concurrent.futures.Future] = collections.OrderedDict()
         self._latest: collections.OrderedDict[Name, Request | Status] = collections.OrderedDict()
@@ -218,7 +222,10 @@ class Service:
         with self._decoding:  # takes 0.8 GiB at worst
             data = rollout_files.read(path, sha)
             try:
-                return parquet.from_bytes(data) or f"file: {path.name} contains no rollout"
+                return (
+                    parquet.from_bytes(data, max_rows=self._max_rows, max_tokens=self._max_tokens)
+                    or f"file: {path.name} contains no rollout"
+                )
             except ValueError as error:
                 return str(error)
 

@@ -140,9 +140,8 @@ def work_until(played: Played | str, done, *, concurrency=4, key=None, give_up_s
     """Runs the worker until `done()`; raises the first error of the worker."""
 
     async def main():
-        identity = worker.Identity(key or rollout_lib.WorkerKey.generate(), run)
-        url = getattr(played, "url", played)
-        task = asyncio.create_task(worker.work(url, identity, concurrency=concurrency, give_up_s=give_up_s))
+        url, own = getattr(played, "url", played), key or rollout_lib.WorkerKey.generate()
+        task = asyncio.create_task(worker.work(url, own, run, concurrency=concurrency, give_up_s=give_up_s))
         deadline = time.monotonic() + WAIT_S
         while not done() and not task.done():
             assert time.monotonic() < deadline
@@ -326,18 +325,19 @@ def test_the_api_key_goes_only_to_servers_of_a_run_that_the_user_named(play, mon
     assert played.api_keys == (["Bearer secret"] if run else [None])
 
 
-def test_a_proof_of_work_is_computed_once(play, tmp_path, monkeypatch):
-    key, searches, find = tmp_path / "w.pem", [], lease.find_work
-    monkeypatch.setattr(lease, "find_work", lambda *args: searches.append(args[2]) or find(*args))
-    for bits in (10, 10, 4, 16):
+def test_a_proof_of_work_is_computed_once(play, monkeypatch):
+    """Sessions of one process share the proof for a run and number of bits."""
+    hashed, is_work = [], lease.is_work
+    monkeypatch.setattr(lease, "is_work", lambda *args: hashed.append(args[3]) or is_work(*args))
+    key, counts = rollout_lib.WorkerKey.generate(), []
+    for bits in (10, 10, 4):
         played = play(GROUP)
         played.described = {"admission": {"kind": "work", "min_stake": 1, "work_bits": bits}}
-        played.failures.append(("/submit", 400, refusal("enough")))
-        assert run_main(played.url, "--key", str(key)) == 1
-        work = (tmp_path / "w.pem.work").read_text()
-        assert {body["work"] for body in played.leases} == {work}
-        assert lease.is_work(RUN.worker, played.leases[0]["worker"], work, bits)
-    assert searches[0] == 10 and searches in ([10, 16], [10])  # the first proof is of 16 bits by chance, once in 64
+        work_until(played, played.submission.is_set, key=key)
+        (work,) = {body["work"] for body in played.leases}
+        assert is_work(RUN.worker, key.worker, work, bits)
+        counts.append(len(hashed))
+    assert counts[0] == counts[1] < counts[2] and hashed[-1] == 4
 
 
 # ---- errors -------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import group_queue, verdict_collector
+from rl.orchestrator import group_queue, verdict_collector, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.verification import checks
@@ -122,6 +122,11 @@ def periods(orchestrator, clock, honest, *, rate, network, per_s=10.0, act=lambd
     return (clock.now_s - begun_s) / LEASE_S
 
 
+def health_of(*invited):
+    rates = dict(min_rate=0.05, invited_rate=0.125, invited=invited)
+    return worker_health.WorkerHealth(max_rejections=3, lease_s=LEASE_S, **rates)
+
+
 *KEYS, STRANGER = [rollout_lib.WorkerKey.generate() for _ in range(5)]
 
 
@@ -166,11 +171,10 @@ def test_a_newcomer_holds_one_group_until_one_is_accepted_then_more(make, clock)
             assert deliver(orchestrator, key, group) in ("quarantined", "accepted")
         held = orchestrator.lease(key.worker, 64, "a")
     assert held == []
-    state = json.loads(json.dumps(orchestrator._admission.state()))
-    again = admission_lib.Admission(admission_lib.Policy("open"), RUN.worker, (), LEASE_S)
+    state, again = json.loads(json.dumps(orchestrator._health.state())), health_of()
     again.restore(state)
     assert again.is_known(key.worker) and not again.is_known(other.worker)
-    again.rejected(key.worker, ("train", 1, 0), clock.now_s)
+    again.rejected(key.worker, ("train", 1, 0), clock.now_s, is_fault=False)
     assert not again.is_known(key.worker)
 
 
@@ -236,29 +240,33 @@ def test_no_one_holds_a_group_by_letting_others_lose_it(make, clock):
     assert {group.key for group in orchestrator.lease(known.worker, 2)} <= lost
     clock.now_s += LEASE_S + 1  # the worker with a record went away: its groups, and all others, are free again
     assert all(orchestrator.lease(next(names), 1, f"net {n}") for n in range(4))
-    assert all(orchestrator._admission.may_lease(next(names), key, clock.now_s) for key in lost)
+    assert all(orchestrator._health.may_lease(next(names), key, clock.now_s) for key in lost)
 
 
 def test_a_held_out_group_is_no_record(make, clock):
     """Attack: groups that no replay verifies are answered without a model, to earn leases."""
-    admission = admission_lib.Admission(admission_lib.Policy("open"), RUN.worker, (), LEASE_S)
+    health = health_of()
     held_out, train = ("held_out", 0, 1), ("train", 1, 1)
-    assert admission.may_lease("new", held_out, 0.0)  # no other worker could do it
-    admission.accepted("new", held_out)
-    assert not admission.is_known("new")
-    admission.accepted("known", train)
-    admission.seen("known", 0.0)
-    assert not admission.may_lease("new", held_out, LEASE_S) and admission.may_lease("new", train, LEASE_S)
-    assert admission.may_lease("known", held_out, LEASE_S) and admission.may_lease("new", held_out, LEASE_S + 0.1)
+    assert health.may_lease("new", held_out, 0.0)  # no other worker could do it
+    health.accepted("new", held_out)
+    assert not health.is_known("new")
+    health.accepted("known", train)
+    health.seen("known", 0.0)
+    assert not health.may_lease("new", held_out, LEASE_S) and health.may_lease("new", train, LEASE_S)
+    invited = health_of("guest")
+    invited.accepted("known", train)
+    allowed = [invited.may_lease(worker, held_out, 0.0) for worker in ("new", "known", "guest")]
+    assert allowed == [False, False, True] and invited.may_lease("new", train, 0.0)
+    assert health.may_lease("known", held_out, LEASE_S) and health.may_lease("new", held_out, LEASE_S + 0.1)
 
 
 def test_a_hundred_thousand_keys_leave_no_trace(make, clock, monkeypatch):
     orchestrator, session = make(), lease_lib.Session.open(RUN.worker)
     monkeypatch.setattr(lease_lib, "is_signed", lambda worker, message: True)
     now = [1e9]
-    admission, rate = orchestrator._admission, admission_lib.RequestRate()
+    health, rate = orchestrator._health, admission_lib.RequestRate()
     verifier = lease_lib.RequestVerifier(
-        session, admit=admission.admit, is_known=admission.is_known, clock=lambda: now[0]
+        session, admit=orchestrator._admission.admit, is_known=health.is_known, clock=lambda: now[0]
     )
     monkeypatch.setattr(lease_lib, "MAX_REMEMBERED", 1000)
     monkeypatch.setattr(admission_lib, "MAX_NETWORKS", 1000)
@@ -271,13 +279,13 @@ def test_a_hundred_thousand_keys_leave_no_trace(make, clock, monkeypatch):
         verifier.verify(message | {"worker": name, "time_us": int(now[0] * 1e6)}, "lease")
         orchestrator.lease(name, 4, str(number))
 
-    names, kept, sizes = fresh(), (verifier, rate, admission, orchestrator._health, orchestrator._queue), []
+    names, kept, sizes = fresh(), (verifier, rate, health, orchestrator._queue), []
     for number in range(102_000):
         ask(next(names), number)
         if number in (2_000, 101_999):
             sizes.append(sum(map(size, kept)))
     assert sizes[1] < sizes[0] + 5_000, sizes
-    assert len(verifier._last_us) <= 1001 and len(rate._buckets) <= 1001 and len(admission._places) <= 4
+    assert len(verifier._last_us) <= 1001 and len(rate._buckets) <= 1001 and len(health._places) <= 4
 
 
 def size(found):
@@ -293,7 +301,7 @@ def size(found):
 def test_who_may_take_part(kind):
     stakes = {"rich": 5, "poor": 4}
     policy = admission_lib.Policy(kind, min_stake=5, work_bits=8)
-    admission = admission_lib.Admission(policy, RUN.worker, ["guest"], LEASE_S, lambda worker: stakes.get(worker, 0))
+    admission = admission_lib.Admission(policy, RUN.worker, ["guest"], lambda worker: stakes.get(worker, 0))
     work = lease_lib.find_work(RUN.worker, "rich", 8)
     admission.admit("guest", {"work": ""})
     admission.admit("poor", {})  # a submission: its key leased before

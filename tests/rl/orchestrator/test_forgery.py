@@ -69,7 +69,8 @@ def run(exp, tmp_path, *, steps, one_key, formed):
         invited=[HONEST.worker],
     )
     # Admission alone would keep the forger to a fraction of the groups.
-    orchestrator._admission.room = lambda worker, network, num_held, num_unfinished, is_held: num_unfinished
+    health, room = orchestrator._health, lambda worker, network, num_unfinished, now_s, held: num_unfinished
+    health.room = lambda worker, *rest: 0 if health.is_banned(worker) else room(worker, *rest)
     forger, key, num_forged = forger_lib.Forger(exp, formed=formed), rollout_lib.WorkerKey.generate(), 0
     worker = Worker(orchestrator.serve())
     try:

@@ -416,7 +416,7 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
         checked(orchestrator)
         first, second = (orchestrator.next_batch(step).metrics for step in (1, 2))
         assert [first["trust/num_unverified"], second["trust/num_unverified"]] == [4, 6]
-        assert orchestrator.state(2)["standing"]["workers"][KEY.worker][4:] == [5, [[1, 2]]]
+        assert orchestrator.state(2)["standing"]["workers"][KEY.worker][4:6] == [5, [[1, 2]]]
         entry = next(entry for entry in entries(orchestrator) if entry.group.key == bad[0])
         assert not lines and submit(orchestrator, answers(entry.group)) == "quarantined"
         checked(orchestrator)  # and then the other groups of steps 3 and 4, in quarantine now
@@ -432,6 +432,15 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
         assert [(e.kind, e.fields["steps"]) for e in events if e.kind == "naming"] == [("naming", [1, 2])]
         kinds = collections.Counter(event.kind for event in events)
         assert kinds["lease"] == kinds["submission"] == 12 + 1 and kinds["refusal"] == 1 and kinds["batch"] == 3
+    with run_ledger.RunLedger(
+        tmp_path / "ledger.db", RUN, RUN.worker
+    ) as ledger:  # after a checkpoint without the catch
+        ledger.resumed(0)
+        again = make(hooks={"ledger": ledger}, trust__max_attempts=2)
+        again.resume(0)
+        assert [again._health.rate(key.worker) == 1 for key in (KEY, OTHER)] == [True, False]
+        again._health.rejected(KEY.worker, ("train", 1, 0), 0.0, is_fault=False)
+        assert again._health.is_banned(KEY.worker)
     found = ledger_lib.verify(tmp_path / "ledger.db", keeper=RUN.worker)
     assert found.error is None, found
 

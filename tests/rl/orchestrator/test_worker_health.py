@@ -10,27 +10,38 @@ from rl.orchestrator import worker_health
 KEY = ("train", 1, 0)
 
 
-def make(min_rate=0.05, invited_rate=0.125, invited=("friend",)):
+NAMES = ("friend", "slow", "good", "bad", "shady")
+
+
+def make(min_rate=0.05, invited_rate=1.0, invited=NAMES):
     rates = dict(min_rate=min_rate, invited_rate=invited_rate, invited=invited)
     return worker_health.WorkerHealth(max_rejections=3, lease_s=10.0, **rates)
+
+
+def room(health, worker, num_held, num_groups, now_s):
+    return health.room(worker, "net", num_groups, now_s, lambda worker: [KEY] * num_held)
+
+
+def reject(health, worker, is_fault=False):
+    health.rejected(worker, KEY, 0.0, is_fault=is_fault)
 
 
 def test_a_worker_whose_leases_expire_holds_less_while_others_are_active():
     health = make()
     health.seen("slow", 0.0)
     for _ in range(3):
-        health.expired("slow", KEY)
-    assert health.room("slow", 0, 16, 1.0) == 16 and health.may_lease("slow", KEY, 1.0)  # no other worker could do it
+        health.lost("slow", KEY, 0.0)
+    assert room(health, "slow", 0, 16, 1.0) == 16 and health.may_lease("slow", KEY, 1.0)  # no other worker could do it
     health.seen("good", 1.0)
-    assert health.room("slow", 0, 16, 2.0) == 2 and not health.may_lease("slow", KEY, 2.0)
-    assert health.room("good", 0, 16, 2.0) == 16 and health.may_lease("good", KEY, 2.0)
-    assert health.room("slow", 1, 16, 2.0) == 1  # it may hold two and holds one
+    assert room(health, "slow", 0, 16, 2.0) == 2 and not health.may_lease("slow", KEY, 2.0)
+    assert room(health, "good", 0, 16, 2.0) == 16 and health.may_lease("good", KEY, 2.0)
+    assert room(health, "slow", 1, 16, 2.0) == 1  # it may hold two and holds one
     for _ in range(40):
-        health.expired("slow", KEY)
-    assert health.room("slow", 0, 16, 2.0) == 1  # a chance is left
+        health.lost("slow", KEY, 2.0)
+    assert room(health, "slow", 0, 16, 2.0) == 1  # a chance is left
     health.accepted("slow", KEY)
     assert health.may_lease("slow", KEY, 2.0)
-    assert health.room("slow", 0, 16, 12.0) == 16  # the other has not asked for longer than a lease lasts
+    assert room(health, "slow", 0, 16, 12.0) == 16  # the other has not asked for longer than a lease lasts
 
 
 def test_rejections_ban_and_a_failed_replay_makes_a_suspect():
@@ -38,12 +49,12 @@ def test_rejections_ban_and_a_failed_replay_makes_a_suspect():
     for name in ("good", "bad"):
         health.seen(name, 0.0)
     assert health.has_others("good", 0.0)
-    health.rejected("bad", is_fault=False)
+    reject(health, "bad", is_fault=False)
     assert health.rate("bad") == 1 and not health.is_banned("bad")
-    health.rejected("bad", is_fault=True)
-    assert health.rate("bad") == 1 and health.room("bad", 0, 16, 0.0) == 16
-    health.rejected("bad", is_fault=False)
-    assert health.is_banned("bad") and health.room("bad", 0, 16, 0.0) == 0
+    reject(health, "bad", is_fault=True)
+    assert health.rate("bad") == 1 and room(health, "bad", 0, 16, 0.0) == 16
+    reject(health, "bad", is_fault=False)
+    assert health.is_banned("bad") and room(health, "bad", 0, 16, 0.0) == 0
     assert health.has_others("bad", 0.0) and not health.has_others("good", 0.0)
     assert health.num_banned(0.0) == 1 and health.num_banned(11.0) == 0  # only of those that still ask
 
@@ -53,9 +64,9 @@ def test_marks_against_a_worker_outlive_a_restart():
     for name in ("bad", "shady", "slow", "good"):
         health.seen(name, 0.0)
     for _ in range(3):
-        health.rejected("bad", is_fault=False)
-    health.rejected("shady", is_fault=True)
-    health.expired("slow", KEY)
+        reject(health, "bad", is_fault=False)
+    reject(health, "shady", is_fault=True)
+    health.lost("slow", KEY, 0.0)
     for _ in range(32):
         health.verified("good")
     for step in (4, 5, 9):
@@ -67,35 +78,38 @@ def test_marks_against_a_worker_outlive_a_restart():
     assert again.is_banned("bad") and again.rate("shady") == 1 and not again.is_banned("shady")
     assert again.rate("good") == 1 / 2 and again.reveal("good") == (3, [4, 5, 9])
     health.restore({"workers": {"old": [2, True, 0]}, "expired_with": []})  # of an earlier version
-    assert health.rate("old") == 1 and health.rate("friend") == 0.125
-    assert again.room("slow", 0, 16, 1000.0) == 8 and not again.may_lease("slow", KEY, 1000.0)
-    again.rejected("shady", is_fault=False)
-    again.rejected("shady", is_fault=False)
+    assert health.rate("old") == 1
+    assert room(again, "slow", 0, 16, 1000.0) == 8 and not again.may_lease("slow", KEY, 1000.0)
+    reject(again, "shady", is_fault=False)
+    reject(again, "shady", is_fault=False)
     assert again.is_banned("shady")
 
 
-def test_keys_that_only_ask_leave_no_trace(monkeypatch):
-    monkeypatch.setattr(worker_health, "MIN_PRUNED", 100)
-    health = make()
-    health.rejected("bad", is_fault=False)
-    for i in range(20_000):
-        health.seen(f"key {i}", i * 0.1)  # a hundred of them within a lease
-    assert len(health._workers) <= 2 * 101 + 101 and health.has_others("bad", 1999.9)
-    assert health.state()["workers"] == {"bad": [1, False, 0, 0, 0, []]}
+def test_keys_that_only_ask_leave_no_trace():
+    health = make(invited=())
+    reject(health, "bad")
+    for i in range(2_000):
+        health.seen(f"key {i}", i * 0.1)
+        assert room(health, f"key {i}", 0, 16, i * 0.1) == 1 and health.rate(f"key {i}") == 1
+    assert health.state()["workers"] == {"bad": [1, False, 0, 0, 0, [], 0]} and not health._seen_s
+    for i in range(2_000):
+        health.accepted(f"key {i}", KEY)
+        health.seen(f"key {i}", i * 0.1)
+    assert len(health._seen_s) <= 101 and health.has_others("bad", 199.9)  # a hundred of them within a lease
 
 
 @pytest.mark.parametrize("record", [0, 1, 31, 32, 100, 607, 608, 10**6])
 def test_a_rate_falls_with_the_record_to_its_floor_and_is_1_after_a_fault(record):
-    health = make()
+    health = make(invited_rate=0.125)
     for _ in range(min(record, 700)):
         health.verified("a")
         health.verified("friend")
     health._workers["a"].num_verified = health._workers["friend"].num_verified = record
     assert health.rate("a") == pytest.approx(max(0.05, 32 / (32 + record)))
     assert health.rate("friend") == pytest.approx(max(0.05, 1 / (8 + record / 32)))
-    health.rejected("a", is_fault=False)
+    reject(health, "a", is_fault=False)
     assert health.rate("a") < 1 or not record
-    health.rejected("friend", is_fault=True)
+    reject(health, "friend", is_fault=True)
     assert health.rate("friend") == 1 == health.rate("unknown")
     health.verified("friend")
     assert health.rate("friend") == 1
@@ -117,5 +131,5 @@ def test_steps_are_named_once_and_kept_as_ranges():
     health = make()
     for step in (1, 2, 2, 3, 7, 9, 10):
         health.trained_unverified("a", step)
-    assert health.state()["workers"]["a"][-2:] == [7, [[1, 3], [7, 7], [9, 10]]]
+    assert health.state()["workers"]["a"][4:6] == [7, [[1, 3], [7, 7], [9, 10]]]
     assert health.reveal("a") == (7, [1, 2, 3, 7, 9, 10]) and health.reveal("a") == (0, [])

@@ -115,6 +115,9 @@ def test_only_the_run_is_answered_and_bytes_that_are_no_rollouts_are_refused(tmp
         assert reply.status_code == 400 and words in reply.text and not found
     reply, _ = asked(judge, b"PAR1")
     assert reply.status_code == 400 and "rollout file" in reply.text
+    many = parquet.to_bytes(doubles.honest(doubles.Double(3, prompts=2)) * 5)  # 80, and 64 are replayed together
+    reply, _ = asked(judge, many)
+    assert reply.status_code == 400 and "rows" in reply.text
     assert judge.counts == {} and not (tmp_path / "evidence.json").exists()
 
 
