@@ -57,7 +57,7 @@ class _Validator:
     url: str
     key: str
     free_s: float = -math.inf  # asked again from this time on
-    pause_s: float = FIRST_PAUSE_S
+    num_faults: int = 0  # in a row
     problem: str = ""  # of the last request; "": it was answered
     num_decided: int = 0
     num_contradictions: int = 0
@@ -335,10 +335,10 @@ class VerdictCollector:
             state = f"is replaced by others for now: {problem}" if problem else "answers again"
             self._on_fault(f"validator {validator.url} {state}")
         validator.problem = problem
+        validator.num_faults = min(validator.num_faults + 1, 16) if problem else 0
         if problem:
             self._count("validator_faults")
-            validator.free_s = time.monotonic() + validator.pause_s
-        validator.pause_s = min(2 * validator.pause_s, MAX_PAUSE_S) if problem else FIRST_PAUSE_S
+            validator.free_s = time.monotonic() + min(FIRST_PAUSE_S * 2 ** (validator.num_faults - 1), MAX_PAUSE_S)
 
     def _check_weights(self, case: _Case) -> None:
         """Fails the run if every validator that is asked lacks the weights of a group, and the time limit is over for it."""

@@ -83,7 +83,7 @@ def changed(**fields):
 
 
 async def silence(found, key):
-    await asyncio.sleep(2)
+    await asyncio.sleep(0.8)
 
 
 MISDEEDS = {

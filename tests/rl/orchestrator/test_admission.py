@@ -260,7 +260,7 @@ def test_a_held_out_group_is_no_record(make, clock):
     assert health.may_lease("known", held_out, LEASE_S) and health.may_lease("new", held_out, LEASE_S + 0.1)
 
 
-def test_a_hundred_thousand_keys_leave_no_trace(make, clock, monkeypatch):
+def test_thousands_of_keys_leave_no_trace(make, clock, monkeypatch):
     orchestrator, session = make(), lease_lib.Session.open(RUN.worker)
     monkeypatch.setattr(lease_lib, "is_signed", lambda worker, message: True)
     now = [1e9]
@@ -280,9 +280,9 @@ def test_a_hundred_thousand_keys_leave_no_trace(make, clock, monkeypatch):
         orchestrator.lease(name, 4, str(number))
 
     names, kept, sizes = fresh(), (verifier, rate, health, orchestrator._queue), []
-    for number in range(102_000):
+    for number in range(32_000):
         ask(next(names), number)
-        if number in (2_000, 101_999):
+        if number in (2_000, 31_999):
             sizes.append(sum(map(size, kept)))
     assert sizes[1] < sizes[0] + 5_000, sizes
     assert len(verifier._last_us) <= 1001 and len(rate._buckets) <= 1001 and len(health._places) <= 4

@@ -459,6 +459,7 @@ def test_a_group_on_which_validators_contradict_each_other_is_void(make):
 def test_nothing_unverified_reaches_a_batch_while_validators_are_silent(make, monkeypatch):
     """Over HTTP: a batch waits, and its notice names them; a trusted worker's other groups count as eligible meanwhile."""
     monkeypatch.setattr(orchestrator_lib, "WAIT_NOTICE_S", 0.05)
+    monkeypatch.setattr(verdict_collector, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(verdict_collector, "MAX_PAUSE_S", 0.1)
     lines, act = [], validators.MISDEEDS["another status"]
     doubles = [validators.Double(RUN.worker, act=act, is_up=False) for _ in range(3)]

@@ -19,6 +19,12 @@ RUN, WORKER = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
 BAD = frozenset({1, 4})  # the groups that honest validators reject
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(verdict_collector, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(verdict_collector, "MAX_PAUSE_S", 0.1)
+
+
 def groups(count, step=1):
     config = quickstart.get_config()
     config.rl.prompts_per_step = count
@@ -110,12 +116,9 @@ def test_a_validator_at_fault_is_replaced_and_named(misdeed):
             assert bad.key.worker not in {one.validator for one in signed}
 
 
-def test_a_stopped_validator_is_asked_again_when_it_is_back(monkeypatch):
-    monkeypatch.setattr(verdict_collector, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(verdict_collector, "MAX_PAUSE_S", 0.1)
+def test_a_stopped_validator_is_asked_again_when_it_is_back():
     one = double(act=validators.MISDEEDS["another status"], is_up=False)
     with validators.served(one) as names, Collected(names) as collected:
-        collected.source._validators[0].pause_s = 0.05
         begun = time.monotonic()
         collected.ask(groups(3))
         proxy.wait_until(lambda: collected.lines and time.monotonic() > begun + 0.3)
@@ -126,10 +129,8 @@ def test_a_stopped_validator_is_asked_again_when_it_is_back(monkeypatch):
         assert collected.source.notice() == "" and collected.lines[-1].endswith("answers again")
 
 
-def test_a_group_on_which_validators_fail_holds_up_no_other_and_is_void(monkeypatch):
+def test_a_group_on_which_validators_fail_holds_up_no_other_and_is_void():
     """Three answers that fail of each of two of three make it void; an outage, meanwhile, counts for nothing."""
-    monkeypatch.setattr(verdict_collector, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(verdict_collector, "MAX_PAUSE_S", 0.04)
 
     def crash(found, key):
         assert all(one.group != 3 for one in found)
@@ -137,8 +138,6 @@ def test_a_group_on_which_validators_fail_holds_up_no_other_and_is_void(monkeypa
 
     doubles = [double(act=crash) for _ in range(3)]
     with validators.served(*doubles) as names, Collected(names) as collected:
-        for one in collected.source._validators:
-            one.pause_s = 0.02
         collected.ask(groups(8))
         assert collected.decisions.wait(8) == honest(8) | {("train", 1, 3): "unanswered"}
         assert "group train/1/3 is void, and is generated again: too many validators fail" in "".join(collected.lines)
@@ -187,21 +186,20 @@ def test_two_that_contradict_each_other_decide_nothing_and_the_group_is_void():
 
 def test_without_weights_anywhere_the_run_fails_and_not_before_the_limit():
     doubles = [double(act=validators.MISDEEDS["no weights"]) for _ in range(3)]
-    with validators.served(*doubles) as names, Collected(names, verdict_s=1.5) as collected:
+    with validators.served(*doubles) as names, Collected(names, verdict_s=0.5) as collected:
         begun = time.monotonic()
         collected.ask(groups(1))
         proxy.wait_until(lambda: collected.decisions.failures)
-        assert time.monotonic() - begun > 1.5 and "no validator can pull the weights" in str(
+        assert time.monotonic() - begun > 0.5 and "no validator can pull the weights" in str(
             collected.decisions.failures[0]
         )
         assert collected.decisions.found == {}
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_minority_of_validators_changes_no_decision(seed, monkeypatch):
+def test_any_minority_of_validators_changes_no_decision(seed):
     """Fewer than half of n validators do anything, and change their mind; all groups are decided as by the honest ones."""
     rng = random.Random(seed)
-    monkeypatch.setattr(verdict_collector, "FIRST_PAUSE_S", 0.05)
     num = rng.choice([3, 4, 5, 7])
     acts = [None, *validators.MISDEEDS.values()]
 
