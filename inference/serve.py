@@ -224,7 +224,6 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
     fields = dataclasses.fields(engine_lib.EngineConfig)
     config = engine_lib.EngineConfig(**{field.name: getattr(args, field.name) for field in fields})
     options = {
-        "allow": args.weights_allow,
         "max_queue": args.max_queue,
         "prefix_cache_bytes": args.prefix_cache_mib * 2**20,
         "mesh": mesh_lib.parse(args.mesh),
@@ -237,7 +236,7 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
         server = inference_server.start(args.weights, config, key=key, **options)
     else:
         server = inference_server.start_model(args.model, config, **options)
-    server.model_name = args.served_model_name
+    server.model_name, server.sources = args.served_model_name, [*server.sources, *args.weights_allow]
     return sock, server
 
 

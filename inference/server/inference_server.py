@@ -181,7 +181,6 @@ def start(
     config: engine_lib.EngineConfig,
     *,
     key: source_lib.Trusted = None,
-    allow: Sequence[str] = (),
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
     **options,
@@ -192,7 +191,6 @@ def start(
       weights: a directory, a bucket URL, or the URLs of relays. Raises TimeoutError if no version appears within START_S.
       config: sizes of the engine.
       key: of the publisher, who must have signed the weights: hex, a root file, or a verifier; None accepts any.
-      allow: further directories and URLs that an update may name, each with everything below it.
       mesh: {axis: size} of a mesh over this host's devices; None for one device.
       quantize: one of weights.QUANTIZATIONS.
       **options: `every_length` (compile for prompts of every length now), and the options of `Scheduler`.
@@ -215,7 +213,7 @@ def start(
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
     server = _run(config, store, metadata["tokenizer"], pulled.params, pulled.version, **options)
     server.weights, server.key, server.have = source, key, pulled
-    server.sources = [*([weights] if isinstance(weights, str) else weights), *allow]
+    server.sources = [weights] if isinstance(weights, str) else weights
     return server
 
 
@@ -223,7 +221,6 @@ def start_model(
     folder: str,
     config: engine_lib.EngineConfig,
     *,
-    allow: Sequence[str] = (),
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
     **options,
@@ -233,7 +230,7 @@ def start_model(
     folder = str(hub.folder(folder))
     store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config), quantize)
     server = _run(config, store, folder, _load_folder(folder, store), 0, **options)
-    server.sources = [folder, *allow]
+    server.sources = [folder]
     return server
 
 

@@ -130,11 +130,11 @@ def _landlock_version() -> int:
 
 
 def _has_seccomp() -> bool:
-    column = [*_ARCHS].index(os.uname().machine) if os.uname().machine in _ARCHS else -1
-    kill = ctypes.byref(ctypes.c_uint32(_KILL))
+    if sys.platform != "linux" or os.uname().machine not in _ARCHS:
+        return False
     return (
-        sys.platform == "linux" and column >= 0 and _libc().syscall(_SECCOMP[column], 2, 0, kill) == 0
-    )  # is it known?
+        _libc().syscall(_SECCOMP[[*_ARCHS].index(os.uname().machine)], 2, 0, ctypes.byref(ctypes.c_uint32(_KILL))) == 0
+    )
 
 
 @functools.cache

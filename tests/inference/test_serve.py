@@ -54,7 +54,8 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(weights):
-    server = inference_server.start(str(weights), CONFIG, allow=[str(weights.parent)])
+    server = inference_server.start(str(weights), CONFIG)
+    server.sources = [str(weights.parent)]
     yield server
     server.close()
 
@@ -492,7 +493,8 @@ def test_swaps_on_a_mesh(tmp_path):
     """Weights of a broadcast, pulled straight into their places on eight devices, while requests run there."""
     publish(tmp_path / "own", 0)
     mesh = {"tensor": 2, "data": -1}
-    meshed = inference_server.start(str(tmp_path / "own"), CONFIG, allow=[str(tmp_path)], mesh=mesh)
+    meshed = inference_server.start(str(tmp_path / "own"), CONFIG, mesh=mesh)
+    meshed.sources = [str(tmp_path)]
     try:
         down = meshed.engine.load_params()["layers"]["000"]["mlp"]["down"]
         assert down.sharding.shard_shape(down.shape) == (MODEL.ffn_dim // 2, MODEL.model_dim)
@@ -534,7 +536,8 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
     for folder, params in zip(folders, trees, strict=True):
         hf.save(folder, MODEL, params)
         tokenizer_lib.byte_chatml().save(folder)
-    server = inference_server.start_model(str(folders[0]), CONFIG, allow=[str(folders[1])])
+    server = inference_server.start_model(str(folders[0]), CONFIG)
+    server.sources = list(map(str, folders))
     plain = scheduler_lib.Scheduler(server.engine, trees[0], 0)
     request = server.request(schemas.SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PROMPT)
     try:

@@ -214,6 +214,8 @@ def test_a_request_with_two_lengths_smuggles_nothing(server, listener):
     replies = exchange(getattr(server, listener), (head + body).encode())
     assert replies.startswith(b"HTTP/1.1 400 ") and b"Content-Length and Transfer-Encoding" in replies
     assert replies.count(b"HTTP/1.1 ") == 1 and not server.health()["paused"]
+    for fold in ("POST /pause HTTP/1.1\r\n content-length: 9\r\nhost: localhost", f"{head}content-length: 0\r\n 9"):
+        assert exchange(getattr(server, listener), f"{fold}\r\n\r\n".encode()).startswith(b"HTTP/1.1 400 ")
 
 
 def test_an_upgrade_does_not_slip_past_the_guard(server):

@@ -195,7 +195,8 @@ def test_a_server_in_int8_updates_and_says_what_it_is(tmp_path):
     """From a broadcast, by a delta, and from the same in a folder; refused names; the host's copy stays what was published."""
     root, metadata = tmp_path / "weights", {"model": dataclasses.asdict(DENSE), "tokenizer": "byte_chatml"}
     broadcast.publish(params("dense"), 0, str(root), metadata=metadata)
-    server = inference_server.start(str(root), CONFIG, allow=[str(tmp_path)], quantize="int8")
+    server = inference_server.start(str(root), CONFIG, quantize="int8")
+    server.sources = [str(tmp_path)]
 
     def ask(method, path, body=None):
         async def exchange():
