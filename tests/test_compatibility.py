@@ -48,7 +48,7 @@ from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
 from sharding.format import journal
-from tests.support import commands, trees
+from tests.support import commands, ledgers, trees
 
 TRAIN, EVALUATE, EXPORT = "rl.train", "rl.evaluate", "rl.export"  # commands: python -m NAME
 CONFIG = "configs/quickstart.py"
@@ -216,7 +216,7 @@ def judged(tmp_path):
 
 def test_ledger(judged):
     expected, path = EXPECTED["ledger"], judged / "ledger.db"
-    found = ledger_lib.verify(path, keeper=expected["keeper"], head=expected["head"])
+    found = ledgers.verify(path, keeper=expected["keeper"], head=expected["head"])
     assert (found.error, found.head, found.num_entries) == (None, expected["head"], len(expected["entries"]))
     with ledger_lib.Ledger(path) as ledger:
         recorded, state = ledger.entries(), ledger.state
@@ -258,7 +258,7 @@ def test_the_keeper_goes_on_with_the_ledger(judged):
             event = expected["entries"][-1]["event"]
             ledger.append(events.Event(**event | {"signature": bytes.fromhex(event["signature"])}))
         ledger.append(events.sign("accept", ANN.worker, JUDGE, work=pending, checked=True))
-    found = ledger_lib.verify(path, keeper=KEEPER.worker, head=expected["head"])
+    found = ledgers.verify(path, keeper=KEEPER.worker, head=expected["head"])
     assert found.error is None and found.num_entries == len(expected["entries"]) + 1
 
 

@@ -260,21 +260,13 @@ def fields(experiment: Experiment) -> dict:
 
 def with_new_fields(saved: dict) -> dict:
     """Returns a config that was saved as JSON, with the defaults of fields that did not exist at that time, without dropped ones."""
-
-    def merged(defaults: dict, given: dict) -> dict:
-        new = {name: value for name, value in defaults.items() if name not in given}
-        both = {
-            name: merged(defaults[name], v) if isinstance(v, dict) and name in defaults else v
-            for name, v in given.items()
-        }
-        return both | new
-
-    defaults = _defaults()
-    if not defaults["loss_options"].keys() & saved["loss_options"].keys():  # replaced by those of a loss of one's own
-        defaults["loss_options"] = {}
-    config = merged(defaults, saved)
-    config["trust"].pop("check_fraction", None)  # until worker rates replaced it
-    return config
+    config = config_dict.ConfigDict(_defaults(), type_safe=False)
+    if not config.loss_options.keys() & saved["loss_options"].keys():  # replaced by those of a loss of one's own
+        config.loss_options = {}
+    config.update(saved)
+    merged = config.to_dict()
+    merged["trust"].pop("check_fraction", None)  # until worker rates replaced it
+    return merged
 
 
 def _defaults() -> dict:

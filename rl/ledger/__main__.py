@@ -38,54 +38,48 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("--follow", action="store_true", help=text)
     args = parser.parse_args(argv)
     try:
-        if args.command == "events":
-            return _stream(args)
-        report = ledger_lib.verify(args.path, keeper=args.keeper, head=args.head)
-    except (ValueError, OSError, sqlite3.Error) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if report.error:
-        found = f"entry {report.num_entries} of {args.path} is bad: {report.error}"
-        print(f"error: {found}; restore a good copy", file=sys.stderr)
-        return 1
-    if args.command == "show":
-        with ledger_lib.Ledger(args.path) as ledger:
-            _show(ledger, args.last)
-    print(f"{report.num_entries} entries are good; head {report.head}")
-    return 0
-
-
-def _stream(args) -> int:
-    """Prints the entries of a ledger and, with `--follow`, those that other processes append. Returns the exit code."""
-    stopped = []  # not by KeyboardInterrupt, which a finalizer or a callback of SQLite may swallow
-    previous = {
-        number: signal.signal(number, lambda *_: stopped.append(True)) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
         with ledger_lib.Ledger(args.path) as ledger:
             if args.keeper not in (None, ledger.state.keeper):
                 raise ValueError(f"{args.path} is kept by {ledger.state.keeper}, not by --keeper; get the right file")
             if args.head:
                 ledger.check_contains(args.head, "--head")
-            number = 0
-            while not stopped:
-                for entry in (entries := ledger.entries(number, CHUNK)):
-                    if not args.kind or entry.event.kind in args.kind:
-                        print(_as_json(entry))
-                number += len(entries)
-                if entries:
-                    sys.stdout.flush()
-                elif args.follow:
-                    time.sleep(POLL_S)
-                    ledger.refresh()
-                else:
-                    break
+            if args.command == "events":
+                _stream(ledger, args.kind, args.follow)
+                return 0
+            if args.command == "show":
+                _show(ledger, args.last)
+            print(f"{int(ledger.head.partition(':')[0]) + 1} entries are good; head {ledger.head}")
+            return 0
+    except (ValueError, OSError, sqlite3.Error) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _stream(ledger: ledger_lib.Ledger, kinds: list[str] | None, follow: bool) -> None:
+    """Prints the entries of a ledger (None: of all kinds) and, with `follow`, those that other processes append."""
+    stopped = []  # not by KeyboardInterrupt, which a finalizer or a callback of SQLite may swallow
+    previous = {
+        number: signal.signal(number, lambda *_: stopped.append(True)) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        number = 0
+        while not stopped:
+            for entry in (entries := ledger.entries(number, CHUNK)):
+                if not kinds or entry.event.kind in kinds:
+                    print(_as_json(entry))
+            number += len(entries)
+            if entries:
+                sys.stdout.flush()
+            elif follow:
+                time.sleep(POLL_S)
+                ledger.refresh()
+            else:
+                break
     except BrokenPipeError:  # the reader ended, such as head; Python would complain about it once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return 0
 
 
 def _as_json(entry) -> str:

@@ -4,19 +4,17 @@
 2. `append` checks a signed event (rl/ledger/events.py) against the rules, chains it by hash, seals the hash with the keeper's key, and
    commits with fsync (rl/ledger/storage.py). When it returns, the event survives a kill.
 3. Balances, reputation, and finished tasks are derived from the events and never stored (rl/ledger/balances.py).
-4. `verify` repeats all of it from the file alone and names the first bad entry.
+4. Opening a ledger repeats all of it from the file alone, and names the first bad entry.
 
 After INTELLECT-2's contracts: units stay locked for a window (a day there) in which they can be invalidated; a slash reduces the stake
 and forfeits locked units; an ejected worker cannot return. Left out: withdrawal of stake, transfers, votes among validators.
 
 Limits: the owner of the keeper's key can write another history, and an older copy of the whole file is a valid ledger:
-give `verify` a head that you noted elsewhere. A training run notes heads in its manifests and checkpoints (rl/ledger/run_ledger.py).
+note heads elsewhere, and ask `check_contains`. A training run notes heads in its manifests and checkpoints (rl/ledger/run_ledger.py).
 """
 
 import contextlib
-import dataclasses
 import itertools
-import os
 import pathlib
 import re
 import sqlite3
@@ -32,15 +30,6 @@ from sharding.system import atomic_file
 WINDOW_MS = 24 * 3600 * 1000
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The result of verifying a ledger file: the number of good entries before the first bad one, and the fault of the bad one."""
-
-    num_entries: int  # good ones; also the number of the bad one
-    error: str | None  # None for a good ledger
-    head: str | None  # "SEQ:HASH" of the last good entry, to be noted elsewhere
-
-
 class Ledger(contextlib.AbstractContextManager):
     """An open ledger file: the append-only, signed record of submitted work and verdicts.
 
@@ -53,8 +42,6 @@ class Ledger(contextlib.AbstractContextManager):
         self._path, self.key, self._lock = pathlib.Path(path), keeper, threading.Lock()
         self._connection = storage.connect(self._path)
         try:
-            found = os.stat(self._path)
-            self._file = found.st_dev, found.st_ino
             self._load()
             if keeper is not None and keeper.worker != self.state.keeper:
                 raise ValueError(f"key {keeper.worker} does not keep ledger {path}; use the key {self.state.keeper}")
@@ -98,23 +85,11 @@ class Ledger(contextlib.AbstractContextManager):
 
         Raises ValueError if one breaks a rule, and OSError if the file cannot be written.
         """
-        entries, error = self._append(events, all_or_none=True)
-        if error:
-            raise error
-        return entries
-
-    def append_until_refused(self, *events: ledger_events.Event) -> tuple[list[storage.Entry], ValueError | None]:
-        """Appends events like `append`, but keeps those before the first that breaks a rule; returns their entries and its error."""
-        return self._append(events, all_or_none=False)
-
-    def _append(self, events, *, all_or_none: bool) -> tuple[list[storage.Entry], ValueError | None]:
         if self.key is None:
             raise ValueError(f"ledger {self._path} was opened without the keeper's key; open it with the key to append")
         entries: list[storage.Entry] = []
-        refusal = None
         with self._lock:
             try:
-                self._check_file()
                 with storage.transaction(self._connection):
                     self._catch_up()  # another process may have appended
                     for event in events:
@@ -122,10 +97,7 @@ class Ledger(contextlib.AbstractContextManager):
                         time_ms = max(now_ms(), self.state.time_ms)
                         if reason := ledger_events.signature_error(event) or self.state.refusal(event, time_ms):
                             found = f"event {event.kind} of {event.node[:16]} is refused: {reason}"
-                            refusal = ValueError(f"{found}; correct the event or leave it out")
-                            if all_or_none:
-                                raise refusal
-                            break
+                            raise ValueError(f"{found}; correct the event or leave it out")
                         entry = storage.insert(self._connection, self.key, self._next, time_ms, event, self._hash)
                         self.state.apply(event, time_ms)
                         self._next, self._hash = entry.seq + 1, entry.hash
@@ -135,11 +107,11 @@ class Ledger(contextlib.AbstractContextManager):
             except sqlite3.Error as error:
                 self._reload()
                 text = f"ledger {self._path} cannot be written ({error}); nothing was appended"
-                raise OSError(f"{text}; end other readers of the file, or free its disk") from error
+                raise OSError(f"{text}; end other readers of the file, free its disk, or put the file back") from error
             except BaseException:  # the state may contain entries that were rolled back
                 self._reload()
                 raise
-        return entries, refusal
+        return entries
 
     def check_contains(self, head: str, where: str) -> None:
         """Raises ValueError unless the ledger contains the entry `head` ("SEQ:HASH"), which `where` (a file) names."""
@@ -154,7 +126,6 @@ class Ledger(contextlib.AbstractContextManager):
     def refresh(self) -> balances.State:
         """Returns the current state of the ledger, after reading entries that other processes appended. Raises ValueError for a bad one."""
         with self._lock:
-            self._check_file()
             self._catch_up()
             return self.state
 
@@ -175,21 +146,9 @@ class Ledger(contextlib.AbstractContextManager):
         self.head = f"{self._next - 1}:{self._hash.hex()}"
 
     def _reload(self) -> None:
-        """Reads the file again after a failed write; not one that replaced it, which `_check_file` reports."""
+        """Reads the file again after a failed write."""
         with contextlib.suppress(sqlite3.Error):
             self._load()
-
-    def _check_file(self) -> None:
-        """Raises ValueError if the path does not lead to the opened file any more."""
-        try:
-            found = os.stat(self._path)
-        except FileNotFoundError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != self._file:
-            problem = "was removed" if found is None else "was replaced by another file"
-            raise ValueError(
-                f"ledger {self._path} {problem} while it was open; put the first file back and start again"
-            )
 
     def _catch_up(self) -> None:
         with self._named_in_errors():
@@ -200,33 +159,11 @@ class Ledger(contextlib.AbstractContextManager):
     def _named_in_errors(self) -> Iterator[None]:
         try:
             yield
-        except ValueError as error:
+        except sqlite3.OperationalError:  # such as a lock
+            raise
+        except (ValueError, sqlite3.Error) as error:
             found = f"ledger {self._path} is bad at entry {self._next}: {error}"
             raise ValueError(f"{found}; restore a copy that rl.ledger verify accepts") from error
-
-
-def verify(path: str | pathlib.Path, *, keeper: str | None = None, head: str | None = None) -> Report:
-    """Checks every entry of a ledger file and returns a report; a damaged file is reported, not raised.
-
-    `keeper` is the expected public key of the ledger's owner; by default, the key in entry 0 is trusted. `head` is an entry noted earlier
-    as "SEQ:HASH", which the ledger must contain. Raises FileNotFoundError without a file, ValueError for another format of `head`.
-    """
-    head_seq, head_hash = _parse_head(head) if head is not None else (-1, b"")
-    state, good, last, fault = balances.State(), 0, bytes(32), None
-    try:
-        with contextlib.closing(storage.connect(pathlib.Path(path))) as connection:
-            for entry in storage.checked(connection, state, 0, last):
-                if keeper is not None and state.keeper != keeper:
-                    raise ValueError(f"the ledger is kept by {state.keeper}, not by the expected keeper {keeper}")
-                if entry.seq == head_seq and entry.hash != head_hash:
-                    raise ValueError(f"entry {head_seq} does not have the hash of the expected head {head}")
-                good, last = entry.seq + 1, entry.hash
-            if head_seq >= good:
-                raise ValueError(f"the ledger ends after entry {good - 1}, before the expected head {head}")
-            storage.check_head(connection, good - 1, last, state.keeper)
-    except (ValueError, sqlite3.Error) as error:
-        fault = str(error)
-    return Report(good, fault, f"{good - 1}:{last.hex()}" if good else None)
 
 
 def _parse_head(head: str) -> tuple[int, bytes]:

@@ -10,13 +10,12 @@ The keeper has a key of its own: the run's signing key can be replaced, and the 
 ledger are signed with the run's key, so that a reader who trusts that key needs no other to trust the ledger.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 from inference.rollouts import rollout as rollout_lib
@@ -26,7 +25,7 @@ from rl.ledger import storage, task_ranges
 from rl.protocol import verdict as verdict_lib
 
 MAX_COMMIT = 1024  # events
-Recorded = concurrent.futures.Future[int | None]  # the number of the event, once it is durable
+Recorded = futures.Future[int | None]  # the number of the event, once it is durable
 
 
 class RunLedger(contextlib.AbstractContextManager):
@@ -52,19 +51,14 @@ class RunLedger(contextlib.AbstractContextManager):
         self._joined = set(self._ledger.state.workers)
         self._invited = set(self._ledger.state.run.invited)
         self._ejected = {name for name, worker in self._ledger.state.workers.items() if worker.ejected}
-        self._lock = threading.RLock()  # of the three sets, and of the end
-        self._is_closed = False
+        self._lock = threading.RLock()  # of the three sets, and of what waits
         self._failure: BaseException | None = None
-        self._queue: queue.SimpleQueue[tuple[tuple[str, str, dict] | None, Recorded] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="ledger", daemon=True)
-        self._thread.start()
+        self._waiting: list[tuple[tuple[str, str, dict] | None, Recorded]] = []  # None: a wait for earlier events
+        self._writer = futures.ThreadPoolExecutor(1, "ledger")
 
     def __exit__(self, *_) -> None:
         """Waits until all events are durable, and closes the file. Later events fail."""
-        with self._lock:
-            self._is_closed = True
-            self._queue.put(None)
-        self._thread.join()
+        self._writer.shutdown()
         self._ledger.close()
 
     @property
@@ -151,36 +145,28 @@ class RunLedger(contextlib.AbstractContextManager):
         return self._put((kind, node, fields))
 
     def _put(self, event: tuple[str, str, dict] | None) -> Recorded:
-        recorded: Recorded = concurrent.futures.Future()
+        recorded: Recorded = futures.Future()
         with self._lock:
-            if self._is_closed:
+            try:
+                self._writer.submit(self._commit)
+                self._waiting.append((event, recorded))
+            except RuntimeError:
                 found = f"{event[0] if event else 'a wait'} came after the run's ledger was closed"
                 recorded.set_exception(ValueError(f"{found}; open the ledger again"))
-            else:
-                self._queue.put((event, recorded))
         return recorded
 
-    def _write(self) -> None:
-        """Commits the events in the queue, until `__exit__` puts None there."""
-        is_open = True
-        while is_open:
-            items = [self._queue.get()]
-            with contextlib.suppress(queue.Empty):
-                while len(items) < MAX_COMMIT:
-                    items.append(self._queue.get_nowait())
-            is_open = None not in items
-            self._commit([item for item in items if item])
-
-    def _commit(self, items: list[tuple[tuple[str, str, dict] | None, Recorded]]) -> None:
+    def _commit(self) -> None:
+        """Commits the events that wait; called once for each, it often finds none."""
+        with self._lock:
+            items, self._waiting = self._waiting[:MAX_COMMIT], self._waiting[MAX_COMMIT:]
         entries: list[storage.Entry] = []
-        if not self._failure:
-            try:
-                signed = [ledger_events.sign(*item[:2], self._key, **item[2]) for item, _ in items if item]
-                entries, self._failure = self._ledger.append_until_refused(*signed) if signed else ([], None)
-            except BaseException as error:  # those who wait for the events, and the run, get it
-                self._failure = error
-            if self._failure:
-                self.on_failure(self._failure)
+        try:
+            signed = [ledger_events.sign(*item[:2], self._key, **item[2]) for item, _ in items if item]
+            if signed and not self._failure:
+                self._append(signed, entries)
+        except BaseException as error:  # those who wait for the events, and the run, get it
+            self._failure = error
+            self.on_failure(error)
         numbers = iter([entry.seq for entry in entries])
         for item, recorded in items:
             number = next(numbers, None) if item else None
@@ -188,6 +174,14 @@ class RunLedger(contextlib.AbstractContextManager):
                 recorded.set_exception(self._failure)
             else:
                 recorded.set_result(number)
+
+    def _append(self, signed: list[ledger_events.Event], entries: list[storage.Entry]) -> None:
+        """Appends events to the file and to `entries`; of those with a refused one, all before it. Raises its error."""
+        try:
+            entries += self._ledger.append(*signed)
+        except ValueError:
+            for event in signed:
+                entries += self._ledger.append(event)
 
 
 def _opened(path: pathlib.Path, key: rollout_lib.WorkerKey, anchors: Mapping[str, str]) -> ledger_lib.Ledger:

@@ -64,7 +64,7 @@ web.run(web.server(validators.Double(run, judge, key=key).app()), sockets.listen
 
 
 class Workers(threading.Thread):
-    """An invited worker, and strangers whose bad groups sometimes pass. `taken`: what the run acknowledged, as (name, digest)."""
+    """An invited worker, and strangers whose bad groups sometimes pass. `taken`: the acknowledged groups, as (name, digest)."""
 
     def __init__(self, exp):
         super().__init__(daemon=True)
@@ -279,7 +279,7 @@ def test_kills_of_a_run_lose_nothing_acknowledged_and_train_on_nothing_twice(tmp
 
 @pytest.mark.slow
 def test_kills_of_a_run_with_real_rollouts_and_replays_lose_nothing_either(tmp_path):
-    """Its ledger tells what it took. The worker is honest: nothing is refused, however often all others are killed."""
+    """The worker is honest: nothing is refused, however often the processes around it are killed."""
 
     def validator(run, key, port):
         arguments = ["--workdir", tmp_path / "w", "--key", key, "--port", port]

@@ -21,7 +21,7 @@ from rl.ledger import ledger as ledger_lib
 from rl.ledger import task_ranges
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
-from tests.support import tiny_run
+from tests.support import ledgers, tiny_run
 
 
 def evidence(workdir) -> tuple[int, list[float]]:
@@ -34,7 +34,7 @@ def evidence(workdir) -> tuple[int, list[float]]:
 
 def recorded(workdir) -> tuple[list, list[int], int]:
     """Verifies a run's ledger; returns its batches that are not void, those that are, and the number of starts."""
-    assert ledger_lib.verify(workdir / "ledger.db").error is None
+    assert ledgers.verify(workdir / "ledger.db").error is None
     batches, void, num_starts = [], [], 0
     with ledger_lib.Ledger(workdir / "ledger.db") as ledger:
         for event in (entry.event for entry in ledger.entries()):

@@ -146,7 +146,7 @@ def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
     assert [e.fields["digest"] for e in events if e.kind == "publish"] == digests
     heads = [json.loads(file.read_bytes())["metadata"]["ledger"] for file in manifests]
     for head in heads:
-        assert ledger_lib.verify(path, head=head).error is None
+        assert ledgers.verify(path, head=head).error is None
     shutil.copy(path, tmp_path / "newest.db")
     for swap, error in (
         (lambda: path.unlink(), "ledger.db does not exist; put the ledger back"),
@@ -157,7 +157,7 @@ def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
             run_main(own_loss)
     shutil.copy(tmp_path / "newest.db", path)
     run_main(own_loss)
-    assert ledger_lib.verify(path, head=heads[-1]).error is None
+    assert ledgers.verify(path, head=heads[-1]).error is None
     assert ledger_lib.Ledger(path).entries()[-1].event.kind == "publish"  # version 2 again, after a resume
 
 

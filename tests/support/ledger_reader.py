@@ -43,7 +43,7 @@ def read(path) -> tuple[list[dict], list[str]]:
 
 @dataclasses.dataclass
 class Timeline:
-    """What remains of a run after its resumes: {step: {group: digest}}, and {digest: (group's name, event's number)} of all submissions."""
+    """The batches of a run that no resume took back: {step: {group: digest}}, and {digest: (group's name, event's number)} of all submissions."""
 
     batches: dict[int, dict[int, str]]
     numbers: dict[int, int]  # of the event of each batch

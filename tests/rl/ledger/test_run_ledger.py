@@ -44,7 +44,7 @@ def test_events_are_durable_and_in_order_after_a_flush(tmp_path):
         ledger.ejected(ANN.worker, "caught\n")
         ledger.ejected(ANN.worker, "again")
         head = ledger.head()
-    report = ledger_lib.verify(tmp_path / "ledger.db", keeper=KEEPER.worker, head=head)
+    report = ledgers.verify(tmp_path / "ledger.db", keeper=KEEPER.worker, head=head)
     assert (report.error, report.head) == (None, head) and head.startswith("13:")
     with opened(tmp_path, anchors={"a": head}) as ledger:
         assert ledger.ejected_workers == {ANN.worker}
@@ -61,7 +61,7 @@ def test_a_batch_without_trust_is_refused_and_ends_the_ledger(tmp_path):
         with pytest.raises(ValueError, match="without trust"):
             ledger.flush()
         assert len(failures) == 1
-    assert ledger_lib.verify(tmp_path / "ledger.db").num_entries == 4  # open, join, lease, submission
+    assert ledgers.verify(tmp_path / "ledger.db").num_entries == 4  # open, join, lease, submission
 
 
 # A process imports once, then forks a writer per kill: it continues after the last batch of the ledger, as after a resume, and
@@ -111,7 +111,7 @@ for kill in range(num_kills):
         lines += rest.read()
     print(lines[: lines.rfind(b"\\n") + 1].decode(), end="", flush=True)
     if (folder / "ledger.db").exists() and (kill % 10 == 9 or num_kills < 100):
-        report = ledger_lib.verify(folder / "ledger.db", keeper=key.worker)
+        report = ledgers.verify(folder / "ledger.db", keeper=key.worker)
         assert report.error is None, (kill, report)
 """
 
@@ -163,7 +163,7 @@ def test_steps_after_the_checkpoint_are_void_and_repeated(tmp_path):
             if rule:
                 stack.enter_context(pytest.raises(ValueError, match=rule))
             ledger.flush()
-    report = ledger_lib.verify(tmp_path / "ledger.db")
+    report = ledgers.verify(tmp_path / "ledger.db")
     assert report.error is None and report.head.startswith("30:")
 
 
@@ -173,7 +173,7 @@ def test_what_comes_after_the_end_fails_and_a_swapped_file_ends_the_run(tmp_path
         ledger.on_failure = failures.append
         ledger.resumed(0).result()
         (tmp_path / "ledger.db").rename(tmp_path / "moved.db")
-        with pytest.raises(ValueError, match="was removed while it was open; put the first file back"):
+        with pytest.raises(OSError, match="cannot be written .* put the file back"):
             ledger.resumed(0).result()
         assert len(failures) == 1
     (tmp_path / "moved.db").rename(tmp_path / "ledger.db")

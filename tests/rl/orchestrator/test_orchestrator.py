@@ -22,14 +22,13 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
-from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger
 from rl.orchestrator import group_queue, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule
 from rl.verification import checks
-from tests.support import proxy, signed_http, validators
+from tests.support import ledgers, proxy, signed_http, validators
 from tests.support.groups import answers
 
 KEY, OTHER, STRANGER, RUN = (
@@ -441,7 +440,7 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
         assert [again._health.rate(key.worker) == 1 for key in (KEY, OTHER)] == [True, False]
         again._health.rejected(KEY.worker, ("train", 1, 0), 0.0, is_fault=False)
         assert again._health.is_banned(KEY.worker)
-    found = ledger_lib.verify(tmp_path / "ledger.db", keeper=RUN.worker)
+    found = ledgers.verify(tmp_path / "ledger.db", keeper=RUN.worker)
     assert found.error is None, found
 
 

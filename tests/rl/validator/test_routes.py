@@ -28,7 +28,7 @@ from rl.validator import status as validator_status
 from rl.verification import checks
 from sharding import broadcast
 from sharding.system import sockets as listening
-from tests.support import commands, doubles
+from tests.support import commands, doubles, ledgers
 
 WAIT_S = 60
 
@@ -112,7 +112,7 @@ def test_a_group_falls_with_its_member_and_the_node_with_it(service):
     assert status.failing_indices == tuple(range(8))  # the first group; the second is sound
     state = service._ledger.state
     assert state.workers[doubles.NODE.worker].stake == 70 and state.workers[doubles.NODE.worker].ejected
-    assert state.works[sha].units == 0 and ledger_lib.verify(service._ledger._path).error is None
+    assert state.works[sha].units == 0 and ledgers.verify(service._ledger._path).error is None
     assert checks.duplicate(batch()[0], service._state.seen).accepted  # may come again from an honest node
     assert not checks.duplicate(batch()[8], service._state.seen).accepted
 

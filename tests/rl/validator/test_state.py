@@ -17,11 +17,11 @@ import pytest
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import events, task_ranges
-from rl.ledger import ledger as ledger_lib
 from rl.validator import service as service_lib
 from rl.validator import state as validator_state
 from rl.verification import checks, sequential_test
 from tests.rl.validator import test_service as stand
+from tests.support import ledgers
 
 FLAGRANT = sequential_test.Evidence(0.3, 0.0, 0.0, 0.0, 5)  # of margin, against a band of 0.1
 MANY = dataclasses.replace(stand.RULES, groups=lambda step: [stand.prescribed(step, g) for g in range(400)])
@@ -66,7 +66,7 @@ def test_verdicts_are_kept_and_nothing_is_judged_again(restart):
     assert stand.ask(service, "b-0.parquet", bad, group=False).reasons == {3: "sampling: no"}
     assert stand.ask(service, "a.parquet", good) == before[0] and not asked
     assert service._ledger.state.workers[stand.OTHER.worker].num_slashes == 1
-    assert ledger_lib.verify(service._ledger._path).error is None
+    assert ledgers.verify(service._ledger._path).error is None
 
 
 def test_work_is_not_paid_twice_across_a_restart(restart):
@@ -115,7 +115,7 @@ def test_a_lost_state_file_changes_nothing_about_payment(restart, tmp_path):
     status = stand.ask(service, "b.parquet", half)
     assert status.status == "reject" and status.reason.startswith("ledger: it was taken back")
     assert len(service._ledger.entries()) == num_entries and service._ledger.state.workers[stand.KEY.worker] == before
-    assert ledger_lib.verify(service._ledger._path).error is None
+    assert ledgers.verify(service._ledger._path).error is None
     stand.close(service)
 
 
@@ -333,5 +333,5 @@ def test_a_kill_loses_no_verdict(tmp_path, num_kills):
     assert node.num_slashes == len(state.files) - accepted and node.num_accepted == accepted
     replayed = sum(file.status == "accept" and file.checked for file in state.files.values())  # repute spares some
     assert state.tests()[stand.KEY.worker]["num_rollouts"] == stand.G * replayed
-    assert not state.unsettled and ledger_lib.verify(tmp_path / "ledger.db").error is None
+    assert not state.unsettled and ledgers.verify(tmp_path / "ledger.db").error is None
     stand.close(service)
