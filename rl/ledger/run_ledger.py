@@ -51,7 +51,7 @@ class RunLedger(contextlib.AbstractContextManager):
         self._joined = set(self._ledger.state.workers)
         self._invited = set(self._ledger.state.run.invited)
         self._ejected = {name for name, worker in self._ledger.state.workers.items() if worker.ejected}
-        self._lock = threading.RLock()  # of the three sets, and of what waits
+        self._lock = threading.RLock()  # of the three sets, and of `_waiting`
         self._failure: BaseException | None = None
         self._waiting: list[tuple[tuple[str, str, dict] | None, Recorded]] = []  # None: a wait for earlier events
         self._writer = futures.ThreadPoolExecutor(1, "ledger")
