@@ -8,12 +8,10 @@
 2. The validator checks the rollouts as those of one worker. Printed per cheat: the fraction of rollouts rejected on their own,
    the number of rollouts until the worker is caught, median and worst over starting points, and the reasons.
 3. Regimes: "float32" replays in the dtype that generated, so a token is right or wrong; "bfloat16" likewise, where decode
-   and prefill round differently; "mixed" generates in bfloat16 and replays in float32. Limits and bands are those of configs/bands;
-   --calibrate measures them on honest rollouts of other tasks instead.
+   and prefill round differently; "mixed" generates in bfloat16 and replays in float32. Limits and bands are those of configs/bands.
 4. Honest rollouts run first, and must all pass: a rejection or a flag is a false alarm, and the exit code is 1. Cheats with experts use an
    MoE model, in a run with router replay, with honest rollouts and limits of its own.
 5. Forgers without a model also run among honest workers, and none of their groups is replayed.
-6. The time to verify rollouts is compared with the time to generate them, both after a warm-up.
 
 `--run DIR` writes the working directory of the run instead, for `python -m rl.validator calibrate`.
 """
@@ -29,38 +27,17 @@ from sharding.system import cli
 from tests.support import cheats, doubles
 
 
-def cost(repeat: int = 3) -> tuple[float, float]:
-    """Returns the seconds to generate 128 honest rollouts and to verify them, the best of a few after compilation."""
-    generating, verifying = [], []
-    for _ in range(repeat + 1):
-        begun = time.perf_counter()
-        rollouts = doubles.honest(doubles.Double(3))
-        generating.append(time.perf_counter() - begun)
-        validator = doubles.make_validator()
-        begun = time.perf_counter()
-        assert all(verdict.accepted for verdict in validator.check_without_weights(rollouts))
-        validator.check_with_weights(rollouts)
-        verifying.append(time.perf_counter() - begun)
-    return min(generating[1:]), min(verifying[1:])
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Prints a table per regime and the cost; returns the exit code: 1 after a false alarm."""
+    """Prints a table per regime; returns the exit code: 1 after a false alarm."""
     parser = cli.Parser(prog="python -m bench.cheats", description=__doc__)
     parser.add_argument("--rollouts", type=int, default=128, help="number of rollouts per cheat")
+    parser.add_argument("--honest", type=int, default=2048, help="number of honest rollouts per regime")
+    names = list(cheats.CHEATS)
     parser.add_argument(
-        "--honest", type=int, default=2048, help="number of honest rollouts per regime, and to calibrate"
+        "--cheats", nargs="+", default=names, help=f"ways to cheat (default: all of {', '.join(names)})"
     )
-    parser.add_argument(
-        "--cheats",
-        nargs="+",
-        default=list(cheats.CHEATS),
-        help=f"ways to cheat (default: all of {', '.join(cheats.CHEATS)})",
-    )
-    parser.add_argument(
-        "--regimes", nargs="+", choices=list(cheats.REGIMES), default=["float32", "mixed"], help="dtypes"
-    )
-    parser.add_argument("--calibrate", action="store_true", help="measure limits instead of those that ship")
+    regimes = list(cheats.REGIMES)
+    parser.add_argument("--regimes", nargs="+", choices=regimes, default=["float32", "mixed"], help="dtypes")
     parser.add_argument("--run", type=pathlib.Path, help="write the run to this directory, and end")
     parser.add_argument("--mixture", action="store_true", help="with --run: of the MoE model")
     args = parser.parse_args(argv)
@@ -81,10 +58,6 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("no_model_random_proofs", "honest"):
         flagged, others = cheats.play_among_others(cheats.CHEATS.get(name, doubles.honest))
         print(f"{name} among honest workers, never replayed: flagged after {flagged} rollouts; {others}")
-    generating, verifying = cost()
-    print(
-        f"128 rollouts: generated in {generating:.3f} s, verified in {verifying:.3f} s, 1/{generating / verifying:.1f}"
-    )
     return 1 if alarms else 0
 
 
@@ -96,8 +69,7 @@ def _play(plays: Sequence[tuple[str, bool, str]], args: argparse.Namespace) -> i
         eta = f"eta {spent / number * (len(plays) - number):.0f} s" if number else ""
         print(f"\r{number}/{len(plays)} {regime} {name} {eta}".ljust(78), end="", file=sys.stderr, flush=True)
         if is_honest := name.startswith("honest"):
-            of = (args.honest, regime, mixture)
-            limits = cheats.calibrated(*of) if args.calibrate else cheats.shipped(regime, mixture)
+            limits = cheats.shipped(regime, mixture)
             table += [f"{regime}: {limits[0]}", f"  {limits[1]}"]
             table += [f"  an honest worker is flagged with probability <= {sequential_test.ALPHA:.0e}"]
             table += [f"  {'cheat':<24}{'rollouts':>9}{'refused':>9}{'until: median':>15}{'worst':>7}  reasons"]

@@ -13,8 +13,8 @@
 The check is one vote in addition to the replay of the sampling noise. A forger who does not know the indices of the largest
 values needs a constant-like polynomial, since any other of degree < 128 takes one value at most 127 times in 65497: these are
 rejected and signs are compared. A few massive channels give the indices away: interpolated through the channels' means, a
-polynomial of full entropy passes DEPLOYED for every text, and PAPER for none. So where most of the largest values are in a few
-columns, loose limits without a measurement are replaced by PAPER. docs/decisions/trust.md has the alternatives.
+polynomial of full entropy passes LOOSEST for every text, and PAPER for none. So limits are PAPER's or calibrated, and
+`rl.validator calibrate` refuses those with which a proof of another text passes. docs/decisions/trust.md has the alternatives.
 
 Letters here: T tokens, D model, N chunks, M values of one chunk (rows x D), k coefficients of one proof.
 All arithmetic mod p fits uint32, (p - 1)^2 + (p - 1) < 2^32, or is an exact integer sum in float64, k p^2 < 2^53.
@@ -48,15 +48,12 @@ class Thresholds:
     # Ours: toploc ignores signs. Where exponents agree an honest sign never differs (top-k values are far from 0);
     # a constant polynomial differs at half of at least 68 positions.
     sign_mismatches: int = 8
-    # Smallest share of min(k, D) columns among the k largest values for which these limits hold; below it, PAPER's do.
-    spread: float = 0.0
 
 
 # toploc-experiments, vllm_validate_poly.py: at least 90 of 128 exponents agree.
 PAPER = Thresholds(exp_mismatches=38, mantissa_mean=10, mantissa_median=8)
-# toploc-validator at 55c1a23, default configuration. Not for models with massive channels: 4 of 256 pass for all texts.
-DEPLOYED = Thresholds(exp_mismatches=60, mantissa_mean=40, mantissa_median=40, spread=0.25)
-THRESHOLDS = {"paper": PAPER, "deployed": DEPLOYED}
+# toploc-validator at 55c1a23, default configuration: calibrated limits are not looser.
+LOOSEST = Thresholds(exp_mismatches=60, mantissa_mean=40, mantissa_median=40)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +137,6 @@ def verify_proofs_batch(
     vacuously true. `proofs_of` is untrusted: the entry of a sequence may be anything, including the return value of `split`.
     """
     results, blocks, proofs, places = [], [], [], []  # the last three: of sequences with as many proofs as chunks
-    dims = []  # D of each block
     for hidden_TD, claimed in zip(hiddens, proofs_of, strict=True):
         own = _chunks(hidden_TD, chunk)
         is_complete = isinstance(claimed, list | tuple) and len(claimed) == len(own)
@@ -150,7 +146,6 @@ def verify_proofs_batch(
             places += [(results[-1], n) for n in range(len(own))]
             blocks += own
             proofs += claimed
-            dims += [hidden_TD.shape[1]] * len(own)
     tops = _top_values(blocks, topk)
     sizes = [len(bits_k) for _, bits_k in tops]
     is_whole = [isinstance(proof, bytes) and len(proof) == 2 + 2 * k for proof, k in zip(proofs, sizes, strict=True)]
@@ -161,9 +156,7 @@ def verify_proofs_batch(
         reasons = np.array(_reasons(wire, own_Nk, num_values))
         sound = np.flatnonzero(reasons == "")
         x_Nk = (indices_Nk[sound] % wire[sound, :1]).astype(np.uint32)
-        few_N = _is_concentrated(indices_Nk[sound], np.array([dims[members[i]] for i in sound], int), thresholds.spread)
-        limits = [_stricter(thresholds) if few else thresholds for few in few_N]
-        compared = iter(_compare(_evaluate(wire[sound, 1:], *_powers(x_Nk)), own_Nk[sound], limits))
+        compared = iter(_compare(_evaluate(wire[sound, 1:], *_powers(x_Nk)), own_Nk[sound], thresholds))
         for n, reason in zip(members, reasons.tolist(), strict=True):
             sequence, at = places[n]
             sequence[at] = _rejected(reason, sizes[n]) if reason else next(compared)
@@ -353,19 +346,7 @@ def _form_reasons(wire_Nc: np.ndarray, num_values: np.ndarray) -> list[str]:
     ).tolist()
 
 
-def _is_concentrated(indices_Nk: np.ndarray, dim_N: np.ndarray, spread: float) -> np.ndarray:
-    """Returns True for each row whose indices are in too few columns, as in a model with massive channels."""
-    columns_Nk = np.sort(indices_Nk % dim_N[:, None], axis=1)
-    num_columns_N = 1 + (np.diff(columns_Nk, axis=1) > 0).sum(axis=1)
-    return num_columns_N < spread * np.minimum(indices_Nk.shape[1], dim_N)
-
-
-def _stricter(limits: Thresholds) -> Thresholds:
-    """Returns the smaller of each limit and PAPER's."""
-    return Thresholds(**{name: min(value, getattr(PAPER, name)) for name, value in vars(limits).items()})
-
-
-def _compare(claimed_Nk: np.ndarray, own_Nk: np.ndarray, limits: Sequence[Thresholds]) -> list[ProofResult]:
+def _compare(claimed_Nk: np.ndarray, own_Nk: np.ndarray, thresholds: Thresholds) -> list[ProofResult]:
     k, own_Nk = own_Nk.shape[1], own_Nk.astype(np.uint32)
     agree_Nk = (claimed_Nk >> 7) & 0xFF == (own_Nk >> 7) & 0xFF
     agree_N = agree_Nk.sum(axis=1)
@@ -374,8 +355,7 @@ def _compare(claimed_Nk: np.ndarray, own_Nk: np.ndarray, limits: Sequence[Thresh
     total_N = np.where(agree_Nk, mantissa_Nk, 0).sum(axis=1)
     ordered_Nk = np.sort(np.where(agree_Nk, mantissa_Nk, 128), axis=1)  # 128 > any difference: disagreement sorts last
     results = []
-    found = zip(agree_N.tolist(), sign_N.tolist(), total_N, ordered_Nk, limits, strict=True)
-    for agree, sign, total, ordered_k, thresholds in found:
+    for agree, sign, total, ordered_k in zip(agree_N.tolist(), sign_N.tolist(), total_N, ordered_Nk, strict=True):
         mean = float(total / agree) if agree else NO_AGREEMENT
         median = float(ordered_k[agree // 2]) if agree else NO_AGREEMENT  # the upper median, as in the reference
         broken = {

@@ -5,7 +5,9 @@
 1. Published weights generate the run's own groups, once per variant (VARIANTS). The validator's backend replays the rollouts.
 2. Limits on one rollout are SAFETY or TOKEN_SAFETY times the largest difference. Bands on the mean are BAND_SAFETY times an upper confidence bound
    (mean + 4 standard errors), since a mean is known far better than an extreme.
-3. Proofs are compared with the hidden states of other texts, too. If the limits would accept one, no file is written.
+3. MoE samplers name their experts, which run in the replay, too: limits per token are without flips of routers. In a run whose rollouts
+   name none, a second replay counts the tokens that flips put over these limits (`Tolerance.flips`).
+4. Proofs are compared with the hidden states of other texts, too. If the limits would accept one, no file is written.
 
 The maximum over n honest rollouts is exceeded by another one with probability about 1 / n; a factor makes that far rarer. If none
 of n is falsely rejected, the rate of false rejections is at most 3 / n, at 95 %.
@@ -82,12 +84,13 @@ class Measured:
     num_rollouts: int
     num_tokens: int
     num_refused: int  # rejected with the validator's tolerance
+    is_unnamed: bool = False  # of an MoE model, and the experts are those of the replay
     evidence: Sequence[sequential_test.Evidence] = ()
     chunks: Sequence[tuple[np.ndarray, bytes]] = ()  # (hidden states, proof) of texts with different prompts
 
     def numbers(self) -> dict:
         """Returns the summary for the bands file, without the evidence and proofs behind it."""
-        made_of = ("evidence", "chunks")
+        made_of = ("evidence", "chunks", "is_unnamed")
         return {name: value for name, value in vars(self).items() if name not in made_of}
 
 
@@ -140,8 +143,12 @@ def roll_out(
         return out
 
 
-def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollout]) -> Measured:
+def measure(
+    validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollout], *, is_unnamed: bool = False
+) -> Measured:
     """Replays honest rollouts of one variant and returns how much the replay differs from their claims."""
+    if is_unnamed:
+        rollouts = [dataclasses.replace(rollout, routed_experts=None) for rollout in rollouts]
     largest: dict[str, Any] = {}
     evidence, refused, chunks = [], 0, {}
     for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
@@ -174,6 +181,7 @@ def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollou
         num_rollouts=len(rollouts),
         num_tokens=sum(e.num_tokens for e in evidence),
         num_refused=refused,
+        is_unnamed=is_unnamed,
         evidence=evidence,
         chunks=[chunks[key] for key in sorted(chunks)][:OTHER_TEXTS],
     )
@@ -181,16 +189,18 @@ def measure(validator: verifier.Validator, rollouts: Sequence[rollout_lib.Rollou
 
 def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
     """Returns (limits on one rollout, bands on a worker's means) that honest rollouts of all measured variants keep."""
-    limit: dict[str, Any] = {
-        name: max(least, (TOKEN_SAFETY if name in OF_TOKENS else SAFETY) * max(getattr(m, name) for m in measured))
-        for name, least in LEAST.items()
-    }
+    limit: dict[str, Any] = {}
+    for name, least in LEAST.items():
+        of = [m for m in measured if not (m.is_unnamed and name in OF_TOKENS)] or measured
+        factor = TOKEN_SAFETY if name in OF_TOKENS else SAFETY
+        limit[name] = max(least, factor * max(getattr(m, name) for m in of))
     names = ("exp_mismatches", "mantissa_mean", "mantissa_median")
     # Two tokens change places if their errors differ by more than their gap, and errors are seen at every token.
     limit["margin"] = max(limit["margin"], limit["logprob"])
-    proofs = {name: min(getattr(toploc.DEPLOYED, name), limit.pop(name)) for name in names}
+    proofs = {name: min(getattr(toploc.LOOSEST, name), limit.pop(name)) for name in names}
     proofs["exp_mismatches"] = math.ceil(proofs["exp_mismatches"])
-    tolerance = rules_lib.Tolerance(**limit, max_wrong_tokens=0, proofs=toploc.Thresholds(**proofs))
+    flips = max((_flips(m, limit) for m in measured if m.is_unnamed), default=0.0)
+    tolerance = rules_lib.Tolerance(**limit, max_wrong_tokens=0, proofs=toploc.Thresholds(**proofs), flips=flips)
     bands = {
         name: max(getattr(FLOORS, name), BAND_SAFETY * max(m.bound[name] for m in measured))
         for name in ("margin", "logprob", "proof")
@@ -209,8 +219,17 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     )
 
 
+def _flips(measured: Measured, limit: dict[str, float]) -> float:
+    """Returns `Tolerance.flips`: an upper bound on the share of tokens over the limits per token."""
+    every = measured.evidence
+    over = sum(
+        ((abs(e.error_N) > limit["logprob"]) | (e.is_second_N & (e.gap_N > limit["margin"]))).sum() for e in every
+    )
+    return BAND_SAFETY * float(over + 4 * math.sqrt(over + 1)) / measured.num_tokens
+
+
 def _sums(bands: sequential_test.Bands, evidence: Sequence[sequential_test.Evidence]) -> dict[str, float]:
-    """Returns `Bands.scatter`, `bias`, and `spread` for honest rollouts."""
+    """Returns the fields of `Bands` for sums over honest rollouts."""
     counts = np.array([one.num_tokens for one in evidence])
     signed = np.array([bands.signs(one.error_N).sum() for one in evidence])
     total = np.array([one.logprob for one in evidence]) * counts
@@ -313,7 +332,9 @@ def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, Mea
     get = verifier.published(str(weights), key=run_directory.public_key(pathlib.Path(workdir)))
     replayed = dataclasses.replace(exp.model, dtype=args.replay_dtype or exp.model.dtype)
     validator = verifier.Validator(replayed, get, rules_lib.Rules.of(exp.config))
-    exp = dataclasses.replace(exp, model=dataclasses.replace(exp.model, dtype=args.sampler_dtype or exp.model.dtype))
+    sampled = dataclasses.replace(exp.model, dtype=args.sampler_dtype or exp.model.dtype)
+    engine = dataclasses.replace(exp.engine, routed_experts=exp.model.num_experts > 0)
+    exp = dataclasses.replace(exp, model=sampled, engine=engine)
     key = rollout_lib.WorkerKey.generate()
     for i, name in enumerate(args.variants):
         step = 1 + i * args.rollouts  # other tasks for each variant, since rare errors depend on the text
@@ -323,6 +344,8 @@ def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, Mea
             print(f"{name}: left out, it needs {num_devices} devices and {jax.device_count()} are available")
             continue
         m = measured[f"{workdir}: {name}"] = measure(validator, rollouts)
+        if exp.model.num_experts and not exp.config.train.router_replay:
+            measured[f"{workdir}: {name}, experts not named"] = measure(validator, rollouts, is_unnamed=True)
         print(
             f"{name}: {m.num_rollouts} rollouts, {m.num_tokens} tokens; worst margin {m.margin:.3g}, logprob "
             f"{m.logprob:.3g}, exponents {m.exp_mismatches}, mantissa {m.mantissa_mean:.3g}; "

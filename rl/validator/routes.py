@@ -14,7 +14,6 @@ import re
 
 import fastapi
 
-from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
 from rl.experiment import workdir as run_directory
@@ -116,7 +115,7 @@ def serve(args: argparse.Namespace) -> int:
     if file := args.bands or verifier.bands_file(config):
         tolerance, bands = verifier.load_bands(file)
     else:
-        tolerance, bands = rules_lib.Tolerance.of(config.trust, toploc.THRESHOLDS[args.thresholds]), None
+        tolerance, bands = rules_lib.Tolerance.of(config.trust), None
     with contextlib.ExitStack() as stack:
         pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=run)
         rules = dataclasses.replace(verifier.rules_of(config, experiment.tokenizer, stack=stack), tolerance=tolerance)
@@ -186,7 +185,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rollouts", help="directory of files to check (default: only groups are checked, for an orchestrator)")
     add("--weights", help="root of the weight broadcast (default: <workdir>/weights)")
     add("--bands", help="JSON file of calibrate (default: trust.bands of the run)")
-    add("--thresholds", choices=sorted(toploc.THRESHOLDS), default="paper", help="limits on proofs without bands")
     add("--state", help="file of decisions, for the next start (default: <workdir>/validator.db)")
     add("--ledger", help="ledger file to write verdicts to")
     add("--key", help="file of this validator's key, made if absent (default: <workdir>/keys/validator.key)")

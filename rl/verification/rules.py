@@ -15,15 +15,17 @@ class Tolerance:
     """The allowed differences between one rollout's claims and our replay: 0 in exact arithmetic, more across backends and dtypes."""
 
     margin: float  # nats by which the noised logit of a claimed token may be below the largest
-    max_wrong_tokens: int  # tokens of a rollout that may exceed `margin`
+    max_wrong_tokens: int  # tokens of a rollout that may exceed `margin`, besides flips
     logprob: float  # nats between claimed and replayed log-probability
     proofs: toploc.Thresholds = toploc.PAPER
     routing: float = 0.02  # nats by which a claimed expert's router logit may be below the best one left out
+    flips: float = 0.0  # share of tokens with another expert in the replay, in MoE rollouts that name no experts
 
     @classmethod
-    def of(cls, trust, proofs: toploc.Thresholds = toploc.PAPER) -> "Tolerance":
-        """Returns the tolerance set in `trust` (the config section of that name), with these limits on TOPLOC proofs."""
-        return cls(trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance, proofs, trust.routing_margin)
+    def of(cls, trust) -> "Tolerance":
+        """Returns the tolerance set in `trust` (the config section of that name), with the paper's limits on TOPLOC proofs."""
+        limits = trust.margin, trust.max_wrong_tokens, trust.logprob_tolerance
+        return cls(*limits, routing=trust.routing_margin)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,9 +69,8 @@ class Bands:
     bias: float = 1.0  # |mean over tokens of `signs`|
     spread: float = math.inf  # standard deviation of a rollout's summed signs, per root of its tokens
     tie_span: float = 0.0  # nats: the widest gap between the two best tokens that counts as a tie
-    ties: tuple[float, ...] = (
-        1.0,
-    ) * TIE_WIDTHS  # largest share of ties, by class from the widest, in which the second is drawn
+    # Largest share of ties, by class from the widest, in which the second is drawn.
+    ties: tuple[float, ...] = (1.0,) * TIE_WIDTHS
 
     def signs(self, error_N: np.ndarray) -> np.ndarray:
         """Returns signed errors in units of the honest mean, limited to [-1, 1]: a few large ones must not hide many small ones."""
@@ -94,15 +93,9 @@ class Evidence:
     proof: float
     shape: np.ndarray
     num_tokens: int
-    error_N: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros(0)
-    )  # claimed minus replayed log-probability of each token
-    gap_N: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros(0)
-    )  # nats between the two best tokens, or between the best and the drawn one
-    is_second_N: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros(0, bool)
-    )  # the drawn token is not the best
+    error_N: np.ndarray  # claimed minus replayed log-probability of each token
+    gap_N: np.ndarray  # nats between the two best tokens, or between the best and the drawn one
+    is_second_N: np.ndarray  # the drawn token is not the best
 
 
 class SequentialTest:

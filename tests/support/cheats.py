@@ -9,7 +9,6 @@ from collections.abc import Callable
 import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
-from rl.validator import calibrate
 from rl.verification import checks, evidence_log, sequential_test, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast
@@ -135,16 +134,3 @@ def shipped(regime: str, mixture: bool = False) -> tuple[rules_lib.Tolerance, se
     """Returns the limits that ship for a regime."""
     sampler, replayed = REGIMES[regime]
     return verifier.load_bands(f"{'mixture' if mixture else 'dense'}-{sampler}-{replayed}")
-
-
-def calibrated(
-    num_rollouts: int, regime: str, mixture: bool = False
-) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
-    """Returns limits for a regime, from honest rollouts of other tasks."""
-    dtype, replay_dtype = REGIMES[regime]
-    rollouts, step = [], 10**5
-    validator = doubles.make_validator(dtype=replay_dtype, mixture=mixture)
-    while len(rollouts) < num_rollouts:
-        rollouts += doubles.honest(doubles.Double(step, dtype, mixture=mixture))
-        step += 1
-    return calibrate.limits([calibrate.measure(validator, rollouts[:num_rollouts])])

@@ -254,7 +254,7 @@ def test_join_and_split():
         assert {result.reason for result in proofs_lib.verify(sequence, reason)} == {"count"}
 
 
-@pytest.mark.parametrize("thresholds", [toploc.PAPER, toploc.DEPLOYED])
+@pytest.mark.parametrize("thresholds", [toploc.PAPER, toploc.LOOSEST])
 def test_honest_noise_passes_and_another_model_does_not(thresholds):
     sequence = normal((64, 512), 5)
     noise = 1 + 0.01 * np.random.default_rng(6).standard_normal(sequence.shape)
@@ -289,10 +289,10 @@ def test_statistics_of_a_hand_made_comparison():
     own = np.array([[bits(0, 100, 10), bits(1, 101, 20), bits(0, 102, 30), bits(1, 103, 40)]], np.uint32)
     claimed = np.array([[bits(0, 100, 13), bits(0, 101, 20), bits(0, 99, 127), bits(1, 103, 35)]], np.uint32)
     loose = toploc.Thresholds(exp_mismatches=32, mantissa_mean=8 / 3, mantissa_median=3, sign_mismatches=32)
-    (result,) = toploc._compare(claimed, own, [loose])  # |3|, |0|, -, |5|
+    (result,) = toploc._compare(claimed, own, loose)  # |3|, |0|, -, |5|
     assert result == toploc.ProofResult(True, "ok", 1, pytest.approx(8 / 3), 3, 1)
     claimed[0, 1] = bits(0, 90, 20)  # |3| and |5| are left: the reference takes the upper median
-    (result,) = toploc._compare(claimed, own, [toploc.DEPLOYED])
+    (result,) = toploc._compare(claimed, own, toploc.LOOSEST)
     assert result == toploc.ProofResult(False, "exponent", 2, 4, 5, 0)
     for field, tighter, reason in [
         ("exp_mismatches", 63, "exponent"),
@@ -300,9 +300,9 @@ def test_statistics_of_a_hand_made_comparison():
         ("mantissa_median", 4, "mantissa"),
     ]:
         bounds = toploc.Thresholds(64, 4, 5, 0)
-        assert toploc._compare(claimed, own, [bounds])[0].accepted
+        assert toploc._compare(claimed, own, bounds)[0].accepted
         bounds = dataclasses.replace(bounds, **{field: tighter})
-        assert toploc._compare(claimed, own, [bounds])[0].reason == reason
+        assert toploc._compare(claimed, own, bounds)[0].reason == reason
 
 
 def test_forgery_passes_the_reference_rule_and_is_refused_here():
@@ -318,7 +318,7 @@ def test_forgery_passes_the_reference_rule_and_is_refused_here():
         assert verify_one(sequence, forged).reason == "low_entropy"
         # A second line: the signs give it away even if it were dressed up.
         claimed = np.full((1, 128), 0x4038, np.uint32)
-        (result,) = toploc._compare(claimed, bits[None].astype(np.uint32), [toploc.DEPLOYED])
+        (result,) = toploc._compare(claimed, bits[None].astype(np.uint32), toploc.LOOSEST)
         assert result.reason == "sign" and result.sign_mismatches > 30
 
 
@@ -348,11 +348,11 @@ def test_the_form_of_proofs_is_judged_without_hidden_states(rows, dim):
 
 
 @pytest.mark.parametrize("dim", [256, 1024])
-def test_massive_channels_pass_for_one_another_at_no_threshold(dim):
+def test_massive_channels_pass_for_one_another_at_loose_limits_only(dim):
     """Four channels hold the 128 largest values, as in real models; their places and means need no forward pass of this text."""
     rng = np.random.default_rng(dim)
     mean_4 = np.array([60, -45, 90, -70.0])
-    columns, passed = rng.choice(dim, 4, replace=False), {"toploc": 0, "deployed": 0, "paper": 0, "honest": 0}
+    columns, passed = rng.choice(dim, 4, replace=False), {"loosest": 0, "paper": 0, "honest": 0}
     places = np.add.outer(np.arange(32) * dim, np.sort(columns)).reshape(-1)
     guess = np.tile(mean_4[np.argsort(columns)], 32).astype(jnp.bfloat16).view(np.uint16)
     (forged,) = toploc.encode([(places, guess)])
@@ -361,12 +361,11 @@ def test_massive_channels_pass_for_one_another_at_no_threshold(dim):
         sequence = rng.standard_normal((32, dim))
         sequence[:, columns] = mean_4 * (1 + 0.15 * rng.standard_normal((32, 4)))
         sequence = sequence.astype(jnp.bfloat16)
-        published = dataclasses.replace(toploc.DEPLOYED, spread=0)
-        for name, limits in (("toploc", published), ("deployed", toploc.DEPLOYED), ("paper", toploc.PAPER)):
+        for name, limits in (("loosest", toploc.LOOSEST), ("paper", toploc.PAPER)):
             passed[name] += verify_one(sequence, forged, thresholds=limits).accepted
         honest = proofs_lib.build(sequence)[0]
-        passed["honest"] += verify_one(sequence, honest, thresholds=toploc.DEPLOYED).accepted
-    assert passed == {"toploc": 40, "deployed": 0, "paper": 0, "honest": 40}
+        passed["honest"] += verify_one(sequence, honest, thresholds=toploc.PAPER).accepted
+    assert passed == {"loosest": 40, "paper": 0, "honest": 40}
 
 
 def test_constant_and_non_finite_activations_are_refused():

@@ -15,8 +15,6 @@ from rl.validator import calibrate
 from rl.verification import sequential_test, verifier
 from tests.support import cheats, commands, doubles, proofs
 
-LOOSE = dataclasses.replace(toploc.DEPLOYED, spread=0)
-
 
 @pytest.mark.slow
 def test_calibrated_limits_hold_what_was_measured(tmp_path):
@@ -49,7 +47,7 @@ def test_a_mesh_is_a_variant(monkeypatch):
     assert calibrate.variant_rollouts(exp, doubles.weights(0), 0, variant, 4, doubles.NODE) is None
 
 
-@pytest.mark.parametrize(("num_massive", "limits"), [(4, toploc.PAPER), (0, toploc.DEPLOYED), (4, LOOSE)])
+@pytest.mark.parametrize(("num_massive", "limits"), [(4, toploc.PAPER), (0, toploc.LOOSEST), (4, toploc.LOOSEST)])
 def test_limits_that_accept_proofs_of_other_texts_are_refused(num_massive, limits):
     """Massive channels, four of them, let the published limits accept the proof of one text for another."""
     rng, chunks = np.random.default_rng(0), []
@@ -59,7 +57,7 @@ def test_limits_that_accept_proofs_of_other_texts_are_refused(num_massive, limit
         hidden_TD = hidden_TD.astype(toploc.jnp.bfloat16)
         chunks.append((hidden_TD, proofs.build(hidden_TD)[0]))
     measured = [types.SimpleNamespace(chunks=chunks)]
-    if limits != LOOSE:
+    if limits == toploc.PAPER or not num_massive:
         assert calibrate.check_other_texts(limits, measured) == 7
         return
     with pytest.raises(ValueError, match="accept [67] of 7 proofs of other texts; replay in the dtype"):

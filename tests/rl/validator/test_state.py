@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from inference.rollouts import parquet
@@ -23,7 +24,7 @@ from rl.verification import checks, sequential_test
 from tests.rl.validator import test_service as stand
 from tests.support import ledgers
 
-FLAGRANT = sequential_test.Evidence(0.3, 0.0, 0.0, 0.0, 5)  # of margin, against a band of 0.1
+FLAGRANT = sequential_test.Evidence(0.3, 0.0, 0.0, 0.0, 5, *[np.zeros(0)] * 3)  # of margin, against a band of 0.1
 MANY = dataclasses.replace(stand.RULES, groups=lambda step: [stand.prescribed(step, g) for g in range(400)])
 
 

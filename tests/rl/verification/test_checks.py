@@ -352,6 +352,32 @@ def test_the_published_rule_for_endings_is_there():
     assert checks.stopping(scored(make(temperature=0.0), **likely), strict).accepted
 
 
+@pytest.mark.parametrize("num_tokens", [3, 40, 1000])
+def test_flips_of_routers_are_allowed_where_no_experts_are_named(num_tokens):
+    """As many as an honest rollout has with all but a probability of 1e-7, by the exact Poisson tail; named experts run, and allow none."""
+    moe = router_replay.RouterReplay(2, (0, 1), 4, 2)
+    rules = dataclasses.replace(RULES, experts=moe, tolerance=rules_lib.Tolerance(0.1, 0, 0.2, flips=0.01))
+    honest = scored(margin_N=np.zeros(num_tokens))
+    most = checks.most_flips(honest, rules)
+    mean, term, tail = 0.01 * num_tokens, math.exp(-0.01 * num_tokens), 1.0
+    for n in range(most + 1):
+        tail, term = tail - term, term * mean / (n + 1)
+    assert tail <= checks.CHANCE and most <= mean + 9 * math.sqrt(mean) + 4
+    for changes, check in (({"margin_N": "margin_N"}, checks.sampling), ({"logp_N": "logp_N"}, checks.logprob)):
+        for count, is_good in ((most, True), (most + 1, False)):
+            wrong_N = np.arange(num_tokens) < count
+            rollout = dataclasses.replace(make(), logprobs=np.zeros(num_tokens, np.float32))
+            fields = dict(positions_N=np.arange(num_tokens), margin_N=np.zeros(num_tokens), logp_N=np.zeros(num_tokens))
+            fields |= {name: np.where(wrong_N, 5.0, 0) for name in changes}
+            one = scored(rollout, **fields)
+            assert check(one, rules).accepted == (is_good or count > num_tokens)
+            named = dataclasses.replace(one, rollout=dataclasses.replace(rollout, routed_experts=np.zeros(1)))
+            assert (
+                not check(named, rules).accepted
+                and not check(one, dataclasses.replace(rules, experts=RULES.experts)).accepted
+            )
+
+
 # ---- over many rollouts ---------------------------------------------------------------------------------------------
 
 BANDS = sequential_test.Bands(margin=0.01, logprob=0.01, proof=0.05, shape=1e-6)
@@ -359,7 +385,8 @@ NOTHING = np.zeros(len(sequential_test.TILTS))
 
 
 def evidence(margin=0.0, logprob=0.0, proof=0.0, shape=NOTHING, num_tokens=32):
-    return sequential_test.Evidence(margin, logprob, proof, shape, num_tokens)
+    tokens = np.zeros(num_tokens), np.ones(num_tokens), np.zeros(num_tokens, bool)  # no errors, no ties
+    return sequential_test.Evidence(margin, logprob, proof, shape, num_tokens, *tokens)
 
 
 def until(record, draw, limit=2000):
