@@ -57,7 +57,7 @@ def listen_unix(path: str | os.PathLike) -> socket.socket:
 def private_path() -> Iterator[str]:
     """Yields a short path for a unix socket, in a new folder that only this user may enter, and that goes with the `with` block.
 
-    The process holds a lock on the folder, which ends with it, however suddenly: the next call removes what killed processes left.
+    The process holds a lock on the folder, which ends with it, however suddenly. The next call removes those of killed processes.
     """
     for folder in pathlib.Path(tempfile.gettempdir()).glob(f"{PRIVATE}*"):
         with contextlib.suppress(OSError):  # of another user, in use, or with further files
