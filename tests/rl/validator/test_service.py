@@ -410,7 +410,9 @@ def test_a_request_is_bounded_before_it_is_read(service, monkeypatch):
     for limit, claims in ((200, {}), (400, {"routed_experts": experts})):
         with monkeypatch.context() as patch:
             one = dataclasses.replace(group(0)[0], proofs=b"x", **claims)
-            patch.setattr(service_lib.parquet, "from_bytes", lambda data, one=one: [one])
+            patch.setattr(service_lib.parquet, "from_bytes", lambda data, one=one, **limits: [one])
             patch.setattr(service_lib.parquet_footer, "MAX_DECODED_BYTES", limit)
             assert ask(service, "a-0.parquet", *shas).status == "crashed"
     assert ask(service, "a-0.parquet", *shas).status == "accept"
+    many = put(service, "many.parquet", group(0) * 17)  # a step has 8, and 8 steps are remembered
+    assert "68 rows, at most 64 are read" in ask(service, "many.parquet", many).reason
