@@ -37,9 +37,9 @@ def leave_one_out(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def mean_normalized(rewards_G: np.ndarray) -> np.ndarray:
-    """A = (r - mean(r)) / mean(r), 0 where mean(r) <= 0 (MaxRL, arXiv 2602.02710): hard prompts count more."""
+    """A = (r - mean(r)) / mean(r), 0 where mean(r) <= 1e-6 (MaxRL, arXiv 2602.02710): hard prompts count more."""
     mean = rewards_G.mean()
-    return (rewards_G - mean) / mean if mean > 0 else np.zeros_like(rewards_G)
+    return (rewards_G - mean) / mean if mean > EPSILON else np.zeros_like(rewards_G)
 
 
 ADVANTAGES = {

@@ -52,6 +52,7 @@ class Entry:
     digest: str = ""  # of the rollouts
     timed_out: frozenset[int] = frozenset()  # samples whose reward our scorer could not recompute in time
     is_verified: bool = False  # a verdict accepted the rollouts
+    was_decided: bool = False  # an earlier submission was quarantined or let pass, which its worker may have found out
 
     @property
     def oldest_version(self) -> int:
@@ -139,7 +140,8 @@ class GroupQueue:
         """Reopens a group at the front of the queue, without its lease and rollouts; returns its entry as it was before."""
         old = self.entries[key]
         assert State.OPEN in NEXT[old.state], (key, old.state)
-        self.entries[key] = Entry(old.group)
+        was_decided = old.was_decided or old.state in (State.QUARANTINED, State.ELIGIBLE)
+        self.entries[key] = Entry(old.group, was_decided=was_decided)
         self.entries.move_to_end(key, last=False)
         return old
 

@@ -22,6 +22,7 @@ import concurrent.futures
 import dataclasses
 import hmac
 import pathlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -136,11 +137,13 @@ class Orchestrator:
         """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved `state(step)`, if any."""
         with self._changed:
             self._opened_step = step
+            # Fresh draws: the workers of batches that are made again may know which groups were not replayed the first time.
+            self._secret = hmac.digest(self._secret, secrets.token_bytes(32), "sha256")
             if state:
                 self._health.restore(state["standing"])
                 self._states[step] = state
             self._record("appointed", self._verdicts.validators, self._verdicts.quorum)
-            if self._ledger:  # it knows what came after the checkpoint
+            if self._ledger:  # it has the events after the checkpoint
                 self._health.recall(self._ledger.refusals, self._ledger.ejected_workers)
 
     # Called by the learner.
@@ -333,7 +336,8 @@ class Orchestrator:
             if not verdict.accepted:
                 return self._reject(key, verdict, is_fault=True)
             entry.timed_out = frozenset(timed_out)
-            if key[0] == "train" and self._draw(key) < self._health.rate(entry.worker):
+            # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
+            if key[0] == "train" and (entry.was_decided or self._draw(key) < self._health.rate(entry.worker)):
                 self._queue.quarantine(key)
                 self._verdicts.ask(key, entry.rollouts, entry.digest)
                 return "quarantined"

@@ -56,12 +56,18 @@ def make_app(
             rate.give_back(network)
         return worker
 
-    def decode_and_submit(body: bytes, digest: str) -> dict:
+    def decode_and_submit(body: bytes, digest: str, worker: str) -> dict:
         if hashlib.sha256(body).hexdigest() != digest:
             raise ValueError(
                 f"the body of the submission does not have the SHA-256 {digest}; sign the body that is sent"
             )
-        return orchestrator.submit(parquet.from_bytes(body, **orchestrator.submission_limits))
+        rollouts = parquet.from_bytes(body, **orchestrator.submission_limits)
+        # Rollouts name no run: those that a worker signed in another one must not be submitted in its name here.
+        if others := {rollout.worker for rollout in rollouts} - {worker}:
+            raise ValueError(
+                f"rollouts are of worker {min(others)[:16]!r}, and the request of {worker[:16]}; submit your own"
+            )
+        return orchestrator.submit(rollouts)
 
     @app.get("/run")
     async def run(request: fastapi.Request, nonce: str = ""):
@@ -89,7 +95,7 @@ def make_app(
         async with web.open_body(request) as body:
             if not orchestrator.holds_groups(worker):  # a key costs nothing, and decoding takes seconds at worst
                 return {"verdicts": {"every group": "refused: not leased (or already submitted)"}}
-            work = decoders.submit(network, decode_and_submit, body, message["digest"])
+            work = decoders.submit(network, decode_and_submit, body, message["digest"], worker)
             futures = await asyncio.wrap_future(work)
         del body
         # Shielded: a group whose checks were cancelled with its request would never be requeued.

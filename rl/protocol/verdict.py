@@ -6,6 +6,7 @@
 
 import dataclasses
 import hashlib
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -55,6 +56,12 @@ class SignedVerdict:
             if type(body[name]) is not kind:
                 raise ValueError(f"verdict has {name} = {body[name]!r:.80}; send a {kind}")
         verdict = cls(**body)
+        is_clear = verdict.accepted == (verdict.reason == "ok") and re.fullmatch("[a-z_]{1,32}", verdict.reason)
+        if not (is_clear and 0 <= verdict.time_us < 2**53 and re.fullmatch("[0-9a-f]{128}", verdict.signature)):
+            found = f"accepted = {verdict.accepted}, reason {verdict.reason!r:.80}, time_us = {verdict.time_us!r:.20}"
+            raise ValueError(
+                f"verdict has {found}; accept with the reason 'ok' alone, at a time of today, in lower-case hex"
+            )
         if len(verdict.detail) > MAX_DETAIL or not verdict.check():
             raise ValueError(
                 f"verdict is not signed by the validator that it names, {verdict.validator[:16]!r}; sign it"

@@ -26,6 +26,7 @@ from rl.verification import replay, seen_set, sequential_test
 from rl.verification import rules as rules_lib
 
 NOISE_SPAN = 20.0  # nats: Gumbel noise of 23 bits is at most 16.6 and at least -2.8, plus room for rounding
+REWARD_SLACK = 1e-13  # of a claimed reward, which is trained on; rl/batch/credit.py leaves out advantages of this size
 CHANCE = 1e-7  # probability of rejecting an honest rollout, per check that depends on chance
 Subject = TypeVar("Subject")
 
@@ -254,8 +255,12 @@ def _reward(rollout: rollout_lib.Rollout, recomputed: rules_lib.Recomputed) -> V
     claimed = dict(rollout.rewards) | {"reward": rollout.reward}
     if set(claimed) != set(recomputed.scores):
         return Verdict("reward", f"expected components {sorted(recomputed.scores)}, got {sorted(claimed)[:16]}")
-    # A checker may add in another order on another Python; an invented reward differs by far more.
-    wrong = [name for name, score in sorted(recomputed.scores.items()) if not abs(claimed[name] - score) <= 1e-6]
+    # A checker may add in another order on another Python. More is room for ties that are broken on purpose, which advantages
+    # divide by their spread: 1e-6 was half of a full advantage in a group of equal rewards.
+    close = {"rel_tol": REWARD_SLACK, "abs_tol": REWARD_SLACK}
+    wrong = [
+        name for name, score in sorted(recomputed.scores.items()) if not math.isclose(claimed[name], score, **close)
+    ]
     if not wrong or (recomputed.slow and not any(claimed.values())):
         return OK
     if recomputed.timed_out:

@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import time
 
 import httpx
 
+from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.protocol import lease
+from rl.protocol import lease, task_schedule
 
 
 def session(http: httpx.Client) -> lease.Session:
@@ -25,3 +27,30 @@ def submission(key: rollout_lib.WorkerKey, at: lease.Session, body: bytes, **cha
     """Returns httpx's arguments for a submission of `body`; `changes` replace fields of its header after it was signed."""
     message = lease.request(key, at, digest=hashlib.sha256(body).hexdigest()) | changes
     return {"content": body, "headers": {lease.HEADER: json.dumps(message)}}
+
+
+class Worker:
+    """Leases and submits under any key at the orchestrator of run `run` with this URL."""
+
+    def __init__(self, url: str, run: str):
+        self.http, self.run = httpx.Client(base_url=url, timeout=120), run
+        self.session = session(self.http)
+
+    def post(self, path, make_request):
+        """Returns the reply to a request, which is made and sent again if it comes too soon for the limit of a network."""
+        while (reply := self.http.post(path, **make_request())).status_code == 429:
+            time.sleep(0.1)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def lease(self, key, capacity=1) -> list[task_schedule.Group]:
+        """Returns the groups that `key` got."""
+        reply = self.post("/lease", lambda: {"json": lease_body(key, self.session, capacity)})
+        assert lease.is_signed(self.run, reply), reply
+        return [task_schedule.Group(**group) for group in reply["groups"]]
+
+    def submit(self, key, rollouts) -> list[str]:
+        """Returns the verdicts on rollouts that `key` hands in."""
+        body = parquet.to_bytes(rollouts)
+        reply = self.post("/submit", lambda: submission(key, self.session, body))
+        return list(reply["verdicts"].values())

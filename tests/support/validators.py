@@ -82,6 +82,12 @@ def changed(**fields):
     return lambda found, key: [dataclasses.replace(one, **fields).sign(key) for one in found]
 
 
+def _dated(verdict, key, time_us):
+    fields = vars(verdict) | {"time_us": time_us}
+    del fields["signature"]
+    return verdict_lib.SignedVerdict(**lease.sign(key, fields))
+
+
 async def silence(found, key):
     await asyncio.sleep(0.8)
 
@@ -100,6 +106,12 @@ MISDEEDS = {
     "another run": changed(run="0" * 64),
     "another key": lambda found, key: [one.sign(rollout_lib.WorkerKey.generate()) for one in found],
     "bad signatures": lambda found, key: [dataclasses.replace(one, signature="00" * 64) for one in found],
+    "rejects by accepting": lambda found, key: changed(accepted=False, reason="ok")(found, key),
+    "accepts by rejecting": lambda found, key: changed(accepted=True, reason="toploc")(found, key),
+    "a reason of lines": lambda found, key: changed(accepted=False, reason="sampling\n" * 9999)(found, key),
+    "a time below 0": lambda found, key: [_dated(one, key, -1) for one in found],
+    "a time of 400 digits": lambda found, key: [_dated(one, key, 10**400) for one in found],
+    "capital letters": lambda found, key: [dataclasses.replace(one, signature=one.signature.upper()) for one in found],
     "no weights": lambda found, key: changed(accepted=False, reason="weights")(found, key),
 }
 

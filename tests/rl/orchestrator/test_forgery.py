@@ -5,17 +5,12 @@ groups were trained on at the default fraction of replays, and all where a confi
 """
 
 import dataclasses
-import time
 
-import httpx
 import pytest
 
-from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator import verdict_collector
-from rl.protocol import lease as lease_lib
-from rl.protocol import task_schedule
 from rl.validator import calibrate
 from rl.verification import evidence_log, verifier
 from tests.support import forger as forger_lib
@@ -24,31 +19,6 @@ from tests.support import signed_http, small_configs, validators
 WAIT_S = 120
 P = 64  # groups of a batch, of 2 samples
 RUN, HONEST = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
-
-
-class Worker:
-    """Leases and submits over HTTP under any key."""
-
-    def __init__(self, url):
-        self.http = httpx.Client(base_url=url, timeout=WAIT_S)
-        self.session = signed_http.session(self.http)
-
-    def post(self, path, make_request):
-        """Returns the reply to a request, which is made and sent again if it comes too soon for the limit of a network."""
-        while (reply := self.http.post(path, **make_request())).status_code == 429:
-            time.sleep(0.1)
-        assert reply.status_code == 200, reply.text
-        return reply.json()
-
-    def lease(self, key, capacity=1):
-        reply = self.post("/lease", lambda: {"json": signed_http.lease_body(key, self.session, capacity)})
-        assert lease_lib.is_signed(RUN.worker, reply), reply
-        return [task_schedule.Group(**group) for group in reply["groups"]]
-
-    def submit(self, key, rollouts):
-        body = parquet.to_bytes(rollouts)
-        reply = self.post("/submit", lambda: signed_http.submission(key, self.session, body))
-        return list(reply["verdicts"].values())
 
 
 def run(exp, tmp_path, *, steps, one_key, formed):
@@ -72,7 +42,7 @@ def run(exp, tmp_path, *, steps, one_key, formed):
     health, room = orchestrator._health, lambda worker, network, num_unfinished, now_s, held: num_unfinished
     health.room = lambda worker, *rest: 0 if health.is_banned(worker) else room(worker, *rest)
     forger, key, num_forged = forger_lib.Forger(exp, formed=formed), rollout_lib.WorkerKey.generate(), 0
-    worker = Worker(orchestrator.serve())
+    worker = signed_http.Worker(orchestrator.serve(), RUN.worker)
     try:
         orchestrator.publish(0)
         orchestrator._updater.submit(lambda: None).result(WAIT_S)

@@ -831,7 +831,7 @@ def test_what_is_stale_at_hand_off_is_dropped_and_leased_again(make):
     again = []
     proxy.wait_until(lambda: again.extend(group for group in lease(orchestrator) if group.step == 3) or again)
     assert again == [groups[0]]
-    assert submit(orchestrator, answers(groups[0], 2)) == "accepted"
+    assert submit(orchestrator, answers(groups[0], 2)) == "quarantined"  # its worker knows how it was drawn
     batch = waiting.result(WAIT_S)
     assert batch.metrics["trust/num_stale"] == 2 and batch.metrics["sync/lag_max"] == 1
     assert batch.groups[0][0].versions.tolist() == [2] * 5

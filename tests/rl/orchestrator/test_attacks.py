@@ -1,0 +1,355 @@
+"""Attacks on the whole path, from a signed request over HTTP to the batch that the learner takes, by one who read the defenses.
+
+In most of them no model runs: rollouts are written by hand, and a forged one claims log-probabilities of -0.001.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from configs import quickstart
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import experiment
+from rl.ledger import run_ledger
+from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator import verdict_collector
+from rl.orchestrator.group_queue import State
+from rl.protocol import lease as lease_lib
+from rl.protocol import task_schedule
+from rl.protocol import verdict as verdict_lib
+from rl.validator import calibrate
+from rl.verification import checks, evidence_log, verifier
+from tests.support import ledgers, proxy, signed_http, small_configs, validators
+from tests.support.groups import answers
+
+WAIT_S = 60
+RUN, HONEST, CHEAT, FRIEND, STRANGER = (rollout_lib.WorkerKey.generate() for _ in range(5))
+CLAIM = np.float32(-0.001)
+
+
+def forged(group):
+    """A group's rollouts with claims that every replay rejects."""
+    logprobs = np.where(np.arange(5) < 3, 0, CLAIM).astype(np.float32)
+    return answers(group, logprobs=logprobs)
+
+
+def signed(rollouts, key):
+    return [rollout_lib.sign(rollout, key) for rollout in rollouts]
+
+
+def is_forged(rollouts):
+    return any((rollout.logprobs == CLAIM).any() for rollout in rollouts)
+
+
+def judge(rollouts):
+    return checks.Verdict("sampling", "forged") if is_forged(rollouts) else checks.OK
+
+
+def resolve(**changes):
+    config = quickstart.get_config()
+    config.rl.update(prompts_per_step=8, samples_per_prompt=2, num_steps=4)
+    for name, value in changes.items():
+        section, field = name.split("__")
+        config[section][field] = value
+    return experiment.resolve(config)
+
+
+@contextlib.contextmanager
+def running(folder, exp, *, source=None, resumed=0, state=None, with_ledger=True, **hooks):
+    """A run with a ledger, and a client of it. Its ledger must verify in the end, and nothing may have failed it."""
+    hooks = {"secret": b"secret", "credit": exp.credit, "key": RUN, "invited": [HONEST.worker, CHEAT.worker]} | hooks
+    with contextlib.ExitStack() as stack:
+        ledger = (
+            stack.enter_context(run_ledger.RunLedger(folder / "ledger.db", RUN, RUN.worker)) if with_ledger else None
+        )
+        source = source or verdict_collector.VerdictCollector(RUN, lambda groups: [*map(judge, groups)])
+        run = orchestrator_lib.Orchestrator(exp.config, folder, verdicts=source, ledger=ledger, **hooks)
+        if ledger:
+            ledger.on_failure = run.fail
+            ledger.resumed(resumed)
+        run.resume(resumed, state)
+        client = signed_http.Worker(run.serve(), RUN.worker)
+        stack.callback(client.http.close)
+        stack.callback(run.close)
+        run.publish(resumed)
+        run._updater.submit(lambda: None).result(WAIT_S)
+        client.lease(HONEST, 0)  # an invited worker that is banned while it is alone would end the run
+        yield run, client
+        assert run._failure is None
+    if with_ledger:
+        found = ledgers.verify(folder / "ledger.db", keeper=RUN.worker)
+        assert found.error is None, found
+
+
+def settle(run):
+    validators.settled(run)
+
+
+def states(run):
+    with run._changed:
+        return {key: entry.state for key, entry in run._queue.entries.items()}
+
+
+def finish(run, client, step):
+    """The batch after HONEST did all that is left, whose digests are those of the entries that were taken."""
+    while groups := client.lease(HONEST, 4096):
+        for group in groups:
+            assert client.submit(HONEST, signed(answers(group), HONEST)) == ["taken"]
+    batch = run.next_batch(step)
+    assert not any(map(is_forged, batch.groups)), "forged groups were trained on"
+    return batch
+
+
+# ---- trust that was earned, or of a friend ---------------------------------------------------------------------------
+
+
+def test_a_friend_of_a_caught_worker_gains_nothing_from_draws_that_are_known(tmp_path):
+    """One trusted key forges a batch and is caught. The groups that were let pass come again: its friend's rate is lower still."""
+    exp = resolve(rl__prompts_per_step=32, trust__invited_rate=0.5)
+    with running(tmp_path, exp, invited=[one.worker for one in (HONEST, CHEAT, FRIEND)]) as (run, client):
+        groups = client.lease(CHEAT, 32)
+        drawn = [group for group in groups if run._draw(group.key) < 0.5]
+        passed = [group for group in groups if group not in drawn]
+        assert len(passed) > 4 and drawn
+        for group in [*passed, drawn[0]]:
+            assert client.submit(CHEAT, signed(forged(group), CHEAT)) == ["taken"]
+        settle(run)
+        again = client.lease(FRIEND, 32)
+        assert {group.key for group in again} == {group.key for group in [*passed, drawn[0]]}
+        with run._changed:
+            assert run._health.rate(FRIEND.worker) == 0.5
+        for group in again:
+            if group in passed:
+                assert client.submit(FRIEND, signed(forged(group), FRIEND)) == ["taken"]
+        settle(run)
+        with run._changed:
+            for key, state in states(run).items():
+                if state is State.LEASED:  # expired, say
+                    run._queue.requeue(key)
+        finish(run, client, 1)
+
+
+def test_a_restart_reveals_no_draw_and_forgives_no_caught_worker(tmp_path):
+    """A batch is made again, from a checkpoint that is older than the worker's first failed check."""
+    exp = resolve(rl__prompts_per_step=64, trust__invited_rate=0.5)
+    draws = []
+    for _ in range(2):
+        with running(tmp_path, exp) as (run, client):
+            groups = client.lease(CHEAT, 64)
+            draws.append([run._draw(group.key) < 0.5 for group in groups])
+            if len(draws) == 1:
+                drawn = groups[draws[0].index(True)]
+                assert client.submit(CHEAT, signed(forged(drawn), CHEAT)) == ["taken"]
+                settle(run)
+                first = run._health.rate(CHEAT.worker)
+            else:
+                assert first == run._health.rate(CHEAT.worker) == 1
+                for group in groups[:8]:  # known to have been let pass, all of them
+                    client.submit(CHEAT, signed(forged(group), CHEAT))
+                settle(run)
+                assert not any(entry.state is State.ELIGIBLE for entry in run._queue.entries.values())
+    assert 8 < sum(a != b for a, b in zip(*draws, strict=True))
+
+
+@pytest.mark.parametrize("num_honest", [32, 128])
+def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_honest):
+    """The trust is earned by honest work and spent at once: one forged group per 32 honest ones is trained on, on average."""
+    gains = []
+    for secret in range(24):
+        exp = resolve(rl__prompts_per_step=64, rl__num_steps=1)
+        source = verdict_collector.VerdictCollector(RUN, lambda groups: [*map(judge, groups)])
+        hooks = dict(secret=bytes([secret]), credit=exp.credit, key=RUN, invited=[HONEST.worker])
+        run = orchestrator_lib.Orchestrator(exp.config, tmp_path, verdicts=source, **hooks)
+        run.publish(0)
+        run._updater.submit(lambda: None).result(WAIT_S)
+        with run._changed:
+            for _ in range(num_honest):
+                run._health.verified(CHEAT.worker)
+                run._health.accepted(CHEAT.worker, ("train", 0, 0))
+        for group in run.lease(CHEAT.worker, 64):
+            found = run.submit(signed(forged(group), CHEAT))
+            assert [future.result(WAIT_S) for future in found.values()][0] in ("accepted", "quarantined")
+            if not run._draw(group.key) >= 32 / (32 + num_honest):
+                break
+            gains.append(secret)
+        settle(run)
+        assert State.ELIGIBLE not in states(run).values()  # of the same batch, all is taken back
+        run._checkers.close()
+        run._verdicts.close()
+    assert len(gains) / 24 <= 2.5 * num_honest / 32
+
+
+# ---- bytes of others, or of other times ------------------------------------------------------------------------------
+
+
+def test_rollouts_of_another_run_are_not_handed_in_in_their_signers_name(tmp_path):
+    """Two runs with one seed prescribe the same groups, and rollouts name no run: here, another policy made them."""
+    exp = resolve()
+    with running(tmp_path, exp, invited=[HONEST.worker]) as (run, client):
+        groups = client.lease(HONEST, 7)
+        assert client.lease(STRANGER, 1)
+        elsewhere = [rollout for group in groups for rollout in signed(forged(group), HONEST)]
+        body = parquet.to_bytes(elsewhere)
+        reply = client.http.post("/submit", **signed_http.submission(STRANGER, client.session, body))
+        settle(run)
+        assert reply.status_code == 400 and "submit your own" in reply.json()["error"]["message"]
+        assert run._health.state()["workers"] == {} and run._health.rate(HONEST.worker) < 1
+        for group in groups:
+            assert client.submit(HONEST, signed(answers(group), HONEST)) == ["taken"]
+
+
+def test_bytes_that_race_for_one_lease_are_judged_as_they_are_trained_on(tmp_path):
+    """Good and forged rollouts of a group arrive together: whichever is taken, the verdict and the batch are on the same bytes."""
+    with running(tmp_path, resolve(trust__min_rate=1.0, trust__invited_rate=1.0)) as (run, client):
+        for group in client.lease(CHEAT, 8):
+            bodies = [signed(make(group), CHEAT) for make in (answers, forged, answers)]
+            threads = [threading.Thread(target=client.submit, args=(CHEAT, body)) for body in bodies]
+            random.Random(group.group).shuffle(threads)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        settle(run)
+        batch = finish(run, client, 1)
+        run._ledger.flush()
+        events = [entry.event for entry in run._ledger._ledger.entries()]
+    accepted = {e.fields["digest"] for e in events if e.kind == "verdict" and e.fields["accepted"]}
+    assert {verdict_lib.group_digest(group) for group in batch.groups} <= accepted
+
+
+def test_an_ejected_worker_hands_in_the_groups_that_it_still_holds(tmp_path):
+    """The ledger refuses an ejected worker's leases: those that it has must end neither the run nor the rules."""
+    with running(tmp_path, resolve(trust__max_attempts=2)) as (run, client):
+        groups = client.lease(CHEAT, 7)
+        for make in (lambda g: answers(g)[:1], lambda g: answers(g)[:1], answers, forged, answers, forged, answers):
+            client.submit(CHEAT, signed(make(groups.pop()), CHEAT))
+        settle(run)
+        assert client.lease(CHEAT, 7) == [] and run._health.is_banned(CHEAT.worker)
+        metrics = finish(run, client, 1).metrics
+        assert metrics["trust/num_unverified"] <= 2 * 5 and metrics["trust/num_checked"] >= 2 * 3
+
+
+# ---- validators ------------------------------------------------------------------------------------------------------
+
+LIES = ["rejects by accepting", "accepts by rejecting", "a reason of lines", "a time of 400 digits", "capital letters"]
+
+
+@pytest.mark.parametrize("lie", [None, *LIES])
+def test_one_lying_validator_of_three_lets_nothing_pass_and_ends_no_run(tmp_path, lie):
+    """It is the forger itself, with one key for both, and votes for its own work, or signs contradictions."""
+    verdict = lambda rollouts: (not is_forged(rollouts), "sampling" if is_forged(rollouts) else "ok")  # noqa: E731
+    honest = [validators.Double(RUN.worker, judge=verdict) for _ in range(2)]
+    liar = validators.Double(RUN.worker, key=CHEAT, act=validators.MISDEEDS.get(lie))
+    with validators.served(liar, *honest) as names:
+        for one in honest:  # the liar answers first
+            one.act = _late
+        source = verdict_collector.VerdictCollector(RUN, validators=names, verdict_s=5)
+        with running(tmp_path, resolve(trust__invited_rate=1.0), source=source) as (run, client):
+            for group in client.lease(CHEAT, 3):
+                assert client.submit(CHEAT, signed(forged(group), CHEAT)) == ["taken"]
+            for group in client.lease(HONEST, 5):
+                assert client.submit(HONEST, signed(answers(group), HONEST)) == ["taken"]
+            done = lambda: not {State.QUARANTINED, State.SUBMITTED} & set(states(run).values())  # noqa: E731
+            proxy.wait_until(done)
+            finish(run, client, 1)
+            with run._changed:
+                assert run._health.rate(CHEAT.worker) == 1 and not run._health._workers[HONEST.worker].is_suspect
+
+
+async def _late(found, key):
+    await asyncio.sleep(0.05)
+    return found
+
+
+# ---- malformed requests ----------------------------------------------------------------------------------------------
+
+
+def test_no_json_of_a_request_is_more_than_an_error(tmp_path):
+    with running(tmp_path, resolve()) as (run, client):
+        good = signed_http.lease_body(STRANGER, client.session)
+        text = json.dumps(good)
+        changes = {
+            **{
+                f"capacity {value}": text.replace('"capacity": 1', f'"capacity": {value}')
+                for value in ("NaN", "1e400", "-Infinity", "true", "1.0", "1e0", "9" * 4400, '"1"', "[[]]", "null")
+            },
+            "time 1e400": text.replace(str(good["time_us"]), "1e400"),
+            "twice": text.replace('"capacity": 1', '"capacity": 1, "capacity": 4096'),
+            "twice, signed last": text.replace('"capacity": 1', '"capacity": 1, "worker": "00"'),
+            "a surrogate": text.replace('"work"', '"\\ud800"'),
+            "a wide digit": text.replace('"capacity": 1', '"capacity": "\uff11"'),
+            "a wide key": text.replace('"capacity"', '"\uff43apacity"'),
+            "a NUL": text.replace('"work": ""', '"work": "\\u0000"'),
+            "a line after the key": text.replace(good["worker"], good["worker"] + "\\n"),
+            "deep": '{"returned": ' + "[" * 4000,
+            "not UTF-8": text.encode() + b"\xff",
+        }
+        for name, body in changes.items():
+            body = body if isinstance(body, bytes) else body.encode()
+            replies = [client.http.post("/lease", content=body, headers={"content-type": "application/json"})]
+            if "not" not in name and "wide" not in name:
+                replies.append(client.http.post("/submit", content=b"", headers={lease_lib.HEADER: body}))
+            for reply in replies:
+                assert reply.status_code == 400 and reply.json()["error"]["message"], name
+        assert client.http.get("/run", params={"nonce": "x" * 65}).status_code == 400
+        assert State.LEASED not in states(run).values() and client.lease(STRANGER)
+
+
+# ---- with a model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A tiny model, the checks of its run, and the honest rollouts of batch 1, by group."""
+    folder = tmp_path_factory.mktemp("world")
+    exp = small_configs.shrunk("quickstart", folder, prompts=4, samples=4, steps=1)
+    params = small_configs.params(exp.model)
+    made = calibrate.roll_out(exp, params, 0, task_schedule.train_groups(exp.config, 1), STRANGER)
+    groups = collections.defaultdict(list)
+    for rollout in made:
+        groups[rollout.task.group].append(rollout)
+    return exp, params, verifier.rules_of(exp.config, exp.tokenizer), groups
+
+
+@contextlib.contextmanager
+def checked_run(world, folder, **changes):
+    """A run whose checks, without and with weights, are the real ones."""
+    exp, params, rules, _ = world
+    validator = verifier.Validator(
+        exp.model, lambda version: params, rules, evidence_log.EvidenceLog(None, count_once=True)
+    )
+    hooks = {"source": verdict_collector.VerdictCollector(RUN, validator.check_groups_with_weights)}
+    hooks["check_group_without_weights"] = validator.check_group_without_weights
+    with running(folder, exp, **hooks | changes) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("advantage", "epsilon"), [*itertools.product(["group_mean_std", "max_rl"], [9e-7, 9e-14])])
+def test_ties_that_claimed_rewards_break_steer_nothing(world, tmp_path, advantage, epsilon):
+    """All tokens are honest and every reward is within its tolerance; advantages that divide by the spread made it half of a full one."""
+    exp, _, _, honest = world
+    credit = dataclasses.replace(exp.credit, advantage=advantage)
+    flat = [group for group in honest.values() if len({rollout.reward for rollout in group}) == 1]
+    assert flat, "no group with equal rewards"
+    with checked_run(world, tmp_path, credit=credit) as (run, client):
+        for group in client.lease(CHEAT, 4):
+            claimed = [r.reward + epsilon * (1 if r.sample == 2 else -0.9 / 3) for r in honest[group.group]]
+            pairs = zip(honest[group.group], claimed, strict=True)
+            changed = [dataclasses.replace(r, reward=c, rewards=r.rewards | {"reward": c}) for r, c in pairs]
+            client.submit(CHEAT, signed(changed, CHEAT))
+            settle(run)
+        for group in client.lease(HONEST, 4):
+            assert client.submit(HONEST, signed(honest[group.group], HONEST)) == ["taken"]
+        batch = run.next_batch(1)
+        assert (batch.groups[0][0].worker == CHEAT.worker) == (epsilon < 1e-13)
+    assert batch.metrics["rollout/zero_advantage_frac"] >= len(flat) / 4
+    assert all(abs(branch.advantages).max() < 4 for tree in batch.trees for branch in tree.branches)
