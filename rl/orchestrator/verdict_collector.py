@@ -33,7 +33,8 @@ from inference.rollouts import rollout as rollout_lib
 from rl.orchestrator import group_queue
 from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
-from rl.verification import checks, verifier
+from rl.verification import checks
+from rl.verification import rules as rules_lib
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 MAX_REPLY_BYTES = 2**20  # 64 verdicts of at most 2 KiB are far fewer
@@ -202,7 +203,7 @@ class VerdictCollector:
                 continue
             # A group that makes every request with it fail must not hold up the others: after a failure, each goes alone.
             if fresh := [case for case in wanted if not case.has_failed]:
-                batch = _take_batch(fresh, verifier.MAX_REPLAY_ROWS, verifier.MAX_REPLAY_TOKENS)
+                batch = _take_batch(fresh, rules_lib.MAX_REPLAY_ROWS, rules_lib.MAX_REPLAY_TOKENS)
             else:
                 batch = [min(wanted, key=lambda case: case.failures.total())]
             if self._replay:

@@ -151,8 +151,8 @@ def measure(
         rollouts = [dataclasses.replace(rollout, routed_experts=None) for rollout in rollouts]
     largest: dict[str, Any] = {}
     evidence, refused, chunks = [], 0, {}
-    for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
-        for one in validator.replay(rollouts[start : start + verifier.MAX_REPLAY_ROWS]):
+    for start in range(0, len(rollouts), rules_lib.MAX_REPLAY_ROWS):
+        for one in validator.replay(rollouts[start : start + rules_lib.MAX_REPLAY_ROWS]):
             evidence.append(checks.evidence(one))
             refused += not checks.first_failure(checks.WITH_WEIGHTS, one, validator.rules).accepted
             num_rows, dim = one.hidden_ND.shape

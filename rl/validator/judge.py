@@ -19,6 +19,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, verifier
+from rl.verification import rules as rules_lib
 from sharding.system import atomic_file
 
 KEPT = 4096  # verdicts that are sent again when asked again
@@ -51,7 +52,7 @@ class Judge:
         self._memory, self._keep_steps, self._newest = memory, keep_steps, 0
         self._requests = lease.RequestVerifier(lease.Session(run, key.worker), admit=self._admit)
         # The orchestrator asks about what fits a replay, or about one group.
-        self._max_rows = max(verifier.MAX_REPLAY_ROWS, validator.rules.groups(1)[0].num_samples)
+        self._max_rows = max(rules_lib.MAX_REPLAY_ROWS, validator.rules.groups(1)[0].num_samples)
         self._known: collections.OrderedDict[str, verdict_lib.SignedVerdict] = collections.OrderedDict()
         self._lock = threading.Lock()
         self.counts: collections.Counter[str] = collections.Counter()

@@ -9,6 +9,9 @@ from models import config as config_lib
 from rl.batch import router_replay
 from rl.protocol import task_schedule
 
+MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
+MAX_REPLAY_TOKENS = 2**16  # of rollouts replayed together: their hidden states go to the host, 0.7 GB at 5120 dims
+
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:

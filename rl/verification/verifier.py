@@ -34,8 +34,6 @@ from sharding import broadcast
 
 SHIPPED_BANDS = pathlib.Path(__file__).parents[2] / "configs" / "bands"
 MAX_SCORERS = 4  # processes that score at the same time, in case some are slow
-MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
-MAX_REPLAY_TOKENS = 2**16  # of rollouts replayed together: their hidden states go to the host, 0.7 GB at 5120 dims
 
 
 class WeightsUnavailable(ValueError):
@@ -96,7 +94,7 @@ class Validator:
             rest = rollouts[len(found) :]
             longest = np.maximum.accumulate([len(rollout.tokens) for rollout in rest])
             padded = longest * np.arange(1, len(rest) + 1)
-            num = max(1, int(np.searchsorted(padded, MAX_REPLAY_TOKENS, side="right")))
+            num = max(1, int(np.searchsorted(padded, rules_lib.MAX_REPLAY_TOKENS, side="right")))
             found += self._check_batch(rest[:num])
         groups = collections.defaultdict(list)
         for rollout, (_, evidence) in zip(rollouts, found, strict=True):

@@ -52,8 +52,8 @@ def play(
     rollouts = rollouts[:num_rollouts]
     validator = doubles.make_validator(tolerance, bands, prompts, replay_dtype, mixture)
     alone, evidence = [], []
-    for start in range(0, len(rollouts), verifier.MAX_REPLAY_ROWS):
-        batch = rollouts[start : start + verifier.MAX_REPLAY_ROWS]
+    for start in range(0, len(rollouts), rules_lib.MAX_REPLAY_ROWS):
+        batch = rollouts[start : start + rules_lib.MAX_REPLAY_ROWS]
         verdicts = validator.check_without_weights(batch)
         good = [i for i, verdict in enumerate(verdicts) if verdict.accepted]
         found = dict.fromkeys(range(len(batch)))

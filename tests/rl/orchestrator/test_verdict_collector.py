@@ -88,7 +88,7 @@ def test_a_majority_decides_and_no_more_are_asked_than_needed():
 
 
 def test_waiting_groups_are_sent_together_the_earliest_step_first(monkeypatch):
-    monkeypatch.setattr(verdict_collector.verifier, "MAX_REPLAY_ROWS", 16)  # two groups of 8
+    monkeypatch.setattr(verdict_collector.rules_lib, "MAX_REPLAY_ROWS", 16)  # two groups of 8
     one = double()
     with validators.served(one) as names, Collected(names) as collected:
         late, early = groups(5, 2), groups(4, 1)
