@@ -66,10 +66,6 @@ class SignedVerdict:
             raise ValueError(
                 f"verdict is not signed by the validator that it names, {verdict.validator[:16]!r}; sign it"
             )
-        if verdict.accepted != (verdict.reason == "ok"):
-            raise ValueError(
-                f"verdict has accepted = {verdict.accepted} and reason = {verdict.reason!r:.80}; send one of both"
-            )
         return verdict
 
 
