@@ -1,5 +1,6 @@
 """Verdicts of validators elsewhere, over HTTP: quorums, and validators that are silent, broken, or lie."""
 
+import asyncio
 import random
 import threading
 import time
@@ -93,6 +94,9 @@ def test_waiting_groups_are_sent_together_the_earliest_step_first(monkeypatch):
     with validators.served(one) as names, Collected(names) as collected:
         late, early = groups(5, 2), groups(4, 1)
         all_asked = threading.Event()
+        asyncio.run_coroutine_threadsafe(
+            asyncio.sleep(0.05), collected.source._loop
+        ).result()  # it waits for groups now
         collected.source._loop.call_soon_threadsafe(all_asked.wait)  # so that all wait before the first request
         collected.ask([*late, *early])
         all_asked.set()
