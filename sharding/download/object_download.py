@@ -128,7 +128,9 @@ class ObjectDownload:
         if self.only is not None:
             return
         for get in list(self._running.values()):
-            if get.rival is None and not get.is_hedge and get.is_straggling(self.selector.relays):
+            if get.is_hedge and get.is_straggling(self.selector.relays):
+                get.abort()  # another relay is asked instead: two that drip must not wait for each other
+            elif get.rival is None and not get.is_hedge and get.is_straggling(self.selector.relays):
                 other = self.selector.select(self.version, {get.relay}, wait=False)
                 start = get.start + get.received
                 if other is not None and start < get.stop:

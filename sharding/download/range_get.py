@@ -196,10 +196,17 @@ class Get:
 
     def is_straggling(self, relays: list[Relay]) -> bool:
         """Returns True if this request is slow: another of `relays` would probably deliver the rest in half of the time."""
-        rates = [r.bytes_per_s for r in relays if r is not self.relay and r.bytes_per_s]
+        others = [r for r in relays if r is not self.relay]
+        rates = [r.bytes_per_s for r in others if r.bytes_per_s]
         elapsed_s, size = self.seconds, self.stop - self.start
+        if (
+            len(rates) < max(1, len(others))
+            and elapsed_s > HEDGE_UNMEASURED_S
+            and self.received / elapsed_s * 10 < size
+        ):
+            return True  # the measured ones may be those that drip
         if not rates:
-            return elapsed_s > HEDGE_UNMEASURED_S and self.received / elapsed_s * 10 < size
+            return False
         expected_s = 0.1 + size / max(rates)
         if elapsed_s < max(HEDGE_FLOOR_S, 2 * expected_s):
             return False

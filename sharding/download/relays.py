@@ -54,9 +54,7 @@ class Relays:
         self._lock = threading.Lock()  # protects the following
         self._polls: dict[range_get.Relay, tuple[range_get.Get, concurrent.futures.Future]] = {}
         self._manifests: dict[int, version_search.Proof] = {}
-        self._search = version_search.VersionSearch(
-            self._pool, self._selector, self._options.patience_s, self._parse, self._limit, trusted is not None
-        )
+        self._search = version_search.VersionSearch(self._pool, self._selector, self._options.patience_s, trusted)
 
     # ---- versions
 
@@ -66,7 +64,7 @@ class Relays:
         Raises Unavailable if no relay replies, and CorruptSource if the newest head has expired, or all are of another key.
         """
         self.listing()
-        head = None if self.trusted is None else self.trusted.head
+        head = self.trusted and self.trusted.head
         if self.trusted is not None and head is not None:
             self.trusted.check_time(head)
         return head
@@ -123,8 +121,7 @@ class Relays:
         if wait_s and listing == known:  # a relay that has no news must not make its client busy
             time.sleep(max(0.0, min(0.1, until_s - 0.5 - time.monotonic())))
         with self._lock:  # a version that was deleted and comes back may be another one
-            for number in [n for n in self._manifests if n not in listing.complete]:
-                del self._manifests[number]
+            self._manifests = {n: found for n, found in self._manifests.items() if n in listing.complete}
         return listing
 
     def _poll(self, get: range_get.Get) -> None:
@@ -169,30 +166,18 @@ class Relays:
 
     def _known(self) -> dict[int, version_search.Proof]:
         """Returns the manifests that were delivered before, unless the head lists others now."""
-        head = None if self.trusted is None else self.trusted.head
+        head = self.trusted and self.trusted.head
         with self._lock:
             known = dict(self._manifests)
-        if head is not None:
-            current = {n: entry.sha256 for n, entry in head.versions.items()}
-            known = {n: found for n, found in known.items() if current.get(n) == found.sha256}
-        return known
+        if head is None:
+            return known
+        current = {n: entry.sha256 for n, entry in head.versions.items()}
+        return {n: found for n, found in known.items() if current.get(n) == found.sha256}
 
     def _keep(self, found: version_search.Proof) -> None:
         with self._lock:
             self._manifests[found.manifest.version] = found
-            while len(self._manifests) > MAX_KEPT:
-                del self._manifests[next(iter(self._manifests))]
-
-    def _limit(self, version: int) -> int:
-        """Returns the bytes that the manifest of `version` may have."""
-        head = None if self.trusted is None else self.trusted.head
-        listed = head and head.versions.get(version)
-        return listed.num_bytes if listed else min(manifest_lib.MAX_UNPROVED_BYTES, journal.MAX_MANIFEST_BYTES)
-
-    def _parse(self, data: bytes, version: int) -> manifest_lib.Manifest:
-        return (
-            manifest_lib.parse(data, version=version) if self.trusted is None else self.trusted.manifest(data, version)
-        )
+            self._manifests = dict([*self._manifests.items()][-MAX_KEPT:])
 
     def entries(self, version: int, wait_s: float = 0.0) -> tuple[list[journal.Object], bool]:
         """Returns (objects newly finished on the first relay since the last call, True if it has the manifest).
@@ -235,15 +220,18 @@ class Relays:
         path = f"/{journal.dirname(version)}/{entry.path}"
         # Wrong copies that several relays delivered.
         mixed: list[tuple[bytes, list[object_download.ReceivedRange]]] = []
-        num_corrupt, only = collections.Counter(), None
+        num_corrupt, only, late, until_s = collections.Counter(), None, set(), deadline_s
         while True:
             download = object_download.ObjectDownload(
-                self._pool, self._selector, version, path, target, self._options.range_bytes, deadline_s, only
+                self._pool, self._selector, version, path, target, self._options.range_bytes, until_s, only
             )
             try:
                 received = download.run()
-            except range_get.Failed:  # of the relay `only`
-                received = []
+            except (range_get.Failed, journal.Unavailable) as error:
+                if only is None or self._pool.is_closed:
+                    raise
+                received, only.reason = [], str(error)[:300]
+                late.add(only)
             actual = digests.of(*target.views) if received else ""
             if actual == entry.digest:
                 right = b"".join(target.views) if mixed else b""
@@ -265,7 +253,12 @@ class Relays:
                 raise journal.CorruptSource(f"{path} is wrong on every relay ({reasons}): use other relays")
             if time.monotonic() > deadline_s:
                 raise journal.Unavailable(f"{path} was not downloaded in time ({self._selector.reasons()}): try again")
-            only = self._selector.select(version, set(num_corrupt) if honest else ())
+            if not (left := {*(honest or self.relays)} - late):
+                left, late = {*(honest or self.relays)}, set()
+            only = self._selector.select(version, {*self.relays} - left)
+            until_s = (now_s := time.monotonic()) + (deadline_s - now_s) / len(
+                left
+            )  # one that drips leaves time for others
 
     # ---- the rest
 

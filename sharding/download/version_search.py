@@ -10,9 +10,10 @@ import functools
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sharding.download import range_get, relay_selector
+from sharding.format import head as head_lib
 from sharding.format import journal
 from sharding.format import manifest as manifest_lib
 
@@ -38,8 +39,7 @@ class Proof:
 class VersionSearch:
     """Searches versions on several relays. Thread-safe.
 
-    `parse(data, version)` returns the manifest in untrusted bytes, or raises CorruptSource; `limit(version)` returns the bytes it
-    may have. Unless manifests are `signed`, all relays that deliver a version in time must deliver the same manifest.
+    Without a `trusted` key, all relays that deliver a version in time must deliver the same manifest.
     """
 
     def __init__(
@@ -47,12 +47,9 @@ class VersionSearch:
         pool: range_get.RequestPool,
         selector: relay_selector.RelaySelector,
         patience_s: float,
-        parse: Callable[[bytes, int], manifest_lib.Manifest],
-        limit: Callable[[int], int],
-        signed: bool,
+        trusted: head_lib.HeadVerifier | None,
     ):
-        self.pool, self.selector, self.parse, self.limit = pool, selector, parse, limit
-        self._patience_s, self._signed = patience_s, signed
+        self.pool, self.selector, self.trusted, self._patience_s = pool, selector, trusted, patience_s
         self._lock = threading.Lock()  # protects the following
         self._running: dict[range_get.Relay, _Examination] = {}
         self._pauses: dict[range_get.Relay, tuple[float, float]] = {}  # until when a relay is not examined, how long
@@ -115,7 +112,7 @@ class VersionSearch:
         while True:
             found = [(e.relay.url, e.found) for e in examinations if e.found is not None]
             best, now_s = max([known, *(proof.manifest.version for _, proof in found)]), time.monotonic()
-            least = best if self._signed or best == known else best - 1  # the others must agree
+            least = best if self.trusted is not None or best == known else best - 1  # the others must agree
             waiting = {e.future for e in examinations if not e.future.done() and e.number > least}
             # A relay that has neither the version nor a 404 must not use up all of the time.
             until_s = begun_s + self._patience_s / (1 if len(waiting) == len(examinations) else 4)
@@ -133,7 +130,7 @@ class VersionSearch:
             text = f"no manifest was downloaded in time ({self.selector.reasons()}): try again, or use other relays"
             raise error or journal.Unavailable(text)
         proofs = {proof.data: (url, proof) for url, proof in found if proof.manifest.version == best > known}
-        if len(proofs) > 1 and not self._signed:
+        if len(proofs) > 1 and self.trusted is None:
             urls = ", ".join(url for url, _ in proofs.values())
             text = f"relays {urls} have different manifests of version {best}: pass the publisher's trusted key"
             raise journal.CorruptSource(text)
@@ -162,8 +159,10 @@ class _Examination:
         self._get.abort()
 
     def _request(self) -> range_get.Get:
-        path = f"/{journal.dirname(self.number)}/manifest.json"
-        return range_get.Get(self.relay, path, limit=self._search.limit(self.number))
+        head = self._search.trusted and self._search.trusted.head
+        listed = head and head.versions.get(self.number)
+        limit = listed.num_bytes if listed else min(manifest_lib.MAX_UNPROVED_BYTES, journal.MAX_MANIFEST_BYTES)
+        return range_get.Get(self.relay, f"/{journal.dirname(self.number)}/manifest.json", limit=limit)
 
     def _run(self) -> None:
         for number in reversed(self._numbers):
@@ -175,13 +174,14 @@ class _Examination:
     def _prove(self) -> bool:
         """Downloads the manifest of version `number`, and returns True; False if the relay has none, or a wrong one, or at an abort."""
         search, num_refused, pause_s = self._search, 0, 0.05
+        parse = manifest_lib.parse if search.trusted is None else search.trusted.manifest
         while True:
             self._get = get = self._request()
             if self.is_aborted.is_set() or search.pool.is_closed:
                 return False
             try:
                 data, _ = get.run()
-                self.found = Proof(data, search.parse(data, self.number))
+                self.found = Proof(data, parse(data, version=self.number))
                 search.selector.observe(get, True)
                 return True
             except range_get.Missing as error:

@@ -56,7 +56,8 @@ class Plan:
                 self.store.set_head(next(iter(self._heads.values())), write=True)
             elif head is not None:
                 newest = None if self.store.head is None else head.newest
-                if newest is None or self.store.is_complete(newest.version):
+                held = newest and self.store.versions.get(newest.version)
+                if newest is None or (held and held.sha256 == newest.sha256):  # not what the number was before
                     self.store.set_head(head.data, write=False)
 
     def is_current(self, number: int, sha256: str) -> bool:

@@ -86,6 +86,16 @@ def test_a_liar_does_not_stall_a_client(pub, kind):
         assert time.monotonic() - begun_s < HONEST_S
 
 
+def test_a_relay_that_drips_does_not_use_up_the_time_of_an_object(pub):
+    """One liar spoils what several deliver, so that one relay is asked for all: others drip then, and are never silent."""
+    drips = [Behavior(objects="drip")] * 3
+    with beside(pub, Behavior(objects="corrupt"), *drips) as (urls, _):
+        options = dataclasses.replace(QUICK, patience_s=15.0, range_bytes=50_000, seed=0)
+        with contextlib.closing(source.open(urls, trusted_key=TRUSTED, options=options)) as opened:
+            last = opened.manifest(2)[1].objects[-1]
+            assert source.read(opened, 2, last) == proxy.contents(2)[last.path]
+
+
 @pytest.mark.parametrize("journal_kind", ["trickle", "flood"])
 def test_unsigned_claims_have_bounded_disk_and_log(pub, tmp_path, monkeypatch, capsys, journal_kind):
     """A liar's journal fills its budget once, and is then left alone; so are its errors in the log."""
@@ -207,7 +217,7 @@ def test_a_version_published_again_is_seen_beside_one_who_holds_the_old(pub, old
 
 def test_a_relay_never_goes_back(pub, old, tmp_path):
     """Neither while it runs nor after a restart does an older head, or a head that it cannot verify, change the versions of a relay."""
-    data = resume(pub)
+    data, new = resume(pub), proxy.manifest(2, proxy.contents(22))
     other = tmp_path / "other"
     for number in range(3, 6):
         proxy.publish(other, number, proxy.contents(number), key=proxy.OTHER_KEY)
@@ -216,13 +226,13 @@ def test_a_relay_never_goes_back(pub, old, tmp_path):
     with contextlib.ExitStack() as stack:
         liars = [stack.enter_context(lying_upstream.LyingUpstream(root, Behavior())).url for root in (old, other)]
         with proxy.running(pub) as origin, proxy.running([*liars, origin.url], tmp_path / "a", **options) as relay:
-            proxy.wait_until(lambda: relay.store.head == data)
+            proxy.wait_until(lambda: relay.store.head == data and relay.store.manifest(2) == new)
         for _ in range(2):
             with proxy.running(liars, tmp_path / "a", **options) as relay:
                 proxy.wait_until(lambda: relay.store.head == data)
                 time.sleep(1.0)
                 assert relay.store.complete() == [0, 1, 2] and relay.store.head == data
-                assert relay.store.manifest(2) == proxy.manifest(2, proxy.contents(22))
+                assert relay.store.manifest(2) == new
                 assert relay.mirror.log.counters["replaced_versions"] == 0
 
 
