@@ -94,7 +94,7 @@ def replay(events: list[dict], *, secret: bytes, min_rate: float, first_record: 
         elif kind == "verdict":
             signed = {name: value for name, value in event.items() if name not in ("kind", "node", "signature")}
             assert event["run"] == run
-            text = b"intellax/verdict/1/" + canonical(signed)
+            text = b"intellax/message/1" + canonical(signed)
             check_signature(event["validator"], bytes.fromhex(event["signature"]), text)
             if handed_in.get(place, ("",))[0] == event["digest"] and event["validator"] in judges:
                 votes[place][event["validator"]] = event["accepted"]
