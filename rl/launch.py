@@ -78,7 +78,8 @@ def start_rollout_system(
     evidence = evidence_log.EvidenceLog(bands, count_once=True)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
     key = run_directory.signing_key(workdir)
-    params = verifier.published(str(weights), keep=keep, key=key.worker)
+    trusted = run_directory.root_file(workdir) or key.worker
+    params = verifier.published(str(weights), keep=keep, key=trusted)
     validator = verifier.Validator(experiment.model, params, rules, evidence)
     is_local = config.topology.mode == "local"
     num_workers = config.topology.num_workers if is_local else 0
@@ -125,8 +126,8 @@ def start_rollout_system(
                 start(file.stem, ["rl.worker", *options, "--key", str(file)])
         else:
             command = ["sharding.relay", "--upstream", str(weights), "--host", config.topology.relay_host]
-            command += ["--port", str(config.topology.relay_port), "--trusted_key", key.worker]
-            options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {key.worker}"
+            command += ["--port", str(config.topology.relay_port), "--trusted_key", trusted]
+            options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {trusted}"
             if experiment.engine.routed_experts:
                 options += " --routed_experts"
             options += " --port PORT --control HOST:PORT --control_token_file FILE"
@@ -182,7 +183,7 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
     """Returns the arguments of `python -m` that start the inference server of a run on its published weights."""
     engine = experiment.engine
     command = ["inference.serve", "--weights", str(weights), "--port", "0"]
-    if key := run_directory.public_key(workdir):
+    if key := run_directory.root_file(workdir) or run_directory.public_key(workdir):
         command += ["--weights_key", key]
     for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
         command += [f"--{name}", str(getattr(engine, name))]

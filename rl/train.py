@@ -167,13 +167,12 @@ def _check_file(field: str, path: str, kind: str) -> None:
 def _publisher(exp: experiment.Experiment, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> broadcast.Publisher:
     key, dtype = run_directory.signing_key(workdir, hosts).private, exp.config.broadcast.dtype or None
     keep = exp.config.rl.max_lag + exp.config.rl.max_off_policy + 2  # every version that a rollout in flight may name
-    root_file = workdir / "root.json"  # of `python -m sharding.broadcast keys`, by which the key can be replaced
     options = broadcast.PublishOptions(
         key=key,
         keep=keep,
         dtype=dtype,
         head_s=exp.config.broadcast.head_s,
-        root_file=str(root_file) if root_file.exists() else "",
+        root_file=run_directory.root_file(workdir),
     )
     return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=exp.config.broadcast.snapshot_every)
 

@@ -139,6 +139,12 @@ def public_key(workdir: pathlib.Path) -> str | None:
     return signing_key(workdir).worker if (workdir / "weights.key").exists() else None
 
 
+def root_file(workdir: pathlib.Path) -> str:
+    """Returns the path of the run's root file (`python -m sharding.broadcast keys`), by which its key is replaced, or ""."""
+    file = workdir / "root.json"
+    return str(file) if file.exists() else ""
+
+
 def worker_key_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
     """Returns the path of a local worker's private key, generated at first use; moves an older run's key out of `logs/`."""
     file, old = workdir / "keys" / f"{name}.key", workdir / "logs" / f"{name}.key"

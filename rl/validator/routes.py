@@ -117,7 +117,7 @@ def serve(args: argparse.Namespace) -> int:
     else:
         tolerance, bands = rules_lib.Tolerance.of(config.trust), None
     with contextlib.ExitStack() as stack:
-        pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=run)
+        pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=run_directory.root_file(workdir) or run)
         rules = dataclasses.replace(verifier.rules_of(config, experiment.tokenizer, stack=stack), tolerance=tolerance)
         keep_steps = config.rl.max_lag + 8
 

@@ -31,6 +31,7 @@ from rl.verification import checks, evidence_log, sequential_test
 from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
 from sharding import broadcast
+from sharding.format import head
 
 SHIPPED_BANDS = pathlib.Path(__file__).parents[2] / "configs" / "bands"
 MAX_SCORERS = 4  # processes that score at the same time, in case some are slow
@@ -162,17 +163,17 @@ def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[[
     `key` must have signed the version (None: no signature needed). The function caches `keep` versions, until a resumed run has
     published one again.
     """
-    cached: dict[int, tuple[int, transformer.Params]] = {}
+    cached: dict[int, tuple[head.Entry | None, transformer.Params]] = {}
 
     def weights(version: int) -> transformer.Params:
-        epoch = broadcast.epoch_of(root, version, key=key) if version in cached else None
-        if epoch is not None and epoch != cached[version][0]:
+        entry = broadcast.entry_of(root, version, key=key)
+        if version in cached and entry is not None and entry != cached[version][0]:
             del cached[version]
         if version not in cached:
             while len(cached) >= keep:  # before the pull: no more than `keep` versions are ever in memory
                 del cached[min(cached)]
             pulled = broadcast.pull(root, version, key=key)
-            cached[version] = pulled.epoch or 0, jax.tree.map(jnp.asarray, pulled.params)
+            cached[version] = entry, jax.tree.map(jnp.asarray, pulled.params)
         return cached[version][1]
 
     return weights

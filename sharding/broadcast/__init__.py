@@ -4,7 +4,7 @@ from sharding.broadcast.assemble import Pulled
 from sharding.broadcast.destination import remove
 from sharding.broadcast.publish import Publisher, PublishOptions, publish
 from sharding.broadcast.pull import (
-    epoch_of,
+    entry_of,
     latest,
     latest_order,
     pull,
@@ -16,5 +16,5 @@ from sharding.broadcast.pull import (
 )
 from sharding.format.journal import CorruptSource
 
-__all__ = ["CorruptSource", "PublishOptions", "Publisher", "Pulled", "epoch_of", "latest", "latest_order", "publish"]
+__all__ = ["CorruptSource", "PublishOptions", "Publisher", "Pulled", "entry_of", "latest", "latest_order", "publish"]
 __all__ += ["pull", "read_manifest", "remove", "verify", "versions", "wait_for", "watch"]

@@ -14,8 +14,7 @@ root.pem`). A KEY is a private key's PEM file, or the hex of a public key:
 
     keys WORKDIR/root.json --root root.pem --online WORKDIR/weights.key --sign root.pem      makes it; give it to every reader
     keys WORKDIR/root.json --online new.key --sign root.pem                                  from now on only new.key: the other is revoked
-    keys WORKDIR/root.json --root a.pem b.pem c.pem --threshold 2 --sign root.pem a.pem b.pem
-    keys WORKDIR/root.json --cosign c.pem                                                    adds a signature to the newest root
+    keys WORKDIR/root.json --root other.pem --sign root.pem other.pem                        from now on only other.pem may change it
 
 A run reads WORKDIR/root.json when it starts, and each time it signs a head.
 """
@@ -67,9 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text)
         sub.set_defaults(run=run)
         sub.add_argument("source", help="directory, bucket URL, or relay URLs separated by commas")
-        sub.add_argument(
-            "--key", help="the publisher's public key in hex, or its root file; other signatures are rejected"
-        )
+        sub.add_argument("--key", help="the publisher's public key in hex, or its root file, which must have signed")
         if name == "watch":
             sub.add_argument("--after", type=int, default=-1, help="only versions newer than this")
             sub.add_argument("--count", type=int, help="exit after this many versions")
@@ -91,22 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("keys", help="make, change or print a root file")
     sub.set_defaults(run=_keys)
     sub.add_argument("file", help="the root file; printed if no option is given")
-    sub.add_argument(
-        "--root", nargs="+", default=(), metavar="KEY", help="all keys that may change the file from now on"
-    )
-    sub.add_argument(
-        "--online", nargs="+", default=(), metavar="KEY", help="all keys that may sign weights from now on"
-    )
-    sub.add_argument(
-        "--threshold", type=int, default=0, help="how many root keys must sign a change (default: as before, 1)"
-    )
+    for name, metavar, text in (
+        ("--root", "KEY", "all keys that may change the file from now on"),
+        ("--online", "KEY", "all keys that may sign weights from now on"),
+        ("--sign", "PEM", "private root keys, old and new, that sign the change"),
+    ):
+        sub.add_argument(name, nargs="+", default=(), metavar=metavar, help=text)
     sub.add_argument("--days", type=float, default=365.0, help="until the new root expires (default: 365)")
-    sub.add_argument(
-        "--sign", nargs="+", default=(), metavar="PEM", help="private root keys, old and new, that sign the change"
-    )
-    sub.add_argument(
-        "--cosign", nargs="+", default=(), metavar="PEM", help="private root keys that sign the newest root, too"
-    )
     return parser
 
 
@@ -154,8 +142,7 @@ def _publish_dir(args: argparse.Namespace) -> int:
 
 def _renew(args: argparse.Namespace) -> int:
     writer = head_writer.HeadWriter(args.root, _load_key(args.key_file), root_file=args.root_file)
-    with contextlib.closing(destination.create(args.root, 0)) as out:
-        out.lock()
+    with destination.locked(args.root):
         writer.refresh()
     return 0
 
@@ -165,17 +152,12 @@ def _keys(args: argparse.Namespace) -> int:
     data = path.read_bytes() if path.exists() else b""
     if args.sign:
         changes = {name: [_public_hex(key) for key in getattr(args, name)] for name in ("root", "online")}
-        until_s = time.time() + 86400 * args.days
-        signers = list(map(_load_key, args.sign))
-        data = roots.amend(data, signers, expires_s=until_s, threshold=args.threshold, **changes)
-    elif args.root or args.online or args.threshold:
+        data = roots.amend(data, list(map(_load_key, args.sign)), expires_s=time.time() + 86400 * args.days, **changes)
+        atomic_file.write(path, data, durable=True)
+    elif args.root or args.online:
         raise ValueError("a change must be signed: give --sign and the PEM files of the root keys")
     elif not data:
         raise FileNotFoundError(f"{path} does not exist: give --root, --online and --sign to make it")
-    if args.cosign:
-        data = roots.sign(data, list(map(_load_key, args.cosign)))
-    if args.sign or args.cosign:
-        atomic_file.write(path, data, durable=True)
     print(roots.describe(data))
     return 0
 

@@ -133,8 +133,8 @@ class HeadWriter:
     ) -> None:
         lines, now_s = self._check_key(), time.time()
         serial = max(self._verifier.head.serial + 1 if self._verifier.head else 0, int(1000 * now_s))
-        options = dict(epoch=epoch, expires_s=now_s + self._head_s, writing=writing, roots=lines[1:])
-        data = head_lib.sign(self._key, entries, serial=serial, **options)
+        fields = serial, epoch, now_s + self._head_s, writing, lines[1:]
+        data = head_lib.sign(self._key, entries, *fields)
         if durable:
             destination.write(self._root, EPOCH_NAME, data, durable=True)
         destination.write(self._root, head_lib.NAME, data)

@@ -117,11 +117,11 @@ def wait_for(source: Source, at_least: int, timeout_s: float, *, key: Trusted = 
         return _wait(opened, lambda order: order[0] >= epoch and order[1] >= at_least, text, timeout_s)[1]
 
 
-def epoch_of(source: Source, version: int, *, key: Trusted = None) -> int | None:
-    """Returns the epoch of `version`, or None if there is no head or it does not list the version."""
+def entry_of(source: Source, version: int, *, key: Trusted = None) -> head_lib.Entry | None:
+    """Returns the signed head's entry for `version`, or None if there is no head or it does not list the version."""
     with _opened(source, key) as opened:
         head = opened.head()
-        return head.versions[version].epoch if head is not None and version in head.versions else None
+        return None if head is None else head.versions.get(version)
 
 
 def watch(source: Source, *, after: int = -1, key: Trusted = None) -> Iterator[int]:

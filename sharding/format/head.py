@@ -143,11 +143,6 @@ class HeadVerifier:
         """The hex public keys that may sign heads and manifests now."""
         return roots_lib.online_keys(self._root)
 
-    @property
-    def needs_head(self) -> bool:
-        """Whether versions without a head are refused, those of earlier releases, too."""
-        return self.requires_head or self.head is not None
-
     def accept(self, data: bytes, *, expired: bool = False) -> Head:
         """Returns the head in `data`, the untrusted bytes of a head.jsonl, and raises the floor to it.
 
@@ -179,16 +174,6 @@ class HeadVerifier:
                 remedy = "use another source, compare the clocks, or let the publisher sign a new one"
                 raise ExpiredHead(f"{text}; {remedy} (python -m sharding.broadcast keys)")
 
-    def check_headless(self, version: int, epoch: int | None, public_key: str | None) -> None:
-        """Raises CorruptSource unless a manifest may be accepted from a source without a head: one of an earlier release."""
-        known = self.needs_head or epoch is not None
-        _require(
-            not known,
-            f"version {version} comes without the signed head that key {self.name} writes: use another source",
-        )
-        text = f"version {version} is signed by {str(public_key)[:80]}, not by the trusted {self.name}"
-        _require(public_key in self.keys, text)
-
     def manifest(self, data: bytes, version: int) -> manifest_lib.Manifest:
         """Returns the manifest of `version` in `data`, untrusted bytes: those that the accepted head lists, or of an earlier release.
 
@@ -196,13 +181,15 @@ class HeadVerifier:
         """
         head = self.head
         if head is not None:
-            _require(
-                version in head.versions, f"version {version} is not in the signed head: it has {sorted(head.versions)}"
-            )
+            text = f"version {version} is not in the signed head: it has {sorted(head.versions)}"
+            _require(version in head.versions, text)
             head.versions[version].check(data)
             return manifest_lib.parse(data, version=version, is_proved=True)
         found = manifest_lib.parse(data, version=version)
-        self.check_headless(version, found.epoch, found.public_key)
+        text = f"version {version} comes without the signed head that key {self.name} writes: use another source"
+        _require(not self.requires_head and found.epoch is None, text)
+        text = f"version {version} is signed by {found.public_key}, not by the trusted {self.name}"
+        _require(found.public_key in self.keys, text)
         return found
 
     def _accept(self, data: bytes) -> None:
@@ -240,11 +227,9 @@ class HeadVerifier:
             root = roots_lib.parse(line)
             if root.signed.version <= self._root.version:
                 continue
-            _require(
-                root.signed.version == self._root.version + 1, f"root {self._root.version + 1} is missing in the head"
-            )
-            self._root.verify_delegate(Root.type, root.signed_bytes, root.signatures)
-            root.signed.verify_delegate(Root.type, root.signed_bytes, root.signatures)
+            text = f"root {self._root.version + 1} is missing in the head"
+            _require(root.signed.version == self._root.version + 1, text)
+            roots_lib.check_next(self._root, root)
             revoked = set(self._root.roles[Timestamp.type].keyids) - set(root.signed.roles[Timestamp.type].keyids)
             self._root = root.signed
             self._roots.append(line)
@@ -258,9 +243,7 @@ class HeadVerifier:
         for entry in head.versions.values():
             known = self._manifests.get((entry.epoch, entry.version), entry.sha256)
             text = f"two manifests of version {entry.version} of epoch {entry.epoch} are signed: {known} and {entry.sha256}"
-            _require(
-                known == entry.sha256, f"{text}; the publisher's key signs twice: replace it (sharding.broadcast keys)"
-            )
+            _require(known == entry.sha256, f"{text}; the key signs twice: replace it (sharding.broadcast keys)")
             text = f"version {entry.version} is of epoch {entry.epoch}, newer than the head's epoch {head.epoch}"
             _require(entry.epoch <= head.epoch, text)
         if self.head is not None and (head.serial < self.head.serial or head.order < self.head.order):
@@ -283,9 +266,8 @@ class HeadVerifier:
         except FileNotFoundError:
             pass
         except (ValueError, exceptions.RepositoryError) as error:
-            if not isinstance(
-                error.__cause__, exceptions.UnsignedMetadataError
-            ):  # else it is of another key, or a revoked one
+            is_of_another_key = isinstance(error.__cause__, exceptions.UnsignedMetadataError)  # or of a revoked one
+            if not is_of_another_key:
                 text = f"the file of the newest head accepted, {floor}, is damaged ({error})"
                 raise ValueError(f"{text}: delete it, which forgets that head") from error
         self._floor = floor
@@ -315,14 +297,13 @@ def listing(
         partial = (complete | partial) - {*head.versions} & {head.writing}
         complete, data = complete & {*head.versions}, head.data
     elif trusted is not None:
-        complete, partial, data = (set(), set(), None) if trusted.needs_head else (complete, partial, None)
+        complete, partial, data = (set(), set(), None) if trusted.requires_head else (complete, partial, None)
     return journal.Listing(tuple(sorted(complete)), tuple(sorted(partial)), data)
 
 
 def sign(
     key: ed25519.Ed25519PrivateKey,
     entries: Iterable[Entry],
-    *,
     serial: int,
     epoch: int,
     expires_s: float,

@@ -7,6 +7,7 @@ replaced and revoked by a new line. A reader that trusts an old line can follow 
 
 # pyright: reportPrivateImportUsage=false
 import datetime
+import itertools
 import os
 import pathlib
 import re
@@ -26,19 +27,16 @@ NEVER = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 
 
 def trusted(name: str | os.PathLike, *, first: bool = False) -> tuple[Root, bool]:
-    """Returns (the root that a trusted key in hex or the path of a root file names, True if it is a file: then heads are required).
+    """Returns (the root that a key in hex or a root file names, True if it is a file: then heads are required).
 
     Of a root file, returns the newest root, or with `first` the oldest.
     """
     if re.fullmatch(r"[0-9a-f]{64}", str(name)):
         return root_of(str(name)), False
-    path = pathlib.Path(name)
-    if not path.is_file():
-        raise ValueError(
-            f"the trusted key {str(name)!r} is neither 64 lowercase hex digits nor a root file; pass the publisher's "
-            "public key, or its root file"
-        )
-    return read(path.read_bytes())[0 if first else -1].signed, True
+    if not os.path.isfile(name):
+        text = f"the trusted key {str(name)!r} is neither 64 lowercase hex digits nor a root file"
+        raise ValueError(f"{text}; pass the publisher's public key, or its root file")
+    return read(pathlib.Path(name).read_bytes())[0 if first else -1].signed, True
 
 
 def parse(line: bytes) -> Metadata[Root]:
@@ -64,23 +62,26 @@ def read(data: bytes) -> list[Metadata[Root]]:
     try:
         roots = [parse(line) for line in data.splitlines()]
         journal.require(0 < len(roots) <= MAX_ROOTS + 1, f"it has {len(roots)} roots, not 1 to {MAX_ROOTS + 1}")
-        for before, root in zip([roots[0], *roots], roots, strict=False):
-            before.signed.verify_delegate(Root.type, root.signed_bytes, root.signatures)
-            root.signed.verify_delegate(Root.type, root.signed_bytes, root.signatures)
-            expected = before.signed.version + (root is not before)
-            journal.require(
-                root.signed.version == expected, f"root {root.signed.version} follows root {before.signed.version}"
-            )
+        check_next(roots[0].signed, roots[0])
+        for before, root in itertools.pairwise(roots):
+            check_next(before.signed, root)
+            text = f"root {root.signed.version} follows root {before.signed.version}"
+            journal.require(root.signed.version == before.signed.version + 1, text)
         return roots
     except (exceptions.RepositoryError, ValueError) as error:
-        raise ValueError(
-            f"not a root file: {error}; pass one that `python -m sharding.broadcast keys` wrote"
-        ) from error
+        text = f"not a root file: {error}; pass one that `python -m sharding.broadcast keys` wrote"
+        raise ValueError(text) from error
+
+
+def check_next(before: Root, root: Metadata[Root]) -> None:
+    """Raises RepositoryError unless the keys of `before` and its own have signed `root`."""
+    before.verify_delegate(Root.type, root.signed_bytes, root.signatures)
+    root.signed.verify_delegate(Root.type, root.signed_bytes, root.signatures)
 
 
 def online_keys(root: Root) -> frozenset[str]:
     """Returns the hex public keys that may sign heads and manifests."""
-    return frozenset(root.keys[keyid].keyval["public"] for keyid in root.roles[Targets.type].keyids)
+    return _hexes(root, Targets.type)
 
 
 def amend(
@@ -90,12 +91,11 @@ def amend(
     expires_s: float,
     online: Sequence[str] = (),
     root: Sequence[str] = (),
-    threshold: int = 0,
 ) -> bytes:
     """Returns the root file `data` with one root more, or a new one if `data` is empty, signed by `signers`.
 
-    `online` and `root` are the hex public keys that have these roles from now on: others are revoked. Empty ones,
-    and a `threshold` of 0, stay as they were. The last line may lack signatures, which `sign` adds. Raises ValueError.
+    `online` and `root` are the hex public keys that have these roles from now on, each alone: others are revoked. Empty
+    ones stay as they were. Raises ValueError.
     """
     before = read(data)[-1].signed if data else Root(version=1, expires=NEVER)
     until = datetime.datetime.fromtimestamp(expires_s, datetime.UTC)
@@ -103,37 +103,29 @@ def amend(
     for role, given in ((Root.type, root), *((name, online) for name in ONLINE)):
         for key in map(_key, given) if given else (before.keys[keyid] for keyid in before.roles[role].keyids):
             new.add_key(key, role)
-    new.roles[Root.type].threshold = needed = threshold or before.roles[Root.type].threshold
-    num_keys = len(new.roles[Root.type].keyids)
-    if not 1 <= needed <= num_keys or not new.roles[Targets.type].keyids:
-        raise ValueError(f"{needed} of {num_keys} root keys must sign: give at least that many, and one online key")
-    return sign(data + Metadata(new).to_bytes(JSONSerializer(compact=True)) + b"\n", signers)
-
-
-def sign(data: bytes, signers: Sequence[ed25519.Ed25519PrivateKey]) -> bytes:
-    """Returns the root file `data` with the signatures of `signers` added to its last root."""
-    *lines, last = data.splitlines()
-    metadata = parse(last)
+    if not new.roles[Root.type].keyids or not new.roles[Targets.type].keyids:
+        raise ValueError("a root file names at least one root key and one online key: give --root and --online")
+    metadata = Metadata(new)
     for key in signers:
         metadata.sign(CryptoSigner(key), append=True)
-    return b"\n".join([*lines, metadata.to_bytes(JSONSerializer(compact=True)), b""])
+    amended = data + metadata.to_bytes(JSONSerializer(compact=True)) + b"\n"
+    read(amended)
+    return amended
 
 
 def describe(data: bytes) -> str:
-    """Returns a line on each root of the root file `data`. Raises ValueError if it is malformed; the last line names missing signatures."""
+    """Returns a line on each root of the root file `data`. Raises ValueError if it is malformed."""
     lines = []
-    for line in data.splitlines():
-        root = parse(line).signed
-        names = ", ".join(f"{root.keys[k].keyval['public']}" for k in root.roles[Root.type].keyids)
-        rule = f"{root.roles[Root.type].threshold} of {names} may change it"
+    for root in (metadata.signed for metadata in read(data)):
+        changers, signers = (", ".join(sorted(_hexes(root, role))) for role in (Root.type, Targets.type))
         lines.append(
-            f"root {root.version}, until {root.expires:%Y-%m-%d}: {', '.join(online_keys(root))} signs weights; {rule}"
+            f"root {root.version}, until {root.expires:%Y-%m-%d}: {signers} signs weights; {changers} may change it"
         )
-    try:
-        read(data)
-    except ValueError as error:
-        lines.append(f"not complete, add signatures by --cosign before a run reads it: {error}")
     return "\n".join(lines)
+
+
+def _hexes(root: Root, role: str) -> frozenset[str]:
+    return frozenset(root.keys[keyid].keyval["public"] for keyid in root.roles[role].keyids)
 
 
 def _key(public_key: str) -> SSlibKey:

@@ -15,7 +15,7 @@ from rl.experiment import workdir as run_directory
 from rl.ledger import events
 from rl.ledger import ledger as ledger_lib
 from rl.verification import verifier
-from tests.support import proxy
+from tests.support import doubles, proxy
 
 LINE = re.compile(r"(\S+) (.*)")
 COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line about its URL
@@ -84,3 +84,13 @@ def test_a_stake_counts_until_its_key_is_ejected(tmp_path):
         ledger.append(events.sign("slash", rich.worker, keeper, amount=3, reason="forged"))
         ledger.append(events.sign("eject", cheat.worker, keeper, reason="forged"))
         assert (stake(rich.worker), stake(cheat.worker)) == (4, 0)
+
+
+def test_the_server_of_a_run_trusts_its_root_file_if_there_is_one(tmp_path):
+    """No replacement of the key reaches a server that trusts its hex."""
+    run_directory.signing_key(tmp_path)
+    trusted = [run_directory.public_key(tmp_path), str(tmp_path / "root.json")]
+    for expected in trusted:
+        command = launch.server_command(doubles.experiment(), tmp_path, tmp_path)
+        assert command[command.index("--weights_key") + 1] == expected
+        (tmp_path / "root.json").write_bytes(b"of `python -m sharding.broadcast keys`")

@@ -13,7 +13,7 @@ from tuf.api import exceptions
 from tuf.api.metadata import Metadata
 from tuf.api.serialization.json import JSONSerializer
 
-from sharding.format import head, journal, roots
+from sharding.format import head, journal, manifest, roots
 
 KEY, OTHER, THIRD = (ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2, 3))
 PUBLIC = KEY.public_key().public_bytes_raw().hex()
@@ -98,13 +98,20 @@ def test_an_expired_head_serves_where_its_owner_could_sign_anyway():
 
 def test_a_source_without_a_head_serves_only_versions_of_earlier_releases():
     checked = verifier()
-    checked.check_headless(3, None, PUBLIC)
-    for epoch, key, match in ((0, PUBLIC, "without the signed head"), (None, "ab" * 32, "is signed by abab")):
+    headless = [manifest_of(3, KEY), manifest_of(3, KEY, epoch=0), manifest_of(3, OTHER)]
+    assert checked.manifest(headless[0], 3).version == 3
+    for data, match in ((headless[1], "without the signed head"), (headless[2], "is signed by .*, not by the trusted")):
         with pytest.raises(journal.CorruptSource, match=match):
-            checked.check_headless(3, epoch, key)
+            checked.manifest(data, 3)
     checked.accept(signed([entry(1)], 1))
-    with pytest.raises(journal.CorruptSource, match="version 3 comes without the signed head"):
-        checked.check_headless(3, None, PUBLIC)
+    with pytest.raises(journal.CorruptSource, match="version 3 is not in the signed head"):
+        checked.manifest(headless[0], 3)
+
+
+def manifest_of(version, key, epoch=None):
+    fields = dict(base=None, delta_of=None, encodings=("zarr3",), digest_before=None, tensors=(), objects=())
+    fields |= dict(digest_after=manifest.digest(()), containers={}, metadata={}, epoch=epoch)
+    return manifest.encode(manifest.Manifest(version=version, **fields), key)
 
 
 class World:
@@ -234,7 +241,7 @@ def test_a_root_counts_if_the_one_before_and_its_own_keys_have_signed_it(tmp_pat
     (tmp_path / "root").write_bytes(first)
     client, stolen = verifier(tmp_path / "root", tmp_path / "floor"), entry(7, 3, b"of a thief")
     assert client.accept(signed([stolen], 5)).versions == {7: stolen}
-    line = first + roots.amend(b"", [], root=[hex_of(OTHER)], online=[hex_of(THIRD)], expires_s=NOW + 1e6)
+    line = first + roots.amend(b"", [OTHER], root=[hex_of(OTHER)], online=[hex_of(THIRD)], expires_s=NOW + 1e6)
     second = Metadata.from_bytes(line.splitlines()[1])
     second.signed.version = version
     data = signed([entry(7, 3)], 4, key=THIRD, roots=[_signed_root(second, signers)])
