@@ -185,11 +185,17 @@ def run(seed, directory, accepted):
             last = order
     heads = {}
     for trusted, root, found in accepted[first:]:
-        heads.setdefault(str(trusted._floor or id(trusted)), []).append((root, found))
+        heads.setdefault(str(trusted._floor or id(trusted)), []).append((root, found, trusted))
     assert any("mirror" in name for name in heads) and any("floor" in name for name in heads)
     for name, sequence in heads.items():
         last, listed, newest_root = (-1, -1), {}, 0
-        for root, found in sequence:
+        before = None
+        for root, found, trusted in sequence:
+            if (
+                before is not None and trusted is not before[0]
+            ):  # a restart remembers the manifests of the newest head alone
+                listed = {(e.epoch, e.version): e.sha256 for e in before[1].versions.values()}
+            before = trusted, found
             assert root >= newest_root, (seed, name)
             if root > newest_root:
                 last, listed, newest_root = (-1, -1), {}, root
@@ -224,7 +230,9 @@ def test_schedules_of_colluding_relays_never_bring_a_reader_back(tmp_path, monke
         for name, *_ in got:
             arrived[name] += 1
         for kind in num_heads:
-            num_heads[kind] += sum(len({h.serial for _, h in found}) for name, found in heads.items() if kind in name)
+            num_heads[kind] += sum(
+                len({h.serial for _, h, _ in found}) for name, found in heads.items() if kind in name
+            )
         shutil.rmtree(tmp_path / str(seed))
     print(f"{len(seeds)} schedules: arrived {arrived}, heads accepted by relays and servers {num_heads}")
     assert min(arrived.values()) >= len(seeds) and min(num_heads.values()) >= 2 * len(seeds)
