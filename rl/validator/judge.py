@@ -51,7 +51,7 @@ class Judge:
         self._validator, self.key, self.run = validator, key, run
         self._memory, self._keep_steps, self._newest = memory, keep_steps, 0
         self._requests = lease.RequestVerifier(lease.Session(run, key.worker), admit=self._admit)
-        # The orchestrator asks about what fits a replay, or about one group.
+        # A request has as many groups as fit one replay, or one group.
         self._max_rows = max(rules_lib.MAX_REPLAY_ROWS, validator.rules.groups(1)[0].num_samples)
         self._known: collections.OrderedDict[str, verdict_lib.SignedVerdict] = collections.OrderedDict()
         self._lock = threading.Lock()

@@ -57,7 +57,9 @@ class Plan:
             elif head is not None:
                 newest = None if self.store.head is None else head.newest
                 held = newest and self.store.versions.get(newest.version)
-                if newest is None or (held and held.sha256 == newest.sha256):  # not what the number was before
+                if newest is None or (
+                    held and held.sha256 == newest.sha256
+                ):  # not the version that had this number before
                     self.store.set_head(head.data, write=False)
 
     def is_current(self, number: int, sha256: str) -> bool:
