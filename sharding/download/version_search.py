@@ -1,4 +1,4 @@
-"""Finds versions, by their manifests, on relays that may claim what does not exist: each relay proves its own newest claim, all at once.
+"""Finds versions, by their manifests, on relays whose claims may be false: each relay proves its own newest claim, all at once.
 
 A relay that claims versions and does not deliver their manifests wastes its own time only: the search ends when no claim is newer
 than the newest proven one, or soon after the first proof.
