@@ -109,7 +109,9 @@ async def _reply_error(status: int, kind: str, headers: dict | None, request: fa
 
 async def _reply_no_route(status: int, request: fastapi.Request, error: Exception):
     place = "control routes are on the control listener, which --control sets and the server prints at its start"
-    message = f"route {request.method} {request.url.path} is not on this listener; {place}; see inference/serve.py"
+    message = (
+        f"route {request.method} {request.url.path} does not exist on this listener; {place}; see inference/serve.py"
+    )
     return web.error(status, message, "not_found")
 
 

@@ -135,10 +135,12 @@ class Orchestrator:
 
     def resume(self, step: int, state: dict | None = None) -> None:
         """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved `state(step)`, if any."""
+        # Fresh draws: the workers of batches that are made again may know which groups were not replayed the first time. The ledger
+        # has the head from which an auditor with the secret repeats them.
+        head = self._ledger.head() if self._ledger else secrets.token_hex()
         with self._changed:
             self._opened_step = step
-            # Fresh draws: the workers of batches that are made again may know which groups were not replayed the first time.
-            self._secret = hmac.digest(self._secret, secrets.token_bytes(32), "sha256")
+            self._secret = hmac.digest(self._secret, head.encode(), "sha256")
             if state:
                 self._health.restore(state["standing"])
                 self._states[step] = state

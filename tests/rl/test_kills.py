@@ -234,7 +234,9 @@ def check(workdir, num_kills, taken=None):
     """Checks a killed run by its files; `taken` are the groups that it acknowledged as (name, digest), by default those in its ledger."""
     events, hashes = ledger_reader.read(workdir / "ledger.db")
     secret = (workdir / "secret.key").read_bytes() + b"0"
-    line = ledger_reader.replay(events, secret=secret, min_rate=MIN_RATE, first_record=32 * (1 / INVITED_RATE - 1))
+    line = ledger_reader.replay(
+        events, hashes, secret=secret, min_rate=MIN_RATE, first_record=32 * (1 / INVITED_RATE - 1)
+    )
     check_files(workdir, line, hashes)
     in_batches = [digest for groups in line.batches.values() for digest in groups.values()]
     assert len(set(in_batches)) == len(in_batches) == P * len(line.batches)

@@ -60,7 +60,7 @@ def parse(text: str) -> list[int]:
     return [group for span in spans for group in range(int(span[0]), int(span[-1]) + 1)]
 
 
-def replay(events: list[dict], *, secret: bytes, min_rate: float, first_record: float) -> Timeline:
+def replay(events: list[dict], hashes: list[str], *, secret: bytes, min_rate: float, first_record: float) -> Timeline:
     """Asserts that each batch follows the last, that its groups were verified by the quorum, or drawn as exempt; returns the rest.
 
     A worker's record is at most its accepted groups so far, with `first_record` more if it was invited.
@@ -81,6 +81,7 @@ def replay(events: list[dict], *, secret: bytes, min_rate: float, first_record: 
             holder.clear(), handed_in.clear(), votes.clear()
         elif kind == "appoint":
             judges, quorum = set(event["validators"]), event["quorum"]
+            draws = hmac.digest(secret, f"{number - 1}:{hashes[number - 1]}".encode(), "sha256")
         elif kind == "invite":
             invited.add(worker)
         elif kind == "lease" and is_training:
@@ -113,7 +114,7 @@ def replay(events: list[dict], *, secret: bytes, min_rate: float, first_record: 
             for group in trusted:
                 owner = holder[step, group]
                 assert groups[group][1] > caught.get(owner, -1) and (owner in invited or accepted[owner])
-                draw = hmac.digest(secret, f"train/{step}/{group}".encode(), "sha256")[:8]
+                draw = hmac.digest(draws, f"train/{step}/{group}".encode(), "sha256")[:8]
                 record = accepted[owner] + first_record * (owner in invited)
                 assert int.from_bytes(draw, "big") / 2**64 >= max(min_rate, 32 / (32 + record)), (number, group)
             joined = b"".join(bytes.fromhex(digest) for digest, _ in groups.values())

@@ -257,6 +257,7 @@ def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch, number):
     monkeypatch.setattr(routes.web, "server", lambda app: server)
     monkeypatch.setattr(routes.validator_service.Service, "close", lambda self: closed.append(self))
     monkeypatch.setattr(scorer.Scorer, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(broadcast, "entry_of", lambda *args, **options: None)
     monkeypatch.setattr(broadcast, "pull", lambda *args, **options: pulled.append((args, options)))
     options = {"workdir": tmp_path, "rollouts": tmp_path, "port": 0, "weights": "http://relay:1"}
     assert commands.run("rl.validator", "serve", *(f"--{name}={value}" for name, value in options.items())) == 0
