@@ -259,6 +259,7 @@ class HeadVerifier:
         """Reads the floor of an earlier process."""
         try:
             data = floor.read_bytes()
+            _require(bool(data), "it is empty")
             if b'"_type":"timestamp"' in data:
                 self.accept(data, expired=True)
             else:
@@ -266,8 +267,10 @@ class HeadVerifier:
         except FileNotFoundError:
             pass
         except (ValueError, exceptions.RepositoryError) as error:
-            is_of_another_key = isinstance(error.__cause__, exceptions.UnsignedMetadataError)  # or of a revoked one
-            if not is_of_another_key:
+            names = [name.encode() for name in self._root.roles[Timestamp.type].keyids]
+            is_ours = any(name in line for name in names for line in data.splitlines()[-3:])
+            # Of another key, or of a revoked one. A head that names our key with a bad signature is damaged.
+            if is_ours or not isinstance(error.__cause__, exceptions.UnsignedMetadataError):
                 text = f"the file of the newest head accepted, {floor}, is damaged ({error})"
                 raise ValueError(f"{text}: delete it, which forgets that head") from error
         self._floor = floor

@@ -84,9 +84,10 @@ def test_the_floor_holds_also_in_the_next_process(tmp_path, data, error, match):
         with pytest.raises(error, match=match):
             checked.accept(data)
         assert checked.head == accepted or error is head.ExpiredHead
-    (tmp_path / "head.jsonl").write_bytes(accepted.data[:-9])
-    with pytest.raises(ValueError, match="head.jsonl, is damaged .* delete it, which forgets that head"):
-        verifier(floor=tmp_path / "head.jsonl")
+    for damaged in (accepted.data[:-9], accepted.data.replace(b'"epoch":0', b'"epoch":1', 1), b""):
+        (tmp_path / "head.jsonl").write_bytes(damaged)
+        with pytest.raises(ValueError, match="head.jsonl, is damaged .* delete it, which forgets that head"):
+            verifier(floor=tmp_path / "head.jsonl")
 
 
 def test_an_expired_head_serves_where_its_owner_could_sign_anyway():
