@@ -111,8 +111,9 @@ def run(main: Callable[[], None], *, needs_workdir: bool = True) -> None:
     A user's mistake exits with one line on stderr and a non-zero code; an error raised inside a library keeps its traceback.
     """
     command_line.define(needs_workdir=needs_workdir)
-    for name, level in (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "ERROR")):
-        logging.getLogger(name).setLevel(level)  # otherwise a line per request, and one per absent backend
+    quiet = (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "ERROR"))
+    for name, level in (*quiet, ("tuf", "WARNING")):
+        logging.getLogger(name).setLevel(level)  # otherwise a line per request, absent backend, and missing signature
 
     def guarded(argv):
         if len(argv) > 1:

@@ -102,9 +102,14 @@ def secret(workdir: pathlib.Path, seed: int) -> bytes:
 
 
 def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE) -> rollout_lib.WorkerKey:
-    """Returns the key that signs this run's weights, generated at first use; servers need its public half (`--weights_key`)."""
+    """Returns the key that signs this run's weights, generated at first use; servers need its public half (`--weights_key`).
+
+    Raises ValueError if the key is missing in a run that has begun: with another key it would be another run.
+    """
     file = workdir / "weights.key"
     if hosts.is_first and not file.exists():
+        if (workdir / "ledger.db").exists():
+            raise ValueError(f"{file} does not exist, but the run's ledger does; put the key back from a backup")
         rollout_lib.WorkerKey.generate().save(file)
     hosts.broadcast()
     return rollout_lib.WorkerKey.load(file)

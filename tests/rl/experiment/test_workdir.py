@@ -21,6 +21,19 @@ def test_a_cut_off_secret_is_refused(tmp_path, content):
         run_directory.signing_key(tmp_path)
 
 
+def test_a_run_that_has_begun_gets_no_new_key(tmp_path):
+    """A new one was written, after which even the error of the next start named the wrong key."""
+    run_directory.signing_key(tmp_path)
+    run_directory.open_ledger(tmp_path, None).__exit__()
+    for name in ("weights.key", "ledger.key"):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).unlink()
+        with pytest.raises(ValueError, match=f"{name} does not exist, but .* put the key back from a backup"):
+            run_directory.open_ledger(tmp_path, None)
+        assert not (tmp_path / name).exists()
+        (tmp_path / name).write_bytes(content)
+
+
 @pytest.mark.parametrize("has_new", [False, True])
 def test_a_workers_key_leaves_the_logs(tmp_path, has_new):
     old, new = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
