@@ -38,9 +38,8 @@ from rl.verification import rules as rules_lib
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 MAX_REPLY_BYTES = 2**20  # 64 verdicts of at most 2 KiB are far fewer
-MAX_CONTRADICTIONS = (
-    3  # more than these, and than 1 in 20 of its verdicts: rounding makes honest validators differ now and then
-)
+# More than these, and than 1 in 20 of its verdicts, exclude a validator: rounding makes honest ones differ now and then.
+MAX_CONTRADICTIONS = 3
 MAX_FAILURES = 3  # of a validator that is up, on one group alone
 UNDECIDED = checks.Verdict("undecided", "the validators contradict each other")
 UNANSWERED = checks.Verdict("unanswered", "too many validators fail on this group alone")
@@ -207,9 +206,8 @@ class VerdictCollector:
             else:
                 batch = [min(wanted, key=lambda case: case.failures.total())]
             if self._replay:
-                for case, verdict in zip(
-                    batch, await asyncio.to_thread(self._replay_here, self._replay, batch), strict=True
-                ):
+                verdicts = await asyncio.to_thread(self._replay_here, self._replay, batch)
+                for case, verdict in zip(batch, verdicts, strict=True):
                     self._vote(case, validator, verdict)
             else:
                 await self._request(http, validator, batch)
@@ -259,6 +257,7 @@ class VerdictCollector:
         for case in cases:
             case.has_failed |= not found
             self._check_weights(case)
+        for case in [*self._cases.values()]:  # others, too: they may wait for a validator that is excluded now
             self._check_quorum(case)
         self._notify()
 
@@ -299,18 +298,18 @@ class VerdictCollector:
         votes = _votes(case)
         if max(votes.values()) >= self.quorum:
             accepted = votes[True] >= self.quorum
+            agreeing = [one for one in case.verdicts.values() if one.accepted == accepted]
+            decision = min(agreeing, key=lambda one: one.reason == "statistics")  # better one that others could check
             for one in case.order:
                 if one.key in case.verdicts:
-                    self._compare(one, case.verdicts[one.key], accepted)
-            first = next(one for one in case.verdicts.values() if one.accepted == accepted)
-            self._finish(case, checks.Verdict(first.reason, first.detail))
-        self._check_quorum(case)
+                    self._compare(case, one, decision)
+            self._finish(case, checks.Verdict(decision.reason, decision.detail))
 
     def _check_quorum(self, case: _Case) -> None:
         """Makes a group void if so many validators contradict each other, or fail on it alone, that it cannot get a quorum any more."""
         votes = _votes(case)
         is_lost = max(votes.values()) + sum(map(case.is_open, case.order)) < self.quorum
-        if self._cases.get(case.digest) is case and is_lost and (min(votes.values()) or case.failures.total()):
+        if is_lost and (min(votes.values()) or case.failures.total()):
             verdict = UNDECIDED if min(votes.values()) else UNANSWERED
             self._on_fault(f"{case.name} is void, and is generated again: {verdict.detail}")
             self._finish(case, verdict)
@@ -319,10 +318,11 @@ class VerdictCollector:
         del self._cases[case.digest]
         self._decide(case.group, case.digest, verdict, list(case.verdicts.values()))
 
-    def _compare(self, validator: _Validator, verdict: verdict_lib.SignedVerdict, accepted: bool) -> None:
-        """Counts a verdict against its validator if the quorum decided otherwise, unless it rests on evidence that others may lack."""
+    def _compare(self, case: _Case, validator: _Validator, decision: verdict_lib.SignedVerdict) -> None:
+        """Counts a verdict against its validator if the quorum decided otherwise, unless one rests on evidence that others may lack."""
+        verdict = case.verdicts[validator.key]
         validator.num_decided += 1
-        if verdict.accepted != accepted and verdict.reason != "statistics":
+        if verdict.accepted != decision.accepted and "statistics" not in (verdict.reason, decision.reason):
             self._count("validator_contradictions")
             was_excluded = validator.is_excluded
             validator.num_contradictions += 1

@@ -4,7 +4,9 @@ import asyncio
 import random
 import threading
 import time
+import types
 
+import fastapi
 import pytest
 
 from configs import quickstart
@@ -169,15 +171,44 @@ def test_a_liar_is_outvoted_counted_and_excluded():
         assert len(liar.asked) == before
 
 
-def test_evidence_that_others_lack_is_no_contradiction():
-    """The sum of small deviations over the groups that one validator saw: the quorum decides, and none is excluded."""
-    doubles = [double(judge=lambda rollouts: (False, "statistics")), double(), double()]
+@pytest.mark.parametrize("num_sure", [1, 2])
+def test_evidence_that_others_lack_is_no_contradiction(num_sure):
+    """The sum of small deviations over the groups that some validators saw: the quorum decides, and none is excluded."""
+    doubles = [double(judge=lambda rollouts: (False, "statistics")) for _ in range(num_sure)]
+    doubles += [double(judge=lambda rollouts: (True, "ok")) for _ in range(3 - num_sure)]
     with validators.served(*doubles) as names, Collected(names) as collected:
         for step in range(1, 9):
             collected.ask(groups(4, step))
             collected.decisions.wait(4 * step)
         counts = collected.source.counts()
+    assert set(collected.decisions.found.values()) == {"statistics" if num_sure > 1 else "ok"}
     assert counts["validator_contradictions"] == counts["validators_excluded"] == 0
+
+
+def test_a_group_that_waits_for_an_excluded_validator_is_void(monkeypatch):
+    """Two contradict each other on the group of step 1. The third is down when asked about it, and is excluded for lies on step 2."""
+    order = types.SimpleNamespace(sample=lambda three, _: [three[0], three[2], three[1]])
+    monkeypatch.setattr(verdict_collector.random, "SystemRandom", lambda: order)
+    released = threading.Event()
+
+    async def doubt(found, key):
+        if found[0].step == 1:
+            return validators.changed(accepted=False, reason="toploc")(found, key)
+        await asyncio.to_thread(released.wait)
+        return found
+
+    def leave(found, key):
+        return found if found[0].step == 2 else fastapi.Response("{}", 503)
+
+    doubter, liar = double(act=doubt), double(judge=opposite, act=leave, is_up=False)
+    with validators.served(double(), doubter, liar) as names, Collected(names) as collected:
+        collected.ask(groups(1))
+        proxy.wait_until(lambda: doubter.asked and liar.asked)
+        collected.ask(groups(5, 2))
+        proxy.wait_until(lambda: sum(map(len, liar.asked)) == 6)
+        released.set()
+        assert collected.decisions.wait(6, timeout_s=10)["train", 1, 0] == "undecided"
+        assert collected.source.counts()["validators_excluded"] == 1
 
 
 def test_two_that_contradict_each_other_decide_nothing_and_the_group_is_void():
