@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -161,20 +162,22 @@ def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[[
     """Returns a function from policy version to params, which it pulls from `root`, a directory or URL.
 
     `key` must have signed the version (None: no signature needed). The function caches `keep` versions, until a resumed run has
-    published one again.
+    published one again. Threads that call it take turns.
     """
     cached: dict[int, tuple[head.Entry | None, transformer.Params]] = {}
+    lock = threading.Lock()
 
     def weights(version: int) -> transformer.Params:
-        entry = broadcast.entry_of(root, version, key=key)
-        if version in cached and entry is not None and entry != cached[version][0]:
-            del cached[version]
-        if version not in cached:
-            while len(cached) >= keep:  # before the pull: no more than `keep` versions are ever in memory
-                del cached[min(cached)]
-            pulled = broadcast.pull(root, version, key=key)
-            cached[version] = entry, jax.tree.map(jnp.asarray, pulled.params)
-        return cached[version][1]
+        with lock:
+            entry = broadcast.entry_of(root, version, key=key)
+            if version in cached and entry is not None and entry != cached[version][0]:
+                del cached[version]
+            if version not in cached:
+                while len(cached) >= keep:  # before the pull: no more than `keep` versions are ever in memory
+                    del cached[min(cached)]
+                pulled = broadcast.pull(root, version, key=key)
+                cached[version] = entry, jax.tree.map(jnp.asarray, pulled.params)
+            return cached[version][1]
 
     return weights
 

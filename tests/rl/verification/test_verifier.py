@@ -8,7 +8,10 @@ import functools
 import itertools
 import json
 import re
+import time
+import types
 import weakref
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -463,6 +466,24 @@ def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
         # Replayed in other company.
         np.testing.assert_allclose(found["log_wealth"][name], values, rtol=1e-4, err_msg=name)
     assert killed.evidence.state(after=3)["counted"] == [] != killed.evidence.state(after=2)["counted"]
+
+
+def test_threads_pull_published_weights_in_turn(monkeypatch):
+    """Verdicts and rollout files have a thread each: two pulls at a time would be more versions in memory than are kept."""
+    running, most = [], []
+
+    def pull(root, version, *, key):
+        running.append(version)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(version)
+        return types.SimpleNamespace(params={"w": np.full(1, version)})
+
+    monkeypatch.setattr(broadcast, "pull", pull)
+    monkeypatch.setattr(broadcast, "entry_of", lambda root, version, *, key: None)
+    with futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(verifier.published("", keep=1), range(8)))
+    assert [int(params["w"][0]) for params in found] == list(range(8)) and max(most) == 1
 
 
 def test_weights_that_a_resumed_run_has_published_again_are_pulled_again(tmp_path):
