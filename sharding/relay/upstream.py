@@ -161,9 +161,10 @@ class Upstream:
         return claims
 
     def _download(self, number: int) -> bool:
-        """Downloads the missing objects of a version, and returns True. Raises OSError or ValueError if that brought nothing."""
+        """Downloads the missing objects of a version. Returns False if it is not claimed any more. Raises OSError or ValueError if that brought nothing."""
+        if (claim := self._claims.get(number)) is None:  # by a head that another upstream has just delivered
+            return False
         self._plan.check(number)
-        claim = self._claims[number]
         missing = self._missing(number, claim)
         num_missing, until_s = len(missing), math.inf
         pending = self._followed.pending if self._followed and self._followed.number == number else set()

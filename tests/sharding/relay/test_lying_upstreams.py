@@ -14,7 +14,7 @@ import pytest
 
 from sharding.download import range_get, source
 from sharding.format import head as head_lib
-from sharding.relay import upstream
+from sharding.relay import plan, upstream
 from tests.support import lying_upstream, proxy
 from tests.support.lying_upstream import Behavior
 
@@ -154,6 +154,15 @@ def test_whatever_ends_a_mirror_is_shown_and_it_goes_on(pub, tmp_path, monkeypat
         proxy.wait_until(lambda: health()["status"] == "ok")
         assert health()["since"] is None
         assert relay.mirror.log.counters[f"errors_{type(error).__name__}"] >= 1
+
+
+def test_a_claim_that_another_upstreams_head_took_away_ends_no_step(pub, tmp_path, monkeypatch):
+    """Between the choice of a version and its download. The step ended by KeyError, before the versions after it."""
+    wanted = plan.Plan.wanted
+    monkeypatch.setattr(plan.Plan, "wanted", lambda *args: [99, *wanted(*args)])
+    with proxy.running(pub, tmp_path / "a", options=QUICK) as relay:
+        mirrored(relay, 2)
+        assert relay.mirror.health()["error"] == ""
 
 
 def test_a_relay_hands_on_the_head_once_it_has_the_version(pub, tmp_path):
