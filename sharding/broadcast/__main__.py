@@ -39,7 +39,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding import broadcast
 from sharding.broadcast import assemble, destination, head_writer
-from sharding.format import manifest, roots, safetensors_header
+from sharding.format import head, manifest, roots, safetensors_header
 from sharding.system import atomic_file, cli
 
 
@@ -141,6 +141,8 @@ def _publish_dir(args: argparse.Namespace) -> int:
 
 
 def _renew(args: argparse.Namespace) -> int:
+    if destination.read(args.root, head.NAME) is None:
+        raise FileNotFoundError(f"{args.root} has no {head.NAME} to renew: name the root of a run, WORKDIR/weights")
     writer = head_writer.HeadWriter(args.root, _load_key(args.key_file), root_file=args.root_file)
     with destination.locked(args.root):
         writer.refresh()

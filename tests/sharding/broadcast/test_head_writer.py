@@ -71,7 +71,7 @@ def test_a_client_takes_nothing_older_than_it_has_had_and_no_second_manifest(tmp
         with pytest.raises(broadcast.CorruptSource, match=match):
             call(evil, key=PUBLIC)
     with proxy.running(evil) as one, proxy.running(evil) as two:
-        proxy.wait_until(lambda: one.store.complete() and two.store.complete())
+        proxy.wait_until(lambda: one.store.head and two.store.head)
         match = match if is_forged else "no version under"  # relays may be late: their old head is none
         with pytest.raises((broadcast.CorruptSource, FileNotFoundError), match=match):
             broadcast.pull([one.url, two.url], key=PUBLIC)
@@ -145,6 +145,7 @@ def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp
         with pytest.raises(broadcast.CorruptSource, match="has expired at .* may withhold newer weights"):
             broadcast.pull(relay.url, key=PUBLIC)
         assert command("renew", str(tmp_path), "--key-file", str(pem(tmp_path, KEY))) == 0
+        assert command("renew", str(tmp_path / "none"), "--key-file", str(tmp_path / "key.pem")) == 1
         proxy.wait_until(lambda: pulls(relay.url))
     assert read(tmp_path).order == (1, 1)
 
