@@ -53,6 +53,7 @@ class Entry:
     timed_out: frozenset[int] = frozenset()  # samples whose reward our scorer could not recompute in time
     is_verified: bool = False  # a verdict accepted the rollouts
     was_decided: bool = False  # an earlier submission was quarantined or let pass, which its worker may have found out
+    earlier: frozenset[tuple[str, int]] = frozenset()  # leases before this one that expired: worker, pinned version
 
     @property
     def oldest_version(self) -> int:
@@ -141,7 +142,8 @@ class GroupQueue:
         old = self.entries[key]
         assert State.OPEN in NEXT[old.state], (key, old.state)
         was_decided = old.was_decided or old.state in (State.QUARANTINED, State.ELIGIBLE)
-        self.entries[key] = Entry(old.group, was_decided=was_decided)
+        lost = {(old.worker, old.group.version)} if old.state is State.LEASED else set()
+        self.entries[key] = Entry(old.group, was_decided=was_decided, earlier=old.earlier | lost)
         self.entries.move_to_end(key, last=False)
         return old
 

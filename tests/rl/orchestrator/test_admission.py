@@ -211,6 +211,26 @@ def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, c
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 8
 
 
+def test_work_of_an_expired_lease_costs_its_worker_neither_its_name_nor_its_new_lease(make, clock):
+    """A worker paused for longer than a lease got the same groups for a newer version, and was banned by what it had finished before."""
+    key, other, *_ = KEYS
+    orchestrator = make(invited=[other.worker], max_lag=1)
+    assert len(orchestrator.lease(other.worker, 16)) == 16  # of batch 1, which version 1 comes too late for
+    earn(orchestrator, key, 3)
+    old = orchestrator.lease(key.worker, 64)
+    publish(orchestrator, 1)
+    clock.now_s += LEASE_S + 1
+    new = {group.key: group for group in orchestrator.lease(key.worker, 64)}
+    again = [group for group in old if group.key in new]
+    assert again and {group.version for group in old} == {0} and {group.version for group in new.values()} == {1}
+    for group in again:
+        verdict = deliver(orchestrator, key, group, versions=np.zeros(5, np.int32))
+        assert verdict == "refused: not leased (or already submitted)"
+    assert orchestrator._take_counts()["trust/num_refused"] == 0
+    for group in again:
+        assert deliver(orchestrator, key, new[group.key], versions=np.ones(5, np.int32)) == "quarantined"
+
+
 @pytest.mark.parametrize("is_void", [True, False])
 def test_a_newcomer_waits_for_its_place_unless_its_version_was_replaced(make, clock, is_void):
     orchestrator, (key, *_) = make(), KEYS
