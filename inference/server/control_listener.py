@@ -34,8 +34,8 @@ def opened(control: str, token_file: str | None, hosts: Collection[str]) -> Iter
 
     Raises ValueError if it cannot listen there, or if HOST:PORT has no token.
     """
-    host, _, port = control.rpartition(":")
-    is_unix = "/" in control or not port.isdecimal()
+    host, colon, port = control.rpartition(":")
+    is_unix = "/" in control or not (colon and port.isdecimal())  # a port alone would mean all addresses
     if not is_unix and token_file is None:
         raise ValueError(
             f"--control {control} can be reached by other users and has no token; add --control_token_file FILE (created "

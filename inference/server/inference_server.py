@@ -60,11 +60,11 @@ class InferenceServer:
           version: a version of `source`, the newest if None. For a Hugging Face folder, the version number to give its weights;
             None takes the current number + 1.
           source: a weight broadcast (None: the one the server started with), the folder of one version, or a Hugging Face folder.
-          epoch: the epoch that `version` must be of; None accepts any.
+          epoch: the epoch that `version` must be of; None accepts any. Not compared without `key`.
           rollback: allow an older version than the one in use, and other weights under the same number.
 
         Raises ValueError for weights of another model, that are older, or that `sources` does not allow, and OSError or
-        CorruptBroadcast if they cannot be read.
+        CorruptSource if they cannot be read.
         """
         with self.update_lock:
             root = self.weights if source is None else weight_sources.check(source, self.sources)
@@ -78,6 +78,7 @@ class InferenceServer:
                     if version not in (None, int(own[1])):
                         raise ValueError(f"weight_dir is version {int(own[1])}, not {version}; leave version out")
                     root, version = weight_sources.check(str(folder.parent), self.sources), int(own[1])
+            epoch = epoch if self.key else None  # an unsigned one says nothing: numbers alone decide
             current = self._order(self.have)
             if version is None:
                 newest = broadcast.latest_order(root, key=self.key)

@@ -12,6 +12,7 @@ import shutil
 import socket
 import stat
 import time
+import types
 
 import grpc
 import httpx
@@ -21,9 +22,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference import serve
-from inference.server import control_listener, guard, web, weight_sources
+from inference.server import control_listener, guard, inference_server, web, weight_sources
 from models import hf
 from sharding import broadcast
+from sharding.download import source
 from sharding.system import sockets
 from tests.support import serving, tiny
 
@@ -284,6 +286,18 @@ def test_an_older_version_needs_the_operators_word(server):
     assert server.update(version=1).json()["version"] == 1
 
 
+def test_without_a_key_numbers_alone_decide(tmp_path, monkeypatch):
+    """A resumed run names the epoch of its versions, which nobody has signed for a server without --weights_key."""
+    monkeypatch.setattr(inference_server, "RELAY_LAG_S", 0.1)
+    scheduler = types.SimpleNamespace(
+        version=1, update=lambda _, version: types.SimpleNamespace(result=lambda: version)
+    )
+    store = types.SimpleNamespace(load_shardings=None, keep=lambda params: params)
+    weights = source.open(publish(tmp_path, 2))
+    server = inference_server.InferenceServer(weights, scheduler, types.SimpleNamespace(model=MODEL), store)
+    assert server.update(2, epoch=7) == server.have.version == 2
+
+
 def test_no_request_leaves_the_server_for_an_address_that_is_not_allowed(server):
     """The allowed prefix is http://127.0.0.1:80/weights; a listener counts the connections to another port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -357,7 +371,7 @@ def test_an_allow_list_compares_whole_parts():
 # ---- the listener, its token, and who has it -------------------------------------------------------------------------
 
 
-def test_a_listener_without_a_token_is_a_private_socket(tmp_path, capsys):
+def test_a_listener_without_a_token_is_a_private_socket(tmp_path, monkeypatch, capsys):
     with control_listener.opened("", None, ()) as listener:
         path = sockets.address(listener.sock).removeprefix("unix:")
         modes = [stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))]
@@ -365,6 +379,9 @@ def test_a_listener_without_a_token_is_a_private_socket(tmp_path, capsys):
         with pytest.raises(ValueError, match="Address already in use; choose a new, short path"):
             sockets.listen_unix(path)
     assert not os.path.exists(os.path.dirname(path))
+    monkeypatch.chdir(tmp_path)
+    with control_listener.opened("8200", None, ()) as listener:  # a path: nothing listens on all addresses
+        assert sockets.address(listener.sock) == "unix:8200"
     for control in ("127.0.0.1:0", "0.0.0.0:0", "[::1]:0", "localhost:0"):
         assert serve.main(["--model", "nowhere", "--port", "0", "--control", control]) == 1
         assert "has no token; add --control_token_file FILE" in capsys.readouterr().err
