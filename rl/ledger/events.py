@@ -101,6 +101,11 @@ def form_error(event: Event) -> str | None:
     return next(broken, None)
 
 
+def printable(text: str) -> str:
+    """Returns `text` as the reason of an event: 1 to 1024 printable characters."""
+    return "".join(c if c.isprintable() else "?" for c in text)[:1024] or "no reason"
+
+
 def _is_hex(value, digits: int) -> bool:
     return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{digits}}}", value) is not None
 

@@ -139,7 +139,7 @@ class RunLedger(contextlib.AbstractContextManager):
         with self._lock:
             if worker not in self._ejected:
                 self._ejected.add(worker)
-                self._record("eject", worker, reason=_printable(reason))
+                self._record("eject", worker, reason=ledger_events.printable(reason))
 
     def _record(self, kind: str, node: str, **fields: Any) -> Recorded:
         return self._put((kind, node, fields))
@@ -201,8 +201,3 @@ def _opened(path: pathlib.Path, key: rollout_lib.WorkerKey, anchors: Mapping[str
         ledger.close()
         raise
     return ledger
-
-
-def _printable(text: str) -> str:
-    """Returns `text` as the reason of an event: 1 to 1024 printable characters."""
-    return "".join(c if c.isprintable() else "?" for c in text)[:1024] or "no reason"

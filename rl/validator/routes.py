@@ -117,7 +117,8 @@ def serve(args: argparse.Namespace) -> int:
     else:
         tolerance, bands = rules_lib.Tolerance.of(config.trust), None
     with contextlib.ExitStack() as stack:
-        pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=run_directory.root_file(workdir) or run)
+        trusted = run_directory.root_file(workdir) or run
+        pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=trusted)
         rules = dataclasses.replace(verifier.rules_of(config, experiment.tokenizer, stack=stack), tolerance=tolerance)
         keep_steps = config.rl.max_lag + 8
 
@@ -125,28 +126,18 @@ def serve(args: argparse.Namespace) -> int:
             return verifier.Validator(experiment.model, pull, rules, evidence_log.EvidenceLog(bands, **options))
 
         key = own_key(args.key or run_directory.worker_key_file(workdir, "validator"))
-        judge = judge_lib.Judge(
-            make_validator(count_once=True),
-            key,
-            run,
-            memory=workdir / f"evidence-{key.worker[:16]}.json",
-            keep_steps=keep_steps,
-        )
+        memory = workdir / f"evidence-{key.worker[:16]}.json"
+        judge = judge_lib.Judge(make_validator(count_once=True), key, run, memory=memory, keep_steps=keep_steps)
         service = None
         if args.rollouts:
-            ledger = None
-            if args.ledger:
-                ledger = stack.enter_context(ledger_lib.Ledger(args.ledger, key))
+            ledger = stack.enter_context(ledger_lib.Ledger(args.ledger, key)) if args.ledger else None
             secret = run_directory.secret(workdir, config.seed)
-            state = validator_state.State(
-                args.state or workdir / "validator.db",
-                validator_state.identity(secret, None if ledger is None else ledger.state.keeper),
-                keep_steps=keep_steps,
-            )
+            identity = validator_state.identity(secret, ledger and ledger.state.keeper)
+            state = validator_state.State(args.state or workdir / "validator.db", identity, keep_steps=keep_steps)
             service = validator_service.Service(
                 make_validator(),
                 pathlib.Path(args.rollouts),
-                lambda: -1 if (latest := broadcast.latest(weights)) is None else latest,
+                lambda: -1 if (latest := broadcast.latest(weights, key=trusted)) is None else latest,
                 secret=secret,
                 state=state,
                 ledger=ledger,

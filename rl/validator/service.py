@@ -356,8 +356,7 @@ class Service:
             if file.status == "accept":
                 sign("accept", work.node, sha, work=sha, checked=file.checked, **tasks)
             elif file.status == "reject":
-                # The ledger accepts 1 to 1024 printable characters.
-                reason = "".join(c if c.isprintable() else "?" for c in file.reason)[:1024] or "rejected"
+                reason = ledger_events.printable(file.reason)
                 if work.units:
                     sign("invalidate", work.node, sha, work=sha, units=work.units, reason=reason, **tasks)
                 if any(map(validator_status.is_offense, file.reasons.values())):
