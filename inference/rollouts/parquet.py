@@ -30,10 +30,8 @@ from inference.rollouts import parquet_footer
 from inference.rollouts import rollout as rollout_lib
 from sharding.system import atomic_file
 
-PROOF_BYTES, PROOF_TOKENS = (
-    258,
-    32,
-)  # TOPLOC: bytes per so many tokens; twice that is read here and refused with a verdict
+# TOPLOC: bytes per so many tokens; twice that is read here and refused with a verdict.
+PROOF_BYTES, PROOF_TOKENS = 258, 32
 MAX_EXPERT_BYTES = 2**12  # of a token: 61 layers of 8 experts take 1 KiB
 SLACK_BYTES = 2**22  # of a column, for pages and their headers
 MAX_FILE_PARTS = 2**18  # reward parts of all rollouts of a file: each is 200 bytes to 1 KiB of Python objects

@@ -112,9 +112,8 @@ class WorkerKey:
         try:
             private = serialization.load_pem_private_key(data, password=None)
         except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
-            found = (
-                f"worker key {path} is not an unencrypted PEM private key ({error if data.strip() else 'it is empty'})"
-            )
+            cause = error if data.strip() else "it is empty"
+            found = f"worker key {path} is not an unencrypted PEM private key ({cause})"
             raise ValueError(f"{found}; name another file, or put this one back from a backup") from error
         if not isinstance(private, ed25519.Ed25519PrivateKey):
             kind = type(private).__name__

@@ -245,9 +245,8 @@ class Scheduler:
             elif isinstance(message, sequence_lib.SequenceGroup):
                 pinned = message.request.policy_version
                 if pinned >= 0 and (self._updates or pinned != self.version):
-                    sequence_lib.fail(
-                        message.future, _gone(pinned, [self.version, *(u.version for u in self._updates)][-1])
-                    )
+                    newest = self._updates[-1].version if self._updates else self.version
+                    sequence_lib.fail(message.future, _gone(pinned, newest))
                     continue
                 self._waiting.add(message)
                 window_s = self._arrivals.add(message.request.num_samples, time.monotonic())

@@ -82,9 +82,8 @@ def _asked(request: str, origin: str, count: int) -> dict:
     with lock:
         reply = child.exchange({"request": request}, CLOCK_FACTOR * LIMIT_S)
         texts = reply.get("texts", [reply.get("error")] * count)
-        is_valid = (
-            isinstance(texts, list) and [*map(type, texts)] == [str] * count
-        )  # the template may have taken it over
+        # The template may have taken the child over.
+        is_valid = isinstance(texts, list) and [*map(type, texts)] == [str] * count
         if not is_valid or reply.get("grown"):
             child.end()
         status = child.status

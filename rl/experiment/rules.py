@@ -152,7 +152,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.topology.mode == "local" and c.topology.servers:
         yield "topology.mode = 'local' starts its own server; set topology.mode = 'remote' to use topology.servers"
     if c.topology.mode == "local" and c.topology.workers:
-        yield "topology.mode = 'local' starts workers with new keys, which topology.workers would reject; remove topology.workers"
+        yield "topology.mode = 'local' invites the workers that it starts; set topology.mode = 'remote' to invite topology.workers"
     length, row, completion = inference.max_model_len, c.train.row_length, c.sampling.max_tokens
     limit = f"inference.max_model_len = {length}"
     if length > row:

@@ -78,9 +78,8 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
 def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
     """Returns the sorted names whose values differ between two configs, without names that begin with one of `free`."""
     names = sorted(old.keys() | new.keys())
-    old, new = (
-        {k: hub.without_revision(v) for k, v in fields.items()} for fields in (old, new)
-    )  # see record_downloads
+    # `record_downloads` compares the revisions.
+    old, new = ({k: hub.without_revision(v) for k, v in fields.items()} for fields in (old, new))
     return [name for name in names if old.get(name) != new.get(name) and not name.startswith(tuple(free))]
 
 

@@ -56,9 +56,8 @@ class RunState:
         self._ejected: dict[str, int] = {}  # as _caught
         self.refusals: collections.Counter[str] = collections.Counter()  # by worker
         self._caught: dict[str, int] = {}  # worker -> the number of the event
-        self._trusted: dict[str, set[int]] = collections.defaultdict(
-            set
-        )  # worker -> steps trained on unverified groups
+        # Worker -> steps trained on unverified groups of it.
+        self._trusted: dict[str, set[int]] = collections.defaultdict(set)
 
     def refusal(self, event: events.Event, keeper: str) -> str | None:
         """Returns the rule that a run's event would break, or None."""

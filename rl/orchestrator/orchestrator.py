@@ -146,7 +146,7 @@ class Orchestrator:
                 self._states[step] = state
             self._record("appointed", self._verdicts.validators, self._verdicts.quorum)
             if self._ledger:  # it has the events after the checkpoint
-                self._health.recall(self._ledger.refusals, self._ledger.ejected_workers)
+                self._health.remember(self._ledger.refusals, self._ledger.ejected_workers)
 
     # Called by the learner.
 
@@ -439,16 +439,14 @@ class Orchestrator:
                     self._counts["stale"] += len(self._queue.requeue(key).rollouts)
                 if stale:
                     continue
-                unverified = (
-                    [] if step is None else [e for key in keys if not (e := self._queue.entries[key]).is_verified]
-                )
-                for entry in unverified:
-                    self._health.trained_unverified(entry.worker, entry.group.step)
-                self._counts["unverified"] += sum(len(entry.rollouts) for entry in unverified)
-                if step is not None:
+                taken = self._queue.take(keys)
+                if step is not None:  # held-out groups train nothing
+                    for entry in taken:
+                        if not entry.is_verified:
+                            self._health.trained_unverified(entry.worker, step)
+                            self._counts["unverified"] += len(entry.rollouts)
                     state = {"standing": self._health.state(), "evidence": self._evidence(step)}
                     self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
-                taken = self._queue.take(keys)
                 self._counts["given_up"] += sum(len(entry.timed_out) for entry in taken)
                 return taken
 

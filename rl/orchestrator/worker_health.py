@@ -77,9 +77,8 @@ class WorkerHealth:
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
         self._seen_s: dict[str, float] = {}  # of known and banned workers that are active; the latest last
         self._places: list[_Place] = []
-        self._lost: dict[
-            Key, tuple[str, float]
-        ] = {}  # group -> its last holder, and until when newcomers do not get it
+        # Group -> its last holder, and until when newcomers do not get it.
+        self._lost: dict[Key, tuple[str, float]] = {}
 
     def is_stranger(self, worker: str) -> bool:
         """Returns True unless config or launcher invited this key."""
@@ -207,7 +206,7 @@ class WorkerHealth:
         one.num_unverified, one.steps = 0, []
         return num, steps
 
-    def recall(self, rejections: Mapping[str, int], banned: Collection[str]) -> None:
+    def remember(self, rejections: Mapping[str, int], banned: Collection[str]) -> None:
         """Sets the marks that the ledger shows: any rejection makes a suspect, as the ledger does not say whether it was a fault."""
         for name in {*rejections, *banned}:
             one, least = self._workers[name], self._max_rejections if name in banned else 0

@@ -256,9 +256,8 @@ class Relays:
             if not (left := {*(honest or self.relays)} - late):
                 left, late = {*(honest or self.relays)}, set()
             only = self._selector.select(version, {*self.relays} - left)
-            until_s = (now_s := time.monotonic()) + (deadline_s - now_s) / len(
-                left
-            )  # one that drips leaves time for others
+            now_s = time.monotonic()
+            until_s = now_s + (deadline_s - now_s) / len(left)  # one that drips leaves time for others
 
     # ---- the rest
 

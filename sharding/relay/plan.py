@@ -57,9 +57,8 @@ class Plan:
             elif head is not None:
                 newest = None if self.store.head is None else head.newest
                 held = newest and self.store.versions.get(newest.version)
-                if newest is None or (
-                    held and held.sha256 == newest.sha256
-                ):  # not the version that had this number before
+                # Not the version that had this number before.
+                if newest is None or (held and held.sha256 == newest.sha256):
                     self.store.set_head(head.data, write=False)
 
     def is_current(self, number: int, sha256: str) -> bool:

@@ -194,7 +194,7 @@ def resolved(**changes):
             "'http://a:99999', which is not a URL",
         ),
         ({"topology__workers": ("zz",)}, "'zz', which is not a public key"),
-        ({"topology__workers": ("ab" * 32,)}, "starts workers with new keys, which topology.workers would reject; rem"),
+        ({"topology__workers": ("ab" * 32,)}, "invites the workers that it starts; set topology.mode = 'remote' to"),
         ({"model__experts_per_token": 2}, "set model.num_experts"),
         ({"model__num_experts": 4, "model__experts_per_token": 2}, "expert_ffn_dim = 0 must be at least 1"),
         ({"model__window": 8}, "model.layer_pattern"),
