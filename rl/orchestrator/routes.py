@@ -100,7 +100,8 @@ def make_app(
         del body
         # Shielded: a group whose checks were cancelled with its request would never be requeued.
         pending = {key: asyncio.shield(asyncio.wrap_future(future)) for key, future in futures.items()}
-        verdicts = {key: await future for key, future in pending.items()}
+        await asyncio.gather(*pending.values(), return_exceptions=True)  # where several fail, each is asked
+        verdicts = {key: future.result() for key, future in pending.items()}
         # Workers must not learn which groups are replayed.
         return {"verdicts": {key: v if v.startswith("refused") else "taken" for key, v in verdicts.items()}}
 
@@ -111,5 +112,9 @@ def make_app(
     @app.exception_handler(ValueError)
     async def reject(request, error):
         return web.error(400, str(error), "invalid_request_error")
+
+    @app.exception_handler(OSError)
+    async def fail(request, error):  # of the ledger: the run, which got the same error, is about to end with it
+        return web.error(503, str(error), "server_error")
 
     return app

@@ -7,6 +7,7 @@ recomputed from their definition.
 import collections
 import concurrent.futures
 import dataclasses
+import gc
 import hashlib
 import hmac
 import json
@@ -926,3 +927,25 @@ def test_the_routes(make):
         assert submit(good).json()["verdicts"]["train/1/0"].startswith("refused: not leased")
         assert http.get("/nothing").status_code == 404
     orchestrator.close()
+
+
+def test_a_full_disk_ends_the_run_and_leaves_its_workers_an_answer(make, caplog):
+    """Each worker's request was a traceback in the output of the run, before the line that says what to do."""
+
+    def screen(rollouts, split):
+        raise OSError("ledger.db cannot be written")
+
+    orchestrator = make(screen=screen)
+    with httpx.Client(base_url=orchestrator.serve(), timeout=WAIT_S) as http:
+        publish(orchestrator, 0)
+        session = signed_http.session(http)
+        reply = http.post("/lease", json=signed_http.lease_body(KEY, session, 2)).json()
+        groups = [task_schedule.Group(**group) for group in reply["groups"]]
+        body = parquet.to_bytes([rollout_lib.sign(r, KEY) for group in groups for r in answers(group)])
+        reply = http.post("/submit", **signed_http.submission(KEY, session, body))
+    assert (reply.status_code, reply.json()["error"]["message"]) == (503, "ledger.db cannot be written")
+    with pytest.raises(OSError, match="cannot be written"):
+        orchestrator.next_batch(1)
+    orchestrator.close()
+    gc.collect()
+    assert not caplog.records
