@@ -137,7 +137,7 @@ class Control:
     async def update_weights(self, version: int, *, epoch: int | None = None, rollback: bool = False) -> None:
         """Makes every server load the weights of `version` of `epoch` (None: any), also older ones than it has if `rollback`.
 
-        Returns once all serve it. Raises ValueError if one rejects it, and httpx's errors if one cannot be reached.
+        Returns once all serve it. Raises ValueError if one rejects it, and ConnectionError if one cannot be reached or ends meanwhile.
         """
 
         body = {"version": version, "epoch": epoch, "rollback": rollback}
@@ -147,7 +147,10 @@ class Control:
             transport = httpx.AsyncHTTPTransport(uds=path) if path != address else None
             url = "http://localhost" if transport else address
             async with httpx.AsyncClient(transport=transport, headers=self._headers, timeout=self._timeout) as http:
-                _raise_for(await http.post(f"{url}/update_weights", json=body))
+                try:
+                    _raise_for(await http.post(f"{url}/update_weights", json=body))
+                except httpx.TransportError as error:  # some have no text
+                    raise ConnectionError(f"no answer from {address}: {str(error) or type(error).__name__}") from error
 
         await asyncio.gather(*(update(address) for address in self._addresses))
 

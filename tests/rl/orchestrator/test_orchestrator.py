@@ -759,6 +759,16 @@ def test_a_server_that_cannot_be_told_of_a_version_stops_the_run(make, url):
     assert lease(orchestrator) == []
 
 
+def test_a_server_that_ends_while_it_is_told_is_named(make):
+    """The error of a connection that is reset has no text."""
+    orchestrator = make()
+    with proxy.Proxy("http://127.0.0.1:9", lambda rng: "refuse") as server:
+        orchestrator.control = orchestrator_lib.client_lib.Control([server.url])
+        publish(orchestrator, 0)
+        with pytest.raises(ValueError, match=f"version 0: no answer from {server.url}: .*Error; read the log"):
+            later(orchestrator.next_batch, 1).result(WAIT_S)
+
+
 def test_a_bug_while_servers_are_told_stops_the_run(make, monkeypatch):
     """No caller looks at the updater's future: the error must come out where the learner waits."""
     orchestrator = make()
