@@ -48,29 +48,6 @@ def test_advantages_equal_statistics(name, rewards):
             assert np.abs(got).max() < 1e-9
 
 
-@pytest.mark.parametrize("name", advantages.ADVANTAGES)
-def test_advantages_follow_their_samples(name):
-    rng = np.random.default_rng(0)
-    rewards, order = rng.random(8), rng.permutation(8)
-    function = advantages.ADVANTAGES[name]
-    np.testing.assert_allclose(function(rewards[order]), function(rewards)[order], atol=1e-12)  # order of sums
-    assert np.argmax(function(rewards)) == np.argmax(rewards)
-
-
-def test_what_each_ignores():
-    """A constant on all rewards: all but the mean-normalised and the given; a scale: the normalised ones only."""
-    rewards = np.array([0.0, 1.0, 1.0, 0.25])
-    for name in ("group_mean", "group_mean_std", "rloo"):
-        function = advantages.ADVANTAGES[name]
-        np.testing.assert_allclose(function(rewards + 5), function(rewards), atol=1e-9)  # 5 eats 3 bits of float64
-    for name in ("group_mean", "rloo", "given"):
-        np.testing.assert_allclose(advantages.ADVANTAGES[name](3 * rewards), 3 * advantages.ADVANTAGES[name](rewards))
-    np.testing.assert_allclose(advantages.group_mean_std(3 * rewards), advantages.group_mean_std(rewards), rtol=1e-5)
-    np.testing.assert_allclose(advantages.mean_normalized(3 * rewards), advantages.mean_normalized(rewards))
-    # MaxRL: of binary rewards, a success at a pass rate p counts (1 - p) / p.
-    np.testing.assert_allclose(advantages.mean_normalized(np.array([1.0, 0, 0, 0])), [3, -1, -1, -1])
-
-
 def test_batch_std_divides_by_the_spread_of_the_whole_batch():
     credits = [np.array([1.0, -1.0]), np.array([0.5, 0.0, -0.5]), np.array([0.0])]
     everything = [1.0, -1.0, 0.5, 0.0, -0.5, 0.0]

@@ -173,13 +173,6 @@ def test_muon_takes_a_kernel_as_one_matrix_and_copies_as_many(ways):
             np.testing.assert_allclose(y, newton_schulz(x) * 0.2 * math.sqrt(6), atol=2e-4)
 
 
-def test_a_learning_rate_of_zero_moves_no_bit():
-    """Weight decay is scaled by the rate too."""
-    for name in optimizers.RULES:
-        for before, _, after in steps(dataclasses.replace(CONFIG, name=name, learning_rate=0.0), num=2):
-            jax.tree.map(np.testing.assert_array_equal, after, before)
-
-
 # ---- rates -----------------------------------------------------------------------------------------------------------
 
 

@@ -123,32 +123,6 @@ def test_the_part_that_would_have_been_chosen_otherwise():
     assert without.keys() == metrics.keys() - {"moe/routing_mismatch"} and "moe/max_violation" in without
 
 
-def own_experts(config, params):
-    """The choices of the routers of `params` on rows that are not packed."""
-    tokens_NT, *_ = small.plain_rows()
-    _, routing = jax.jit(transformer.apply, static_argnums=1)(params, config, tokens_NT)
-    dtype = router_replay.RouterReplay.of(config).dtype
-    chosen_NTLX = np.moveaxis(np.asarray(routing.experts), 0, 2).astype(dtype)
-    first = np.cumsum([0, *(len(tree.branches) for tree in small.trees())])
-
-    def choose(i, tree, j, branch):
-        rows, P = chosen_NTLX[first[i] + j], len(tree.prompt)
-        return rows[:P], rows[P : P + len(branch.tokens)]
-
-    return choose
-
-
-def test_replay_of_the_same_weights_is_no_replay():
-    """Loss and gradient of rows whose routers choose, to rounding; and none would have chosen otherwise."""
-    params = small.params_of(MOE)
-    step, fresh, mesh = small.compiled(MOE, ())
-    state, metrics = step(fresh(), packing.place(pack(with_experts(own_experts(MOE, params)), MOE), mesh))
-    (loss, _), expected = small.reference(params, MOE)
-    assert float(metrics["moe/routing_mismatch"]) == 0
-    assert float(metrics["loss/total"]) == pytest.approx(float(loss), abs=3e-6)
-    small.assert_gradient(optax.tree.get(state.opt_state, "trace"), expected)
-
-
 @pytest.mark.slow
 def test_learners_old_logprobs_run_the_given_experts_too():
     """The ratio of one step on a batch is against these very parameters: 1, only if both passes ran the same experts."""
