@@ -1,10 +1,8 @@
 """The service with a real validator and a ledger: verdicts on files, and the HTTP routes."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import signal
 import threading
@@ -20,46 +18,28 @@ from inference.server import web
 from rl.envs import scorer
 from rl.experiment import workdir as run_directory
 from rl.ledger import balances, events
-from rl.ledger import ledger as ledger_lib
 from rl.validator import routes
 from rl.validator import service as service_lib
-from rl.validator import state as validator_state
-from rl.validator import status as validator_status
 from rl.verification import checks
 from sharding import broadcast
 from sharding.system import sockets as listening
+from tests.rl.validator import test_service as stand
 from tests.support import commands, doubles, ledgers
 
 WAIT_S = 60
 
 
-def digest_of(data):
-    return hashlib.sha256(data).hexdigest()
-
-
 @pytest.fixture
 def service(tmp_path):
     """A service over two groups of the cheats' run, and a ledger in which their node has joined."""
-    keeper = rollout_lib.WorkerKey.generate()
-    ledger = ledger_lib.Ledger.create(tmp_path / "ledger.db", keeper)
-    ledger.append(
-        events.sign("join", doubles.NODE.worker, doubles.NODE),
-        events.sign("stake", doubles.NODE.worker, doubles.NODE, amount=100),
-    )
-    (tmp_path / "files").mkdir()
-    made = service_lib.Service(
-        doubles.make_validator(prompts=2, count_once=False),
-        tmp_path / "files",
-        lambda: 9,
-        secret=b"s",
-        state=validator_state.State(tmp_path / "state.db", "test", keep_steps=16),
-        ledger=ledger,
-        slash=30,
-        eject=True,
-    )
+    stand.make_ledger(tmp_path, doubles.NODE)
+    made = stand.start(tmp_path, doubles.make_validator(prompts=2, count_once=False))
     yield made
-    made.close()
-    ledger.close()
+    stand.close(made)
+
+
+put = functools.partial(stand.put, node=doubles.NODE)
+ask = stand.ask
 
 
 @functools.cache
@@ -67,47 +47,13 @@ def batch(step=3):
     return tuple(doubles.honest(doubles.Double(step, prompts=2)))
 
 
-def put(service, name, rollouts, *, units=None, node=doubles.NODE):
-    """Writes a file and submits its work for the node; returns its hash."""
-    data = rollouts if isinstance(rollouts, bytes) else parquet.to_bytes(list(rollouts))
-    (service._root / name).write_bytes(data)
-    if digest_of(data) not in service._ledger.state.works:
-        units = units or (1 if isinstance(rollouts, bytes) else flops(rollouts))
-        service._ledger.append(events.sign("submit", node.worker, node, work=digest_of(data), units=units))
-    return digest_of(data)
-
-
-def flops(rollouts):
-    return sum(validator_status.flops_of(doubles.experiment().model, r)[1] for r in rollouts)
-
-
-def ask(service, name, shas, *, group=False, address=None):
-    service.submit(name, shas, address, group=group)
-    concurrent.futures.wait(list(service._futures.values()), WAIT_S)
-    return service.status(name, group=group)
-
-
-def test_an_honest_file_is_accepted_once(service):
-    sha = put(service, "a.parquet", batch(), units=flops(batch()))
-    status = ask(service, "a.parquet", [sha], address=doubles.NODE.worker)
-    assert (status.status, status.failing_indices, status.checked) == ("accept", (), True)
-    assert status.output_flops == flops(batch()) > 0 < status.input_flops
-    work = service._ledger.state.works[sha]
-    assert work.status == "accepted" and service._ledger.state.workers[doubles.NODE.worker].num_checked == 1
-    assert ask(service, "a.parquet", [sha], address=doubles.NODE.worker) == status  # asked again: nothing happens
-    again = put(service, "b.parquet", batch()[::-1])
-    status = ask(service, "b.parquet", [again])
-    assert status.status == "reject" and status.reason.startswith("duplicate: this rollout was accepted before")
-    assert service.counts == {"accept": 1, "reject duplicate": 1}
-
-
 def test_a_group_falls_with_its_member_and_the_node_with_it(service):
     bad = list(batch())
     tokens = bad[3].tokens.copy()
     tokens[-2] = (tokens[-2] + 1) % 256
     bad[3] = rollout_lib.sign(dataclasses.replace(bad[3], tokens=tokens), doubles.NODE)
-    sha = put(service, "a.parquet", bad, units=flops(bad))
-    status = ask(service, "a.parquet", [sha])
+    sha = put(service, "a.parquet", bad)
+    status = ask(service, "a.parquet", sha)
     assert status.status == "reject" and list(status.reasons) == [3]
     assert status.failing_indices == tuple(range(8))  # the first group; the second is sound
     state = service._ledger.state
@@ -130,12 +76,12 @@ def test_a_group_falls_with_its_member_and_the_node_with_it(service):
 )
 def test_files_and_what_is_said_of_them(service, change, reason):
     sha = put(service, "a.parquet", change(batch()))
-    status = ask(service, "a.parquet", [sha])
+    status = ask(service, "a.parquet", sha)
     assert (status.reason or "ok").startswith(reason) and (status.status == "accept") == (reason == "ok")
 
 
 def test_what_an_asker_says_costs_nobody_anything(service):
-    sha = put(service, "a.parquet", batch(), units=flops(batch()))
+    sha = put(service, "a.parquet", batch())
     for name, other, said in [
         ("a.parquet", "0" * 64, "is not work of this ledger"),
         ("a.parquet", put(service, "c.parquet", batch(5)), "a.parquet does not have the SHA-256 "),
@@ -143,7 +89,7 @@ def test_what_an_asker_says_costs_nobody_anything(service):
     ]:
         with pytest.raises(ValueError, match=said):
             service.submit(name, [other])
-    assert ask(service, "a.parquet", [sha], address="0" * 64).status == "accept"
+    assert ask(service, "a.parquet", sha, address="0" * 64).status == "accept"
     assert service.submit("a.parquet", [sha], "0" * 64).reason.startswith("signature: another worker signed the file")
     assert service.submit("a.parquet", [sha], doubles.NODE.worker).status == "accept"
     assert service.counts == {"accept": 1} and service._ledger.state.workers[doubles.NODE.worker].stake == 100
@@ -159,7 +105,7 @@ def test_a_borrowed_name_does_not_hide_a_cheat(service, monkeypatch):
         put(service, "a-0.parquet", [dataclasses.replace(r, worker=good.worker) for r in batch()[:8]], node=good),
         put(service, "a-1.parquet", doubles.CHEATS["copied_proof"](doubles.Double(3, prompts=2))[8:]),
     ]
-    status = ask(service, "a-0.parquet", shas, group=True)
+    status = ask(service, "a-0.parquet", *shas)
     assert status.checked and status.reasons[0].startswith("signature") and status.reasons[1].startswith("toploc")
 
 
@@ -180,18 +126,6 @@ def test_names_stay_inside(service):
             service.submit(name, [sha], None, group=False)
     with pytest.raises(ValueError, match="file_sha must be a SHA-256"):
         service.submit("a.parquet", ["xyz"], None, group=False)
-
-
-def test_files_of_a_group_are_judged_together(service):
-    halves = batch()[0::2], batch()[1::2]
-    shas = [put(service, f"g-{i}.parquet", half) for i, half in enumerate(halves)]
-    (service._root / "g-1.parquet").unlink()
-    assert ask(service, "g-0.parquet", shas, group=True).status == "incomplete_group"
-    put(service, "g-1.parquet", halves[1])
-    status = ask(service, "g-0.parquet", shas, group=True)
-    assert status.status == "accept" and status.output_flops == flops(batch())
-    with pytest.raises(ValueError, match="is not a name of a group's file"):
-        service.submit("a.parquet", shas[:1], None, group=True)
 
 
 def test_good_repute_is_replayed_less(service, monkeypatch):
@@ -224,7 +158,7 @@ def test_the_routes(service):
         http.post("/validategroup/a-0.parquet", json=body)
         while (status := http.get("/statusgroup/a-0.parquet").json())["status"] == "pending":
             time.sleep(0.01)
-        assert status["status"] == "accept" and status["output_flops"] == flops(batch())
+        assert status["status"] == "accept" and status["output_flops"] == stand.flops(batch())
         assert http.get("/status/other").json()["status"] == "unknown"
         for route, bad in [
             ("/validate/a-0.parquet", {}),

@@ -182,16 +182,6 @@ def test_what_comes_again_after_our_own_fault_counts_once(restart, monkeypatch):
     assert service._validator.evidence.tests[stand.KEY.worker].num_rollouts == 2 * stand.G
 
 
-def test_nobody_is_accepted_beside_missing_weights(restart):
-    service = restart()
-    early = stand.put(service, "a-0.parquet", stand.group(16, step=9, version=8))
-    fine = stand.put(service, "a-1.parquet", stand.group(0, stand.OTHER), stand.OTHER)
-    service._newest = lambda: 7
-    status = stand.ask(service, "a-0.parquet", early, fine)
-    assert status.status == "crashed" and stand.unharmed(service, stand.OTHER) and not service._validator.evidence.tests
-    assert stand.ask(service, "a-1.parquet", fine).status == "accept"
-
-
 @pytest.mark.parametrize("is_told", [False, True])
 def test_what_the_ledger_missed_is_written_at_the_next_start_and_once(restart, is_told):
     """A service breaks between its own file and the ledger, or between the ledger and its note of it."""
@@ -310,7 +300,7 @@ def run_and_kill(folder, count, rng):
     return told
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [1, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_kill_loses_no_verdict(tmp_path, num_kills):
     stand.make_ledger(tmp_path)
     for name, key in (("keeper", stand.KEEPER), ("node", stand.KEY)):
