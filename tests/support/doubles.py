@@ -24,7 +24,6 @@ from rl.protocol import task_schedule
 from rl.validator import calibrate
 from rl.verification import evidence_log, verifier
 from rl.verification import rules as rules_lib
-from sharding import rules
 from tests.support import proofs as proofs_lib
 from tests.support import tiny
 
@@ -33,8 +32,6 @@ DRIFT = 3e-3  # relative change of every weight from one version to the next; RL
 MAX_TOKENS = 48
 FLOAT32 = rules_lib.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3)
 EXACT = calibrate.FLOORS
-
-
 MIXTURE = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=16)
 
 
@@ -60,14 +57,7 @@ def weights(version: int, mixture: bool = False) -> transformer.Params:
 @functools.cache
 def _weights(version: int, mixture: bool) -> transformer.Params:
     model = experiment(mixture=mixture).model
-    rng = np.random.default_rng(7 if version >= 0 else -version)
-
-    def draw(spec):
-        if len(spec.shape) == 1:
-            return rng.uniform(0.5, 1.5, spec.shape)
-        return rng.standard_normal(spec.shape) * model.model_dim**-0.5
-
-    params = jax.tree.map(draw, transformer.specs(model), is_leaf=rules.is_spec)
+    params = tiny.params(model, 7 if version >= 0 else -version)
     for step in range(max(version, 0)):
         rng = np.random.default_rng(1000 + step)
         params = jax.tree.map(lambda w, rng=rng: w * (1 + DRIFT * rng.standard_normal(w.shape)), params)
@@ -208,36 +198,45 @@ def another_prompt(double: Double) -> list[rollout_lib.Rollout]:
     return double.generate(change=change)
 
 
-def edited(count: int, prove: bool) -> Callable:
-    def cheat(double: Double) -> list[rollout_lib.Rollout]:
-        rng = np.random.default_rng(double.step)
-        out = []
-        for rollout in double.generate():
-            tokens = rollout.tokens.copy()
-            # The last may be a stop token.
-            for at in rng.permutation(np.flatnonzero(rollout.sampled_mask)[:-1])[:count]:
-                tokens[at] = (tokens[at] + rng.integers(1, 256)) % 256
-            changed = rewritten(double, rollout, tokens)
-            out.append(dataclasses.replace(changed, logprobs=rollout.logprobs, versions=rollout.versions))
-        return prove_again(double, out) if prove else [rollout_lib.sign(rollout, NODE) for rollout in out]
+def edited(count: int, prove: bool, double: Double) -> list[rollout_lib.Rollout]:
+    rng, out = np.random.default_rng(double.step), []
+    for rollout in double.generate():
+        tokens = rollout.tokens.copy()
+        # The last may be a stop token.
+        for at in rng.permutation(np.flatnonzero(rollout.sampled_mask)[:-1])[:count]:
+            tokens[at] = (tokens[at] + rng.integers(1, 256)) % 256
+        changed = rewritten(double, rollout, tokens)
+        out.append(dataclasses.replace(changed, logprobs=rollout.logprobs, versions=rollout.versions))
+    return prove_again(double, out) if prove else [rollout_lib.sign(rollout, NODE) for rollout in out]
 
-    return cheat
+
+def proved(change: Callable) -> Callable:
+    """Sampled by changed requests; log-probabilities and proofs made to fit the claim."""
+    return lambda double: prove_again(double, double.generate(change=change))
 
 
 def temperature(value: float) -> Callable:
-    """Sampled at another temperature than prescribed; log-probabilities and proofs made to fit the claim."""
+    """Sampled at another temperature than prescribed."""
+    return proved(lambda r: dataclasses.replace(r, temperature=value))
 
-    def cheat(double: Double) -> list[rollout_lib.Rollout]:
-        return prove_again(double, double.generate(change=lambda r: dataclasses.replace(r, temperature=value)))
 
-    return cheat
+def relabeled(change: Callable) -> Callable:
+    """Honest rollouts with the fields that `change` returns, signed anew."""
+    return lambda double: [signed(r, **change(r)) for r in double.generate()]
+
+
+def other_seed(r):
+    return dataclasses.replace(r, seed=(r.seed + 10**6) % 2**32)
+
+
+def drawn_twice(double: Double):
+    """Pairs of the prescribed rollout and one of another seed under the prescribed number."""
+    return zip(double.generate(), double.generate(change=other_seed), strict=True)
 
 
 def best_of_2(double: Double) -> list[rollout_lib.Rollout]:
     """Drawn twice, with the prescribed seed and another; the better one is handed in under the prescribed seed."""
-    first = double.generate()
-    second = double.generate(change=lambda r: dataclasses.replace(r, seed=(r.seed + 10**6) % 2**32))
-    return [max(pair, key=lambda r: r.reward) for pair in zip(first, second, strict=True)]
+    return [max(pair, key=lambda r: r.reward) for pair in drawn_twice(double)]
 
 
 def early_stop(double: Double) -> list[rollout_lib.Rollout]:
@@ -304,10 +303,6 @@ def constant_proof(double: Double) -> list[rollout_lib.Rollout]:
     return out
 
 
-def inflated_reward(double: Double) -> list[rollout_lib.Rollout]:
-    return [signed(r, reward=1.0, rewards=dict(r.rewards) | {"reward": 1.0}) for r in honest(double)]
-
-
 def swapped_group(double: Double) -> list[rollout_lib.Rollout]:
     """Each group's samples handed in under the next sample's number."""
     out, groups = [], {group.group: group for group in double.groups}
@@ -321,10 +316,6 @@ def swapped_group(double: Double) -> list[rollout_lib.Rollout]:
 def unsigned_change(double: Double) -> list[rollout_lib.Rollout]:
     """Changed on the way: the signature is another text's."""
     return [dataclasses.replace(r, tokens=np.where(r.tokens == ord("e"), ord("f"), r.tokens)) for r in honest(double)]
-
-
-def future_version(double: Double) -> list[rollout_lib.Rollout]:
-    return [signed(r, versions=r.versions + double.step) for r in honest(double)]
 
 
 def honest_mixture(double: Double) -> list[rollout_lib.Rollout]:
@@ -343,28 +334,21 @@ def other_expert(double: Double) -> list[rollout_lib.Rollout]:
     return out
 
 
-def other_experts(double: Double) -> list[rollout_lib.Rollout]:
-    """Names experts that did not run for every token: the learner would run these."""
-    return [signed(r, routed_experts=(r.routed_experts + 1) % MIXTURE["num_experts"]) for r in honest_mixture(double)]
-
-
+inflated_reward = relabeled(lambda r: {"reward": 1.0, "rewards": dict(r.rewards) | {"reward": 1.0}})
+future_version = relabeled(lambda r: {"versions": r.versions + r.step})
+# Experts that did not run for every token: the learner would run these.
+other_experts = relabeled(lambda r: {"routed_experts": (r.routed_experts + 1) % MIXTURE["num_experts"]})
 MIXTURES = (honest_mixture, other_expert, other_experts)
-NAMED = (
-    older_weights,
-    int8_weights,
-    half_the_layers,
-    another_model,
-    another_prompt,
-    best_of_2,
-    early_stop,
-    padded_length,
-)
-NAMED += (wrong_task, reused_rollout, copied_proof, constant_proof, inflated_reward, swapped_group, unsigned_change)
+NAMED = (older_weights, int8_weights, half_the_layers, another_model, another_prompt, best_of_2, early_stop)
+NAMED += (padded_length, wrong_task, reused_rollout, copied_proof, constant_proof, swapped_group, unsigned_change)
 CHEATS: dict[str, Callable[[Double], list[rollout_lib.Rollout]]] = {
-    **{f"edited_{count}": edited(count, prove=False) for count in (1, 4, 16)},
-    "proved_edit_1": edited(1, prove=True),
+    **{f"edited_{count}": functools.partial(edited, count, False) for count in (1, 4, 16)},
+    "proved_edit_1": functools.partial(edited, 1, True),
     "temperature_0.9": temperature(0.9),
     "temperature_1.1": temperature(1.1),
     "greedy": temperature(0.0),
-    **{cheat.__name__: cheat for cheat in (*NAMED, future_version, other_expert, other_experts)},
+    **{cheat.__name__: cheat for cheat in (*NAMED, other_expert)},
+    "inflated_reward": inflated_reward,
+    "future_version": future_version,
+    "other_experts": other_experts,
 }

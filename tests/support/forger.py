@@ -4,7 +4,7 @@ import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
 from rl import envs
-from tests.support import proofs
+from tests.support import proofs, tiny
 
 
 class Forger:
@@ -28,9 +28,9 @@ class Forger:
             scores = self._env.score(task, tokenizer.scored_text(prompt, tokens[len(prompt) :]))
             states = self._rng.standard_normal((int(mask.sum()), exp.model.model_dim)).astype(np.float32)
             made_up = b"".join(proofs.build(states))
-            rollout = rollout_lib.Rollout(
+            rollout = tiny.rollout(
+                mask,
                 tokens=np.array(tokens, np.int32),
-                sampled_mask=mask,
                 logprobs=np.where(mask, -0.001, 0).astype(np.float32),
                 versions=np.full(len(tokens), version, np.int32),
                 temperature=group.temperature,
@@ -42,8 +42,6 @@ class Forger:
                 rewards=scores,
                 finish_reason="stop",
                 proofs=made_up if self._formed else bytes(len(made_up)),
-                worker="",
-                signature=b"",
             )
             out.append(rollout_lib.sign(rollout, key))
         return out

@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from inference.engine import sampler
-from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from models import transformer
-from rl import envs
-from tests.support import doubles
+from tests.support import doubles, forger
 
 Rollouts = list[rollout_lib.Rollout]
 Choose = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (log-probabilities, noise) [G, V] -> tokens [G]
@@ -56,68 +54,51 @@ def redrawn(double: doubles.Double, rollouts: Rollouts, choose: Choose, *, keep=
     ]
 
 
-def drawn_by(choose: Choose) -> Callable:
-    """Every token by a rule of the cheat's own; the rest is made to fit."""
-    return lambda double: doubles.prove_again(double, redrawn(double, double.generate(), choose))
+def own_draw(logp_GV, noise_GV):
+    """Returns the tokens that the policy draws."""
+    return (logp_GV + noise_GV).argmax(-1)
 
 
-def logit_bias(value: float) -> Callable:
+def logit_bias(value, double, logp_GV, noise_GV):
     """Three tokens made likelier than they are."""
-
-    def choose(logp_GV, noise_GV):
-        return (logp_GV + noise_GV + value * np.isin(np.arange(logp_GV.shape[1]), (101, 116, 32))[None]).argmax(-1)
-
-    return drawn_by(choose)
+    return (logp_GV + noise_GV + value * np.isin(np.arange(logp_GV.shape[1]), (101, 116, 32))[None]).argmax(-1)
 
 
-def runner_up(gap: float) -> Callable:
+def runner_up(gap, double, logp_GV, noise_GV):
     """The second-best token wherever it is nearly as good: with it a worker searches many streams for a reward."""
-
-    def choose(logp_GV, noise_GV):
-        order_GV = np.argsort(-(logp_GV + noise_GV), axis=-1)[:, :2]
-        two_G2 = np.take_along_axis(logp_GV + noise_GV, order_GV, axis=-1)
-        return np.where(two_G2[:, 0] - two_G2[:, 1] <= gap, order_GV[:, 1], order_GV[:, 0])
-
-    return drawn_by(choose)
+    order_GV = np.argsort(-(logp_GV + noise_GV), axis=-1)[:, :2]
+    two_G2 = np.take_along_axis(logp_GV + noise_GV, order_GV, axis=-1)
+    return np.where(two_G2[:, 0] - two_G2[:, 1] <= gap, order_GV[:, 1], order_GV[:, 0])
 
 
-def speculation(least: float) -> Callable:
+def speculation(least, double, logp_GV, noise_GV):
     """Drafts of a model that is a little off, kept where the policy gives them a probability of `least`."""
+    off_GV = np.random.default_rng(double.step).normal(0, 0.3, logp_GV.shape)
+    draft_G, own_G = (logp_GV + off_GV + noise_GV).argmax(-1), (logp_GV + noise_GV).argmax(-1)
+    kept_G = np.take_along_axis(logp_GV, draft_G[:, None], axis=-1)[:, 0] >= np.log(least)
+    return np.where(kept_G, draft_G, own_G)
+
+
+def drawn_by(rule: Callable, *arguments) -> Callable:
+    """Every token by a rule of the cheat's own; the rest is made to fit."""
 
     def cheat(double: doubles.Double) -> Rollouts:
-        def choose(logp_GV, noise_GV):
-            off_GV = np.random.default_rng(double.step).normal(0, 0.3, logp_GV.shape)
-            draft_G, own_G = (logp_GV + off_GV + noise_GV).argmax(-1), (logp_GV + noise_GV).argmax(-1)
-            kept_G = np.take_along_axis(logp_GV, draft_G[:, None], axis=-1)[:, 0] >= np.log(least)
-            return np.where(kept_G, draft_G, own_G)
-
+        choose = functools.partial(rule, *arguments, double)
         return doubles.prove_again(double, redrawn(double, double.generate(), choose))
 
     return cheat
 
 
-def old_tail(count: int) -> Callable:
+def old_tail(count: int, double: doubles.Double) -> Rollouts:
     """The last tokens by the version before."""
-
-    def cheat(double: doubles.Double) -> Rollouts:
-        rollouts = double.generate()
-        keep = np.array([len(r.tokens) - count for r in rollouts])
-        old = doubles.weights(double.version - 1)
-        return doubles.prove_again(
-            double, redrawn(double, rollouts, lambda logp, noise: (logp + noise).argmax(-1), keep=keep, params=old)
-        )
-
-    return cheat
-
-
-def hidden_top_k(double: doubles.Double) -> Rollouts:
-    return doubles.prove_again(double, double.generate(change=lambda r: dataclasses.replace(r, top_k=50)))
+    rollouts, old = double.generate(), doubles.weights(double.version - 1)
+    keep = np.array([len(r.tokens) - count for r in rollouts])
+    return doubles.prove_again(double, redrawn(double, rollouts, own_draw, keep=keep, params=old))
 
 
 def shorter_of_2(double: doubles.Double) -> Rollouts:
     """Drawn twice, with the prescribed seed and another; the shorter one is handed in."""
-    second = double.generate(change=lambda r: dataclasses.replace(r, seed=(r.seed + 10**6) % 2**32))
-    return [min(pair, key=lambda r: len(r.tokens)) for pair in zip(double.generate(), second, strict=True)]
+    return [min(pair, key=lambda r: len(r.tokens)) for pair in doubles.drawn_twice(double)]
 
 
 def likeliest_stop(double: doubles.Double) -> Rollouts:
@@ -127,42 +108,31 @@ def likeliest_stop(double: doubles.Double) -> Rollouts:
         tokens_1T = np.zeros((1, 128), np.int32)
         tokens_1T[0, : len(rollout.tokens)] = rollout.tokens
         places = np.arange(rollout.prompt_length, len(rollout.tokens))
-        logp_NV = _next_logp(
-            double.experiment.model,
-            doubles.weights(double.version),
-            np.repeat(tokens_1T, 64, 0),
-            np.resize(places - 1, 64),
-        )
+        rows_NT, at_N = np.repeat(tokens_1T, 64, 0), np.resize(places - 1, 64)
+        logp_NV = _next_logp(double.experiment.model, doubles.weights(double.version), rows_NT, at_N)
         at = places[int(np.asarray(logp_NV)[: len(places), stop].argmax())]
         tokens = np.append(rollout.tokens[:at], np.int32(stop))
         out.append(doubles.rewritten(double, rollout, tokens.astype(np.int32), finish_reason="stop"))
     return doubles.prove_again(double, out)
 
 
-def biased_claims(size: float, side: str) -> Callable:
+def biased_claims(size: float, side: str, double: doubles.Double) -> Rollouts:
     """Claimed log-probabilities that are a little off: up, down, at random, or to the side of the rollout's advantage."""
-
-    def cheat(double: doubles.Double) -> Rollouts:
-        rollouts, rng = double.generate(), np.random.default_rng(double.step)
-        mean = {r.task.group: np.mean([o.reward for o in rollouts if o.task.group == r.task.group]) for r in rollouts}
-        sides = {
-            "up": lambda r: 1.0,
-            "down": lambda r: -1.0,
-            "random": lambda r: rng.choice([-1.0, 1.0], len(r.tokens)),
-            "advantage": lambda r: -np.sign(r.reward - mean[r.task.group]),
-        }
-        shifts = [np.where(r.sampled_mask, size * sides[side](r), 0).astype(np.float32) for r in rollouts]
-        return [
-            doubles.signed(r, logprobs=np.minimum(r.logprobs + d, 0)) for r, d in zip(rollouts, shifts, strict=True)
-        ]
-
-    return cheat
+    rollouts, rng = double.generate(), np.random.default_rng(double.step)
+    mean = {r.task.group: np.mean([o.reward for o in rollouts if o.task.group == r.task.group]) for r in rollouts}
+    sides = {
+        "up": lambda r: 1.0,
+        "down": lambda r: -1.0,
+        "random": lambda r: rng.choice([-1.0, 1.0], len(r.tokens)),
+        "advantage": lambda r: -np.sign(r.reward - mean[r.task.group]),
+    }
+    shifts = [np.where(r.sampled_mask, size * sides[side](r), 0).astype(np.float32) for r in rollouts]
+    return [doubles.signed(r, logprobs=np.minimum(r.logprobs + d, 0)) for r, d in zip(rollouts, shifts, strict=True)]
 
 
 def own_seed(double: doubles.Double) -> Rollouts:
     """Another seed under its true number."""
-    rollouts = double.generate(change=lambda r: dataclasses.replace(r, seed=(r.seed + 10**6) % 2**32))
-    return [doubles.signed(r, seed=(r.seed + 10**6) % 2**32) for r in rollouts]
+    return [doubles.signed(doubles.other_seed(r)) for r in double.generate(change=doubles.other_seed)]
 
 
 def better_version(double: doubles.Double) -> Rollouts:
@@ -177,63 +147,48 @@ def best_switch(double: doubles.Double) -> Rollouts:
     old, out = double.generate(doubles.weights(double.version - 1)), [double.generate()]
     for part in (0.25, 0.5, 0.75):
         keep = np.array([r.prompt_length + int(part * r.sampled_mask.sum()) for r in old])
-        new = redrawn(double, old, lambda logp, noise: (logp + noise).argmax(-1), keep=keep)
+        new = redrawn(double, old, own_draw, keep=keep)
         stamps = [r.versions - (np.arange(len(r.tokens)) < n).astype(np.int32) for r, n in zip(new, keep, strict=True)]
-        out.append(
-            doubles.prove_again(double, [dataclasses.replace(r, versions=v) for r, v in zip(new, stamps, strict=True)])
-        )
+        stamped = [dataclasses.replace(r, versions=v) for r, v in zip(new, stamps, strict=True)]
+        out.append(doubles.prove_again(double, stamped))
     return [max(same, key=lambda r: r.reward) for same in zip(*out, strict=True)]
 
 
 def false_versions(part: Callable) -> Callable:
     """A part of the tokens is labeled as of the version before; the text is of one."""
-
-    def cheat(double: doubles.Double) -> Rollouts:
-        return [doubles.signed(r, versions=r.versions - part(r).astype(np.int32)) for r in double.generate()]
-
-    return cheat
+    return doubles.relabeled(lambda r: {"versions": r.versions - part(r).astype(np.int32)})
 
 
-def unsampled_token(double: doubles.Double) -> Rollouts:
+def unsampled_token(r: rollout_lib.Rollout) -> dict:
     """A sampled token labeled as the environment's."""
-    out = []
-    for rollout in double.generate():
-        mask = rollout.sampled_mask.copy()
-        mask[rollout.prompt_length + 1 : rollout.prompt_length + 2] = False
-        out.append(doubles.signed(rollout, sampled_mask=mask, logprobs=np.where(mask, rollout.logprobs, 0)))
-    return out
+    mask = r.sampled_mask & (np.arange(len(r.tokens)) != r.prompt_length + 1)
+    return {"sampled_mask": mask, "logprobs": np.where(mask, r.logprobs, 0)}
 
 
 def longer_prompt(at: int) -> Callable:
     """A space put into the prompt, `at` tokens after its end."""
 
-    def cheat(double: doubles.Double) -> Rollouts:
-        out = []
-        for r in double.generate():
-            place = min(r.prompt_length + at, len(r.tokens))
-            fields = {"tokens": ord(" "), "sampled_mask": False, "logprobs": 0, "versions": r.versions[0]}
-            changed = {name: np.insert(getattr(r, name), place, value) for name, value in fields.items()}
-            out.append(doubles.signed(r, **changed))
-        return out
+    def change(r):
+        place = min(r.prompt_length + at, len(r.tokens))
+        fields = {"tokens": ord(" "), "sampled_mask": False, "logprobs": 0, "versions": r.versions[0]}
+        return {name: np.insert(getattr(r, name), place, value) for name, value in fields.items()}
 
-    return cheat
+    return doubles.relabeled(change)
 
 
-def relabelled(**changes) -> Callable:
-    """Honest rollouts of another environment or seed, or with other rewards, under false labels."""
+def plus(name: str, value: float) -> Callable:
+    """Another claim of a part of the reward, or of a part that the environment does not have."""
 
-    def cheat(double: doubles.Double) -> Rollouts:
-        return [doubles.signed(r, task=dataclasses.replace(r.task, **changes)) for r in double.generate()]
+    def change(r):
+        rewards = dict(r.rewards) | {name: r.rewards.get(name, 0.0) + value}
+        return {"reward": rewards["reward"], "rewards": rewards}
 
-    return cheat
-
-
-def extra_reward(double: doubles.Double) -> Rollouts:
-    return [doubles.signed(r, rewards=dict(r.rewards) | {"bonus": 1.0}) for r in double.generate()]
+    return doubles.relabeled(change)
 
 
-def half_of_the_proofs(double: doubles.Double) -> Rollouts:
-    return [doubles.signed(r, proofs=r.proofs[: len(r.proofs) // 2]) for r in double.generate()]
+def of_task(**changes) -> Callable:
+    """Honest rollouts of another environment or seed, by their labels."""
+    return doubles.relabeled(lambda r: {"task": dataclasses.replace(r.task, **changes)})
 
 
 def one_bad_in_8(double: doubles.Double) -> Rollouts:
@@ -242,95 +197,42 @@ def one_bad_in_8(double: doubles.Double) -> Rollouts:
     return [b if i % 8 == 5 else r for i, (r, b) in enumerate(zip(double.generate(), bad, strict=True))]
 
 
-def no_model(proofs: Callable[[int], bytes]) -> Callable:
-    """The reference answer, or junk to give an advantage, at a claimed probability of nearly 1: no model has run."""
-
-    def cheat(double: doubles.Double) -> Rollouts:
-        exp, out = double.experiment, []
-        env = envs.load(exp.config.env.name, seed=exp.config.seed, **exp.config.env.options.to_dict())
-        for group in double.groups:
-            prompt = list(doubles.prescribed(double.prompts).prompt(group))
-            answer = [*env.make_task(group.index, group.split).answer.encode()][: doubles.MAX_TOKENS - 1]
-            for sample in range(group.num_samples):
-                text = [*(answer if sample % 2 else b"x"), exp.tokenizer.stop_ids[0]]
-                tokens = np.array([*prompt, *text], np.int32)
-                mask = np.arange(len(tokens)) >= len(prompt)
-                blank = rollout_lib.Rollout(
-                    tokens=tokens,
-                    sampled_mask=mask,
-                    logprobs=np.zeros(len(tokens), np.float32),
-                    versions=np.full(len(tokens), double.version, np.int32),
-                    temperature=group.temperature,
-                    seed=(group.seed + sample) % 2**32,
-                    task=rollout_lib.TaskRef(exp.config.env.name, group.index, group.group, exp.config.seed),
-                    sample=sample,
-                    step=double.step,
-                    reward=0.0,
-                    rewards={},
-                    finish_reason="stop",
-                    proofs=proofs(len(text)),
-                    worker="",
-                    signature=b"",
-                )
-                scored = doubles.rewritten(double, blank, tokens)
-                out.append(doubles.signed(scored, logprobs=np.where(mask, -0.001, 0).astype(np.float32)))
-        return out
-
-    return cheat
-
-
-def zeros(num_rows: int) -> bytes:
-    return bytes(sum(2 + 2 * min(128, min(32, num_rows - n) * 32) for n in range(0, num_rows, 32)))
-
-
-def random_proofs(num_rows: int) -> bytes:
-    """Proofs of the right form, of nothing."""
-    rng = np.random.default_rng(num_rows)
-    hidden_TD = rng.standard_normal((num_rows, 32)).astype(jnp.bfloat16)
-    return b"".join(toploc.encode(toploc._top_values(toploc._chunks(hidden_TD, 32), 128)))
+def no_model(formed: bool, double: doubles.Double) -> Rollouts:
+    """Right answers, and junk to give an advantage, at a claimed probability of nearly 1: no model has run."""
+    made = forger.Forger(double.experiment, formed=formed)
+    return [r for group in double.groups for r in made.forge(group, doubles.NODE, double.version)]
 
 
 FORGERIES: dict[str, Callable[[doubles.Double], Rollouts]] = {
-    "logit_bias_1": logit_bias(1.0),
-    "logit_bias_0.1": logit_bias(0.1),
+    "logit_bias_1": drawn_by(logit_bias, 1.0),
+    "logit_bias_0.1": drawn_by(logit_bias, 0.1),
     "temperature_0.97": doubles.temperature(0.97),
     "temperature_1.03": doubles.temperature(1.03),
-    "old_tail_8": old_tail(8),
-    "speculation_0.3": speculation(0.3),
-    "speculation_0.02": speculation(0.02),
+    "old_tail_8": functools.partial(old_tail, 8),
+    "speculation_0.3": drawn_by(speculation, 0.3),
+    "speculation_0.02": drawn_by(speculation, 0.02),
     **{
-        f"claims_{size}_{side}": biased_claims(size, side)
+        f"claims_{size}_{side}": functools.partial(biased_claims, size, side)
         for size in (0.045, DELTA_E)
         for side in ("up", "down", "random", "advantage")
     },
-    "runner_up_0.02": runner_up(0.02),
-    "runner_up_0.001": runner_up(0.001),
+    "runner_up_0.02": drawn_by(runner_up, 0.02),
+    "runner_up_0.001": drawn_by(runner_up, 0.001),
     "better_version": better_version,
     "best_switch": best_switch,
     "versions_half_old": false_versions(lambda r: np.arange(len(r.tokens)) < (r.prompt_length + len(r.tokens)) // 2),
     "prompt_keys_older": false_versions(lambda r: ~r.sampled_mask),
     "space_in_the_prompt": longer_prompt(0),
     "tokens_between": longer_prompt(2),
-    "reward_plus_9e-7": lambda double: [
-        doubles.signed(r, reward=r.reward + 9e-7, rewards=dict(r.rewards) | {"reward": r.reward + 9e-7})
-        for r in double.generate()
-    ],
-    "another_task_seed": relabelled(seed=99),
-    "another_environment": relabelled(env="other"),
+    "reward_plus_9e-7": plus("reward", 9e-7),
+    "another_task_seed": of_task(seed=99),
+    "another_environment": of_task(env="other"),
     "copied_from_a_peer": doubles.honest,
-    "no_model": no_model(zeros),
-    "no_model_random_proofs": no_model(random_proofs),
-    **{
-        cheat.__name__: cheat
-        for cheat in (
-            hidden_top_k,
-            shorter_of_2,
-            likeliest_stop,
-            own_seed,
-            unsampled_token,
-            extra_reward,
-            half_of_the_proofs,
-            one_bad_in_8,
-        )
-    },
+    "no_model": functools.partial(no_model, False),
+    "no_model_random_proofs": functools.partial(no_model, True),
+    "hidden_top_k": doubles.proved(lambda r: dataclasses.replace(r, top_k=50)),
+    "unsampled_token": doubles.relabeled(unsampled_token),
+    "extra_reward": plus("bonus", 1.0),
+    "half_of_the_proofs": doubles.relabeled(lambda r: {"proofs": r.proofs[: len(r.proofs) // 2]}),
+    **{cheat.__name__: cheat for cheat in (shorter_of_2, likeliest_stop, own_seed, one_bad_in_8)},
 }

@@ -3,6 +3,7 @@
 import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
+from tests.support import tiny
 
 
 def rollout(group, sample, version=None, /, prompt=(5, 6), **changes):
@@ -12,7 +13,6 @@ def rollout(group, sample, version=None, /, prompt=(5, 6), **changes):
     mask = np.arange(len(tokens)) >= P
     fields = dict(
         tokens=tokens,
-        sampled_mask=mask,
         logprobs=np.where(mask, -0.25 * (1 + sample), 0).astype(np.float32),
         versions=np.full(len(tokens), group.min_version if version is None else version, np.int32),
         temperature=group.temperature,
@@ -23,11 +23,8 @@ def rollout(group, sample, version=None, /, prompt=(5, 6), **changes):
         reward=float(sample),
         rewards={"reward": float(sample)},
         finish_reason="stop",
-        proofs=b"",
-        worker="",
-        signature=b"",
     )
-    return rollout_lib.Rollout(**(fields | changes))
+    return tiny.rollout(mask, **fields | changes)
 
 
 def answers(group, version=None, /, **changes):

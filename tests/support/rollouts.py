@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference.rollouts import rollout as rollout_lib
+from tests.support import tiny
 
 KEY = rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 
@@ -18,7 +19,6 @@ def make(number=0, /, **changes):
     mask = np.array([0, 0, 0, 1, 1, 1, 0, 0, 1, 1], bool)
     fields = dict(
         tokens=rng.integers(0, 1000, 10).astype(np.int32),
-        sampled_mask=mask,
         logprobs=np.where(mask, -rng.exponential(1.0, 10), 0).astype(np.float32),
         versions=np.array([7, 7, 7, 7, 7, 8, 8, 8, 8, 8], np.int32),
         temperature=0.7,
@@ -30,10 +30,8 @@ def make(number=0, /, **changes):
         rewards={"correct": 0.3, "format": -0.2},
         finish_reason="stop",
         proofs=bytes(range(256)),
-        worker="",
-        signature=b"",
     )
-    return rollout_lib.Rollout(**(fields | changes))
+    return tiny.rollout(mask, **fields | changes)
 
 
 def assert_equal(a, b):

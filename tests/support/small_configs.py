@@ -7,12 +7,11 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from configs import recipes
 from models import transformer
 from rl.experiment import experiment
-from sharding import rules
+from tests.support import tiny
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 NO_EXPERIMENTS = ("__init__", "base", "presets", "tpu_gsm8k", "recipes")
@@ -48,11 +47,4 @@ def shrunk(name: str, folder: pathlib.Path, *, prompts: int, samples: int, steps
 @functools.cache
 def params(model, seed=0) -> transformer.Params:
     """Returns random weights of unit gain: compiling `init` takes a second per layer."""
-    rng = np.random.default_rng(seed)
-
-    def draw(spec):
-        if len(spec.shape) == 1 or min(spec.shape) == 1:
-            return jnp.asarray(rng.uniform(0.5, 1.5, spec.shape), jnp.float32)
-        return jnp.asarray(rng.standard_normal(spec.shape) * model.model_dim**-0.5, jnp.float32)
-
-    return jax.tree.map(draw, transformer.specs(model), is_leaf=rules.is_spec)
+    return jax.tree.map(jnp.asarray, tiny.params(model, seed))

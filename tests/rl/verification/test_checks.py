@@ -20,6 +20,7 @@ from rl.validator import status
 from rl.verification import checks, replay, seen_set, sequential_test, verifier
 from rl.verification import rules as rules_lib
 from tests.support import proofs as proofs_lib
+from tests.support import tiny
 
 KEY = rollout_lib.WorkerKey.generate()
 STOP = 257
@@ -70,10 +71,8 @@ def make(number=0, *, step=3, output=(11, 12, STOP), finish="stop", **changes):
     scores = score(group, list(output))
     fields = dict(
         tokens=tokens,
-        sampled_mask=mask,
         logprobs=np.where(mask, -1.0, 0).astype(np.float32),
         versions=np.full(len(tokens), step - 1, np.int32),
-        temperature=1.0,
         seed=(group.seed + number) % 2**32,
         task=rollout_lib.TaskRef("copy", group.index, group.group, 3),
         sample=number,
@@ -81,11 +80,8 @@ def make(number=0, *, step=3, output=(11, 12, STOP), finish="stop", **changes):
         reward=scores["reward"],
         rewards=scores,
         finish_reason=finish,
-        proofs=b"",
-        worker="",
-        signature=b"",
     )
-    return rollout_lib.sign(rollout_lib.Rollout(**fields | changes), KEY)
+    return rollout_lib.sign(tiny.rollout(mask, **fields | changes), KEY)
 
 
 def task(**changes):
@@ -234,24 +230,6 @@ def test_a_group_is_its_samples_once_each():
     assert checks.whole_group([*whole[:3], other], RULES).reason == "prompt"
     stranger = rollout_lib.sign(make(3), rollout_lib.WorkerKey.generate())
     assert checks.whole_group([*whole[:3], stranger], RULES).reason == "signature"
-
-
-def test_a_lease_takes_its_own_group_only():
-    """Accepts the leased group, but not another one of its step, at published versions."""
-    group = groups(3)[0]
-    rules = RULES.at_lease(group, newest=2)
-    whole = [make(i) for i in range(4)]
-    assert checks.check_at_lease(whole, rules) == checks.OK
-    assert checks.check_at_lease(whole[:3], rules).reason == "samples"
-    assert checks.check_at_lease([*whole[:3], make(3, temperature=0.5)], rules).reason == "temperature"
-    assert checks.check_at_lease(whole, RULES.at_lease(groups(3)[1], newest=2)).reason == "samples"
-    assert checks.check_at_lease(whole, RULES.at_lease(group, newest=1)).reason == "versions"
-    held_out = dataclasses.replace(group, split="held_out")
-    late = [make(i, versions=np.full(6, 7, np.int32)) for i in range(4)]  # an evaluation may see later versions
-    assert checks.check_at_lease(late, RULES.at_lease(held_out, newest=7)) == checks.OK
-    assert checks.check_at_lease(late, rules).reason == checks.check_at_lease(late, RULES.at_lease(held_out, 6)).reason
-    old_prompt = np.array([0, 0, 0, 2, 2, 2], np.int32)  # the keys of the prompt are older than the tokens
-    assert checks.check_at_lease([*whole[:3], make(3, versions=old_prompt)], rules).reason == "versions"
 
 
 @hypothesis.settings(max_examples=150, deadline=None)
@@ -595,7 +573,7 @@ def test_wrong_claims_lose_their_bets_without_a_replay(claimed, limit):
     assert limit or accused_after(claimed, temperature=0.7) <= 50
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_one_claim_that_the_noise_cannot_make_up_for(seed):
     honest = drawn(seed)
 

@@ -3,72 +3,32 @@
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from inference.engine import engine as engine_lib
-from inference.engine import routed_experts
-from inference.scheduler import scheduler as scheduler_lib
 from models import moe, transformer
 from rl.verification import checks, replay, verifier
 from rl.verification import rules as rules_lib
-from tests.support import bare_rules, claims, stacking, tiny
-from tests.support import rollouts as rollouts_lib
+from tests.rl.verification import test_verifier as stand
+from tests.support import bare_rules, claims, stacking
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
 CAPACITY = 64
 ENGINE = engine_lib.EngineConfig(4, CAPACITY, 2, 4, routed_experts=True)
 STRICT = rules_lib.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4, routing=1e-4)
-REQUEST = scheduler_lib.GenerateRequest(
-    tuple(b"hello"), num_samples=4, max_tokens=30, seed=5, proofs=True, routed_experts=True
-)
+REQUEST = dataclasses.replace(stand.HONEST, max_tokens=30, seed=5, routed_experts=True)
 
 
-@functools.cache
 def weights(version):
-    return jax.tree.map(jnp.asarray, tiny.params(claims.MODEL, version))
-
-
-class Updating(engine_lib.Engine):
-    """Sends version 1 before the second call of `generate`; it is used from the next call on."""
-
-    scheduler, calls = None, 0
-
-    def generate(self, *args):
-        self.calls += 1
-        if self.calls == 2 and self.scheduler is not None:
-            self.scheduler.update(weights(1), 1)
-        return super().generate(*args)
+    return stand.params(version, claims.MODEL)
 
 
 @functools.cache
 def honest(updated=False):
-    """A group as the scheduler makes it and a worker writes it down."""
-    engine = Updating(claims.MODEL, ENGINE, claims.TOKENIZER, weights(0))
-    scheduler = scheduler_lib.Scheduler(engine, weights(0), 0)
-    engine.scheduler = scheduler if updated else None
-    completions = scheduler.submit(REQUEST).result(60)
-    scheduler.close()
-    P = len(REQUEST.tokens)
-    return tuple(
-        rollouts_lib.make(
-            tokens=np.array([*REQUEST.tokens, *c.tokens], np.int32),
-            sampled_mask=np.array([False] * P + [True] * len(c.tokens)),
-            logprobs=np.array([0.0] * P + c.logprobs, np.float32),
-            versions=np.array([c.prompt_version] * P + c.versions, np.int32),
-            temperature=1.0,
-            seed=REQUEST.seed + i,
-            sample=i,
-            step=1,
-            finish_reason=c.finish_reason,
-            proofs=c.proofs,
-            routed_experts=routed_experts.with_all_layers(c.experts, claims.MODEL),
-        )
-        for i, c in enumerate(completions)
-    )
+    """A group as the scheduler makes it and a worker writes it down; with `updated`, of two versions."""
+    return tuple(stand.rollouts_of(REQUEST, updates={2: 1} if updated else {}, model=claims.MODEL, config=ENGINE))
 
 
 def validator(tolerance=STRICT, model=claims.MODEL, weights=weights):

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
-from inference.proofs import toploc
+from inference.engine import routed_experts
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
@@ -43,8 +43,8 @@ HONEST = scheduler_lib.GenerateRequest(PROMPT, num_samples=4, max_tokens=50, see
 
 
 @functools.cache
-def params(version):
-    return jax.tree.map(jnp.asarray, tiny.params(MODEL, version))
+def params(version, model=MODEL):
+    return jax.tree.map(jnp.asarray, tiny.params(model, version))
 
 
 def weights(version):
@@ -61,15 +61,16 @@ class Updating(engine_lib.Engine):
     def generate(self, *args):
         self.calls += 1
         if self.calls in self.updates:
-            self.scheduler.update(params(self.updates[self.calls]), self.updates[self.calls])
+            self.scheduler.update(*self.updates[self.calls])
         return super().generate(*args)
 
 
-def rollouts_of(request, *, version=0, updates=None, **claims):
+def rollouts_of(request, *, version=0, updates=None, model=MODEL, config=CONFIG, **claims):
     """The group a scheduler makes of `request`, as a worker writes it down."""
-    engine = Updating(MODEL, CONFIG, tokenizer_lib.byte_chatml(), params(version))
-    scheduler = scheduler_lib.Scheduler(engine, params(version), version)
-    engine.scheduler, engine.updates = scheduler, updates or {}
+    engine = Updating(model, config, tokenizer_lib.byte_chatml(), params(version, model))
+    scheduler = scheduler_lib.Scheduler(engine, params(version, model), version)
+    engine.scheduler = scheduler
+    engine.updates = {call: (params(number, model), number) for call, number in (updates or {}).items()}
     completions = scheduler.submit(request).result(WAIT_S)
     scheduler.close()
     P = len(request.tokens)
@@ -86,6 +87,7 @@ def rollouts_of(request, *, version=0, updates=None, **claims):
                 sample=index,
                 finish_reason=c.finish_reason,
                 proofs=c.proofs,
+                routed_experts=None if c.experts is None else routed_experts.with_all_layers(c.experts, model),
             )
             | claims,
         )
@@ -235,9 +237,7 @@ def test_other_honest_groups_pass(request_, filters):
     assert check(rollouts_of(request_), filters) is None
 
 
-@pytest.mark.parametrize(
-    "updates", [{5: 1}, {1: 1}, {3: 1, 4: 2, 9: 5}, {2: 7, 3: 8}], ids=["two", "first call", "four", "three"]
-)
+@pytest.mark.parametrize("updates", [{1: 1}, {3: 1, 4: 2, 9: 5}], ids=["first call", "four"])
 def test_a_group_that_spans_versions_passes_exactly(updates):
     """Weights changed while it was generated: the replay gives each position's keys to the version that wrote them."""
     rollouts = rollouts_of(HONEST, updates=updates)
@@ -279,34 +279,15 @@ def changed(**fields):
     return with_sample(dataclasses.replace(honest()[2], **fields))
 
 
+# What tests/support/doubles.py does not do: all else is honest, and XLA clamps and fills an index out of range.
 CHEATS = {
-    # Stale, or smaller, or quantised weights under the name of version 0.
-    "other weights": (lambda: rollouts_of(HONEST, version=1, versions=np.zeros(AT + 50, np.int32)), "sampling: "),
-    "an edited token": (
-        lambda: edited("tokens", AT + 20, (int(honest()[2].tokens[AT + 20]) + 1) % 256),
-        f"sampling: .* of {HONEST.max_tokens} tokens are not those that the seed draws",
-    ),
-    "an edited prompt": (lambda: edited("tokens", 1, ord("u")), "sampling: "),
-    "filters that were not prescribed": (lambda: rollouts_of(dataclasses.replace(HONEST, top_k=2)), "sampling: "),
-    "drawn again until it pleased": (lambda: changed(seed=12345), "sampling: "),
-    "the seed of another sample": (lambda: changed(seed=honest()[1].seed), "sampling: "),
-    "the proof of another rollout": (lambda: changed(proofs=honest()[1].proofs), "toploc: "),
-    # Tokens and log-probabilities of the honest weights, hidden states of others.
     "the proof of other weights": (lambda: changed(proofs=rollouts_of(HONEST, version=1)[2].proofs), "toploc: "),
     "a version that cannot be had": (
         lambda: edited("versions", slice(30, None), 10),
         r"weights: a version that it names is not available \(no version 10\)$",
     ),
 }
-for value in (0.0, 0.5, 1.2):  # greedy decoding among them: tokens without the noise of the seed
-    request = dataclasses.replace(HONEST, temperature=value)
-    CHEATS[f"temperature {value}"] = (lambda request=request: rollouts_of(request, temperature=1.0), "sampling: ")
-for value in (0.01, -0.01):
-    CHEATS[f"a log-probability that is {value} off"] = (
-        lambda value=value: edited("logprobs", AT + 7, min(float(honest()[2].logprobs[AT + 7]) + value, 0.0)),
-        "logprob: claimed and replayed differ by 0.0",
-    )
-for value, at in itertools.product((272, 2**31 - 1), (AT + 3, -1)):  # XLA clamps and fills such an index
+for value, at in itertools.product((272, 2**31 - 1), (AT + 3, -1)):
     CHEATS[f"token {value} at {at}"] = (lambda value=value, at=at: edited("tokens", at, value), "sampling: |logprob: ")
 
 
@@ -318,33 +299,6 @@ def test_each_cheat_is_refused_by_name(name):
 
 def test_filters_that_are_prescribed_are_applied():
     assert check(honest(), request_lib.NO_FILTERS | {"top_k": 2}).startswith("sampling: ")
-
-
-def constant_proof():
-    """f = the bits of 1.0 everywhere: right in the exponent for most large activations, with no forward pass."""
-    wire = np.zeros(129, ">u2")
-    wire[0], wire[1] = toploc.PRIME, 0x3F80
-    return wire.tobytes()
-
-
-@pytest.mark.parametrize(
-    ("forge", "reason"),
-    [
-        (lambda proofs: b"", "toploc: count"),
-        (lambda proofs: proofs[:-1], "toploc: count"),
-        (lambda proofs: proofs[:258], "toploc: count"),
-        (lambda proofs: proofs + b"\0", "toploc: count"),
-        (lambda proofs: constant_proof() * 2, "toploc: low_entropy"),
-        (lambda proofs: proofs[258:] + proofs[:258], "toploc: exponent"),
-        (lambda proofs: b"\0" * len(proofs), "toploc: modulus"),
-        (lambda proofs: b"\xff" * len(proofs), "toploc: modulus"),
-        (lambda proofs: proofs[:2] + b"\xff\xff" + proofs[4:], "toploc: coefficient"),
-    ],
-    ids=["empty", "truncated", "one of two", "longer", "constant", "swapped", "zeros", "ones", "unreduced"],
-)
-def test_forged_proofs(forge, reason):
-    assert len(honest()[2].proofs) == 2 * 258
-    assert check(changed(proofs=forge(honest()[2].proofs))).startswith(reason)
 
 
 def test_a_few_wrong_tokens_can_be_allowed():
