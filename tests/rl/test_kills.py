@@ -6,6 +6,7 @@ model, and validators answer by a rule instead of a replay, so that 200 kills ta
 
 import collections
 import contextlib
+import hmac
 import json
 import os
 import random
@@ -25,12 +26,13 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
-from rl.protocol import task_schedule
+from rl.ledger import ledger as ledger_lib
+from rl.ledger import task_ranges
 from rl.protocol import verdict as verdict_lib
 from rl.validator import routes
 from sharding import checkpoint
 from tests.support import forger as forger_lib
-from tests.support import ledger_reader, proxy, serving, signed_http, tiny_run
+from tests.support import ledgers, proxy, serving, signed_http, tiny_run
 
 SEED, P, MIN_RATE, INVITED_RATE = 36, 4, 0.05, 0.5
 OVERRIDES = {
@@ -68,7 +70,7 @@ class Workers(threading.Thread):
 
     def __init__(self, exp):
         super().__init__(daemon=True)
-        self._forger, self._http, self.orchestrator = forger_lib.Forger(exp, formed=True), httpx.Client(timeout=60), ""
+        self._forger, self.orchestrator = forger_lib.Forger(exp, formed=True), ""
         self._version, self._is_stopped = 0, False
         self.invited, self.taken = rollout_lib.WorkerKey.generate(), []
         self.app = fastapi.FastAPI()
@@ -81,12 +83,11 @@ class Workers(threading.Thread):
     def run(self):
         stranger, num_idle = rollout_lib.WorkerKey.generate(), 0
         while not self._is_stopped:
-            with contextlib.suppress(httpx.TransportError, _Over):
-                self._http.base_url = self.orchestrator
-                session = signed_http.session(self._http)
+            with contextlib.suppress(httpx.TransportError, AssertionError):  # the session is over
+                worker = signed_http.Worker(self.orchestrator)
                 while not self._is_stopped:
-                    self._work(self.invited, session, P)
-                    num_idle = 0 if self._work(stranger, session, P) else num_idle + 1
+                    self._work(worker, self.invited)
+                    num_idle = 0 if self._work(worker, stranger) else num_idle + 1
                     if num_idle == 100:  # it is banned
                         stranger, num_idle = rollout_lib.WorkerKey.generate(), 0
                     time.sleep(0.02)
@@ -96,26 +97,16 @@ class Workers(threading.Thread):
         self._is_stopped = True
         self.join()
 
-    def _work(self, key, session, capacity) -> int:
+    def _work(self, worker, key) -> int:
         """Leases groups and hands them in; returns their number."""
-        groups = self._post("/lease", json=signed_http.lease_body(key, session, capacity))["groups"]
-        for group in (task_schedule.Group(**group) for group in groups):
+        groups = worker.lease(key, P)
+        for group in groups:
             version = max(self._version if group.version < 0 else group.version, group.min_version)
             rollouts = self._forger.forge(group, key, version)
-            reply = self._post("/submit", **signed_http.submission(key, session, parquet.to_bytes(rollouts)))
-            names = [name for name, answer in reply["verdicts"].items() if answer == "taken"]
-            self.taken += [(name, verdict_lib.group_digest(rollouts)) for name in names]
+            if worker.submit(key, rollouts) == ["taken"]:
+                name = f"{group.split}/{group.step}/{group.group}"
+                self.taken.append((name, verdict_lib.group_digest(rollouts)))
         return len(groups)
-
-    def _post(self, path, **body):
-        reply = self._http.post(path, **body)
-        if reply.status_code != 200:
-            raise _Over(reply.text)
-        return reply.json()
-
-
-class _Over(Exception):
-    """The session is over."""
 
 
 class Processes:
@@ -204,7 +195,53 @@ def kill_at_random(processes, count, rng, num_kills):
     processes.kill(0, restart=False)
 
 
-def check_files(workdir, line, hashes):
+class History:
+    """A killed run by its ledger, whose rules hold, and in which the draw exempts every group that was not verified."""
+
+    def __init__(self, workdir):
+        with ledger_lib.Ledger(workdir / "ledger.db") as ledger:
+            self.hashes = [entry.hash.hex() for entry in ledger.entries()]
+            self.events = [entry.event for entry in ledger.entries()]
+        secret = (workdir / "secret.key").read_bytes() + b"0"
+        self.batches, self.numbers, self.submissions = {}, {}, {}  # by step; by step; by digest: (name, event's number)
+        self.leased, self.refused = {}, {}  # by name, by digest: the number of the last such event
+        invited, accepted, handed_in = set(), collections.Counter(), {}
+        for number, event in enumerate(self.events):
+            kind, fields = event.kind, event.fields
+            name = "/".join(str(fields.get(part)) for part in ("split", "step", "group"))
+            if kind == "resume":
+                self.batches = {step: groups for step, groups in self.batches.items() if step <= fields["step"]}
+                handed_in.clear()
+            elif kind == "appoint":
+                draws = hmac.digest(secret, f"{number - 1}:{self.hashes[number - 1]}".encode(), "sha256")
+            elif kind == "invite":
+                invited.add(event.node)
+            elif kind == "lease":
+                self.leased[name] = number
+            elif kind == "submission":
+                self.submissions[fields["digest"]] = name, number
+                handed_in[name] = fields["digest"], event.node
+            elif kind == "verdict" and handed_in.get(name, ("",))[0] == fields["digest"]:
+                accepted[handed_in[name][1]] += fields["accepted"]
+            elif kind == "refusal":
+                self.refused[fields["digest"]] = number
+            elif kind == "batch":
+                self.batches[fields["step"]], self.numbers[fields["step"]] = {}, number
+                tasks = {b: task_ranges.parse_tasks(fields[b]) if fields[b] else [] for b in ("verified", "trusted")}
+                for step, group in tasks["verified"] + tasks["trusted"]:
+                    digest, owner = handed_in.pop(f"train/{step}/{group}")
+                    self.batches[step][group] = digest
+                    draw = hmac.digest(draws, f"train/{step}/{group}".encode(), "sha256")[:8]
+                    record = accepted[owner] + 32 * (1 / INVITED_RATE - 1) * (owner in invited)
+                    rate = max(MIN_RATE, 32 / (32 + record))  # a record is at most this
+                    assert (step, group) in tasks["verified"] or int.from_bytes(draw, "big") / 2**64 >= rate, (
+                        number,
+                        group,
+                    )
+        assert list(self.batches) == list(range(1, len(self.batches) + 1))
+
+
+def check_files(workdir, line):
     """Asserts that checkpoints and manifests name the ledger's entries, and that the batches on disk are those of the ledger."""
     key = rollout_lib.WorkerKey.load(workdir / "ledger.key").worker
     newest, num_anchors = max(checkpoint.complete_steps(workdir / "checkpoints")), 0
@@ -214,7 +251,7 @@ def check_files(workdir, line, hashes):
             number, _, hash_ = head.partition(":")
             step = int(file.parts[-3] if "host" in file.parts else file.parts[-2][1:])
             num_anchors += 1
-            assert hashes[int(number)] == hash_, file
+            assert line.hashes[int(number)] == hash_, file
             if 0 < step <= newest:
                 assert line.numbers[step] <= int(number), file
     assert num_anchors >= 3
@@ -226,38 +263,25 @@ def check_files(workdir, line, hashes):
         assert found == line.batches[step], step
     steps = [record["step"] for record in tiny_run.lines(workdir)]
     assert steps == list(range(1, len(steps) + 1)) and newest <= len(steps) <= len(line.batches)
-    ledger = [sys.executable, "-m", "rl.ledger", "verify", workdir / "ledger.db", "--keeper", key, "--head", head]
-    assert subprocess.run(ledger, cwd=tiny_run.ROOT).returncode == 0
+    assert ledgers.verify(workdir / "ledger.db", keeper=key, head=head).error is None
 
 
 def check(workdir, num_kills, taken=None):
     """Checks a killed run by its files; `taken` are the groups that it acknowledged as (name, digest), by default those in its ledger."""
-    events, hashes = ledger_reader.read(workdir / "ledger.db")
-    secret = (workdir / "secret.key").read_bytes() + b"0"
-    line = ledger_reader.replay(
-        events, hashes, secret=secret, min_rate=MIN_RATE, first_record=32 * (1 / INVITED_RATE - 1)
-    )
-    check_files(workdir, line, hashes)
+    line, num_again = History(workdir), 0
+    check_files(workdir, line)
     in_batches = [digest for groups in line.batches.values() for digest in groups.values()]
     assert len(set(in_batches)) == len(in_batches) == P * len(line.batches)
-    leased, refused, num_again = {}, {}, 0  # the number of the last such event
-    for number, event in enumerate(events):
-        if event["kind"] == "refusal":
-            refused[event["digest"]] = number
-        elif event["kind"] == "lease":
-            leased["/".join(str(event[name]) for name in ("split", "step", "group"))] = number
     for name, digest in taken or [(name, digest) for digest, (name, _) in line.submissions.items()]:
         assert line.submissions[digest][0] == name  # durable before it was acknowledged
         submitted, (split, step, _) = line.submissions[digest][1], name.split("/")
-        if split == "train" and digest not in in_batches and refused.get(digest, 0) < submitted:
+        if split == "train" and digest not in in_batches and line.refused.get(digest, 0) < submitted:
             num_again += 1
-            assert int(step) > len(line.batches) or leased[name] > submitted, name
+            assert int(step) > len(line.batches) or line.leased[name] > submitted, name
     print(
-        f"{num_kills} kills: {line.num_resumes} starts, {len(line.batches)} batches that count and {line.num_void} void, "
-        f"{line.num_verified} groups verified and {line.num_trusted} exempt, {len(taken or ())} acknowledged to the tests' worker, "
-        f"{num_again} generated again, {len(refused)} refused, {len(events)} events"
+        f"{num_kills} kills: {len(line.batches)} batches, {num_again} groups generated again, {len(line.events)} events"
     )
-    return events
+    return {event.kind for event in line.events}
 
 
 @pytest.mark.parametrize("num_kills", [3, pytest.param(200, marks=pytest.mark.slow)])
@@ -289,12 +313,10 @@ def test_kills_of_a_run_with_real_rollouts_and_replays_lose_nothing_either(tmp_p
 
     def count():
         with contextlib.closing(sqlite3.connect(tmp_path / "w" / "ledger.db", timeout=60)) as db:
-            return db.execute(
-                'SELECT count(*) FROM entries WHERE CAST(event AS TEXT) LIKE \'%"kind":"submission"%\''
-            ).fetchone()[0]
+            found = 'SELECT count(*) FROM entries WHERE CAST(event AS TEXT) LIKE \'%"kind":"submission"%\''
+            return db.execute(found).fetchone()[0]
 
     with started(tmp_path, {"trust.verdict_s": 60.0}, validator) as (processes, _):
         processes.wait((tmp_path / "w" / "ledger.db").exists)
         kill_at_random(processes, count, random.Random(SEED), 10)
-    kinds = {event["kind"] for event in check(tmp_path / "w", 10)}
-    assert not kinds & {"refusal", "eject", "naming"}
+    assert not check(tmp_path / "w", 10) & {"refusal", "eject", "naming"}

@@ -30,10 +30,10 @@ def submission(key: rollout_lib.WorkerKey, at: lease.Session, body: bytes, **cha
 
 
 class Worker:
-    """Leases and submits under any key at the orchestrator of run `run` with this URL."""
+    """Leases and submits under any key at the orchestrator with this URL."""
 
-    def __init__(self, url: str, run: str):
-        self.http, self.run = httpx.Client(base_url=url, timeout=120), run
+    def __init__(self, url: str):
+        self.http = httpx.Client(base_url=url, timeout=120)
         self.session = session(self.http)
 
     def post(self, path, make_request):
@@ -46,7 +46,7 @@ class Worker:
     def lease(self, key, capacity=1) -> list[task_schedule.Group]:
         """Returns the groups that `key` got."""
         reply = self.post("/lease", lambda: {"json": lease_body(key, self.session, capacity)})
-        assert lease.is_signed(self.run, reply), reply
+        assert lease.is_signed(self.session.run, reply), reply
         return [task_schedule.Group(**group) for group in reply["groups"]]
 
     def submit(self, key, rollouts) -> list[str]:

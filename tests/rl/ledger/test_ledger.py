@@ -390,9 +390,9 @@ def test_any_changed_byte_of_an_entry_names_that_entry(tmp_path):
     shutil.copy(tmp_path / "good.db", tmp_path / "bad.db")
     connection = opened(sqlite3.connect)(tmp_path / "bad.db", isolation_level=None)
     rng = np.random.default_rng(0)
-    for seq, row in enumerate(rows):
+    for seq, row in [*enumerate(rows)][::2]:
         for name, value in zip(columns, row, strict=True):
-            offsets = range(0, 8) if name == "time_ms" else range(0, len(value), 1 if seq == 2 else 17)
+            offsets = range(0, 8) if name == "time_ms" else range(0, len(value), 3 if seq == 2 else 17)
             for at in offsets:
                 if name == "time_ms":
                     changed = value ^ (1 << (5 * at))
@@ -412,7 +412,7 @@ def test_any_changed_byte_of_the_file_is_seen_or_changes_nothing(tmp_path):
     data, expected = (tmp_path / "good.db").read_bytes(), ledger.entries()
     rng = np.random.default_rng(1)
     seen = 0
-    for _ in range(400):
+    for _ in range(200):
         changed = bytearray(data)
         for at in rng.integers(0, len(data), int(rng.integers(1, 4))):
             changed[at] ^= int(rng.integers(1, 256))
@@ -423,7 +423,7 @@ def test_any_changed_byte_of_the_file_is_seen_or_changes_nothing(tmp_path):
             assert reopen(tmp_path / "bad.db").entries() == expected
         else:
             assert report.num_entries <= len(expected)
-    assert seen > 100  # the rest hit unused bytes of a page
+    assert seen > 50  # the rest hit unused bytes of a page
     for length in (0, 1, 100, 4096, len(data) - 1):
         (tmp_path / "bad.db").write_bytes(data[:length])
         # SQLite reads zeros past the end: one file in 256 ends in one.
@@ -490,47 +490,6 @@ def test_a_rewritten_history_lacks_the_keepers_seal(tmp_path):
 
 # ---- processes ------------------------------------------------------------------------------------------------------
 
-WRITER = """
-import sys
-from inference.rollouts import rollout as rollout_lib
-from rl.ledger import events as ledger_events
-from rl.ledger import ledger as ledger_lib
-keeper = rollout_lib.WorkerKey.load(sys.argv[2])
-ledger = ledger_lib.Ledger(sys.argv[1], keeper)
-node = rollout_lib.WorkerKey.generate()
-ledger.append(ledger_events.sign("join", node.worker, node))
-while True:
-    (entry,) = ledger.append(ledger_events.sign("stake", node.worker, node, amount=1))
-    print(entry.seq, entry.hash.hex(), flush=True)
-"""
-
-
-def test_a_kill_during_writes_loses_nothing_that_was_acknowledged(tmp_path):
-    KEEPER.save(tmp_path / "keeper.pem")
-    make(tmp_path / "ledger.db")
-    command = [sys.executable, "-c", WRITER, str(tmp_path / "ledger.db"), str(tmp_path / "keeper.pem")]
-    acknowledged = {}
-    for lines in (1, 20):
-        processes = [
-            subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
-        ]  # two writers at the same time
-        for process in processes:
-            for _ in range(lines):
-                seq, hash_ = process.stdout.readline().split()
-                acknowledged[int(seq)] = hash_
-        for process in processes:
-            process.send_signal(signal.SIGKILL)
-        for process in processes:
-            for line in process.stdout.read().splitlines():  # its output before it died
-                if len(line.split()) == 2 and len(line.split()[1]) == 64:
-                    acknowledged[int(line.split()[0])] = line.split()[1]
-            process.wait()
-            process.stdout.close()
-        assert ledgers.verify(tmp_path / "ledger.db").error is None
-        kept = {entry.seq: entry.hash.hex() for entry in reopen(tmp_path / "ledger.db", KEEPER).entries()}
-        assert acknowledged.items() <= kept.items()
-    assert len(acknowledged) >= 2 * 21
-
 
 def test_threads_and_a_second_process_share_one_chain(tmp_path):
     first, second = make(tmp_path / "ledger.db"), reopen(tmp_path / "ledger.db", KEEPER)
@@ -583,22 +542,14 @@ def test_a_file_swapped_under_a_running_keeper_is_named(tmp_path, is_replaced):
     assert ledgers.verify(tmp_path / "ledger.db").num_entries == 2
 
 
-def test_a_kill_while_a_ledger_is_created_leaves_none(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "write_head", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            make(tmp_path / "ledger.db")
-    assert not list(tmp_path.iterdir())
-    make(tmp_path / "ledger.db")
-
-
-def test_a_fault_of_another_kind_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_a_fault_before_the_head_is_written_leaves_nothing_behind(tmp_path, monkeypatch):
     ledger = make(tmp_path / "ledger.db")
     with monkeypatch.context() as patch:
         patch.setattr(storage, "write_head", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            ledger.append(ann("join"))
-    assert not ledger.refresh().workers
+        for attempt in (lambda: make(tmp_path / "new.db"), lambda: ledger.append(ann("join"))):
+            with pytest.raises(ZeroDivisionError):
+                attempt()
+    assert [file.name for file in tmp_path.iterdir()] == ["ledger.db"] and not ledger.refresh().workers
     ledger.append(ann("join"))
     assert ledgers.verify(tmp_path / "ledger.db").num_entries == 2
 

@@ -130,7 +130,7 @@ def health_of(*invited):
 *KEYS, STRANGER = [rollout_lib.WorkerKey.generate() for _ in range(5)]
 
 
-@pytest.mark.parametrize("rate", [50, 500, 1000])
+@pytest.mark.parametrize("rate", [50, 1000])
 @pytest.mark.parametrize(("num_honest", "per_s"), [(4, 10.0), (1, 1.0)])
 @pytest.mark.parametrize("num_networks", [1, 3])
 def test_a_fresh_key_per_request_delays_a_batch_of_newcomers_little(make, clock, rate, num_honest, per_s, num_networks):

@@ -7,6 +7,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import random
@@ -64,34 +65,26 @@ def resolve(**changes):
 
 
 @contextlib.contextmanager
-def running(folder, exp, *, source=None, resumed=0, state=None, with_ledger=True, **hooks):
+def running(folder, exp, *, source=None, **hooks):
     """A run with a ledger, and a client of it. Its ledger must verify in the end, and nothing may have failed it."""
     hooks = {"secret": b"secret", "credit": exp.credit, "key": RUN, "invited": [HONEST.worker, CHEAT.worker]} | hooks
     with contextlib.ExitStack() as stack:
-        ledger = (
-            stack.enter_context(run_ledger.RunLedger(folder / "ledger.db", RUN, RUN.worker)) if with_ledger else None
-        )
+        ledger = stack.enter_context(run_ledger.RunLedger(folder / "ledger.db", RUN, RUN.worker))
         source = source or verdict_collector.VerdictCollector(RUN, lambda groups: [*map(judge, groups)])
         run = orchestrator_lib.Orchestrator(exp.config, folder, verdicts=source, ledger=ledger, **hooks)
-        if ledger:
-            ledger.on_failure = run.fail
-            ledger.resumed(resumed)
-        run.resume(resumed, state)
-        client = signed_http.Worker(run.serve(), RUN.worker)
+        ledger.on_failure = run.fail
+        ledger.resumed(0)
+        run.resume(0)
+        client = signed_http.Worker(run.serve())
         stack.callback(client.http.close)
         stack.callback(run.close)
-        run.publish(resumed)
+        run.publish(0)
         run._updater.submit(lambda: None).result(WAIT_S)
         client.lease(HONEST, 0)  # an invited worker that is banned while it is alone would end the run
         yield run, client
         assert run._failure is None
-    if with_ledger:
-        found = ledgers.verify(folder / "ledger.db", keeper=RUN.worker)
-        assert found.error is None, found
-
-
-def settle(run):
-    validators.settled(run)
+    found = ledgers.verify(folder / "ledger.db", keeper=RUN.worker)
+    assert found.error is None, found
 
 
 def states(run):
@@ -122,7 +115,7 @@ def test_a_friend_of_a_caught_worker_gains_nothing_from_draws_that_are_known(tmp
         assert len(passed) > 4 and drawn
         for group in [*passed, drawn[0]]:
             assert client.submit(CHEAT, signed(forged(group), CHEAT)) == ["taken"]
-        settle(run)
+        validators.settled(run)
         again = client.lease(FRIEND, 32)
         assert {group.key for group in again} == {group.key for group in [*passed, drawn[0]]}
         with run._changed:
@@ -130,7 +123,7 @@ def test_a_friend_of_a_caught_worker_gains_nothing_from_draws_that_are_known(tmp
         for group in again:
             if group in passed:
                 assert client.submit(FRIEND, signed(forged(group), FRIEND)) == ["taken"]
-        settle(run)
+        validators.settled(run)
         with run._changed:
             for key, state in states(run).items():
                 if state is State.LEASED:  # expired, say
@@ -149,13 +142,13 @@ def test_a_restart_reveals_no_draw_and_forgives_no_caught_worker(tmp_path):
             if len(draws) == 1:
                 drawn = groups[draws[0].index(True)]
                 assert client.submit(CHEAT, signed(forged(drawn), CHEAT)) == ["taken"]
-                settle(run)
+                validators.settled(run)
                 first = run._health.rate(CHEAT.worker)
             else:
                 assert first == run._health.rate(CHEAT.worker) == 1
                 for group in groups[:8]:  # known to have been let pass, all of them
                     client.submit(CHEAT, signed(forged(group), CHEAT))
-                settle(run)
+                validators.settled(run)
                 assert not any(entry.state is State.ELIGIBLE for entry in run._queue.entries.values())
     assert 8 < sum(a != b for a, b in zip(*draws, strict=True))
 
@@ -181,7 +174,7 @@ def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_h
             if not run._draw(group.key) >= 32 / (32 + num_honest):
                 break
             gains.append(secret)
-        settle(run)
+        validators.settled(run)
         assert State.ELIGIBLE not in states(run).values()  # of the same batch, all is taken back
         run._checkers.close()
         run._verdicts.close()
@@ -200,7 +193,7 @@ def test_rollouts_of_another_run_are_not_handed_in_in_their_signers_name(tmp_pat
         elsewhere = [rollout for group in groups for rollout in signed(forged(group), HONEST)]
         body = parquet.to_bytes(elsewhere)
         reply = client.http.post("/submit", **signed_http.submission(STRANGER, client.session, body))
-        settle(run)
+        validators.settled(run)
         assert reply.status_code == 400 and "submit your own" in reply.json()["error"]["message"]
         assert run._health.state()["workers"] == {} and run._health.rate(HONEST.worker) < 1
         for group in groups:
@@ -218,7 +211,7 @@ def test_bytes_that_race_for_one_lease_are_judged_as_they_are_trained_on(tmp_pat
                 thread.start()
             for thread in threads:
                 thread.join()
-        settle(run)
+        validators.settled(run)
         batch = finish(run, client, 1)
         run._ledger.flush()
         events = [entry.event for entry in run._ledger._ledger.entries()]
@@ -232,7 +225,7 @@ def test_an_ejected_worker_hands_in_the_groups_that_it_still_holds(tmp_path):
         groups = client.lease(CHEAT, 7)
         for make in (lambda g: answers(g)[:1], lambda g: answers(g)[:1], answers, forged, answers, forged, answers):
             client.submit(CHEAT, signed(make(groups.pop()), CHEAT))
-        settle(run)
+        validators.settled(run)
         assert client.lease(CHEAT, 7) == [] and run._health.is_banned(CHEAT.worker)
         metrics = finish(run, client, 1).metrics
         assert metrics["trust/num_unverified"] <= 2 * 5 and metrics["trust/num_checked"] >= 2 * 3
@@ -240,10 +233,8 @@ def test_an_ejected_worker_hands_in_the_groups_that_it_still_holds(tmp_path):
 
 # ---- validators ------------------------------------------------------------------------------------------------------
 
-LIES = ["rejects by accepting", "accepts by rejecting", "a reason of lines", "a time of 400 digits", "capital letters"]
 
-
-@pytest.mark.parametrize("lie", [None, *LIES])
+@pytest.mark.parametrize("lie", [None, "rejects by accepting"])
 def test_one_lying_validator_of_three_lets_nothing_pass_and_ends_no_run(tmp_path, lie):
     """It is the forger itself, with one key for both, and votes for its own work, or signs contradictions."""
     verdict = lambda rollouts: (not is_forged(rollouts), "sampling" if is_forged(rollouts) else "ok")  # noqa: E731
@@ -309,7 +300,7 @@ def test_no_json_of_a_request_is_more_than_an_error(tmp_path):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A tiny model, the checks of its run, and the honest rollouts of batch 1, by group."""
+    """A run with a tiny model, its validator, and the honest rollouts of batch 1, by group."""
     folder = tmp_path_factory.mktemp("world")
     exp = small_configs.shrunk("quickstart", folder, prompts=4, samples=4, steps=1)
     params = small_configs.params(exp.model)
@@ -317,36 +308,27 @@ def world(tmp_path_factory):
     groups = collections.defaultdict(list)
     for rollout in made:
         groups[rollout.task.group].append(rollout)
-    return exp, params, verifier.rules_of(exp.config, exp.tokenizer), groups
-
-
-@contextlib.contextmanager
-def checked_run(world, folder, **changes):
-    """A run whose checks, without and with weights, are the real ones."""
-    exp, params, rules, _ = world
-    validator = verifier.Validator(
-        exp.model, lambda version: params, rules, evidence_log.EvidenceLog(None, count_once=True)
-    )
-    hooks = {"source": verdict_collector.VerdictCollector(RUN, validator.check_groups_with_weights)}
-    hooks["check_group_without_weights"] = validator.check_group_without_weights
-    with running(folder, exp, **hooks | changes) as found:
-        yield found
+    make_validator = functools.partial(verifier.Validator, exp.model, lambda version: params)
+    return exp, functools.partial(make_validator, verifier.rules_of(exp.config, exp.tokenizer)), groups
 
 
 @pytest.mark.parametrize(("advantage", "epsilon"), [*itertools.product(["group_mean_std", "max_rl"], [9e-7, 9e-14])])
 def test_ties_that_claimed_rewards_break_steer_nothing(world, tmp_path, advantage, epsilon):
     """All tokens are honest and every reward is within its tolerance; advantages that divide by the spread made it half of a full one."""
-    exp, _, _, honest = world
-    credit = dataclasses.replace(exp.credit, advantage=advantage)
+    exp, make_validator, honest = world
+    validator = make_validator(evidence_log.EvidenceLog(None, count_once=True))
+    hooks = {"source": verdict_collector.VerdictCollector(RUN, validator.check_groups_with_weights)}
+    hooks["credit"] = dataclasses.replace(exp.credit, advantage=advantage)
+    hooks["check_group_without_weights"] = validator.check_group_without_weights
     flat = [group for group in honest.values() if len({rollout.reward for rollout in group}) == 1]
     assert flat, "no group with equal rewards"
-    with checked_run(world, tmp_path, credit=credit) as (run, client):
+    with running(tmp_path, exp, **hooks) as (run, client):
         for group in client.lease(CHEAT, 4):
             claimed = [r.reward + epsilon * (1 if r.sample == 2 else -0.9 / 3) for r in honest[group.group]]
             pairs = zip(honest[group.group], claimed, strict=True)
             changed = [dataclasses.replace(r, reward=c, rewards=r.rewards | {"reward": c}) for r, c in pairs]
             client.submit(CHEAT, signed(changed, CHEAT))
-            settle(run)
+            validators.settled(run)
         for group in client.lease(HONEST, 4):
             assert client.submit(HONEST, signed(honest[group.group], HONEST)) == ["taken"]
         batch = run.next_batch(1)

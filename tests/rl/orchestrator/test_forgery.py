@@ -9,16 +9,15 @@ import dataclasses
 import pytest
 
 from inference.rollouts import rollout as rollout_lib
-from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator import verdict_collector
 from rl.validator import calibrate
 from rl.verification import evidence_log, verifier
+from tests.rl.orchestrator.test_attacks import HONEST, RUN, running
 from tests.support import forger as forger_lib
-from tests.support import signed_http, small_configs, validators
+from tests.support import small_configs, validators
 
 WAIT_S = 120
 P = 64  # groups of a batch, of 2 samples
-RUN, HONEST = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
 
 
 def run(exp, tmp_path, *, steps, one_key, formed):
@@ -28,24 +27,16 @@ def run(exp, tmp_path, *, steps, one_key, formed):
     rules = dataclasses.replace(verifier.rules_of(exp.config, exp.tokenizer), tolerance=tolerance)
     evidence = evidence_log.EvidenceLog(bands, count_once=True)
     validator = verifier.Validator(exp.model, lambda version: params, rules, evidence)
-    orchestrator = orchestrator_lib.Orchestrator(
-        exp.config,
-        tmp_path,
-        credit=exp.credit,
-        key=RUN,
-        verdicts=verdict_collector.VerdictCollector(RUN, validator.check_groups_with_weights),
-        check_group_without_weights=validator.check_group_without_weights,
-        secret=b"secret",
-        invited=[HONEST.worker],
-    )
-    # Admission alone would keep the forger to a fraction of the groups.
-    health, room = orchestrator._health, lambda worker, network, num_unfinished, now_s, held: num_unfinished
-    health.room = lambda worker, *rest: 0 if health.is_banned(worker) else room(worker, *rest)
+    hooks = {
+        "source": verdict_collector.VerdictCollector(RUN, validator.check_groups_with_weights),
+        "invited": [HONEST.worker],
+    }
+    hooks["check_group_without_weights"] = validator.check_group_without_weights
     forger, key, num_forged = forger_lib.Forger(exp, formed=formed), rollout_lib.WorkerKey.generate(), 0
-    worker = signed_http.Worker(orchestrator.serve(), RUN.worker)
-    try:
-        orchestrator.publish(0)
-        orchestrator._updater.submit(lambda: None).result(WAIT_S)
+    with running(tmp_path, exp, **hooks) as (orchestrator, worker):
+        # Admission alone would keep the forger to a fraction of the groups.
+        health, room = orchestrator._health, lambda worker, network, num_unfinished, now_s, held: num_unfinished
+        health.room = lambda worker, *rest: 0 if health.is_banned(worker) else room(worker, *rest)
         while num_forged < steps * P:
             leased = worker.lease(key, steps * P if one_key else 1)
             worker.submit(key, [rollout for group in leased for rollout in forger.forge(group, key, 0)])
@@ -56,9 +47,6 @@ def run(exp, tmp_path, *, steps, one_key, formed):
         for first in range(0, len(made), 128):
             assert set(worker.submit(HONEST, made[first : first + 128])) == {"taken"}
         batches = [orchestrator.next_batch(step) for step in range(1, steps + 1)]
-    finally:
-        worker.http.close()
-        orchestrator.close()
     assert not orchestrator._health.state()["workers"].get(HONEST.worker, [0])[0], "an honest group was rejected"
     return num_forged, batches
 

@@ -212,20 +212,3 @@ def test_held_out_groups_are_not_recalled_and_the_oldest_sampled_token_counts():
         queue.let_pass(group.key)
     assert queue.recall("a") == []
     assert queue.take([group.key for group in batch(1, "held_out")])[0].oldest_version == 4
-
-
-def test_a_group_that_was_verified_and_became_stale_may_be_recalled():
-    """Only the rollouts that were verified are exempt, not those of its next lease."""
-    queue, key = group_queue.GroupQueue(), ("train", 1, 0)
-    queue.add(batch(1))
-    for worker in ("a", "b"):
-        queue.lease(worker, 1, LEASE_S)
-        assert queue.deliver(key, worker, rollouts(), "digest")  # requeued, it comes before the others
-        if worker == "a":
-            queue.quarantine(key)
-            queue.accept(key)
-        else:
-            queue.let_pass(key)
-        assert len(queue.recall(worker)) == (worker == "b")
-        if worker == "a":
-            queue.requeue(key)

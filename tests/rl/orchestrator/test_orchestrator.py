@@ -56,11 +56,8 @@ class Locked(orchestrator_lib.Orchestrator):
         return super()._draw(key) if self._drawn is None else (key[2] not in self._drawn) * 0.999
 
     def __setattr__(self, name, value):
-        assert (
-            not hasattr(self, "_updater")
-            or name in ("_web", "_thread", "servers", "control", "_drawn")
-            or self._changed._is_owned()
-        ), name
+        own = ("_web", "_thread", "servers", "control", "_drawn")
+        assert not hasattr(self, "_updater") or name in own or self._changed._is_owned(), name
         super().__setattr__(name, value)
 
 
@@ -266,8 +263,8 @@ REFUSALS = {  # one of each check at the lease; tests/rl/verification/test_check
     "samples more": (lambda rs: [*rs, dataclasses.replace(rs[1], sample=2)], "samples: expected 0..1 once"),
     "seed swapped": (lambda rs: [dataclasses.replace(r, sample=1 - r.sample) for r in rs], "seed: expected"),
     "temperature": (replaced(temperature=0.9), "temperature: expected 1.0, got 0.9"),
-    "vocabulary": (of_array("tokens", 5, 6, 3, 272, 258), "tokens: ID 272 is outside the vocabulary"),
-    "prompt": (of_array("tokens", 5, 7, 3, 21, 258), "prompt: the samples of one group have"),
+    "vocabulary": (of_array("tokens", 5, 6, 6, 272, 258), "tokens: ID 272 is outside the vocabulary"),
+    "prompt": (of_array("tokens", 5, 7, 6, 21, 258), "prompt: the samples of one group have"),
     "versions old": (of_array("versions", 1, 1, 1, 0, 1), "versions: 0 is older than 1"),
     "versions ahead": (of_array("versions", 1, 1, 1, 1, 2), "versions: 2 is newer than 1, the newest"),
 }
@@ -276,10 +273,10 @@ REFUSALS = {  # one of each check at the lease; tests/rl/verification/test_check
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_is_refused_and_leased_again(make, name):
     change, reason = REFUSALS[name]
-    orchestrator = make(rl__max_lag=0)
+    orchestrator = make(rl__max_lag=1)
     orchestrator.resume(1)
     publish(orchestrator, 1)
-    groups = lease(orchestrator)
+    groups = [group for group in lease(orchestrator) if group.step == 3]  # takes versions 1 and 2; 2 is not out
     verdict = submit(orchestrator, change(answers(groups[0])))
     assert verdict.startswith(f"refused: {reason}"), verdict
     assert num_eligible(orchestrator) == 0
@@ -401,13 +398,9 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
     lines, bad = [], [("train", 3, 7)]
     with run_ledger.RunLedger(tmp_path / "ledger.db", RUN, RUN.worker) as ledger:
         ledger.resumed(0)
-        orchestrator = make(
-            check=lambda rollouts: (
-                SAMPLING if ("train", rollouts[0].step, rollouts[0].task.group) in bad else checks.OK
-            ),
-            hooks={"drawn": {1, 7}, "on_wait": lines.append, "ledger": ledger},
-            rl__max_lag=3,
-        )
+        check = lambda found: SAMPLING if ("train", found[0].step, found[0].task.group) in bad else checks.OK  # noqa: E731
+        hooks = {"drawn": {1, 7}, "on_wait": lines.append, "ledger": ledger}
+        orchestrator = make(check=check, hooks=hooks, rl__max_lag=3)
         orchestrator.resume(0)
         publish(orchestrator, 0)
         for group in lease(orchestrator):
@@ -432,10 +425,8 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
         assert [(e.kind, e.fields["steps"]) for e in events if e.kind == "naming"] == [("naming", [1, 2])]
         kinds = collections.Counter(event.kind for event in events)
         assert kinds["lease"] == kinds["submission"] == 12 + 1 and kinds["refusal"] == 1 and kinds["batch"] == 3
-    with run_ledger.RunLedger(
-        tmp_path / "ledger.db", RUN, RUN.worker
-    ) as ledger:  # after a checkpoint without the catch
-        ledger.resumed(0)
+    with run_ledger.RunLedger(tmp_path / "ledger.db", RUN, RUN.worker) as ledger:
+        ledger.resumed(0)  # after a checkpoint without the catch
         again = make(hooks={"ledger": ledger}, trust__max_attempts=2)
         again.resume(0)
         assert [again._health.rate(key.worker) == 1 for key in (KEY, OTHER)] == [True, False]
@@ -470,48 +461,17 @@ def test_nothing_unverified_reaches_a_batch_while_validators_are_silent(make, mo
         orchestrator = make(hooks=hooks)
         publish(orchestrator, 0)
         batch = later(orchestrator.next_batch, 1)
-        assert [submit(orchestrator, answers(g)) for g in lease(orchestrator)] == [
-            "quarantined",
-            "accepted",
-            "quarantined",
-        ]
-        notice = (
-            "batch 1 has 1 of 3 groups; 0 wait for a worker, 0 are leased, 0 are being checked, 2 wait for a verdict"
-        )
-        proxy.wait_until(lambda: any(line.startswith(f"{notice}; validators without an answer: ") for line in lines))
+        found = [submit(orchestrator, answers(group)) for group in lease(orchestrator)]
+        assert found == ["quarantined", "accepted", "quarantined"]
+        counts = "0 wait for a worker, 0 are leased, 0 are being checked, 2 wait for a verdict"
+        notice = f"batch 1 has 1 of 3 groups; {counts}; validators without an answer: "
+        proxy.wait_until(lambda: any(line.startswith(notice) and "status 503" in line for line in lines))
         assert not batch.done()
         for one in (doubles[0], doubles[2]):
             one.act, one.is_up = None, True
         metrics = batch.result(WAIT_S).metrics
-        assert metrics["trust/num_validator_faults"] >= 3 and metrics["trust/num_unverified"] == 2
-
-
-def test_a_suspect_is_replayed_in_training_and_not_in_evaluations(make):
-    replayed = []
-
-    def check(rollouts):
-        replayed.append(rollouts[0].task.group)
-        return SAMPLING if len(replayed) == 1 else checks.OK
-
-    orchestrator = make(check=check, hooks={"drawn": {1}})
-    publish(orchestrator, 0)
-    drawn, *others = sorted(lease(orchestrator), key=lambda group: group.group != 1)
-    assert submit(orchestrator, answers(drawn)) == "quarantined"
-    checked(orchestrator)
-    later(orchestrator.evaluate, 0)
-    proxy.wait_until(lambda: held_out_is_open(orchestrator))
-    held_out = [group for group in lease(orchestrator) if group.split == "held_out"]
-    assert [submit(orchestrator, answers(group)) for group in held_out] == ["accepted"] * 2
-    assert [submit(orchestrator, answers(group)) for group in others] == ["quarantined"] * 2
-    checked(orchestrator)
-    assert replayed == [drawn.group, *(group.group for group in others)]
-
-
-def test_a_version_that_is_not_announced_is_rejected_even_if_the_batch_allows_it(make):
-    orchestrator = make(rl__max_lag=2)
-    publish(orchestrator, 0)
-    group = next(group for group in lease(orchestrator) if group.step == 3)  # takes versions 0 to 2
-    assert submit(orchestrator, answers(group, 1)).startswith("refused: versions: 1 is newer than 0, the newest")
+        assert metrics["trust/num_validator_faults"] >= 1 and metrics["trust/num_unverified"] == 2
+        assert any(line.endswith("answers again") for line in lines)
 
 
 def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make):
@@ -566,38 +526,12 @@ def test_an_evaluation_waits_for_its_version(make):
     assert len(waiting.result(WAIT_S)) == 2
 
 
-def test_every_group_is_screened_and_nobody_waits_for_it(make):
-    """Drawn or not. While one is screened, others lease and submit, but not the same group again."""
-    begun, go_on, seen = threading.Event(), threading.Event(), []
-
-    def screen(rollouts, split):
-        assert split == "train"
-        seen.append(rollouts[0].task.group)
-        if len(seen) == 1:
-            begun.set()
-            assert go_on.wait(WAIT_S)
-            return checks.Verdict("reward", "0.5 was claimed"), ()
-        return checks.OK, ()
-
-    orchestrator = make(screen=screen, hooks={"drawn": {0, 1}})
-    publish(orchestrator, 0)
-    groups = lease(orchestrator)
-    slow = later(submit, orchestrator, answers(groups[0]))
-    assert begun.wait(WAIT_S)
-    assert sorted(submit(orchestrator, answers(group)) for group in groups[1:]) == ["accepted", "quarantined"]
-    assert submit(orchestrator, answers(groups[0])).startswith("refused: not leased (or already submitted)")
-    go_on.set()
-    assert slow.result(WAIT_S) == "refused: reward: 0.5 was claimed"
-    assert [group.key for group in lease(orchestrator)] == [groups[0].key]
-    assert submit(orchestrator, answers(groups[0])) in ("accepted", "quarantined")
-    assert seen == [groups[0].group, groups[1].group, groups[2].group, groups[0].group]
-
-
 def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
     """Over HTTP: more slow files at the same time than slots to decode or to judge; others are judged, garbage is refused."""
-    go_on, begun = threading.Event(), threading.Semaphore(0)
+    go_on, begun, screened = threading.Event(), threading.Semaphore(0), []
 
     def screen(rollouts, split):
+        screened.append(rollouts[0].task.group)
         if rollouts[0].worker == KEY.worker:
             begun.release()
             assert go_on.wait(WAIT_S)
@@ -623,7 +557,7 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
     assert refused.startswith("refused: not leased") and not any(future.done() for future in slow)
     go_on.set()
     assert all(list(future.result(WAIT_S).json()["verdicts"].values()) == ["taken"] for future in slow)
-    assert num_eligible(orchestrator) == 12
+    assert num_eligible(orchestrator) == 12 and sorted(screened) == list(range(12))  # each, although none is drawn
     orchestrator.close()
 
 
@@ -724,6 +658,7 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     proxy.wait_until(lambda: lines)
     assert lines[0].endswith("0 wait for a verdict; workers banned after trust.max_attempts rejections: 1")
     second.fail(ValueError("enough"))
+    second.fail(ValueError("and then another"))  # the first is the cause
     with pytest.raises(ValueError, match="enough"):
         waiting.result(WAIT_S)
 
@@ -848,15 +783,6 @@ def test_what_is_stale_at_hand_off_is_dropped_and_leased_again(make):
     assert batch.groups[0][0].versions.tolist() == [2] * 5
 
 
-def test_a_failure_elsewhere_wakes_who_waits(make):
-    orchestrator = make()
-    waiting = later(orchestrator.next_batch, 1)
-    orchestrator.fail(ValueError("the server process ended"))
-    orchestrator.fail(ValueError("and then another"))  # the first is the cause
-    with pytest.raises(ValueError, match="the server process ended"):
-        waiting.result(WAIT_S)
-
-
 def test_held_out_tasks_come_first_and_are_kept_apart(make):
     orchestrator = make(trust__min_rate=1.0, check=lambda rollouts: checks.Verdict("toploc"))
     publish(orchestrator, 0)
@@ -884,12 +810,8 @@ def test_held_out_tasks_come_first_and_are_kept_apart(make):
 
 
 def test_the_routes(make):
-    there = {
-        "topology__mode": "remote",
-        "topology__servers": ("http://127.0.0.1:1",),
-        "topology__control_servers": ("http://127.0.0.1:1",),
-    }
-    orchestrator = make(**there, topology__workers=(KEY.worker,), hooks={"invited": ()})
+    there = {f"topology__{name}": ("http://127.0.0.1:1",) for name in ("servers", "control_servers")}
+    orchestrator = make(topology__mode="remote", **there, topology__workers=(KEY.worker,), hooks={"invited": ()})
     with httpx.Client(base_url=orchestrator.serve(), timeout=WAIT_S) as http:
         run = http.get("/run").json()["run"]
         options = orchestrator._config.env.options.to_dict()

@@ -83,11 +83,7 @@ def test_a_majority_decides_and_no_more_are_asked_than_needed():
             assert len({one.validator for one in signed}) == 2 and all(one.check() for one in signed), key
         asked = [group for one in doubles for request in one.asked for group in request]
     assert len(asked) == 24 and all(one.asked for one in doubles)  # by lot: each judges some
-    assert collected.source.counts() == {
-        "validator_faults": 0,
-        "validator_contradictions": 0,
-        "validators_excluded": 0,
-    }
+    assert collected.source.counts() == {"validator_faults": 0, "validator_contradictions": 0, "validators_excluded": 0}
 
 
 def test_waiting_groups_are_sent_together_the_earliest_step_first(monkeypatch):
@@ -120,19 +116,6 @@ def test_a_validator_at_fault_is_replaced_and_named(misdeed):
         assert collected.source.counts()["validator_faults"] >= 1 and not collected.decisions.failures
         for signed in collected.decisions.signed.values():
             assert bad.key.worker not in {one.validator for one in signed}
-
-
-def test_a_stopped_validator_is_asked_again_when_it_is_back():
-    one = double(act=validators.MISDEEDS["another status"], is_up=False)
-    with validators.served(one) as names, Collected(names) as collected:
-        begun = time.monotonic()
-        collected.ask(groups(3))
-        proxy.wait_until(lambda: collected.lines and time.monotonic() > begun + 0.3)
-        assert collected.decisions.found == {}  # all remain quarantined
-        assert "status 503" in collected.source.notice()
-        one.act, one.is_up = None, True
-        assert collected.decisions.wait(3) == honest(3)
-        assert collected.source.notice() == "" and collected.lines[-1].endswith("answers again")
 
 
 def test_a_group_on_which_validators_fail_holds_up_no_other_and_is_void():
@@ -231,7 +214,7 @@ def test_without_weights_anywhere_the_run_fails_and_not_before_the_limit():
         assert collected.decisions.found == {}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_minority_of_validators_changes_no_decision(seed):
     """Fewer than half of n validators do anything, and change their mind; all groups are decided as by the honest ones."""
     rng = random.Random(seed)
