@@ -16,13 +16,11 @@ from inference.rollouts import rollout as rollout_lib
 from rl import launch
 from rl.batch import router_replay
 from rl.experiment import experiment
-from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import verdict_collector
 from rl.protocol import task_schedule
 from rl.validator import calibrate
 from rl.verification import checks, verifier
 from rl.verification import rules as rules_lib
-from tests.support import claims, groups, rollouts, tiny, tiny_run
+from tests.support import claims, groups, tiny, tiny_run
 
 
 def test_a_run_that_replays_records_asks_and_packs(tmp_path):
@@ -51,21 +49,8 @@ def test_what_cannot_be_replayed_is_refused_before_it_starts(changes, words):
         experiment.resolve(claims.moe_config(**changes))
 
 
-def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_replayed(tmp_path):
-    config = claims.moe_config(
-        rl__prompts_per_step=3, rl__samples_per_prompt=2, rl__num_steps=10, trust__invited_rate=1.0
-    )
-    exp = experiment.resolve(config)
-    orchestrator = orchestrator_lib.Orchestrator(
-        exp.config,
-        tmp_path,
-        credit=exp.credit,
-        key=rollouts.KEY,
-        verdicts=verdict_collector.VerdictCollector(rollouts.KEY, lambda found: [checks.OK] * len(found)),
-        secret=b"s",
-        on_wait=print,
-    )
-    assert orchestrator.describe()["router_replay"] is True
+def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_replayed():
+    exp = experiment.resolve(claims.moe_config(rl__prompts_per_step=3, rl__samples_per_prompt=2))
     group = task_schedule.train_groups(exp.config, 1)[0]
     rng = np.random.default_rng(0)
 
@@ -79,9 +64,6 @@ def test_rollouts_that_do_not_say_their_experts_are_refused_where_they_are_repla
     assert refusal(rows) == refusal(None, "held_out") == "ok"
     assert refusal(None).startswith("routing: it lacks routed experts")
     assert refusal(rows[:, :, :1]).startswith("routing: expected [4, 3, 2]")
-    orchestrator._updater.shutdown()
-    orchestrator._checkers.close()
-    orchestrator._verdicts.close()
 
 
 @pytest.mark.slow

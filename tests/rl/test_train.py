@@ -16,7 +16,6 @@ import pytest
 from models import hf, transformer
 from models.text import tokenizer
 from rl import train
-from rl.batch import packing
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import task_ranges
 from sharding import checkpoint
@@ -103,21 +102,12 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["rl", "warm-up"])
-def test_a_number_that_is_none_stops_the_run_and_leaves_what_a_replay_needs(tmp_path, phase):
+def test_a_number_that_is_none_stops_the_warm_up(tmp_path):
     """A rate of 1e30 makes the first step's parameters useless: the second step finds out."""
-    rate = {"rl": "optimizer__learning_rate", "warm-up": "warmup__learning_rate"}[phase]
-    result = tiny_run.run(tmp_path / "w", checkpoint__every=100, optimizer__warmup_steps=0, **{rate: 1e30})
+    result = tiny_run.run(tmp_path / "w", warmup__learning_rate=1e30)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    if phase == "warm-up":
-        assert re.search(r"is (nan|inf) at warm-up step [23]; .* or lower warmup.learning_rate", line)
-    else:
-        step = int(re.search(r"is (?:nan|inf) at step (\d+); ", line)[1])
-        assert f"the last good checkpoint is step {step - 1}" in line
-        assert len(tiny_run.curve(tmp_path / "w")) == step - 1
-        assert packing.load(tmp_path / "w" / "failed_batch.npz").tokens.shape[0]
-        assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints")[-1] == step - 1
+    assert re.search(r"is (nan|inf) at warm-up step [23]; .* or lower warmup.learning_rate", line)
 
 
 @pytest.mark.slow
@@ -184,15 +174,6 @@ def test_export_writes_a_folder_that_loads(finished, tmp_path):
     assert again.returncode == 1 and "Traceback" not in again.stderr and str(output) in again.stderr
 
 
-def test_another_config_is_refused_in_the_same_workdir(finished):
-    workdir, _ = finished
-    before = (workdir / "config.json").read_bytes()
-    result = tiny_run.run(workdir, optimizer__learning_rate=1e-2)
-    assert result.returncode == 1
-    assert "optimizer.learning_rate was 0.0005, now 0.01" in result.stderr and "--workdir" in result.stderr
-    assert (workdir / "config.json").read_bytes() == before
-
-
 @pytest.mark.slow
 def test_lag_one_overlaps_and_swaps_weights_in_flight(tmp_path):
     result = tiny_run.run(tmp_path / "w", rl__max_lag=1, rl__loss="masked_importance_sampling")
@@ -226,14 +207,3 @@ def test_a_learning_rate_of_zero_changes_nothing(tmp_path):
     assert result.returncode == 0, result.stderr
     scores = [e["scores"] for e in json.loads((tmp_path / "w" / "evaluations.json").read_text())]
     assert scores[0] == scores[-1]
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_in_one_line(tmp_path):
-    with tiny_run.small_disk(tmp_path) as disk:
-        result = tiny_run.run(disk / "w")
-        assert result.returncode == 1, result.stdout
-        assert "Traceback" not in result.stderr and result.stderr.count("error: ") == 1
-        assert "space" in result.stderr.lower()
-        weights = disk / "w" / "weights"
-        assert not weights.exists() or all((v / "manifest.json").exists() for v in weights.glob("v*"))

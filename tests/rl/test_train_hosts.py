@@ -172,6 +172,8 @@ def test_a_full_disk_ends_both_in_one_line(tmp_path):
         results = finish(start(disk / "w"))
         assert [code for code, _, _ in results] == [1, 1] and not any("Traceback" in err for _, _, err in results)
         assert "no space left" in the_error(results)
+        weights = disk / "w" / "weights"
+        assert not weights.exists() or all((v / "manifest.json").exists() for v in weights.glob("v*"))
 
 
 def test_the_warm_up_alone_over_two_hosts(tmp_path):

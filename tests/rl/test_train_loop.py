@@ -82,7 +82,7 @@ def run_main(tmp_path, monkeypatch):
     return run
 
 
-def surrogate(logp_BT, mask_BT, denom):
+def plain_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
     return -(logp_BT * mask_BT).sum() / denom, {}
 
 
@@ -94,7 +94,7 @@ def test_few_frames_from_the_command_to_the_loss(run_main):
         frames = [f for f in traceback.extract_stack() if ROOT in pathlib.Path(f.filename).parents]
         names = [f.name for f in frames if "site-packages" not in f.filename]
         stacks.append(names[names.index("main") :])
-        return surrogate(logp_BT, mask_BT, denom)
+        return plain_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, denom=denom)
 
     run_main(own_loss)
     print("\n".join(" -> ".join(names) for names in stacks))
@@ -104,29 +104,21 @@ def test_few_frames_from_the_command_to_the_loss(run_main):
 
 def test_a_batch_that_is_not_on_the_devices_is_refused(run_main, monkeypatch):
     """An implicit transfer in the middle of a step, on every host, is an error."""
-
-    def own_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
-        return surrogate(logp_BT, mask_BT, denom)
-
     monkeypatch.setattr(train.host_feed, "place", lambda trees, layout, *args: packing.pack(trees, layout))
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-        run_main(own_loss)
+        run_main(plain_loss)
     assert jax.config.jax_transfer_guard is None
 
 
 def test_the_logged_rate_is_that_of_the_optimizer_and_a_finished_run_is_not_scored_again(run_main, tmp_path):
     """Step 1 trains no token, so step 2 takes the first rate of the warm-up."""
-
-    def own_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
-        return surrogate(logp_BT, mask_BT, denom)
-
-    assert run_main(own_loss) == [0, 2]
+    assert run_main(plain_loss) == [0, 2]
     config, lines = quickstart.get_config().optimizer, metrics.read(tmp_path / "w" / "metrics.jsonl")
     assert config.warmup_steps > 1
     rates = [line["optimizer/learning_rate"] for line in lines if line["phase"] == "rl"]
     assert rates == pytest.approx([config.learning_rate / config.warmup_steps] * 2)
     (tmp_path / "w" / "checkpoints" / "best.json").unlink()  # as if killed after evaluations.json was written
-    assert run_main(own_loss) == [0, 2]
+    assert run_main(plain_loss) == [0, 2]
     assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2
 
 
@@ -135,7 +127,7 @@ def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
 
     def own_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
         shutil.copy(path, tmp_path / "older.db")  # of the last step, before its version and its checkpoint
-        return surrogate(logp_BT, mask_BT, denom)
+        return plain_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, denom=denom)
 
     path = tmp_path / "w" / "ledger.db"
     run_main(own_loss)
@@ -166,7 +158,7 @@ def test_a_state_is_saved_as_the_one_before_the_failed_batch_only_if_it_is(run_m
     """A loss that is not finite is refused by `update`; another metric is not, and step 2 is already in the state."""
 
     def own_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
-        total, _ = surrogate(logp_BT, mask_BT, denom)
+        total = -(logp_BT * mask_BT).sum() / denom
         infinite = jnp.where(mask_BT.any(), jnp.inf, 0.0)
         return (total + infinite, {}) if spoiled == "loss/total" else (total, {"loss/own": infinite})
 

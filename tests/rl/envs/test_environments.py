@@ -23,6 +23,15 @@ for name in sys.argv[1:]:
     print(name, hashlib.sha256(json.dumps([(t.messages, t.answer) for t in tasks]).encode()).hexdigest())
 """
 
+ATTACKS = (
+    "[0 for a in x]()|[0for a in 'x']|9**9**9**9|exit()|9 * * 9 * * 9 * * 9|9*\n*9*\t*9*  *9|(9*\n*9)**9**9".split("|")
+)
+ATTACKS += "9*\\\n*9**9**9|٩**٩**٩**٩|９*９|99999!!|1e9999|nan|nan + nani|NaN|[nan]|inf|0x10|007|1_0|[x][0].a".split(
+    "|"
+)
+ATTACKS += ["f'{x}'", "2(3)", "#", "1 2 3", "R" + "9" * 9, "R99 " * 2000, "-" * 8000 + "5", "[" * 8000, "9" * 8000]
+ATTACKS += ["(" * 4000 + "1" + ")" * 4000, "1*" * 4000 + "1"]
+
 
 @pytest.fixture(scope="module", params=["reverse_text", *(f"reasoning_gym:{name}" for name in CHEAP)])
 def env(request):
@@ -104,47 +113,7 @@ def test_completions_are_not_executed(name, tmp_path):
     env = envs.load(f"reasoning_gym:{name}")
     task = env.make_task(0, "train")
     canary = tmp_path / "canary"
-    attacks = [
-        f"open({str(canary)!r},'w')",
-        "[0 for a in x]()",
-        "[0for a in 'x']",
-        "9**9**9**9",
-        "R" + "9" * 9,
-        "exit()",
-    ]
-    attacks += [
-        "9 * * 9 * * 9 * * 9",
-        "9*\n*9*\t*9*  *9",
-        "(9*\n*9)**9**9",
-        "9*\\\n*9**9**9",
-        "٩**٩**٩**٩",
-        "９*９",
-        "R99 " * 2000,
-    ]
-    attacks += [
-        "-" * 8000 + "5",
-        "(" * 4000 + "1" + ")" * 4000,
-        "[" * 8000,
-        "9" * 8000,
-        "1*" * 4000 + "1",
-        "99999!!",
-        "1e9999",
-    ]
-    attacks += [
-        "nan",
-        "nan + nani",
-        "NaN",
-        "[nan]",
-        "inf",
-        "0x10",
-        "007",
-        "1_0",
-        "[x][0].a",
-        "f'{x}'",
-        "2(3)",
-        "#",
-        "1 2 3",
-    ]
+    attacks = [f"open({str(canary)!r},'w')", *ATTACKS]
     begun_s = time.process_time()
     for attack in attacks:
         assert env.score(task, attack)["reward"] == 0.0, attack
