@@ -69,7 +69,9 @@ def honest(worker, rng):
 
 def test_honest_workers_are_flagged_no_more_often_than_promised():
     """250 lives at an alpha that can be counted, with shares from one group in 16 to twelve, and groups of all kinds."""
-    tests = [test for n in range(10, 110, 2) for test in run(honest, num_steps=n // 2, shares=(1, 2, 3, 12, 5), alpha=0.5)]
+    tests = [
+        test for n in range(10, 110, 2) for test in run(honest, num_steps=n // 2, shares=(1, 2, 3, 12, 5), alpha=0.5)
+    ]
     flagged = sum(test.flag is not None for test in tests)
     assert len(tests) == 250 and flagged / 250 <= 0.5 / len(sequential_test.STREAMS) + 3 * math.sqrt(0.05 / 250)
 
