@@ -47,7 +47,6 @@ from rl.verification import rules as rules_lib
 from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
-VOID = (verdict_collector.UNDECIDED.reason, verdict_collector.UNANSWERED.reason)  # no fault of the worker
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
 # (group, split) -> its verdict, and the samples that are worth 0 because their reward could not be recomputed in time.
 CheckGroupWithoutWeights = Callable[[Sequence[rollout_lib.Rollout], str], tuple[checks.Verdict, Collection[int]]]
@@ -363,7 +362,7 @@ class Orchestrator:
             entry = self._queue.entries.get(key)
             if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
                 return
-            if verdict.reason in VOID:
+            if verdict.reason in verdict_collector.VOID:
                 self._counts[verdict.reason] += len(self._queue.requeue(key).rollouts)
                 self._health.lost(entry.worker, key, time.monotonic(), blame=False)
                 self._changed.notify_all()

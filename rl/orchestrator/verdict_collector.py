@@ -43,6 +43,7 @@ MAX_CONTRADICTIONS = 3
 MAX_FAILURES = 3  # of a validator that is up, on one group alone
 UNDECIDED = checks.Verdict("undecided", "the validators contradict each other")
 UNANSWERED = checks.Verdict("unanswered", "too many validators fail on this group alone")
+VOID = (UNDECIDED.reason, UNANSWERED.reason)  # no fault of the worker, so no validator may give these reasons
 
 Groups = Sequence[Sequence[rollout_lib.Rollout]]
 Replay = Callable[[Groups], list[checks.Verdict]]
@@ -288,6 +289,8 @@ class VerdictCollector:
             one = verdicts.get(case.digest)
             if one is None or (one.run, one.split, one.step, one.group, one.digest, one.validator) != expected:
                 raise ValueError(f"its reply has no verdict of its own on {case.name}")
+            if one.reason in VOID:
+                raise ValueError(f"it calls {case.name} {one.reason}, which only the collector may decide")
         return [verdicts[case.digest] for case in cases]
 
     def _vote(self, case: _Case, validator: _Validator, verdict: verdict_lib.SignedVerdict) -> None:

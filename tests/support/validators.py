@@ -112,6 +112,7 @@ MISDEEDS = {
     "a time below 0": lambda found, key: [_dated(one, key, -1) for one in found],
     "a time of 400 digits": lambda found, key: [_dated(one, key, 10**400) for one in found],
     "capital letters": lambda found, key: [dataclasses.replace(one, signature=one.signature.upper()) for one in found],
+    "calls it void": lambda found, key: changed(accepted=False, reason="undecided")(found, key),
     "no weights": lambda found, key: changed(accepted=False, reason="weights")(found, key),
 }
 
