@@ -130,7 +130,7 @@ class RunState:
         elif event.kind == "invite":
             self.invited.add(worker)
         elif event.kind == "eject":
-            self._ejected[worker] = self._count
+            self._ejected.setdefault(worker, self._count)
         elif event.kind == "lease" and fields["split"] == "train":
             self._open[fields["step"]][fields["group"]] = _Group(worker)
         elif event.kind == "submission" and group:

@@ -88,6 +88,9 @@ def test_a_rate_falls_with_the_record_to_its_floor_and_is_1_after_a_fault(record
     assert health.rate("friend") == pytest.approx(max(0.05, 1 / (8 + record / 32)))
     reject(health, "a", is_fault=False)
     assert health.rate("a") < 1 or not record
+    for _ in range(2):  # banned, without a fault: the groups that it still holds are verified
+        reject(health, "a", is_fault=False)
+    assert health.rate("a") == 1
     reject(health, "friend", is_fault=True)
     assert health.rate("friend") == 1 == health.rate("unknown")
     health.verified("friend")

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from inference.rollouts import rollout as rollout_lib
+from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from tests.support import rollouts
 
@@ -39,8 +40,29 @@ def test_the_digest_of_a_group_names_each_sample_and_its_order():
     assert len({verdict_lib.group_digest(g) for g in (group, group[:2], changed)}) == 3
 
 
-def test_a_verdict_accepts_for_the_reason_ok_alone():
-    for accepted, reason in ((True, "sampling"), (False, "ok")):
-        signed = dataclasses.replace(PLAIN, accepted=accepted, reason=reason).sign(VALIDATOR)
-        with pytest.raises(ValueError, match="; accept with the reason 'ok' alone"):
-            verdict_lib.SignedVerdict.read(dataclasses.asdict(signed))
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"accepted": True}, "; accept with the reason 'ok' alone"),
+        ({"reason": "ok"}, "; accept with the reason 'ok' alone"),
+        ({"reason": "two\nlines"}, "; accept with"),
+        ({"time_us": -1}, "time_us = -1; accept with"),
+        ({"time_us": 2**53}, "time_us = 9007199254740992; accept with"),
+        ({"accepted": 0}, "accepted = 0; send a"),
+        ({"step": True}, "step = True; send a"),  # equal to the group's, step 1
+        ({"detail": "x" * (verdict_lib.MAX_DETAIL + 1)}, "; sign it"),
+    ],
+)
+def test_what_a_validator_signs_itself_must_fit_the_ledger(change, match):
+    """An event that the ledger refuses ends the run: one lying validator must not be able to cause one."""
+    body = dataclasses.asdict(PLAIN.sign(VALIDATOR))
+    del body["signature"]
+    assert verdict_lib.SignedVerdict.read(lease.sign(VALIDATOR, body)).check()
+    with pytest.raises(ValueError, match=match):
+        verdict_lib.SignedVerdict.read(lease.sign(VALIDATOR, body | change))
+
+
+def test_a_signature_has_one_spelling():
+    body = dataclasses.asdict(PLAIN.sign(VALIDATOR))
+    with pytest.raises(ValueError, match="in lower-case hex"):
+        verdict_lib.SignedVerdict.read(body | {"signature": body["signature"].upper()})

@@ -256,6 +256,24 @@ def test_a_root_counts_if_the_one_before_and_its_own_keys_have_signed_it(tmp_pat
         assert again.keys == {hex_of(THIRD)} and again.head.newest == entry(7, 3)
 
 
+def test_a_root_that_keeps_the_keys_keeps_the_floor_and_expires(tmp_path):
+    """Attack: a renewed root, which revokes nothing, comes with a head from before."""
+    first = roots.amend(b"", [ROOT], root=[hex_of(ROOT)], online=[PUBLIC], expires_s=NOW + 10)
+    second = roots.amend(first, [ROOT], expires_s=NOW + 20).splitlines()[1]
+    (tmp_path / "root").write_bytes(first)
+    client = verifier(tmp_path / "root")
+    accepted = client.accept(signed([entry(5)], 5))
+    with pytest.raises(head.StaleHead):
+        client.accept(signed([entry(4)], 4, roots=[second]))
+    assert client.head == accepted and client._root.version == 2
+    with pytest.raises(head.ExpiredHead, match="the root of key .* has expired"):  # the head has not
+        verifier(tmp_path / "root", now=NOW + 10).accept(accepted.data)
+    assert client.accept(accepted.data) == accepted
+    client._clock = lambda: NOW + 20
+    with pytest.raises(head.ExpiredHead, match="the root of key .* has expired"):
+        client.accept(accepted.data)
+
+
 def _signed_root(metadata, signers):
     metadata.signatures.clear()
     for key in signers:
@@ -328,6 +346,9 @@ def test_verdicts_agree_with_tufs_own_client(tmp_path, seed):
     assert 10 < sum(verdicts) < len(verdicts) - 10
 
 
+LINES = signed([entry(1)], 1).split(b"\n")
+
+
 def stale():
     raise head.StaleHead("older")
 
@@ -335,6 +356,8 @@ def stale():
 @pytest.mark.parametrize(
     "data",
     [b"", b"\n" * 3, b"\n" * 100_000, b"x" * (head.MAX_HEAD_BYTES + 1), b"[" * 100_000 + b"\n" * 3, b"{}\n{}\n{}\n"]
+    + [b"\n".join([LINES[i], *LINES[1:]]) for i in (1, 2)]  # snapshot or targets in the place of the timestamp
+    + [signed([head.Entry(0, 1, journal.MAX_MANIFEST_BYTES + 1, "0" * 64)], 1)]
     + [
         b'{"signatures":[],"signed":{"_type":"timestamp","version":1e999}}\n{}\n{}\n',
         b"null\nnull\nnull\n",
