@@ -20,8 +20,6 @@ from rl.algorithms import advantages
 from rl.batch import packing
 from rl.batch import router_replay as router_replay_lib
 
-FLAT = 5e-7  # advantages up to this are 0: by claims off by 1e-13 (checks.REWARD_SLACK) a worker can make 2e-7 of equal rewards
-
 
 @dataclasses.dataclass(frozen=True)
 class Credit:
@@ -60,7 +58,7 @@ class Credit:
             limits = {"max_tokens": self.max_tokens, "buffer": self.overlong_buffer}
             rewards = [r + advantages.overlong_penalty(n, **limits) for r, n in zip(rewards, lengths, strict=True)]
         advantages_P = advantages.NORMALIZERS[self.normalize](list(map(advantages.ADVANTAGES[self.advantage], rewards)))
-        is_flat = [not np.any(np.abs(advantage_G) > FLAT) for advantage_G in advantages_P]
+        is_flat = [not np.any(np.abs(advantage_G) > 1e-9) for advantage_G in advantages_P]
         taught = [i for i, flat in enumerate(is_flat) if not flat]  # groups that train the policy
         factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
         trees = []

@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
@@ -50,7 +50,9 @@ class Entry:
     deadline_s: float = math.inf  # finite while LEASED
     rollouts: list[rollout_lib.Rollout] = dataclasses.field(default_factory=list)
     digest: str = ""  # of the rollouts
-    timed_out: frozenset[int] = frozenset()  # samples whose reward our scorer could not recompute in time
+    scores: Mapping[int, Mapping[str, float] | None] = dataclasses.field(
+        default_factory=dict
+    )  # ours, by sample; None: timed out
     is_verified: bool = False  # a verdict accepted the rollouts
     was_decided: bool = False  # an earlier submission was quarantined or let pass, which its worker may have found out
     earlier: frozenset[tuple[str, int]] = frozenset()  # leases before this one that expired: worker, pinned version

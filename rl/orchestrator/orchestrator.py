@@ -4,8 +4,8 @@ For batch n (1-based) of P groups:
 1. `publish(version)` makes the inference servers load it. Once they have, every batch n with n - 1 - max_lag <= version opens.
 2. A worker leases groups (rl/protocol/lease.py), generates their rollouts on the servers, and submits them, signed
    (rl/orchestrator/routes.py). An expired lease goes to the next worker.
-3. A submission is checked against its lease, then without weights (prompt, ending, recomputed reward). A sample whose reward we could
-   not recompute in time has reward 0 and rejects nothing: it would recur forever.
+3. A submission is checked against its lease, then without weights (prompt, ending, recomputed reward). The batch has our
+   rewards, not the claims. One that we could not recompute in time is 0 and rejects nothing: it would recur forever.
 4. Then the group is quarantined until a verdict on its replay accepts it. Only a draw that no worker can predict lets a group pass
    without one, and only by the worker's record (rl/orchestrator/worker_health.py). After a failed check, all groups of that worker
    that no batch has taken are quarantined, and the steps that trained on its unverified groups are named.
@@ -25,7 +25,7 @@ import pathlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,8 +48,10 @@ from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
-# (group, split) -> its verdict, and the samples that are worth 0 because their reward could not be recomputed in time.
-CheckGroupWithoutWeights = Callable[[Sequence[rollout_lib.Rollout], str], tuple[checks.Verdict, Collection[int]]]
+# (group, split) -> its verdict, and recomputed rewards to train on by sample; None: worth 0, as there was no time
+CheckGroupWithoutWeights = Callable[
+    [Sequence[rollout_lib.Rollout], str], tuple[checks.Verdict, Mapping[int, Mapping[str, float] | None]]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Orchestrator:
         credit: credit_lib.Credit,
         key: rollout_lib.WorkerKey,
         verdicts: verdict_collector.VerdictCollector,
-        check_group_without_weights: CheckGroupWithoutWeights = lambda rollouts, split: (checks.OK, ()),
+        check_group_without_weights: CheckGroupWithoutWeights = lambda rollouts, split: (checks.OK, {}),
         evidence: Callable[[int], dict] = lambda step: {},
         secret: bytes,
         invited: Collection[str] = (),
@@ -335,12 +337,12 @@ class Orchestrator:
         """Checks a submitted group without weights; rejects it, quarantines it, or lets it pass. Returns the reply, when it is `recorded`."""
         with self._changed:
             entry = self._queue.entries[key]
-        verdict, timed_out = self._check_group_without_weights(entry.rollouts, key[0])
+        verdict, scores = self._check_group_without_weights(entry.rollouts, key[0])
         recorded.result()
         with self._changed:
             if not verdict.accepted:
                 return self._reject(key, verdict, is_fault=True)
-            entry.timed_out = frozenset(timed_out)
+            entry.scores = scores
             # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
             if key[0] == "train" and (entry.was_decided or self._draw(key) < self._health.rate(entry.worker)):
                 self._queue.quarantine(key)
@@ -446,7 +448,7 @@ class Orchestrator:
                             self._counts["unverified"] += len(entry.rollouts)
                     state = {"standing": self._health.state(), "evidence": self._evidence(step)}
                     self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
-                self._counts["given_up"] += sum(len(entry.timed_out) for entry in taken)
+                self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
                 return taken
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
@@ -491,11 +493,16 @@ def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
 
 
 def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
-    """Returns the rollouts of a group; samples whose reward could not be recomputed in time get reward 0."""
-    return [
-        dataclasses.replace(r, reward=0.0, rewards=dict.fromkeys(r.rewards, 0.0)) if r.sample in entry.timed_out else r
-        for r in entry.rollouts
-    ]
+    """Returns the rollouts of a group with the rewards that we recomputed, 0 where there was no time; else a claim could break ties."""
+    out = []
+    for one in entry.rollouts:
+        if one.sample in entry.scores:
+            scores = entry.scores[one.sample] or dict.fromkeys([*one.rewards, "reward"], 0.0)
+            one = dataclasses.replace(
+                one, reward=scores["reward"], rewards={name: scores[name] for name in one.rewards}
+            )
+        out.append(one)
+    return out
 
 
 def _known(result: Any) -> concurrent.futures.Future:

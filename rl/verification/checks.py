@@ -13,7 +13,7 @@ No check raises for the content of a rollout, and none does I/O: `Rules` holds t
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -26,7 +26,7 @@ from rl.verification import replay, seen_set, sequential_test
 from rl.verification import rules as rules_lib
 
 NOISE_SPAN = 20.0  # nats: Gumbel noise of 23 bits is at most 16.6 and at least -2.8, plus room for rounding
-REWARD_SLACK = 1e-13  # of a claimed reward, which is trained on; rl/batch/credit.py leaves out advantages of this size
+REWARD_SLACK = 1e-6  # of a claimed reward: a scorer may round to float32. A batch has our own rewards, not the claims
 CHANCE = 1e-7  # probability of rejecting an honest rollout, per check that depends on chance
 Subject = TypeVar("Subject")
 
@@ -41,6 +41,7 @@ class Verdict:
 
     reason: str
     detail: str = ""
+    scores: Mapping[str, float] | None = dataclasses.field(default=None, compare=False)  # recomputed, by `rewards`
 
     @property
     def accepted(self) -> bool:
@@ -239,7 +240,7 @@ def _claimed_logprob(rollout: rollout_lib.Rollout, y_N: np.ndarray) -> Verdict:
 
 
 def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> list[Verdict]:
-    """Checks every claimed reward component of one group's rollouts against our own scores. Returns a verdict per rollout.
+    """Checks every claimed reward component of one group's rollouts against our own scores. Returns a verdict per rollout, with them.
 
     A completion whose scorer times out is worth 0; our time limit is five times that of a worker. A claim of 0 is accepted if
     our scorer was so slow that the worker's may have timed out. If our scorer timed out and the claim is not 0, the verdict is
@@ -255,14 +256,12 @@ def _reward(rollout: rollout_lib.Rollout, recomputed: rules_lib.Recomputed) -> V
     claimed = dict(rollout.rewards) | {"reward": rollout.reward}
     if set(claimed) != set(recomputed.scores):
         return Verdict("reward", f"expected components {sorted(recomputed.scores)}, got {sorted(claimed)[:16]}")
-    # A checker may add in another order on another Python. More is room for ties that are broken on purpose, which advantages
-    # divide by their spread: 1e-6 was half of a full advantage in a group of equal rewards.
     close = {"rel_tol": REWARD_SLACK, "abs_tol": REWARD_SLACK}
     wrong = [
         name for name, score in sorted(recomputed.scores.items()) if not math.isclose(claimed[name], score, **close)
     ]
     if not wrong or (recomputed.slow and not any(claimed.values())):
-        return OK
+        return Verdict("ok", scores=recomputed.scores)
     if recomputed.timed_out:
         return Verdict("unscored", "our scorer timed out, and a completion that takes that long is worth 0")
     return Verdict("reward", f"{wrong[0]} is {claimed[wrong[0]]}, recomputed {recomputed.scores[wrong[0]]}")

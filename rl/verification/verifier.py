@@ -15,7 +15,7 @@ import functools
 import json
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -112,18 +112,21 @@ class Validator:
 
     def check_group_without_weights(
         self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train"
-    ) -> tuple[checks.Verdict, frozenset[int]]:
+    ) -> tuple[checks.Verdict, dict[int, Mapping[str, float] | None]]:
         """Checks a group of one lease without running the model, and adds the claims of a training group to the evidence.
 
-        Returns (verdict on the group, timed_out): `timed_out` are the samples whose reward our scorer could not recompute in
-        time. A timeout does not reject the group: it sets that sample's reward to 0, as when the worker's own scorer times out.
+        Returns (verdict on the group, the reward components that we computed by sample, {} if it is rejected). They are None where
+        our scorer timed out. That does not reject the group: it sets the sample's reward to 0, as when the worker's own scorer times out.
         """
         found = self.check_without_weights(rollouts, split=split)
-        timed_out = frozenset(r.sample for r, v in zip(rollouts, found, strict=True) if v.reason == "unscored")
         verdict = _first_rejection(one for one in found if one.reason != "unscored")
         if not verdict.accepted:
-            return verdict, frozenset()
-        return _first_rejection(self.evidence.add_claims(rollouts)) if split == "train" else verdict, timed_out
+            return verdict, {}
+        if split == "train":
+            verdict = _first_rejection(self.evidence.add_claims(rollouts))
+        return verdict, {} if self.rules.score is None else {
+            r.sample: v.scores for r, v in zip(rollouts, found, strict=True)
+        }
 
     def check_groups_with_weights(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[checks.Verdict]:
         """Replays together groups that passed `check_group_without_weights`. Returns a verdict on each group."""

@@ -128,7 +128,7 @@ class Machine(stateful.RuleBasedStateMachine):
             assert (old.state, old.worker, len(old.rollouts)) == (state, self.lease_of[key][0], 2)
             assert next(iter(self.queue.entries)) == key  # ahead of all others
             new = self.queue.entries[key]
-            assert (new.worker, new.rollouts, new.digest, new.timed_out) == ("", [], "", frozenset())
+            assert (new.worker, new.rollouts, new.digest, new.scores) == ("", [], "", {})
             self.move(key, state, State.OPEN)
 
     @stateful.rule(worker=WORKERS)

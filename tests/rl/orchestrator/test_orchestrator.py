@@ -486,7 +486,7 @@ def test_no_count_falls_below_zero_where_a_suspects_groups_are_called_back(make)
         return checks.OK
 
     hooks = {"drawn": {1, 4, 7}}
-    orchestrator = make(check=check, screen=lambda rollouts, split: (checks.OK, {0}), rl__max_lag=2, hooks=hooks)
+    orchestrator = make(check=check, screen=lambda rollouts, split: (checks.OK, {0: None}), rl__max_lag=2, hooks=hooks)
     publish(orchestrator, 0)
     groups = lease(orchestrator, 6, OTHER)  # of batches 1 and 2
     *early, drawn = sorted(lease(orchestrator), key=lambda group: group.group == 7)
@@ -535,7 +535,7 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
         if rollouts[0].worker == KEY.worker:
             begun.release()
             assert go_on.wait(WAIT_S)
-        return checks.OK, ()
+        return checks.OK, {}
 
     orchestrator = make(screen=screen, rl__prompts_per_step=12)
     url = orchestrator.serve()
@@ -586,13 +586,15 @@ def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
 
 
 def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothing(make, tmp_path):
-    """However often: a slow task ends no run. The files keep the signed rewards; a group refused otherwise loses the note."""
+    """However often: a slow task ends no run, and our rewards replace the claims. The files keep the signed ones; a group refused otherwise loses the note."""
     refusals = [SAMPLING]
 
     def screen(rollouts, split):
         if refusals:
-            return refusals.pop(), ()
-        return checks.OK, {0} if split == "held_out" else {1} if rollouts[0].task.group != 2 else ()
+            return refusals.pop(), {}
+        if split == "held_out":
+            return checks.OK, {0: None}
+        return checks.OK, {1: None} if rollouts[0].task.group != 2 else {1: {"reward": 4.0, "style": 2.0}}
 
     orchestrator = make(screen=screen, trust__max_attempts=2, evaluation__num_tasks=1)
     publish(orchestrator, 0)
@@ -606,9 +608,9 @@ def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothin
     (samples,) = evaluated.result(WAIT_S)
     assert [r.reward for r in samples] == [0.0]
     batch = orchestrator.next_batch(1)
-    assert [[r.reward for r in group] for group in batch.groups] == [[5, 0], [5, 0], [5, 5]]
+    assert [[r.reward for r in group] for group in batch.groups] == [[5, 0], [5, 0], [5, 4]]
     assert batch.groups[0][1].rewards == {"reward": 0.0, "style": 0.0} and batch.metrics["trust/num_given_up"] == 3
-    assert batch.metrics["rollout/reward"] == pytest.approx(20 / 6) and orchestrator._failure is None
+    assert batch.metrics["rollout/reward"] == pytest.approx(19 / 6) and orchestrator._failure is None
     kept = parquet.read(tmp_path / "rollouts" / "step_1" / "accepted.parquet")
     assert [r.reward for r in kept] == [5.0] * 6 and all(map(rollout_lib.signature_ok, kept))
 

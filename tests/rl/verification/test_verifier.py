@@ -376,10 +376,12 @@ def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
 
     assert not any(any(r.rewards.values()) for r in batch()[4:5])  # a claim of 0 agrees
     validator.rules = dataclasses.replace(validator.rules, score=gives_up)
-    assert validator.check_group_without_weights(claims(1)) == (checks.OK, {1})
+    verdict, scores = validator.check_group_without_weights(claims(1))
+    assert verdict == checks.OK and [sample for sample, found in scores.items() if found is None] == [1]
+    assert scores[0] == {"reward": batch()[0].reward} | batch()[0].rewards and not any(scores[4].values())
     assert validator.check_groups_with_weights([claims(1)])[0].accepted and len(asked) == 1
-    verdict, timed_out = validator.check_group_without_weights(claims(1, 3))  # the other claim is false, and found
-    assert verdict.reason == "reward" and "is 0.5, recomputed" in verdict.detail and not timed_out
+    verdict, scores = validator.check_group_without_weights(claims(1, 3))  # the other claim is false, and found
+    assert verdict.reason == "reward" and "is 0.5, recomputed" in verdict.detail and not scores
     assert not validator.check_group_without_weights(claims(1), "held_out")[0].accepted  # it is not a held-out group
 
 
@@ -404,7 +406,7 @@ def test_evidence_outlives_a_restart_and_counts_each_rollout_once():
     first, second = list(batch()[:8]), list(batch()[8:])
 
     def bring(validator, group):
-        assert validator.check_group_without_weights(group) == (checks.OK, frozenset())
+        assert validator.check_group_without_weights(group)[0].accepted
         assert validator.check_groups_with_weights([group])[0].accepted
 
     whole, killed, resumed = (doubles.make_validator(prompts=2) for _ in range(3))
