@@ -58,7 +58,10 @@ def test_marks_against_a_worker_outlive_a_restart():
     again = make()
     again.restore(json.loads(json.dumps(health.state())))
     assert again.state() == health.state() and set(again.state()["workers"]) == {"bad", "shady", "slow", "good"}
-    again.seen("good", 1000.0)  # another process, another clock
+    for name in ("good", "bad"):
+        again.seen(name, 1000.0)  # another process, another clock
+    assert again.has_others("bad", 1000.0) and not again.has_others("good", 1000.0)
+    assert again.num_banned(1000.0) == 1 and again.num_banned(1011.0) == 0  # only of those that still ask
     assert again.is_banned("bad") and again.rate("shady") == 1 and not again.is_banned("shady")
     assert again.rate("good") == 1 / 2 and again.reveal("good") == (3, [4, 5, 9])
     health.restore({"workers": {"old": [2, True, 0]}, "expired_with": []})  # of an earlier version
