@@ -60,11 +60,11 @@ def curve(workdir, phases=("rl",)) -> list[dict]:
 
 
 @contextlib.contextmanager
-def small_disk(tmp_path):
-    """Yields a folder on a disk of 400 kB; skips the test where none can be mounted."""
+def small_disk(tmp_path, size="400k"):
+    """Yields a folder on a disk of that size; skips the test where none can be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("tmpfs cannot be mounted here")
     try:
         yield disk

@@ -99,27 +99,6 @@ def test_a_large_array_begins_where_a_huge_page_does(tmp_path):
         assert leaf.ctypes.data % (2 << 20) == 0
 
 
-def test_digest_against_its_definition():
-    """Computes it by hand: the digest of a chunk is that of the file which stock tensorstore writes for it."""
-    rows = []
-    for name, a in (("a/0", np.arange(3, dtype=np.int16)), ("b", np.array(1.5, np.float64))):
-        context = ts.Context()
-        spec = {
-            "driver": "zarr3",
-            "kvstore": "memory://",
-            "metadata": {"codecs": [{"name": "bytes"}, {"name": "crc32c"}]},
-        }
-        ts.open(spec, context=context, create=True, shape=a.shape, dtype=a.dtype).result().write(a).result()
-        store = ts.KvStore.open("memory://", context=context).result()
-        (key,) = (k for k in store.list().result() if k != b"zarr.json")
-        chunk = blake3.blake3(store.read(key).result().value).digest()
-        rows.append([name, a.dtype.name, list(a.shape), list(a.shape), blake3.blake3(chunk).hexdigest()])
-    expected = blake3.blake3(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
-    big_endian = np.array(1.5, ">f8")  # the digest is over little-endian bytes
-    assert trees.digest({"b": big_endian, "a": [np.arange(3, dtype=np.int16)]}) == expected
-    assert trees.digest({"b": np.float64(1.5), "a": [np.arange(3, dtype=np.uint16)]}) != expected
-
-
 @pytest.mark.parametrize("shape", [(9_000_011,), (2_100_001, 2), (3, 700, 1024), (1500, 1, 1024)])
 def test_chunks_are_bounded_and_waste_little(shape):
     chunk = chunks.chunk_shape(shape, shape, 4)
@@ -973,6 +952,7 @@ def test_published_manifest_is_stable(tmp_path):
     assert header["path"] == "tensors/w/0/zarr.json"
     assert chunk == {"path": "tensors/w/0/c.0", "size": 10, "digest": digest}
     del body["own_digest"]  # of these fields
+    assert trees.digest({"b": np.array(1.5, ">f8")}) == trees.digest({"b": np.float64(1.5)})  # of little-endian bytes
     nulls = dict.fromkeys(("base", "delta_of", "digest_before", "public_key", "signature"))
     tensor = {"name": "w/0", "shape": [3], "dtype": "int16", "chunk": [3], "deltas": None, "tied_to": None}
     assert body == nulls | {

@@ -31,8 +31,8 @@ def publish(to, *versions, value=0.0):
     return [to.publish({"w": np.full(4, version + value)}, version) for version in versions][-1]
 
 
-def read(root, trusted=PUBLIC):
-    return head.HeadVerifier(trusted).accept((root / head.NAME).read_bytes())
+def read(root, **options):
+    return head.HeadVerifier(PUBLIC).accept((root / head.NAME).read_bytes(), **options)
 
 
 def test_a_resumed_run_begins_an_epoch(tmp_path):
@@ -55,32 +55,18 @@ def test_a_resumed_run_begins_an_epoch(tmp_path):
     assert broadcast.pull(tmp_path, 1, key=PUBLIC).params["w"][0] == 1  # an older one that the head lists
 
 
-@pytest.mark.parametrize("is_forged", [False, True])
-def test_a_client_takes_nothing_older_than_it_has_had_and_no_second_manifest(tmp_path, is_forged):
-    """A client that held v5 took v2 from colluding sources, and each of two signed manifests of one number."""
+def test_all_reads_of_a_process_share_one_floor_per_key(tmp_path):
+    """A client that held v5 took v2 from colluding sources."""
     to, evil = publisher(tmp_path / "a", keep=9), tmp_path / "b"
     publish(to, 1, 2)
     shutil.copytree(tmp_path / "a", evil)
     publish(to, 3, 4, 5)
-    if is_forged:
-        shutil.rmtree(evil)
-        publish(publisher(evil), 1, 2, 3, 4, 5, value=0.5)
     assert broadcast.pull(tmp_path / "a", key=PUBLIC).version == 5
-    match = "two manifests of version" if is_forged else "version 2, serial .* older than epoch 0, version 5"
     for call in (broadcast.pull, broadcast.latest, lambda root, key: broadcast.pull(root, 2, key=key)):
-        with pytest.raises(broadcast.CorruptSource, match=match):
+        with pytest.raises(broadcast.CorruptSource, match="version 2, serial .* older than epoch 0, version 5"):
             call(evil, key=PUBLIC)
-    with proxy.running(evil) as one, proxy.running(evil) as two:
-        proxy.wait_until(lambda: one.store.head and two.store.head)
-        match = match if is_forged else "no version under"  # relays may be late: their old head is none
-        with pytest.raises((broadcast.CorruptSource, FileNotFoundError), match=match):
-            broadcast.pull([one.url, two.url], key=PUBLIC)
     assert broadcast.pull(tmp_path / "a", 2, key=PUBLIC).version == 2  # an older one that the newest head lists
-    assert broadcast.pull(evil).version  # who trusts no key has no floor
-
-
-def to_bytes(to):
-    return to._heads._verifier.head.data
+    assert broadcast.pull(evil).version == 2  # who trusts no key has no floor
 
 
 def test_a_publisher_signs_no_number_twice_in_an_epoch(tmp_path):
@@ -128,16 +114,16 @@ def test_the_head_announces_a_version_lists_it_after_its_manifest_and_drops_what
 def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp_path, capfd):
     with publisher(tmp_path, head_s=1.0) as to:
         publish(to, 0)
-        first = head_of(tmp_path)
-        proxy.wait_until(lambda: head_of(tmp_path).serial > first.serial)
-        again = head_of(tmp_path)
+        first = read(tmp_path, expired=True)
+        proxy.wait_until(lambda: read(tmp_path, expired=True).serial > first.serial)
+        again = read(tmp_path, expired=True)
         assert again.versions == first.versions and 0 <= again.expires_s - again.serial / 1000 <= 1
     assert read(tmp_path).expires_s > time.time() + 9 * 365 * 86400 and read(tmp_path).serial > again.serial
     assert not to._refresher.is_alive()
     with pytest.raises(ZeroDivisionError), publisher(tmp_path, head_s=1.0) as to:
         publish(to, 1)
         raise ZeroDivisionError
-    proxy.wait_until(lambda: time.time() > head_of(tmp_path).expires_s)  # a run that failed may be resumed
+    proxy.wait_until(lambda: time.time() > read(tmp_path, expired=True).expires_s)  # a run that failed may be resumed
     assert broadcast.pull(tmp_path, key=PUBLIC).version == broadcast.latest(tmp_path, key=PUBLIC) == 1
     assert capfd.readouterr().err.count("has expired at") == 2  # a notice per source
     with proxy.running(tmp_path) as relay:
@@ -155,10 +141,6 @@ def pulls(url):
         return broadcast.pull(url, key=PUBLIC).version == 1
     except head.ExpiredHead:
         return False
-
-
-def head_of(root):
-    return head.HeadVerifier(PUBLIC).accept((root / head.NAME).read_bytes(), expired=True)
 
 
 def pem(directory, key, name="key.pem"):
@@ -228,7 +210,7 @@ def test_a_root_file_replaces_the_key_of_a_run_and_revokes_the_old_one(tmp_path,
     # The floor that the stolen key had raised is forgotten with it.
     assert broadcast.pull(weights, key=reader).version == 2 and reader.keys == {OTHER_PUBLIC}
     assert sorted(head.HeadVerifier(file).accept((weights / head.NAME).read_bytes()).versions) == [0, 1, 2]
-    revoked = to_bytes(stolen)
+    revoked = stolen._heads._verifier.head.data
     for trusted in (reader, head.HeadVerifier(file)):
         with pytest.raises(broadcast.CorruptSource, match="timestamp was signed by 0/1 keys"):
             trusted.accept(revoked)

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import http.server
 import json
 import os
 import shutil
@@ -13,7 +12,7 @@ import time
 
 import pytest
 
-from sharding.download import range_get, relays, source
+from sharding.download import range_get, source
 from sharding.format import journal
 from tests.support import proxy
 
@@ -75,19 +74,7 @@ ENTRY = {"path": "a/b.0", "size": 3, "digest": "0" * 64}
 
 
 HOSTILE = {
-    "path": (
-        "../x",
-        "/etc/passwd",
-        "a//b",
-        "a/../b",
-        "a/.part-0",
-        "manifest.json",
-        "objects.jsonl",
-        "",
-        "a\nb",
-        "a" * 300,
-        7,
-    ),
+    "path": ("", "a\nb", "a" * 300, 7, *"../x /etc/passwd a//b a/../b a/.part-0 manifest.json objects.jsonl".split()),
     "size": (-1, 1 << 60, 1.0, True),
     "digest": ("0" * 63, "A" * 64, None),
     "more": (1,),
@@ -106,21 +93,6 @@ def test_a_line_without_its_end_is_not_an_entry_yet():
     assert journal.parse_journal(line + line[:-1]) == ([journal.Object(**ENTRY)], len(line))
     with pytest.raises(journal.CorruptSource, match="JSONDecodeError"):
         journal.parse_journal(b"{\n")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda o: proxy.manifest(1, o), "is of version 1, not of version 0"),
-        (lambda o: proxy.manifest(0, o, key=proxy.OTHER_KEY), "is signed by"),
-        (lambda o: proxy.manifest(0, o, key=None), "is signed by None"),
-        (lambda o: proxy.manifest(0, o).replace(b"a test", b"a tost"), "digest"),
-    ],
-)
-def test_a_manifest_that_is_not_good_is_refused(root, make, message):
-    (root / "v00000000" / "manifest.json").write_bytes(make(proxy.contents(0)))
-    with pytest.raises(journal.CorruptSource, match=message):
-        source.open(root, trusted_key=TRUSTED).manifest(0)
 
 
 # ---- a directory and a bucket ----------------------------------------------------------------------------------------
@@ -273,21 +245,6 @@ def test_an_empty_object_with_another_hash_is_wrong(origin, opening):
         source.read(opening(origin.url), 0, journal.Object("deltas/d0", 0, "0" * 64))
 
 
-@pytest.mark.parametrize(("fault", "limit_s"), [("dead", 3), ("stall", 8)])
-def test_a_dead_or_hung_relay_changes_nothing(origin, opening, fault, limit_s):
-    with proxy.Proxy(origin.url, lambda rng: fault) as bad:
-        if fault == "dead":
-            bad.close()
-        opened = opening([bad.url, origin.url], trusted_key=TRUSTED)
-        begun_s = time.monotonic()
-        assert opened.versions() == [0]
-        assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
-        # A refused connection fails immediately; the rest is the machine's load.
-        assert time.monotonic() - begun_s < limit_s
-        stats = opened.stats()["relays"][bad.url]
-        assert fault != "dead" or (not stats["is_alive"] and "refused" in stats["reason"].lower())
-
-
 def test_all_relays_dead_is_an_error_that_names_them(origin, opening):
     dead = proxy.Proxy(origin.url)
     dead.close()
@@ -298,6 +255,8 @@ def test_all_relays_dead_is_an_error_that_names_them(origin, opening):
         opened.manifest(0)
     with pytest.raises(journal.Unavailable, match="was not downloaded in time"):
         source.read(opened, 0, journal.Object(**proxy.entry("a", b"12345")))
+    stats = opened.stats()["relays"][dead.url]
+    assert not stats["is_alive"] and "refused" in stats["reason"].lower()
 
 
 def test_a_broken_connection_keeps_what_it_brought(opening, tmp_path):
@@ -332,34 +291,6 @@ def test_a_straggler_is_overtaken(root, origin, opening):
         assert stats["num_hedges_won"] >= 1 and stats["num_hedges"] <= 6
         rates = {url: relay["bytes_per_s"] for url, relay in stats["relays"].items()}
         assert rates[slow.url] < rates[origin.url] / 10
-
-
-def test_too_slow_is_an_error_in_bounded_time(origin, opening):
-    with proxy.Proxy(origin.url, lambda rng: ("rate", 1000)) as slow:
-        opened = opening(slow.url, options=range_get.Options(patience_s=1.0))
-        begun_s = time.monotonic()
-        with pytest.raises(journal.Unavailable, match="in time"):
-            read(opened, proxy.contents(0), "tensors/t3/c.0")
-        assert time.monotonic() - begun_s < 1.0 + 70_000 / relays.MIN_BYTES_PER_S + 2
-
-
-def test_who_was_cut_off_writes_nothing_more(origin, opening, tmp_path):
-    objects = proxy.contents(0, (20_000_000,))
-    proxy.publish(tmp_path, 0, objects)
-    with proxy.running(tmp_path) as relay, proxy.Proxy(relay.url, lambda rng: ("rate", 50_000_000)) as between:
-        proxy.wait_until(proxy.holds(relay, 0))
-        opened = opening(between.url)
-        target = bytearray(len(objects[BIG]))
-        into = range_get.Target([memoryview(target)])
-        get = range_get.Get(opened.relays[0], f"/v00000000/{BIG}", 0, len(target), len(target), into)
-        future = opened._pool.submit(get)
-        proxy.wait_until(lambda: get.received > 0)
-        get.abort()
-        before = bytes(target)
-        with pytest.raises(range_get.Failed):
-            future.result(5)
-        time.sleep(0.2)
-        assert bytes(target) == before != objects[BIG]
 
 
 def test_who_is_being_cut_off_is_waited_for():
@@ -412,24 +343,3 @@ def test_relays_that_disagree_need_a_key(root, origin, opening, tmp_path):
             assert proxy.read_all(opened, 0, proxy.contents(0)) == proxy.contents(0)
         with pytest.raises(journal.CorruptSource, match="is signed by"):
             opening(other.url, trusted_key=TRUSTED).versions()
-
-
-def test_a_made_up_version_hides_no_real_one(origin, opening):
-    class Liar(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            is_listing = self.path.startswith("/versions")
-            body = b'{"complete": [0, 999999], "partial": [], "tag": "x"}' if is_listing else b"{}"
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Liar) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        opened = opening([f"http://127.0.0.1:{server.server_port}", origin.url], trusted_key=TRUSTED)
-        assert opened.versions() == [0]
-        assert opened.versions() == [0]
-        server.shutdown()

@@ -179,55 +179,6 @@ class World:
         return b"\n".join(lines)
 
 
-def signer_of(data, world):
-    """The index of the key that has signed a head's timestamp, found without the code under test."""
-    signature = Metadata.from_bytes(data.split(b"\n")[-4])
-    for i, key in enumerate(world.keys):
-        found = signature.signatures.get(CryptoSigner(key).public_key.keyid)
-        if found is not None:
-            key.public_key().verify(bytes.fromhex(found.signature), signature.signed_bytes)
-            return i
-    raise AssertionError("no key of the world has signed this")
-
-
-@pytest.mark.parametrize(
-    "seeds", [range(50), *(pytest.param(range(i, i + 50), marks=pytest.mark.slow) for i in (50, 100, 150))]
-)
-def test_schedules_of_colluding_sources_never_bring_a_client_back(tmp_path, seeds):
-    """The client restarts now and then: its order only grows while a key is not revoked, and no number
-    has two manifests. A revoked key signs nothing that is accepted once the client has the root that revokes it."""
-    accepted = 0
-    for seed in seeds:
-        rng, now = random.Random(seed), [NOW]
-        world, manifests, last, newest_root = World(rng, NOW), {}, (-1, -1), 0
-        trusted, floor = tmp_path / f"{seed}.root", tmp_path / f"{seed}.floor"
-        trusted.write_bytes(world.root_file)
-        client = head.HeadVerifier(trusted, floor, clock=lambda now=now: now[0])
-        for _ in range(40):
-            now[0] = world.now = world.now + rng.choice([0, 1, 40])
-            rng.choice([world.publish, world.publish, world.publish, world.steal, lambda: None])()
-            if rng.random() < 0.05:
-                world.rotate()
-            if rng.random() < 0.1:
-                client = head.HeadVerifier(trusted, floor, clock=lambda now=now: now[0])
-            try:
-                found = client.accept(world.served())
-            except journal.CorruptSource:
-                continue
-            accepted += 1
-            assert found.expires_s > now[0]
-            signer = signer_of(found.data, world)
-            root = client._root.version - 1
-            assert signer == root >= newest_root, seed
-            if root > newest_root:
-                last, manifests, newest_root = (-1, -1), {}, root
-            assert found.order >= last, seed
-            last = found.order
-            for e in found.versions.values():
-                assert manifests.setdefault((e.epoch, e.version), e.sha256) == e.sha256, seed
-    assert accepted > 4 * len(seeds)
-
-
 @pytest.mark.parametrize(
     "signers, version, match",
     [

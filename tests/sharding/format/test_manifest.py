@@ -124,14 +124,6 @@ def sealed(body: dict) -> bytes:
     return manifest.canonical(body)
 
 
-def rehash(body: dict) -> None:
-    tensors = tuple(
-        manifest.Tensor(t["name"], t["shape"], t["dtype"], t["chunk"], t["chunks"], tied_to=t["tied_to"])
-        for t in body["tensors"]
-    )
-    body["digest_after"] = manifest.digest(tensors)
-
-
 def first_tensor(**fields):
     return lambda m: m["tensors"][0].update(fields)
 
@@ -148,7 +140,6 @@ LIES = {
     "missing field": (lambda m: m.pop("run"), r"in addition to those of format 3, the fields \['run'\]"),
     "unknown field": (lambda m: m.update(colour="red"), "colour"),
     "version": (lambda m: m.update(version=9), "is of version 9, not of version 3"),
-    "version type": (lambda m: m.update(version=True), "version is 'True'"),
     "version sign": (lambda m: m.update(version=-1), "version is '-1'"),
     "base": (lambda m: m.update(base=-1), "base is '-1'"),
     "base of snapshot": (lambda m: m.update(base=2), "base 2 is not None, which encodings"),
@@ -176,11 +167,9 @@ LIES = {
         r"\['x'\] belong to no tensor",
     ),
     "name": (first_tensor(name="../w"), r"\.\./w.*plain segments"),
-    "name type": (first_tensor(name=3), "tensors.0.name is '3'"),
     "long name": (first_tensor(name="x/" * 500 + "x"), "not a path of plain segments"),
     "duplicate tensor": (lambda m: m["tensors"].append(m["tensors"][0]), "a tensor name occurs twice"),
     "dtype": (first_tensor(dtype="object"), "unknown dtype 'object'"),
-    "dtype type": (first_tensor(dtype=["int8"]), "tensors.0.dtype is"),
     "same-size dtype": (lambda m: m["tensors"][1].update(dtype="bool"), "needs .*zarr.json"),
     "absurd shape": (first_tensor(shape=[1 << 60, 3]), "tensors.0.shape.0 is '1152921504606846976'"),
     "negative shape": (first_tensor(shape=[-4, 3]), "tensors.0.shape.0 is '-4': .* 0; read it from another relay"),
@@ -192,17 +181,12 @@ LIES = {
     "chunk rank": (first_tensor(chunk=[2]), r"has chunk shape \(2,\)"),
     "chunk digests": (first_tensor(chunks=["0" * 64]), "has 1 chunk digests for 2 chunks"),
     "chunk digest": (first_tensor(chunks=["0", "1"]), "tensors.0.chunks.0 is '0'"),
-    "chunks type": (first_tensor(chunks="ab"), "tensors.0.chunks is 'ab'.*array"),
     "deltas in a snapshot": (first_tensor(deltas=[None, None]), "tensor 'a' must have deltas with"),
-    "tensor type": (lambda m: m.update(tensors=["x"]), "tensors.0 is 'x'.*object"),
     "tensor field missing": (lambda m: m["tensors"][0].pop("tied_to"), "not canonical.*too few"),
     "tensor field added": (first_tensor(colour="red"), "not canonical.*too many"),
-    "tensors type": (lambda m: m.update(tensors={}), "tensors is '{}'"),
-    "metadata type": (lambda m: m.update(metadata=[]), r"metadata is '\[\]'"),
     "tied to nothing": (lambda m: m["tensors"][2].update(tied_to="z"), "'c' is tied to 'z'"),
     "tied to itself": (lambda m: m["tensors"][2].update(tied_to="c"), "'c' is tied to 'c'"),
     "tied to another": (lambda m: m["tensors"][2].update(tied_to="b/0"), "'c' is tied to 'b/0'"),
-    "tied to a list": (lambda m: m["tensors"][2].update(tied_to=["a"]), "tensors.2.tied_to is"),
     "tied with chunks": (lambda m: m["tensors"][2].update(chunks=["0" * 64]), "has chunks or deltas of its own"),
     "tied with deltas": (lambda m: m["tensors"][2].update(deltas=[]), "has chunks or deltas of its own"),
     "container": (lambda m: m["containers"].update({"b/..": "list"}), "container name 'b/..'"),
@@ -211,7 +195,6 @@ LIES = {
     "list": (lambda m: m["containers"].update({"": "list"}), "list at ''"),
     "none with children": (lambda m: m["containers"].update({"b": "none"}), "None at 'b' has children"),
     "digest": (lambda m: m.update(digest_after="0" * 64), "digest_after '000.* is not"),
-    "digest type": (lambda m: m.update(digest_after=None), "digest_after is 'None'"),
     "digest_before": (lambda m: m.update(digest_before="0" * 64), "digest_before is"),
     "public key": (lambda m: m.update(public_key="0"), "not one by public_key '0'"),
 }
@@ -265,15 +248,6 @@ def test_a_list_of_mistakes_is_one_error(change):
     with pytest.raises(journal.CorruptSource) as error:
         manifest.parse(sealed(body))
     assert error.value.__cause__.error_count() == 1
-
-
-def test_a_chunk_digest_that_the_tree_digest_does_not_have():
-    body = json.loads(manifest.encode(snapshot(), KEY))
-    body["tensors"][0]["chunks"][0] = body["objects"][1]["digest"] = digest_of("other")
-    with pytest.raises(journal.CorruptSource, match="digest_after"):
-        manifest.parse(sealed(body))
-    rehash(body)
-    assert manifest.parse(sealed(body)).digest != snapshot().digest
 
 
 DATA, UNSIGNED = manifest.encode(snapshot(), KEY), json.loads(manifest.encode(snapshot()))

@@ -30,14 +30,6 @@ def test_deep_trees_are_refused():
         tree.flatten(params, lambda name, leaf: None)
 
 
-def test_flatten_and_unflatten_are_inverse():
-    params = {"l": [1, (2, {"x": None, "y": {}, "t": (), "e": []})], "d.0-a_": {"0": 3}}
-    leaves, containers = tree.flatten(params, lambda name, leaf: None)
-    assert leaves == {"l/0": 1, "l/1/0": 2, "d.0-a_/0": 3}
-    back = tree.unflatten(leaves, containers)
-    assert back == params and type(back["l"][1]) is tuple
-
-
 @pytest.mark.parametrize("leaves", [{"a": 1, "a/b": 2}, {"a/b": 2, "a": 1}])
 def test_a_tensor_inside_a_tensor(leaves):
     with pytest.raises(journal.CorruptSource, match="inside another tensor|also a container"):

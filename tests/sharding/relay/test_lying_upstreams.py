@@ -31,7 +31,7 @@ def pub(tmp_path):
 
 
 @contextlib.contextmanager
-def beside(pub, *behaviors, **options):
+def beside(pub, *behaviors):
     """Runs an honest relay and liars; yields their URLs, the liars' first, and the liars."""
     with contextlib.ExitStack() as stack:
         origin = stack.enter_context(proxy.running(pub))
@@ -49,24 +49,22 @@ def mirrored(relay, number, within_s=HONEST_S):
     return time.monotonic() - begun_s
 
 
-PHANTOMS = {
-    "64 phantoms": Behavior(phantoms=64),
-    "4000 phantoms": Behavior(phantoms=4000),
-    "10,000 phantoms": Behavior(phantoms=10_000),
-    "9 dripping manifests": Behavior(phantoms=9, phantom_manifest="drip"),
-    "1 hanging manifest": Behavior(phantoms=1, phantom_manifest="hang"),
-    "9 empty manifests": Behavior(phantoms=9, phantom_manifest="junk"),
-    "a trickling journal": Behavior(partials=1, journal="trickle", listing="flap"),
-    "a flooding journal": Behavior(partials=1, journal="flood", listing="flap"),
-}
+PHANTOMS = (
+    Behavior(phantoms=64),
+    Behavior(phantoms=10_000),
+    Behavior(phantoms=9, phantom_manifest="drip"),
+    Behavior(phantoms=1, phantom_manifest="hang"),
+    Behavior(phantoms=9, phantom_manifest="junk"),
+    Behavior(phantoms=1, phantom_manifest="bomb"),  # raised MemoryError in the only mirror thread, and /health said ok
+)
+JOURNALS = [Behavior(phantoms=1000, partials=100, journal=kind, listing="flap") for kind in ("trickle", "flood")]
 
 
 @pytest.mark.parametrize(("trusted_key", "has_head"), [(TRUSTED, True), (TRUSTED, False), (None, False)])
-@pytest.mark.parametrize("kind", PHANTOMS)
-def test_a_liar_does_not_starve_a_relay(pub, tmp_path, kind, trusted_key, has_head):
+def test_liars_do_not_starve_a_relay(pub, tmp_path, trusted_key, has_head):
     if has_head:
         proxy.sign(pub)
-    with beside(pub, PHANTOMS[kind]) as (urls, _):
+    with beside(pub, *PHANTOMS, *JOURNALS) as (urls, _):
         with proxy.running(urls, tmp_path / "a", trusted_key=trusted_key, options=QUICK) as relay:
             mirrored(relay, 2)
             proxy.publish(pub, 3, proxy.contents(3))
@@ -75,9 +73,8 @@ def test_a_liar_does_not_starve_a_relay(pub, tmp_path, kind, trusted_key, has_he
             mirrored(relay, 3)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PHANTOMS if "journal" not in kind])
-def test_a_liar_does_not_stall_a_client(pub, kind):
-    with beside(pub, PHANTOMS[kind]) as (urls, _):
+def test_liars_do_not_stall_a_client(pub):
+    with beside(pub, *PHANTOMS) as (urls, _):
         opened = source.open(urls, trusted_key=TRUSTED)  # with the patience that people use
         begun_s = time.monotonic()
         with contextlib.closing(opened):
@@ -96,25 +93,25 @@ def test_a_relay_that_drips_does_not_use_up_the_time_of_an_object(pub):
             assert source.read(opened, 2, last) == proxy.contents(2)[last.path]
 
 
-@pytest.mark.parametrize("journal_kind", ["trickle", "flood"])
-def test_unsigned_claims_have_bounded_disk_and_log(pub, tmp_path, monkeypatch, capsys, journal_kind):
+def test_unsigned_claims_have_bounded_disk_and_log(pub, tmp_path, monkeypatch, capsys):
     """A liar's journal fills its budget once, and is then left alone; so are its errors in the log."""
     monkeypatch.setattr(upstream, "FOLLOWED_BYTES", 2_000_000)
-    behavior = Behavior(phantoms=1000, partials=100, journal=journal_kind, listing="flap")
-    with beside(pub, behavior) as (urls, (liar,)):
+    with beside(pub, *JOURNALS) as (urls, liars):
         with proxy.running(urls, tmp_path / "a", trusted_key=TRUSTED, options=QUICK) as relay:
             size = sum(len(data) for n in range(3) for data in proxy.contents(n).values())
             most, deadline_s = 0, time.monotonic() + 5
             while time.monotonic() < deadline_s:
                 most = max(most, sum(p.stat().st_size for p in _files(tmp_path / "a")))
                 time.sleep(0.05)
-            assert most < size + 2_000_000 + 200_000
-            assert liar.num_bytes < 10_000_000 and liar.num_requests["manifest"] < 200
-            assert relay.store.complete() == [0, 1, 2] and liar.num_requests["journal"] > 0
+            assert most < size + 2 * (2_000_000 + 100_000)
+            for liar in liars:
+                assert liar.num_bytes < 10_000_000 and liar.num_requests["manifest"] < 200
+                assert liar.num_requests["journal"] > 0
+            assert relay.store.complete() == [0, 1, 2]
             left = sum(o.size for n in relay.store.partial() for o in relay.store.versions[n].objects.values())
             assert left <= 10 * lying_upstream.JUNK_BYTES  # objects that were on their way
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("relay: ")]
-    assert len(lines) <= 2 and max(map(len, lines)) < 700
+    assert len(lines) <= 3 and max(map(len, lines)) < 700
 
 
 def _files(root):
@@ -124,16 +121,7 @@ def _files(root):
                 yield path
 
 
-def test_a_bomb_does_not_end_a_mirror(pub, tmp_path):
-    """587 bytes raised MemoryError in the only mirror thread, and /health said ok."""
-    with beside(pub, Behavior(phantoms=1, phantom_manifest="bomb")) as (urls, _):
-        with proxy.running(urls, tmp_path / "a", options=QUICK) as relay:
-            mirrored(relay, 2)
-            proxy.publish(pub, 3, proxy.contents(3))
-            mirrored(relay, 3)
-
-
-@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("a bug"), OSError(5, "Input/output error")])
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError(5, "Input/output error")])
 def test_whatever_ends_a_mirror_is_shown_and_it_goes_on(pub, tmp_path, monkeypatch, error):
     step = upstream.Upstream._prove
     monkeypatch.setattr(upstream.Upstream, "_prove", lambda *args: (_ for _ in ()).throw(error))

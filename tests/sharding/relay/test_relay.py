@@ -221,28 +221,6 @@ def test_a_bucket_is_mirrored(pub, tmp_path):
         assert get(relay, "/v00000001/tensors/t4/c.0")[1] == proxy.contents(1)["tensors/t4/c.0"]
 
 
-def test_only_what_the_trusted_key_signed_is_mirrored(pub, tmp_path):
-    proxy.publish(pub, 0, proxy.contents(0))
-    proxy.publish(pub, 1, proxy.contents(1), key=proxy.OTHER_KEY)
-    proxy.publish(pub, 2, proxy.contents(2))
-    with proxy.running(pub) as origin:
-        with proxy.running(origin.url, tmp_path / "a", trusted_key=TRUSTED, options=FAST) as relay:
-            proxy.wait_until(proxy.holds(relay, 0, 2), timeout_s=20)
-            assert "signed by" in relay.mirror.log.last
-            assert not (tmp_path / "a" / "v00000001").exists()
-
-
-def test_false_versions_do_not_displace_real_ones(pub, tmp_path):
-    """An upstream that claims more versions than are kept, all of them newer than the real ones."""
-    with proxy.running(pub, options=FAST) as origin, proxy.running(pub, options=FAST) as liar:
-        real = liar.store.listing
-        liar.store.listing = lambda *args: {**real(*args), "complete": [0, *range(900, 920)]}
-        with proxy.running([liar.url, origin.url], tmp_path / "a", keep=2, options=FAST, trusted_key=TRUSTED) as relay:
-            for number in range(3):
-                proxy.publish(pub, number, proxy.contents(number))
-            proxy.wait_until(proxy.holds(relay, 1, 2), timeout_s=20)
-
-
 def test_a_killed_relay_resumes_after_a_restart(pub, tmp_path):
     """kill -9 in the midst of a version; one object rots on the disk before the restart."""
     objects = proxy.contents(0, sizes=(100_000,) * 40)

@@ -8,7 +8,6 @@ import contextlib
 import os
 import random
 import shutil
-import subprocess
 import threading
 import time
 import urllib.error
@@ -19,7 +18,7 @@ import pytest
 from sharding.download import range_get, source
 from sharding.format import journal
 from sharding.relay import error_log, upstream
-from tests.support import proxy
+from tests.support import lying_upstream, proxy
 
 TRUSTED = proxy.public(proxy.KEY)
 QUICK = range_get.Options(patience_s=2.0, connect_s=1.0, stall_s=0.5, range_bytes=50_000)
@@ -161,48 +160,12 @@ def test_a_manifest_that_is_not_the_publishers(origin, tmp_path, what):
     }[what]
     (root / "v00000000/manifest.json").write_bytes(bad)
 
-    # the bad relay is not our code: a file server with our routes
-    with _files(root) as liar:
-        assert check([liar, origin.url], proxy.contents, patience_s=10.0) == 0
-        assert isinstance(check(liar, proxy.contents), journal.CorruptSource)
-        with proxy.running(liar, tmp_path / "mirror", trusted_key=TRUSTED, options=QUICK) as relay:
+    with lying_upstream.LyingUpstream(root, lying_upstream.Behavior()) as liar:  # not our code
+        assert check([liar.url, origin.url], proxy.contents, patience_s=10.0) == 0
+        assert isinstance(check(liar.url, proxy.contents), journal.CorruptSource)
+        with proxy.running(liar.url, tmp_path / "mirror", trusted_key=TRUSTED, options=QUICK) as relay:
             time.sleep(1.0)
             assert relay.store.listing()["complete"] == []
-
-
-@contextlib.contextmanager
-def _files(root):
-    import http.server
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def __init__(self, *args):
-            super().__init__(*args, directory=str(root))
-
-        def handle(self):
-            with contextlib.suppress(OSError):
-                super().handle()
-
-        def do_GET(self):
-            body = b'{"complete": [0], "partial": [], "tag": "t"}'
-            if not self.path.startswith("/versions"):
-                return super().do_GET()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 def test_a_client_touches_no_disk(origin, monkeypatch):
@@ -224,24 +187,21 @@ def test_a_client_touches_no_disk(origin, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_relay_on_a_full_tmpfs(origin, tmp_path):
-    """A real ENOSPC: 400 kB hold one version of 270 kB, not two."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", disk], check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        root = tmp_path / "pub"
-        with proxy.running(root) as up, proxy.running(up.url, disk / "a", keep=3, options=QUICK) as relay:
-            for number in range(3):
-                proxy.publish(root, number, proxy.contents(number))
-                with contextlib.suppress(AssertionError):  # the newest may not fit next to the one that is kept
-                    proxy.wait_until(lambda number=number: relay.store.is_complete(number), timeout_s=5)
-                assert_whole(disk / "a", proxy.contents)
-                assert check(relay.url, proxy.contents) in range(3)
-            assert any(name.startswith("errors_OSError") for name in relay.mirror.log.counters)
-    finally:
-        subprocess.run(["umount", "-l", disk], check=False)
+def test_a_relay_on_a_full_tmpfs(small_disk, tmp_path):
+    """A real ENOSPC: 1 MB holds one version of 600 kB, not two."""
+    root = tmp_path / "pub"
+
+    def objects_of(number):
+        return proxy.contents(number, (5, 200_000, 400_000))
+
+    with proxy.running(root) as up, proxy.running(up.url, small_disk / "a", keep=3, options=QUICK) as relay:
+        for number in range(3):
+            proxy.publish(root, number, objects_of(number))
+            with contextlib.suppress(AssertionError):  # the newest may not fit next to the one that is kept
+                proxy.wait_until(lambda number=number: relay.store.is_complete(number), timeout_s=5)
+            assert_whole(small_disk / "a", objects_of)
+            assert check(relay.url, objects_of) in range(3)
+        assert any(name.startswith("errors_OSError") for name in relay.mirror.log.counters)
 
 
 @pytest.mark.slow
