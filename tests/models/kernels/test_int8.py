@@ -3,12 +3,10 @@
 The oracle is the model itself on plain matrices that hold what the integers and scales stand for, computed by numpy.
 """
 
-import asyncio
 import dataclasses
 import functools
 import math
 
-import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +24,7 @@ from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 from tests.support import proofs as proofs_lib
-from tests.support import tiny
+from tests.support import serving, tiny
 
 DENSE = tiny.model(tie_embeddings=False)
 MIXED = tiny.model(
@@ -199,13 +197,8 @@ def test_a_server_in_int8_updates_and_says_what_it_is(tmp_path):
     server.sources = [str(tmp_path)]
 
     def ask(method, path, body=None):
-        async def exchange():
-            make_app = serve.make_control_app if path == "/update_weights" else serve.make_app
-            transport = httpx.ASGITransport(app=make_app(server))
-            async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=WAIT_S) as client:
-                return await client.request(method, path, json=body)
-
-        return asyncio.run(exchange()).json()
+        make_app = serve.make_control_app if path == "/update_weights" else serve.make_app
+        return serving.asker(make_app(server))(method, path, json=body or {}).json()
 
     def sampled():
         body = {"token_ids": list(b"hello"), "sampling_params": {"max_tokens": 9, "seed": 1, "ignore_eos": True}}
