@@ -35,21 +35,25 @@ def answer(prompt: str) -> str:
 
 
 class Scripted(engine_lib.Engine):
-    """An engine with scripted completions. Set `scheduler` after construction."""
+    """An engine with scripted completions. Set `scheduler` after construction; where `script` is None, the engine's own count."""
 
     scheduler: scheduler_lib.Scheduler | None = None
 
+    def script(self, prompt: str) -> list[int]:
+        return TOK.encode(answer(prompt), special=True)
+
     def insert_batch(self, prefix, rows, state, slots, request):
-        never = request.replace(stop_ids=np.full_like(request.stop_ids, -1))  # a sampled token stops no sequence
-        return super().insert_batch(prefix, rows, state, slots, never)
+        if self.script is not None:  # a sampled token stops no sequence
+            request = request.replace(stop_ids=np.full_like(request.stop_ids, -1))
+        return super().insert_batch(prefix, rows, state, slots, request)
 
     def read(self, result):
         tokens, logprobs, counts = (np.array(x) for x in super().read(result))
-        for slot, sample in enumerate(self.scheduler.slots if self.scheduler else ()):
+        for slot, sample in enumerate(self.scheduler.slots if self.scheduler and self.script else ()):
             if sample is None or not counts[slot]:
                 continue
             prompt = TOK.decode(list(sample.group.request.tokens), skip_special=False)
-            said = TOK.encode(answer(prompt), special=True)[len(sample.completion.tokens) :][: counts[slot]]
+            said = self.script(prompt)[len(sample.completion.tokens) :][: counts[slot]]
             tokens[slot, : len(said)], counts[slot] = said, len(said)
         return tokens, logprobs, counts
 

@@ -4,12 +4,10 @@ The oracle is `transformer.apply` over prompt and completion, a program of other
 checked against a definition in tests/models/test_moe.py.
 """
 
-import asyncio
 import base64
 import dataclasses
 import functools
 
-import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +21,7 @@ from inference.server import inference_server
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
-from tests.support import stacking, tiny
+from tests.support import serving, stacking, tiny
 
 MODEL = tiny.model(num_layers=3, num_experts=5, experts_per_token=2, expert_ffn_dim=16, dense_layers=(1,))
 CONFIG = engine_lib.EngineConfig(4, 96, 2, 5, prefill_chunk=16, routed_experts=True)
@@ -48,15 +46,8 @@ def server():
 
 @pytest.fixture
 def ask(server):
-    def ask(path, body):
-        async def exchange():
-            transport = httpx.ASGITransport(app=serve.make_app(server))
-            async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=WAIT_S) as client:
-                return await client.post(path, json=body)
-
-        return asyncio.run(exchange())
-
-    return ask
+    ask = serving.asker(serve.make_app(server))
+    return lambda path, body: ask("POST", path, json=body)
 
 
 @functools.cache

@@ -1,14 +1,12 @@
-"""The scheduler's policies without a thread, a clock, or a device: when to start, and how many steps to run."""
+"""The scheduler's policies without a thread, a clock, or a device: when to start, and which likely tokens to report."""
 
 import concurrent.futures
 
 import numpy as np
-import pytest
 
 from inference.engine import request as request_lib
 from inference.scheduler import arrivals
 from inference.scheduler import sequence as sequence_lib
-from inference.scheduler import slots as slots_lib
 
 
 def group(**changes):
@@ -28,47 +26,9 @@ def test_an_arrival_window_ends_full_late_or_after_a_gap():
     assert not window.is_next_likely(last_s + 1.01 * arrivals.RECENT_S)
 
 
-def test_steps_of_the_next_call():
-    slots = slots_lib.Slots(3, max_model_len=20)
-    for slot, max_tokens in ((0, 9), (2, 6)):
-        slots.put(slot, group(max_tokens=max_tokens).start_next(None))
-
-    def steps(waiting, likely):
-        return slots.num_steps(8, is_any_waiting=waiting, is_request_likely=likely)
-
-    assert [steps(False, False), steps(True, False), steps(True, True), steps(False, True)] == [8, 6, 6, 2]
-    slots.put(1, group(max_tokens=1000).start_next(None))  # no slot is free: no reason for a short call
-    assert steps(False, True) == 8
-    slots.release(2)
-    assert steps(True, False) == 8 and slots.free == [2]
-    slots.put(2, group(max_tokens=1).start_next(None))
-    assert steps(True, False) == 1
-
-
-def test_slots_count_the_sequences_of_each_request():
-    slots, one, other = slots_lib.Slots(4, max_model_len=10), group(num_samples=3), group()
-    for slot in range(3):
-        slots.put(slot, one.start_next(None))
-    slots.put(3, other.start_next(None))
-    assert (one.num_running, one.num_started, other.num_running) == (3, 3, 1)
-    assert slots.groups == [one, other] and not slots.free
-    assert slots.usage() == pytest.approx(4 * 3 / 40)
-    slots.release(1)
-    assert one.num_running == 2 and [s.index for _, s in slots.running] == [0, 2, 0] and list(slots)[1] is None
-    with pytest.raises(AssertionError):
-        slots.put(0, other.start_next(None))
-    slots.clear()
-    assert slots.free == [0, 1, 2, 3]
-
-
 def test_the_likeliest_tokens_are_those_that_can_be_drawn():
     one = group(top_logprobs=3).start_next(None)
     ids = np.array([[4, 5, 6, 7], [8, 9, 10, 11]])
     logps = np.array([[-0.1, -2.5, -np.inf, -np.inf], [-1.0, -1.5, -2.0, -2.5]])  # a filter left two in the first row
     one.append_top(ids, logps)
     assert one.completion.top == [[(4, -0.1), (5, -2.5)], [(8, -1.0), (9, -1.5), (10, -2.0)]]
-
-
-def test_seeds_of_samples_wrap():
-    one = group(num_samples=2, seed=2**32 - 1)
-    assert [one.start_next(None).seeded_request.seed for _ in range(2)] == [2**32 - 1, 0]

@@ -1,7 +1,7 @@
 """The OpenAI-style routes: whole and streamed replies are equal, and both are the text of their token IDs.
 
-In process over ASGI. The model's weights are random; a `Scripted` engine returns the texts that a test
-needs, token by token. A logit bias of +100 at temperature 0 forces one token.
+In process over ASGI. The model's weights are random; a scripted engine returns the texts that a test needs, token by token.
+A logit bias of +100 at temperature 0 forces one token.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server, schemas
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from tests.support import serving, tiny
+from tests.support import scripted_server, serving, tiny
 
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=640, prefill_batch=2, steps_per_call=4)
@@ -37,34 +37,11 @@ ADD = {"name": "add", "description": "adds", "parameters": {"type": "object", "p
 TOOL = {"type": "function", "function": ADD}
 
 
-class Scripted(engine_lib.Engine):
-    """Decodes as the engine does, but returns `script` up to <|im_end|>, if it is set."""
-
-    script: list[int] | None = None
-    scheduler: scheduler_lib.Scheduler | None = None  # set after it was made
-
-    def insert_batch(self, prefix, rows, state, slots, request):
-        if self.script is not None:  # sampled tokens end nothing
-            request = request.replace(stop_ids=np.full_like(request.stop_ids, -1))
-        return super().insert_batch(prefix, rows, state, slots, request)
-
-    def read(self, result):
-        tokens, logprobs, counts = super().read(result)
-        if self.script is None:
-            return tokens, logprobs, counts
-        tokens, counts = np.array(tokens), np.array(counts)
-        for slot, sample in enumerate(self.scheduler.slots):
-            if sample is not None and counts[slot]:
-                said = self.script[len(sample.completion.tokens) :][: counts[slot]]
-                said = said[: said.index(258) + 1] if 258 in said else said
-                tokens[slot, : len(said)], counts[slot] = said, len(said)
-        return tokens, logprobs, counts
-
-
 @pytest.fixture(scope="module")
 def server():
     params = jax.tree.map(jax.numpy.asarray, tiny.params(MODEL, 0))
-    engine = Scripted(MODEL, CONFIG, TOK, params)
+    engine = scripted_server.Scripted(MODEL, CONFIG, TOK, params)
+    engine.script = None
     scheduler = engine.scheduler = scheduler_lib.Scheduler(engine, params, 0)
     yield inference_server.InferenceServer(None, scheduler, engine, weights_lib.Store(MODEL, engine.mesh))
     scheduler.close()
@@ -83,7 +60,7 @@ def says(server):
 
     def says(text):
         ids = TOK.encode(text, special=True)
-        server.engine.script = [*ids, *[0] * 64]
+        server.engine.script = lambda prompt: ids
 
     yield says
     server.engine.script = None
@@ -310,7 +287,7 @@ def test_a_prompt_of_unknown_ids_is_rejected_before_it_is_decoded(ask, path, tok
 
 
 def test_an_unknown_route_and_a_wrong_method_get_json(ask):
-    assert ask("/v1/nowhere").json()["error"]["message"].startswith("route POST /v1/nowhere does not exist")
+    assert ask("/v1/nowhere").json()["error"]["message"].startswith("route POST /v1/nowhere is not on this listener")
     assert ask("/v1/models").status_code == 405
     assert "both or neither of prompt and messages" in ask("/tokenize", {}).json()["error"]["message"]
     assert "outside the vocabulary" in ask("/detokenize", {"tokens": [10**6]}).json()["error"]["message"]

@@ -100,13 +100,6 @@ def run(running):
     return run
 
 
-def test_a_network_uses_at_most_as_much_as_it_leaves_free():
-    budget = web.Budget(10)
-    assert not budget.take("a", 6) and budget.take("a", 5) and not budget.take("a", 1)
-    assert budget.take("b", 2) and not budget.take("b", 1) and budget.take("c", 1)
-    assert (budget.free, dict(budget.used)) == (2, {"a": 5, "b": 2, "c": 1})
-
-
 def test_one_address_takes_half_and_another_is_served(run):
     async def main(url, budget, gate):
         until = asyncio.Event()
