@@ -7,6 +7,7 @@ transformers. Letters as in models/transformer.py.
 import dataclasses
 import functools
 import json
+import math
 import re
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from inference.engine import kv_cache
-from models import attention, transformer
+from models import attention, layers, transformer
 from models import config as config_lib
 from models.kernels import cpu_attention
 from sharding import mesh as mesh_lib
@@ -518,3 +519,67 @@ def test_a_config_survives_json():
     config = tiny.model(dense_layers=(1,))
     again = config_lib.ModelConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
     assert again == config and hash(again) == hash(config)
+
+
+# ---- rotary frequencies ----------------------------------------------------------------------------------------------
+
+
+def wavelength_llama3(base, factor, low, high, original):
+    """Llama 3.1's rule for one dim, by wavelength, as its reference states it."""
+    wavelength = 2 * math.pi / base
+    if wavelength < original / high:
+        return base
+    if wavelength > original / low:
+        return base / factor
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * base / factor + smooth * base
+
+
+@pytest.mark.parametrize(
+    ("dim", "theta", "factor", "low", "high", "original"),
+    [(128, 5e5, 8.0, 1.0, 4.0, 8192), (64, 1e4, 32.0, 1.5, 6.0, 256)],
+)
+def test_llama3_frequencies(dim, theta, factor, low, high, original):
+    scaling = dict(rope_scaling="llama3", rope_factor=factor, rope_low_freq=low, rope_high_freq=high)
+    config = tiny.model(head_dim=dim, rope_theta=theta, rope_original_positions=original, **scaling)
+    got, attention_factor = layers.frequencies(config, sliding=False)
+    want = [wavelength_llama3(theta ** (-2 * i / dim), factor, low, high, original) for i in range(dim // 2)]
+    np.testing.assert_allclose(got, want, rtol=1e-6)  # float32
+    assert attention_factor == 1.0
+    plain = theta ** (-2 * np.arange(dim // 2) / dim)
+    assert sum((plain / factor < np.array(want) * 0.999) & (np.array(want) * 0.999 < plain * 0.99)) >= 3  # interpolated
+
+
+@pytest.mark.parametrize(
+    ("dim", "theta", "factor", "fast", "slow", "original", "truncate"),
+    [
+        (64, 1e4, 40.0, 32.0, 1.0, 4096, True),
+        (64, 150000.0, 32.0, 32.0, 1.0, 4096, False),
+        (128, 1e6, 4.0, 32.0, 1.0, 32768, True),
+    ],
+    ids=["deepseek_v3", "gpt_oss", "qwen"],
+)
+def test_yarn_frequencies(dim, theta, factor, fast, slow, original, truncate):
+    """YaRN (arXiv 2309.00071): dims that turn more than `fast` times in the trained length keep their frequency, those that
+    turn less than `slow` times are stretched; the ramp between is linear in the dim, its ends rounded outwards."""
+    scaling = dict(rope_scaling="yarn", rope_factor=factor, rope_beta_fast=fast, rope_beta_slow=slow)
+    config = tiny.model(
+        head_dim=dim, rope_theta=theta, rope_original_positions=original, rope_truncate=truncate, **scaling
+    )
+    got, attention_factor = layers.frequencies(config, sliding=False)
+
+    def dim_of(turns):  # original * theta ** (-2 i / dim) / (2 pi) = turns, solved for i
+        return dim / 2 * math.log(original / (2 * math.pi * turns), theta)
+
+    first, last = dim_of(fast), dim_of(slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    for i in range(dim // 2):
+        base = theta ** (-2 * i / dim)
+        part = min(max((i - first) / (last - first), 0.0), 1.0)
+        assert math.isclose(got[i], base * (1 - part) + base / factor * part, rel_tol=1e-6), i
+    assert 0 < first < last < dim / 2  # the ramp lies inside, so that both ends are seen
+    assert math.isclose(attention_factor, 0.1 * math.log(factor) + 1)
+    with_mscale = dataclasses.replace(config, rope_mscale=0.7, rope_mscale_all_dim=1.0)
+    want = (0.07 * math.log(factor) + 1) / (0.1 * math.log(factor) + 1)
+    assert math.isclose(layers.frequencies(with_mscale, sliding=False)[1], want)

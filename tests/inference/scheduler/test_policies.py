@@ -1,4 +1,4 @@
-"""The scheduler's policies without a thread, a clock, or a device: when to start, and which likely tokens to report."""
+"""The scheduler's policies without a thread, a clock, or a device: when to start, how many steps to run, and which tokens are likely."""
 
 import concurrent.futures
 
@@ -7,6 +7,7 @@ import numpy as np
 from inference.engine import request as request_lib
 from inference.scheduler import arrivals
 from inference.scheduler import sequence as sequence_lib
+from inference.scheduler import slots as slots_lib
 
 
 def group(**changes):
@@ -32,3 +33,20 @@ def test_the_likeliest_tokens_are_those_that_can_be_drawn():
     logps = np.array([[-0.1, -2.5, -np.inf, -np.inf], [-1.0, -1.5, -2.0, -2.5]])  # a filter left two in the first row
     one.append_top(ids, logps)
     assert one.completion.top == [[(4, -0.1), (5, -2.5)], [(8, -1.0), (9, -1.5), (10, -2.0)]]
+
+
+def test_steps_of_the_next_call():
+    slots = slots_lib.Slots(3, max_model_len=20)
+    for slot, max_tokens in ((0, 9), (2, 6)):
+        slots.put(slot, group(max_tokens=max_tokens).start_next(None))
+
+    def steps(waiting, likely):
+        return slots.num_steps(8, is_any_waiting=waiting, is_request_likely=likely)
+
+    assert [steps(False, False), steps(True, False), steps(True, True), steps(False, True)] == [8, 6, 6, 2]
+    slots.put(1, group(max_tokens=1000).start_next(None))  # no slot is free: no reason for a short call
+    assert steps(False, True) == 8
+    slots.release(2)
+    assert steps(True, False) == 8 and slots.free == [2]
+    slots.put(2, group(max_tokens=1).start_next(None))
+    assert steps(True, False) == 1

@@ -272,3 +272,10 @@ def test_a_trickle_is_408_and_what_is_fast_enough_is_read(run, monkeypatch):
         assert fast[0] > 1.5 and fast[1].startswith("HTTP/1.1 200") and '{"bytes":40000}' in fast[1]
 
     run(main)
+
+
+def test_a_network_uses_at_most_as_much_as_it_leaves_free():
+    budget = web.Budget(10)
+    assert not budget.take("a", 6) and budget.take("a", 5) and not budget.take("a", 1)
+    assert budget.take("b", 2) and not budget.take("b", 1) and budget.take("c", 1)
+    assert (budget.free, dict(budget.used)) == (2, {"a": 5, "b": 2, "c": 1})

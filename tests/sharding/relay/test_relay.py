@@ -629,3 +629,14 @@ def test_half_an_object_is_never_exposed(tmp_path, monkeypatch, module, name):
         assert held.has(3, good) and held.num_bytes == 1000
         held.remove(3)
         assert held.num_bytes == 0
+
+
+def test_only_what_the_trusted_key_signed_is_mirrored(pub, tmp_path):
+    proxy.publish(pub, 0, proxy.contents(0))
+    proxy.publish(pub, 1, proxy.contents(1), key=proxy.OTHER_KEY)
+    proxy.publish(pub, 2, proxy.contents(2))
+    with proxy.running(pub) as origin:
+        with proxy.running(origin.url, tmp_path / "a", trusted_key=TRUSTED, options=FAST) as relay:
+            proxy.wait_until(proxy.holds(relay, 0, 2), timeout_s=20)
+            assert "signed by" in relay.mirror.log.last
+            assert not (tmp_path / "a" / "v00000001").exists()
