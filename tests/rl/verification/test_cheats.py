@@ -57,12 +57,13 @@ def test_honest_rollouts_pass(honest):
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in cheats.CHEATS]
 )
 def test_each_cheat_is_caught(name):
-    caught = cheats.play(cheats.CHEATS[name], 16, *cheats.shipped("float32"), prompts=2)
+    is_late = name in SLOW and "_" in name and name in cheats.forgeries.FORGERIES  # a part of its rollouts is as if honest
+    caught = cheats.play(cheats.CHEATS[name], 64 if is_late else 16, *cheats.shipped("float32"), prompts=2)
     assert set(caught.reasons) <= REASONS.get(name, REPLAYED), caught
     if name in HARMLESS:
         assert caught.rate == 0, caught
-    elif name in SLOW and "_" in name and name in cheats.forgeries.FORGERIES:
-        assert caught.median_until <= 48, caught  # a part of its rollouts is as if honest
+    elif is_late:
+        assert caught.median_until <= 48, caught
     else:
         assert caught.rate >= LEAST_RATE.get(name, 0.8), caught
 
