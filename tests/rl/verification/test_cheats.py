@@ -41,10 +41,13 @@ LEAST_RATE |= {"claims_0.0009_advantage": 0.5, "claims_0.045_advantage": 0.5, "s
 # lease that pins the version ends), and another's work under an own name (which the lease decides).
 HARMLESS = {"speculation_0.3", "reward_plus_9e-7", "better_version", "best_switch", "copied_from_a_peer"}
 
+# A part of their rollouts is as if honest, so 16 of them are too few; the test of 48 rollouts has them.
+LATE = {"logit_bias_0.1", "old_tail_8", "runner_up_0.02", "runner_up_0.001", "temperature_0.97", "temperature_1.03"}
+LATE |= {"logit_bias_1", "speculation_0.02"}
+
 # Several seconds each.
 SLOW = "half_the_layers another_model int8_weights early_stop edited_4 edited_16 temperature_1.1 other_experts".split()
-SLOW += "logit_bias_1 logit_bias_0.1 old_tail_8 speculation_0.02 runner_up_0.02 runner_up_0.001 likeliest_stop".split()
-SLOW += ["temperature_0.97", "temperature_1.03", *sorted(HARMLESS)]
+SLOW += ["likeliest_stop", *sorted(HARMLESS)]
 
 
 @pytest.mark.parametrize("honest", [doubles.honest, pytest.param(doubles.honest_mixture, marks=pytest.mark.slow)])
@@ -54,16 +57,18 @@ def test_honest_rollouts_pass(honest):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in cheats.CHEATS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in cheats.CHEATS
+        if name not in LATE
+    ],
 )
 def test_each_cheat_is_caught(name):
-    is_late = name in SLOW and "_" in name and name in cheats.forgeries.FORGERIES  # a part of its rollouts is as if honest
-    caught = cheats.play(cheats.CHEATS[name], 64 if is_late else 16, *cheats.shipped("float32"), prompts=2)
+    caught = cheats.play(cheats.CHEATS[name], 16, *cheats.shipped("float32"), prompts=2)
     assert set(caught.reasons) <= REASONS.get(name, REPLAYED), caught
     if name in HARMLESS:
         assert caught.rate == 0, caught
-    elif is_late:
-        assert caught.median_until <= 48, caught
     else:
         assert caught.rate >= LEAST_RATE.get(name, 0.8), caught
 
