@@ -39,7 +39,7 @@ def verifier(trusted=PUBLIC, floor=None, now=NOW):
     return head.HeadVerifier(trusted, floor, clock=lambda: now)
 
 
-def test_a_head_says_what_is_newest():
+def test_a_head_says_what_is_newest(monkeypatch):
     found = verifier().accept(signed([entry(3), entry(4), entry(2, epoch=1)], 7, writing=3))
     assert (found.serial, found.epoch, found.writing, found.expires_s) == (7, 1, 3, NOW + 100)
     assert found.newest == entry(2, epoch=1) and found.order == (1, 2)
@@ -51,6 +51,8 @@ def test_a_head_says_what_is_newest():
         found.versions[4].check(b"manifest of 4 of 1")
     begun = verifier().accept(signed([entry(3)], 7, epoch=1))
     assert begun.newest is None and begun.order == (1, -1)
+    monkeypatch.setattr(roots, "NEVER", roots.NEVER.fromtimestamp(NOW + 50, roots.NEVER.tzinfo))
+    assert verifier().accept(signed([entry(3)], 7)).expires_s == NOW + 50  # of the role that ends first
 
 
 @pytest.mark.parametrize(
@@ -308,6 +310,7 @@ def stale():
     "data",
     [b"", b"\n" * 3, b"\n" * 100_000, b"x" * (head.MAX_HEAD_BYTES + 1), b"[" * 100_000 + b"\n" * 3, b"{}\n{}\n{}\n"]
     + [b"\n".join([LINES[i], *LINES[1:]]) for i in (1, 2)]  # snapshot or targets in the place of the timestamp
+    + [b"\n".join([LINES[0][:-1] + b" " * head.MAX_TIMESTAMP_BYTES + b"}", *LINES[1:]])]  # the signature is still good
     + [signed([head.Entry(0, 1, journal.MAX_MANIFEST_BYTES + 1, "0" * 64)], 1)]
     + [
         b'{"signatures":[],"signed":{"_type":"timestamp","version":1e999}}\n{}\n{}\n',
