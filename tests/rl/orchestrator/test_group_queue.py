@@ -37,10 +37,12 @@ class Machine(stateful.RuleBasedStateMachine):
         self.queue, self.now_s, self.step = group_queue.GroupQueue(), 0.0, 0
         self.sets = {state: set() for state in (*State, TAKEN)}
         self.lease_of, self.verified, self.opened, self.trusted = {}, set(), set(), set()
+        self.decided = set()  # groups that were quarantined or let pass, ever
 
     def move(self, key, old, new):
         self.sets[old].remove(key)
         self.sets[new].add(key)
+        self.decided |= {key} if new in (State.QUARANTINED, State.ELIGIBLE) else set()
         if new is State.OPEN:
             self.verified.discard(key)
             del self.lease_of[key]
@@ -174,6 +176,8 @@ class Machine(stateful.RuleBasedStateMachine):
         assert kept == {key: s for s, keys in self.sets.items() for key in keys if s is not TAKEN}
         assert kept.keys() | self.sets[TAKEN] == self.opened and not kept.keys() & self.sets[TAKEN]
         assert self.queue.count() == {s: len(keys) for s, keys in self.sets.items() if keys and s is not TAKEN}
+        opened = self.sets[State.OPEN]  # those whose draw may be known are always verified when they come again
+        assert {key for key in opened if self.queue.entries[key].was_decided} == opened & self.decided
         held = (State.LEASED, State.SUBMITTED, State.QUARANTINED)
         for worker in "abc":
             keys = {key for state in held for key in self.sets[state] if self.lease_of[key][0] == worker}
