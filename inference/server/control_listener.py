@@ -32,10 +32,12 @@ def opened(control: str, token_file: str | None, hosts: Collection[str]) -> Iter
       token_file: file of the token, created if it does not exist; None for no token.
       hosts: names of this machine that clients may use in the Host header, besides that of `control`.
 
-    Raises ValueError if it cannot listen there, or if HOST:PORT has no token.
+    Raises ValueError if it cannot listen there, or if HOST:PORT has no host or no token.
     """
     host, colon, port = control.rpartition(":")
     is_unix = "/" in control or not (colon and port.isdecimal())  # a port alone would mean all addresses
+    if not (is_unix or host):
+        raise ValueError(f"--control {control} names no host; write 127.0.0.1:{port}, or HOST:PORT for other machines")
     if not is_unix and token_file is None:
         raise ValueError(
             f"--control {control} can be reached by other users and has no token; add --control_token_file FILE (created "

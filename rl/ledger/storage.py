@@ -139,7 +139,7 @@ def hash_of(seq: int, time_ms: int, previous: bytes, body: bytes, signature: byt
 def connect(path: pathlib.Path, *, check_schema: bool = True) -> sqlite3.Connection:
     """Opens a ledger file; views and triggers in the file never run. Raises FileNotFoundError, or ValueError if it is not a ledger."""
     if check_schema and not path.is_file():
-        raise FileNotFoundError(f"no ledger at {path}; correct the path, or create one with Ledger.create")
+        raise FileNotFoundError(f"no ledger at {path}; that of a run is WORKDIR/ledger.db; correct the path")
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
     db.text_factory = bytes  # text of a damaged file need not be UTF-8
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 4 * events.MAX_EVENT_BYTES)

@@ -460,10 +460,12 @@ class Orchestrator:
 
     def _wait_notice(self, keys: list[group_queue.Key], step: int | None) -> str:
         count, banned = self._queue.count(), self._health.num_banned(time.monotonic())
+        loading = f"; the inference servers are loading policy version {self._announced}"
         return (
             f"{'the evaluation' if step is None else f'batch {step}'} has {self._queue.num_eligible(keys)} of {len(keys)} groups; "
             f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
             f"{count[State.SUBMITTED]} are being checked, {count[State.QUARANTINED]} wait for a verdict"
+            f"{loading if self._announced > self._version else ''}"
             f"{f'; workers banned after trust.max_attempts rejections: {banned}' if banned else ''}"
             f"{f'; {silent}' if (silent := self._verdicts.notice()) else ''}"
         )

@@ -42,6 +42,8 @@ from sharding.broadcast import assemble, destination, head_writer
 from sharding.format import head, manifest, roots, safetensors_header
 from sharding.system import atomic_file, cli
 
+MAX_DAYS = 36525  # of a root: a century
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command of `python -m sharding.broadcast`. Returns the exit code: 0, 1 after an error, 130 after Ctrl-C."""
@@ -85,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("root", help="directory or bucket URL with a head.jsonl")
     sub.add_argument("--key-file", required=True, help="PEM file of the run's private key: WORKDIR/weights.key")
     sub.add_argument("--root-file", default="", help="the run's root file, if it has one")
-    sub = commands.add_parser("keys", help="make, change or print a root file")
+    text = (__doc__ or "").partition("A root file")
+    how = argparse.RawDescriptionHelpFormatter
+    sub = commands.add_parser(
+        "keys", help="make, change or print a root file", epilog="".join(text[1:]), formatter_class=how
+    )
     sub.set_defaults(run=_keys)
     sub.add_argument("file", help="the root file; printed if no option is given")
     for name, metavar, text in (
@@ -153,6 +159,8 @@ def _keys(args: argparse.Namespace) -> int:
     path = pathlib.Path(args.file)
     data = path.read_bytes() if path.exists() else b""
     if args.sign:
+        if not 0 < args.days <= MAX_DAYS:
+            raise ValueError(f"--days = {args.days} must be above 0 and at most {MAX_DAYS}: set it to an allowed value")
         changes = {name: [_public_hex(key) for key in getattr(args, name)] for name in ("root", "online")}
         data = roots.amend(data, list(map(_load_key, args.sign)), expires_s=time.time() + 86400 * args.days, **changes)
         atomic_file.write(path, data, durable=True)
@@ -184,6 +192,9 @@ def _read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _load_key(path: str | os.PathLike) -> ed25519.Ed25519PrivateKey:
+    if not os.path.isfile(path):
+        make = f"make a key with `openssl genpkey -algorithm ed25519 -out {path}`"
+        raise FileNotFoundError(f"no file {path}: pass a PEM file with a private key, or {make}")
     try:
         key = serialization.load_pem_private_key(pathlib.Path(path).read_bytes(), password=None)
     except (ValueError, TypeError) as error:

@@ -7,6 +7,7 @@
 import collections
 import os
 import pathlib
+import re
 import sys
 import threading
 import time
@@ -68,6 +69,10 @@ def _checked(source: str | os.PathLike | Sequence[str]) -> list[str]:
         raise ValueError(f"sources {sources} are not all relays: pass one source, or several http(s) URLs of relays")
     if not schemes <= {"", "http", "https", "gs", "s3", "file", "memory"}:
         raise ValueError(f"source {sources[0]!r} has an unknown scheme: use a path, gs://, s3://, http:// or https://")
+    if re.fullmatch(r"[\w.-]+:\d+/?", sources[0]) and not os.path.exists(sources[0]):
+        raise ValueError(
+            f"source {sources[0]!r} is neither a directory nor a URL: write http://{sources[0]} for a relay"
+        )
     return sources
 
 

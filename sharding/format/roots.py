@@ -108,6 +108,10 @@ def amend(
     metadata = Metadata(new)
     for key in signers:
         metadata.sign(CryptoSigner(key), append=True)
+    try:
+        check_next(before if data else new, metadata)
+    except exceptions.RepositoryError as error:
+        raise ValueError(f"{error}: give --sign the private keys of the old and the new root keys") from error
     amended = data + metadata.to_bytes(JSONSerializer(compact=True)) + b"\n"
     read(amended)
     return amended

@@ -352,6 +352,8 @@ def test_a_listener_without_a_token_is_a_private_socket(tmp_path, monkeypatch, c
     for control in ("127.0.0.1:0", "0.0.0.0:0", "[::1]:0", "localhost:0"):
         assert serve.main(["--model", "nowhere", "--port", "0", "--control", control]) == 1
         assert "has no token; add --control_token_file FILE" in capsys.readouterr().err
+    assert serve.main(["--model", "nowhere", "--control", ":8101", "--control_token_file", str(tmp_path / "t")]) == 1
+    assert "--control :8101 names no host; write 127.0.0.1:8101" in capsys.readouterr().err
     with pytest.raises(ValueError, match="AF_UNIX path too long; choose a new, short path"):
         sockets.listen_unix(tmp_path / ("x" * 120))
 

@@ -225,7 +225,8 @@ def test_a_root_file_replaces_the_key_of_a_run_and_revokes_the_old_one(tmp_path,
         (["--online", PUBLIC], "must be signed: give --sign"),
         ([], "does not exist: give --root, --online and --sign"),
         (["--root", ROOT_PUBLIC, "--sign", "KEY"], "one online key"),
-        (["--root", "nothing.pem", "--sign", "KEY"], "nothing.pem"),
+        (["--root", "nothing.pem", "--sign", "KEY"], "openssl genpkey -algorithm ed25519 -out nothing.pem"),
+        *((["--online", PUBLIC, "--root", "KEY", "--sign", "KEY", "--days", d], "--days") for d in ("0", "nan", "1e9")),
     ],
 )
 def test_mistakes_with_keys(tmp_path, capsys, arguments, match):
@@ -242,7 +243,7 @@ def test_the_root_key_is_replaced_by_both(tmp_path, capsys):
     before = file.read_bytes()
     for signer in (a, b):
         assert command(*keys, "--root", b, "--sign", signer) == 1 and file.read_bytes() == before
-        assert "root was signed by 0/1 keys" in capsys.readouterr().err
+        assert "root was signed by 0/1 keys: give --sign" in capsys.readouterr().err
     assert command(*keys, "--root", b, "--sign", a, b) == 0 and head.HeadVerifier(file).keys == {PUBLIC}
     assert len(roots.read(file.read_bytes())) == 2
     file.write_text("nothing")

@@ -55,6 +55,7 @@ def read(opened, objects, path):
         (["http://a:1", "/tmp"], {}, "are not all relays"),
         (["/a", "/b"], {}, "are not all relays"),
         ("ftp://a", {}, "unknown scheme"),
+        ("localhost:8200", {}, "write http://localhost:8200"),
         ("http://", {}, "is not a URL"),
         ("http://a/?x=1", {}, "is not a URL"),
         ("/tmp", {"trusted_key": "abc"}, "64 lowercase hex digits"),
