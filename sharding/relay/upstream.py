@@ -101,7 +101,11 @@ class Upstream:
         self._choose_followed(listing)
         self._plan.update(self.name, self._claims, self._followed and self._followed.number)
         wanted = [n for n in self._plan.wanted(self.name) if not self._is_refuted(n)]
-        moved = any([self._try(self._download, number) for number in wanted])
+        moved = False
+        for number in wanted:
+            if moved and not self._is_offered(number):
+                break
+            moved |= self._try(self._download, number)
         self._plan.serve_head(self.name, listing.head)
         self._store.recovered()
         if self._followed is not None and self._followed.number in listing.complete:
@@ -180,9 +184,21 @@ class Upstream:
             if not missing and not self._store.is_complete(number):
                 self._store.finish(number, claim.manifest, claim.data)
                 self._log.count("versions")
-        if missing and len(missing) >= num_missing and not self.thread.stopped.is_set():
+        if missing and len(missing) >= num_missing and self._is_offered(number):
             raise journal.Unavailable(f"{len(missing)} objects of version {number} did not come ({self._log.last})")
         return True
+
+    def _is_offered(self, number: int) -> bool:
+        """Returns True if the upstream still lists the proven manifest under `number`, and nothing newer.
+
+        An upstream that a run has resumed lists other versions under the numbers of the old ones.
+        """
+        try:
+            listing, claim = self.source.listing(), self._claims.get(number)
+        except (OSError, ValueError):  # the next step reports it
+            return False
+        is_same = listing.head is None or (claim is not None and claim.sha256.encode() in listing.head)
+        return number in listing.complete and is_same and _newest(listing) <= _newest(self._listing)
 
     def _missing(self, number: int, claim: version_search.Proof) -> list[journal.Object]:
         return [o for o in claim.manifest.objects if not self._store.has(number, o)]
@@ -198,7 +214,7 @@ class Upstream:
                 pending = self._collect(pending, concurrent.futures.FIRST_COMPLETED)
             if time.monotonic() > polled_s + 1.0:
                 polled_s = time.monotonic()
-                goes_on = _newest(self.source.listing()) <= _newest(self._listing)
+                goes_on = self._is_offered(number)
             if self.thread.stopped.is_set() or not goes_on:
                 break
         self._collect(pending, concurrent.futures.ALL_COMPLETED)

@@ -300,3 +300,24 @@ def test_a_head_without_its_version_is_not_handed_on(pub, tmp_path):
             shutil.copy(ahead / "head.jsonl", pub / "head.jsonl")
             mirrored(relay, 3)
             proxy.wait_until(lambda: relay.store.head == after)
+
+
+def test_a_resumed_run_replaces_the_versions_that_a_relay_is_downloading(pub, tmp_path):
+    """Its old versions are gone in the middle of their download; a relay left its upstream alone for up to a minute then."""
+    epochs = {number: 0 for number in range(10)}
+    for number in range(3, 10):
+        proxy.publish(pub, number, proxy.contents(number))
+    proxy.sign(pub, epochs=epochs)
+    with proxy.running(pub, trusted_key=TRUSTED) as origin:
+        address, port = origin.url, int(origin.url.rsplit(":", 1)[1])
+        stack = contextlib.ExitStack()
+        relay = stack.enter_context(proxy.running(address, tmp_path / "a", trusted_key=TRUSTED, keep=5))
+        proxy.wait_until(lambda: 9 in relay.store.complete())
+    for number in range(5, 10):
+        shutil.rmtree(pub / f"v{number:08d}")
+        del epochs[number]
+    proxy.publish(pub, 5, proxy.contents(55))
+    head = proxy.sign(pub, epoch=1, epochs=epochs)
+    with stack, proxy.running(pub, port=port, trusted_key=TRUSTED):
+        proxy.wait_until(lambda: relay.store.head == head and 5 in relay.store.complete(), 15)
+        assert relay.store.manifest(5) == (pub / "v00000005" / "manifest.json").read_bytes()
