@@ -40,6 +40,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 MAX_REPLY_BYTES = 2**20  # 64 verdicts of at most 2 KiB are far fewer
 # More than these, and than 1 in 20 of its verdicts, exclude a validator: rounding makes honest ones differ now and then.
 MAX_CONTRADICTIONS = 3
+MAX_DOUBTS = 8  # of rejections by "statistics" alone: more than these, and than 1 in 4
 MAX_FAILURES = 3  # of a validator that is up, on one group alone
 UNDECIDED = checks.Verdict("undecided", "the validators contradict each other")
 UNANSWERED = checks.Verdict("unanswered", "too many validators fail on this group alone")
@@ -62,10 +63,12 @@ class _Validator:
     problem: str = ""  # of the last request; "": it was answered
     num_decided: int = 0
     num_contradictions: int = 0
+    num_doubts: int = 0  # contradictions by "statistics"
 
     @property
     def is_excluded(self) -> bool:
-        return self.num_contradictions > max(MAX_CONTRADICTIONS, self.num_decided / 20)
+        is_doubtful = self.num_doubts > max(MAX_DOUBTS, self.num_decided / 4)
+        return is_doubtful or self.num_contradictions > max(MAX_CONTRADICTIONS, self.num_decided / 20)
 
 
 @dataclasses.dataclass
@@ -280,10 +283,13 @@ class VerdictCollector:
         if response.status_code != 200:
             raise ValueError(f"status {response.status_code}: {bytes(reply[:200]).decode(errors='replace')}")
         try:
-            answers = json.loads(bytes(reply))["verdicts"]
-            verdicts = {one.digest: one for one in map(verdict_lib.SignedVerdict.read, answers)}
+            answer = json.loads(bytes(reply))
+            verdicts = {one.digest: one for one in map(verdict_lib.SignedVerdict.read, answer["verdicts"])}
+            is_fresh = answer["request"] == signed["signature"] and lease.is_signed(validator.key, answer)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"its reply has no verdicts: {error}") from error
+        if not is_fresh:  # a copy of an earlier "weights" would fail the run
+            raise ValueError("its reply is not signed by its key over this request")
         for case in cases:
             expected = self._key.worker, *case.group, case.digest, validator.key
             one = verdicts.get(case.digest)
@@ -322,15 +328,19 @@ class VerdictCollector:
         self._decide(case.group, case.digest, verdict, list(case.verdicts.values()))
 
     def _compare(self, case: _Case, validator: _Validator, decision: verdict_lib.SignedVerdict) -> None:
-        """Counts a verdict against its validator if the quorum decided otherwise, unless one rests on evidence that others may lack."""
+        """Counts a verdict against its validator if the quorum decided otherwise; evidence that others may lack weighs less, or nothing."""
         verdict = case.verdicts[validator.key]
         validator.num_decided += 1
-        if verdict.accepted != decision.accepted and "statistics" not in (verdict.reason, decision.reason):
-            self._count("validator_contradictions")
+        if verdict.accepted != decision.accepted and decision.reason != "statistics":
             was_excluded = validator.is_excluded
-            validator.num_contradictions += 1
+            if verdict.reason == "statistics":
+                validator.num_doubts += 1
+            else:
+                self._count("validator_contradictions")
+                validator.num_contradictions += 1
             if validator.is_excluded and not was_excluded:
-                found = f"{validator.num_contradictions} of its {validator.num_decided} verdicts contradict the others"
+                num = validator.num_contradictions + validator.num_doubts
+                found = f"{num} of its {validator.num_decided} verdicts contradict the others"
                 self._on_fault(f"validator {validator.url} is not asked again: {found}")
 
     def _note(self, validator: _Validator, problem: str) -> None:
