@@ -134,6 +134,18 @@ def test_a_group_on_which_validators_fail_holds_up_no_other_and_is_void():
         assert 2 * verdict_collector.MAX_FAILURES <= alone <= 3 * verdict_collector.MAX_FAILURES
 
 
+def test_an_outage_whose_health_check_answers_is_a_pause():
+    """All accelerators hang: no group is void, however long it takes."""
+    doubles = [double(act=validators.silence) for _ in range(3)]
+    with validators.served(*doubles) as names, Collected(names, verdict_s=0.3) as collected:
+        collected.ask(groups(2))
+        proxy.wait_until(lambda: min(len(one.asked) for one in doubles) > 8)
+        assert not collected.decisions.found
+        for one in doubles:
+            one.act = None
+        assert collected.decisions.wait(2) == honest(2)
+
+
 def test_a_liar_is_outvoted_counted_and_excluded():
     """One of three: each of its lies costs a third verdict, until it is not asked any more."""
     liar = double(judge=opposite)
