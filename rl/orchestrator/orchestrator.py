@@ -259,9 +259,9 @@ class Orchestrator:
         self._health.lost(entry.worker, entry.group.key, now_s, blame=not is_void)
 
     def holds_groups(self, worker: str) -> bool:
-        """Returns True if a worker holds groups: leased, submitted, or quarantined."""
+        """Returns True if a worker has groups that no batch has taken; else the answer would tell which passed without a verdict."""
         with self._changed:
-            return bool(self._queue.held(worker))
+            return any(entry.worker == worker for entry in self._queue.entries.values())
 
     def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
         """Starts the checks of submitted rollouts; returns per group a future of "accepted", "quarantined", or "refused: REASON"."""

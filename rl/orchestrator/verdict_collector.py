@@ -7,7 +7,7 @@
    a request that failed are sent one by one, since one of them may be the cause.
 3. `quorum` equal verdicts decide. Where they differ, further validators are asked. If no quorum is possible, the group is void: too
    many contradict each other ("undecided"), or fail MAX_FAILURES times on this group alone while they are up ("unanswered").
-   A validator that is down fails on no group: an outage of all is a pause. One that often contradicts the quorum is not asked again.
+   A validator that is down, or answers nothing at all, fails on no group: an outage of all is a pause. One that often contradicts the quorum is not asked again.
 4. Until then the group stays quarantined, and `notice` names the validators at fault. Only if all of them lack the weights does the
    run fail: the weights are ours. This process always answers, or the run fails.
 
@@ -40,6 +40,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 MAX_REPLY_BYTES = 2**20  # 64 verdicts of at most 2 KiB are far fewer
 # More than these, and than 1 in 20 of its verdicts, exclude a validator: rounding makes honest ones differ now and then.
 MAX_CONTRADICTIONS = 3
+MAX_DOUBTS = 8  # of rejections by "statistics" alone: more than these, and than 1 in 4
 MAX_FAILURES = 3  # of a validator that is up, on one group alone
 UNDECIDED = checks.Verdict("undecided", "the validators contradict each other")
 UNANSWERED = checks.Verdict("unanswered", "too many validators fail on this group alone")
@@ -59,13 +60,16 @@ class _Validator:
     key: str
     free_s: float = -math.inf  # asked again from this time on
     num_faults: int = 0  # in a row
+    answered_s: float = -math.inf  # last
     problem: str = ""  # of the last request; "": it was answered
     num_decided: int = 0
     num_contradictions: int = 0
+    num_doubts: int = 0  # contradictions by "statistics"
 
     @property
     def is_excluded(self) -> bool:
-        return self.num_contradictions > max(MAX_CONTRADICTIONS, self.num_decided / 20)
+        is_doubtful = self.num_doubts > max(MAX_DOUBTS, self.num_decided / 4)
+        return is_doubtful or self.num_contradictions > max(MAX_CONTRADICTIONS, self.num_decided / 20)
 
 
 @dataclasses.dataclass
@@ -79,7 +83,10 @@ class _Case:
     since_s: float
     verdicts: dict[str, verdict_lib.SignedVerdict] = dataclasses.field(default_factory=dict)  # by key of the validator
     lack_weights: set[str] = dataclasses.field(default_factory=set)  # validators
-    has_failed: bool = False  # a request with it was not answered
+    failed_s: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # first request with it without an answer, by validator
+    num_alone: int = 0  # requests
     failures: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # alone, by validator
 
     @property
@@ -202,10 +209,10 @@ class VerdictCollector:
                         await wake.wait()
                 continue
             # A group that makes every request with it fail must not hold up the others: after a failure, each goes alone.
-            if fresh := [case for case in wanted if not case.has_failed]:
+            if fresh := [case for case in wanted if not case.failed_s]:
                 batch = _take_batch(fresh, rules_lib.MAX_REPLAY_ROWS, rules_lib.MAX_REPLAY_TOKENS)
             else:
-                batch = [min(wanted, key=lambda case: case.failures.total())]
+                batch = [min(wanted, key=lambda case: case.num_alone)]
             if self._replay:
                 verdicts = await asyncio.to_thread(self._replay_here, self._replay, batch)
                 for case, verdict in zip(batch, verdicts, strict=True):
@@ -233,17 +240,21 @@ class VerdictCollector:
 
     async def _request(self, http: httpx.AsyncClient, validator: _Validator, cases: list[_Case]) -> None:
         """Asks a validator about groups, and records its verdicts or its fault."""
-        problem, found = "", []
+        problem, found, first = "", [], cases[0]
+        num_failures, failed_s = first.failures[validator.key], first.failed_s.get(validator.key, math.inf)
+        first.num_alone += bool(first.failed_s)
         try:
             async with asyncio.timeout(self._verdict_s):
-                if cases[0].has_failed:  # it goes alone
+                if first.failed_s:  # it goes alone
                     async with http.stream("GET", f"{validator.url}/health") as response:
                         if response.status_code != 200:  # an outage is not the group's fault
                             raise ValueError(f"status {response.status_code} of /health")
-                    cases[0].failures[validator.key] += 1  # unless an answer follows
+                    first.failures[validator.key] += 1  # unless an answer follows
                 found = await self._exchange(http, validator, cases)
         except TimeoutError:
             problem = f"no answer in {self._verdict_s:g} s"
+            if validator.answered_s < failed_s:  # not a single one since then: it hangs, which is an outage
+                first.failures[validator.key] = num_failures
         except (ValueError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
             problem = str(error) or type(error).__name__
         for case, verdict in zip(cases, found, strict=False):
@@ -255,8 +266,11 @@ class VerdictCollector:
                 case.lack_weights.discard(validator.key)
                 self._vote(case, validator, verdict)
         self._note(validator, problem)
+        if found:
+            validator.answered_s = time.monotonic()
         for case in cases:
-            case.has_failed |= not found
+            if not found:
+                case.failed_s.setdefault(validator.key, time.monotonic())
             self._check_weights(case)
         for case in [*self._cases.values()]:  # others, too: they may wait for a validator that is excluded now
             self._check_quorum(case)
@@ -280,10 +294,13 @@ class VerdictCollector:
         if response.status_code != 200:
             raise ValueError(f"status {response.status_code}: {bytes(reply[:200]).decode(errors='replace')}")
         try:
-            answers = json.loads(bytes(reply))["verdicts"]
-            verdicts = {one.digest: one for one in map(verdict_lib.SignedVerdict.read, answers)}
+            answer = json.loads(bytes(reply))
+            verdicts = {one.digest: one for one in map(verdict_lib.SignedVerdict.read, answer["verdicts"])}
+            is_fresh = answer["request"] == signed["signature"] and lease.is_signed(validator.key, answer)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"its reply has no verdicts: {error}") from error
+        if not is_fresh:  # a copy of an earlier "weights" would fail the run
+            raise ValueError("its reply is not signed by its key over this request")
         for case in cases:
             expected = self._key.worker, *case.group, case.digest, validator.key
             one = verdicts.get(case.digest)
@@ -322,15 +339,19 @@ class VerdictCollector:
         self._decide(case.group, case.digest, verdict, list(case.verdicts.values()))
 
     def _compare(self, case: _Case, validator: _Validator, decision: verdict_lib.SignedVerdict) -> None:
-        """Counts a verdict against its validator if the quorum decided otherwise, unless one rests on evidence that others may lack."""
+        """Counts a verdict against its validator if the quorum decided otherwise; evidence that others may lack weighs less, or nothing."""
         verdict = case.verdicts[validator.key]
         validator.num_decided += 1
-        if verdict.accepted != decision.accepted and "statistics" not in (verdict.reason, decision.reason):
-            self._count("validator_contradictions")
+        if verdict.accepted != decision.accepted and decision.reason != "statistics":
             was_excluded = validator.is_excluded
-            validator.num_contradictions += 1
+            if verdict.reason == "statistics":
+                validator.num_doubts += 1
+            else:
+                self._count("validator_contradictions")
+                validator.num_contradictions += 1
             if validator.is_excluded and not was_excluded:
-                found = f"{validator.num_contradictions} of its {validator.num_decided} verdicts contradict the others"
+                num = validator.num_contradictions + validator.num_doubts
+                found = f"{num} of its {validator.num_decided} verdicts contradict the others"
                 self._on_fault(f"validator {validator.url} is not asked again: {found}")
 
     def _note(self, validator: _Validator, problem: str) -> None:

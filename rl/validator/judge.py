@@ -65,11 +65,11 @@ class Judge:
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{memory} is damaged ({error!r}); remove it: its evidence is lost") from error
 
-    def verify(self, header: str) -> str:
-        """Returns the SHA-256, in hex, that a request's body must have; the body need not be read before. Raises ValueError to reject it."""
+    def verify(self, header: str) -> dict:
+        """Returns the signed request, which has the SHA-256 of its body; the body need not be read before. Raises ValueError to reject it."""
         message = lease.read_header(header)
         self._requests.verify(message, "verdicts")
-        return message["rollouts"]
+        return message
 
     def judge(self, body: bytes, digest: str) -> list[verdict_lib.SignedVerdict]:
         """Returns a verdict on each group in the bytes of a Parquet file with this SHA-256. Raises ValueError if it is not such a file."""

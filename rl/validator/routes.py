@@ -55,10 +55,12 @@ def make_app(service: validator_service.Service | None, judge: judge_lib.Judge |
 def _add_verdicts(app: fastapi.FastAPI, judge: judge_lib.Judge) -> None:
     @app.post("/verdicts")
     async def verdicts(request: fastapi.Request):
-        digest = judge.verify(request.headers.get(lease.HEADER, ""))  # before the body
+        message = judge.verify(request.headers.get(lease.HEADER, ""))  # before the body
         body = await web.read_body(request)
-        found = await asyncio.to_thread(judge.judge, body, digest)
-        return {"verdicts": [dataclasses.asdict(verdict) for verdict in found]}
+        found = await asyncio.to_thread(judge.judge, body, message["rollouts"])
+        # Signed over the request, so that no third party can answer with what held earlier.
+        reply = {"verdicts": [dataclasses.asdict(verdict) for verdict in found], "request": message["signature"]}
+        return lease.sign(judge.key, reply)
 
 
 def _add_files(app: fastapi.FastAPI, service: validator_service.Service) -> None:

@@ -47,7 +47,8 @@ class Double:
 
         @app.post("/verdicts")
         async def verdicts(request: fastapi.Request):
-            assert requests.verify(json.loads(request.headers[lease.HEADER]), "verdicts") == self.run
+            message = json.loads(request.headers[lease.HEADER])
+            assert requests.verify(message, "verdicts") == self.run
             groups = collections.defaultdict(list)
             for rollout in parquet.from_bytes(await web.read_body(request)):
                 groups[rollout.step, rollout.task.group].append(rollout)
@@ -63,7 +64,7 @@ class Double:
                 found = await found if asyncio.iscoroutine(found) else found
             if isinstance(found, fastapi.Response):
                 return found
-            return {"verdicts": [dataclasses.asdict(one) for one in found]}
+            return reply(found, self.key, message["signature"])
 
         return app
 
@@ -75,6 +76,17 @@ def served(*doubles):
         for double in doubles:
             double.url = stack.enter_context(serving.in_thread(double.app()))
         yield [double.name for double in doubles]
+
+
+def reply(found, key, request):
+    """The body of a reply to the request with this signature."""
+    return lease.sign(key, {"verdicts": [dataclasses.asdict(one) for one in found], "request": request})
+
+
+def copied(found, key):
+    """A reply of the validator to an earlier request, when it lacked the weights."""
+    earlier = reply(changed(accepted=False, reason="weights")(found, key), key, "00" * 64)
+    return fastapi.Response(json.dumps(earlier))
 
 
 def changed(**fields):
@@ -113,6 +125,7 @@ MISDEEDS = {
     "a time of 400 digits": lambda found, key: [_dated(one, key, 10**400) for one in found],
     "capital letters": lambda found, key: [dataclasses.replace(one, signature=one.signature.upper()) for one in found],
     "calls it void": lambda found, key: changed(accepted=False, reason="undecided")(found, key),
+    "a copied reply": copied,
     "no weights": lambda found, key: changed(accepted=False, reason="weights")(found, key),
 }
 

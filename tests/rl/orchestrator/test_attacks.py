@@ -180,6 +180,24 @@ def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_h
     assert len(gains) / 24 <= 2.5 * num_honest / 32
 
 
+def test_no_answer_tells_which_groups_pass_without_a_verdict(tmp_path):
+    """A second copy of a submission was answered in another way once its group had passed."""
+    go_on, keys, found = threading.Event(), [rollout_lib.WorkerKey.generate() for _ in range(8)], set()
+    source = verdict_collector.VerdictCollector(RUN, lambda groups: go_on.wait(WAIT_S) and [*map(judge, groups)])
+    hooks = {"source": source, "invited": [one.worker for one in (HONEST, *keys)]}
+    with running(tmp_path, resolve(trust__invited_rate=0.5), **hooks) as (run, client):
+        for key in keys:
+            (group,) = client.lease(key)
+            body = parquet.to_bytes(signed(answers(group), key))
+            for again in (False, True):
+                sent = client.http.post("/submit", **signed_http.submission(key, client.session, body))
+                reply = sent.json()["verdicts"]
+                assert list(reply) == ["/".join(map(str, group.key))] and ("refused" in str(reply)) == again
+            found.add(states(run)[group.key])
+        go_on.set()
+        assert found == {State.QUARANTINED, State.ELIGIBLE}
+
+
 # ---- bytes of others, or of other times ------------------------------------------------------------------------------
 
 

@@ -134,6 +134,18 @@ def test_a_group_on_which_validators_fail_holds_up_no_other_and_is_void():
         assert 2 * verdict_collector.MAX_FAILURES <= alone <= 3 * verdict_collector.MAX_FAILURES
 
 
+def test_an_outage_whose_health_check_answers_is_a_pause():
+    """All accelerators hang: no group is void, however long it takes."""
+    doubles = [double(act=validators.silence) for _ in range(3)]
+    with validators.served(*doubles) as names, Collected(names, verdict_s=0.3) as collected:
+        collected.ask(groups(2))
+        proxy.wait_until(lambda: min(len(one.asked) for one in doubles) > 8)
+        assert not collected.decisions.found
+        for one in doubles:
+            one.act = None
+        assert collected.decisions.wait(2) == honest(2)
+
+
 def test_a_liar_is_outvoted_counted_and_excluded():
     """One of three: each of its lies costs a third verdict, until it is not asked any more."""
     liar = double(judge=opposite)
@@ -154,18 +166,31 @@ def test_a_liar_is_outvoted_counted_and_excluded():
         assert len(liar.asked) == before
 
 
-@pytest.mark.parametrize("num_sure", [1, 2])
-def test_evidence_that_others_lack_is_no_contradiction(num_sure):
-    """The sum of small deviations over the groups that some validators saw: the quorum decides, and none is excluded."""
-    doubles = [double(judge=lambda rollouts: (False, "statistics")) for _ in range(num_sure)]
+@pytest.mark.parametrize(("num_sure", "share"), [(1, 8), (2, 1), (1, 1)])
+def test_evidence_that_others_lack_is_a_weak_contradiction(num_sure, share):
+    """The sum of small deviations over the groups that some validators saw: the quorum decides; who alone rejects all is excluded."""
+    sure = lambda rollouts: (False, "statistics") if rollouts[0].step % share == 0 else (True, "ok")  # noqa: E731
+    doubles = [double(judge=sure) for _ in range(num_sure)]
     doubles += [double(judge=lambda rollouts: (True, "ok")) for _ in range(3 - num_sure)]
     with validators.served(*doubles) as names, Collected(names) as collected:
-        for step in range(1, 9):
+        for step in range(1, 17):
             collected.ask(groups(4, step))
             collected.decisions.wait(4 * step)
         counts = collected.source.counts()
     assert set(collected.decisions.found.values()) == {"statistics" if num_sure > 1 else "ok"}
-    assert counts["validator_contradictions"] == counts["validators_excluded"] == 0
+    assert counts["validator_contradictions"] == 0 == counts["validators_excluded"] - (num_sure == share == 1)
+
+
+def test_a_copy_of_an_earlier_reply_fails_no_run():
+    """A party on the way to all validators has replies of when they lacked the weights."""
+    doubles = [double(act=validators.copied) for _ in range(3)]
+    with validators.served(*doubles) as names, Collected(names, verdict_s=0.3) as collected:
+        begun = time.monotonic()
+        collected.ask(groups(1))
+        proxy.wait_until(lambda: time.monotonic() > begun + 1 or collected.decisions.failures)
+        assert (
+            not collected.decisions.failures and "not signed by its key over this request" in collected.source.notice()
+        )
 
 
 def test_a_group_that_waits_for_an_excluded_validator_is_void(monkeypatch):

@@ -458,7 +458,7 @@ def test_signed_errors_are_bet_on_in_all_directions(shift):
     total = sum((r - mean) * (z - center) for r, one in zip((0, 1, 0.25), signs, strict=True) for z in one)
     scale = 0.8 * math.sqrt(sum((r - mean) ** 2 * len(one) for r, one in zip((0, 1, 0.25), signs, strict=True)))
     np.testing.assert_allclose(log_bets(test, "advantage"), bets(total, 0, scale), rtol=1e-9)
-    test.add_group(errors, [1.0, 1.0 + 1e-6, 1.0])  # no advantage but what a claim may be off by, no bet
+    test.add_group(errors, [1.0, 1.0 + 1e-6, 1.0])  # no advantage beyond the tolerance of claims, no bet
     np.testing.assert_allclose(log_bets(test, "advantage"), bets(total, 0, scale), rtol=1e-9)
 
 

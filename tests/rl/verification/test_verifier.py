@@ -442,6 +442,13 @@ def test_threads_pull_published_weights_in_turn(monkeypatch):
     assert [int(params["w"][0]) for params in found] == list(range(8)) and max(most) == 1
 
 
+@pytest.mark.parametrize("root", ["http://127.0.0.1:1", "/nowhere"])
+def test_a_root_that_does_not_answer_is_a_verdict_that_blames_no_worker(root):
+    for key in (ed25519.Ed25519PrivateKey.generate().public_key().public_bytes_raw().hex(), None):
+        found = check(honest(), weights=verifier.published(root, key=key))
+        assert found.startswith("weights: a version that it names is not available (")
+
+
 def test_weights_that_a_resumed_run_has_published_again_are_pulled_again(tmp_path):
     """A validator kept those of the number, and would have judged honest workers of the resumed run by them."""
     key, root = ed25519.Ed25519PrivateKey.generate(), str(tmp_path)
