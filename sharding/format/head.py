@@ -117,7 +117,7 @@ class _Custom(pydantic.BaseModel):
 
 
 class _Remembered(pydantic.BaseModel):
-    """The file beside a floor: (epoch, version, SHA-256) of the manifests in heads that `keys` signed."""
+    """The manifests that a floor file's reader remembers: (epoch, version, SHA-256), from heads that `keys` signed."""
 
     keys: list[str] = []
     manifests: list[tuple[Number, Number, str]] = []
