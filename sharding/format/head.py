@@ -267,7 +267,7 @@ class HeadVerifier:
 
     @property
     def _oldest(self) -> tuple[int, int]:
-        """The oldest of the last MAX_REMEMBERED numbers; what is older and not remembered may have had another manifest."""
+        """The oldest of the last MAX_REMEMBERED numbers. An older one that is not remembered may have had another manifest."""
         if len(self._manifests) < MAX_REMEMBERED:
             return 0, 0
         return heapq.nlargest(MAX_REMEMBERED, self._manifests)[-1]
