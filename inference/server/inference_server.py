@@ -30,7 +30,7 @@ from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
-from sharding.format import manifest
+from sharding.format import head, manifest
 
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
 START_S = 600.0  # how long to wait for the first version
@@ -48,6 +48,7 @@ class InferenceServer:
     model_name: str = "policy"
     key: source_lib.Trusted = None  # the publisher's, which must have signed all weights; None accepts any
     have: broadcast.Pulled | None = None  # the version in use, for deltas; None if it is from a Hugging Face folder
+    signers: frozenset[str] = frozenset()  # the keys that were trusted when `have` was loaded
     sources: Sequence[str] = ()  # those that an update may name, each with everything below it
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -79,10 +80,9 @@ class InferenceServer:
                         raise ValueError(f"weight_dir is version {int(own[1])}, not {version}; leave version out")
                     root, version = weight_sources.check(str(folder.parent), self.sources), int(own[1])
             epoch = epoch if self.key else None  # an unsigned one says nothing: numbers alone decide
-            current = self._order(self.have)
             if version is None:
                 newest = broadcast.latest_order(root, key=self.key)
-                if source is None and not rollback and (newest is None or newest <= current):
+                if source is None and not rollback and (newest is None or newest <= self._floor()):
                     return self.scheduler.version
                 if newest is None:
                     raise FileNotFoundError(f"no published version under {root}; send the root of a weight broadcast")
@@ -93,7 +93,8 @@ class InferenceServer:
             if epoch not in (None, target.epoch or 0):
                 found = f"version {version} is of epoch {target.epoch or 0}, not {epoch}"
                 raise ValueError(f"{found}; send the epoch of the run's head")
-            if self._order(target) == current and self.have is not None and target.digest == self.have.digest:
+            is_same = self._order(target) == self._order(self.have)
+            if is_same and self.have is not None and target.digest == self.have.digest:
                 return self.scheduler.version
             self._check_order(self._order(target), rollback)
             pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, key=self.key)
@@ -159,9 +160,21 @@ class InferenceServer:
             return 0, self.scheduler.version
         return (weights.epoch or 0) if self.key else 0, weights.version
 
+    def _floor(self) -> tuple[int, int]:
+        """Returns the order that other weights must exceed: that of the weights in use, unless their key was revoked since.
+
+        Otherwise a stolen key could sign an epoch so high that nothing of the honest keys is ever newer, as in `HeadVerifier`.
+        """
+        is_revoked = bool(self.signers - self._trusted_keys())
+        return (-1, -1) if is_revoked else self._order(self.have)
+
+    def _trusted_keys(self) -> frozenset[str]:
+        verifier = head.verifier_of(self.key)
+        return verifier.keys if verifier is not None else frozenset()
+
     def _check_order(self, order: tuple[int, int], rollback: bool) -> None:
         """Raises ValueError for weights that are not newer than those in use: a number is one policy, for every rollout."""
-        current = self._order(self.have)
+        current = self._floor()
         if order <= current and not rollback:
             names = [
                 f"version {version}" + (f" of epoch {epoch}" if epoch else "") for epoch, version in (order, current)
@@ -173,7 +186,7 @@ class InferenceServer:
     def _swap(self, params: transformer.Params, version: int, pulled: broadcast.Pulled | None = None) -> int:
         check_params(params, self.engine.model)
         version = self.scheduler.update(self.store.keep(params), version).result()
-        self.have = pulled
+        self.have, self.signers = pulled, self._trusted_keys()
         return version
 
 
@@ -214,6 +227,7 @@ def start(
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
     server = _run(config, store, metadata["tokenizer"], pulled.params, pulled.version, **options)
     server.weights, server.key, server.have = source, key, pulled
+    server.signers = server._trusted_keys()
     server.sources = [weights] if isinstance(weights, str) else weights
     return server
 

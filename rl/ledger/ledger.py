@@ -80,10 +80,11 @@ class Ledger(contextlib.AbstractContextManager):
     def __exit__(self, *error) -> None:
         self.close()
 
-    def append(self, *events: ledger_events.Event) -> list[storage.Entry]:
+    def append(self, *events: ledger_events.Event, is_own: bool = False) -> list[storage.Entry]:
         """Appends events to the ledger file durably, all or none; returns their entries.
 
-        Raises ValueError if one breaks a rule, and OSError if the file cannot be written.
+        `is_own`: this process has just signed them, so that their signatures are not checked. Raises ValueError if one breaks a
+        rule, and OSError if the file cannot be written.
         """
         if self.key is None:
             raise ValueError(f"ledger {self._path} was opened without the keeper's key; open it with the key to append")
@@ -95,7 +96,8 @@ class Ledger(contextlib.AbstractContextManager):
                     for event in events:
                         # A clock that was set back must not reverse the order.
                         time_ms = max(now_ms(), self.state.time_ms)
-                        if reason := ledger_events.signature_error(event) or self.state.refusal(event, time_ms):
+                        reason = ledger_events.signature_error(event, is_own=is_own)
+                        if reason := reason or self.state.refusal(event, time_ms):
                             found = f"event {event.kind} of {event.node[:16]} is refused: {reason}"
                             raise ValueError(f"{found}; correct the event or leave it out")
                         entry = storage.insert(self._connection, self.key, self._next, time_ms, event, self._hash)

@@ -178,10 +178,10 @@ class RunLedger(contextlib.AbstractContextManager):
     def _append(self, signed: list[ledger_events.Event], entries: list[storage.Entry]) -> None:
         """Appends events to the file and to `entries`; of those with a refused one, all before it. Raises its error."""
         try:
-            entries += self._ledger.append(*signed)
+            entries += self._ledger.append(*signed, is_own=True)
         except ValueError:
             for event in signed:
-                entries += self._ledger.append(event)
+                entries += self._ledger.append(event, is_own=True)
 
 
 def _opened(path: pathlib.Path, key: rollout_lib.WorkerKey, anchors: Mapping[str, str]) -> ledger_lib.Ledger:

@@ -12,7 +12,8 @@ A reader that trusts only the run's key gives it all roles, and reads no roots. 
 online key, replaces it, and revokes it. Each resume of a run begins an epoch. Versions are ordered by (epoch, version).
 
 `HeadVerifier` keeps a floor: it refuses every head that is older than one it has accepted, and a second manifest of one
-(epoch, version). Everything else of TUF's client workflow is as specified; `tests/sharding/format/test_head.py` compares it with
+(epoch, version). It remembers the manifests of the newest MAX_REMEMBERED numbers, and refuses older numbers that it does not know.
+Everything else of TUF's client workflow is as specified; `tests/sharding/format/test_head.py` compares it with
 `tuf.ngclient`, which is not used because it reads four files, each from a place of its own. Imports no jax.
 """
 
@@ -21,6 +22,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import heapq
 import os
 import pathlib
 import threading
@@ -43,6 +45,7 @@ from sharding.system import atomic_file
 NAME = "head.jsonl"
 MAX_HEAD_BYTES = 2 << 20
 MAX_TIMESTAMP_BYTES = 16 << 10
+MAX_REMEMBERED = 4096  # numbers (epoch, version) whose manifests a reader remembers, besides those of the newest head
 
 _require = journal.require
 Signed = TypeVar("Signed", Root, Timestamp, Snapshot, Targets)
@@ -113,12 +116,20 @@ class _Custom(pydantic.BaseModel):
     writing: Number | None = None
 
 
+class _Remembered(pydantic.BaseModel):
+    """The manifests that a floor file's reader remembers: (epoch, version, SHA-256), from heads that `keys` signed."""
+
+    keys: list[str] = []
+    manifests: list[tuple[Number, Number, str]] = []
+
+
 class HeadVerifier:
     """Accepts heads and keeps the floor: the newest head accepted so far. May be shared by threads and by sources.
 
     `trusted` is the hex of the run's ed25519 public key, or the path of a root file (`python -m sharding.broadcast keys`). `floor`
-    is a file that keeps the floor for the next process; relays serve the same file. `first_root` trusts the oldest root of the file
-    until a head brings newer ones: for the publisher, whose last head an older key may have signed. Raises ValueError for a malformed key or file.
+    is a file that keeps the newest head for the next process, with the manifests of all numbers in FILE.manifests; relays serve the
+    same file. `first_root` trusts the oldest root of the file until a head brings newer ones: for the publisher, whose last head an
+    older key may have signed. Raises ValueError for a malformed key or file.
     """
 
     def __init__(
@@ -132,7 +143,7 @@ class HeadVerifier:
         self.head: Head | None = None
         self._root, self.requires_head = roots_lib.trusted(trusted, first=first_root)
         self._roots: list[bytes] = []  # lines after the trusted one
-        self._manifests: dict[tuple[int, int], str] = {}  # (epoch, version) -> SHA-256, of all heads accepted
+        self._manifests: dict[tuple[int, int], str] = {}  # (epoch, version) -> SHA-256, of the heads accepted
         self._clock, self._floor = clock, None
         self._lock = threading.RLock()
         if floor is not None:
@@ -214,9 +225,9 @@ class HeadVerifier:
         entries = {entry.version: entry for entry in map(_entry, targets.targets.values())}
         head = Head(data, timestamp.version, until.timestamp(), custom.epoch, custom.writing, entries)
         self._check_floor(head)
+        self._remember(head)
+        self._save(head)
         self.head = head
-        self._manifests |= {(entry.epoch, entry.version): entry.sha256 for entry in entries.values()}
-        self._save()
 
     def _follow(self, lines: Iterable[bytes]) -> None:
         """Takes on the roots in `lines` that follow the current one. Forgets the floor if the keys of the head were replaced.
@@ -236,44 +247,88 @@ class HeadVerifier:
             if revoked:
                 self.head = None
                 self._manifests.clear()
-            self._save()
+            self._save(self.head)
 
     def _check_floor(self, head: Head) -> None:
         """Raises StaleHead or CorruptSource if `head` contradicts an accepted one, or is older."""
+        oldest = self._oldest
         for entry in head.versions.values():
-            known = self._manifests.get((entry.epoch, entry.version), entry.sha256)
+            order = entry.epoch, entry.version
+            known = self._manifests.get(order, entry.sha256)
             text = f"two manifests of version {entry.version} of epoch {entry.epoch} are signed: {known} and {entry.sha256}"
             _require(known == entry.sha256, f"{text}; the key signs twice: replace it (sharding.broadcast keys)")
+            text = f"version {entry.version} of epoch {entry.epoch} is older than the last {MAX_REMEMBERED} that were accepted"
+            _require(order >= oldest or order in self._manifests, f"{text}, and none of them: use another source")
             text = f"version {entry.version} is of epoch {entry.epoch}, newer than the head's epoch {head.epoch}"
             _require(entry.epoch <= head.epoch, text)
         if self.head is not None and (head.serial < self.head.serial or head.order < self.head.order):
             texts = (f"epoch {h.epoch}, version {h.order[1]}, serial {h.serial}" for h in (head, self.head))
             raise StaleHead("the head is of {}, older than {} accepted before: use another source".format(*texts))
 
-    def _save(self) -> None:
+    @property
+    def _oldest(self) -> tuple[int, int]:
+        """The oldest of the last MAX_REMEMBERED numbers. An older one that is not remembered may have had another manifest."""
+        if len(self._manifests) < MAX_REMEMBERED:
+            return 0, 0
+        return heapq.nlargest(MAX_REMEMBERED, self._manifests)[-1]
+
+    def _remember(self, head: Head) -> None:
+        """Remembers the manifests of `head`, on disk first: a restart must refuse a second manifest of any number accepted."""
+        listed = {(entry.epoch, entry.version): entry.sha256 for entry in head.versions.values()}
+        if listed.keys() <= self._manifests.keys():
+            return
+        found = self._manifests | listed
+        newest = heapq.nlargest(MAX_REMEMBERED, found)
+        found = {order: found[order] for order in {*newest, *listed}}
+        self._write_manifests(found)
+        self._manifests = found
+
+    def _write_manifests(self, manifests: dict[tuple[int, int], str]) -> None:
         if self._floor is not None:
-            accepted = self.head.data.splitlines()[-3:] if self.head is not None else []
+            lines = [(*order, manifests[order]) for order in sorted(manifests)]
+            content = _Remembered(keys=sorted(self.keys), manifests=lines).model_dump_json()
+            atomic_file.write(_beside(self._floor), content.encode(), durable=True)
+
+    def _save(self, head: Head | None) -> None:
+        if self._floor is not None:
+            accepted = head.data.splitlines()[-3:] if head is not None else []
             atomic_file.write(self._floor, b"\n".join([*self._roots, *accepted, b""]), durable=True)
 
     def _recover(self, floor: pathlib.Path) -> None:
         """Reads the floor of an earlier process."""
+        damaged = floor
         try:
             data = floor.read_bytes()
             _require(bool(data), "it is empty")
-            if b'"_type":"timestamp"' in data:
-                self.accept(data, expired=True)
-            else:
-                self._follow(data.splitlines())
+            try:
+                if b'"_type":"timestamp"' in data:
+                    self.accept(data, expired=True)
+                else:
+                    self._follow(data.splitlines())
+            except (ValueError, exceptions.RepositoryError) as error:
+                names = [name.encode() for name in self._root.roles[Timestamp.type].keyids]
+                is_ours = any(name in line for name in names for line in data.splitlines()[-3:])
+                # Of another key, or of a revoked one. A head that names our key with a bad signature is damaged.
+                if is_ours or not isinstance(error.__cause__, exceptions.UnsignedMetadataError):
+                    raise
+            damaged = _beside(floor)
+            found = _Remembered.model_validate_json(damaged.read_bytes()) if damaged.exists() else _Remembered()
+            if self.keys.issuperset(found.keys):
+                self._manifests |= {(epoch, version): sha256 for epoch, version, sha256 in found.manifests}
         except FileNotFoundError:
             pass
         except (ValueError, exceptions.RepositoryError) as error:
-            names = [name.encode() for name in self._root.roles[Timestamp.type].keyids]
-            is_ours = any(name in line for name in names for line in data.splitlines()[-3:])
-            # Of another key, or of a revoked one. A head that names our key with a bad signature is damaged.
-            if is_ours or not isinstance(error.__cause__, exceptions.UnsignedMetadataError):
-                text = f"the file of the newest head accepted, {floor}, is damaged ({error})"
-                raise ValueError(f"{text}: delete it, which forgets that head") from error
+            text = f"the file of the heads accepted before, {damaged}, is damaged"
+            found = " ".join(str(error)[:300].split())
+            raise ValueError(f"{text} ({found}): delete it, which forgets them") from error
         self._floor = floor
+        if self._manifests:  # the head may list some that an earlier release did not write
+            self._write_manifests(self._manifests)
+
+
+def _beside(floor: pathlib.Path) -> pathlib.Path:
+    """Returns the file that remembers the manifests of a floor file. It is apart: readers of a directory take head.jsonl as a head."""
+    return floor.with_name(f"{floor.name}.manifests")
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -31,7 +32,7 @@ from models import hf, transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast, rules
 from sharding.download import source as source_lib
-from sharding.format import head
+from sharding.format import head, roots
 from tests.support import serving, tiny
 
 MODEL = tiny.model()
@@ -325,6 +326,45 @@ def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_pat
     monkeypatch.setattr(inference_server, "NOTICE_S", 0.1)
     with pytest.raises(TimeoutError, match="older than epoch"):
         inference_server.start(str(tmp_path / "late"), CONFIG, key=head.HeadVerifier(server.key, floor))
+
+
+def test_a_server_goes_on_with_the_honest_epoch_once_the_root_file_revokes_a_stolen_key(tmp_path):
+    stolen, honest, offline = (ed25519.Ed25519PrivateKey.generate() for _ in range(3))
+    file, reader, public = (
+        tmp_path / "root.json",
+        tmp_path / "reader.json",
+        lambda key: key.public_key().public_bytes_raw().hex(),
+    )
+    first = roots.amend(b"", [offline], root=[public(offline)], online=[public(stolen)], expires_s=time.time() + 1e6)
+
+    def publish_as(key, folder, versions, num_resumes=1):
+        options = broadcast.PublishOptions(key=key, root_file=str(file))
+        for _ in range(num_resumes):  # each begins an epoch
+            with broadcast.Publisher(str(tmp_path / folder), options) as publisher:
+                publisher.forget(versions[0])
+        with broadcast.Publisher(str(tmp_path / folder), options) as publisher:
+            publisher.forget(versions[0])
+            return [publisher.publish(tiny.params(MODEL, v + len(folder)), v, metadata=METADATA) for v in versions]
+
+    for path in (file, reader):
+        path.write_bytes(first)
+    publish_as(stolen, "run", [0, 1])
+    shutil.copytree(tmp_path / "run", tmp_path / "thief")
+    server = inference_server.start(str(tmp_path / "run"), CONFIG, key=head.HeadVerifier(reader))
+    try:
+        update = functools.partial(serving.asker(serve.make_control_app(server)), "POST", "/update_weights")
+        (forged,) = publish_as(stolen, "thief", [2], num_resumes=10)
+        server.weights = source_lib.open(str(tmp_path / "thief"), trusted_key=server.key)
+        assert update(json={}).json()["version"] == 2 and server.have.epoch == forged.epoch
+        file.write_bytes(roots.amend(first, [offline], online=[public(honest)], expires_s=time.time() + 1e6))
+        (written,) = publish_as(honest, "run", [2])
+        server.weights = source_lib.open(str(tmp_path / "run"), trusted_key=server.key)
+        assert written.epoch < forged.epoch
+        assert update(json={}).json()["version"] == 2 and server.have.digest == written.digest != forged.digest
+        assert "is older than version 2" in refused(update(json={"version": 1}))  # of the new key's own order
+        assert update(json={}).json()["version"] == 2
+    finally:
+        server.close()
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

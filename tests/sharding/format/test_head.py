@@ -88,8 +88,36 @@ def test_the_floor_holds_also_in_the_next_process(tmp_path, data, error, match):
         assert checked.head == accepted or error is head.ExpiredHead
     for damaged in (accepted.data[:-9], accepted.data.replace(b'"epoch":0', b'"epoch":1', 1), b""):
         (tmp_path / "head.jsonl").write_bytes(damaged)
-        with pytest.raises(ValueError, match="head.jsonl, is damaged .* delete it, which forgets that head"):
+        with pytest.raises(ValueError, match="head.jsonl, is damaged .* delete it, which forgets them"):
             verifier(floor=tmp_path / "head.jsonl")
+
+
+def test_a_restart_remembers_the_manifests_of_numbers_that_the_newest_head_no_longer_lists(tmp_path, monkeypatch):
+    floor = tmp_path / "head.jsonl"
+    verifier(floor=floor).accept(signed([entry(3), entry(4)], 1))
+    (tmp_path / "head.jsonl.manifests").unlink()  # as an earlier release left it
+    verifier(floor=floor).accept(signed([entry(4), entry(5)], 2))
+    for content, serial in ((b"", 3), (b"!", 4)):
+        restarted, data = verifier(floor=floor), signed([entry(3, content=content), entry(6)], serial)
+        if content:
+            with pytest.raises(journal.CorruptSource, match="two manifests of version 3 of epoch 0 are signed"):
+                restarted.accept(data)
+        else:
+            assert set(restarted.accept(data).versions) == {3, 6}
+    monkeypatch.setattr(head, "MAX_REMEMBERED", 3)
+    keeper = verifier(floor=floor)
+    keeper.accept(signed([entry(4), entry(7), entry(8)], 5))  # a listed one stays, in place of 3
+    for checked in (keeper, verifier(floor=floor)):
+        for version in (3, 1):
+            with pytest.raises(journal.CorruptSource, match=f"version {version} of epoch 0 is older than the last 3"):
+                checked.accept(signed([entry(version), entry(9)], 6))
+    assert keeper.accept(signed([entry(4), entry(9)], 6)).versions == {4: entry(4), 9: entry(9)}
+    lines = (tmp_path / "head.jsonl.manifests").read_bytes()
+    (tmp_path / "head.jsonl.manifests").write_bytes(lines[:-9])
+    with pytest.raises(ValueError, match="head.jsonl.manifests, is damaged .* delete it, which forgets them"):
+        verifier(floor=floor)
+    floor.unlink()  # as the error for a damaged head says: without it, nothing is remembered
+    assert verifier(floor=floor).accept(signed([entry(4, content=b"!")], 1)).versions
 
 
 def test_an_expired_head_serves_where_its_owner_could_sign_anyway():
