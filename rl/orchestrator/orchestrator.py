@@ -314,7 +314,7 @@ class Orchestrator:
         signed = rollouts[: entry.group.num_samples + 1]
         if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.signature_ok, signed)):
             return self._not_leased(rollouts, "signature: not signed by the leaseholder; sign with its key")
-        # A worker that was paused hands in late what it got again meanwhile: no fault, and not worth its new lease.
+        # A worker that was paused hands in late a group that it got again meanwhile: no fault, and not worth its new lease.
         found = {int(version) for rollout in signed for version in rollout.versions}
         if found != {entry.group.version} and len(found) == 1 and (holder, *found) in entry.earlier:
             return self._not_leased(rollouts)

@@ -139,7 +139,7 @@ class SequentialTest:
         signs = [bands.signs(error_N) for error_N in errors]
         center = np.concatenate(signs).mean()  # a shift of all samples alike favors none
         advantages = np.array(rewards) - np.mean(rewards)
-        # What the tolerance of claimed rewards allows is no advantage: ties that a cheat breaks would dilute its evidence.
+        # Differences within the tolerance of claimed rewards are no advantage: ties that a cheat breaks would dilute its evidence.
         advantages *= np.abs(advantages) > 1e-5 * max(1.0, np.abs(rewards).max())
         total = sum(a * (sign_N - center).sum() for a, sign_N in zip(advantages, signs, strict=True))
         scale = math.sqrt(sum(a * a * len(sign_N) for a, sign_N in zip(advantages, signs, strict=True)))

@@ -212,7 +212,7 @@ def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, c
 
 
 def test_work_of_an_expired_lease_costs_its_worker_neither_its_name_nor_its_new_lease(make, clock):
-    """A worker paused for longer than a lease got the same groups for a newer version, and was banned by what it had finished before."""
+    """A worker paused for longer than a lease got the same groups for a newer version, and was banned by its earlier work."""
     key, other, *_ = KEYS
     orchestrator = make(invited=[other.worker], max_lag=1)
     assert len(orchestrator.lease(other.worker, 16)) == 16  # of batch 1, which version 1 comes too late for

@@ -332,7 +332,7 @@ def test_the_published_rule_for_endings_is_there():
 
 @pytest.mark.parametrize("num_tokens", [3, 40, 1000])
 def test_flips_of_routers_are_allowed_where_no_experts_are_named(num_tokens):
-    """As many as an honest rollout has with all but a probability of 1e-7, by the exact Poisson tail; named experts run, and allow none."""
+    """The limit is exceeded by an honest rollout with a probability of 1e-7, by the exact Poisson tail; named experts run, and allow none."""
     moe = router_replay.RouterReplay(2, (0, 1), 4, 2)
     rules = dataclasses.replace(RULES, experts=moe, tolerance=rules_lib.Tolerance(0.1, 0, 0.2, flips=0.01))
     honest = scored(margin_N=np.zeros(num_tokens))

@@ -279,7 +279,7 @@ def changed(**fields):
     return with_sample(dataclasses.replace(honest()[2], **fields))
 
 
-# What tests/support/doubles.py does not do: all else is honest, and XLA clamps and fills an index out of range.
+# Cheats that tests/support/doubles.py does not have: all else is honest, and XLA clamps and fills an index out of range.
 CHEATS = {
     "the proof of other weights": (lambda: changed(proofs=rollouts_of(HONEST, version=1)[2].proofs), "toploc: "),
     "a version that cannot be had": (

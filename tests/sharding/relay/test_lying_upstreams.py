@@ -235,7 +235,7 @@ def test_a_relay_never_goes_back(pub, old, tmp_path):
 
 @pytest.mark.parametrize("trusted_key", [TRUSTED, None], ids=["key", "no key"])
 def test_a_full_disk_is_not_the_liars(tmp_path, monkeypatch, trusted_key):
-    """With room for two versions (without a key: of each upstream), neither journals nor invented versions keep the newest out."""
+    """Room for two versions suffices (without a key: of each upstream): neither journals nor invented versions keep the newest out."""
     monkeypatch.setattr(upstream, "FOLLOWED_BYTES", 10_000_000)
     size = sum(map(len, proxy.contents(0).values())) + 5_000
     pub, invented = tmp_path / "pub", tmp_path / "invented"
