@@ -81,8 +81,10 @@ def train(
         compiled = _compile_in_background(learner, exp.abstract_batch(mesh), stack)
         stack.push(hosts.report)
         score = functools.partial(evaluate.held_out, exp, orchestrator, workdir, writer, progress)
+        saved_score = evaluate.saved_score(
+            workdir, start
+        )  # of every run: a damaged file must not wait for the last step
         if orchestrator and _is_scored(config, start):
-            saved_score = evaluate.saved_score(workdir, start)
             checkpointer.score(start, score(start) if saved_score is None else saved_score)
         if not compiled.done():
             progress.note("compiling the train step")

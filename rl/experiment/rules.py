@@ -15,6 +15,7 @@ from ml_collections import config_dict
 
 from inference.engine import request
 from inference.server import web
+from rl.protocol import lease
 
 # Losses that correct the sampler's policy to the learner's old one.
 SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
@@ -47,7 +48,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("above 0", lambda v: 0 < v < math.inf, "topology.lease_s topology.join_s trust.verdict_s lora.alpha"),
     ("in 0..65535", lambda v: 0 <= v <= 65535, "topology.port topology.relay_port"),
     ("in 0..2147483647", lambda v: 0 <= v < 2**31, "seed"),
-    ("in 1..64", lambda v: 1 <= v <= 64, "trust.work_bits"),
+    (f"in 1..{lease.MAX_WORK_BITS}", lambda v: 1 <= v <= lease.MAX_WORK_BITS, "trust.work_bits"),
 )
 
 

@@ -65,9 +65,10 @@ class _Validator:
     num_decided: int = 0
     num_contradictions: int = 0
     num_doubts: int = 0  # contradictions by "statistics"
+    is_excluded: bool = False  # not asked again in this run
 
     @property
-    def is_excluded(self) -> bool:
+    def is_contradictory(self) -> bool:
         is_doubtful = self.num_doubts > max(MAX_DOUBTS, self.num_decided / 4)
         return is_doubtful or self.num_contradictions > max(MAX_CONTRADICTIONS, self.num_decided / 20)
 
@@ -343,13 +344,13 @@ class VerdictCollector:
         verdict = case.verdicts[validator.key]
         validator.num_decided += 1
         if verdict.accepted != decision.accepted and decision.reason != "statistics":
-            was_excluded = validator.is_excluded
             if verdict.reason == "statistics":
                 validator.num_doubts += 1
             else:
                 self._count("validator_contradictions")
                 validator.num_contradictions += 1
-            if validator.is_excluded and not was_excluded:
+            if validator.is_contradictory and not validator.is_excluded:
+                validator.is_excluded = True
                 num = validator.num_contradictions + validator.num_doubts
                 found = f"{num} of its {validator.num_decided} verdicts contradict the others"
                 self._on_fault(f"validator {validator.url} is not asked again: {found}")

@@ -24,6 +24,7 @@ and which leases still hold. Memory grows with accepted and rejected groups, not
 """
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 
@@ -106,7 +107,7 @@ class WorkerHealth:
     def restore(self, state: dict) -> None:
         """Sets the marks of workers to those that `state` returned earlier, maybe in a version with fewer fields."""
         for name, marks in state["workers"].items():
-            self._workers[name] = _Worker(*marks)
+            self._workers[name] = _Worker(*copy.deepcopy(marks))
         self._lost = {tuple(key): (worker, 0.0) for *key, worker in state["expired_with"]}
 
     def room(

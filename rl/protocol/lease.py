@@ -26,6 +26,7 @@ MAX_CLOCK_SKEW_S = 300.0
 MAX_CAPACITY = 4096
 MAX_RETURNED = 64
 MAX_REMEMBERED = 2**16  # workers whose previous request is known
+MAX_WORK_BITS = 40  # days of one CPU core
 HEADER = "x-intellax-request"  # the signed request as JSON, where the body is a file of rollouts
 _last_s = 0.0  # returned last by `steady_time`
 
@@ -152,7 +153,14 @@ class RequestVerifier:
 
 @functools.lru_cache(1)  # for the next session
 def find_work(run: str, worker: str, num_bits: int) -> str:
-    """Searches for a proof of work of a key for a run: 2^num_bits hashes on average. Returns "" for 0 bits."""
+    """Searches for a proof of work of a key for a run: 2^num_bits hashes on average. Returns "" for 0 bits.
+
+    Raises ValueError for more than MAX_WORK_BITS: a false run must not occupy a worker for ever.
+    """
+    if num_bits > MAX_WORK_BITS:
+        raise ValueError(
+            f"the run asks for {num_bits} bits of work; at most {MAX_WORK_BITS} are done: join another run"
+        )
     if not num_bits:
         return ""
     return next(work for number in itertools.count() if is_work(run, worker, work := f"{number:x}", num_bits))

@@ -42,7 +42,7 @@ def make_app(service: validator_service.Service | None, judge: judge_lib.Judge |
 
     @app.get("/health")
     async def health():
-        counts = [one.counts for one in (service, judge) if one]
+        counts = [collections.Counter(dict(one.counts)) for one in (service, judge) if one]  # other threads count
         return {"status": "ok", "verdicts": dict(sum(counts, collections.Counter()))}
 
     @app.exception_handler(ValueError)

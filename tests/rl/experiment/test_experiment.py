@@ -184,7 +184,7 @@ def resolved(**changes):
         ({"topology__servers": ("http://a:1",)}, "set topology.mode = 'remote'"),
         ({"trust__admission": "all"}, "trust.admission = 'all' is unknown; choose one of '', open, invited"),
         ({"trust__admission": "stake"}, "set trust.stake_ledger to its file"),
-        ({"trust__work_bits": 0}, "trust.work_bits = 0 must be in 1..64"),
+        ({"trust__work_bits": 0}, "trust.work_bits = 0 must be in 1..40"),
         (
             {"topology__mode": "remote", "topology__servers": ("http://a:1",)},
             "control_servers has 0 URLs for 1 servers; set it",
