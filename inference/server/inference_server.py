@@ -79,7 +79,7 @@ class InferenceServer:
                     if version not in (None, int(own[1])):
                         raise ValueError(f"weight_dir is version {int(own[1])}, not {version}; leave version out")
                     root, version = weight_sources.check(str(folder.parent), self.sources), int(own[1])
-            epoch = epoch if self.key else None  # an unsigned one says nothing: numbers alone decide
+            epoch = epoch if self.key else None  # an unsigned one proves nothing: only version numbers count
             if version is None:
                 newest = broadcast.latest_order(root, key=self.key)
                 if source is None and not rollback and (newest is None or newest <= self._floor()):

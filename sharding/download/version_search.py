@@ -1,4 +1,4 @@
-"""Finds versions, by their manifests, on relays whose claims may be false: each relay proves its own newest claim, all at once.
+"""Finds versions, by their manifests, on relays whose claims may be false: each proves its own newest claim, all at the same time.
 
 A relay that claims versions and does not deliver their manifests wastes its own time only: the search ends when no claim is newer
 than the newest proven one, or soon after the first proof.
@@ -140,7 +140,7 @@ class VersionSearch:
 class _Examination:
     """One relay proves the newest it can of the versions `numbers`, ascending, in a thread of the search's pool.
 
-    `found` is the proof of version `number`. `is_refuted` tells that a newer claim was false.
+    `found` is the proof of version `number`. `is_refuted` is True if a newer claim was false.
     """
 
     def __init__(self, search: VersionSearch, relay: range_get.Relay, numbers: Sequence[int], known: Collection[int]):

@@ -308,7 +308,7 @@ class HeadVerifier:
             except (ValueError, exceptions.RepositoryError) as error:
                 names = [name.encode() for name in self._root.roles[Timestamp.type].keyids]
                 is_ours = any(name in line for name in names for line in data.splitlines()[-3:])
-                # Of another key, or of a revoked one. A head that names our key with a bad signature is damaged.
+                # A head that names our key with a bad signature is damaged. One of another or a revoked key is no floor.
                 if is_ours or not isinstance(error.__cause__, exceptions.UnsignedMetadataError):
                     raise
             damaged = _beside(floor)

@@ -150,8 +150,7 @@ class Upstream:
                         f"version {max(chain)} needs more than {MAX_CHAIN} bases; publish snapshots more often"
                     )
                 known = self._claims.get(number)
-                # A head that does not name the hash: the number was published again. Its signature is not needed to ask again.
-                if known is None or (listing.head is not None and known.sha256.encode() not in listing.head):
+                if known is None or not _names(listing, known):
                     known = version_search.Proof(*self.source.manifest(number))
                 chain[number] = known
                 number = chain[number].manifest.base
@@ -197,7 +196,7 @@ class Upstream:
             listing, claim = self.source.listing(), self._claims.get(number)
         except (OSError, ValueError):  # the next step reports it
             return False
-        is_same = listing.head is None or (claim is not None and claim.sha256.encode() in listing.head)
+        is_same = claim is not None and _names(listing, claim)
         return number in listing.complete and is_same and _newest(listing) <= _newest(self._listing)
 
     def _missing(self, number: int, claim: version_search.Proof) -> list[journal.Object]:
@@ -311,6 +310,14 @@ class Upstream:
             elif error is not None:
                 raise error
         return pending
+
+
+def _names(listing: journal.Listing, proof: version_search.Proof) -> bool:
+    """Returns False if the listing has a head without the manifest's hash: the number was published again.
+
+    The head's signature is not needed, as the answer only decides whether to ask again.
+    """
+    return listing.head is None or proof.sha256.encode() in listing.head
 
 
 def _newest(listing: journal.Listing | None) -> int:

@@ -570,7 +570,7 @@ def test_an_index_may_not_point_out_of_its_folder(folder):
 
 
 def test_a_hub_id_is_fetched(monkeypatch, tmp_path):
-    """Weights with everything beside them; a tokenizer without weights. The commit is noted, and can be asked for."""
+    """Two downloads: the weights with all other files, and a tokenizer alone. The commit is recorded and can be requested."""
     asked, commit = [], "c" * 40
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / commit).symlink_to(FOLDERS["qwen2_tied_bf16"])

@@ -194,7 +194,7 @@ def test_a_copy_of_an_earlier_reply_fails_no_run():
 
 
 def test_a_group_that_waits_for_an_excluded_validator_is_void(monkeypatch):
-    """Two contradict each other on the group of step 1. The third is down when asked about it, and is excluded for lies on step 2."""
+    """Two validators contradict each other on the group of step 1. The third cannot be reached then, and is excluded for lies on step 2."""
     order = types.SimpleNamespace(sample=lambda three, _: [three[0], three[2], three[1]])
     monkeypatch.setattr(verdict_collector.random, "SystemRandom", lambda: order)
     released = threading.Event()
