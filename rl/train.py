@@ -81,9 +81,8 @@ def train(
         compiled = _compile_in_background(learner, exp.abstract_batch(mesh), stack)
         stack.push(hosts.report)
         score = functools.partial(evaluate.held_out, exp, orchestrator, workdir, writer, progress)
-        saved_score = evaluate.saved_score(
-            workdir, start
-        )  # of every run: a damaged file must not wait for the last step
+        # Read at every resume: a damaged file must not wait for the last step.
+        saved_score = evaluate.saved_score(workdir, start) if orchestrator else None
         if orchestrator and _is_scored(config, start):
             checkpointer.score(start, score(start) if saved_score is None else saved_score)
         if not compiled.done():
