@@ -13,6 +13,7 @@ ledger are signed with the run's key, so that a reader who trusts that key needs
 import contextlib
 import dataclasses
 import pathlib
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -182,6 +183,24 @@ class RunLedger(contextlib.AbstractContextManager):
         except ValueError:
             for event in signed:
                 entries += self._ledger.append(event, is_own=True)
+
+
+class NoLedger:
+    """Takes the events of rollouts that train nothing, as in an evaluation, and keeps none of them."""
+
+    refusals: Mapping[str, int] = {}
+    ejected_workers: frozenset[str] = frozenset()
+
+    def head(self) -> str:
+        """Returns another text each time, so that no draw repeats."""
+        return secrets.token_hex()
+
+    def _drop(self, *_) -> Recorded:
+        recorded: Recorded = futures.Future()
+        recorded.set_result(None)
+        return recorded
+
+    appointed = joined = leased = submitted = verdict = refused = named = ejected = batch = _drop
 
 
 def _opened(path: pathlib.Path, key: rollout_lib.WorkerKey, anchors: Mapping[str, str]) -> ledger_lib.Ledger:

@@ -4,54 +4,41 @@ For batch n (1-based) of P groups:
 1. `publish(version)` makes the inference servers load it. Once they have, every batch n with n - 1 - max_lag <= version opens.
 2. A worker leases groups (rl/protocol/lease.py), generates their rollouts on the servers, and submits them, signed
    (rl/orchestrator/routes.py). An expired lease goes to the next worker.
-3. A submission is checked against its lease, then without weights (prompt, ending, recomputed reward). The batch has our
-   rewards, not the claims. One that we could not recompute in time is 0 and rejects nothing: it would recur forever.
-4. Then the group is quarantined until a verdict on its replay accepts it. Only a draw that no worker can predict lets a group pass
-   without one, and only by the worker's record (rl/orchestrator/worker_health.py). After a failed check, all groups of that worker
-   that no batch has taken are quarantined, and the steps that trained on its unverified groups are named.
-5. A rejected group is requeued, so that a batch is always its P prescribed groups. `next_batch(n)` waits for the groups, requeues
+3. A submission is checked, and its group quarantined until a verdict accepts it (rl/orchestrator/submissions.py).
+4. A rejected group is requeued, so that a batch is always its P prescribed groups. `next_batch(n)` waits for the groups, requeues
    those that became too stale, assigns advantages, and returns the batch.
 
-rl/orchestrator/group_queue.py has the states of a group; this file adds the lock, threads, clock, and servers. It runs in the
-learner's process and imports no environment: a task is only an index here. verdict_collector.py asks for verdicts.
+rl/orchestrator/group_queue.py has the states of a group; this file adds the lock, leases, clock, and servers. It runs in the
+learner's process and imports no environment: a task is only an index here.
 """
 
 import asyncio
 import collections
 import concurrent.futures
 import dataclasses
-import hmac
 import pathlib
-import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from inference import client as client_lib
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from inference.server import fair_pool, web
+from inference.server import web
 from models import hub
 from rl.batch import credit as credit_lib
 from rl.batch import packing
 from rl.ledger import run_ledger, run_rules
-from rl.orchestrator import admission, group_queue, routes, verdict_collector, worker_health
+from rl.orchestrator import admission, group_queue, routes, submissions, verdict_collector, worker_health
 from rl.orchestrator.group_queue import State
 from rl.protocol import task_schedule
-from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
-NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
-# (group, split) -> its verdict, and recomputed rewards to train on by sample; None: worth 0, as there was no time
-CheckGroupWithoutWeights = Callable[
-    [Sequence[rollout_lib.Rollout], str], tuple[checks.Verdict, Mapping[int, Mapping[str, float] | None]]
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +57,9 @@ class Orchestrator:
     `invited` are public keys of workers to trust in addition to `topology.workers`; `stake` returns a key's stake in the ledger.
     `verdicts` replays groups; `check_group_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the
     validator's evidence against workers as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are
-    verified: workers must not know it. `on_verified` is called with each group that a verdict accepted. Events go to `ledger`. `on_wait` receives lines for people: a status every `WAIT_NOTICE_S`
-    seconds of waiting, and the steps that a caught worker spoiled.
+    verified: workers must not know it. `on_verified` is called with each group that a verdict accepted. Events go to `ledger`, if
+    there is one. `on_wait` receives lines for people: a status every `WAIT_NOTICE_S` seconds of waiting, and the steps that a caught
+    worker spoiled.
     """
 
     def __init__(
@@ -82,19 +70,18 @@ class Orchestrator:
         credit: credit_lib.Credit,
         key: rollout_lib.WorkerKey,
         verdicts: verdict_collector.VerdictCollector,
-        check_group_without_weights: CheckGroupWithoutWeights = lambda rollouts, split: (checks.OK, {}),
+        check_group_without_weights: submissions.CheckGroupWithoutWeights = lambda rollouts, split: (checks.OK, {}),
         evidence: Callable[[int], dict] = lambda step: {},
         secret: bytes,
         invited: Collection[str] = (),
         stake: Callable[[str], int] = lambda worker: 0,
-        ledger: run_ledger.RunLedger | None = None,
+        ledger: run_ledger.RunLedger | run_ledger.NoLedger | None = None,
         on_verified: Callable[[Sequence[rollout_lib.Rollout]], None] = lambda rollouts: None,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
-        self._config, self._workdir, self._credit, self._rules = config, workdir, credit, rules_lib.Rules.of(config)
-        self._key, self._verdicts, self._ledger = key, verdicts, ledger
-        self._check_group_without_weights = check_group_without_weights
-        self._evidence, self._secret, self._on_wait, self._on_verified = evidence, secret, on_wait, on_verified
+        self._config, self._workdir, self._credit, self._key = config, workdir, credit, key
+        self._verdicts, self._ledger = verdicts, ledger or run_ledger.NoLedger()
+        self._evidence, self._on_wait = evidence, on_wait
         self.servers: Sequence[str] = ()  # URLs of the inference servers, for workers
         self.control: client_lib.Control | None = None  # of those servers; set before `publish`
         self._changed = threading.Condition()  # guards everything below
@@ -114,9 +101,22 @@ class Orchestrator:
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
         self._failure: BaseException | None = None
-        self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
+        self._submissions = submissions.Submissions(
+            self._changed,
+            self._queue,
+            self._health,
+            self._counts,
+            self._ledger,
+            rules=rules_lib.Rules.of(config),
+            newest=lambda: self._announced,
+            check_group_without_weights=check_group_without_weights,
+            verdicts=verdicts,
+            secret=secret,
+            on_verified=on_verified,
+            on_caught=on_wait,
+            fail=self.fail,
+        )
         self._updater = concurrent.futures.ThreadPoolExecutor(1, "update-servers")
-        verdicts.start(self._decide, self.fail)
 
     def serve(self) -> str:
         """Starts the HTTP server for workers in a thread; returns its URL. Raises ValueError if its address cannot be used."""
@@ -131,23 +131,19 @@ class Orchestrator:
         self._web.should_exit = True
         self._thread.join()
         self._updater.shutdown(cancel_futures=True)
-        self._checkers.close()
-        self._verdicts.close()
+        self._submissions.close()
 
     def resume(self, step: int, state: dict | None = None) -> None:
         """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved `state(step)`, if any."""
-        # Fresh draws: the workers of batches that are made again may know which groups were not replayed the first time. The ledger
-        # has the head from which an auditor with the secret repeats them.
-        head = self._ledger.head() if self._ledger else secrets.token_hex()
+        self._submissions.resume()
         with self._changed:
             self._opened_step = step
-            self._secret = hmac.digest(self._secret, head.encode(), "sha256")
             if state:
                 self._health.restore(state["standing"])
                 self._states[step] = state
-            self._record("appointed", self._verdicts.validators, self._verdicts.quorum)
-            if self._ledger:  # it has the events after the checkpoint
-                self._health.remember(self._ledger.refusals, self._ledger.ejected_workers)
+            self._health.remember(
+                self._ledger.refusals, self._ledger.ejected_workers
+            )  # it has what followed the checkpoint
 
     # Called by the learner.
 
@@ -155,7 +151,7 @@ class Orchestrator:
         """Makes the servers load policy `version`, published already in `epoch`, in the background; then further batches open."""
         with self._changed:
             self._announced = version
-        self._updater.submit(self._guarded, self._update_servers, version, epoch)
+        self._updater.submit(self._load, version, epoch)
 
     def next_batch(self, step: int) -> Batch:
         """Blocks until all groups of batch `step` (1-based) are accepted; returns the batch. Raises the error given to `fail`."""
@@ -248,9 +244,9 @@ class Orchestrator:
             )
             self._health.leased(worker, network, [group.key for group in groups], now_s)
             if groups:
-                self._record("joined", worker, worker in self._invited)
+                self._ledger.joined(worker, worker in self._invited)
             for group in groups:
-                self._record("leased", worker, *group.key, group.version)
+                self._ledger.leased(worker, *group.key, group.version)
             return groups
 
     def _lose(self, entry: group_queue.Entry, now_s: float, *, is_void: bool = False) -> None:
@@ -264,19 +260,22 @@ class Orchestrator:
             return any(entry.worker == worker for entry in self._queue.entries.values())
 
     def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
-        """Starts the checks of submitted rollouts; returns per group a future of "accepted", "quarantined", or "refused: REASON"."""
-        by_key: dict[group_queue.Key, list[rollout_lib.Rollout]] = collections.defaultdict(list)
-        for rollout in rollouts:
-            by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
-        return {"/".join(map(str, key)): self._deliver(key, group) for key, group in by_key.items()}
+        """Starts the checks of submitted rollouts; returns per group a future of its reply, as `Submissions.submit` does."""
+        return self._submissions.submit(rollouts)
 
-    def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Returns `function(*args)`, called in a background thread. An exception fails the run, since no other code reads it there."""
+    def _load(self, version: int, epoch: int | None) -> None:
+        """Makes the servers load a policy version, then opens the groups that may use it. An error fails the run."""
         try:
-            return function(*args)
-        except BaseException as error:
+            self._update_servers(version, epoch)
+            with self._changed:
+                self._version = version
+                last = min(version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
+                for step in range(self._opened_step + 1, last + 1):
+                    self._queue.add(task_schedule.train_groups(self._config, step))
+                self._opened_step = max(self._opened_step, last)
+                self._changed.notify_all()
+        except BaseException as error:  # no other code reads the result of this thread
             self.fail(error)
-            raise
 
     def _update_servers(self, version: int, epoch: int | None) -> None:
         try:
@@ -284,148 +283,12 @@ class Orchestrator:
                 asyncio.run(self.control.update_weights(version, epoch=epoch))
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
             found = f"an inference server did not load policy version {version}: {error}"
-            self.fail(ValueError(f"{found}; read the log of that server"))
-            return
-        with self._changed:
-            self._version = version
-            last = min(version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
-            for step in range(self._opened_step + 1, last + 1):
-                self._queue.add(task_schedule.train_groups(self._config, step))
-            self._opened_step = max(self._opened_step, last)
-            self._changed.notify_all()
-
-    def _split(self, rollout: rollout_lib.Rollout) -> str:
-        """Returns "train" or "held_out". A rollout does not name its split, but only one of them uses its step and group now."""
-        with self._changed:
-            held_out = self._queue.entries.get(("held_out", rollout.step, rollout.task.group))
-            return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
-
-    def _deliver(self, key: group_queue.Key, rollouts: list[rollout_lib.Rollout]) -> concurrent.futures.Future[str]:
-        """Checks a submitted group against its lease and queues its other checks; returns a future of the reply.
-
-        A group that is not leased, or not signed by the leaseholder, is rejected and changes nothing.
-        """
-        with self._changed:
-            entry = self._queue.entries.get(key)
-            if entry is None or entry.state is not State.LEASED:
-                return self._not_leased(rollouts)
-            holder = entry.worker
-        # A forged submission must not cost the leaseholder its lease. One sample too many is enough to reject the group.
-        signed = rollouts[: entry.group.num_samples + 1]
-        if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.signature_ok, signed)):
-            return self._not_leased(rollouts, "signature: not signed by the leaseholder; sign with its key")
-        # A worker that was paused hands in late a group that it got again meanwhile: no fault, and not worth its new lease.
-        found = {int(version) for rollout in signed for version in rollout.versions}
-        if found != {entry.group.version} and len(found) == 1 and (holder, *found) in entry.earlier:
-            return self._not_leased(rollouts)
-        digest = verdict_lib.group_digest(rollouts)
-        with self._changed:
-            if not self._queue.deliver(key, holder, rollouts, digest):
-                return self._not_leased(rollouts)
-            recorded = self._record("submitted", holder, *key, digest)
-            verdict = checks.check_at_lease(rollouts, self._rules.at_lease(entry.group, self._announced))
-            if not verdict.accepted:
-                return _known(self._reject(key, verdict, is_fault=False))
-        return self._checkers.submit(holder, self._guarded, self._check, key, recorded)
-
-    def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason="not leased (or already submitted)"):
-        with self._changed:
-            self._counts["unleased"] += len(rollouts)
-        return _known(f"refused: {reason}")
-
-    def _check(self, key: group_queue.Key, recorded: concurrent.futures.Future) -> str:
-        """Checks a submitted group without weights; rejects it, quarantines it, or lets it pass. Returns the reply, when it is `recorded`."""
-        with self._changed:
-            entry = self._queue.entries[key]
-        verdict, scores = self._check_group_without_weights(entry.rollouts, key[0])
-        recorded.result()
-        with self._changed:
-            if not verdict.accepted:
-                return self._reject(key, verdict, is_fault=True)
-            entry.scores = scores
-            # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
-            if key[0] == "train" and (entry.was_decided or self._draw(key) < self._health.rate(entry.worker)):
-                self._queue.quarantine(key)
-                self._verdicts.ask(key, entry.rollouts, entry.digest)
-                return "quarantined"
-            self._queue.let_pass(key)
-            return self._accepted(entry)
-
-    def _draw(self, key: group_queue.Key) -> float:
-        """Returns the number in [0, 1) below which a worker's rate lets its group pass. It depends on the secret and the group alone."""
-        digest = hmac.digest(self._secret, "/".join(map(str, key)).encode(), "sha256")
-        return int.from_bytes(digest[:8], "big") / 2**64
-
-    def _decide(self, key, digest, verdict, signed: Sequence[verdict_lib.SignedVerdict]) -> None:
-        """Accepts or rejects a quarantined group by `verdict`, or requeues it if the group is void."""
-        with self._changed:
-            for one in signed:
-                self._record("verdict", one)
-            entry = self._queue.entries.get(key)
-            if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
-                return
-            if verdict.reason in verdict_collector.VOID:
-                self._counts[verdict.reason] += len(self._queue.requeue(key).rollouts)
-                self._health.lost(entry.worker, key, time.monotonic(), blame=False)
-                self._changed.notify_all()
-                return
-            self._counts["checked"] += len(entry.rollouts)
-            if verdict.accepted:
-                self._queue.accept(key)
-                self._health.verified(entry.worker)
-                self._on_verified(entry.rollouts)
-                self._accepted(entry)
-            else:
-                self._reject(key, verdict, is_fault=True)
-
-    def _accepted(self, entry: group_queue.Entry) -> str:
-        self._counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
-        self._health.accepted(entry.worker, entry.group.key)
-        self._changed.notify_all()
-        return "accepted"
-
-    def _reject(self, key: group_queue.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
-        """Reopens a group and counts it against its worker; after a failed check (`is_fault`), ends the trust in it. Returns the reply."""
-        entry = self._queue.requeue(key)
-        worker, group = entry.worker, entry.group
-        self._counts["refused"] += len(entry.rollouts)
-        self._counts[f"refused_{verdict.reason}"] += 1
-        self._record("refused", worker, *key, entry.digest, str(verdict))
-        self._health.rejected(worker, key, time.monotonic(), is_fault=is_fault)
-        if is_fault:
-            self._distrust(worker)
-        if self._health.is_banned(worker):
-            self._record("ejected", worker, f"{self._config.trust.max_attempts} rejected groups; the last: {verdict}")
-            # A stranger must not be able to end the run, even before others have joined.
-            if worker in self._invited and not self._health.has_others(worker, time.monotonic()):
-                found = f"worker {worker[:16]} was rejected {self._config.trust.max_attempts} times and no other worker is active"
-                last = f"the last reason, for group {group.group} of step {group.step}: {verdict}"
-                remedy = "Look at that worker and its server, or raise trust.max_attempts"
-                self.fail(ValueError(f"{found}; {last}. {remedy}"))
-        self._changed.notify_all()
-        return f"refused: {verdict}"
-
-    def _distrust(self, worker: str) -> None:
-        """Quarantines all groups of a caught worker that passed without a verdict, and names the steps that trained on such groups."""
-        for entry in self._queue.recall(worker):
-            self._counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
-            self._verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
-        num_groups, steps = self._health.reveal(worker)
-        if num_groups:
-            self._counts["trained_unverified_of_cheats"] += num_groups
-            self._record("named", worker, steps)
-            where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
-            self._on_wait(f"worker {worker[:16]} failed a check; {where}; an earlier checkpoint is without them")
-
-    def _record(self, event: str, *fields: Any) -> concurrent.futures.Future:
-        """Passes an event to the ledger, if there is one; returns a future that is done when the event is durable."""
-        found = getattr(self._ledger, event)(*fields) if self._ledger else None
-        return found or _known(None)
+            raise ValueError(f"{found}; read the log of that server") from error
 
     def _record_batch(self, step: int, taken: list[group_queue.Entry]) -> concurrent.futures.Future:
         basis = {entry.group.group: "verified" if entry.is_verified else "trusted" for entry in taken}
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
-        return self._record("batch", step, digest, basis)
+        return self._ledger.batch(step, digest, basis)
 
     def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""
@@ -505,9 +368,3 @@ def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
             )
         out.append(one)
     return out
-
-
-def _known(result: Any) -> concurrent.futures.Future:
-    future = concurrent.futures.Future()
-    future.set_result(result)
-    return future

@@ -12,7 +12,7 @@ Keys cost nothing, so a new key must gain nothing. Invited are the keys that con
    workers get them; in a run that invited none, newcomers get none while a worker with a record is active.
 4. An expired lease halves the number of groups that an invited worker may lease; an accepted group doubles it again. No worker gets
    a group that it lost again while another worker is active.
-5. A worker's groups are verified at the rate max(min_rate, 1 - r), where r = n / (n + HALF_AT) after n of its groups passed. A
+5. A worker's groups are verified at the rate max(min_rate, 1 - r), where r = n / (n + HALF_AT) after n of its groups passed (rl/protocol/check_rate.py). A
    worker that forges at rate q is caught after (1 - q) / q forged groups on average, and q is at least HALF_AT / (n + HALF_AT): so it
    gets one forged group past us per HALF_AT groups that it did honestly and we verified, and a new key none. The last is also why
    many keys gain nothing. An invited worker starts as if it had a record that gives it `invited_rate`.
@@ -28,7 +28,8 @@ import copy
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 
-HALF_AT = 32  # verified groups without a fault that bring a worker's rate from 1 to 1/2, as in rl/ledger/balances.py
+from rl.protocol import check_rate
+
 MOST_HALVINGS = 12
 NEWCOMER_FRACTION = 4  # newcomers get 1 / this of the unfinished groups, and of the time of a lease
 
@@ -73,8 +74,12 @@ class WorkerHealth:
         invited_rate: float,
         invited: Collection[str] = (),
     ):
-        self._max_rejections, self._lease_s = max_rejections, lease_s
-        self._min_rate, self._invited, self._given = min_rate, frozenset(invited), HALF_AT * (1 / invited_rate - 1)
+        self.max_rejections, self._lease_s = max_rejections, lease_s
+        self._min_rate, self._invited, self._given = (
+            min_rate,
+            frozenset(invited),
+            check_rate.HALF_AT * (1 / invited_rate - 1),
+        )
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
         self._seen_s: dict[str, float] = {}  # of known and banned workers that are active; the latest last
         self._places: list[_Place] = []
@@ -177,7 +182,7 @@ class WorkerHealth:
         if one.is_suspect or self.is_banned(worker):
             return 1.0
         record = one.num_verified + (self._given if worker in self._invited else 0)
-        return max(self._min_rate, HALF_AT / (HALF_AT + record))
+        return check_rate.rate(check_rate.reputation(record), self._min_rate)
 
     def verified(self, worker: str) -> None:
         """Records that a group of this worker passed a replay."""
@@ -210,12 +215,12 @@ class WorkerHealth:
     def remember(self, rejections: Mapping[str, int], banned: Collection[str]) -> None:
         """Sets the marks that the ledger shows: any rejection makes a suspect, as the ledger does not say whether it was a fault."""
         for name in {*rejections, *banned}:
-            one, least = self._workers[name], self._max_rejections if name in banned else 0
+            one, least = self._workers[name], self.max_rejections if name in banned else 0
             one.num_rejected, one.is_suspect = max(one.num_rejected, rejections.get(name, 0), least), True
 
     def is_banned(self, worker: str) -> bool:
         """Returns True if this worker gets no more work, because too many of its groups were rejected."""
-        return self._of(worker).num_rejected >= self._max_rejections
+        return self._of(worker).num_rejected >= self.max_rejections
 
     def num_banned(self, now_s: float) -> int:
         """Returns the number of active workers that are banned."""

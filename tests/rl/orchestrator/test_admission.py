@@ -15,7 +15,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import group_queue, verdict_collector, worker_health
+from rl.orchestrator import group_queue, submissions, verdict_collector, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.verification import checks
@@ -37,7 +37,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(orchestrator_lib, "time", clock)
+    for module in (orchestrator_lib, submissions):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -60,8 +61,7 @@ def make(tmp_path, clock):
     yield make
     for orchestrator in made:
         orchestrator._updater.shutdown()
-        orchestrator._checkers.close()
-        orchestrator._verdicts.close()
+        orchestrator._submissions.close()
 
 
 def publish(orchestrator, version):
@@ -143,7 +143,7 @@ def garbage(orchestrator, worker, groups):
     for group in groups:
         with orchestrator._changed:  # as `_deliver` after a signature
             orchestrator._queue.deliver(group.key, worker, answers(group), "")
-            orchestrator._reject(group.key, checks.Verdict("tokens", "garbage"), is_fault=False)
+            orchestrator._submissions._reject(group.key, checks.Verdict("tokens", "garbage"), is_fault=False)
 
 
 def give_back(orchestrator, worker, groups):

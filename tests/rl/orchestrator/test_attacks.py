@@ -109,7 +109,7 @@ def test_a_friend_of_a_caught_worker_gains_nothing_from_draws_that_are_known(tmp
     exp = resolve(rl__prompts_per_step=32, trust__invited_rate=0.5)
     with running(tmp_path, exp, invited=[one.worker for one in (HONEST, CHEAT, FRIEND)]) as (run, client):
         groups = client.lease(CHEAT, 32)
-        drawn = [group for group in groups if run._draw(group.key) < 0.5]
+        drawn = [group for group in groups if run._submissions._draw(group.key) < 0.5]
         passed = [group for group in groups if group not in drawn]
         assert len(passed) > 4 and drawn
         for group in [*passed, drawn[0]]:
@@ -137,7 +137,7 @@ def test_a_restart_reveals_no_draw_and_forgives_no_caught_worker(tmp_path):
     for _ in range(2):
         with running(tmp_path, exp) as (run, client):
             groups = client.lease(CHEAT, 64)
-            draws.append([run._draw(group.key) < 0.5 for group in groups])
+            draws.append([run._submissions._draw(group.key) < 0.5 for group in groups])
             if len(draws) == 1:
                 drawn = groups[draws[0].index(True)]
                 assert client.submit(CHEAT, signed(forged(drawn), CHEAT)) == ["taken"]
@@ -170,13 +170,12 @@ def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_h
         for group in run.lease(CHEAT.worker, 64):
             found = run.submit(signed(forged(group), CHEAT))
             assert [future.result(WAIT_S) for future in found.values()][0] in ("accepted", "quarantined")
-            if not run._draw(group.key) >= 32 / (32 + num_honest):
+            if not run._submissions._draw(group.key) >= 32 / (32 + num_honest):
                 break
             gains.append(secret)
         validators.settled(run)
         assert State.ELIGIBLE not in states(run).values()  # of the same batch, all is taken back
-        run._checkers.close()
-        run._verdicts.close()
+        run._submissions.close()
     assert len(gains) / 24 <= 2.5 * num_honest / 32
 
 

@@ -46,17 +46,14 @@ class Locked(orchestrator_lib.Orchestrator):
     """Fails on `entries[key]` of its own, and on setting an attribute, without the lock that guards them."""
 
     def __init__(self, *args, drawn=None, **options):
-        self._drawn = drawn
         super().__init__(*args, **options)
         self._queue.entries = LockedEntries()
         self._queue.entries.is_owned = self._changed._is_owned
-
-    def _draw(self, key):
-        """`drawn` replaces the draw: the numbers of the groups that are verified at any rate below 1."""
-        return super()._draw(key) if self._drawn is None else (key[2] not in self._drawn) * 0.999
+        if drawn is not None:  # the numbers of the groups that are verified at any rate below 1
+            self._submissions._draw = lambda key: (key[2] not in drawn) * 0.999
 
     def __setattr__(self, name, value):
-        own = ("_web", "_thread", "servers", "control", "_drawn")
+        own = ("_web", "_thread", "servers", "control")
         assert not hasattr(self, "_updater") or name in own or self._changed._is_owned(), name
         super().__setattr__(name, value)
 
@@ -103,8 +100,7 @@ def make(tmp_path):
     yield make
     for orchestrator in made:
         orchestrator._updater.shutdown()
-        orchestrator._checkers.close()
-        orchestrator._verdicts.close()
+        orchestrator._submissions.close()
 
 
 def publish(orchestrator, version):

@@ -1,0 +1,235 @@
+"""The submissions of workers: from the arrival of a group's rollouts until they may be trained on, or are refused.
+
+1. A submission is checked against its lease. A group that is not leased, or not signed by the leaseholder, changes nothing.
+2. A few threads check it without weights: prompt, ending, recomputed reward. The batch has our rewards, not the claims. One that we
+   could not recompute in time is 0 and rejects nothing: it would recur forever.
+3. Then the group is quarantined until a verdict on its replay accepts it (rl/orchestrator/verdict_collector.py). Only a draw that no
+   worker can predict lets a group pass without one, and only by the worker's record (rl/orchestrator/worker_health.py).
+4. A rejected group is requeued. After a failed check, all groups of that worker that no batch has taken are quarantined, and the
+   steps that trained on its unverified groups are named.
+"""
+
+import collections
+import concurrent.futures
+import hmac
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from inference.rollouts import rollout as rollout_lib
+from inference.server import fair_pool
+from rl.ledger import run_ledger
+from rl.orchestrator import group_queue, verdict_collector, worker_health
+from rl.orchestrator.group_queue import State
+from rl.protocol import check_rate
+from rl.protocol import verdict as verdict_lib
+from rl.verification import checks
+from rl.verification import rules as rules_lib
+
+NOT_LEASED = "not leased (or already submitted)"
+NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
+# (group, split) -> its verdict, and recomputed rewards to train on by sample; None: worth 0, as there was no time
+CheckGroupWithoutWeights = Callable[
+    [Sequence[rollout_lib.Rollout], str], tuple[checks.Verdict, Mapping[int, Mapping[str, float] | None]]
+]
+
+
+class Submissions:
+    """Checks the groups that workers hand in, and decides which of them may be trained on. All methods are thread-safe.
+
+    Args:
+      changed: guards the next three, and is notified when a group may be trained on or is open again.
+      queue: the groups of the run.
+      health: the marks of its workers.
+      counts: rollouts by outcome, under the end of their metric's name.
+      ledger: gets the events.
+      rules: those of the run.
+      newest: returns the newest policy version that a server may have; called under the lock.
+      check_group_without_weights: runs in a few threads, which workers share in turns.
+      verdicts: replays groups.
+      secret: decides which groups are verified; workers must not know it.
+      on_verified: called with each group that a verdict accepted.
+      on_caught: called with a line for people on the steps that a caught worker spoiled.
+      fail: ends the run with an error.
+    """
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        queue: group_queue.GroupQueue,
+        health: worker_health.WorkerHealth,
+        counts: collections.Counter[str],
+        ledger: run_ledger.RunLedger | run_ledger.NoLedger,
+        *,
+        rules: rules_lib.Rules,
+        newest: Callable[[], int],
+        check_group_without_weights: CheckGroupWithoutWeights,
+        verdicts: verdict_collector.VerdictCollector,
+        secret: bytes,
+        on_verified: Callable[[Sequence[rollout_lib.Rollout]], None],
+        on_caught: Callable[[str], None],
+        fail: Callable[[BaseException], None],
+    ):
+        self._changed, self._queue, self._health, self._counts = changed, queue, health, counts
+        self._ledger, self._rules, self._newest, self._secret = ledger, rules, newest, secret
+        self._check_group_without_weights, self._verdicts = check_group_without_weights, verdicts
+        self._on_verified, self._on_caught, self._fail = on_verified, on_caught, fail
+        self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
+        verdicts.start(self._decide, fail)
+
+    def resume(self) -> None:
+        """Continues the run of a ledger, with fresh draws."""
+        # The workers of batches that are made again may know which groups were not replayed the first time. The ledger has the head
+        # from which an auditor with the secret repeats the draws.
+        head = self._ledger.head()  # without the lock: it waits for a thread that may call `fail`
+        with self._changed:
+            self._secret = hmac.digest(self._secret, head.encode(), "sha256")
+            self._ledger.appointed(self._verdicts.validators, self._verdicts.quorum)
+
+    def close(self) -> None:
+        """Waits for running replays, but not for other checks; cancels the rest."""
+        self._checkers.close()
+        self._verdicts.close()
+
+    def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
+        """Starts the checks of submitted rollouts; returns per group a future of "accepted", "quarantined", or "refused: REASON"."""
+        by_key: dict[group_queue.Key, list[rollout_lib.Rollout]] = collections.defaultdict(list)
+        for rollout in rollouts:
+            by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
+        return {"/".join(map(str, key)): self._deliver(key, group) for key, group in by_key.items()}
+
+    def _split(self, rollout: rollout_lib.Rollout) -> str:
+        """Returns "train" or "held_out". A rollout does not name its split, but only one of them uses its step and group now."""
+        with self._changed:
+            held_out = self._queue.entries.get(("held_out", rollout.step, rollout.task.group))
+            return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
+
+    def _deliver(self, key: group_queue.Key, rollouts: list[rollout_lib.Rollout]) -> concurrent.futures.Future[str]:
+        """Checks a submitted group against its lease and queues its other checks; returns a future of the reply.
+
+        A group that is not leased, or not signed by the leaseholder, is rejected and changes nothing.
+        """
+        with self._changed:
+            entry = self._queue.entries.get(key)
+            if entry is None or entry.state is not State.LEASED:
+                return self._not_leased(rollouts)
+            holder = entry.worker
+        # A forged submission must not cost the leaseholder its lease. One sample too many is enough to reject the group.
+        signed = rollouts[: entry.group.num_samples + 1]
+        if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.signature_ok, signed)):
+            return self._not_leased(rollouts, "signature: not signed by the leaseholder; sign with its key")
+        # A worker that was paused hands in late a group that it got again meanwhile: no fault, and not worth its new lease.
+        found = {int(version) for rollout in signed for version in rollout.versions}
+        if found != {entry.group.version} and len(found) == 1 and (holder, *found) in entry.earlier:
+            return self._not_leased(rollouts)
+        digest = verdict_lib.group_digest(rollouts)
+        with self._changed:
+            if not self._queue.deliver(key, holder, rollouts, digest):
+                return self._not_leased(rollouts)
+            recorded = self._ledger.submitted(holder, *key, digest)
+            verdict = checks.check_at_lease(rollouts, self._rules.at_lease(entry.group, self._newest()))
+            if not verdict.accepted:
+                return _known(self._reject(key, verdict, is_fault=False))
+        return self._checkers.submit(holder, self._check, key, recorded)
+
+    def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason: str = NOT_LEASED):
+        with self._changed:
+            self._counts["unleased"] += len(rollouts)
+        return _known(f"refused: {reason}")
+
+    def _check(self, key: group_queue.Key, recorded: concurrent.futures.Future) -> str:
+        """Checks a submitted group without weights; rejects it, quarantines it, or lets it pass. Returns the reply, when it is `recorded`."""
+        try:
+            with self._changed:
+                entry = self._queue.entries[key]
+            verdict, scores = self._check_group_without_weights(entry.rollouts, key[0])
+            recorded.result()
+            with self._changed:
+                if not verdict.accepted:
+                    return self._reject(key, verdict, is_fault=True)
+                entry.scores = scores
+                return self._quarantine_or_pass(entry)
+        except BaseException as error:  # ends the run: no worker is to blame for it
+            self._fail(error)
+            raise
+
+    def _quarantine_or_pass(self, entry: group_queue.Entry) -> str:
+        """Quarantines a checked group, or lets it pass: a held-out group, or one of a trusted worker that is not drawn."""
+        key = entry.group.key
+        # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
+        if key[0] == "train" and (entry.was_decided or self._draw(key) < self._health.rate(entry.worker)):
+            self._queue.quarantine(key)
+            self._verdicts.ask(key, entry.rollouts, entry.digest)
+            return "quarantined"
+        self._queue.let_pass(key)
+        return self._accepted(entry)
+
+    def _draw(self, key: group_queue.Key) -> float:
+        return check_rate.draw(self._secret, "/".join(map(str, key)))
+
+    def _decide(self, key, digest, verdict, signed: Sequence[verdict_lib.SignedVerdict]) -> None:
+        """Accepts or rejects a quarantined group by `verdict`, or requeues it if the group is void."""
+        with self._changed:
+            for one in signed:
+                self._ledger.verdict(one)
+            entry = self._queue.entries.get(key)
+            if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
+                return
+            if verdict.reason in verdict_collector.VOID:
+                self._counts[verdict.reason] += len(self._queue.requeue(key).rollouts)
+                self._health.lost(entry.worker, key, time.monotonic(), blame=False)
+                self._changed.notify_all()
+                return
+            self._counts["checked"] += len(entry.rollouts)
+            if verdict.accepted:
+                self._queue.accept(key)
+                self._health.verified(entry.worker)
+                self._on_verified(entry.rollouts)
+                self._accepted(entry)
+            else:
+                self._reject(key, verdict, is_fault=True)
+
+    def _accepted(self, entry: group_queue.Entry) -> str:
+        self._counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
+        self._health.accepted(entry.worker, entry.group.key)
+        self._changed.notify_all()
+        return "accepted"
+
+    def _reject(self, key: group_queue.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
+        """Reopens a group and counts it against its worker; after a failed check (`is_fault`), ends the trust in it. Returns the reply."""
+        entry = self._queue.requeue(key)
+        worker, group = entry.worker, entry.group
+        self._counts["refused"] += len(entry.rollouts)
+        self._counts[f"refused_{verdict.reason}"] += 1
+        self._ledger.refused(worker, *key, entry.digest, str(verdict))
+        self._health.rejected(worker, key, time.monotonic(), is_fault=is_fault)
+        if is_fault:
+            self._distrust(worker)
+        if self._health.is_banned(worker):
+            self._ledger.ejected(worker, f"{self._health.max_rejections} rejected groups; the last: {verdict}")
+            # A stranger must not be able to end the run, even before others have joined.
+            if not self._health.is_stranger(worker) and not self._health.has_others(worker, time.monotonic()):
+                found = f"worker {worker[:16]} was rejected {self._health.max_rejections} times and no other worker is active"
+                last = f"the last reason, for group {group.group} of step {group.step}: {verdict}"
+                remedy = "Look at that worker and its server, or raise trust.max_attempts"
+                self._fail(ValueError(f"{found}; {last}. {remedy}"))
+        self._changed.notify_all()
+        return f"refused: {verdict}"
+
+    def _distrust(self, worker: str) -> None:
+        """Quarantines all groups of a caught worker that passed without a verdict, and names the steps that trained on such groups."""
+        for entry in self._queue.recall(worker):
+            self._counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
+            self._verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
+        num_groups, steps = self._health.reveal(worker)
+        if num_groups:
+            self._counts["trained_unverified_of_cheats"] += num_groups
+            self._ledger.named(worker, steps)
+            where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
+            self._on_caught(f"worker {worker[:16]} failed a check; {where}; an earlier checkpoint is without them")
+
+
+def _known(reply: str) -> concurrent.futures.Future[str]:
+    future = concurrent.futures.Future()
+    future.set_result(reply)
+    return future
