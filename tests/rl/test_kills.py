@@ -6,7 +6,7 @@ model, and validators answer by a rule instead of a replay, so that 200 kills ta
 
 import collections
 import contextlib
-import hmac
+import hashlib
 import json
 import os
 import random
@@ -26,13 +26,11 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
-from rl.ledger import ledger as ledger_lib
-from rl.ledger import task_ranges
 from rl.protocol import verdict as verdict_lib
 from rl.validator import routes
 from sharding import checkpoint
 from tests.support import forger as forger_lib
-from tests.support import ledgers, proxy, serving, signed_http, tiny_run
+from tests.support import ledger_reader, ledgers, proxy, serving, signed_http, tiny_run
 
 SEED, P, MIN_RATE, INVITED_RATE = 36, 4, 0.05, 0.5
 OVERRIDES = {
@@ -195,52 +193,6 @@ def kill_at_random(processes, count, rng, num_kills):
     processes.kill(0, restart=False)
 
 
-class History:
-    """A killed run by its ledger, whose rules hold, and in which the draw exempts every group that was not verified."""
-
-    def __init__(self, workdir):
-        with ledger_lib.Ledger(workdir / "ledger.db") as ledger:
-            self.hashes = [entry.hash.hex() for entry in ledger.entries()]
-            self.events = [entry.event for entry in ledger.entries()]
-        secret = (workdir / "secret.key").read_bytes() + b"0"
-        self.batches, self.numbers, self.submissions = {}, {}, {}  # by step; by step; by digest: (name, event's number)
-        self.leased, self.refused = {}, {}  # by name, by digest: the number of the last such event
-        invited, accepted, handed_in = set(), collections.Counter(), {}
-        for number, event in enumerate(self.events):
-            kind, fields = event.kind, event.fields
-            name = "/".join(str(fields.get(part)) for part in ("split", "step", "group"))
-            if kind == "resume":
-                self.batches = {step: groups for step, groups in self.batches.items() if step <= fields["step"]}
-                handed_in.clear()
-            elif kind == "appoint":
-                draws = hmac.digest(secret, f"{number - 1}:{self.hashes[number - 1]}".encode(), "sha256")
-            elif kind == "invite":
-                invited.add(event.node)
-            elif kind == "lease":
-                self.leased[name] = number
-            elif kind == "submission":
-                self.submissions[fields["digest"]] = name, number
-                handed_in[name] = fields["digest"], event.node
-            elif kind == "verdict" and handed_in.get(name, ("",))[0] == fields["digest"]:
-                accepted[handed_in[name][1]] += fields["accepted"]
-            elif kind == "refusal":
-                self.refused[fields["digest"]] = number
-            elif kind == "batch":
-                self.batches[fields["step"]], self.numbers[fields["step"]] = {}, number
-                tasks = {b: task_ranges.parse_tasks(fields[b]) if fields[b] else [] for b in ("verified", "trusted")}
-                for step, group in tasks["verified"] + tasks["trusted"]:
-                    digest, owner = handed_in.pop(f"train/{step}/{group}")
-                    self.batches[step][group] = digest
-                    draw = hmac.digest(draws, f"train/{step}/{group}".encode(), "sha256")[:8]
-                    record = accepted[owner] + 32 * (1 / INVITED_RATE - 1) * (owner in invited)
-                    rate = max(MIN_RATE, 32 / (32 + record))  # a record is at most this
-                    assert (step, group) in tasks["verified"] or int.from_bytes(draw, "big") / 2**64 >= rate, (
-                        number,
-                        group,
-                    )
-        assert list(self.batches) == list(range(1, len(self.batches) + 1))
-
-
 def check_files(workdir, line):
     """Asserts that checkpoints and manifests name the ledger's entries, and that the batches on disk are those of the ledger."""
     key = rollout_lib.WorkerKey.load(workdir / "ledger.key").worker
@@ -254,6 +206,7 @@ def check_files(workdir, line):
             assert line.hashes[int(number)] == hash_, file
             if 0 < step <= newest:
                 assert line.numbers[step] <= int(number), file
+                assert "host" in file.parts or line.published[step] == hashlib.sha256(data).hexdigest(), file
     assert num_anchors >= 3
     for step in range(1, newest + 1):
         groups = collections.defaultdict(list)
@@ -268,7 +221,9 @@ def check_files(workdir, line):
 
 def check(workdir, num_kills, taken=None):
     """Checks a killed run by its files; `taken` are the groups that it acknowledged as (name, digest), by default those in its ledger."""
-    line, num_again = History(workdir), 0
+    secret, first_record = (workdir / "secret.key").read_bytes() + b"0", 32 * (1 / INVITED_RATE - 1)
+    rates = {"min_rate": MIN_RATE, "first_record": first_record}
+    line, num_again = ledger_reader.Timeline(workdir / "ledger.db", secret=secret, **rates), 0
     check_files(workdir, line)
     in_batches = [digest for groups in line.batches.values() for digest in groups.values()]
     assert len(set(in_batches)) == len(in_batches) == P * len(line.batches)
@@ -279,9 +234,10 @@ def check(workdir, num_kills, taken=None):
             num_again += 1
             assert int(step) > len(line.batches) or line.leased[name] > submitted, name
     print(
-        f"{num_kills} kills: {len(line.batches)} batches, {num_again} groups generated again, {len(line.events)} events"
+        f"{num_kills} kills: {line.num_resumes} starts, {len(line.batches)} batches that count and {line.num_void} void, {dict(line.bases)} "
+        f"groups, {len(taken or ())} acknowledged, {num_again} generated again, {len(line.refused)} refused, {len(line.events)} events"
     )
-    return {event.kind for event in line.events}
+    return {event["kind"] for event in line.events}
 
 
 @pytest.mark.parametrize("num_kills", [3, pytest.param(200, marks=pytest.mark.slow)])
