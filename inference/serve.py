@@ -112,6 +112,10 @@ async def _reply_no_route(status: int, request: fastapi.Request, error: Exceptio
     message = (
         f"route {request.method} {request.url.path} does not exist on this listener; {place}; see inference/serve.py"
     )
+    if status == 405:
+        allowed = getattr(error, "headers", None) or {}
+        message = f"route {request.url.path} takes no {request.method}; send {allowed.get('Allow', 'another method')}"
+        return web.error(status, message, "method_not_allowed", allowed)
     return web.error(status, message, "not_found")
 
 

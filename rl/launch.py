@@ -69,21 +69,41 @@ def start_rollout_system(
     checkpoint, if any. `on_wait` receives lines for people during waits. With `num_hosts` learner hosts, this runs on the first.
     Events are recorded in `ledger`, if there is one.
     """
-    config = experiment.config
-    stack = contextlib.ExitStack()
+    with contextlib.ExitStack() as stack:
+        rollouts = _orchestrator(experiment, workdir, weights, stack, on_wait, num_hosts, known, ledger)
+        rollouts.resume(version, known)
+
+        def start(name: str, command: list[str]) -> _Child:
+            return stack.enter_context(_Child(name, command, workdir, rollouts.fail))
+
+        if experiment.config.topology.mode == "local":
+            _start_here(experiment, workdir, weights, rollouts, start, stack)
+        else:
+            _await_elsewhere(experiment, workdir, weights, rollouts, start, stack, on_wait)
+        rollouts.publish(version, broadcast.read_manifest(weights, version).epoch)
+        yield rollouts
+
+
+def _orchestrator(
+    experiment: experiment_lib.Experiment,
+    workdir: pathlib.Path,
+    weights: pathlib.Path,
+    stack: contextlib.ExitStack,
+    on_wait: Callable[[str], None],
+    num_hosts: int,
+    known: dict | None,
+    ledger: run_ledger.RunLedger | None,
+) -> orchestrator.Orchestrator:
+    """Returns the orchestrator of a run with the validator in this process; neither serves yet."""
+    config, key = experiment.config, run_directory.signing_key(workdir)
     rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait, stack), None
     if file := verifier.bands_file(config):
         tolerance, bands = verifier.load_bands(file)
         rules = dataclasses.replace(rules, tolerance=tolerance)
     evidence = evidence_log.EvidenceLog(bands, count_once=True)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
-    key = run_directory.signing_key(workdir)
-    trusted = run_directory.root_file(workdir) or key.worker
-    params = verifier.published(str(weights), keep=keep, key=trusted)
+    params = verifier.published(str(weights), keep=keep, key=_trusted_key(workdir))
     validator = verifier.Validator(experiment.model, params, rules, evidence)
-    is_local = config.topology.mode == "local"
-    num_workers = config.topology.num_workers if is_local else 0
-    files = [run_directory.worker_key_file(workdir, f"worker{i}") for i in range(num_workers)]
     rollouts = orchestrator.Orchestrator(
         config,
         workdir,
@@ -94,7 +114,7 @@ def start_rollout_system(
         evidence=evidence.state,
         on_verified=evidence.add_verified,
         secret=run_directory.secret(workdir, config.seed),
-        invited=[rollout_lib.WorkerKey.load(file).worker for file in files],
+        invited=[rollout_lib.WorkerKey.load(file).worker for file in _worker_keys(config, workdir)],
         stake=_stakes(config.trust.stake_ledger, stack),
         ledger=ledger,
         on_wait=on_wait,
@@ -103,42 +123,56 @@ def start_rollout_system(
         ledger.on_failure = rollouts.fail
     if known:
         evidence.restore(**known["evidence"])
-    rollouts.resume(version, known)
-    if config.topology.mode == "remote":
-        # Before `serve`: workers that are already running ask for them immediately.
-        rollouts.servers = config.topology.servers
-        token_file = config.topology.control_token_file or str(workdir / "control.token")
-        rollouts.control = client.Control(config.topology.control_servers, token=secret_file.read_or_create(token_file))
+    return rollouts
+
+
+def _trusted_key(workdir: pathlib.Path) -> str:
+    """Returns the root file of a run that has one, else its public key: that which signs its published weights."""
+    return run_directory.root_file(workdir) or run_directory.signing_key(workdir).worker
+
+
+def _worker_keys(config, workdir: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the key files of the workers that this process starts."""
+    num_workers = config.topology.num_workers if config.topology.mode == "local" else 0
+    return [run_directory.worker_key_file(workdir, f"worker{i}") for i in range(num_workers)]
+
+
+def _start_here(experiment, workdir, weights, rollouts, start: Callable, stack: contextlib.ExitStack) -> None:
+    """Serves the orchestrator, and starts an inference server and workers on this machine."""
     url = rollouts.serve()
-    with stack:
+    stack.callback(rollouts.close)
+    control = stack.enter_context(sockets.private_path())
+    command = [*server_command(experiment, workdir, weights), "--control", control]
+    rollouts.servers = [_address(start, "server", command, workdir)]
+    rollouts.control = client.Control([f"unix:{control}"])
+    run = run_directory.signing_key(workdir).worker
+    options = ["--orchestrator", url, "--run", run, "--sandbox", experiment.config.trust.sandbox]
+    for file in _worker_keys(experiment.config, workdir):
+        start(file.stem, ["rl.worker", *options, "--key", str(file)])
 
-        def start(name: str, command: list[str]) -> _Child:
-            return stack.enter_context(_Child(name, command, workdir, rollouts.fail))
 
-        stack.callback(rollouts.close)
-        if is_local:
-            control = stack.enter_context(sockets.private_path())
-            command = [*server_command(experiment, workdir, weights), "--control", control]
-            rollouts.servers = [_address(start, "server", command, workdir)]
-            rollouts.control = client.Control([f"unix:{control}"])
-            options = ["--orchestrator", url, "--run", key.worker, "--sandbox", config.trust.sandbox]
-            for file in files:
-                start(file.stem, ["rl.worker", *options, "--key", str(file)])
-        else:
-            command = ["sharding.relay", "--upstream", str(weights), "--host", config.topology.relay_host]
-            command += ["--port", str(config.topology.relay_port), "--trusted_key", trusted]
-            options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {trusted}"
-            if experiment.engine.routed_experts:
-                options += " --routed_experts"
-            options += " --port PORT --control HOST:PORT --control_token_file FILE"
-            on_wait(f"servers elsewhere: python -m inference.serve {options}")
-            on_wait(
-                f"with HOST:PORT of topology.control_servers, and FILE a copy of {token_file}, which no worker needs"
-            )
-            on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {key.worker}")
-            _await_servers(config.topology.servers, on_wait)
-        rollouts.publish(version, broadcast.read_manifest(weights, version).epoch)
-        yield rollouts
+def _await_elsewhere(
+    experiment, workdir, weights, rollouts, start: Callable, stack: contextlib.ExitStack, on_wait: Callable[[str], None]
+) -> None:
+    """Serves the orchestrator, starts a relay of the weights, and waits for servers, after a line for people on each command."""
+    topology, trusted = experiment.config.topology, _trusted_key(workdir)
+    # Before `serve`: workers that are already running ask for them immediately.
+    rollouts.servers = topology.servers
+    token_file = topology.control_token_file or str(workdir / "control.token")
+    rollouts.control = client.Control(topology.control_servers, token=secret_file.read_or_create(token_file))
+    url = rollouts.serve()
+    stack.callback(rollouts.close)
+    command = ["sharding.relay", "--upstream", str(weights), "--host", topology.relay_host]
+    command += ["--port", str(topology.relay_port), "--trusted_key", trusted]
+    options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {trusted}"
+    if experiment.engine.routed_experts:
+        options += " --routed_experts"
+    options += " --port PORT --control HOST:PORT --control_token_file FILE"
+    on_wait(f"servers elsewhere: python -m inference.serve {options}")
+    on_wait(f"with HOST:PORT of topology.control_servers, and FILE a copy of {token_file}, which no worker needs")
+    run = run_directory.signing_key(workdir).worker
+    on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {run}")
+    _await_servers(topology.servers, on_wait)
 
 
 def _stakes(file: str, stack: contextlib.ExitStack) -> Callable[[str], int]:

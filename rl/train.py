@@ -13,10 +13,12 @@ the rollout system, the scores, and the files that people read; the others end w
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import pathlib
 import time
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -59,15 +61,79 @@ def train(
     exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path, hosts: hosts_lib.Hosts
 ) -> pathlib.Path | None:
     """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than host 0."""
-    config, num_steps = exp.config, exp.config.rl.num_steps
-    learner, layout = exp.learner(mesh), exp.rollout_layout(mesh)
-    step_fn = train_step.jit_train_step(learner)
-    progress, writer = metrics.of_host(workdir, hosts)
+    num_steps, layout = exp.config.rl.num_steps, exp.rollout_layout(mesh)
+    adviser = diagnostics.Adviser()
+    with _started(exp, mesh, workdir, hosts) as run:
+        orchestrator, checkpointer = run.orchestrator, run.checkpointer
+        with run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
+            for step in range(run.start + 1, num_steps + 1):
+                begun, is_scored = time.perf_counter(), _is_scored(exp.config, step)
+                times: dict[str, float] = {}
+                rate = optimizers.next_rate(exp.optimizer, run.state.opt_state)
+                with _timed(times, "wait"):
+                    batch = orchestrator.next_batch(step) if orchestrator else None
+                with _timed(times, "train_step"):
+                    packed = host_feed.place(batch.trees if batch else None, layout, mesh, hosts)
+                    if run.reference is not None:
+                        packed = packed.replace(ref_logp=run.reference(packed))
+                    with jax.transfer_guard("disallow"):
+                        run.state, step_metrics = run.step_fn(run.state, packed)
+                    values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
+                    _check_finite(step, values, packed, run, workdir, hosts)
+                with _timed(times, "publish"):
+                    written = run.publish(train_step.policy(run.learner, run.state), step)
+                    if orchestrator:
+                        orchestrator.publish(step, written.epoch)
+                with _timed(times, "checkpoint"):
+                    checkpointer.save(step, run.state, run.host_state(step), force=is_scored)
+                if batch is None:  # not the first host
+                    continue
+                with _timed(times, "eval"):
+                    if is_scored and step < num_steps:
+                        checkpointer.score(step, run.score(step))
+                times["time/step_s"] = time.perf_counter() - begun
+                values = _metrics(exp, step, values | {"optimizer/learning_rate": rate}, batch, times)
+                run.writer.write(step, "rl", values)
+                bar.update(step, _shown(values))
+                if line := adviser.after(step, values):
+                    run.progress.say(line)
+        if orchestrator is None:
+            return None
+        if run.start < num_steps:
+            checkpointer.score(num_steps, run.score(num_steps))
+    path = report.write(workdir)
+    run.progress.say(*evaluate.summary(workdir), f"report: {path}")
+    return path
 
+
+@dataclasses.dataclass
+class _Run:
+    """The parts of a run that the loop uses. `orchestrator` is None on hosts other than the first."""
+
+    start: int  # the step of the checkpoint that it continues
+    state: Any  # replaced by each step
+    learner: train_step.Learner
+    step_fn: Callable
+    reference: Callable | None
+    orchestrator: Any
+    checkpointer: checkpoint.Checkpointer
+    publish: Callable[[Any, int], manifest.Manifest]  # (policy, version)
+    host_state: Callable[[int], dict]
+    score: Callable[[int], Any]
+    writer: metrics.MetricsWriter
+    progress: metrics.Progress
+
+
+@contextlib.contextmanager
+def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts: hosts_lib.Hosts) -> Iterator[_Run]:
+    """Restores or warms up, and starts all that the loop needs, with the first score and the train step compiled; ends it after."""
+    learner, (progress, writer) = exp.learner(mesh), metrics.of_host(workdir, hosts)
+    step_fn = train_step.jit_train_step(learner)
     with contextlib.ExitStack() as stack:
         stack.callback(writer.close)
         publisher = stack.enter_context(_publisher(exp, workdir, hosts))
-        checkpointer = checkpoint.Checkpointer(workdir / "checkpoints", **config.checkpoint.to_dict(), hosts=hosts)
+        options = exp.config.checkpoint.to_dict()
+        checkpointer = checkpoint.Checkpointer(workdir / "checkpoints", **options, hosts=hosts)
         stack.enter_context(checkpointer)
         warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts)
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
@@ -83,52 +149,25 @@ def train(
         score = functools.partial(evaluate.held_out, exp, orchestrator, workdir, writer, progress)
         # Read at every resume: a damaged file must not wait for the last step.
         saved_score = evaluate.saved_score(workdir, start) if orchestrator else None
-        if orchestrator and _is_scored(config, start):
+        if orchestrator and _is_scored(exp.config, start):
             checkpointer.score(start, score(start) if saved_score is None else saved_score)
         if not compiled.done():
             progress.note("compiling the train step")
         compiled.result()
-
-        adviser = diagnostics.Adviser()
-        with progress.phase("rl", total=num_steps, initial=start) as bar:
-            for step in range(start + 1, num_steps + 1):
-                begun, is_scored = time.perf_counter(), _is_scored(config, step)
-                times: dict[str, float] = {}
-                rate = optimizers.next_rate(exp.optimizer, state.opt_state)
-                with _timed(times, "wait"):
-                    batch = orchestrator.next_batch(step) if orchestrator else None
-                with _timed(times, "train_step"):
-                    packed = host_feed.place(batch.trees if batch else None, layout, mesh, hosts)
-                    if reference is not None:
-                        packed = packed.replace(ref_logp=reference(packed))
-                    with jax.transfer_guard("disallow"):
-                        state, step_metrics = step_fn(state, packed)
-                    values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
-                    _check_finite(step, values, packed, state, host_state, checkpointer, workdir, hosts)
-                with _timed(times, "publish"):
-                    written = publish(train_step.policy(learner, state), step)
-                    if orchestrator:
-                        orchestrator.publish(step, written.epoch)
-                with _timed(times, "checkpoint"):
-                    checkpointer.save(step, state, host_state(step), force=is_scored)
-                if batch is None:  # not the first host
-                    continue
-                with _timed(times, "eval"):
-                    if is_scored and step < num_steps:
-                        checkpointer.score(step, score(step))
-                times["time/step_s"] = time.perf_counter() - begun
-                values = _metrics(exp, step, values | {"optimizer/learning_rate": rate}, batch, times)
-                writer.write(step, "rl", values)
-                bar.update(step, _shown(values))
-                if line := adviser.after(step, values):
-                    progress.say(line)
-        if orchestrator is None:
-            return None
-        if start < num_steps:
-            checkpointer.score(num_steps, score(num_steps))
-    path = report.write(workdir)
-    progress.say(*evaluate.summary(workdir), f"report: {path}")
-    return path
+        yield _Run(
+            start=start,
+            state=state,
+            learner=learner,
+            step_fn=step_fn,
+            reference=reference,
+            orchestrator=orchestrator,
+            checkpointer=checkpointer,
+            publish=publish,
+            host_state=host_state,
+            score=score,
+            writer=writer,
+            progress=progress,
+        )
 
 
 def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts) -> None:
@@ -262,16 +301,18 @@ def _is_scored(config, step: int) -> bool:
     return step in (0, config.rl.num_steps) or (config.evaluation.every > 0 and step % config.evaluation.every == 0)
 
 
-def _check_finite(step, values, packed, state, host_state, checkpointer: checkpoint.Checkpointer, workdir, hosts):
+def _check_finite(step, values, packed, run: _Run, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> None:
     """Raises ValueError if a metric is not finite; saves the batch for a replay, and the state before it if `update` refused it."""
     if not (bad := hosts.broadcast(diagnostics.not_finite(values))):
         return
     whole = packed if hosts.count == 1 else multihost_utils.process_allgather(packed, tiled=True)
     if hosts.is_first:
         packing.save(whole, workdir / "failed_batch.npz")
+    checkpointer = run.checkpointer
     checkpointer.wait()
     if values["loss/skipped"] == 1 and hosts.broadcast(step - 1 > (checkpointer.latest_step() or 0)):
-        checkpointer.save(step - 1, state.replace(step=state.step - 1), host_state(step - 1), force=True)
+        before = run.state.replace(step=run.state.step - 1)
+        checkpointer.save(step - 1, before, run.host_state(step - 1), force=True)
         checkpointer.wait()
     raise ValueError(
         f"{bad} is {values[bad]} at step {step}; nothing of this step was published. Its batch is "

@@ -295,6 +295,7 @@ def test_the_validation_service_goes_on(judged, tmp_path):
         judged / "files",
         lambda: 2,
         secret=secret,
+        min_rate=exp.config.trust.min_rate,
         state=validator_state.State(judged / "validator.db", expected["identity"], keep_steps=expected["keep_steps"]),
         ledger=ledger,
         slash=30,

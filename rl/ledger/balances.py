@@ -6,6 +6,7 @@ The events of a training run have their rules in rl/ledger/run_rules.py.
 import dataclasses
 
 from rl.ledger import events, run_rules, task_ranges
+from rl.protocol import check_rate
 
 
 @dataclasses.dataclass
@@ -71,12 +72,11 @@ class State:
         return Balance(**totals)
 
     def reputation(self, worker: str) -> float:
-        """Returns a worker's reputation in [0, 1): 0 if unknown or ejected, 1/2 after 32 replays; an invalid submission outweighs 64."""
+        """Returns a worker's reputation in [0, 1) by its replayed and its invalid submissions; 0 if it is unknown or ejected."""
         record = self.workers.get(worker)
         if record is None or record.ejected:
             return 0.0
-        bad = record.num_invalidated + record.num_slashes
-        return record.num_checked / (record.num_checked + 32 + 64 * bad)
+        return check_rate.reputation(record.num_checked, record.num_invalidated + record.num_slashes)
 
     def refusal(self, event: events.Event, time_ms: int) -> str | None:
         """Returns the rule that an event would break if appended at `time_ms`, or None. Never raises. Does not check the signature."""

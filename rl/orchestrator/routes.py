@@ -17,7 +17,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
 from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import worker_health
+from rl.orchestrator import request_rate, submissions, worker_health
 from rl.protocol import lease as lease_lib
 
 MAX_LEASE_BYTES = 8192  # of a request's JSON; 64 returned groups take 3 KB
@@ -31,8 +31,7 @@ def make_app(
     """Returns the web app that serves an `Orchestrator` in a new session. Its replies are signed by the run's `key`."""
     decoders = fair_pool.FairPool(NUM_DECODES, "decode")
     session = lease_lib.Session.open(key.worker)
-    verifier = lease_lib.RequestVerifier(session, admit=admission.admit, is_known=health.is_known)
-    rate = admission_lib.RequestRate()
+    gate = _Gate(session, admission, health)
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -40,38 +39,11 @@ def make_app(
         decoders.close()
 
     app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
-
-    def limit_rate(request: fastapi.Request) -> str:
-        """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many."""
-        network = web.client_network(request)
-        if not rate.take(network, time.monotonic()):
-            message = f"your network sent more than {admission_lib.RATE:.0f} requests per second; send fewer"
-            raise fastapi.HTTPException(429, web.error_body(429, message, "overloaded"), {"retry-after": "1"})
-        return network
-
-    def verify(message: dict, kind: str, network: str) -> str:
-        worker = verifier.verify(message, kind)
-        if health.is_known(worker):  # such as many workers on one machine
-            rate.give_back(network)
-        return worker
-
-    def decode_and_submit(body: bytes, digest: str, worker: str) -> dict:
-        if hashlib.sha256(body).hexdigest() != digest:
-            raise ValueError(
-                f"the body of the submission does not have the SHA-256 {digest}; sign the body that is sent"
-            )
-        rollouts = parquet.from_bytes(body, **orchestrator.submission_limits)
-        # Rollouts name no run: those that a worker signed in another one must not be submitted in its name here.
-        if others := {rollout.worker for rollout in rollouts} - {worker}:
-            raise ValueError(
-                f"rollouts are of worker {min(others)[:16]!r}, and the request of {worker[:16]}; submit your own"
-            )
-        return orchestrator.submit(rollouts)
+    _add_error_handlers(app)
 
     @app.get("/run")
     async def run(request: fastapi.Request, nonce: str = ""):
-        limit_rate(request)
+        gate.limit_rate(request)
         if len(nonce) > MAX_NONCE:
             raise ValueError(f"nonce has {len(nonce)} characters; send at most {MAX_NONCE}")
         bound = {"id": session.run, "session": session.id, "nonce": nonce}
@@ -79,9 +51,9 @@ def make_app(
 
     @app.post("/lease")
     async def lease(request: fastapi.Request):
-        network = limit_rate(request)
+        network = gate.limit_rate(request)
         message = await web.read_json(request, MAX_LEASE_BYTES)
-        worker = verify(message, "lease", network)
+        worker = gate.verify(message, "lease", network)
         groups = orchestrator.lease(worker, message["capacity"], network, [tuple(x) for x in message["returned"]])
         # Signed over the request, so that no third party can send a worker to other tasks.
         reply = {"groups": [dataclasses.asdict(group) for group in groups], "request": message["signature"]}
@@ -89,13 +61,13 @@ def make_app(
 
     @app.post("/submit")
     async def submit(request: fastapi.Request):
-        network = limit_rate(request)
+        network = gate.limit_rate(request)
         message = lease_lib.read_header(request.headers.get(lease_lib.HEADER, ""))
-        worker = verify(message, "submit", network)
+        worker = gate.verify(message, "submit", network)
         async with web.open_body(request) as body:
             if not orchestrator.holds_groups(worker):  # a key costs nothing, and decoding takes seconds at worst
-                return {"verdicts": {"every group": "refused: not leased (or already submitted)"}}
-            work = decoders.submit(network, decode_and_submit, body, message["digest"], worker)
+                return {"verdicts": {"every group": f"refused: {submissions.NOT_LEASED}"}}
+            work = decoders.submit(network, _decode_and_submit, orchestrator, body, message["digest"], worker)
             futures = await asyncio.wrap_future(work)
         del body
         # Shielded: a group whose checks were cancelled with its request would never be requeued.
@@ -104,6 +76,47 @@ def make_app(
         verdicts = {key: future.result() for key, future in pending.items()}
         # Workers must not learn which groups are replayed.
         return {"verdicts": {key: v if v.startswith("refused") else "taken" for key, v in verdicts.items()}}
+
+    return app
+
+
+class _Gate:
+    """Lets requests in: at most so many of a network, and signed in this session by a key that may take part."""
+
+    def __init__(self, session: lease_lib.Session, admission, health: worker_health.WorkerHealth):
+        self._rate, self._health = request_rate.RequestRate(), health
+        self._verifier = lease_lib.RequestVerifier(session, admit=admission.admit, is_known=health.is_known)
+
+    def limit_rate(self, request: fastapi.Request) -> str:
+        """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many."""
+        network = web.client_network(request)
+        if not self._rate.take(network, time.monotonic()):
+            message = f"your network sent more than {request_rate.RATE:.0f} requests per second; send fewer"
+            raise fastapi.HTTPException(429, web.error_body(429, message, "overloaded"), {"retry-after": "1"})
+        return network
+
+    def verify(self, message: dict, kind: str, network: str) -> str:
+        """Returns the worker that signed a request. Raises ValueError, as `RequestVerifier.verify` does."""
+        worker = self._verifier.verify(message, kind)
+        if self._health.is_known(worker):  # such as many workers on one machine
+            self._rate.give_back(network)
+        return worker
+
+
+def _decode_and_submit(orchestrator, body: bytes, digest: str, worker: str) -> dict:
+    if hashlib.sha256(body).hexdigest() != digest:
+        raise ValueError(f"the body of the submission does not have the SHA-256 {digest}; sign the body that is sent")
+    rollouts = parquet.from_bytes(body, **orchestrator.submission_limits)
+    # Rollouts name no run: those that a worker signed in another one must not be submitted in its name here.
+    if others := {rollout.worker for rollout in rollouts} - {worker}:
+        raise ValueError(
+            f"rollouts are of worker {min(others)[:16]!r}, and the request of {worker[:16]}; submit your own"
+        )
+    return orchestrator.submit(rollouts)
+
+
+def _add_error_handlers(app: fastapi.FastAPI) -> None:
+    app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
 
     @app.exception_handler(lease_lib.StaleSession)
     async def reject_session(request, error):
@@ -116,5 +129,3 @@ def make_app(
     @app.exception_handler(OSError)
     async def fail(request, error):  # of the ledger: the run, which got the same error, is about to end with it
         return web.error(503, str(error), "server_error")
-
-    return app

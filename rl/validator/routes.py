@@ -141,6 +141,7 @@ def serve(args: argparse.Namespace) -> int:
                 pathlib.Path(args.rollouts),
                 lambda: -1 if (latest := broadcast.latest(weights, key=trusted)) is None else latest,
                 secret=secret,
+                min_rate=config.trust.min_rate,
                 state=state,
                 ledger=ledger,
                 slash=args.slash,

@@ -6,8 +6,7 @@
    file_number, group_size} names the first of several that belong together (<name>-0.parquet, <name>-1.parquet, ...). The
    reply is the current status, as for `GET /status/<file>` and `/statusgroup/<file>`; repeating a request changes nothing.
 2. A few threads, which workers share fairly, run all checks that need no weights. One thread decides. It replays every rollout whose
-   group is complete, but a group of a worker of reputation r (rl/ledger/balances.py) only with probability max(MIN_RATE, 1 - r).
-   The draw depends on the task alone: neither the choice of files nor another attempt changes it.
+   group is complete, but with a ledger only the groups that are drawn by their worker's reputation (rl/protocol/check_rate.py).
 3. The status is pending, accept, reject, incomplete_group (a file of the group is missing, or was not named), crashed (the
    validator's own fault, missing weights included: submit the file again), or unknown.
 4. With a ledger, only work that was submitted there is checked (else 400). Each file is settled separately: accepted, or taken back
@@ -24,7 +23,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-import hmac
 import itertools
 import pathlib
 import re
@@ -38,6 +36,7 @@ from inference.server import fair_pool
 from rl.ledger import balances, task_ranges
 from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
+from rl.protocol import check_rate
 from rl.validator import rollout_files
 from rl.validator import state as validator_state
 from rl.validator import status as validator_status
@@ -47,7 +46,6 @@ Status = validator_status.Status
 Checked = validator_status.Checked
 Request = tuple[str, ...]  # the hashes of its files
 Name = tuple[str, bool]  # a file's name, and whether it named a group
-MIN_RATE = 0.05  # of replay, for a worker of the best reputation
 MAX_GROUP_FILES = 256
 NUM_READERS = 4  # requests read and checked at the same time, of at most parquet_footer.MAX_DECODED_BYTES each
 
@@ -62,6 +60,7 @@ class Service:
       root: directory of the rollout files.
       newest: returns the newest published policy version, or -1 if none exists.
       secret: key of the random draw of the groups to replay.
+      min_rate: the lowest rate of replays, for a worker of the best reputation.
       state: the decisions of earlier services on this run; `close` closes it.
       ledger: the ledger to write verdicts to, opened with its keeper's key, or None for no ledger; the caller closes it.
       slash: stake to take from a worker for an offense; 0 takes none.
@@ -75,6 +74,7 @@ class Service:
         newest: Callable[[], int],
         *,
         secret: bytes,
+        min_rate: float,
         state: validator_state.State,
         ledger: ledger_lib.Ledger | None = None,
         slash: int = 0,
@@ -82,7 +82,7 @@ class Service:
     ):
         self._validator, self._root, self._newest = validator, root, newest
         self._secret, self._ledger, self._slash, self._eject = secret, ledger, slash, eject
-        self._state, self._run = state, validator_state.run_of(secret)
+        self._state, self._run, self._min_rate = state, validator_state.run_of(secret), min_rate
         rules = validator.rules
         # No worker has more steps in hand than a rollout is remembered for.
         self._max_rows = sum(group.num_samples for group in rules.groups(1)) * state.seen.keep_steps
@@ -329,10 +329,8 @@ class Service:
         """Returns True if a rollout's group is to be replayed: drawn by its worker's reputation, with a secret that workers do not have."""
         if self._ledger is None:
             return True
-        rate = max(MIN_RATE, 1 - self._ledger.refresh().reputation(rollout.worker))
-        digest = hmac.digest(self._secret, f"{rollout.step}/{rollout.task.group}".encode(), "sha256")
-        number = int.from_bytes(digest[:8], "big")
-        return number < rate * 2**64
+        rate = check_rate.rate(self._ledger.refresh().reputation(rollout.worker), self._min_rate)
+        return check_rate.draw(self._secret, f"{rollout.step}/{rollout.task.group}") < rate
 
     def _settle(self, shas: Sequence[str], files: list[Status]) -> None:
         """Writes decisions on pending work to the ledger: a verdict per file, and at most one penalty per worker.

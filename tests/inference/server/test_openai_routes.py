@@ -288,7 +288,13 @@ def test_a_prompt_of_unknown_ids_is_rejected_before_it_is_decoded(ask, path, tok
 
 def test_an_unknown_route_and_a_wrong_method_get_json(ask):
     assert ask("/v1/nowhere").json()["error"]["message"].startswith("route POST /v1/nowhere does not exist")
-    assert ask("/v1/models").status_code == 405
+    wrong = ask("/v1/models")
+    assert (wrong.status_code, wrong.headers["allow"], wrong.json()["error"]["type"]) == (
+        405,
+        "GET",
+        "method_not_allowed",
+    )
+    assert wrong.json()["error"]["message"] == "route /v1/models takes no POST; send GET"
     assert "both or neither of prompt and messages" in ask("/tokenize", {}).json()["error"]["message"]
     assert "outside the vocabulary" in ask("/detokenize", {"tokens": [10**6]}).json()["error"]["message"]
 

@@ -15,7 +15,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import group_queue, submissions, verdict_collector, worker_health
+from rl.orchestrator import group_queue, request_rate, submissions, verdict_collector, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.verification import checks
@@ -284,12 +284,12 @@ def test_thousands_of_keys_leave_no_trace(make, clock, monkeypatch):
     orchestrator, session = make(), lease_lib.Session.open(RUN.worker)
     monkeypatch.setattr(lease_lib, "is_signed", lambda worker, message: True)
     now = [1e9]
-    health, rate = orchestrator._health, admission_lib.RequestRate()
+    health, rate = orchestrator._health, request_rate.RequestRate()
     verifier = lease_lib.RequestVerifier(
         session, admit=orchestrator._admission.admit, is_known=health.is_known, clock=lambda: now[0]
     )
     monkeypatch.setattr(lease_lib, "MAX_REMEMBERED", 1000)
-    monkeypatch.setattr(admission_lib, "MAX_NETWORKS", 1000)
+    monkeypatch.setattr(request_rate, "MAX_NETWORKS", 1000)
     message = lease_lib.request(KEYS[0], session, capacity=4, returned=[], work="")
 
     def ask(name, number):
@@ -335,11 +335,11 @@ def test_who_may_take_part(kind):
 
 
 def test_the_rate_of_a_network_is_bounded_and_known_workers_cost_nothing():
-    rate = admission_lib.RequestRate()
-    assert sum(rate.take("a", 0.0) for _ in range(1000)) == admission_lib.BURST
+    rate = request_rate.RequestRate()
+    assert sum(rate.take("a", 0.0) for _ in range(1000)) == request_rate.BURST
     assert rate.take("b", 0.0)
-    assert sum(rate.take("a", 0.5) for _ in range(1000)) == admission_lib.RATE / 2
-    assert sum(rate.take("a", 1e3) for _ in range(1000)) == admission_lib.BURST
+    assert sum(rate.take("a", 0.5) for _ in range(1000)) == request_rate.RATE / 2
+    assert sum(rate.take("a", 1e3) for _ in range(1000)) == request_rate.BURST
     for _ in range(1000):
         assert rate.take("c", 0.0)
         rate.give_back("c")
@@ -347,8 +347,8 @@ def test_the_rate_of_a_network_is_bounded_and_known_workers_cost_nothing():
 
 def test_floods_and_old_sessions_over_http(make, monkeypatch):
     """Attack: garbage, requests of other sessions, and keys without work from one address; an invited worker has another."""
-    monkeypatch.setattr(admission_lib, "BURST", 20.0)
-    monkeypatch.setattr(admission_lib, "RATE", 0.01)
+    monkeypatch.setattr(request_rate, "BURST", 20.0)
+    monkeypatch.setattr(request_rate, "RATE", 0.01)
     guest, key, *_ = KEYS
     orchestrator = make(invited=[guest.worker], admission="work", work_bits=8)
     address = httpx.HTTPTransport(local_address="127.0.0.2")

@@ -19,7 +19,6 @@ from rl.envs import scorer
 from rl.experiment import workdir as run_directory
 from rl.ledger import balances, events
 from rl.validator import routes
-from rl.validator import service as service_lib
 from rl.verification import checks
 from sharding import broadcast
 from sharding.system import sockets as listening
@@ -100,7 +99,7 @@ def test_a_borrowed_name_does_not_hide_a_cheat(service, monkeypatch):
     good = rollout_lib.WorkerKey.generate()
     service._ledger.append(events.sign("join", good.worker, good))
     monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9999 if node == good.worker else 0.0)
-    monkeypatch.setattr(service_lib, "MIN_RATE", 0.0)
+    service._min_rate = 0.0
     shas = [
         put(service, "a-0.parquet", [dataclasses.replace(r, worker=good.worker) for r in batch()[:8]], node=good),
         put(service, "a-1.parquet", doubles.CHEATS["copied_proof"](doubles.Double(3, prompts=2))[8:]),
@@ -134,7 +133,7 @@ def test_good_repute_is_replayed_less(service, monkeypatch):
     monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9)
     assert 150 < sum(map(service._is_drawn, rollouts)) < 250  # a tenth: 200 +- 3.7 standard errors
     monkeypatch.setattr(balances.State, "reputation", lambda self, node: 0.9999)
-    assert 60 < sum(map(service._is_drawn, rollouts)) < 140  # never below MIN_RATE
+    assert 60 < sum(map(service._is_drawn, rollouts)) < 140  # never below the lowest rate
 
 
 def test_the_routes(service):

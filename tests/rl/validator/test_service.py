@@ -105,13 +105,14 @@ def make_ledger(folder, *keys):
     (folder / "files").mkdir()
 
 
-def start(folder, validator=None, *, keeper=KEEPER, rules=RULES, eject=True):
+def start(folder, validator=None, *, keeper=KEEPER, rules=RULES, eject=True, min_rate=0.05):
     """Starts a service on the files in `folder`."""
     return service_lib.Service(
         validator or Validator(rules),
         folder / "files",
         lambda: 8,
         secret=b"s",
+        min_rate=min_rate,
         state=state.State(folder / "state.db", "a run", keep_steps=8),
         ledger=ledger_lib.Ledger(folder / "ledger.db", keeper),
         slash=SLASH,
@@ -120,11 +121,10 @@ def start(folder, validator=None, *, keeper=KEEPER, rules=RULES, eject=True):
 
 
 @pytest.fixture
-def service(tmp_path, monkeypatch):
+def service(tmp_path):
     """Everything is replayed, however well its node is reputed."""
-    monkeypatch.setattr(service_lib, "MIN_RATE", 1.0)
     make_ledger(tmp_path)
-    made = start(tmp_path)
+    made = start(tmp_path, min_rate=1.0)
     yield made
     close(made)
 

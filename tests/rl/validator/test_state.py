@@ -18,7 +18,6 @@ import pytest
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import events, task_ranges
-from rl.validator import service as service_lib
 from rl.validator import state as validator_state
 from rl.verification import checks, sequential_test
 from tests.rl.validator import test_service as stand
@@ -29,16 +28,15 @@ MANY = dataclasses.replace(stand.RULES, groups=lambda step: [stand.prescribed(st
 
 
 @pytest.fixture
-def restart(tmp_path, monkeypatch):
+def restart(tmp_path):
     """Call it for a service on the same files as the one before, which it closes. Everything is replayed."""
-    monkeypatch.setattr(service_lib, "MIN_RATE", 1.0)
     stand.make_ledger(tmp_path)
     made = []
 
     def again(**changes):
         if made:
             stand.close(made.pop())
-        made.append(stand.start(tmp_path, **changes))
+        made.append(stand.start(tmp_path, min_rate=1.0, **changes))
         return made[0]
 
     yield again
