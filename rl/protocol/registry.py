@@ -1,0 +1,290 @@
+"""The nodes of a run as their heartbeats show them: a pure data structure, without a clock, threads, or I/O.
+
+    JOINING -> HEALTHY -> SUSPECT -> DEAD -> GONE
+
+1. A node signs in with its first beat. A server is JOINING until it reports the policy that it serves, other nodes are HEALTHY.
+2. `sweep` makes a silent node SUSPECT, then DEAD, then GONE. A beat makes it HEALTHY again. `leave` makes it GONE.
+3. `fault` makes a node SUSPECT that beats and fails our calls; a beat after `FAULT_BEATS` intervals makes it HEALTHY again.
+4. A server is given to workers (`serving`) only while it is HEALTHY and has a policy that is allowed.
+5. `was_away` recognizes outages of servers, which are not the fault of the workers that lose leases in them.
+
+A GONE node is forgotten, unless the run named its key: people want to see that it left. Keys cost nothing, so strangers are limited
+in number: a new one replaces the one that is silent for longest, or is refused if all of them beat. Imports no jax.
+"""
+
+import collections
+import dataclasses
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+from rl.protocol import timeline
+
+ROLES = ("server", "worker", "relay", "validator")
+SUSPECT_BEATS, DEAD_BEATS, GONE_BEATS = 2.5, 6.0, 60.0  # intervals of silence; a lost beat alone changes nothing
+FAULT_BEATS = 2.0
+MAX_STRANGERS = 4096
+MAX_CHANGES = 4096  # kept until the next sweep
+MAX_URL, MAX_PROBLEM = 256, 200  # characters
+
+
+class State(enum.Enum):
+    """The stages of a node, from its first beat until it is forgotten."""
+
+    JOINING = "joining"  # a server without weights
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"  # silent, or our calls to it fail
+    DEAD = "dead"  # silent for long
+    GONE = "gone"  # left, or silent for so long that it is not expected back
+
+
+NEXT: dict[State | None, set[State]] = {
+    None: {State.JOINING},
+    State.JOINING: {State.HEALTHY, State.SUSPECT, State.GONE},
+    State.HEALTHY: {State.SUSPECT, State.GONE},
+    State.SUSPECT: {State.HEALTHY, State.DEAD, State.GONE, State.JOINING},
+    State.DEAD: {State.HEALTHY, State.GONE, State.JOINING},
+    State.GONE: {State.JOINING},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """The load of a node, by its own account."""
+
+    running: int = 0  # requests, or groups of a worker
+    waiting: int = 0
+    kv_used: float = 0.0  # fraction of the KV cache
+    preemptions: int = 0  # since its start
+    tokens_per_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The content of a heartbeat."""
+
+    url: str = ""  # where a server, relay, or validator listens
+    policy: timeline.Policy | None = None  # that a server serves
+    load: Load = Load()
+    problem: str = ""  # the last error, for people
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as a JSON object, for `from_json`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, body: Any) -> "Report":
+        """Returns the report in a JSON object of any origin. Raises ValueError for any other value."""
+        _check_fields(body, cls, "report")
+        _check_fields(body["load"], Load, "load")
+        url, problem = body["url"], body["problem"]
+        if not isinstance(url, str) or len(url) > MAX_URL or not (url == "" or url.startswith(("http://", "https://"))):
+            raise ValueError(f"report has url = {url!r:.80}; send an http URL of at most {MAX_URL} characters, or ''")
+        if not isinstance(problem, str) or len(problem) > MAX_PROBLEM or not problem.isprintable():
+            raise ValueError(f"report has problem = {problem!r:.80}; send a line of at most {MAX_PROBLEM} characters")
+        for name, value in body["load"].items():
+            is_count, most = name in ("running", "waiting", "preemptions"), 1.0 if name == "kv_used" else 1e12
+            is_number = type(value) is int or (type(value) is float and not is_count)
+            if not (is_number and 0 <= value <= most):
+                raise ValueError(f"load has {name} = {value!r:.80}; send a number in 0..{most:g}")
+        policy = None if body["policy"] is None else timeline.Policy.from_json(body["policy"])
+        return cls(url, policy, Load(**body["load"]), problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A node with its last report."""
+
+    key: str
+    role: str
+    state: State
+    report: Report
+    joined_s: float
+    beat_s: float  # the last beat
+    held_until_s: float = -math.inf  # after a fault: a beat before it leaves the node SUSPECT
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A transition of a node, for logs and people."""
+
+    key: str
+    role: str
+    old: State | None  # None: unknown until then
+    new: State
+    reason: str
+
+
+class Registry:
+    """The nodes of a run by public key. They are expected to beat every `interval_s` seconds.
+
+    `is_named` returns True for keys that the run named or knows by their work: they are always taken, and shown when GONE.
+    `transitions` counts the changes since the start, by (role, new state).
+    """
+
+    def __init__(self, interval_s: float, *, is_named: Callable[[str], bool] = lambda key: False):
+        self._interval_s, self._is_named = interval_s, is_named
+        self._nodes: dict[str, Node] = {}
+        self._strangers: collections.OrderedDict[str, None] = collections.OrderedDict()  # the last to beat at the end
+        self._count: collections.Counter[tuple[str, State]] = collections.Counter()  # of nodes
+        self._changes: collections.deque[Change] = collections.deque(maxlen=MAX_CHANGES)
+        self._now_s = -math.inf
+        self._away_s = -math.inf  # the last time at which servers were away
+        self.transitions: collections.Counter[tuple[str, State]] = collections.Counter()
+
+    def beat(self, key: str, role: str, now_s: float, report: Report) -> Node | None:
+        """Records a heartbeat; returns the node, or None if it is a stranger and there are too many.
+
+        Raises ValueError if the key is another role's.
+        """
+        assert role in ROLES, role
+        self._look(now_s)
+        node = self._nodes.get(key)
+        if node and node.role != role and node.state is not State.GONE:
+            raise ValueError(f"key {key[:16]} signed in as a {node.role}; make another key for a {role}")
+        if node is None and not self._is_named(key) and not self._make_room(now_s):
+            return None
+        if node is None or node.state is State.GONE:
+            self._forget(key)
+            node = Node(key, role, State.JOINING, report, now_s, now_s)
+            self._put(node, None, "signed in")
+        ready = State.HEALTHY if role != "server" or report.policy else State.JOINING
+        held = node.state is State.SUSPECT and now_s < node.held_until_s
+        # A server that is ready and loads other weights goes on serving its old ones, so it never joins twice while it beats.
+        state = node.state if held or (ready is State.JOINING and node.state is State.HEALTHY) else ready
+        self._put(dataclasses.replace(node, report=report, beat_s=now_s, state=state), node.state, "a beat")
+        self._strangers.pop(key, None)
+        if not self._is_named(key):
+            self._strangers[key] = None  # the last to beat
+        return self._nodes[key]
+
+    def fault(self, key: str, now_s: float, problem: str) -> None:
+        """Records that a call of ours to a node failed: it is SUSPECT for at least `FAULT_BEATS` intervals."""
+        self._look(now_s)
+        if node := self._nodes.get(key):
+            problem = "".join(c if c.isprintable() else " " for c in problem[:MAX_PROBLEM])
+            state = State.SUSPECT if State.SUSPECT in NEXT[node.state] else node.state
+            until_s = now_s + FAULT_BEATS * self._interval_s
+            report = dataclasses.replace(node.report, problem=problem)
+            self._put(dataclasses.replace(node, state=state, report=report, held_until_s=until_s), node.state, problem)
+
+    def leave(self, key: str) -> None:
+        """Records that a node ends on purpose."""
+        if (node := self._nodes.get(key)) and node.state is not State.GONE:
+            self._end(node, "it left")
+
+    def sweep(self, now_s: float) -> list[Change]:
+        """Applies the passing of time; returns all changes since the last sweep, the first first."""
+        self._look(now_s)
+        for node in [*self._nodes.values()]:
+            beats = (now_s - node.beat_s) / self._interval_s
+            reason = f"silent for {now_s - node.beat_s:.0f} s"
+            if beats > GONE_BEATS and node.state is State.DEAD:
+                self._end(node, reason)
+            elif beats > DEAD_BEATS and node.state is State.SUSPECT:
+                self._put(dataclasses.replace(node, state=State.DEAD), node.state, reason)
+            elif beats > SUSPECT_BEATS and node.state in (State.HEALTHY, State.JOINING):
+                self._put(dataclasses.replace(node, state=State.SUSPECT), node.state, reason)
+        changes = [*self._changes]
+        self._changes.clear()
+        return changes
+
+    def serving(self, oldest: timeline.Policy, newest: timeline.Policy | None = None) -> list[Node]:
+        """Returns the servers that workers may use: HEALTHY, with a policy of this epoch from `oldest` to `newest`, by key."""
+        return [
+            node
+            for key, node in sorted(self._nodes.items())
+            if node.role == "server" and node.state is State.HEALTHY and _is_allowed(node.report.policy, oldest, newest)
+        ]
+
+    def was_away(self, since_s: float) -> bool:
+        """Returns True if servers were away at some time from `since_s` on: none was HEALTHY, or as many were SUSPECT as HEALTHY."""
+        return self._is_away() or self._away_s >= since_s
+
+    def count(self, role: str) -> collections.Counter[State]:
+        """Returns the number of nodes of a role in each state."""
+        return collections.Counter({state: n for state in State if (n := self._count[role, state])})
+
+    def table(self) -> list[dict[str, Any]]:
+        """Returns a row per node for people, by role and key: ages in seconds as of the last call that named a time."""
+        order = sorted(self._nodes.values(), key=lambda node: (ROLES.index(node.role), node.key))
+        return [
+            {
+                "role": node.role,
+                "key": node.key,
+                "state": node.state.value,
+                "url": node.report.url,
+                "policy": str(node.report.policy or ""),
+                "beat_ago_s": round(self._now_s - node.beat_s, 1),
+                "joined_ago_s": round(self._now_s - node.joined_s, 1),
+                **dataclasses.asdict(node.report.load),
+                "problem": node.report.problem,
+            }
+            for node in order
+        ]
+
+    def line(self, role: str) -> str:
+        """Returns a line that lists each node of a role with its state and last error, for "why is it waiting"."""
+        found = (row for row in self.table() if row["role"] == role)
+        parts = [
+            f"{row['url'] or row['key'][:16]} {row['state']}" + (f" ({row['problem']})" if row["problem"] else "")
+            for row in found
+        ]
+        return "; ".join(parts) or f"no {role} has signed in"
+
+    def _look(self, now_s: float) -> None:
+        self._now_s = max(self._now_s, now_s)
+        if self._is_away():
+            self._away_s = self._now_s
+
+    def _is_away(self) -> bool:
+        count = {state: self._count["server", state] for state in State}
+        num_suspect = count[State.SUSPECT]
+        return sum(count.values()) > 0 and (not count[State.HEALTHY] or num_suspect >= count[State.HEALTHY])
+
+    def _make_room(self, now_s: float) -> bool:
+        """Returns True if a stranger more may sign in, maybe in place of a silent one."""
+        if len(self._strangers) >= MAX_STRANGERS:
+            oldest = self._nodes[next(iter(self._strangers))]
+            if now_s - oldest.beat_s <= SUSPECT_BEATS * self._interval_s:
+                return False
+            del self._strangers[oldest.key]
+            self._end(oldest, "another took its place")
+        return True
+
+    def _end(self, node: Node, reason: str) -> None:
+        self._put(dataclasses.replace(node, state=State.GONE), node.state, reason)
+        if not self._is_named(node.key):
+            self._forget(node.key)
+
+    def _forget(self, key: str) -> None:
+        self._strangers.pop(key, None)
+        if node := self._nodes.pop(key, None):
+            self._count[node.role, node.state] -= 1
+
+    def _put(self, node: Node, old: State | None, reason: str) -> None:
+        if self._is_away():  # until now
+            self._away_s = self._now_s
+        if node.key in self._nodes:
+            self._count[node.role, self._nodes[node.key].state] -= 1
+        self._nodes[node.key] = node
+        self._count[node.role, node.state] += 1
+        if node.state is not old:
+            assert node.state in NEXT[old], (old, node.state)
+            self.transitions[node.role, node.state] += 1
+            self._changes.append(Change(node.key, node.role, old, node.state, reason))
+
+
+def _is_allowed(policy: timeline.Policy | None, oldest: timeline.Policy, newest: timeline.Policy | None) -> bool:
+    if policy is None or policy.epoch != oldest.epoch or policy < oldest or (newest and newest < policy):
+        return False
+    # A server that serves other weights under the number of one that we know is of an abandoned timeline.
+    known = [one.digest for one in (oldest, newest) if one and one == policy and one.digest]
+    return not (known and policy.digest) or policy.digest in known
+
+
+def _check_fields(body: Any, kind: type, name: str) -> None:
+    fields = sorted(field.name for field in dataclasses.fields(kind))
+    if not isinstance(body, dict) or sorted(map(str, body)) != fields:
+        raise ValueError(f"{name} is {str(body)[:80]!r}; send an object with exactly the fields {', '.join(fields)}")
