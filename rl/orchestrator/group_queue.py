@@ -3,14 +3,23 @@
     OPEN -> LEASED -> SUBMITTED -> QUARANTINED -> ELIGIBLE -> taken by a batch
 
 Only a verdict (`accept`) makes a quarantined group ELIGIBLE. A submitted group may skip the quarantine (`let_pass`) if the caller
-trusts its worker; `recall` quarantines such groups when that trust is gone. A group returns to OPEN, ahead of the others, when its
-lease expires (`expire`) or the caller rejects its rollouts (`requeue`). Every move is checked against `NEXT`. The caller provides
-the lock and the time.
+trusts its worker; `recall` quarantines such groups when that trust is gone. Every move is checked against `NEXT`.
+
+1. A group may have several holders: `lease` gives open groups, `back_up` copies of the oldest leased ones to workers without work.
+   Seeds are prescribed, so a copy changes nothing but the time.
+2. The first delivery that is accepted wins. Until then, one of another holder is kept as a spare and takes the place of a delivery
+   that is rejected. Later ones are duplicates, which count against no worker.
+3. Leases are renewed (`renew`), given back (`give_back`), and expire (`expire`). A group without a holder opens again, ahead of the
+   others. Work that arrives after its lease expired is taken as long as the group needs it.
+4. `begin_epoch` voids all work: another epoch's policies have the same numbers and other weights.
+
+Deliveries and groups that are dropped are counted in `drops` by reason. The caller provides the lock and the time.
 """
 
 import collections
 import dataclasses
 import enum
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,20 +28,23 @@ from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
 
 Key = tuple[str, int, int]  # task_schedule.Group.key
+MAX_HOLDERS = 2  # of a group at the same time
+MAX_PAST = 4  # expired leases of a group whose work is still taken
+Allows = Callable[[Key], bool]
 
 
 class State(enum.Enum):
     """The stages of a group in the queue, from its opening until a batch takes it."""
 
     OPEN = "open"  # waits for a worker
-    LEASED = "leased"  # a worker has it until the deadline
+    LEASED = "leased"  # one or more workers have it until their deadlines
     SUBMITTED = "submitted"  # its rollouts arrived; the checks that need no weights run
     QUARANTINED = "quarantined"  # waits for the verdict of a replay
     ELIGIBLE = "eligible"  # a batch may use it
 
 
 NEXT: dict[State, set[State]] = {
-    State.OPEN: {State.LEASED},
+    State.OPEN: {State.LEASED, State.SUBMITTED},
     State.LEASED: {State.SUBMITTED, State.OPEN},
     State.SUBMITTED: {State.QUARANTINED, State.ELIGIBLE, State.OPEN},
     State.QUARANTINED: {State.ELIGIBLE, State.OPEN},
@@ -40,14 +52,37 @@ NEXT: dict[State, set[State]] = {
 }
 
 
+class Delivery(enum.Enum):
+    """The fate of delivered rollouts. Only TAKEN is true; none counts against the worker."""
+
+    TAKEN = "taken"  # the group is SUBMITTED with them
+    SPARE = "spare"  # they are checked if those of another worker are rejected
+    DUPLICATE = "duplicate"  # the group has rollouts, and those of this worker are not needed
+    LATE = "late"  # this worker has no lease on the group, or a batch took it
+
+    def __bool__(self) -> bool:
+        return self is Delivery.TAKEN
+
+
+@dataclasses.dataclass(frozen=True)
+class Lease:
+    """The right of a worker to produce a group before a deadline."""
+
+    group: task_schedule.Group  # with the pinned version
+    worker: str
+    since_s: float
+    deadline_s: float
+
+
 @dataclasses.dataclass
 class Entry:
-    """A group in the queue with its state. The fields after `state` belong to its current lease and submission."""
+    """A group in the queue with its state, its holders, and its submission."""
 
-    group: task_schedule.Group
+    group: task_schedule.Group  # as leased last, or as it was leased to the worker that submitted
     state: State = State.OPEN
-    worker: str = ""
-    deadline_s: float = math.inf  # finite while LEASED
+    worker: str = ""  # that submitted, or got the first of the current leases
+    leases: dict[str, Lease] = dataclasses.field(default_factory=dict)  # by worker; none of the one that submitted
+    past: dict[str, Lease] = dataclasses.field(default_factory=dict)  # the newest expired lease of each worker
     rollouts: list[rollout_lib.Rollout] = dataclasses.field(default_factory=list)
     digest: str = ""  # of the rollouts
     scores: Mapping[int, Mapping[str, float] | None] = dataclasses.field(
@@ -55,12 +90,23 @@ class Entry:
     )  # ours, by sample; None: timed out
     is_verified: bool = False  # a verdict accepted the rollouts
     was_decided: bool = False  # an earlier submission was quarantined or let pass, which its worker may have found out
-    earlier: frozenset[tuple[str, int]] = frozenset()  # leases before this one that expired: worker, pinned version
+    spares: list[tuple[Lease, list[rollout_lib.Rollout], str]] = dataclasses.field(default_factory=list)  # with digests
+    indexed: tuple[State | None, frozenset[str]] = (None, frozenset())  # as the queue's indexes have it
 
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token of the submitted rollouts."""
         return min(int(r.versions[r.sampled_mask].min()) for r in self.rollouts)
+
+    @property
+    def earlier(self) -> frozenset[tuple[str, int]]:
+        """Leases before the current ones that expired: worker, pinned version."""
+        return frozenset((lease.worker, lease.group.version) for lease in self.past.values())
+
+    @property
+    def is_submitted(self) -> bool:
+        """True if rollouts were delivered and not rejected."""
+        return self.state not in (State.OPEN, State.LEASED)
 
 
 class GroupQueue:
@@ -71,102 +117,315 @@ class GroupQueue:
 
     def __init__(self):
         self.entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
+        self.drops: collections.Counter[str] = collections.Counter()  # groups or deliveries, by reason
+        # Indexes of the entries, which `_update` keeps.
+        self._open: collections.OrderedDict[Key, None] = collections.OrderedDict()  # in the order of `entries`
+        self._held: dict[str, dict[Key, None]] = {}  # by worker
+        self._aging: collections.OrderedDict[Key, None] = collections.OrderedDict()  # LEASED, the oldest lease first
+        self._count: collections.Counter[State] = collections.Counter()
+        self._deadlines: list[tuple[float, int, Key, str]] = []  # a heap with one item per lease, maybe of an ended one
+        self._serial = itertools.count()
 
     def add(self, groups: Sequence[task_schedule.Group], *, first: bool = False) -> None:
         """Adds open groups at the end of the queue or, with `first`, at its front."""
         for group in reversed(groups) if first else groups:
             assert group.key not in self.entries, group.key
             self.entries[group.key] = Entry(group)
-            self.entries.move_to_end(group.key, last=not first)
+            self._update(group.key)
+            if first:
+                self._to_front(group.key)
+
+    # Leases.
 
     def lease(
         self,
         worker: str,
         count: int,
         deadline_s: float,
-        may_lease: Callable[[Key], bool] = lambda key: True,
+        may_lease: Allows = lambda key: True,
         version: int = -1,
+        *,
+        now_s: float = -math.inf,
     ) -> list[task_schedule.Group]:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
 
         They pin the policy version `version`, unless it is -1.
         """
-        allowed = (e for e in self.entries.values() if e.state is State.OPEN and may_lease(e.group.key))
-        leased = list(itertools.islice(allowed, max(0, count)))
-        for entry in leased:
-            _move(entry, State.LEASED)
-            entry.worker, entry.deadline_s = worker, deadline_s
-            entry.group = dataclasses.replace(entry.group, version=version)
-        return [entry.group for entry in leased]
+        keys = itertools.islice(filter(may_lease, self._open), max(0, count))
+        return [self._lease(key, worker, deadline_s, version, now_s) for key in [*keys]]
 
-    def expire(self, now_s: float) -> list[Entry]:
-        """Reopens the groups whose lease ended before `now_s`; returns their entries as they were before, with the worker."""
-        expired = [key for key, entry in self.entries.items() if entry.deadline_s < now_s]
-        return [self.requeue(key) for key in expired]
+    def back_up(
+        self,
+        worker: str,
+        count: int,
+        deadline_s: float,
+        may_lease: Allows = lambda key: True,
+        version: int = -1,
+        *,
+        now_s: float,
+        after_s: float,
+    ) -> list[task_schedule.Group]:
+        """Leases up to `count` groups that others hold for longer than `after_s` to `worker` as well, the oldest first."""
+        found: list[Key] = []
+        for key in self._aging:
+            leases = self.entries[key].leases
+            if len(found) >= count or now_s - min(lease.since_s for lease in leases.values()) <= after_s:
+                break
+            if len(leases) < MAX_HOLDERS and worker not in leases and may_lease(key):
+                found.append(key)
+        return [self._lease(key, worker, deadline_s, version, now_s) for key in found]
 
-    def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout], digest: str) -> bool:
-        """Stores the rollouts of a leased group, which ends the lease. Returns False, without a change, if `worker` has no lease on it."""
+    def renew(self, worker: str, keys: Sequence[Key], deadline_s: Callable[[Lease], float]) -> list[Key]:
+        """Moves deadlines of leases of `worker` to `deadline_s(lease)`, if that is later; returns the keys that it need not finish."""
+        void = []
+        for key in keys:
+            entry = self.entries.get(key)
+            if entry and (lease := entry.leases.get(worker)):
+                later_s = max(lease.deadline_s, deadline_s(lease))
+                entry.leases[worker] = dataclasses.replace(lease, deadline_s=later_s)
+            elif entry is None or entry.is_submitted or worker not in entry.past:
+                void.append(key)
+        return void
+
+    def give_back(self, key: Key, worker: str) -> Lease | None:
+        """Ends a lease on the request of its holder; returns it, or None if there is none."""
         entry = self.entries.get(key)
-        if entry is None or (entry.state, entry.worker) != (State.LEASED, worker):
-            return False
-        _move(entry, State.SUBMITTED)
-        entry.rollouts, entry.digest = sorted(rollouts, key=lambda r: r.sample), digest
-        entry.deadline_s = math.inf
-        return True
+        return self._end_lease(key, worker) if entry and worker in entry.leases else None
+
+    def expire(self, now_s: float) -> list[Lease]:
+        """Ends the leases whose deadline was before `now_s`; returns those of groups that were not delivered meanwhile."""
+        ended = []
+        while self._deadlines and self._deadlines[0][0] < now_s:
+            _, serial, key, worker = heapq.heappop(self._deadlines)
+            lease = self.entries[key].leases.get(worker) if key in self.entries else None
+            if lease and lease.deadline_s >= now_s:  # renewed
+                heapq.heappush(self._deadlines, (lease.deadline_s, serial, key, worker))
+            elif lease:
+                past = self.entries[key].past
+                past.pop(worker, None)
+                past[worker] = lease
+                if len(past) > MAX_PAST:
+                    del past[next(iter(past))]
+                if not self.entries[key].is_submitted:
+                    ended.append(lease)
+                self._end_lease(key, worker)
+        return ended
+
+    def extend(self, seconds: float) -> None:
+        """Moves all deadlines, after a time in which the caller stood still and could not take deliveries."""
+        for entry in self.entries.values():
+            for worker, lease in entry.leases.items():
+                entry.leases[worker] = dataclasses.replace(lease, deadline_s=lease.deadline_s + seconds)
+
+    # Rollouts.
+
+    def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout], digest: str) -> Delivery:
+        """Stores the rollouts of a group for which `worker` has a lease or had one that expired; returns their fate."""
+        found = self._deliver(key, worker, rollouts, digest)
+        if found in (Delivery.DUPLICATE, Delivery.LATE):
+            self.drops[found.value] += 1
+        return found
+
+    def _deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout], digest: str) -> Delivery:
+        entry = self.entries.get(key)
+        if entry is None:
+            return Delivery.LATE
+        lease = _lease_of(entry, worker, rollouts)
+        if lease is None:
+            has_one = entry.is_submitted and worker in {entry.worker, *(spare[0].worker for spare in entry.spares)}
+            return Delivery.DUPLICATE if has_one else Delivery.LATE
+        if entry.state is State.ELIGIBLE or (entry.is_submitted and worker == entry.worker):
+            return Delivery.DUPLICATE
+        (entry.leases if entry.leases.get(worker) is lease else entry.past).pop(worker)
+        delivered = lease, sorted(rollouts, key=lambda r: r.sample), digest
+        if entry.is_submitted:
+            entry.spares.append(delivered)
+            self._update(key)
+            return Delivery.SPARE
+        self._submit(key, *delivered)
+        return Delivery.TAKEN
 
     def quarantine(self, key: Key) -> None:
         """Moves a submitted group to QUARANTINED, where it waits for a verdict."""
-        _move(self.entries[key], State.QUARANTINED)
+        self._move(key, State.QUARANTINED)
 
     def let_pass(self, key: Key) -> None:
         """Makes a submitted group ELIGIBLE without a verdict, by trust in its worker."""
         entry = self.entries[key]
         assert entry.state is State.SUBMITTED, (key, entry.state)
-        _move(entry, State.ELIGIBLE)
+        self._win(key)
 
     def accept(self, key: Key) -> None:
         """Makes a quarantined group ELIGIBLE, by a verdict."""
         entry = self.entries[key]
         assert entry.state is State.QUARANTINED, (key, entry.state)
-        _move(entry, State.ELIGIBLE)
         entry.is_verified = True
+        self._win(key)
 
     def recall(self, worker: str) -> list[Entry]:
         """Quarantines the eligible training groups of `worker` that have no verdict; returns their entries."""
         eligible = [e for e in self.entries.values() if e.state is State.ELIGIBLE and e.worker == worker]
         found = [e for e in eligible if e.group.split == "train" and not e.is_verified]
         for entry in found:
-            _move(entry, State.QUARANTINED)
+            self._move(entry.group.key, State.QUARANTINED)
         return found
 
     def requeue(self, key: Key) -> Entry:
-        """Reopens a group at the front of the queue, without its lease and rollouts; returns its entry as it was before."""
+        """Drops the rollouts of a group; returns its entry as it was before.
+
+        A spare takes their place, and the group is SUBMITTED again. Without one, its other holders keep it, or it opens at the
+        front of the queue. A group that is only leased loses all its leases.
+        """
         old = self.entries[key]
         assert State.OPEN in NEXT[old.state], (key, old.state)
         was_decided = old.was_decided or old.state in (State.QUARANTINED, State.ELIGIBLE)
-        lost = {(old.worker, old.group.version)} if old.state is State.LEASED else set()
-        self.entries[key] = Entry(old.group, was_decided=was_decided, earlier=old.earlier | lost)
-        self.entries.move_to_end(key, last=False)
+        leases, past = ({}, old.leases | old.past) if old.state is State.LEASED else (old.leases, old.past)
+        entry = Entry(old.group, leases=dict(leases), past=dict(past), was_decided=was_decided, indexed=old.indexed)
+        self.entries[key] = entry
+        if old.spares:
+            entry.spares = old.spares[1:]
+            self._submit(key, *old.spares[0])
+        else:
+            self._reopen(key)
         return old
+
+    # Batches.
 
     def take(self, keys: Sequence[Key]) -> list[Entry]:
         """Removes the groups of a batch from the queue; returns their entries in the order of `keys`. All must be eligible."""
         assert self.num_eligible(keys) == len(set(keys)) == len(keys), keys
-        return [self.entries.pop(key) for key in keys]
+        return [self._remove(key) for key in keys]
+
+    def drop(self, key: Key, reason: str) -> Entry:
+        """Removes a group that no batch will use, counted by `reason`; returns its entry."""
+        self.drops[reason] += 1
+        return self._remove(key)
+
+    def begin_epoch(self) -> list[Entry]:
+        """Voids all leases and rollouts; returns the entries that had any, as they were before. All groups are open again."""
+        void = [entry for entry in self.entries.values() if entry.state is not State.OPEN or entry.past]
+        for old in void:
+            key = old.group.key
+            self.drops["epoch"] += old.is_submitted + len(old.spares)
+            was_decided = old.was_decided or old.state in (State.QUARANTINED, State.ELIGIBLE)
+            self.entries[key] = Entry(old.group, was_decided=was_decided, indexed=old.indexed)
+            self._update(key)
+        self._open = collections.OrderedDict.fromkeys(self.entries)  # in order
+        return void
+
+    # Questions.
 
     def num_eligible(self, keys: Sequence[Key]) -> int:
         """Returns the number of groups in `keys` that a batch may use now."""
         return sum(key in self.entries and self.entries[key].state is State.ELIGIBLE for key in keys)
 
     def held(self, worker: str) -> list[Key]:
-        """Returns the keys of the groups of `worker` that are leased, submitted, or quarantined."""
-        return [key for key, e in self.entries.items() if e.worker == worker and e.state is not State.ELIGIBLE]
+        """Returns the keys of the groups that `worker` has a lease on, or submitted and no verdict has decided."""
+        return [*self._held.get(worker, ())]
 
     def count(self) -> collections.Counter[State]:
         """Returns the number of groups in each state."""
-        return collections.Counter(entry.state for entry in self.entries.values())
+        return collections.Counter({state: number for state, number in self._count.items() if number})
+
+    # Every change ends in `_update`.
+
+    def _lease(self, key: Key, worker: str, deadline_s: float, version: int, now_s: float) -> task_schedule.Group:
+        entry = self.entries[key]
+        group = dataclasses.replace(entry.group, version=version)
+        entry.leases[worker] = Lease(group, worker, now_s, deadline_s)
+        heapq.heappush(self._deadlines, (deadline_s, next(self._serial), key, worker))
+        if entry.state is State.OPEN:
+            entry.group, entry.worker = group, worker
+            self._move(key, State.LEASED)
+        else:
+            self._update(key)
+        return group
+
+    def _end_lease(self, key: Key, worker: str) -> Lease:
+        entry = self.entries[key]
+        lease = entry.leases.pop(worker)
+        if entry.state is State.LEASED:
+            self._reopen(key)
+        else:
+            self._update(key)
+        return lease
+
+    def _reopen(self, key: Key) -> None:
+        """Makes a group without rollouts LEASED if it has holders, else OPEN at the front of the queue."""
+        entry = self.entries[key]
+        entry.worker = next(iter(entry.leases), "")
+        if entry.leases:
+            entry.state, entry.group = State.LEASED, entry.leases[entry.worker].group
+            self._update(key)
+        else:
+            entry.state = State.OPEN
+            self._update(key)
+            self._to_front(key)
+
+    def _submit(self, key: Key, lease: Lease, rollouts: list[rollout_lib.Rollout], digest: str) -> None:
+        entry = self.entries[key]
+        entry.worker, entry.group, entry.rollouts, entry.digest = lease.worker, lease.group, rollouts, digest
+        self._move(key, State.SUBMITTED)
+
+    def _win(self, key: Key) -> None:
+        """Makes a group ELIGIBLE; its other holders and their work are not needed any more."""
+        entry = self.entries[key]
+        self.drops["duplicate"] += len(entry.spares)
+        entry.leases, entry.past, entry.spares = {}, {}, []
+        self._move(key, State.ELIGIBLE)
+
+    def _remove(self, key: Key) -> Entry:
+        entry = self.entries[key]
+        self.drops["duplicate"] += len(entry.spares)
+        entry.leases, entry.spares = {}, []
+        self._update(key, is_gone=True)
+        return self.entries.pop(key)
+
+    def _to_front(self, key: Key) -> None:
+        self.entries.move_to_end(key, last=False)
+        self._open.move_to_end(key, last=False)
+
+    def _move(self, key: Key, state: State) -> None:
+        entry = self.entries[key]
+        assert state in NEXT[entry.state], (key, entry.state, state)
+        entry.state = state
+        self._update(key)
+
+    def _update(self, key: Key, is_gone: bool = False) -> None:
+        """Brings the indexes up to date with an entry that changed, or that is about to go."""
+        entry = self.entries[key]
+        old_state, old_holders = entry.indexed
+        state, holders = (None, frozenset()) if is_gone else (entry.state, _holders(entry))
+        entry.indexed = state, holders
+        for worker in old_holders - holders:
+            del self._held[worker][key]
+            if not self._held[worker]:
+                del self._held[worker]
+        for worker in holders - old_holders:
+            self._held.setdefault(worker, {})[key] = None
+        if state is not old_state:
+            for index, of in ((self._open, State.OPEN), (self._aging, State.LEASED)):
+                if old_state is of:
+                    del index[key]
+                if state is of:
+                    index[key] = None
+            if old_state is not None:
+                self._count[old_state] -= 1
+            if state is not None:
+                self._count[state] += 1
 
 
-def _move(entry: Entry, state: State) -> None:
-    assert state in NEXT[entry.state], (entry.group.key, entry.state, state)
-    entry.state = state
+def _holders(entry: Entry) -> frozenset[str]:
+    if entry.state is State.ELIGIBLE:
+        return frozenset()
+    spares = (spare[0].worker for spare in entry.spares)
+    return frozenset({*entry.leases, *spares, *({entry.worker} if entry.is_submitted else ())})
+
+
+def _lease_of(entry: Entry, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> Lease | None:
+    """Returns the lease that rollouts of `worker` answer: the current one, unless only an expired one pinned their version."""
+    found = [leases[worker] for leases in (entry.leases, entry.past) if worker in leases]
+    if len(found) > 1:
+        versions = {int(version) for rollout in rollouts for version in rollout.versions[rollout.sampled_mask]}
+        found.sort(key=lambda lease: not (lease.group.version == -1 or versions == {lease.group.version}))
+    return found[0] if found else None

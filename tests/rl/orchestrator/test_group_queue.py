@@ -1,5 +1,6 @@
 """The group queue against a second bookkeeping of sets, under random sequences of operations."""
 
+import collections
 import types
 
 import hypothesis
@@ -9,7 +10,7 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 
 from rl.orchestrator import group_queue
-from rl.orchestrator.group_queue import State
+from rl.orchestrator.group_queue import Delivery, State
 from rl.protocol import task_schedule
 
 P, LEASE_S = 3, 10.0
@@ -36,20 +37,36 @@ class Machine(stateful.RuleBasedStateMachine):
         super().__init__()
         self.queue, self.now_s, self.step = group_queue.GroupQueue(), 0.0, 0
         self.sets = {state: set() for state in (*State, TAKEN)}
-        self.lease_of, self.verified, self.opened, self.trusted = {}, set(), set(), set()
+        self.leases = {}  # group -> {worker: (since, deadline)}, the first holder first
+        self.past = {}  # group -> workers whose lease expired
+        self.delivered = {}  # group -> workers whose rollouts it has: of the submission, then of the spares
+        self.verified, self.opened, self.trusted = set(), set(), set()
         self.decided = set()  # groups that were quarantined or let pass, ever
+        self.drops = collections.Counter()
 
     def move(self, key, old, new):
         self.sets[old].remove(key)
         self.sets[new].add(key)
         self.decided |= {key} if new in (State.QUARANTINED, State.ELIGIBLE) else set()
-        if new is State.OPEN:
-            self.verified.discard(key)
-            del self.lease_of[key]
+
+    def reopen(self, key, old):
+        """A group that lost its rollouts or a holder."""
+        if self.delivered.get(key):
+            return self.move(key, old, State.SUBMITTED)
+        return self.move(key, old, State.LEASED if self.leases.get(key) else State.OPEN)
+
+    def win(self, key, old):
+        self.move(key, old, State.ELIGIBLE)
+        self.drops["duplicate"] += len(self.delivered[key]) - 1
+        del self.delivered[key][1:]
+        self.leases[key], self.past[key] = {}, set()
 
     def pick(self, state, number):
         keys = sorted(self.sets[state])
         return keys[number % len(keys)] if keys else None
+
+    def any_group(self, number):
+        return sorted(self.opened)[number % len(self.opened)] if self.opened else ("train", 1, 0)
 
     @stateful.rule(first=st.booleans())
     def open_a_batch(self, first):
@@ -61,33 +78,91 @@ class Machine(stateful.RuleBasedStateMachine):
         order = [key for key in self.queue.entries if key in self.sets[State.OPEN]]
         assert (order[:P] if first else order[-P:]) == keys
 
-    @stateful.rule(worker=WORKERS, count=st.integers(-1, 5), modulus=st.integers(1, 3))
-    def lease(self, worker, count, modulus):
+    @stateful.rule(worker=WORKERS, count=st.integers(-1, 5), modulus=st.integers(1, 3), version=st.integers(-1, 3))
+    def lease(self, worker, count, modulus, version):
         allowed = {key for key in self.sets[State.OPEN] if key[2] % modulus == 0}
         order = [key for key in self.queue.entries if key in allowed]
-        leased = self.queue.lease(worker, count, self.now_s + LEASE_S, lambda key: key[2] % modulus == 0)
+        times = {"deadline_s": self.now_s + LEASE_S, "now_s": self.now_s}
+        leased = self.queue.lease(worker, count, may_lease=lambda key: key[2] % modulus == 0, version=version, **times)
         assert [group.key for group in leased] == order[: max(0, count)]
+        assert all(group.version == version for group in leased)
         for group in leased:
             self.move(group.key, State.OPEN, State.LEASED)
-            self.lease_of[group.key] = worker, self.now_s + LEASE_S
+            self.leases[group.key] = {worker: (self.now_s, self.now_s + LEASE_S)}
 
-    @stateful.rule(seconds=st.floats(0, 8))
-    def time_passes(self, seconds):
+    @stateful.rule(worker=WORKERS, count=st.integers(0, 3), after_s=st.floats(0, 8))
+    def back_up(self, worker, count, after_s):
+        age_s = {
+            key: self.now_s - min(since for since, _ in self.leases[key].values()) for key in self.sets[State.LEASED]
+        }
+        may = {key for key, age in age_s.items() if age > after_s and worker not in self.leases[key]}
+        may = {key for key in may if len(self.leases[key]) < group_queue.MAX_HOLDERS}
+        times = {"deadline_s": self.now_s + LEASE_S, "now_s": self.now_s, "after_s": after_s}
+        found = [group.key for group in self.queue.back_up(worker, count, **times)]
+        assert len(found) == min(count, len(may)) and may.issuperset(found)
+        for key in found:
+            self.leases[key][worker] = self.now_s, self.now_s + LEASE_S
+
+    @stateful.rule(worker=WORKERS, modulus=st.integers(1, 3))
+    def renew(self, worker, modulus):
+        keys = [key for key in sorted(self.opened) if key[2] % modulus == 0]
+        void = self.queue.renew(worker, keys, lambda lease: self.now_s + LEASE_S)
+        for key in keys:
+            wanted = worker in self.leases.get(key, ())
+            if wanted:
+                self.leases[key][worker] = self.leases[key][worker][0], self.now_s + LEASE_S
+            unsubmitted = key in self.sets[State.OPEN] | self.sets[State.LEASED]
+            assert (key in void) == (not wanted and not (unsubmitted and worker in self.past.get(key, ())))
+
+    @stateful.rule(number=NUMBER, worker=WORKERS)
+    def give_back(self, number, worker):
+        key = self.any_group(number)
+        held = self.leases.get(key, {}).pop(worker, None)
+        lease = self.queue.give_back(key, worker)
+        assert (lease and (lease.since_s, lease.deadline_s)) == held
+        if held and key in self.sets[State.LEASED]:
+            self.reopen(key, State.LEASED)
+
+    @stateful.rule(seconds=st.floats(0, 8), stands_still=st.booleans())
+    def time_passes(self, seconds, stands_still):
         self.now_s += seconds
-        late = {key for key in self.sets[State.LEASED] if self.lease_of[key][1] < self.now_s}
+        if stands_still:
+            self.queue.extend(seconds)
+            for leases in self.leases.values():
+                leases.update({worker: (since, until + seconds) for worker, (since, until) in leases.items()})
+        late = {(k, w) for k, leases in self.leases.items() for w, (_, until) in leases.items() if until < self.now_s}
         expired = self.queue.expire(self.now_s)
-        assert {(e.group.key, e.worker) for e in expired} == {(key, self.lease_of[key][0]) for key in late}
-        for key in late:
-            self.move(key, State.LEASED, State.OPEN)
+        unsubmitted = self.sets[State.LEASED]
+        assert {(e.group.key, e.worker) for e in expired} == {(key, w) for key, w in late if key in unsubmitted}
+        for key, worker in late:
+            del self.leases[key][worker]
+            self.past.setdefault(key, set()).add(worker)
+        for key in {key for key, _ in late if key in self.sets[State.LEASED]}:
+            self.reopen(key, State.LEASED)
 
     @stateful.rule(number=NUMBER, worker=WORKERS)
     def deliver(self, number, worker):
-        key = sorted(self.opened)[number % len(self.opened)] if self.opened else ("train", 1, 0)
-        may = key in self.sets[State.LEASED] and self.lease_of[key][0] == worker
-        assert self.queue.deliver(key, worker, rollouts(), f"digest {worker}") is may
-        if may:
-            self.move(key, State.LEASED, State.SUBMITTED)
-            assert [r.sample for r in self.queue.entries[key].rollouts] == [0, 1]
+        key = self.any_group(number)
+        state = next((state for state, keys in self.sets.items() if key in keys), None)
+        has_lease = worker in self.leases.get(key, ()) or worker in self.past.get(key, ())
+        mine = worker in self.delivered.get(key, ())
+        expected = Delivery.LATE
+        if state in (State.OPEN, State.LEASED) and has_lease:
+            expected = Delivery.TAKEN
+        elif state in (State.SUBMITTED, State.QUARANTINED) and has_lease and worker != self.delivered[key][0]:
+            expected = Delivery.SPARE
+        elif state not in (None, TAKEN, State.OPEN, State.LEASED) and (has_lease or mine):
+            expected = Delivery.DUPLICATE
+        assert self.queue.deliver(key, worker, rollouts(), f"digest {worker}") is expected
+        if expected in (Delivery.TAKEN, Delivery.SPARE):
+            self.delivered.setdefault(key, []).append(worker)
+            if self.leases.get(key, {}).pop(worker, None) is None:
+                self.past[key].discard(worker)
+            if expected is Delivery.TAKEN:
+                self.move(key, state, State.SUBMITTED)
+                assert [r.sample for r in self.queue.entries[key].rollouts] == [0, 1]
+        else:
+            self.drops[expected.value] += 1
 
     @stateful.rule(number=NUMBER)
     def quarantine(self, number):
@@ -102,9 +177,9 @@ class Machine(stateful.RuleBasedStateMachine):
             self.finish_screening(key)
 
     def finish_screening(self, key):
-        if self.lease_of[key][0] in self.trusted:
+        if self.delivered[key][0] in self.trusted:
             self.queue.let_pass(key)
-            self.move(key, State.SUBMITTED, State.ELIGIBLE)
+            self.win(key, State.SUBMITTED)
         else:
             self.queue.quarantine(key)
             self.move(key, State.SUBMITTED, State.QUARANTINED)
@@ -116,7 +191,7 @@ class Machine(stateful.RuleBasedStateMachine):
 
     def accept_by_verdict(self, key):
         self.queue.accept(key)
-        self.move(key, State.QUARANTINED, State.ELIGIBLE)
+        self.win(key, State.QUARANTINED)
         self.verified.add(key)
 
     @stateful.rule(worker=WORKERS)
@@ -127,17 +202,37 @@ class Machine(stateful.RuleBasedStateMachine):
     def requeue(self, number, state):
         if key := self.pick(state, number):
             old = self.queue.requeue(key)
-            assert (old.state, old.worker, len(old.rollouts)) == (state, self.lease_of[key][0], 2)
-            assert next(iter(self.queue.entries)) == key  # ahead of all others
+            assert (old.state, old.worker, len(old.rollouts)) == (state, self.delivered[key].pop(0), 2)
+            self.verified.discard(key)
+            self.reopen(key, state)
             new = self.queue.entries[key]
-            assert (new.worker, new.rollouts, new.digest, new.scores) == ("", [], "", {})
-            self.move(key, state, State.OPEN)
+            if key in self.sets[State.OPEN]:
+                assert next(iter(self.queue.entries)) == key  # ahead of all others
+            if not self.delivered[key]:
+                assert (new.rollouts, new.digest, new.scores) == ([], "", {})
+
+    @stateful.rule()
+    def begin_an_epoch(self):
+        self.queue.begin_epoch()
+        for state in (State.LEASED, State.SUBMITTED, State.QUARANTINED, State.ELIGIBLE):
+            for key in [*self.sets[state]]:
+                self.drops["epoch"] += len(self.delivered.pop(key, ()))
+                self.move(key, state, State.OPEN)
+        self.leases, self.past, self.delivered = {}, {}, {}
+        self.verified.clear()
+
+    @stateful.rule(number=NUMBER)
+    def drop(self, number):
+        if key := self.pick(State.ELIGIBLE, number):
+            self.queue.drop(key, "flat")
+            self.drops["flat"] += 1
+            self.move(key, State.ELIGIBLE, TAKEN)
 
     @stateful.rule(worker=WORKERS)
     def lose_trust(self, worker):
         self.trusted.discard(worker)
         found = {
-            key for key in self.sets[State.ELIGIBLE] if self.lease_of[key][0] == worker and key not in self.verified
+            key for key in self.sets[State.ELIGIBLE] if self.delivered[key][0] == worker and key not in self.verified
         }
         assert {entry.group.key for entry in self.queue.recall(worker)} == found
         for key in found:
@@ -148,11 +243,14 @@ class Machine(stateful.RuleBasedStateMachine):
         keys = [group.key for group in batch(1 + number % max(1, self.step))]
         for key in self.opened.intersection(keys if finish else ()):
             if key in self.sets[State.OPEN]:
-                self.queue.lease("a", 1, self.now_s + LEASE_S, lambda other, key=key: other == key)
+                self.queue.lease("a", 1, self.now_s + LEASE_S, lambda other, key=key: other == key, now_s=self.now_s)
                 self.move(key, State.OPEN, State.LEASED)
-                self.lease_of[key] = "a", self.now_s + LEASE_S
+                self.leases[key] = {"a": (self.now_s, self.now_s + LEASE_S)}
             if key in self.sets[State.LEASED]:
-                assert self.queue.deliver(key, self.lease_of[key][0], rollouts(), "digest")
+                worker = next(iter(self.leases[key]))
+                assert self.queue.deliver(key, worker, rollouts(), "digest")
+                del self.leases[key][worker]
+                self.delivered[key] = [worker]
                 self.move(key, State.LEASED, State.SUBMITTED)
             if key in self.sets[State.SUBMITTED]:
                 self.finish_screening(key)
@@ -178,10 +276,14 @@ class Machine(stateful.RuleBasedStateMachine):
         assert self.queue.count() == {s: len(keys) for s, keys in self.sets.items() if keys and s is not TAKEN}
         opened = self.sets[State.OPEN]  # those whose draw may be known are always verified when they come again
         assert {key for key in opened if self.queue.entries[key].was_decided} == opened & self.decided
-        held = (State.LEASED, State.SUBMITTED, State.QUARANTINED)
+        decided = self.sets[State.ELIGIBLE] | self.sets[TAKEN]
         for worker in "abc":
-            keys = {key for state in held for key in self.sets[state] if self.lease_of[key][0] == worker}
-            assert {*self.queue.held(worker)} == {*keys}
+            keys = {key for held in (self.leases, self.delivered) for key, names in held.items() if worker in names}
+            assert sorted(self.queue.held(worker)) == sorted(keys - decided)
+        assert +self.queue.drops == +self.drops
+        for key, entry in self.queue.entries.items():
+            assert {w: (one.since_s, one.deadline_s) for w, one in entry.leases.items()} == self.leases.get(key, {})
+            assert entry.worker == next(iter(self.delivered.get(key, ()) or self.leases.get(key, ())), "")
 
 
 TestGroupQueue = Machine.TestCase
