@@ -72,7 +72,7 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # gradients are summed over all rows, in any division
         free.append("train.rows")
-    return _differing(_saved(path), experiment_lib.fields(experiment), free)
+    return _differing(experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment), free)
 
 
 def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
@@ -81,6 +81,16 @@ def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
     # `record_downloads` compares the revisions.
     old, new = ({k: hub.without_revision(v) for k, v in fields.items()} for fields in (old, new))
     return [name for name in names if old.get(name) != new.get(name) and not name.startswith(tuple(free))]
+
+
+def saved_config(path: pathlib.Path) -> dict:
+    """Returns the resolved config that a run saved in its work directory, with new fields. Raises ValueError if there is none."""
+    try:
+        saved = experiment_lib.with_new_fields(json.loads((path / "config.json").read_text())["config"])
+        experiment_lib.flat(saved)
+        return saved
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:  # flax asserts that a tree is a dict
+        raise ValueError(f"{path / 'config.json'} is not a run's config ({error!r}); use another --workdir") from error
 
 
 def record_downloads(workdir: pathlib.Path, commits: Mapping[str, str]) -> None:
@@ -189,17 +199,12 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
     atomic_file.write(file, (json.dumps(saved | {"versions": versions}, indent=2) + "\n").encode())
 
 
-def _saved(path: pathlib.Path) -> dict:
-    try:
-        saved = json.loads((path / "config.json").read_text())["config"]
-        return experiment_lib.flat(experiment_lib.with_new_fields(saved))
-    except (ValueError, KeyError, TypeError, AssertionError) as error:  # flax asserts that a tree is a dict
-        raise ValueError(f"{path / 'config.json'} is not a run's config ({error!r}); use another --workdir") from error
-
-
 def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tuple[str, ...] = ()) -> None:
     """Raises ValueError if a field differs from the saved config, unless a resume may change it or it begins with one of `free`."""
     if names := [name for name in differences(path, experiment) if not name.startswith(free)]:
-        old, new = (x.get(names[0], "absent") for x in (_saved(path), experiment_lib.fields(experiment)))
+        old, new = (
+            x.get(names[0], "absent")
+            for x in (experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment))
+        )
         found = f"belongs to another config: {names[0]} was {old!r}, now {new!r}; fields that differ: {len(names)}"
         raise ValueError(f"workdir {path} {found}; give another --workdir, or the config of its first start")

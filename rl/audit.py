@@ -1,0 +1,318 @@
+"""Audits a run by its files: every rollout that it trained on, against the config, the ledger, and the published manifests.
+
+    python -m rl.audit runs/quickstart
+
+1. The ledger is verified, and its history read (rl/ledger/run_history.py): joins, leases, submissions, verdicts, batches, manifests.
+2. Each manifest that is still in WORKDIR/weights must be the one that the ledger names, and must name an entry of the ledger.
+3. Each batch that the run trained on is read from WORKDIR/rollouts and checked against `RULES`. Tasks and seeds are computed from
+   config.json, digests and signatures from the rollouts.
+4. A table shows how often each rule was checked and broken. The exit code is 0 if none was, else 1.
+
+The orchestrator's code is not used, and nothing is replayed: `rl.validator serve` does that. The last batch of a run that was
+killed, or goes on, may be incomplete; it is left out unless its version was published or its metrics were written.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from ml_collections import config_dict
+
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import workdir as run_directory
+from rl.ledger import run_history, run_rules
+from rl.protocol import task_schedule
+from rl.protocol import verdict as verdict_lib
+from rl.reporting import metrics
+from sharding.format import journal, manifest
+from sharding.system import cli
+
+RULES = {
+    "ledger": "entries are chained, signed, and keep the run's rules",
+    "manifest": "published versions have the manifests that the ledger names",
+    "file": "a batch's rollouts are in a readable file",
+    "batch": "the ledger has the batch, of these groups and this digest",
+    "group": "a group has all samples of one worker, and is in one batch",
+    "task": "step, task, and temperature are prescribed",
+    "seed": "the noise is prescribed",
+    "staleness": "versions are within rl.max_lag and rl.max_off_policy",
+    "version": "versions were published, in the epoch of the rollout",
+    "signature": "the worker signed the rollout",
+    "joined": "the worker joined before the batch",
+    "leased": "the worker leased the group",
+    "submitted": "the worker handed in these bytes",
+    "verdict": "a quorum accepted the group, or the worker's record allows it",
+}
+MAX_SHOWN = 100  # findings on the terminal
+LEDGER_LINES = 500  # entries between two updates of the display
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A broken rule, and its place: step, group, and worker, as far as they are known."""
+
+    rule: str
+    detail: str
+    step: int | None = None
+    group: int | None = None
+    worker: str = ""
+
+    def __str__(self) -> str:
+        named = {"step": self.step, "group": self.group, "worker": self.worker[:16] or None}
+        place = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+        return f"{place}: {self.rule}: {self.detail}" if place else f"{self.rule}: {self.detail}"
+
+
+class Audit:
+    """The audit of one run. `checked` counts the checks of each rule, `findings` are the broken ones, `lags` counts rollouts by lag."""
+
+    def __init__(self, workdir: pathlib.Path, history: run_history.History):
+        self.workdir, self.history = workdir, history
+        self.config = config_dict.ConfigDict(run_directory.saved_config(workdir), type_safe=False)
+        self.checked: collections.Counter[str] = collections.Counter()
+        self.findings: list[Finding] = []
+        self.lags: collections.Counter[int] = collections.Counter()
+        self.bases: collections.Counter[str] = collections.Counter()  # groups by "verified" and "trusted"
+        self.workers: set[str] = set()
+        self.num_rollouts = 0
+        self._step_of: dict[int, int] = {}  # by group
+        self._versions = {version for _, version in history.published}
+        self._begin = history.begin or 0
+
+    def steps(self) -> range:
+        """Returns the steps that the run trained on since its ledger began, up to the last with a version or a line of metrics."""
+        file = self.workdir / "metrics.jsonl"
+        records = metrics.read(file) if file.exists() else []
+        written = [record["step"] for record in records if record["phase"] == "rl"]
+        return range(self._begin + 1, max([self._begin, *written, *self._versions]) + 1)
+
+    def check_ledger(self) -> None:
+        """Checks the ledger's entries, and the manifests in WORKDIR/weights against it."""
+        self.checked["ledger"] += self.history.num_entries - 1
+        self._check("ledger", self.history.error)
+        if self._begin:
+            self._check(
+                "ledger", f"it begins after step {self._begin}, so that nothing shows who made the earlier batches"
+            )
+        for file in sorted((self.workdir / "weights").glob("v*/manifest.json")):
+            self._check("manifest", self._manifest_error(file))
+
+    def check_batch(self, step: int) -> None:
+        """Checks the batch of one step: its file, its event in the ledger, and each of its groups."""
+        path = self.workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
+        try:
+            rollouts = parquet.read(path)
+        except (ValueError, OSError) as error:
+            return self._check("file", f"{path}: {error}", step)
+        self._check("file", None)
+        groups: dict[int, list[rollout_lib.Rollout]] = collections.defaultdict(list)
+        for rollout in rollouts:
+            groups[rollout.task.group].append(rollout)
+        digests = {number: verdict_lib.group_digest(group) for number, group in sorted(groups.items())}
+        batch = self.history.batches.get(step)
+        self._check("batch", _batch_error(batch, digests), step)
+        prescribed = {group.group: group for group in task_schedule.train_groups(self.config, step)}
+        for number, group in groups.items():
+            self._check_group(step, prescribed.get(number), group)
+            self._check_events(step, number, group[0].worker, digests[number], batch)
+        self.num_rollouts += len(rollouts)
+
+    def _check(
+        self, rule: str, error: str | None, step: int | None = None, group: int | None = None, worker=""
+    ) -> None:
+        self.checked[rule] += 1
+        if error:
+            self.findings.append(Finding(rule, error, step, group, worker))
+
+    def _manifest_error(self, file: pathlib.Path) -> str | None:
+        try:
+            data = file.read_bytes()
+            found = manifest.parse(data, is_proved=True)
+        except (journal.CorruptSource, OSError) as error:
+            return f"{file}: {error}"
+        digest, epoch = hashlib.sha256(data).hexdigest(), found.epoch or 0
+        if found.version < self._begin:
+            return None
+        if (expected := self.history.published.get((epoch, found.version), "none")) != digest:
+            return f"{file} has the digest {digest}; the ledger's for version {found.version} of epoch {epoch} is {expected}"
+        number, _, hash_ = str(found.metadata.get("ledger", "")).partition(":")
+        known = self.history.hashes.get(int(number)) if number.isdecimal() else None
+        return None if known == hash_ else f"{file} names the ledger's entry {number or 'none'}, which has another hash"
+
+    def _check_group(
+        self, step: int, group: task_schedule.Group | None, rollouts: Sequence[rollout_lib.Rollout]
+    ) -> None:
+        """Checks the rollouts of one group of a batch: they are whole, prescribed, recent, and signed."""
+        worker, number = rollouts[0].worker, rollouts[0].task.group
+        self.workers.add(worker)
+        place = step, number, worker
+        self._check("group", self._group_error(step, group, rollouts), *place)
+        for rule, errors in (
+            ("task", [self._task_error(step, group, rollout) for rollout in rollouts]),
+            ("seed", [_seed_error(group, rollout) for rollout in rollouts]),
+            ("staleness", [self._staleness_error(step, rollout) for rollout in rollouts]),
+            ("version", [self._version_error(rollout) for rollout in rollouts]),
+            ("signature", [_signature_error(rollout) for rollout in rollouts]),
+        ):
+            self.checked[rule] += len(errors)
+            if broken := [error for error in errors if error]:
+                more = f" (and {len(broken) - 1} more of its rollouts)" if broken[1:] else ""
+                self.findings.append(Finding(rule, broken[0] + more, *place))
+
+    def _group_error(self, step, group, rollouts) -> str | None:
+        number, found = rollouts[0].task.group, sorted(rollout.sample for rollout in rollouts)
+        if (first := self._step_of.setdefault(number, step)) != step:
+            return f"it is in the batch of step {first}, too"
+        if len({rollout.worker for rollout in rollouts}) > 1:
+            return "its rollouts are of several workers"
+        count = group.num_samples if group else self.config.rl.samples_per_prompt
+        return None if found == [*range(count)] else f"expected samples 0..{count - 1} once each, got {found[:16]}"
+
+    def _task_error(self, step: int, group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
+        if group is None:
+            return "this step has no such group"
+        task = rollout.task
+        found = rollout.step, task.env, task.index, task.seed, rollout.temperature
+        expected = step, self.config.env.name, group.index, self.config.seed, group.temperature
+        names = ("step", "environment", "task", "seed of the environment", "temperature")
+        differing = (
+            f"{name} is {a}, and {b} is prescribed" for name, a, b in zip(names, found, expected, strict=True) if a != b
+        )
+        return next(differing, None)
+
+    def _staleness_error(self, step: int, rollout: rollout_lib.Rollout) -> str | None:
+        self.lags[step - 1 - int(rollout.versions[rollout.sampled_mask].min())] += 1
+        low, high = int(rollout.versions.min()), int(rollout.versions.max())
+        oldest = step - 1 - min(self.config.rl.max_lag, self.config.rl.max_off_policy)
+        if low < oldest:
+            return f"version {low} is older than {oldest}, the oldest that this step takes"
+        return f"version {high} is newer than {step - 1}, the newest that could be known" if high >= step else None
+
+    def _version_error(self, rollout: rollout_lib.Rollout) -> str | None:
+        epoch = getattr(rollout, "epoch", 0)  # 0: of any, as files of earlier releases do not name it
+        published = self.history.published
+        for version in sorted({version for version in rollout.versions.tolist() if version >= self._begin}):
+            if version not in self._versions if epoch == 0 else (epoch, version) not in published:
+                return f"version {version} of epoch {epoch} was not published"
+        return None
+
+    def _check_events(self, step: int, number: int, worker: str, digest: str, batch) -> None:
+        """Checks the events of one group in the ledger: its worker joined, leased, and submitted it, and a verdict or record let it pass."""
+        place, group = (step, number, worker), batch.groups.get(number) if batch else None
+        group = group or run_history.GroupHistory()
+        last = batch.number if batch else self.history.num_entries
+        is_joined = self.history.joined.get(worker, last) < last
+        self._check("joined", None if is_joined else "the ledger has no join event of it before the batch", *place)
+        self._check("leased", None if worker in group.leased else "the ledger has no lease of the group to it", *place)
+        is_submitted = (worker, digest) in group.submissions
+        others = sorted(other[:16] for _, other in group.submissions)
+        found = f"the digest is {digest[:16]}, and the ledger's submissions are {', '.join(others) or 'none'}"
+        self._check("submitted", None if is_submitted else found, *place)
+        basis = batch.basis.get(number) if batch else None
+        self.bases[basis or "neither"] += 1
+        self._check("verdict", _verdict_error(batch, number, worker, digest), *place)
+
+
+def _batch_error(batch: run_history.BatchHistory | None, digests: dict[int, str]) -> str | None:
+    if batch is None:
+        return "the ledger has no such batch"
+    if others := sorted(batch.basis.keys() ^ digests.keys()):
+        where = "the file" if others[0] in digests else "the ledger"
+        return f"group {others[0]} is only in {where}; groups that differ: {len(others)}"
+    expected = run_rules.batch_digest(digests.values())
+    return None if batch.digest == expected else f"the digest is {expected[:16]}, and {batch.digest[:16]} in the ledger"
+
+
+def _seed_error(group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
+    expected = (group.seed + rollout.sample) % 2**32 if group else None
+    is_same = expected is None or rollout.seed == expected
+    return None if is_same else f"{expected} is prescribed for sample {rollout.sample}, got {rollout.seed}"
+
+
+def _signature_error(rollout: rollout_lib.Rollout) -> str | None:
+    is_signed = rollout_lib.signed(rollout.worker, rollout.signature, rollout_lib.digest(rollout))
+    return None if is_signed else f"its key did not sign sample {rollout.sample}"
+
+
+def _verdict_error(batch: run_history.BatchHistory | None, number: int, worker: str, digest: str) -> str | None:
+    if batch is None or number not in batch.basis:
+        return "the ledger does not state why it was trained on"
+    group = batch.groups[number]
+    if digest in group.refused:
+        return "the submission was refused"
+    if batch.basis[number] == "trusted":
+        return batch.distrust.get((number, worker, digest))
+    votes = sum(group.votes.get(digest, {}).values())
+    return None if votes >= batch.quorum else f"{votes} accepting verdicts; the quorum is {batch.quorum}"
+
+
+def run(workdir: pathlib.Path, progress: metrics.Progress) -> Audit:
+    """Audits the run in `workdir`, and shows the progress. Raises ValueError or OSError for a directory that is not a run's."""
+    with _ledger_bar(progress) as on_entry:
+        audit = Audit(workdir, run_history.read(workdir / "ledger.db", on_entry))
+    audit.check_ledger()
+    steps = audit.steps()
+    begun_s = time.monotonic()
+    with progress.phase("batches", total=len(steps)) as bar:
+        for step in steps:
+            audit.check_batch(step)
+            per_s = audit.num_rollouts / max(time.monotonic() - begun_s, 1e-9)
+            bar.update(step, {"rollouts/s": per_s, "findings": len(audit.findings)})
+    return audit
+
+
+@contextlib.contextmanager
+def _ledger_bar(progress: metrics.Progress) -> Iterator:
+    """Yields the function `on_entry` of `run_history.read`, which shows a progress bar from the first entry on."""
+    with contextlib.ExitStack() as stack:
+        bar: metrics.Bar | None = None
+
+        def on_entry(number: int, count: int) -> None:
+            nonlocal bar
+            bar = bar or stack.enter_context(progress.phase("ledger", total=count))
+            if (number + 1) % LEDGER_LINES == 0 or number + 1 == count:
+                bar.update(number + 1, {})
+
+        yield on_entry
+
+
+def table(audit: Audit) -> str:
+    """Returns the result of an audit as text: per rule the checks and the findings, then lags and verdicts."""
+    broken = collections.Counter(finding.rule for finding in audit.findings)
+    lines = [f"{'rule':<10} {'checked':>9} {'broken':>7}"]
+    lines += [f"{rule:<10} {audit.checked[rule]:>9,} {broken[rule]:>7,}  {text}" for rule, text in RULES.items()]
+    lags = ", ".join(f"{lag}: {count:,}" for lag, count in sorted(audit.lags.items()))
+    bases = ", ".join(f"{name}: {count:,}" for name, count in sorted(audit.bases.items()))
+    lines += [f"rollouts by lag in versions: {lags or 'none'}; groups by verdict: {bases or 'none'}"]
+    num_groups = audit.bases.total()
+    size = f"{len(audit.steps()):,} batches, {num_groups:,} groups, {audit.num_rollouts:,} rollouts"
+    return "\n".join([*lines, f"{size} of {len(audit.workers)} workers: {len(audit.findings) or 'no'} findings"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command `python -m rl.audit WORKDIR`; returns its exit code: 0 if no rule is broken, else 1."""
+    parser = cli.Parser(prog="python -m rl.audit", description=__doc__)
+    parser.add_argument("workdir", metavar="WORKDIR", type=pathlib.Path, help="work directory of a run")
+    workdir = parser.parse_args(argv).workdir
+    progress = metrics.Progress()
+    try:
+        audit = run(workdir, progress)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for finding in audit.findings[:MAX_SHOWN]:
+        print(f"error: {finding}", file=sys.stderr)
+    if len(audit.findings) > MAX_SHOWN:
+        print(f"and {len(audit.findings) - MAX_SHOWN} more", file=sys.stderr)
+    print(table(audit))
+    return 1 if audit.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""An audit finds nothing in an honest run, and names step, group, worker, and rule of each change to one."""
+
+import contextlib
+import dataclasses
+import shutil
+import sqlite3
+
+import numpy as np
+import pytest
+
+from rl import audit
+from tests.support import recorded_run
+
+STEPS, P, G = 4, 32, 8
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory):
+    return recorded_run.write(tmp_path_factory.mktemp("run"), STEPS)
+
+
+def findings(workdir, capsys):
+    """Returns the exit code, and the lines of errors as {(step, group): rules}; None where a place is not named."""
+    code = audit.main([str(workdir)])
+    captured = capsys.readouterr()
+    found: dict = {}
+    for line in captured.err.splitlines():
+        place, _, rest = line.removeprefix("error: ").partition(": ")
+        if place in audit.RULES:
+            place, rest = "", f"{place}: {rest}"
+        named = {part.split()[0]: part.split()[1] for part in place.split(", ") if part}
+        where = tuple(int(named[name]) if name in named else None for name in ("step", "group"))
+        found.setdefault(where, set()).add(rest.partition(":")[0])
+    return code, found, captured
+
+
+@pytest.mark.parametrize("num_steps", [STEPS, pytest.param(140, marks=pytest.mark.slow)])
+def test_an_honest_run_of_the_quickstarts_size_is_clean(tmp_path, capsys, honest, num_steps):
+    workdir = honest if num_steps == STEPS else recorded_run.write(tmp_path, num_steps)
+    code, found, captured = findings(workdir, capsys)
+    assert (code, found) == (0, {})
+    words = [line.split() for line in captured.out.splitlines()]
+    rows = {row[0]: row[1] for row in words if row[0] in audit.RULES}
+    num_groups, num_rollouts = num_steps * P, num_steps * P * G
+    assert rows["seed"] == rows["signature"] == f"{num_rollouts:,}" and rows["verdict"] == f"{num_groups:,}"
+    assert f"trusted: {num_groups * 3 // 8:,}, verified: {num_groups * 5 // 8:,}" in captured.out
+    assert f"{num_groups:,} groups, {num_rollouts:,} rollouts of 2 workers: no findings" in captured.out
+
+
+GROUP, STEP, SAMPLE = 37, 2, 5
+
+
+def drop(kind):
+    """Deletes one event about the group from the ledger's file."""
+
+    def change(folder):
+        with contextlib.closing(sqlite3.connect(folder / "ledger.db")) as db, db:
+            rows = db.execute("SELECT seq, event FROM entries").fetchall()
+            place = (b'"group":%d,' % GROUP, b'"kind":"%s"' % kind.encode())
+            kinds = ("join", "batch", "publish")
+            wanted = (b'"step":%d,' % STEP, place[1]) if kind == "batch" else place[1:] if kind in kinds else place
+            (first, *_) = [seq for seq, event in rows if all(part in event for part in wanted)]
+            assert db.execute("DELETE FROM entries WHERE seq = ?", (first,)).rowcount == 1
+
+    return change
+
+
+def of_sample(change):
+    """Changes one rollout of the group in the file of its batch, without a new signature."""
+    return lambda folder: recorded_run.rewrite(folder, STEP, lambda rollouts: [*map(only(change), rollouts)])
+
+
+def only(change):
+    return lambda one: change(one) if (one.task.group, one.sample) == (GROUP, SAMPLE) else one
+
+
+def repeat(folder):
+    earlier = recorded_run.parquet.read(recorded_run.path(folder, 1))[-G:]
+    recorded_run.rewrite(folder, STEP, lambda rollouts: [*rollouts, *earlier])
+
+
+def flip_byte(file, at=0.5):
+    def change(folder):
+        path = folder / file
+        data = bytearray(path.read_bytes())
+        data[int(len(data) * at)] ^= 1
+        path.write_bytes(data)
+
+    return change
+
+
+UNPROVED = {"submitted", "verdict"}  # the digest of its group is not that of the submission
+FILE = f"rollouts/step_{STEP}/accepted.parquet"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (of_sample(recorded_run.flip), {(STEP, GROUP): {"signature", *UNPROVED}, (STEP, None): {"batch"}}),
+        (flip_byte(FILE), {(STEP, None): {"file"}}),
+        (lambda folder: (folder / FILE).unlink(), {(STEP, None): {"file"}}),
+        (drop("lease"), {(None, None): {"ledger"}, (STEP, GROUP): {"leased"}}),
+        (drop("submission"), {(None, None): {"ledger"}, (STEP, GROUP): UNPROVED}),
+        (drop("verdict"), {(None, None): {"ledger"}, (STEP, GROUP): {"verdict"}}),
+        (repeat, {(STEP, None): {"batch"}, (STEP, P - 1): {"group", "task", "leased", *UNPROVED}}),
+        (flip_byte(f"weights/v{STEPS:08d}/manifest.json"), {(None, None): {"manifest"}}),
+    ],
+    ids="bit byte file lease submission verdict repeated manifest".split(),
+)
+def test_a_change_to_the_files_is_named(tmp_path, capsys, honest, change, expected):
+    workdir = shutil.copytree(honest, tmp_path / "run")
+    change(workdir)
+    code, found, captured = findings(workdir, capsys)
+    assert (code, found) == (1, expected)
+    if (STEP, GROUP) in expected:
+        assert f"step {STEP}, group {GROUP}, worker {recorded_run.STRANGER.worker[:16]}: " in captured.err
+
+
+@pytest.mark.parametrize("kind", ["join", "batch", "publish"])
+def test_a_dropped_event_of_the_run_is_named_at_all_that_need_it(tmp_path, capsys, honest, kind):
+    workdir = shutil.copytree(honest, tmp_path / "run")
+    drop(kind)(workdir)
+    code, found, _ = findings(workdir, capsys)
+    rule = {"join": "joined", "batch": "batch", "publish": "version"}[kind]
+    assert code == 1 and "ledger" in found[None, None]
+    assert rule in set().union(*(rules for (step, _), rules in found.items() if step))
+
+
+def of_versions(version):
+    return lambda one: dataclasses.replace(one, versions=np.full_like(one.versions, version))
+
+
+@pytest.mark.parametrize(
+    ("change", "rules", "text"),
+    [
+        (lambda one: dataclasses.replace(one, seed=one.seed ^ 1), {"seed"}, "is prescribed for sample 5, got"),
+        (of_versions(0), {"staleness"}, "version 0 is older than 1, the oldest that this step takes"),
+        (of_versions(3), {"staleness"}, "version 3 is newer than 2"),
+        (lambda one: dataclasses.replace(one, temperature=0.9), {"task"}, "temperature is 0.9, and 1.0 is prescribed"),
+        (lambda one: dataclasses.replace(one, sample=6), {"group", "seed"}, "expected samples 0..7 once each"),
+        (
+            lambda one: dataclasses.replace(one, task=dataclasses.replace(one.task, index=one.task.index ^ 1)),
+            {"task"},
+            "task is ",
+        ),
+    ],
+)
+def test_a_signed_rollout_that_breaks_the_schedule_is_named(tmp_path, capsys, change, rules, text):
+    group = 3 * 2 - 1  # the last of step 3
+    changed = lambda one: change(one) if (one.task.group, one.sample) == (group, 5) else one  # noqa: E731
+    workdir = recorded_run.write(tmp_path, 3, changed, prompts_per_step=2)
+    code, found, captured = findings(workdir, capsys)
+    assert (code, found) == (1, {(3, group): rules}) and text in captured.err
+
+
+def test_a_batch_that_was_not_trained_on_is_left_out(tmp_path, capsys, honest):
+    workdir = shutil.copytree(honest, tmp_path / "run")
+    shutil.copytree(workdir / "rollouts" / "step_1", workdir / "rollouts" / f"step_{STEPS + 1}")
+    assert findings(workdir, capsys)[0] == 0
+    (workdir / "metrics.jsonl").write_text(f'{{"phase": "rl", "step": {STEPS + 1}}}\n')
+    code, found, _ = findings(workdir, capsys)
+    assert code == 1 and "batch" in found[STEPS + 1, None]
+
+
+def test_a_directory_without_a_run_is_one_line(tmp_path, capsys):
+    assert audit.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
