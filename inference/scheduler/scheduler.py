@@ -35,6 +35,7 @@ from inference.scheduler import arrivals, prefill_queue, prefix_cache, step_outp
 from inference.scheduler import sequence as sequence_lib
 from inference.scheduler import slots as slots_lib
 from models import transformer
+from sharding.system import role_metrics
 
 GenerateRequest = request_lib.GenerateRequest  # the argument of `submit`,
 Completion = request_lib.Completion  # and its result, one per sample
@@ -99,6 +100,9 @@ class Scheduler:
         self._is_closing = False
         self.is_paused = False
         self.stats: dict[str, float] = dict.fromkeys(_STATS.split(), 0)  # never a new key: other threads copy it
+        self.request_s = role_metrics.latency(
+            "vllm:e2e_request_latency", "Seconds per request, all its samples included."
+        )
         self.prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
         self._waiting = prefill_queue.PrefillQueue(engine, self.prefixes, self.stats)
         self._waiting.set_weights(params, version)
@@ -125,6 +129,7 @@ class Scheduler:
         group = sequence_lib.SequenceGroup(request, concurrent.futures.Future(), listener, time.monotonic())
         self._put(group, num_requests=1)
         group.future.add_done_callback(self._forget)
+        group.future.add_done_callback(lambda _: self.request_s.observe(time.monotonic() - group.submitted_s))
         return group.future
 
     def update(self, params: transformer.Params, version: int) -> "concurrent.futures.Future[int]":

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import prometheus_client
 
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
@@ -31,6 +32,7 @@ from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
 from sharding.format import head, manifest
+from sharding.system import role_metrics
 
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
 START_S = 600.0  # how long to wait for the first version
@@ -51,6 +53,9 @@ class InferenceServer:
     signers: frozenset[str] = frozenset()  # the keys that were trusted when `have` was loaded
     sources: Sequence[str] = ()  # those that an update may name, each with everything below it
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    update_s: prometheus_client.Histogram = dataclasses.field(
+        default_factory=lambda: role_metrics.latency("intellax:update", "Seconds per update of the weights.")
+    )
 
     def update(
         self, version: int | None, source: str | None = None, *, epoch: int | None = None, rollback: bool = False
@@ -67,7 +72,7 @@ class InferenceServer:
         Raises ValueError for weights of another model, that are older, or that `sources` does not allow, and OSError or
         CorruptSource if they cannot be read.
         """
-        with self.update_lock:
+        with self.update_lock, self.update_s.time():
             root = self.weights if source is None else weight_sources.check(source, self.sources)
             if root is None:
                 raise ValueError("this server has no weight broadcast to update from; send a weight_dir")

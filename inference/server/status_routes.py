@@ -6,11 +6,11 @@ Names and formats are those of OpenAI (/v1/models) and prime-rl, whose administr
 from collections.abc import Iterator
 
 import fastapi
-import prometheus_client
 from fastapi import responses
 from prometheus_client import core, registry
 
-from inference.server import inference_server
+from inference.server import inference_server, metrics_routes
+from sharding.system import role_metrics
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
@@ -48,10 +48,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
         alive = scheduler.is_alive
         return responses.JSONResponse({"status": "ok" if alive else "dead"}, status_code=200 if alive else 503)
 
-    @app.get("/metrics")
-    async def metrics():
-        text = prometheus_client.generate_latest(_Collector(server))
-        return responses.PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+    metrics_routes.add(app, _Collector(server))
 
 
 class _Collector(registry.Collector):
@@ -82,9 +79,13 @@ class _Collector(registry.Collector):
         yield self._metric("intellax:prefix_cache_bytes", scheduler.prefixes.num_bytes)
         for name, value in stats.items():
             yield self._metric(f"intellax:{name}_total", value)
+        yield from role_metrics.labeled((self._server.update_s, scheduler.request_s), self._labels())
+
+    def _labels(self) -> dict[str, str]:
+        return {"engine": "0", "model_name": self._server.model_name}
 
     def _metric(self, name: str, value: float, **labels: str) -> core.Metric:
         family = name.removesuffix("_total")
         metric = core.Metric(family, name, "gauge" if family == name else "counter")
-        metric.add_sample(name, {"engine": "0", "model_name": self._server.model_name} | labels, value)
+        metric.add_sample(name, self._labels() | labels, value)
         return metric

@@ -13,9 +13,10 @@ import pathlib
 import re
 
 import fastapi
+import prometheus_client
 
 from inference.rollouts import rollout as rollout_lib
-from inference.server import web
+from inference.server import metrics_routes, web
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
 from rl.protocol import lease
@@ -27,7 +28,7 @@ from rl.validator import status as validator_status
 from rl.verification import evidence_log, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast
-from sharding.system import sockets
+from sharding.system import role_metrics, sockets
 
 MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
 
@@ -35,15 +36,17 @@ MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
 def make_app(service: validator_service.Service | None, judge: judge_lib.Judge | None = None) -> fastapi.FastAPI:
     """Returns the HTTP application of a validator. A request that raises ValueError gets status 400 with the message."""
     app = fastapi.FastAPI(title="Intellax validator", docs_url=None, redoc_url=None)
+
+    def verdicts() -> dict[str, int]:
+        counts = [collections.Counter(dict(one.counts)) for one in (service, judge) if one]  # other threads count
+        return dict(sum(counts, collections.Counter()))
+
+    metrics = role_metrics.RoleMetrics("validator", lambda: {"verdicts_total": verdicts()}, ["verdict"])
+    metrics_routes.add(app, metrics, lambda: {"verdicts": verdicts()})
     if service:
         _add_files(app, service)
     if judge:
-        _add_verdicts(app, judge)
-
-    @app.get("/health")
-    async def health():
-        counts = [collections.Counter(dict(one.counts)) for one in (service, judge) if one]  # other threads count
-        return {"status": "ok", "verdicts": dict(sum(counts, collections.Counter()))}
+        _add_verdicts(app, judge, metrics.seconds["verdict"])
 
     @app.exception_handler(ValueError)
     async def refuse(request, error):
@@ -52,12 +55,13 @@ def make_app(service: validator_service.Service | None, judge: judge_lib.Judge |
     return app
 
 
-def _add_verdicts(app: fastapi.FastAPI, judge: judge_lib.Judge) -> None:
+def _add_verdicts(app: fastapi.FastAPI, judge: judge_lib.Judge, seconds: prometheus_client.Histogram) -> None:
     @app.post("/verdicts")
     async def verdicts(request: fastapi.Request):
         message = judge.verify(request.headers.get(lease.HEADER, ""))  # before the body
         body = await web.read_body(request)
-        found = await asyncio.to_thread(judge.judge, body, message["rollouts"])
+        with seconds.time():
+            found = await asyncio.to_thread(judge.judge, body, message["rollouts"])
         # Signed over the request, so that no third party can answer with what held earlier.
         reply = {"verdicts": [dataclasses.asdict(verdict) for verdict in found], "request": message["signature"]}
         return lease.sign(judge.key, reply)

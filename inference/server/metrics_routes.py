@@ -1,0 +1,42 @@
+"""GET /metrics and /health of any role's process, in an app that exists or on a port of their own."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import fastapi
+import prometheus_client
+from fastapi import responses
+from prometheus_client import registry
+
+from inference.server import web
+from sharding.system import sockets
+
+
+def add(app: fastapi.FastAPI, metrics: registry.Collector, health: Callable[[], dict] | None = None) -> None:
+    """Adds the route GET /metrics to an app, and GET /health if `health` returns its reply."""
+
+    @app.get("/metrics")
+    async def scrape():
+        text = prometheus_client.generate_latest(metrics)  # pyright: ignore  # it only calls `collect`
+        return responses.PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    if health:
+
+        @app.get("/health")
+        async def state():
+            return {"status": "ok"} | health()
+
+
+@contextlib.contextmanager
+def serving(address: str, metrics: registry.Collector, health: Callable[[], dict]) -> Iterator[None]:
+    """Serves both routes at HOST:PORT in a thread, until the `with` block ends; "" serves nothing. Raises ValueError for a bad address."""
+    if not address:
+        yield
+        return
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ValueError(f"the address of metrics is {address!r}; give HOST:PORT or PORT")
+    app = fastapi.FastAPI(title="Intellax metrics", docs_url=None, redoc_url=None)
+    add(app, metrics, health)
+    with web.in_thread(web.server(app), sockets.listen(host or "127.0.0.1", int(port))):
+        yield
