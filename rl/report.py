@@ -1,4 +1,4 @@
-"""Draws the report of a run, `<workdir>/report.html`, from the files of its work directory.
+"""Draws the report of a run, `<workdir>/report.html`, and its trace (rl/reporting/timeline_trace.py), from its files.
 
 Input: metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "scores": {"avg@1": 0.41, "num_tasks": 200},
 "samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally with "command" and
@@ -25,7 +25,7 @@ import sys
 import jinja2
 import markupsafe
 
-from rl.reporting import metrics
+from rl.reporting import metrics, timeline_trace
 from sharding.system import atomic_file, cli
 
 MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bins), per page, per text: below 1 MB
@@ -99,6 +99,7 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
     evaluations = _evaluations(workdir / "evaluations.json")
     config = atomic_file.read_json(workdir / "config.json", dict)
     split = _time_split(records)
+    spans = timeline_trace.write(workdir, records)
     headline, lede = _headline(evaluations, records, sum(split.values()))
     page = _template().render(
         name=workdir.resolve().name,
@@ -107,6 +108,7 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
         tiles={label: _median(records, name) for label, name in TILES.items()},
         figures=[_score_figure(evaluations), *filter(None, (_curve_figure(curve, records) for curve in CURVES))],
         split=split,
+        shares=timeline_trace.shares(spans),
         samples=_samples(evaluations),
         command=config.pop("command", None),
         versions=", ".join(f"{name} {version}" for name, version in config.pop("versions", {}).items()),

@@ -91,7 +91,7 @@ def train(
                 with _timed(times, "eval"):
                     if is_scored and step < num_steps:
                         checkpointer.score(step, run.score(step))
-                times["time/step_s"] = time.perf_counter() - begun
+                times |= {"time/step_s": time.perf_counter() - begun, "time/unix": time.time()}
                 values = _metrics(exp, step, values | {"optimizer/learning_rate": rate}, batch, times)
                 run.writer.write(step, "rl", values)
                 bar.update(step, _shown(values))

@@ -3,7 +3,7 @@
 The name of a metric begins with its area: `loss/`, `optimizer/`, `rollout/`, `sync/`, `trust/`, or `time/`. All metrics that depend
 on the clock are under `time/`: without them, two identical runs have the same lines, byte for byte. `time/<name>_s` are seconds
 of the main loop and do not overlap; `time/step_s` is the whole step, with its checkpoint and evaluation, and the time that
-`time/tokens_per_s` divides by. W&B and Prometheus can follow metrics.jsonl.
+`time/tokens_per_s` divides by; `time/unix` is its end, in Unix seconds. W&B and Prometheus can follow metrics.jsonl.
 """
 
 import atexit

@@ -1,0 +1,173 @@
+"""Draws a run over time, as a Chrome trace for Perfetto (ui.perfetto.dev): WORKDIR/trace.json, from the ledger and metrics.jsonl.
+
+1. The ledger has the times of leases, submissions, verdicts and batches: the spans "generate", "eval" and "verify" of workers and validators.
+2. A line of metrics has the end of its step and the seconds of each part, in their order: the spans of the learner.
+3. In the trace a role is a process, and spans of one worker or validator that overlap are on several threads of it. An arrow leads from
+   the generation of each group to the train step of its batch.
+
+Nothing is recorded for it during the run, so any run with a ledger has a trace. A verification lasts from submission to verdict, the
+time in a queue included. Entries are not verified here: rl/audit.py does that.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import heapq
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+
+from rl.ledger import events, storage
+from sharding.system import atomic_file
+
+ROLES = ("learner", "workers", "validators")
+MAX_ENTRIES = 200_000  # the newest of the ledger: the trace then has about 30 MB, which a browser can still draw
+PARTS = {"wait": "wait", "train_step": "train", "publish": "broadcast", "checkpoint": "checkpoint", "eval": "eval"}
+
+Interval = tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Span:
+    """Something that a role did, in Unix seconds. `track` is its worker or validator; `flow` (step, group) starts an arrow to the batch."""
+
+    begin_s: float
+    end_s: float
+    role: str
+    track: str
+    name: str
+    step: int
+    group: int = -1
+
+
+def write(workdir: pathlib.Path, records: Sequence[dict]) -> list[Span]:
+    """Writes trace.json from the ledger and the lines of metrics in `records`; returns its spans, [] for a run without a ledger."""
+    file, entries = workdir / "ledger.db", []
+    if file.exists():
+        with contextlib.closing(storage.connect(file)) as db:
+            (last,) = db.execute("SELECT MAX(seq) FROM entries").fetchone()
+            first = max(0, (last or 0) + 1 - MAX_ENTRIES)
+            entries = [(entry.time_ms / 1000, entry.event) for entry in storage.read(db, first)]
+    spans = sorted([*of_learner(records), *of_ledger(entries)]) if entries else []
+    if spans:
+        lines = (json.dumps(event, separators=(",", ":")) for event in chrome_events(spans))
+        atomic_file.write(workdir / "trace.json", b"[\n", ",\n".join(lines).encode(), b"\n]\n")
+    return spans
+
+
+def of_learner(records: Iterable[dict]) -> Iterator[Span]:
+    """Yields the spans of the train steps in the lines of metrics.jsonl that have the time of their end."""
+    for record in records:
+        if record["phase"] != "rl" or "time/unix" not in record:
+            continue
+        begin_s = record["time/unix"] - record["time/step_s"]
+        for part, name in PARTS.items():
+            end_s = begin_s + record.get(f"time/{part}_s", 0.0)
+            if end_s > begin_s:
+                yield Span(begin_s, end_s, "learner", "", name, record["step"])
+            begin_s = end_s
+
+
+def of_ledger(entries: Iterable[tuple[float, events.Event]]) -> Iterator[Span]:
+    """Yields the spans of workers and validators in a run's ledger, of entries as (Unix seconds, event)."""
+    leased: dict[tuple, float] = {}  # (split, step, group, worker) -> begin
+    submitted: dict[str, float] = {}  # digest -> end; batches drop their own
+    for now_s, event in entries:
+        fields = event.fields
+        if event.kind == "resume":
+            leased.clear()
+            submitted.clear()
+        elif "split" not in fields:
+            continue
+        place = fields["split"], fields["step"], fields["group"]
+        if event.kind == "lease":
+            leased[*place, event.node] = now_s
+        elif event.kind == "submission" and (begin_s := leased.pop((*place, event.node), None)) is not None:
+            submitted[fields["digest"]] = now_s
+            name, group = ("generate", place[2]) if place[0] == "train" else ("eval", -1)
+            yield Span(begin_s, now_s, "workers", event.node[:16], name, place[1], group)
+        elif event.kind == "verdict" and fields["digest"] in submitted:
+            yield Span(submitted[fields["digest"]], now_s, "validators", fields["validator"][:16], "verify", place[1])
+
+
+def chrome_events(spans: Sequence[Span]) -> Iterator[dict]:
+    """Yields the events of a Chrome trace of spans in ascending order: names, complete events, and an arrow per group of a batch."""
+    for pid, role in enumerate(ROLES):
+        yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": role}}
+    begun = {span.step: span.begin_s for span in spans if span.name == "train"}
+    threads = {("learner", "", 0): 0}  # (role, track, lane) -> tid
+    for number, (span, lane) in enumerate(_lanes(spans)):
+        place = span.role, span.track, lane
+        at = {"pid": ROLES.index(span.role), "tid": threads.setdefault(place, len(threads))}
+        if threads[place] == len(threads) - 1:
+            yield at | {"ph": "M", "name": "thread_name", "args": {"name": f"{span.track} {lane}".strip()}}
+        args = {"step": span.step} | ({"group": span.group} if span.group >= 0 else {})
+        begin_us, length_us = _us(span.begin_s), max(1, _us(span.end_s - span.begin_s))
+        yield at | {"ph": "X", "name": span.name, "ts": begin_us, "dur": length_us, "args": args}
+        if span.group >= 0 and begun.get(span.step, 0.0) >= span.end_s:
+            arrow = {"name": "group", "cat": "batch", "id": number}
+            yield at | arrow | {"ph": "s", "ts": begin_us + length_us - 1}  # within the span
+            yield arrow | {"ph": "f", "bp": "e", "pid": 0, "tid": 0, "ts": _us(begun[span.step])}
+
+
+def _lanes(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
+    """Yields each span with the first lane of its role and track that is free: spans of one lane do not overlap."""
+    free: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+    busy: dict[tuple[str, str], list[tuple[float, int]]] = collections.defaultdict(list)
+    for span in spans:
+        own = span.role, span.track
+        while busy[own] and busy[own][0][0] <= span.begin_s:
+            heapq.heappush(free[own], heapq.heappop(busy[own])[1])
+        lane = heapq.heappop(free[own]) if free[own] else len(busy[own])
+        heapq.heappush(busy[own], (span.end_s, lane))
+        yield span, lane
+
+
+def shares(spans: Sequence[Span]) -> dict[str, dict[str, float]]:
+    """Returns, per role, the parts of the learner's time that it was busy, idle, and busy while the learner trained ("overlap").
+
+    A waiting learner is idle. The time between two starts of a run does not count.
+    """
+    whole = _union((span.begin_s, span.end_s) for span in spans if span.role == "learner")
+    if not (total_s := _length(whole)):
+        return {}
+    working = {
+        role: _union((span.begin_s, span.end_s) for span in spans if span.role == role and span.name != "wait")
+        for role in ROLES
+    }
+    found = {}
+    for role, intervals in working.items():
+        busy = _length(_intersection(intervals, whole)) / total_s
+        overlap = _length(_intersection(intervals, working["learner"])) / total_s if role != "learner" else 0.0
+        found[role] = {"busy": busy, "idle": 1 - busy, "overlap": overlap}
+    return found
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns the union of intervals, ascending and disjoint."""
+    out: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if out and begin <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((begin, end))
+    return out
+
+
+def _intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """Returns the intersection of two ascending lists of disjoint intervals."""
+    out, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if begin < end:
+            out.append((begin, end))
+        i, j = (i + 1, j) if a[i][1] <= b[j][1] else (i, j + 1)
+    return out
+
+
+def _length(intervals: Sequence[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

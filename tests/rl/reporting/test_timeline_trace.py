@@ -1,0 +1,80 @@
+"""A trace has each group once, from its lease to its batch; lanes and shares agree with counts on a grid of seconds."""
+
+import collections
+import contextlib
+import json
+import random
+
+import pytest
+
+from rl import report
+from rl.reporting import metrics, timeline_trace
+from rl.reporting.timeline_trace import Span
+from tests.support import recorded_run
+
+STEPS, P = 3, 4
+
+
+def test_a_run_has_a_trace_of_every_group_and_step(tmp_path):
+    recorded_run.write(tmp_path, STEPS, prompts_per_step=P, samples_per_prompt=2)
+    with contextlib.closing(metrics.MetricsWriter(tmp_path, tensorboard=False)) as writer:
+        for step in range(1, STEPS + 1):
+            parts = {"time/wait_s": 0.5, "time/train_step_s": 0.25, "time/step_s": 1.0}
+            writer.write(step, "rl", parts | {"time/unix": 4e9 + step, "loss/total": 0.0})  # after all events
+    assert "<th>workers</th>" in report.write(tmp_path).read_text()
+    found = json.loads((tmp_path / "trace.json").read_text())
+    spans = [event for event in found if event["ph"] == "X"]
+    names = collections.Counter(event["name"] for event in spans)
+    assert names == {"wait": STEPS, "train": STEPS, "generate": STEPS * P, "verify": STEPS * (P // 2 + 1) - 1}
+    generated = {(event["args"]["step"], event["args"]["group"]) for event in spans if event["name"] == "generate"}
+    assert generated == {(1 + group // P, group) for group in range(STEPS * P)}
+    flows = collections.defaultdict(dict)
+    for event in found:
+        if event["ph"] in "sf":
+            flows[event["id"]][event["ph"]] = event
+    assert len(flows) == STEPS * P
+    for flow in flows.values():
+        for event, name in ((flow["s"], "generate"), (flow["f"], "train")):
+            own = [span for span in spans if (span["pid"], span["tid"]) == (event["pid"], event["tid"])]
+            (own,) = [span for span in own if span["ts"] <= event["ts"] < span["ts"] + span["dur"]]
+            assert own["name"] == name
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lanes_and_shares_agree_with_a_grid(seed):
+    rng = random.Random(seed)
+    spans = []
+    for _ in range(rng.randrange(1, 60)):
+        begin, role = rng.randrange(100), rng.choice(timeline_trace.ROLES)
+        name = rng.choice(["wait", "train"]) if role == "learner" else "generate"
+        spans.append(Span(begin, begin + rng.randrange(1, 12), role, rng.choice("ab"), name, 1))
+    spans.sort()
+    lanes = collections.defaultdict(set)
+    for span, lane in timeline_trace._lanes(spans):
+        seconds = set(range(int(span.begin_s), int(span.end_s)))
+        assert not lanes[span.role, span.track, lane] & seconds
+        lanes[span.role, span.track, lane] |= seconds
+    for own in {(span.role, span.track) for span in spans}:  # no more lanes than spans at one time
+        at = collections.Counter(
+            second for s in spans if (s.role, s.track) == own for second in range(int(s.begin_s), int(s.end_s))
+        )
+        assert sum(place[:2] == own for place in lanes) == max(at.values())
+
+    def covered(role, *names):
+        return {x for s in spans if (s.role, s.name) in {(role, n) for n in names} for x in range(s.begin_s, s.end_s)}
+
+    whole, training = covered("learner", "wait", "train"), covered("learner", "train")
+    found = timeline_trace.shares(spans)
+    assert bool(found) == bool(whole)
+    for role in timeline_trace.ROLES if whole else ():
+        busy = covered(role, "train", "generate")
+        assert found[role]["busy"] == pytest.approx(len(busy & whole) / len(whole))
+        assert found[role]["idle"] == pytest.approx(1 - len(busy & whole) / len(whole))
+        overlap = len(busy & training) / len(whole) if role != "learner" else 0
+        assert found[role]["overlap"] == pytest.approx(overlap)
+
+
+def test_a_run_without_a_ledger_has_no_trace(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 1, "time/unix": 5.0, "time/step_s": 1.0}\n')
+    report.write(tmp_path)
+    assert not (tmp_path / "trace.json").exists()
