@@ -38,9 +38,7 @@ class BatchHistory:
     basis: dict[int, str]  # group -> "verified" or "trusted"
     groups: dict[int, GroupHistory]
     quorum: int
-    distrust: dict[
-        tuple[int, str, str], str
-    ]  # (group, worker, digest) -> why the worker's record could not stand for a verdict
+    distrust: dict[tuple[int, str, str], str]  # (group, worker, digest) -> why it needed a verdict
 
 
 class History:
@@ -49,9 +47,7 @@ class History:
     def __init__(self):
         self.error: str | None = None
         self.num_entries = 0
-        self.begin: int | None = (
-            None  # the step after which the ledger began: above 0 for runs of releases without ledgers
-        )
+        self.begin: int | None = None  # the step after which the ledger began: above 0 for runs of earlier releases
         self.hashes: dict[int, str] = {}  # entry -> hash, for the anchors in manifests
         self.batches: dict[int, BatchHistory] = {}  # by step, of the last timeline
         self.published: dict[tuple[int, int], str] = {}  # (epoch, version) -> SHA-256 of the manifest

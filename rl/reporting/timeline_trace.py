@@ -22,6 +22,7 @@ from sharding.system import atomic_file
 
 ROLES = ("learner", "workers", "validators")
 MAX_ENTRIES = 200_000  # the newest of the ledger: the trace then has about 30 MB, which a browser can still draw
+TICK_S = 1e-3  # the resolution of the ledger's times
 PARTS = {"wait": "wait", "train_step": "train", "publish": "broadcast", "checkpoint": "checkpoint", "eval": "eval"}
 
 Interval = tuple[float, float]
@@ -71,13 +72,13 @@ def of_learner(records: Iterable[dict]) -> Iterator[Span]:
 def of_ledger(entries: Iterable[tuple[float, events.Event]]) -> Iterator[Span]:
     """Yields the spans of workers and validators in a run's ledger, of entries as (Unix seconds, event)."""
     leased: dict[tuple, float] = {}  # (split, step, group, worker) -> begin
-    submitted: dict[str, float] = {}  # digest -> end; batches drop their own
+    submitted: dict[str, float] = {}  # digest -> end
     for now_s, event in entries:
         fields = event.fields
         if event.kind == "resume":
             leased.clear()
             submitted.clear()
-        elif "split" not in fields:
+        if "split" not in fields:
             continue
         place = fields["split"], fields["step"], fields["group"]
         if event.kind == "lease":
@@ -85,9 +86,11 @@ def of_ledger(entries: Iterable[tuple[float, events.Event]]) -> Iterator[Span]:
         elif event.kind == "submission" and (begin_s := leased.pop((*place, event.node), None)) is not None:
             submitted[fields["digest"]] = now_s
             name, group = ("generate", place[2]) if place[0] == "train" else ("eval", -1)
-            yield Span(begin_s, now_s, "workers", event.node[:16], name, place[1], group)
+            yield Span(begin_s, max(now_s, begin_s + TICK_S), "workers", event.node[:16], name, place[1], group)
         elif event.kind == "verdict" and fields["digest"] in submitted:
-            yield Span(submitted[fields["digest"]], now_s, "validators", fields["validator"][:16], "verify", place[1])
+            begin_s = submitted[fields["digest"]]
+            end_s = max(now_s, begin_s + TICK_S)
+            yield Span(begin_s, end_s, "validators", fields["validator"][:16], "verify", place[1])
 
 
 def chrome_events(spans: Sequence[Span]) -> Iterator[dict]:
@@ -102,7 +105,7 @@ def chrome_events(spans: Sequence[Span]) -> Iterator[dict]:
         if threads[place] == len(threads) - 1:
             yield at | {"ph": "M", "name": "thread_name", "args": {"name": f"{span.track} {lane}".strip()}}
         args = {"step": span.step} | ({"group": span.group} if span.group >= 0 else {})
-        begin_us, length_us = _us(span.begin_s), max(1, _us(span.end_s - span.begin_s))
+        begin_us, length_us = _us(span.begin_s), _us(span.end_s) - _us(span.begin_s)
         yield at | {"ph": "X", "name": span.name, "ts": begin_us, "dur": length_us, "args": args}
         if span.group >= 0 and begun.get(span.step, 0.0) >= span.end_s:
             arrow = {"name": "group", "cat": "batch", "id": number}

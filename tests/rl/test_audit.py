@@ -100,7 +100,7 @@ FILE = f"rollouts/step_{STEP}/accepted.parquet"
         (flip_byte(FILE), {(STEP, None): {"file"}}),
         (lambda folder: (folder / FILE).unlink(), {(STEP, None): {"file"}}),
         (drop("lease"), {(None, None): {"ledger"}, (STEP, GROUP): {"leased"}}),
-        (drop("submission"), {(None, None): {"ledger"}, (STEP, GROUP): UNPROVED}),
+        (drop("submission"), {(None, None): {"ledger"}, (STEP, GROUP): {"submitted"}}),
         (drop("verdict"), {(None, None): {"ledger"}, (STEP, GROUP): {"verdict"}}),
         (repeat, {(STEP, None): {"batch"}, (STEP, P - 1): {"group", "task", "leased", *UNPROVED}}),
         (flip_byte(f"weights/v{STEPS:08d}/manifest.json"), {(None, None): {"manifest"}}),

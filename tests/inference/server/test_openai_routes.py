@@ -397,10 +397,11 @@ def test_metrics_have_the_names_that_controllers_read(ask):
     assert {f"vllm:{name}" for name in names.split()} <= values.keys()
     assert values["vllm:prefix_cache_hits_total"] > 0  # the same prompt was asked more than once above
     assert values["vllm:generation_tokens_total"] > 0 and values["vllm:num_requests_running"] == 0
-    pattern = r'[a-z]+:[a-z_]+\{(block_size="640",)?engine="0",model_name="policy"(,[a-z_]+="\w+")*\} [0-9.e+-]+'
+    pattern = r'[a-z]+:[a-z0-9_]+\{(block_size="640",)?engine="0",(le="[0-9.+Inf]+",)?model_name="policy"(,[a-z_]+="\w+")*\} [0-9.e+-]+'
     assert all(line.startswith(("# TYPE ", "# HELP ")) or re.fullmatch(pattern, line) for line in lines)
     kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE "))
-    assert kinds.keys() == values.keys()
+    assert kinds.keys() == {re.sub("_seconds_(bucket|sum|count)$", "_seconds", name) for name in values}
+    assert values["vllm:e2e_request_latency_seconds_count"] > 0 and values["intellax:update_seconds_count"] == 0
     assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds.items())
     assert ask("/liveness", method="GET").json() == {"status": "ok"}
 
