@@ -55,7 +55,7 @@ def report(name: str, num_groups: int, num_rounds: int) -> None:
     # float32 on both sides: margins are rounding. A large random model has logits to match, hence the room.
     tolerance = rules_lib.Tolerance(margin=1e-2, max_wrong_tokens=0, logprob=1e-2)
     rules = bare_rules.make(model, PROMPT + NEW, tolerance)
-    validator = verifier.Validator(model, lambda version: params, rules)
+    validator = verifier.Validator(model, lambda version, epoch: params, rules)
     times: dict[str, list[float]] = {}
 
     def timed(part, function, *values):

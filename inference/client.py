@@ -32,6 +32,7 @@ class Sample:
     finish_reason: str
     proofs: bytes
     experts: np.ndarray | None = None  # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token]
+    epoch: int = 0  # of all versions; 0 from servers of releases before epochs
 
 
 class Unavailable(RuntimeError):
@@ -76,16 +77,23 @@ class Client:
         await self._http.aclose()
 
     async def generate(
-        self, token_ids: Sequence[int], sampling: dict, *, proofs: bool = False, policy_version: int = -1
+        self,
+        token_ids: Sequence[int],
+        sampling: dict,
+        *,
+        proofs: bool = False,
+        policy_version: int = -1,
+        policy_epoch: int = -1,
     ) -> list[Sample]:
         """Generates and returns `sampling["n"]` completions of one prompt. `sampling` has the fields of vLLM's sampling_params.
 
-        Policy `policy_version` generates all tokens, unless it is -1. Raises VersionGone if no server serves it any more,
-        ValueError if a server rejects the request, and Unavailable if no server sends a valid reply within `give_up_s`.
+        Policy `policy_version` generates all tokens, unless it is -1, or versions of `policy_epoch`. Raises VersionGone if no
+        server serves these any more, ValueError if a server rejects the request, and Unavailable if no server sends a valid
+        reply within `give_up_s`.
         """
         body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
-        if policy_version >= 0:
-            body["policy_version"] = policy_version
+        pins = {"policy_version": policy_version, "policy_epoch": policy_epoch}
+        body |= {name: number for name, number in pins.items() if number >= 0}
         gone: set[str] = set()  # servers without that version
         tried: collections.Counter = collections.Counter()
         deadline = asyncio.get_running_loop().time() + self._give_up_s
@@ -96,7 +104,7 @@ class Client:
                 response = await self._http.post(f"{url}/inference/v1/generate", json=body)
                 if response.status_code not in (409, 429) and response.status_code < 500:
                     _raise_for(response)
-                    return _read_reply(response, sampling, len(token_ids), policy_version)
+                    return _read_reply(response, sampling, len(token_ids), policy_version, policy_epoch)
                 reason = f"HTTP {response.status_code}"
                 if response.status_code == 409:
                     reason = error_message(response)
@@ -134,13 +142,16 @@ class Control:
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
         self._timeout = httpx.Timeout(timeout_s, connect=10.0)
 
-    async def update_weights(self, version: int, *, epoch: int | None = None, rollback: bool = False) -> None:
+    async def update_weights(
+        self, version: int, *, epoch: int | None = None, digest: str = "", rollback: bool = False
+    ) -> None:
         """Makes every server load the weights of `version` of `epoch` (None: any), also older ones than it has if `rollback`.
 
+        `digest` is the SHA-256 of the version's manifest ("": not compared).
         Returns once all serve it. Raises ValueError if one rejects it, and ConnectionError if one cannot be reached or ends meanwhile.
         """
 
-        body = {"version": version, "epoch": epoch, "rollback": rollback}
+        body = {"version": version, "epoch": epoch, "digest": digest, "rollback": rollback}
 
         async def update(address: str) -> None:
             path = address.removeprefix("unix:")
@@ -168,11 +179,17 @@ def _raise_for(response: httpx.Response) -> None:
         raise ValueError(f"{response.request.url} rejected the request: {error_message(response)}")
 
 
-def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int, policy_version: int) -> list[Sample]:
+def _read_reply(
+    response: httpx.Response, sampling: dict, num_prompt: int, policy_version: int, policy_epoch: int
+) -> list[Sample]:
     """Returns the completions in a server's reply. Raises MalformedReply if the reply is invalid or not as `sampling` requested."""
     try:
-        samples = [_read_choice(choice, sampling, num_prompt) for choice in response.json()["choices"]]
-    except (KeyError, TypeError, OverflowError, RecursionError) as error:
+        reply = response.json()
+        epoch = reply.get("policy_epoch", 0)
+        if type(epoch) is not int or not 0 <= epoch < 2**31 or policy_epoch not in (-1, epoch):
+            raise ValueError(f"server sent policy epoch {str(epoch)[:80]}; {policy_epoch} was requested")
+        samples = [_read_choice(choice, sampling, num_prompt, epoch) for choice in reply["choices"]]
+    except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise MalformedReply(f"server sent a malformed reply: {type(error).__name__}: {str(error)[:200]}") from error
     except ValueError as error:
         raise MalformedReply(str(error)[:500]) from error
@@ -184,7 +201,7 @@ def _read_reply(response: httpx.Response, sampling: dict, num_prompt: int, polic
     return samples
 
 
-def _read_choice(choice: dict, sampling: dict, num_prompt: int) -> Sample:
+def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> Sample:
     """Converts one entry of the reply's `choices` to a Sample. Raises ValueError with the server's mistake if it is invalid."""
     tokens = choice["token_ids"]
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -213,7 +230,8 @@ def _read_choice(choice: dict, sampling: dict, num_prompt: int) -> Sample:
     experts = None
     if sampling.get("return_routed_experts"):
         experts = _read_experts(choice["routed_experts"], num_prompt + len(tokens) - 1)
-    return Sample(tokens, logprobs, versions, choice["prompt_policy_version"], choice["finish_reason"], proofs, experts)
+    prompt_version, finish_reason = choice["prompt_policy_version"], choice["finish_reason"]
+    return Sample(tokens, logprobs, versions, prompt_version, finish_reason, proofs, experts, epoch)
 
 
 def _read_experts(field: dict, num_rows: int) -> np.ndarray:

@@ -34,6 +34,7 @@ from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger
 from rl.orchestrator import orchestrator, verdict_collector
+from rl.protocol import timeline
 from rl.verification import checks, evidence_log, verifier
 from sharding import broadcast
 from sharding import mesh as mesh_lib
@@ -80,7 +81,12 @@ def start_rollout_system(
             _start_here(experiment, workdir, weights, rollouts, start, stack)
         else:
             _await_elsewhere(experiment, workdir, weights, rollouts, start, stack, on_wait)
-        rollouts.publish(version, broadcast.read_manifest(weights, version).epoch)
+        entry = broadcast.entry_of(weights, version, key=_trusted_key(workdir))
+        if entry is None:
+            raise ValueError(
+                f"version {version} under {weights} is not in the signed head; publish it before the start"
+            )
+        rollouts.publish(timeline.Policy(entry.epoch, version, entry.sha256))
         yield rollouts
 
 

@@ -35,11 +35,12 @@ from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
 from rl.learner import optimizers, train_step
 from rl.learner import reference as reference_lib
+from rl.protocol import timeline
 from rl.reporting import diagnostics, metrics
 from rl.verification import verifier
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
-from sharding.format import journal, manifest
+from sharding.format import journal
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import sockets
 
@@ -81,9 +82,9 @@ def train(
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
                     _check_finite(step, values, packed, run, workdir, hosts)
                 with _timed(times, "publish"):
-                    written = run.publish(train_step.policy(run.learner, run.state), step)
+                    policy = run.publish(train_step.policy(run.learner, run.state), step)
                     if orchestrator:
-                        orchestrator.publish(step, written.epoch)
+                        orchestrator.publish(policy)
                 with _timed(times, "checkpoint"):
                     checkpointer.save(step, run.state, run.host_state(step), force=is_scored)
                 if batch is None:  # not the first host
@@ -117,7 +118,7 @@ class _Run:
     reference: Callable | None
     orchestrator: Any
     checkpointer: checkpoint.Checkpointer
-    publish: Callable[[Any, int], manifest.Manifest]  # (policy, version)
+    publish: Callable[[Any, int], timeline.Policy]  # (params, version)
     host_state: Callable[[int], dict]
     score: Callable[[int], Any]
     writer: metrics.MetricsWriter
@@ -255,14 +256,16 @@ def _ledger(workdir: pathlib.Path, start: int, saved: dict, hosts: hosts_lib.Hos
 
 def _publish(
     exp, workdir: pathlib.Path, publisher: broadcast.Publisher, ledger, params, version: int
-) -> manifest.Manifest:
-    """Publishes a policy version with the ledger's head in its signed metadata, and records its manifest; returns it."""
+) -> timeline.Policy:
+    """Publishes a policy version with the ledger's head in its signed metadata, and records its manifest; returns the policy."""
     anchor = {"ledger": ledger.head()} if ledger else {}
-    written = publisher.publish(params, version, metadata=exp.broadcast_metadata | anchor)
-    if ledger:
-        data = (workdir / "weights" / journal.dirname(version) / "manifest.json").read_bytes()
-        ledger.published(version, hashlib.sha256(data).hexdigest(), written.epoch or 0)
-    return written
+    epoch = publisher.publish(params, version, metadata=exp.broadcast_metadata | anchor).epoch or 0
+    if not ledger:  # not the first host
+        return timeline.Policy(epoch, version)
+    data = (workdir / "weights" / journal.dirname(version) / "manifest.json").read_bytes()
+    policy = timeline.Policy(epoch, version, hashlib.sha256(data).hexdigest())
+    ledger.published(version, policy.digest, epoch)
+    return policy
 
 
 def _rollout_system(exp, workdir: pathlib.Path, start: int, saved: dict, progress, hosts, ledger) -> Any:

@@ -136,7 +136,9 @@ async def _open_session(http: httpx.AsyncClient, trusted: str | None, give_up_s:
     body = await _exchange(http, f"/run?nonce={nonce}", give_up_s)
     try:
         session, description = lease.Session(body["id"], body["session"]), body["run"]
-        description = {name: value for name, value in description.items() if name != "step"}  # it changes
+        description = {
+            name: value for name, value in description.items() if name not in ("step", "policy")
+        }  # they change
         is_valid = body["nonce"] == nonce and lease.is_signed(session.run, body)
     except (KeyError, TypeError, AttributeError) as error:
         raise _not_an_orchestrator(body) from error
@@ -194,6 +196,7 @@ def make_rollouts(
             worker="",
             signature=b"",
             routed_experts=sample.experts,
+            epoch=sample.epoch,
         )
         for index, (sample, one) in enumerate(zip(samples, scored, strict=True))
     ]
@@ -208,7 +211,8 @@ async def _roll_out(
     sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
     sampling["return_routed_experts"] = run.router_replay and trains
     try:
-        samples = await client.generate(prompt, sampling, proofs=trains, policy_version=group["version"])
+        pins = {"policy_version": group["version"], "policy_epoch": group.get("epoch", -1)}
+        samples = await client.generate(prompt, sampling, proofs=trains, **pins)
     except client_lib.VersionGone:  # a newer one replaced it, which this group may not use
         returned.append([group["split"], group["step"], group["group"]])
         await asyncio.sleep(VOID_PAUSE_S)  # the next one may have the same fate

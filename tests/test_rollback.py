@@ -94,7 +94,7 @@ class World:
 class Scheduler:
     version = -1
 
-    def update(self, params, version):
+    def update(self, params, version, epoch):
         self.version, self.params = version, params
         (done := concurrent.futures.Future()).set_result(version)
         return done

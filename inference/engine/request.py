@@ -32,6 +32,7 @@ class GenerateRequest:
     prompt_logprobs: bool = False
     routed_experts: bool = False  # the experts that each token was routed to; the engine must record them
     policy_version: int = -1  # the only one that may generate; -1: any, also several in turn
+    policy_epoch: int = -1  # of every version that may generate; -1: any
 
     def check(self, vocab: int, max_len: int) -> None:
         """Raises ValueError if this request is invalid for a model with `vocab` tokens and a context of `max_len` positions."""
@@ -82,6 +83,7 @@ class Completion:
     logprobs: list[float]
     versions: list[int]
     prompt_version: int  # the policy version that prefilled the prompt
+    epoch: int = 0  # of all these versions
     finish_reason: str = ""  # "stop" | "length"
     proofs: bytes = b""
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)  # one per token, if asked for

@@ -9,7 +9,8 @@ assigns advantages). `input_*` is the stream before the first sampled token and 
 and `temperature` are float64, theirs float32: the signature covers the exact numbers.
 
 Runs that replay routers have `ALL_SCHEMA`: it adds the experts of each token but the last, for every layer of the model, as bytes
-with their shape. Both are empty in a row without routed experts.
+with their shape. Both are empty in a row without routed experts. Files of releases before the epoch and the server of a rollout
+lack these three columns (`_ADDED`), and are read.
 
 No jax here: a worker starts in a second.
 """
@@ -63,6 +64,9 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
     "proofs": (pa.binary(), lambda r: r.proofs),
     "worker": (pa.string(), lambda r: r.worker),
     "signature": (pa.binary(), lambda r: r.signature),
+    "epoch": (pa.int32(), lambda r: int(r.epoch)),
+    "server": (pa.string(), lambda r: r.server),
+    "server_signature": (pa.binary(), lambda r: r.server_signature),
     "routed_experts": (
         pa.binary(),
         lambda r: rollout_lib.little_endian(r.routed_experts),
@@ -71,7 +75,10 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
 }
 ALL_SCHEMA = pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in _COLUMNS.items()])
 SCHEMA = pa.schema(list(ALL_SCHEMA)[:-2])  # without routed experts
-_MAX_BYTES = {"worker": 64, "finish_reason": 64, "signature": 64}  # of texts and bytes
+_ADDED = ("epoch", "server", "server_signature")
+_MAX_BYTES: dict[str, int] = dict.fromkeys(
+    ("worker", "finish_reason", "signature", "server", "server_signature"), 64
+)  # of texts and bytes
 _MAX_BYTES |= {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
 _SAME = "sampled_mask versions temperature seed sample step finish_reason proofs worker signature".split()
 
@@ -155,7 +162,9 @@ def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
 
 def _checked_schema(schema: pa.Schema) -> pa.Schema:
     """Returns the schema of rollout files, with routed experts if the file has them. Raises ValueError if the file's differs."""
-    wanted = ALL_SCHEMA if schema.names == ALL_SCHEMA.names else SCHEMA
+    wanted = ALL_SCHEMA if "routed_experts" in schema.names else SCHEMA
+    if not {*_ADDED} & {*schema.names}:
+        wanted = pa.schema([field for field in wanted if field.name not in _ADDED])
     for position, (found, field) in enumerate(itertools.zip_longest(schema, wanted)):
         if field is None:
             raise ValueError(f"rollout file: column {found.name!r} is not in the schema; leave it out")
@@ -206,7 +215,7 @@ def _row(columns: dict[str, list], row: int) -> rollout_lib.Rollout:
         reward=get["rewards"],
         rewards=parts,
         routed_experts=_experts(row, get.get("routed_experts", b""), get.get("routed_experts_shape", ())),
-        **{name: get[name] for name in _SAME},
+        **{name: get[name] for name in (*_SAME, *_ADDED) if name in get},
     )
     reason = rollout_lib.validate(rollout)
     # The split is redundant with the mask, but a signed rollout should have one file only.

@@ -35,8 +35,10 @@ MAX_NAME = 256  # characters of an environment's or a reward's name
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 _ARRAYS = {"tokens": "<i4", "sampled_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
 _LIMITS = {"seed": 2**32, "task.index": 2**63, "task.group": 2**63, "task.seed": 2**63, "sample": 2**31, "step": 2**31}
+_LIMITS |= {"epoch": 2**31}
+_ADDED = ("routed_experts", "epoch", "server", "server_signature")  # by later releases: digested only if they are set
 _DIGESTED = """tokens sampled_mask logprobs versions temperature seed task.env task.index task.group task.seed sample step
-    reward rewards finish_reason proofs worker routed_experts""".split()
+    reward rewards finish_reason proofs worker""".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,9 @@ class Rollout:
     worker: str  # hex of the ed25519 public key; "" until signed
     signature: bytes  # 64 bytes over `digest`; b"" until signed
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [T - 1, layers, experts per token], which ran each token
+    epoch: int = 0  # of all policy versions that sampled or prefilled (rl/protocol/timeline.py)
+    server: str = ""  # hex of the public key of the inference server that vouches for the samples; "": none does
+    server_signature: bytes = b""  # 64 bytes (inference/rollouts/attestation.py); b"" without a server
 
     @property
     def prompt_length(self) -> int:
@@ -157,13 +162,13 @@ def digest(rollout: Rollout) -> bytes:
 
     The preimage is "intellax/rollout/1", then name and payload of each field, in the order of `_DIGESTED`, each preceded by its
     length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian. `rewards` is
-    (name, value) sorted by name. `routed_experts`, shape before elements, is included only if it is set.
+    (name, value) sorted by name. `routed_experts`, shape before elements, the epoch, and the server follow only if they are set.
     """
     hasher = hashlib.sha256(b"intellax/rollout/1")
-    for name in _DIGESTED:
-        value = _get(rollout, name)
-        if value is not None:
-            hasher.update(_framed(name.encode()) + _framed(_payload(name, value)))
+    added = ((name, getattr(rollout, name)) for name in _ADDED)
+    set_names = [name for name, value in added if isinstance(value, np.ndarray) or value]
+    for name in (*_DIGESTED, *set_names):
+        hasher.update(_framed(name.encode()) + _framed(_payload(name, _get(rollout, name))))
     return hasher.digest()
 
 
@@ -247,6 +252,12 @@ def _scalar_error(rollout: Rollout) -> str | None:
         ("worker", _is_text(worker, "([0-9a-f]{64})?"), "a public key as 64 lower-case hex digits, or empty"),
         ("proofs", isinstance(proofs, bytes) and len(proofs) <= MAX_PROOF_BYTES, f"at most {MAX_PROOF_BYTES} bytes"),
         ("signature", isinstance(signature, bytes) and len(signature) in (0, 64), "64 bytes, or empty"),
+        ("server", _is_text(rollout.server, "([0-9a-f]{64})?"), "a public key as 64 lower-case hex digits, or empty"),
+        (
+            "server_signature",
+            isinstance(vouched := rollout.server_signature, bytes) and len(vouched) == 64 * bool(rollout.server),
+            "64 bytes with a server, else empty",
+        ),
     ):
         if not is_valid:
             return f"{name}: must be {rule}, got {_shown(_get(rollout, name))}"

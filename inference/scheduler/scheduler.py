@@ -3,6 +3,7 @@
 Each turn of the thread:
 1. reads messages: new requests, cancellations, a pause, new weights (sequences keep running with their keys, and every token
    is stamped with the version that sampled it; requests pinned to the old version are finished first, for a limited time).
+   Weights of another epoch end all requests, so that none spans two epochs.
    An idle engine gathers requests for a short time (arrivals.py);
 2. prefills one chunk of a long prompt, if one is in progress;
 3. fills free slots (slots.py) from the prefill queue (prefill_queue.py);
@@ -67,6 +68,7 @@ class _Update:
 
     params: transformer.Params
     version: int
+    epoch: int
     deadline_s: float
     future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
 
@@ -83,12 +85,13 @@ class Scheduler:
         params: transformer.Params,
         version: int,
         *,
+        epoch: int = 0,
         max_queue: int = 4096,
         prefix_cache_bytes: int = 2**28,
         state: cpu_sub_batches.State | None = None,
     ):
-        """Starts the thread with weights of policy `version`. `state` is an unused decode state of the engine; None creates one."""
-        self._engine, self._params, self.version = engine, params, version
+        """Starts the thread with weights of policy `version` of `epoch`. `state` is an unused decode state of the engine; None creates one."""
+        self._engine, self._params, self.version, self.epoch = engine, params, version, epoch
         self._max_queue, self._num_slots = max_queue, engine.config.num_slots
         self._updates: list[_Update] = []  # wait for pinned requests; meanwhile, no further ones are accepted
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -132,13 +135,14 @@ class Scheduler:
         group.future.add_done_callback(lambda _: self.request_s.observe(time.monotonic() - group.submitted_s))
         return group.future
 
-    def update(self, params: transformer.Params, version: int) -> "concurrent.futures.Future[int]":
+    def update(self, params: transformer.Params, version: int, epoch: int = 0) -> "concurrent.futures.Future[int]":
         """Replaces the weights before the next decode call, also for running sequences. Raises Closed after `close`.
 
         Requests pinned to the old version are finished first; those left after PIN_WAIT_S seconds, or during a pause, fail with
-        VersionGone. Returns a future that is set to `version` once the new weights are in use.
+        VersionGone. So do all requests, and at once, if the weights are of another epoch. Returns a future that is set to
+        `version` once the new weights are in use.
         """
-        update = _Update(params, version, time.monotonic() + PIN_WAIT_S)
+        update = _Update(params, version, epoch, time.monotonic() + PIN_WAIT_S)
         self._put(update)
         return update.future
 
@@ -248,10 +252,10 @@ class Scheduler:
             if isinstance(message, _Update):
                 self._updates.append(message)
             elif isinstance(message, sequence_lib.SequenceGroup):
-                pinned = message.request.policy_version
-                if pinned >= 0 and (self._updates or pinned != self.version):
-                    newest = self._updates[-1].version if self._updates else self.version
-                    sequence_lib.fail(message.future, _gone(pinned, newest))
+                newest, request = self._updates[-1] if self._updates else self, message.request
+                is_gone = request.policy_version >= 0 and (newest is not self or request.policy_version != self.version)
+                if is_gone or request.policy_epoch not in (-1, newest.epoch):
+                    sequence_lib.fail(message.future, _gone(request, newest))
                     continue
                 self._waiting.add(message)
                 window_s = self._arrivals.add(message.request.num_samples, time.monotonic())
@@ -263,19 +267,24 @@ class Scheduler:
                     done.set_result(self.version)
 
     def _set_weights(self) -> None:
-        """Puts new weights in use unless requests pinned to the old version still run; fails these after the time limit."""
+        """Puts new weights in use unless requests pinned to the old version still run; fails these after the time limit.
+
+        Of another epoch, they end all requests: a version number names one policy within an epoch only.
+        """
         if not self._updates:
             return
-        groups = (*self.slots.groups, *self._waiting)
-        pinned = [g for g in groups if g.request.policy_version >= 0 and not g.future.done()]
-        if pinned and not self.is_paused and time.monotonic() < self._updates[0].deadline_s:
+        begins_epoch = any(update.epoch != self.epoch for update in self._updates)
+        groups = [group for group in (*self.slots.groups, *self._waiting) if not group.future.done()]
+        pinned = [group for group in groups if begins_epoch or group.request.policy_version >= 0]
+        is_early = not self.is_paused and time.monotonic() < self._updates[0].deadline_s
+        if pinned and is_early and not begins_epoch:
             return
         for group in pinned:
-            sequence_lib.fail(group.future, _gone(group.request.policy_version, self._updates[-1].version))
+            sequence_lib.fail(group.future, _gone(group.request, self._updates[-1]))
         self._drop_done()
         for update in self._updates:
             if update.future.set_running_or_notify_cancel():  # not cancelled meanwhile
-                self._params, self.version = update.params, update.version
+                self._params, self.version, self.epoch = update.params, update.version, update.epoch
                 self._waiting.set_weights(update.params, update.version)
                 self.stats["weight_updates"] += 1
                 update.future.set_result(update.version)
@@ -305,6 +314,7 @@ class Scheduler:
         started: dict[int, list[tuple[int, sequence_lib.Sequence]]] = collections.defaultdict(list)
         while free and (sequence := self._waiting.next(max(1, self._num_slots // 2))):
             slot = free.popleft()
+            sequence.completion.epoch = self.epoch
             self.slots.put(slot, sequence)
             started[id(sequence.group.prefix)].append((slot, sequence))
         for pairs in started.values():
@@ -367,9 +377,11 @@ def _pad(values: Sequence[int], size: int, *, fill: int) -> np.ndarray:
     return np.array([*values, *[fill] * (size - len(values))], np.int32)
 
 
-def _gone(pinned: int, version: int) -> VersionGone:
-    found = f"policy version {pinned} was requested, and this server has {version}, or will have it next"
-    return VersionGone(f"{found}; send the request to another server")
+def _gone(request: GenerateRequest, newest: "Scheduler | _Update") -> VersionGone:
+    pins = (("version", request.policy_version, newest.version), ("epoch", request.policy_epoch, newest.epoch))
+    wanted = " of ".join(f"policy {name} {pin}" for name, pin, _ in pins if pin >= 0) or "any policy"
+    found = f"{wanted} was requested, and this server has version {newest.version} of epoch {newest.epoch}"
+    return VersionGone(f"{found}, or will have it next; send the request to another server")
 
 
 def _shutting_down() -> Closed:

@@ -18,9 +18,9 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
     @app.post("/update_weights")
     async def update_weights(request: fastapi.Request):
         body = schemas.UpdateWeights.model_validate_json(await web.read_body(request, web.MAX_JSON_BYTES) or b"{}")
-        options = {"epoch": body.epoch, "rollback": body.rollback}
+        options = {"epoch": body.epoch, "digest": body.digest, "rollback": body.rollback}
         version = await asyncio.to_thread(server.update, body.version, body.weight_dir, **options)
-        return {"status": "ok", "version": version}
+        return {"status": "ok", "version": version, "epoch": scheduler.epoch}
 
     @app.post("/pause")
     async def pause(mode: str = "keep", clear_cache: bool = False):

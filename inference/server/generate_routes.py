@@ -3,8 +3,9 @@
 The reply is that of vLLM as RL clients check it: one log-probability per ID, each entry's token written `token_id:<id>`, the
 stop token included. `routed_experts` (inference/engine/routed_experts.py) is present if the server records them, unless
 `return_routed_experts` is false. Further fields, which those clients ignore: `policy_versions` (run-length),
-`prompt_policy_version`, `proofs`, and `untempered_logprobs` if requested. A request with `policy_version` gets all tokens from
-that version, or status 409 if the server has another one, is about to, or had to replace it meanwhile.
+`prompt_policy_version`, `policy_epoch` (of the whole reply), `proofs`, and `untempered_logprobs` if requested. A request with
+`policy_version` gets all tokens from that version, or status 409 if the server has another one, is about to, or had to replace it
+meanwhile; the same holds for `policy_epoch`, and without either for a reply that would span two epochs.
 """
 
 import asyncio
@@ -28,14 +29,16 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
     @app.post("/inference/v1/generate")
     async def generate(http: fastapi.Request):
         body = await web.read_schema(http, schemas.Generate, max_body_bytes)
-        version = -1 if body.policy_version is None else body.policy_version
-        request = server.request(body.sampling_params, body.token_ids, proofs=body.proofs, policy_version=version)
+        named = {"policy_version": body.policy_version, "policy_epoch": body.policy_epoch}
+        pins = {name: number for name, number in named.items() if number is not None}
+        request = server.request(body.sampling_params, body.token_ids, proofs=body.proofs, **pins)
         future = asyncio.wrap_future(server.scheduler.submit(request))
         completions = await web.run_until_disconnect(http, future)  # a disconnect frees the slots
         start = body.sampling_params.routed_experts_prompt_start
         reply = {
             "request_id": body.request_id or f"gen-{uuid.uuid4().hex}",
             "choices": [{"index": i} | _choice(server.engine.model, c, start) for i, c in enumerate(completions)],
+            "policy_epoch": completions[0].epoch,
             "usage": usage([(request, completions)]),
         }
         return responses.JSONResponse(reply | prompt_logprobs(request, completions[0]))

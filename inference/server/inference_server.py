@@ -57,8 +57,19 @@ class InferenceServer:
         default_factory=lambda: role_metrics.latency("intellax:update", "Seconds per update of the weights.")
     )
 
+    @property
+    def policy_digest(self) -> str:
+        """The SHA-256 of the manifest of the weights in use; "" for those of a Hugging Face folder."""
+        return "" if self.have is None else self.have.sha256
+
     def update(
-        self, version: int | None, source: str | None = None, *, epoch: int | None = None, rollback: bool = False
+        self,
+        version: int | None,
+        source: str | None = None,
+        *,
+        epoch: int | None = None,
+        digest: str = "",
+        rollback: bool = False,
     ) -> int:
         """Loads other weights into the engine and returns the version in use. Blocks until the engine generates with them.
 
@@ -66,7 +77,8 @@ class InferenceServer:
           version: a version of `source`, the newest if None. For a Hugging Face folder, the version number to give its weights;
             None takes the current number + 1.
           source: a weight broadcast (None: the one the server started with), the folder of one version, or a Hugging Face folder.
-          epoch: the epoch that `version` must be of; None accepts any. Not compared without `key`.
+          epoch: the epoch that `version` must be of; None accepts any. Not compared without `key` or `digest`.
+          digest: the SHA-256 of the version's manifest, which proves its epoch as a signed head does; "" accepts any.
           rollback: allow an older version than the one in use, and other weights under the same number.
 
         Raises ValueError for weights of another model, that are older, or that `sources` does not allow, and OSError or
@@ -84,7 +96,8 @@ class InferenceServer:
                     if version not in (None, int(own[1])):
                         raise ValueError(f"weight_dir is version {int(own[1])}, not {version}; leave version out")
                     root, version = weight_sources.check(str(folder.parent), self.sources), int(own[1])
-            epoch = epoch if self.key else None  # an unsigned one proves nothing: only version numbers count
+            is_proved = bool(self.key or digest)
+            epoch = epoch if is_proved else None  # an unsigned one proves nothing: only version numbers count
             if version is None:
                 newest = broadcast.latest_order(root, key=self.key)
                 if source is None and not rollback and (newest is None or newest <= self._floor()):
@@ -92,18 +105,17 @@ class InferenceServer:
                 if newest is None:
                     raise FileNotFoundError(f"no published version under {root}; send the root of a weight broadcast")
                 version = newest[1]
-            elif source is None and (epoch or not isinstance(root, source_lib.Directory)):
-                broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S, key=self.key, epoch=epoch or 0)
-            target = broadcast.read_manifest(root, version, key=self.key)
-            if epoch not in (None, target.epoch or 0):
-                found = f"version {version} is of epoch {target.epoch or 0}, not {epoch}"
-                raise ValueError(f"{found}; send the epoch of the run's head")
-            is_same = self._order(target) == self._order(self.have)
+            elif source is None and (epoch or digest or not isinstance(root, source_lib.Directory)):
+                broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S, key=self.key, epoch=epoch or 0, digest=digest)
+            pins = {"key": self.key, "epoch": epoch, "digest": digest}
+            target = broadcast.read_manifest(root, version, **pins)
+            is_same = self._order(target, is_proved) == self._order(self.have, is_proved)
             if is_same and self.have is not None and target.digest == self.have.digest:
                 return self.scheduler.version
-            self._check_order(self._order(target), rollback)
-            pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, key=self.key)
-            self._check_order(self._order(pulled), rollback)  # the source may have changed since
+            self._check_order(self._order(target, is_proved), rollback, is_proved)
+            pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, **pins)
+            # The source may have changed since.
+            self._check_order(self._order(pulled, is_proved), rollback, is_proved)
             return self._swap(pulled.params, pulled.version, pulled)
 
     def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> request_lib.GenerateRequest:
@@ -159,27 +171,27 @@ class InferenceServer:
             raise ValueError(f"{folder} has another model than this server; send the same model, or start a new server")
         return self._swap(_load_folder(folder, self.store), version)
 
-    def _order(self, weights: broadcast.Pulled | manifest.Manifest | None) -> tuple[int, int]:
-        """Returns (epoch, version) of `weights`, None for those of a Hugging Face folder. An unsigned epoch is 0."""
+    def _order(self, weights: broadcast.Pulled | manifest.Manifest | None, is_proved: bool = False) -> tuple[int, int]:
+        """Returns (epoch, version) of `weights`, None for those of a Hugging Face folder. An epoch that nothing proves is 0."""
         if weights is None:
             return 0, self.scheduler.version
-        return (weights.epoch or 0) if self.key else 0, weights.version
+        return (weights.epoch or 0) if self.key or is_proved else 0, weights.version
 
-    def _floor(self) -> tuple[int, int]:
+    def _floor(self, is_proved: bool = False) -> tuple[int, int]:
         """Returns the order that other weights must exceed: that of the weights in use, unless their key was revoked since.
 
         Otherwise a stolen key could sign an epoch so high that nothing of the honest keys is ever newer, as in `HeadVerifier`.
         """
         is_revoked = bool(self.signers - self._trusted_keys())
-        return (-1, -1) if is_revoked else self._order(self.have)
+        return (-1, -1) if is_revoked else self._order(self.have, is_proved)
 
     def _trusted_keys(self) -> frozenset[str]:
         verifier = head.verifier_of(self.key)
         return verifier.keys if verifier is not None else frozenset()
 
-    def _check_order(self, order: tuple[int, int], rollback: bool) -> None:
+    def _check_order(self, order: tuple[int, int], rollback: bool, is_proved: bool = False) -> None:
         """Raises ValueError for weights that are not newer than those in use: a number is one policy, for every rollout."""
-        current = self._floor()
+        current = self._floor(is_proved)
         if order <= current and not rollback:
             names = [
                 f"version {version}" + (f" of epoch {epoch}" if epoch else "") for epoch, version in (order, current)
@@ -190,7 +202,8 @@ class InferenceServer:
 
     def _swap(self, params: transformer.Params, version: int, pulled: broadcast.Pulled | None = None) -> int:
         check_params(params, self.engine.model)
-        version = self.scheduler.update(self.store.keep(params), version).result()
+        epoch = (pulled and pulled.epoch) or 0
+        version = self.scheduler.update(self.store.keep(params), version, epoch).result()
         self.have, self.signers = pulled, self._trusted_keys()
         return version
 
@@ -230,6 +243,7 @@ def start(
         )
     store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), devices, quantize)
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
+    options["epoch"] = pulled.epoch or 0
     server = _run(config, store, metadata["tokenizer"], pulled.params, pulled.version, **options)
     server.weights, server.key, server.have = source, key, pulled
     server.signers = server._trusted_keys()

@@ -76,6 +76,7 @@ class Generate(Body):
     request_id: str | None = None
     proofs: bool = False  # true adds TOPLOC proofs to the reply
     policy_version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None  # the only one that may generate
+    policy_epoch: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None  # of every version that may generate
 
 
 class Part(Body):
@@ -171,6 +172,7 @@ class UpdateWeights(Body):
     version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None
     weight_dir: str | None = None
     epoch: Annotated[int, pydantic.Field(ge=0)] | None = None  # that the version must be of; null: any
+    digest: Annotated[str, pydantic.Field(pattern="^([0-9a-f]{64})?$")] = ""  # SHA-256 of its manifest; "": any
     rollback: bool = False  # true allows an older version than the one in use
 
 

@@ -36,6 +36,8 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
         body = {
             "status": "ok" if alive else "the scheduler stopped; see the server's log",
             "policy_version": scheduler.version,
+            "policy_epoch": scheduler.epoch,
+            "policy_digest": server.policy_digest,
             "paused": scheduler.is_paused,
             "running": len(scheduler.slots.running),
             "pending": scheduler.num_pending,
@@ -75,6 +77,7 @@ class _Collector(registry.Collector):
         yield self._metric("vllm:prompt_tokens_total", queries)
         yield self._metric("vllm:generation_tokens_total", tokens)
         yield self._metric("intellax:policy_version", scheduler.version)
+        yield self._metric("intellax:policy_epoch", scheduler.epoch)
         yield self._metric("intellax:slots_running", len(scheduler.slots.running))
         yield self._metric("intellax:prefix_cache_bytes", scheduler.prefixes.num_bytes)
         for name, value in stats.items():

@@ -32,7 +32,8 @@ class Event:
 
     Of a training run: resume (step, run: its public key), appoint (validators, quorum), invite (), lease (split, step, group, version), submission
     (split, step, group, digest), verdict (the fields of a `SignedVerdict`), refusal (split, step, group, digest, reason), batch
-    (step, digest, verified, trusted: groups as text), publish (version, digest, epoch), naming (steps).
+    (step, digest, verified, trusted: groups as text), publish (version, digest, epoch), naming (steps). Lease and batch add the epoch
+    (ledgers of earlier releases lack it).
     """
 
     kind: str
@@ -98,6 +99,8 @@ def form_error(event: Event) -> str | None:
     rules = _FIELDS[event.kind]
     if isinstance(event.fields, dict) and event.kind in ("accept", "invalidate") and "tasks" in event.fields:
         rules = rules | _TASKS  # optional: ledgers written before these fields existed lack them
+    if isinstance(event.fields, dict) and event.kind in ("lease", "batch") and "epoch" in event.fields:
+        rules = rules | _EPOCH  # optional, too
     if not isinstance(event.fields, dict) or set(event.fields) != set(rules):
         return f"fields: {event.kind} has exactly {', '.join(rules) or 'none'}; add or remove fields"
     broken = (f"{name}: must be {rule}" for name, (is_ok, rule) in rules.items() if not is_ok(event.fields[name]))
@@ -173,6 +176,9 @@ _FIELDS: dict[str, dict[str, _Rule]] = {
     },
 }
 KINDS = tuple(_FIELDS)
+_EPOCH: dict[str, _Rule] = {
+    "epoch": (lambda value: type(value) is int and -1 <= value <= MAX_AMOUNT, "an epoch, or -1 if not pinned")
+}
 _TASKS: dict[str, _Rule] = {
     "run": (lambda value: _is_hex(value, 16), "16 lower-case hex digits"),
     "tasks": (_are_tasks, f"tasks like '3:0-15,17 4:32', ascending, in at most {task_ranges.MAX_CHARS} characters"),

@@ -91,7 +91,7 @@ class RunLedger(contextlib.AbstractContextManager):
         """Records a validator's verdict. It counts for batches if the validator was appointed before."""
         return self._record("verdict", self._keeper, **dataclasses.asdict(signed))
 
-    def batch(self, step: int, digest: str, groups: Mapping[int, str]) -> Recorded:
+    def batch(self, step: int, digest: str, groups: Mapping[int, str], epoch: int = -1) -> Recorded:
         """Records that batch `step` trains on `groups`: {group: "verified" or "trusted"}. The learner must wait for the future.
 
         `digest` is `run_rules.batch_digest` over the digests of their submissions, in ascending order of the group.
@@ -100,7 +100,7 @@ class RunLedger(contextlib.AbstractContextManager):
             basis: task_ranges.format_tasks((step, group) for group, other in groups.items() if other == basis)
             for basis in ("verified", "trusted")
         }
-        return self._record("batch", self._keeper, step=step, digest=digest, **names)
+        return self._record("batch", self._keeper, step=step, digest=digest, epoch=epoch, **names)
 
     def published(self, version: int, digest: str, epoch: int = 0) -> Recorded:
         """Records that policy `version` was published; `digest` is the SHA-256 (hex) of its manifest."""
@@ -118,9 +118,9 @@ class RunLedger(contextlib.AbstractContextManager):
                 self._invited.add(worker)
                 self._record("invite", worker)
 
-    def leased(self, worker: str, split: str, step: int, group: int, version: int) -> Recorded:
-        """Records the lease of a group to a worker that joined. `version` is the policy version that the lease pins, or -1."""
-        return self._record("lease", worker, split=split, step=step, group=group, version=version)
+    def leased(self, worker: str, split: str, step: int, group: int, version: int, epoch: int = -1) -> Recorded:
+        """Records the lease of a group to a worker that joined. `version` and `epoch` are those that the lease pins, or -1."""
+        return self._record("lease", worker, split=split, step=step, group=group, version=version, epoch=epoch)
 
     def submitted(self, worker: str, split: str, step: int, group: int, digest: str) -> Recorded:
         """Records that a leaseholder handed in the rollouts with this group digest. A worker's receipt must wait for the future."""

@@ -6,7 +6,8 @@
 3. A batch of step n follows that of step n - 1. Each of its groups was `verified` (accepted by a quorum, not refused later) or `trusted`:
    its worker was invited or has a verified group, was not ejected before it handed in the group, and was not caught since. A worker
    is caught when its group is refused after a rejecting verdict. The batch's digest must be that of its groups' submissions.
-4. Version n of the policy is published after batch n, once per epoch.
+4. Version n of the policy is published after batch n, once per epoch. A batch takes no group that was leased in another epoch than
+   that of the newest version.
 5. `naming` lists steps that trained on trusted groups of a worker that was caught later.
 6. `resume` starts or continues the run after a checkpoint, and names its key, by which verdicts name the run: the key may be replaced.
    Batches and versions of later steps are void, and open groups are leased again.
@@ -28,6 +29,7 @@ class _Group:
     """A training group that no batch has taken: its leaseholder, and its submission with the verdicts on it."""
 
     worker: str
+    epoch: int = -1  # that the lease pins
     digest: str = ""
     submitted: int = 0  # the number of the submission among all events
     is_refused: bool = False
@@ -46,6 +48,7 @@ class RunState:
         self.run = ""  # the public key of the run since the last resume
         self.step = 0  # of the last batch, or of the checkpoint that was resumed from
         self.published: dict[tuple[int, int], str] = {}  # (epoch, version) -> manifest digest; without void ones
+        self.epoch = -1  # of the newest version
         self.validators: frozenset[str] = frozenset()
         self.quorum = 1
         self._has_begun = False
@@ -101,6 +104,8 @@ class RunState:
         for (_, number), group in zip(tasks, found, strict=True):
             if group is None or not group.digest:
                 return f"group: {number} was not handed in"
+            if -1 not in (group.epoch, self.epoch) and group.epoch != self.epoch:
+                return f"group: {number} was leased in epoch {group.epoch}, and the policy is of epoch {self.epoch}"
             if group.is_refused:
                 return f"group: {number} was refused"
             if (step, number) in verified and sum(group.votes.values()) < self.quorum:
@@ -132,7 +137,7 @@ class RunState:
         elif event.kind == "eject":
             self._ejected.setdefault(worker, self._count)
         elif event.kind == "lease" and fields["split"] == "train":
-            self._open[fields["step"]][fields["group"]] = _Group(worker)
+            self._open[fields["step"]][fields["group"]] = _Group(worker, fields.get("epoch", -1))
         elif event.kind == "submission" and group:
             group.digest, group.submitted, group.is_refused, group.votes = fields["digest"], self._count, False, {}
         elif event.kind == "verdict" and group and group.digest == fields["digest"]:
@@ -148,6 +153,7 @@ class RunState:
             self._take(fields)
         elif event.kind == "publish":
             self.published[fields["epoch"], fields["version"]] = fields["digest"]
+            self.epoch = fields["epoch"]
 
     def _group(self, fields: dict) -> _Group | None:
         return self._open.get(fields["step"], {}).get(fields["group"])

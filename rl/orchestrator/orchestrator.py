@@ -33,7 +33,7 @@ from rl.batch import packing
 from rl.ledger import run_ledger, run_rules
 from rl.orchestrator import admission, group_queue, routes, submissions, verdict_collector, worker_health
 from rl.orchestrator.group_queue import State
-from rl.protocol import task_schedule
+from rl.protocol import task_schedule, timeline
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import sockets
@@ -85,7 +85,7 @@ class Orchestrator:
         self.servers: Sequence[str] = ()  # URLs of the inference servers, for workers
         self.control: client_lib.Control | None = None  # of those servers; set before `publish`
         self._changed = threading.Condition()  # guards everything below
-        self._announced = -1  # the newest version that a server may have
+        self._policy = timeline.Policy(0, -1)  # the newest that a server may have
         self._version = -1  # the newest version that all servers have
         self._opened_step = 0
         self._queue = group_queue.GroupQueue()
@@ -108,7 +108,7 @@ class Orchestrator:
             self._counts,
             self._ledger,
             rules=rules_lib.Rules.of(config),
-            newest=lambda: self._announced,
+            newest=lambda: self._policy,
             check_group_without_weights=check_group_without_weights,
             verdicts=verdicts,
             secret=secret,
@@ -147,11 +147,15 @@ class Orchestrator:
 
     # Called by the learner.
 
-    def publish(self, version: int, epoch: int | None = None) -> None:
-        """Makes the servers load policy `version`, published already in `epoch`, in the background; then further batches open."""
+    def publish(self, policy: timeline.Policy) -> None:
+        """Makes the servers load `policy`, published already, in the background; then further batches open.
+
+        A policy of another epoch makes all work of earlier ones void.
+        """
         with self._changed:
-            self._announced = version
-        self._updater.submit(self._load, version, epoch)
+            self._policy = policy
+            self._submissions.void_others()
+        self._updater.submit(self._load, policy)
 
     def next_batch(self, step: int) -> Batch:
         """Blocks until all groups of batch `step` (1-based) are accepted; returns the batch. Raises the error given to `fail`."""
@@ -194,7 +198,7 @@ class Orchestrator:
         """Returns the reply to `GET /run`: the run's environment, tokenizer, servers, and sampling settings."""
         config = self._config
         with self._changed:
-            version = self._version
+            version, policy = self._version, self._policy
         return {
             "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
             "tokenizer": hub.pinned(config.tokenizer),
@@ -204,6 +208,7 @@ class Orchestrator:
             "router_replay": config.train.router_replay,
             "admission": dataclasses.asdict(self._admission.policy),
             "step": version,
+            "policy": policy.to_json() if policy.version >= 0 else None,
         }
 
     @property
@@ -228,7 +233,7 @@ class Orchestrator:
             for key in returned:
                 entry = self._queue.entries.get(key)
                 if entry and (entry.state, entry.worker) == (State.LEASED, worker):
-                    self._lose(self._queue.requeue(key), now_s, is_void=0 <= entry.group.version < self._announced)
+                    self._lose(self._queue.requeue(key), now_s, is_void=0 <= entry.group.version < self._policy.version)
             self._health.seen(worker, now_s)
             count = self._queue.count()
             num_unfinished = count.total() - count[State.ELIGIBLE]
@@ -241,12 +246,13 @@ class Orchestrator:
                 now_s + self._health.lease_s(worker),
                 lambda key: self._health.may_lease(worker, key, now_s),
                 self._version if pins else -1,
+                self._policy.epoch,
             )
             self._health.leased(worker, network, [group.key for group in groups], now_s)
             if groups:
                 self._ledger.joined(worker, worker in self._invited)
             for group in groups:
-                self._ledger.leased(worker, *group.key, group.version)
+                self._ledger.leased(worker, *group.key, group.version, group.epoch)
             return groups
 
     def _lose(self, entry: group_queue.Entry, now_s: float, *, is_void: bool = False) -> None:
@@ -263,10 +269,11 @@ class Orchestrator:
         """Starts the checks of submitted rollouts; returns per group a future of its reply, as `Submissions.submit` does."""
         return self._submissions.submit(rollouts)
 
-    def _load(self, version: int, epoch: int | None) -> None:
-        """Makes the servers load a policy version, then opens the groups that may use it. An error fails the run."""
+    def _load(self, policy: timeline.Policy) -> None:
+        """Makes the servers load a policy, then opens the groups that may use it. An error fails the run."""
+        version = policy.version
         try:
-            self._update_servers(version, epoch)
+            self._update_servers(policy)
             with self._changed:
                 self._version = version
                 last = min(version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
@@ -277,18 +284,19 @@ class Orchestrator:
         except BaseException as error:  # no other code reads the result of this thread
             self.fail(error)
 
-    def _update_servers(self, version: int, epoch: int | None) -> None:
+    def _update_servers(self, policy: timeline.Policy) -> None:
         try:
             if self.control is not None:
-                asyncio.run(self.control.update_weights(version, epoch=epoch))
+                options = {"epoch": policy.epoch, "digest": policy.digest}
+                asyncio.run(self.control.update_weights(policy.version, **options))
         except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
-            found = f"an inference server did not load policy version {version}: {error}"
+            found = f"an inference server did not load policy version {policy.version}: {error}"
             raise ValueError(f"{found}; read the log of that server") from error
 
     def _record_batch(self, step: int, taken: list[group_queue.Entry]) -> concurrent.futures.Future:
         basis = {entry.group.group: "verified" if entry.is_verified else "trusted" for entry in taken}
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
-        return self._ledger.batch(step, digest, basis)
+        return self._ledger.batch(step, digest, basis, self._policy.epoch)
 
     def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""
@@ -323,12 +331,12 @@ class Orchestrator:
 
     def _wait_notice(self, keys: list[group_queue.Key], step: int | None) -> str:
         count, banned = self._queue.count(), self._health.num_banned(time.monotonic())
-        loading = f"; the inference servers are loading policy version {self._announced}"
+        loading = f"; the inference servers are loading policy {self._policy}"
         return (
             f"{'the evaluation' if step is None else f'batch {step}'} has {self._queue.num_eligible(keys)} of {len(keys)} groups; "
             f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
             f"{count[State.SUBMITTED]} are being checked, {count[State.QUARANTINED]} wait for a verdict"
-            f"{loading if self._announced > self._version else ''}"
+            f"{loading if self._policy.version > self._version else ''}"
             f"{f'; workers banned after trust.max_attempts rejections: {banned}' if banned else ''}"
             f"{f'; {silent}' if (silent := self._verdicts.notice()) else ''}"
         )
@@ -337,7 +345,7 @@ class Orchestrator:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
             names = "accepted called_back refused checked stale lease_expired lease_void unleased given_up"
-            names += " undecided unanswered unverified trained_unverified_of_cheats"
+            names += " void_epoch undecided unanswered unverified trained_unverified_of_cheats"
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
             self._counts.clear()
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}

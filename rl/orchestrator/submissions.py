@@ -21,7 +21,7 @@ from inference.server import fair_pool
 from rl.ledger import run_ledger
 from rl.orchestrator import group_queue, verdict_collector, worker_health
 from rl.orchestrator.group_queue import State
-from rl.protocol import check_rate
+from rl.protocol import check_rate, timeline
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
@@ -44,7 +44,7 @@ class Submissions:
       counts: rollouts by outcome, under the end of their metric's name.
       ledger: gets the events.
       rules: those of the run.
-      newest: returns the newest policy version that a server may have; called under the lock.
+      newest: returns the newest policy that a server may have; called under the lock.
       check_group_without_weights: runs in a few threads, which workers share in turns.
       verdicts: replays groups.
       secret: decides which groups are verified; workers must not know it.
@@ -62,7 +62,7 @@ class Submissions:
         ledger: run_ledger.RunLedger | run_ledger.NoLedger,
         *,
         rules: rules_lib.Rules,
-        newest: Callable[[], int],
+        newest: Callable[[], timeline.Policy],
         check_group_without_weights: CheckGroupWithoutWeights,
         verdicts: verdict_collector.VerdictCollector,
         secret: bytes,
@@ -98,6 +98,23 @@ class Submissions:
             by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
         return {"/".join(map(str, key)): self._deliver(key, group) for key, group in by_key.items()}
 
+    def void_others(self) -> None:
+        """Reopens all groups of another epoch than that of the newest policy; the caller has the lock."""
+        for entry in [entry for entry in self._queue.entries.values() if self._is_void(entry)]:
+            if entry.state is not State.SUBMITTED:  # `_check` does it: it goes on with this one
+                self._void(entry)
+
+    def _is_void(self, entry: group_queue.Entry) -> bool:
+        return entry.state is not State.OPEN and entry.group.epoch not in (-1, self._newest().epoch)
+
+    def _void(self, entry: group_queue.Entry) -> str:
+        """Reopens a group whose work is of another epoch, without blame: its worker could not know. Returns the reply."""
+        self._queue.requeue(entry.group.key)
+        self._counts["void_epoch"] += len(entry.rollouts)
+        self._health.lost(entry.worker, entry.group.key, time.monotonic(), blame=False)
+        self._changed.notify_all()
+        return "refused: void: the run was resumed, and this work is of another epoch"
+
     def _split(self, rollout: rollout_lib.Rollout) -> str:
         """Returns "train" or "held_out". A rollout does not name its split, but only one of them uses its step and group now."""
         with self._changed:
@@ -127,7 +144,9 @@ class Submissions:
             if not self._queue.deliver(key, holder, rollouts, digest):
                 return self._not_leased(rollouts)
             recorded = self._ledger.submitted(holder, *key, digest)
-            verdict = checks.check_at_lease(rollouts, self._rules.at_lease(entry.group, self._newest()))
+            verdict = checks.check_at_lease(rollouts, self._rules.at_lease(entry.group, self._newest().version))
+            if verdict.reason == "epoch":
+                return _known(self._void(entry))
             if not verdict.accepted:
                 return _known(self._reject(key, verdict, is_fault=False))
         return self._checkers.submit(holder, self._check, key, recorded)
@@ -145,6 +164,8 @@ class Submissions:
             verdict, scores = self._check_group_without_weights(entry.rollouts, key[0])
             recorded.result()
             with self._changed:
+                if self._is_void(entry):
+                    return self._void(entry)
                 if not verdict.accepted:
                     return self._reject(key, verdict, is_fault=True)
                 entry.scores = scores

@@ -29,6 +29,7 @@ class Group:
     temperature: float
     min_version: int  # the oldest policy version that may generate
     version: int = -1  # the only one that may, pinned by the lease; -1: any from min_version on
+    epoch: int = -1  # of every version that may, pinned by the lease; -1: any
 
     @property
     def key(self) -> tuple[str, int, int]:

@@ -332,7 +332,7 @@ def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, Mea
     trusted = run_directory.root_file(pathlib.Path(workdir)) or run_directory.public_key(pathlib.Path(workdir))
     get = verifier.published(str(weights), key=trusted)
     replayed = dataclasses.replace(exp.model, dtype=args.replay_dtype or exp.model.dtype)
-    validator = verifier.Validator(replayed, get, rules_lib.Rules.of(exp.config))
+    validator = verifier.Validator(replayed, lambda version, epoch: get(version), rules_lib.Rules.of(exp.config))
     sampled = dataclasses.replace(exp.model, dtype=args.sampler_dtype or exp.model.dtype)
     engine = dataclasses.replace(exp.engine, routed_experts=exp.model.num_experts > 0)
     exp = dataclasses.replace(exp, model=sampled, engine=engine)

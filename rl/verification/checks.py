@@ -35,7 +35,7 @@ Subject = TypeVar("Subject")
 class Verdict:
     """The result of checking one rollout or group: "ok", or a reason code to reject it, with details as text.
 
-    Codes: schema, signature, duplicate, samples, task, seed, temperature, step, versions, length, tokens, reward, unscored
+    Codes: schema, signature, duplicate, samples, task, seed, temperature, step, epoch (void: nobody's fault), versions, length, tokens, reward, unscored
     (our scorer timed out), termination, prompt, weights, routing, sampling, logprob, shape, toploc, statistics.
     """
 
@@ -126,6 +126,13 @@ def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(top < rules.vocab_size, "tokens", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
 
 
+def epoch(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Returns OK if the rollout is of the epoch that its lease pins, or a verdict that makes it void, without blame."""
+    pinned = _group(rollout, rules).epoch
+    detail = f"the rollout is of epoch {rollout.epoch}, and the lease of {pinned}"
+    return _accept_if(pinned in (-1, rollout.epoch), "epoch", detail)
+
+
 def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the policy versions that computed the tokens ascend, are recent enough, and are published, or a verdict that rejects.
 
@@ -202,7 +209,7 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(is_same, "prompt", "it is not the prompt of its task")
 
 
-AT_LEASE = (task, limits, version_window, experts_named)
+AT_LEASE = (task, epoch, limits, version_window, experts_named)
 WITHOUT_WEIGHTS = (form, signature, *AT_LEASE, experts_exist, logprob_range, ending, proof_form, prompt)
 
 

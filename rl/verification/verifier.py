@@ -47,7 +47,7 @@ class Validator:
 
     Args:
       model: config of the policy.
-      weights: function from policy version to params; raises ValueError or OSError for a version that is not available.
+      weights: function (version, epoch) -> params; raises ValueError or OSError for a policy that is not available.
       rules: the rules of the run.
       evidence: sequential tests per worker, to which accepted rollouts are added; by default they take claims only.
     """
@@ -55,7 +55,7 @@ class Validator:
     def __init__(
         self,
         model: config_lib.ModelConfig,
-        weights: Callable[[int], transformer.Params],
+        weights: Callable[[int, int], transformer.Params],
         rules: rules_lib.Rules,
         evidence: evidence_log.EvidenceLog | None = None,
     ):
@@ -135,11 +135,17 @@ class Validator:
 
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[replay_lib.Replayed]:
         """Replays rollouts and returns the recomputed values and proof results of each, without verdicts. Raises WeightsUnavailable."""
-        return replay_lib.replay(self.model, self._load, self.rules, rollouts)
+        out: dict[int, replay_lib.Replayed] = {}
+        for epoch in sorted({rollout.epoch for rollout in rollouts}):
+            rows = [row for row, rollout in enumerate(rollouts) if rollout.epoch == epoch]
+            load = functools.partial(self._load, epoch)
+            found = replay_lib.replay(self.model, load, self.rules, [rollouts[row] for row in rows])
+            out |= zip(rows, found, strict=True)
+        return [out[row] for row in range(len(rollouts))]
 
-    def _load(self, version: int) -> transformer.Params:
+    def _load(self, epoch: int, version: int) -> transformer.Params:
         try:
-            return self._weights(version)
+            return self._weights(version, epoch)
         except (ValueError, OSError) as error:
             raise WeightsUnavailable(str(error)) from error
 
@@ -161,24 +167,27 @@ def _first_rejection(found: Iterable[checks.Verdict]) -> checks.Verdict:
     return next((verdict for verdict in found if not verdict.accepted), checks.OK)
 
 
-def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[[int], transformer.Params]:
-    """Returns a function from policy version to params, which it pulls from `root`, a directory or URL.
+def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[[int, int | None], transformer.Params]:
+    """Returns a function (version, epoch, None: any) -> params, which it pulls from `root`, a directory or URL.
 
-    `key` must have signed the version (None: no signature needed). The function caches `keep` versions, until a resumed run has
-    published one again. Threads that call it take turns.
+    `key` must have signed the version (None: no signature needed, and epochs are not compared). The function caches `keep`
+    versions, until a resumed run has published one again. Threads that call it take turns.
     """
     cached: dict[int, tuple[head.Entry | None, transformer.Params]] = {}
     lock = threading.Lock()
 
-    def weights(version: int) -> transformer.Params:
+    def weights(version: int, epoch: int | None = None) -> transformer.Params:
         with lock:
             entry = broadcast.entry_of(root, version, key=key)
+            if entry is not None and epoch not in (None, entry.epoch):
+                found = f"version {version} of epoch {epoch} is not published any more"
+                raise ValueError(f"{found}: a resumed run has published it again in epoch {entry.epoch}")
             if version in cached and entry is not None and entry != cached[version][0]:
                 del cached[version]
             if version not in cached:
                 while len(cached) >= keep:  # before the pull: no more than `keep` versions are ever in memory
                     del cached[min(cached)]
-                pulled = broadcast.pull(root, version, key=key)
+                pulled = broadcast.pull(root, version, key=key, digest="" if entry is None else entry.sha256)
                 cached[version] = entry, jax.tree.map(jnp.asarray, pulled.params)
             return cached[version][1]
 

@@ -43,6 +43,7 @@ class Pulled:
     digest: str
     run: str = ""
     epoch: int | None = None  # None: published without a signed head
+    sha256: str = ""  # of the manifest: the digest by which a policy is named
 
 
 @dataclasses.dataclass(frozen=True)

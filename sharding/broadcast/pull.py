@@ -10,6 +10,7 @@ from anywhere. Without one, it is the newest that the source lists.
 """
 
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,8 @@ def pull(
     base: assemble.Pulled | None = None,
     key: Trusted = None,
     run: str | None = None,
+    epoch: int | None = None,
+    digest: str = "",
 ) -> assemble.Pulled:
     """Reads and verifies one version of the weights, as numpy arrays or, with `shardings`, as jax arrays.
 
@@ -45,15 +48,17 @@ def pull(
       base: an earlier result of `pull`. Deltas from that version are read if they are fewer bytes than a snapshot.
       key: the publisher's; None accepts any key, and unsigned manifests.
       run: the name of the run that must have published the version; None accepts any.
+      epoch: the epoch of the version, since a resumed run publishes some numbers again, with other weights; None accepts any.
+      digest: the SHA-256 (hex) of its manifest; "" accepts any.
 
     Raises:
       CorruptSource: a head, manifest, object or tensor is not the published one or too old, or the version is of another run.
-      FileNotFoundError: the version does not exist, or was deleted meanwhile.
+      FileNotFoundError: the version does not exist, is another one than `epoch` and `digest` name, or was deleted meanwhile.
       Unavailable: no relay delivered in time.
       ValueError: `shardings` do not fit the tensors.
     """
     with _opened(source, key) as opened:
-        target = _target(opened, version)
+        target, sha256 = _target(opened, version, epoch, digest)
         text = f"version {target.version} is of run {target.run!r}, not of {run!r}: use the right run's source or name"
         journal.require(run in (None, target.run), text)
         requests, place = placement.on_host(target) if shardings is None else placement.on_devices(target, shardings)
@@ -65,7 +70,7 @@ def pull(
                 raise
             found = list(assemble.read(opened, assemble.make_plan(opened, target), requests, place))
     params = tree.unflatten({name: leaf for request, leaf in found for name in request.names}, target.containers)
-    return assemble.Pulled(target.version, params, target.metadata, target.digest, target.run, target.epoch)
+    return assemble.Pulled(target.version, params, target.metadata, target.digest, target.run, target.epoch, sha256)
 
 
 def verify(
@@ -76,7 +81,7 @@ def verify(
     Raises the errors of `pull`. Calls `progress`, if given, with (bytes done, bytes in total).
     """
     with _opened(source, key) as opened:
-        target = _target(opened, version)
+        target, _ = _target(opened, version)
         plan, (requests, _) = assemble.make_plan(opened, target), placement.on_host(target)
         for _ in assemble.read(opened, plan, requests, lambda request, arrays: None, progress):
             pass
@@ -107,12 +112,17 @@ def latest_order(source: Source, *, key: Trusted = None) -> tuple[int, int] | No
             return None
 
 
-def wait_for(source: Source, at_least: int, timeout_s: float, *, key: Trusted = None, epoch: int = 0) -> int:
+def wait_for(
+    source: Source, at_least: int, timeout_s: float, *, key: Trusted = None, epoch: int = 0, digest: str = ""
+) -> int:
     """Blocks until the newest version of `source` is >= `at_least`. Returns it; raises TimeoutError after `timeout_s`.
 
-    Versions of epochs before `epoch`, which a resumed run has left behind, do not count.
+    Versions of epochs before `epoch`, which a resumed run has left behind, do not count. With `digest`, blocks until version
+    `at_least` itself is there, of `epoch` and with a manifest of that SHA-256: a relay mirrors newer versions first.
     """
     with _opened(source, key) as opened:
+        if digest:
+            return _wait_exactly(opened, at_least, epoch, digest, timeout_s)
         text = f"version >= {at_least}" + (f" of epoch {epoch}" if epoch else "")
         return _wait(opened, lambda order: order[0] >= epoch and order[1] >= at_least, text, timeout_s)[1]
 
@@ -136,10 +146,12 @@ def watch(source: Source, *, after: int = -1, key: Trusted = None) -> Iterator[i
             order = _wait(opened, lambda now, last=order: now > last)
 
 
-def read_manifest(source: Source, version: int, *, key: Trusted = None) -> Manifest:
-    """Returns the manifest of `version`, checked without reading its objects. Raises CorruptSource if `key` did not sign it."""
+def read_manifest(
+    source: Source, version: int, *, key: Trusted = None, epoch: int | None = None, digest: str = ""
+) -> Manifest:
+    """Returns the manifest of `version`, checked without reading its objects. Raises the errors of `pull`."""
     with _opened(source, key) as opened:
-        return _target(opened, version)
+        return _target(opened, version, epoch, digest)[0]
 
 
 def _opened(source: Source, key: Trusted = None) -> contextlib.AbstractContextManager[source_lib.Source]:
@@ -191,6 +203,21 @@ def _wait(
             time.sleep(POLL_S)
 
 
+def _wait_exactly(opened: source_lib.Source, version: int, epoch: int, digest: str, timeout_s: float) -> int:
+    deadline_s, known = time.monotonic() + timeout_s, None
+    while True:
+        reason = f"no version {version} of epoch {epoch} in {timeout_s} s"
+        try:
+            known = _await_change(opened, known, min(deadline_s, time.monotonic() + 1.0))
+            if version in known.complete:
+                return _target(opened, version, epoch, digest)[0].version
+        except (journal.Unavailable, FileNotFoundError, journal.CorruptSource) as error:  # it may be on its way
+            reason, known = str(error), None
+            time.sleep(POLL_S)
+        if time.monotonic() >= deadline_s:
+            raise TimeoutError(f"{reason}: compare the source with the one that the run publishes to")
+
+
 def _await_change(opened: source_lib.Source, known: journal.Listing | None, until_s: float) -> journal.Listing:
     """Blocks until other versions than in `known` are complete, or `until_s`. Returns the listing.
 
@@ -204,8 +231,13 @@ def _await_change(opened: source_lib.Source, known: journal.Listing | None, unti
         known = found
 
 
-def _target(opened: source_lib.Source, version: int | None) -> Manifest:
-    """Returns the manifest of `version`, or of the newest version if None. Raises FileNotFoundError if there is none."""
+def _target(
+    opened: source_lib.Source, version: int | None, epoch: int | None = None, digest: str = ""
+) -> tuple[Manifest, str]:
+    """Returns (the manifest of `version`, or of the newest version if None, the SHA-256 of its bytes).
+
+    Raises FileNotFoundError if there is none, or another one than `epoch` and `digest` name.
+    """
     if version is None:
         order = _newest(opened)
         if order is None:
@@ -213,4 +245,15 @@ def _target(opened: source_lib.Source, version: int | None) -> Manifest:
         version = order[1]
     elif opened.trusted is not None and (opened.trusted.head is None or version not in opened.trusted.head.versions):
         opened.head()
-    return opened.manifest(version)[1]
+    data, found = opened.manifest(version)
+    sha256 = hashlib.sha256(data).hexdigest()
+    if epoch not in (None, found.epoch or 0) or digest not in ("", sha256):
+        place = opened.stats()["source"]
+        wanted = f"epoch {'any' if epoch is None else epoch}, manifest {digest[:16] or 'any'}"
+        text = (
+            f"version {version} under {place} is of epoch {found.epoch or 0}, manifest {sha256[:16]}, not of {wanted}"
+        )
+        raise FileNotFoundError(
+            f"{text}: a resumed run has published it again; wait for its source, or use the run's newest"
+        )
+    return found, sha256

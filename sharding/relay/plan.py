@@ -33,6 +33,7 @@ class Plan:
         self._claims: dict[str, dict[int, version_search.Proof]] = {}  # by the upstreams that have answered
         self._followed: dict[str, int | None] = {}
         self._heads: dict[str, bytes] = {}
+        self._epoch = -1  # of the head that is served
         self._is_recovered = store.in_place
 
     def recover(self) -> None:
@@ -43,23 +44,47 @@ class Plan:
                 self.serve_head()
                 self._is_recovered = True
 
-    def serve_head(self, upstream: str = "", data: bytes | None = None) -> None:
-        """Serves the newest head that `trusted` has accepted, once its newest version is here, or if no other head is.
+    def withdraw(self, upstream: str, data: bytes | None) -> None:
+        """Deletes versions that a resumed run has left behind, at once: to fetch their successors takes time.
 
-        Without `trusted`, the newest one cannot be known: the first upstream that delivered one, `data`, decides.
+        Those are the ones that the newest head does not list, or without `trusted`, that no upstream's head names. `data` are the
+        bytes of the head of `upstream`. The partial versions of another epoch go, too.
         """
         with self.lock:
             if data is not None:
                 self._heads[upstream] = data
             head = None if self._trusted is None else self._trusted.head
+            doomed = [n for n in self.store.complete() if not self._is_named(n, self.store.versions[n].sha256)]
+            self.log.count("replaced_versions", len(doomed))
+            if head is not None and head.epoch != self._epoch and self.store.head is not None:
+                doomed += self.store.partial()
+            for number in doomed:
+                self.store.remove(number)
+            if head is not None:
+                self.serve_head()
+
+    def serve_head(self) -> None:
+        """Serves the newest head that `trusted` has accepted, once its newest version is here, or if it begins an epoch.
+
+        Without `trusted`, the newest one cannot be known: the first upstream that delivered one decides.
+        """
+        with self.lock:
+            head = None if self._trusted is None else self._trusted.head
             if self._trusted is None and self._heads:
                 self.store.set_head(next(iter(self._heads.values())), write=True)
             elif head is not None:
-                newest = None if self.store.head is None else head.newest
+                newest = None if self.store.head is None or head.epoch != self._epoch else head.newest
                 held = newest and self.store.versions.get(newest.version)
                 # Not the version that had this number before.
                 if newest is None or (held and held.sha256 == newest.sha256):
+                    self._epoch = head.epoch
                     self.store.set_head(head.data, write=False)
+
+    def _is_named(self, number: int, sha256: str) -> bool:
+        """Returns False if a head contradicts this version: the trusted one, or without it, those of all upstreams."""
+        if self._trusted is not None:
+            return self.is_current(number, sha256)
+        return len(self._heads) < self._num_upstreams or any(sha256.encode() in data for data in self._heads.values())
 
     def is_current(self, number: int, sha256: str) -> bool:
         """Returns True if the newest head, if there is one, lists version `number` with the manifest of that hash."""

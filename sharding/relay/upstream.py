@@ -96,6 +96,7 @@ class Upstream:
                 self.thread.stopped.wait(self._pause_s)
             return
         self.is_alive, self._listing, self._pause_s = True, listing, 0.0
+        self._plan.withdraw(self.name, listing.head)  # before any request for what follows
         self._refuted = {n: r for n, r in self._refuted.items() if n in listing.complete + listing.partial}
         self._claims = self._prove(listing)
         self._choose_followed(listing)
@@ -106,7 +107,7 @@ class Upstream:
             if moved and not self._is_offered(number):
                 break
             moved |= self._try(self._download, number)
-        self._plan.serve_head(self.name, listing.head)
+        self._plan.serve_head()
         self._store.recovered()
         if self._followed is not None and self._followed.number in listing.complete:
             self._followed = None

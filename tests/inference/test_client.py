@@ -244,8 +244,8 @@ def test_every_server_updates_its_weights(monkeypatch):
         sock = sockets.listen_unix(f"{folder}/c")
         with web.in_thread(web.server(app), sock):
             control = client_lib.Control([f"{url}/", sockets.address(sock)], token="t")
-            asyncio.run(control.update_weights(3, epoch=1, rollback=True))
-            body = {"version": 3, "epoch": 1, "rollback": True}
+            asyncio.run(control.update_weights(3, epoch=1, digest="d", rollback=True))
+            body = {"version": 3, "epoch": 1, "digest": "d", "rollback": True}
             assert sorted(seen, key=lambda entry: entry[2]) == [(body, "Bearer t", False), (body, "Bearer t", True)]
             with pytest.raises(ValueError, match="/update_weights rejected the request: v00000004.* corrupt"):
                 asyncio.run(control.update_weights(4))

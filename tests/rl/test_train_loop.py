@@ -46,7 +46,7 @@ class Rollouts:
     def state(self, step):
         return {}
 
-    def publish(self, step, epoch):
+    def publish(self, policy):
         pass
 
     def _rollout(self, reward):

@@ -29,7 +29,7 @@ from rl import envs, worker
 from rl.experiment import experiment
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator import verdict_collector
-from rl.protocol import lease
+from rl.protocol import lease, timeline
 from rl.verification import checks
 from sharding.system import sockets
 from tests.support import tiny
@@ -239,7 +239,7 @@ def test_a_worker_goes_on_with_a_real_orchestrator_that_was_restarted(play, tmp_
         options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"secret")
         made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, **options))
         made[-1].servers = [server]
-        made[-1].publish(0)
+        made[-1].publish(timeline.Policy(0, 0))
         return made[-1].serve()
 
     def num_accepted():

@@ -70,7 +70,7 @@ def make_validator(
     exp = experiment(dtype, mixture=mixture)
     return verifier.Validator(
         exp.model,
-        functools.partial(weights, mixture=mixture),
+        lambda version, epoch: weights(version, mixture),
         dataclasses.replace(prescribed(prompts, mixture), tolerance=tolerance),
         evidence_log.EvidenceLog(bands, count_once=count_once),
     )
@@ -143,7 +143,7 @@ def rewritten(double: Double, rollout: rollout_lib.Rollout, tokens: np.ndarray, 
 @functools.cache
 def _prefiller(dtype: str) -> verifier.Validator:
     exp = experiment(dtype)
-    return verifier.Validator(exp.model, weights, rules_lib.Rules.of(exp.config))
+    return verifier.Validator(exp.model, lambda version, epoch: weights(version), rules_lib.Rules.of(exp.config))
 
 
 def signed(rollout: rollout_lib.Rollout, **changes) -> rollout_lib.Rollout:

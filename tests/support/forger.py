@@ -41,6 +41,7 @@ class Forger:
                 reward=scores["reward"],
                 rewards=scores,
                 finish_reason="stop",
+                epoch=max(group.epoch, 0),
                 proofs=made_up if self._formed else bytes(len(made_up)),
             )
             out.append(rollout_lib.sign(rollout, key))

@@ -23,6 +23,7 @@ def rollout(group, sample, version=None, /, prompt=(5, 6), **changes):
         reward=float(sample),
         rewards={"reward": float(sample)},
         finish_reason="stop",
+        epoch=max(group.epoch, 0),
     )
     return tiny.rollout(mask, **fields | changes)
 

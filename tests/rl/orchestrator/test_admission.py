@@ -18,6 +18,7 @@ from rl.orchestrator import admission as admission_lib
 from rl.orchestrator import group_queue, request_rate, submissions, verdict_collector, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
+from rl.protocol import timeline
 from rl.verification import checks
 from tests.support import signed_http, validators
 from tests.support.groups import answers
@@ -65,7 +66,7 @@ def make(tmp_path, clock):
 
 
 def publish(orchestrator, version):
-    orchestrator.publish(version)
+    orchestrator.publish(timeline.Policy(0, version))
     orchestrator._updater.submit(lambda: None).result(WAIT_S)
 
 

@@ -24,7 +24,7 @@ from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator import verdict_collector
 from rl.orchestrator.group_queue import State
 from rl.protocol import lease as lease_lib
-from rl.protocol import task_schedule
+from rl.protocol import task_schedule, timeline
 from rl.protocol import verdict as verdict_lib
 from rl.validator import calibrate
 from rl.verification import checks, evidence_log, verifier
@@ -77,7 +77,7 @@ def running(folder, exp, *, source=None, **hooks):
         client = signed_http.Worker(run.serve())
         stack.callback(client.http.close)
         stack.callback(run.close)
-        run.publish(0)
+        run.publish(timeline.Policy(0, 0))
         run._updater.submit(lambda: None).result(WAIT_S)
         client.lease(HONEST, 0)  # an invited worker that is banned while it is alone would end the run
         yield run, client
@@ -161,7 +161,7 @@ def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_h
         source = verdict_collector.VerdictCollector(RUN, lambda groups: [*map(judge, groups)])
         hooks = dict(secret=bytes([secret]), credit=exp.credit, key=RUN, invited=[HONEST.worker])
         run = orchestrator_lib.Orchestrator(exp.config, tmp_path, verdicts=source, **hooks)
-        run.publish(0)
+        run.publish(timeline.Policy(0, 0))
         run._updater.submit(lambda: None).result(WAIT_S)
         with run._changed:
             for _ in range(num_honest):

@@ -26,7 +26,7 @@ def run(exp, tmp_path, *, steps, one_key, formed):
     tolerance, bands = verifier.load_bands(verifier.bands_file(exp.config))
     rules = dataclasses.replace(verifier.rules_of(exp.config, exp.tokenizer), tolerance=tolerance)
     evidence = evidence_log.EvidenceLog(bands, count_once=True)
-    validator = verifier.Validator(exp.model, lambda version: params, rules, evidence)
+    validator = verifier.Validator(exp.model, lambda version, epoch: params, rules, evidence)
     hooks = {
         "source": verdict_collector.VerdictCollector(RUN, validator.check_groups_with_weights),
         "invited": [HONEST.worker],

@@ -27,7 +27,7 @@ from rl.ledger import run_ledger
 from rl.orchestrator import group_queue, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
-from rl.protocol import task_schedule
+from rl.protocol import task_schedule, timeline
 from rl.verification import checks
 from tests.support import ledgers, proxy, signed_http, validators
 from tests.support.groups import answers
@@ -103,8 +103,8 @@ def make(tmp_path):
         orchestrator._submissions.close()
 
 
-def publish(orchestrator, version):
-    orchestrator.publish(version)
+def publish(orchestrator, version, epoch=0):
+    orchestrator.publish(timeline.Policy(epoch, version))
     orchestrator._updater.submit(lambda: None).result(WAIT_S)
 
 
@@ -335,7 +335,7 @@ def test_a_long_wait_is_told(make, monkeypatch):
     orchestrator = make(hooks={"on_wait": lines.append})
     loaded = threading.Event()
     orchestrator._updater.submit(loaded.wait)
-    orchestrator.publish(0)
+    orchestrator.publish(timeline.Policy(0, 0))
     batch = later(orchestrator.next_batch, 1)
     proxy.wait_until(
         lambda: any(line.endswith("; the inference servers are loading policy version 0") for line in lines)

@@ -88,11 +88,11 @@ def test_missing_weights_are_said_so_and_asked_for_again(tmp_path, monkeypatch):
     judge, weights = make(tmp_path), []
     load = judge._validator._load
 
-    def missing(version):
+    def missing(epoch, version):
         weights.append(version)
         if len(weights) == 1:
             raise verifier.WeightsUnavailable("not here yet")
-        return load(version)
+        return load(epoch, version)
 
     monkeypatch.setattr(judge._validator, "_load", missing)
     rollouts = doubles.honest(doubles.Double(3, prompts=2))[:1]

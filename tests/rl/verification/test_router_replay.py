@@ -21,7 +21,7 @@ STRICT = rules_lib.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4, rout
 REQUEST = dataclasses.replace(stand.HONEST, max_tokens=30, seed=5, routed_experts=True)
 
 
-def weights(version):
+def weights(version, epoch=0):
     return stand.params(version, claims.MODEL)
 
 
@@ -68,7 +68,9 @@ def test_one_expert_that_the_policy_did_not_choose_is_found(updated, where):
 def test_stacked_layers_are_replayed_as_single_ones():
     """Rollouts of one version replay in packed rows, those of two over a KV cache."""
     stacked = dataclasses.replace(claims.MODEL, scan_layers=True)
-    stacked_validator = validator(model=stacked, weights=lambda version: stacking.stack(weights(version), stacked))
+    stacked_validator = validator(
+        model=stacked, weights=lambda version, epoch: stacking.stack(weights(version), stacked)
+    )
     for updated in (False, True):
         rollouts = list(honest(updated))
         claim = rollouts[1].routed_experts.copy()

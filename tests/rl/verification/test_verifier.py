@@ -47,7 +47,7 @@ def params(version, model=MODEL):
     return jax.tree.map(jnp.asarray, tiny.params(model, version))
 
 
-def weights(version):
+def weights(version, epoch=0):
     if version > 9:
         raise FileNotFoundError(f"no version {version}")
     return params(version)
@@ -428,7 +428,7 @@ def test_threads_pull_published_weights_in_turn(monkeypatch):
     """Verdicts and rollout files have a thread each: two pulls at a time would be more versions in memory than are kept."""
     running, most = [], []
 
-    def pull(root, version, *, key):
+    def pull(root, version, *, key, digest):
         running.append(version)
         most.append(len(running))
         time.sleep(0.02)
@@ -461,3 +461,8 @@ def test_weights_that_a_resumed_run_has_published_again_are_pulled_again(tmp_pat
             publisher.publish({"w": np.full(2, value, np.float32)}, 5)
             expected = value if trusted else 1.0  # without a key no head is read
             assert get(5)["w"][0] == expected and get(5) is get(5)
+            if trusted:
+                epoch = broadcast.entry_of(root, 5, key=trusted).epoch
+                assert get(5, epoch) is get(5)
+                with pytest.raises(ValueError, match=f"version 5 of epoch {epoch + 1} is not published any more"):
+                    get(5, epoch + 1)
