@@ -236,6 +236,7 @@ def _array_error(rollout: Rollout) -> str | None:
 
 def _scalar_error(rollout: Rollout) -> str | None:
     task, proofs, signature, worker = rollout.task, rollout.proofs, rollout.signature, rollout.worker
+    vouched = rollout.server_signature
     if not isinstance(task, TaskRef):
         return f"task: must be a TaskRef, got {type(task).__name__}"
     if not isinstance(rollout.rewards, dict) or len(rollout.rewards) > MAX_REWARD_PARTS:
@@ -255,7 +256,7 @@ def _scalar_error(rollout: Rollout) -> str | None:
         ("server", _is_text(rollout.server, "([0-9a-f]{64})?"), "a public key as 64 lower-case hex digits, or empty"),
         (
             "server_signature",
-            isinstance(vouched := rollout.server_signature, bytes) and len(vouched) == 64 * bool(rollout.server),
+            isinstance(vouched, bytes) and len(vouched) == (0 if _is_text(rollout.server, "") else 64),
             "64 bytes with a server, else empty",
         ),
     ):

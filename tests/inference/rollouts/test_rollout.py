@@ -209,7 +209,8 @@ def test_other_layouts_are_refused():
         (after,) = parquet.from_bytes(table_bytes(table, **options))  # another writer's options are fine
         assert_equal(after, make())
     for data, message in [
-        (table_bytes(table.drop_columns(["signature"])), "column 24 must be signature: binary, got nothing"),
+        (table_bytes(table.drop_columns(["signature"])), "column 24 must be signature: binary, got 'epoch': int32"),
+        (table_bytes(table.drop_columns(["server_signature"])), "27 must be server_signature: binary, got nothing"),
         (table_bytes(table.append_column("extra", pa.array([1]))), "column 'extra' is not in the schema"),
         (table_bytes(table.select(table.schema.names[::-1])), "column 0 must be input_tokens"),
         (table_bytes(table, use_dictionary=True), "only plain encoding"),
@@ -393,7 +394,7 @@ def test_garbage_is_a_value_error(data, framed):
 
 
 def test_signature_covers_every_field_but_itself():
-    signed = rollout_lib.sign(make(), KEY)
+    signed = rollout_lib.sign(make(epoch=2, server="ab" * 32, server_signature=bytes(64)), KEY)
     assert signed.worker == "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"  # RFC 8032 key of 0..31
     assert rollout_lib.signature_ok(signed)
     other = dict(
@@ -412,6 +413,9 @@ def test_signature_covers_every_field_but_itself():
         proofs=signed.proofs + b"\0",
         worker=rollout_lib.WorkerKey.generate().worker,
         routed_experts=np.zeros((9, 1, 1), np.uint8),
+        epoch=[0, 1],  # 0 is not digested
+        server="cd" * 32,
+        server_signature=bytes(63) + b"x",
     )
     assert {*other, "signature"} == {field.name for field in dataclasses.fields(rollout_lib.Rollout)}
     for name, values in other.items():

@@ -144,6 +144,11 @@ def lease(orchestrator, capacity=100, key=KEY):
     return orchestrator.lease(key.worker, capacity)
 
 
+def scheduled(orchestrator, step):
+    """The groups of a step as they are leased in epoch 0."""
+    return [dataclasses.replace(g, epoch=0) for g in task_schedule.train_groups(orchestrator._config, step)]
+
+
 def later(function, *args):
     """A call in a thread; `.result(WAIT_S)` fails rather than hang."""
     future = concurrent.futures.Future()
@@ -211,7 +216,7 @@ def test_a_version_opens_the_batches_that_may_use_it(make, lag):
     assert lease(orchestrator) == []
     publish(orchestrator, 0)
     groups = lease(orchestrator)
-    assert groups == sum([task_schedule.train_groups(orchestrator._config, step) for step in range(1, 2 + lag)], [])
+    assert groups == sum([scheduled(orchestrator, step) for step in range(1, 2 + lag)], [])
     for version in range(1, 8):
         publish(orchestrator, version)
         publish(orchestrator, version)  # again: opens nothing
@@ -840,7 +845,7 @@ def test_the_routes(make):
         reply = http.post("/lease", json=good).json()
         assert lease_lib.is_signed(session.run, reply) and reply["request"] == good["signature"]
         groups = [task_schedule.Group(**group) for group in reply["groups"]]
-        assert groups == task_schedule.train_groups(orchestrator._config, 1)[:2]
+        assert groups == scheduled(orchestrator, 1)[:2]
         stranger = http.post("/lease", json=signed_http.lease_body(STRANGER, session))
         assert stranger.status_code == 400 and "topology.workers" in stranger.json()["error"]["message"]
         assert "as a replay" in http.post("/lease", json=good).json()["error"]["message"]
