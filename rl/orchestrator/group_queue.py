@@ -118,6 +118,7 @@ class GroupQueue:
     def __init__(self):
         self.entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
         self.drops: collections.Counter[str] = collections.Counter()  # groups or deliveries, by reason
+        self.epoch = -1  # that leases pin; -1: any
         # Indexes of the entries, which `_update` keeps.
         self._open: collections.OrderedDict[Key, None] = collections.OrderedDict()  # in the order of `entries`
         self._held: dict[str, dict[Key, None]] = {}  # by worker
@@ -149,7 +150,7 @@ class GroupQueue:
     ) -> list[task_schedule.Group]:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
 
-        They pin the policy version `version`, unless it is -1.
+        They pin the epoch of the queue, and the policy version `version` unless it is -1.
         """
         keys = itertools.islice(filter(may_lease, self._open), max(0, count))
         return [self._lease(key, worker, deadline_s, version, now_s) for key in [*keys]]
@@ -301,8 +302,12 @@ class GroupQueue:
         self.drops[reason] += 1
         return self._remove(key)
 
-    def begin_epoch(self) -> list[Entry]:
-        """Voids all leases and rollouts; returns the entries that had any, as they were before. All groups are open again."""
+    def begin_epoch(self, epoch: int = -1) -> list[Entry]:
+        """Voids all leases and rollouts; returns the entries that had any, as they were before. All groups are open again.
+
+        Later leases pin `epoch`.
+        """
+        self.epoch = epoch
         void = [entry for entry in self.entries.values() if entry.state is not State.OPEN or entry.past]
         for old in void:
             key = old.group.key
@@ -331,7 +336,7 @@ class GroupQueue:
 
     def _lease(self, key: Key, worker: str, deadline_s: float, version: int, now_s: float) -> task_schedule.Group:
         entry = self.entries[key]
-        group = dataclasses.replace(entry.group, version=version)
+        group = dataclasses.replace(entry.group, version=version, epoch=self.epoch)
         entry.leases[worker] = Lease(group, worker, now_s, deadline_s)
         heapq.heappush(self._deadlines, (deadline_s, next(self._serial), key, worker))
         if entry.state is State.OPEN:

@@ -154,7 +154,8 @@ class Orchestrator:
         """
         with self._changed:
             self._policy = policy
-            self._submissions.void_others()
+            if policy.epoch != self._queue.epoch:
+                self._submissions.begin_epoch(policy.epoch)
         self._updater.submit(self._load, policy)
 
     def next_batch(self, step: int) -> Batch:
@@ -246,7 +247,6 @@ class Orchestrator:
                 now_s + self._health.lease_s(worker),
                 lambda key: self._health.may_lease(worker, key, now_s),
                 self._version if pins else -1,
-                self._policy.epoch,
             )
             self._health.leased(worker, network, [group.key for group in groups], now_s)
             if groups:

@@ -27,6 +27,7 @@ from rl.verification import checks
 from rl.verification import rules as rules_lib
 
 NOT_LEASED = "not leased (or already submitted)"
+VOID = "refused: void: the run was resumed, and this work is of another epoch"
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
 # (group, split) -> its verdict, and recomputed rewards to train on by sample; None: worth 0, as there was no time
 CheckGroupWithoutWeights = Callable[
@@ -98,22 +99,18 @@ class Submissions:
             by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
         return {"/".join(map(str, key)): self._deliver(key, group) for key, group in by_key.items()}
 
-    def void_others(self) -> None:
-        """Reopens all groups of another epoch than that of the newest policy; the caller has the lock."""
-        for entry in [entry for entry in self._queue.entries.values() if self._is_void(entry)]:
-            if entry.state is not State.SUBMITTED:  # `_check` does it: it goes on with this one
-                self._void(entry)
-
-    def _is_void(self, entry: group_queue.Entry) -> bool:
-        return entry.state is not State.OPEN and entry.group.epoch not in (-1, self._newest().epoch)
+    def begin_epoch(self, epoch: int) -> None:
+        """Voids all work of other epochs, without blame: its workers could not know. The caller has the lock."""
+        for entry in self._queue.begin_epoch(epoch):
+            self._void(entry)
 
     def _void(self, entry: group_queue.Entry) -> str:
-        """Reopens a group whose work is of another epoch, without blame: its worker could not know. Returns the reply."""
-        self._queue.requeue(entry.group.key)
+        """Counts a group whose work is of another epoch; the queue has opened it again. Returns the reply."""
         self._counts["void_epoch"] += len(entry.rollouts)
-        self._health.lost(entry.worker, entry.group.key, time.monotonic(), blame=False)
+        for worker in {entry.worker, *entry.leases} - {""}:
+            self._health.lost(worker, entry.group.key, time.monotonic(), blame=False)
         self._changed.notify_all()
-        return "refused: void: the run was resumed, and this work is of another epoch"
+        return VOID
 
     def _split(self, rollout: rollout_lib.Rollout) -> str:
         """Returns "train" or "held_out". A rollout does not name its split, but only one of them uses its step and group now."""
@@ -146,7 +143,7 @@ class Submissions:
             recorded = self._ledger.submitted(holder, *key, digest)
             verdict = checks.check_at_lease(rollouts, self._rules.at_lease(entry.group, self._newest().version))
             if verdict.reason == "epoch":
-                return _known(self._void(entry))
+                return _known(self._void(self._queue.requeue(key)))
             if not verdict.accepted:
                 return _known(self._reject(key, verdict, is_fault=False))
         return self._checkers.submit(holder, self._check, key, recorded)
@@ -164,8 +161,8 @@ class Submissions:
             verdict, scores = self._check_group_without_weights(entry.rollouts, key[0])
             recorded.result()
             with self._changed:
-                if self._is_void(entry):
-                    return self._void(entry)
+                if self._queue.entries.get(key) is not entry:
+                    return VOID
                 if not verdict.accepted:
                     return self._reject(key, verdict, is_fault=True)
                 entry.scores = scores

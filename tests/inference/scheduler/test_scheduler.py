@@ -204,7 +204,9 @@ def test_an_update_waits_for_pinned_requests_and_for_no_later_ones(start, alone,
     stepped.run()
     assert update.result(WAIT_S) == 1 == scheduler.version
     for future in late if in_time else [late[0], late[2]]:
-        with pytest.raises(scheduler_lib.VersionGone, match=r"version [012] was requested, and this server has version 1"):
+        with pytest.raises(
+            scheduler_lib.VersionGone, match=r"version [012] was requested, and this server has version 1"
+        ):
             future.result(WAIT_S)
     for request, future in zip(pinned, futures, strict=True):
         if in_time:

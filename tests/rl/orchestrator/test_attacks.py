@@ -324,7 +324,7 @@ def world(tmp_path_factory):
     groups = collections.defaultdict(list)
     for rollout in made:
         groups[rollout.task.group].append(rollout)
-    make_validator = functools.partial(verifier.Validator, exp.model, lambda version: params)
+    make_validator = functools.partial(verifier.Validator, exp.model, lambda version, epoch: params)
     return exp, functools.partial(make_validator, verifier.rules_of(exp.config, exp.tokenizer)), groups
 
 
