@@ -123,7 +123,7 @@ class Audit:
         self._check("batch", _batch_error(batch, digests), step)
         prescribed = {group.group: group for group in task_schedule.train_groups(self.config, step)}
         for number, group in groups.items():
-            self._check_group(step, prescribed.get(number), group)
+            self._check_group(step, prescribed.get(number), group, batch.epoch if batch else -1)
             self._check_events(step, number, group[0].worker, digests[number], batch)
         self.num_rollouts += len(rollouts)
 
@@ -150,7 +150,7 @@ class Audit:
         return None if known == hash_ else f"{file} names the ledger's entry {number or 'none'}, which has another hash"
 
     def _check_group(
-        self, step: int, group: task_schedule.Group | None, rollouts: Sequence[rollout_lib.Rollout]
+        self, step: int, group: task_schedule.Group | None, rollouts: Sequence[rollout_lib.Rollout], epoch: int
     ) -> None:
         """Checks the rollouts of one group of a batch: they are whole, prescribed, recent, and signed."""
         worker, number = rollouts[0].worker, rollouts[0].task.group
@@ -161,7 +161,7 @@ class Audit:
             ("task", [self._task_error(step, group, rollout) for rollout in rollouts]),
             ("seed", [_seed_error(group, rollout) for rollout in rollouts]),
             ("staleness", [self._staleness_error(step, rollout) for rollout in rollouts]),
-            ("version", [self._version_error(rollout) for rollout in rollouts]),
+            ("version", [self._version_error(epoch, rollout) for rollout in rollouts]),
             ("signature", [_signature_error(rollout) for rollout in rollouts]),
         ):
             self.checked[rule] += len(errors)
@@ -198,12 +198,12 @@ class Audit:
             return f"version {low} is older than {oldest}, the oldest that this step takes"
         return f"version {high} is newer than {step - 1}, the newest that could be known" if high >= step else None
 
-    def _version_error(self, rollout: rollout_lib.Rollout) -> str | None:
-        epoch = getattr(rollout, "epoch", 0)  # 0: of any, as files of earlier releases do not name it
-        published = self.history.published
+    def _version_error(self, epoch: int, rollout: rollout_lib.Rollout) -> str | None:
+        if epoch >= 0 and rollout.epoch != epoch:
+            return f"it is of epoch {rollout.epoch}, and the batch of epoch {epoch}"
         for version in sorted({version for version in rollout.versions.tolist() if version >= self._begin}):
-            if version not in self._versions if epoch == 0 else (epoch, version) not in published:
-                return f"version {version} of epoch {epoch} was not published"
+            if version not in self._versions if epoch < 0 else (epoch, version) not in self.history.published:
+                return f"version {version} of epoch {max(epoch, 0)} was not published"
         return None
 
     def _check_events(self, step: int, number: int, worker: str, digest: str, batch) -> None:

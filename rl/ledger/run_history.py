@@ -38,6 +38,7 @@ class BatchHistory:
     basis: dict[int, str]  # group -> "verified" or "trusted"
     groups: dict[int, GroupHistory]
     quorum: int
+    epoch: int  # of its rollouts; -1: any, in ledgers of earlier releases
     distrust: dict[tuple[int, str, str], str]  # (group, worker, digest) -> why it needed a verdict
     draw_head: str  # of the ledger when this start of the run began, from which the draws of its groups follow
     records: dict[str, int]  # worker -> its groups that a quorum had accepted
@@ -119,7 +120,7 @@ class History:
             if (reason := self._distrust(worker, submitted))
         }
         self._groups.pop(step, None)
-        rest = self._quorum, distrust, self.draw_head, dict(self._records)
+        rest = self._quorum, fields.get("epoch", -1), distrust, self.draw_head, dict(self._records)
         self.batches[step] = BatchHistory(number, fields["digest"], basis, groups, *rest)
 
     def _distrust(self, worker: str, submitted: int) -> str | None:

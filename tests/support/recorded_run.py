@@ -16,7 +16,7 @@ from rl.protocol import check_rate, task_schedule, verdict
 from sharding import broadcast
 from sharding.format import journal
 from tests.rl.ledger.test_ledger import key
-from tests.support import groups
+from tests.support import groups as written_groups
 
 RUN, KEEPER, INVITED, STRANGER = key(7), key(8), key(9), key(10)
 INVITED_RATE = 0.25
@@ -38,17 +38,18 @@ def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, **sizes)
         run_ledger.RunLedger(folder / "ledger.db", KEEPER, RUN.worker) as ledger,
     ):
         ledger.resumed(0)
-        publish(folder, publisher, ledger, 0)
+        epoch = publish(folder, publisher, ledger, 0)
         draws = hmac.digest(workdir.secret(folder, exp.config.seed), ledger.head().encode(), "sha256")
         ledger.appointed([RUN.worker])
         ledger.joined(INVITED.worker, invited=True)
         ledger.joined(STRANGER.worker)
         for step in range(1, num_steps + 1):
-            batch = [make(group, ledger, change, draws) for group in task_schedule.train_groups(exp.config, step)]
+            groups = [dataclasses.replace(one, epoch=epoch) for one in task_schedule.train_groups(exp.config, step)]
+            batch = [make(group, ledger, change, draws) for group in groups]
             digests = run_rules.batch_digest(verdict.group_digest(rollouts) for rollouts, _ in batch)
             basis = {rollouts[0].task.group: basis for rollouts, basis in batch}
             parquet.write(path(folder, step), [rollout for rollouts, _ in batch for rollout in rollouts])
-            ledger.batch(step, digests, basis).result()
+            ledger.batch(step, digests, basis, epoch).result()
             publish(folder, publisher, ledger, step)
     return folder
 
@@ -62,14 +63,15 @@ def publish(folder, publisher, ledger, version):
     written = publisher.publish({"w": np.full(4, float(version), np.float32)}, version, metadata=anchor)
     data = (folder / "weights" / journal.dirname(version) / "manifest.json").read_bytes()
     ledger.published(version, hashlib.sha256(data).hexdigest(), written.epoch or 0)
+    return written.epoch or 0
 
 
 def make(group, ledger, change, draws):
     """Records the events of one group; returns its signed rollouts, and why a batch may have it."""
     worker = (INVITED, STRANGER)[group.group % 2]
-    rollouts = [rollout_lib.sign(change(rollout), worker) for rollout in groups.answers(group, group.step - 1)]
+    rollouts = [rollout_lib.sign(change(rollout), worker) for rollout in written_groups.answers(group, group.step - 1)]
     digest = verdict.group_digest(rollouts)
-    ledger.leased(worker.worker, *group.key, -1)
+    ledger.leased(worker.worker, *group.key, -1, group.epoch)
     ledger.submitted(worker.worker, *group.key, digest)
     split, step, number = group.key
     if is_verified := worker is STRANGER or check_rate.draw(draws, f"{split}/{step}/{number}") < INVITED_RATE:
