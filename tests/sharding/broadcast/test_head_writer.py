@@ -111,7 +111,7 @@ def test_the_head_announces_a_version_lists_it_after_its_manifest_and_drops_what
     assert broadcast.versions(tmp_path) == [10] and len(seen) == 3 + 3 * 2
 
 
-def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp_path, capfd):
+def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp_path, capfd, monkeypatch):
     with publisher(tmp_path, head_s=1.0) as to:
         publish(to, 0)
         first = read(tmp_path, expired=True)
@@ -120,6 +120,13 @@ def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp
         assert again.versions == first.versions and 0 <= again.expires_s - again.serial / 1000 <= 1
     assert read(tmp_path).expires_s > time.time() + 9 * 365 * 86400 and read(tmp_path).serial > again.serial
     assert not to._refresher.is_alive()
+    to._heads.begin(1, [0])
+    monkeypatch.setattr(head_writer.time, "time", lambda: 1.0)  # a clock that was set back
+    for _ in range(2):
+        last = read(tmp_path, expired=True)
+        to._heads.refresh()
+        assert (read(tmp_path, expired=True).serial, last.writing) == (last.serial + 1, 1)
+    monkeypatch.undo()
     with pytest.raises(ZeroDivisionError), publisher(tmp_path, head_s=1.0) as to:
         publish(to, 1)
         raise ZeroDivisionError
@@ -198,12 +205,13 @@ def test_a_root_file_replaces_the_key_of_a_run_and_revokes_the_old_one(tmp_path,
     assert broadcast.pull(weights, key=reader).version == 1
     with pytest.raises(ValueError, match=f"root.json names .*{PUBLIC}.*, not this publisher's {OTHER_PUBLIC}"):
         broadcast.Publisher(weights, given)
+    running = publisher(weights, root_file=str(file))
     stolen = publisher(weights, root_file=str(tmp_path / "reader.json"))
     publish(stolen, 1000)
     assert broadcast.latest(weights, key=reader) == 1000
     assert command(*keys, "--online", str(second)) == 0 and "root 2, until" in capsys.readouterr().out
     with pytest.raises(ValueError, match="the key was revoked"):
-        publish(publisher(weights, root_file=str(file)), 1001)
+        publish(running, 1001)
     resumed = broadcast.Publisher(weights, given)
     resumed.forget(2)
     publish(resumed, 2)
