@@ -141,7 +141,7 @@ def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
         assert ledgers.verify(path, head=head).error is None
     shutil.copy(path, tmp_path / "newest.db")
     for swap, error in (
-        (lambda: path.unlink(), "ledger.db does not exist; put the ledger back"),
+        (lambda: path.unlink(), "ledger.db does not exist; put it back, or the whole directory"),
         (lambda: shutil.copy(tmp_path / "older.db", path), "ends after entry .*older or another history; put back"),
     ):
         swap()
