@@ -56,7 +56,7 @@ def steady_time() -> float:
     """
     global _last_s
     now_s = time.time()
-    if now_s < _last_s - MAX_CLOCK_SKEW_S:  # corrected: what is dated by the old time is refused
+    if now_s < _last_s - MAX_CLOCK_SKEW_S:  # corrected: requests with the old time are refused
         _last_s = now_s
     _last_s = max(_last_s + 2e-6, now_s)  # two: float64 resolves 0.24 us, so one could round to the same us
     return _last_s

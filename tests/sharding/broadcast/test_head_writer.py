@@ -143,12 +143,12 @@ def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp
     assert read(tmp_path).expires_s > time.time() + 9 * 365 * 86400 and read(tmp_path).serial > again.serial
     assert not to._refresher.is_alive()
     to._heads.begin(1, [0])
-    monkeypatch.setattr(head_writer.time, "time", lambda: 1.0)  # a clock that was set back
-    for _ in range(2):
-        last = read(tmp_path, expired=True)
-        to._heads.refresh()
-        assert (read(tmp_path, expired=True).serial, last.writing) == (last.serial + 1, 1)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(head_writer.time, "time", lambda: 1.0)  # a clock that was set back
+        for _ in range(2):
+            last = read(tmp_path, expired=True)
+            to._heads.refresh()
+            assert (read(tmp_path, expired=True).serial, last.writing) == (last.serial + 1, 1)
     with pytest.raises(ZeroDivisionError), publisher(tmp_path, head_s=1.0) as to:
         publish(to, 1)
         raise ZeroDivisionError
