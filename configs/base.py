@@ -215,13 +215,16 @@ def get_config() -> config_dict.ConfigDict:
     p.servers = ()  # remote: URLs of inference servers
     p.control_servers = ()  # remote: URLs of the control listeners of those servers (inference.serve --control)
     p.control_token_file = ""  # remote: file with their token, created if absent; "": WORKDIR/control.token
+    p.server_keys = ()  # remote: public keys (hex) of servers, relays, and validators that sign in (--orchestrator, --key)
     p.workers = ()  # remote: public keys (hex) of invited workers; trust.admission is the rule for others
     # Several hosts: HOST:PORT of the first, whose next port must also be free; "": detected on TPU pods; "auto": detected by JAX.
     p.coordinator = ""
     p.num_processes = 0  # of the learner; 0: from the environment
     p.process_id = -1  # number of this process, from 0; -1: from the environment
     p.join_s = 300.0  # seconds that hosts wait for each other at the start
-    p.lease_s = 120.0  # seconds until an unanswered lease expires
+    p.lease_s = 120.0  # seconds without a heartbeat of its worker until a lease expires
+    p.heartbeat_s = 5.0  # seconds between two heartbeats of a node
+    p.patience_s = 3600.0  # seconds without a server, or without a worker for open groups, after which the run ends
 
     c.lock()  # a mistyped field is an error that names the nearest field
     for open_ended in (c.env.options, c.loss_options):  # any environment, and losses of one's own

@@ -16,24 +16,21 @@ import itertools
 import os
 import pathlib
 import shlex
-import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
 
 import jax
 
-from inference import client
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger
-from rl.orchestrator import orchestrator, verdict_collector
+from rl.orchestrator import nodes, orchestrator, verdict_collector
 from rl.protocol import timeline
 from rl.verification import checks, evidence_log, verifier
 from sharding import broadcast
@@ -41,7 +38,6 @@ from sharding import mesh as mesh_lib
 from sharding.system import secret_file, sockets
 
 START_TIMEOUT_S = 600.0
-NOTICE_S = 30.0  # between two notices of a run that waits for servers elsewhere
 
 
 def check(experiment: experiment_lib.Experiment, num_hosts: int) -> None:
@@ -80,7 +76,7 @@ def start_rollout_system(
         if experiment.config.topology.mode == "local":
             _start_here(experiment, workdir, weights, rollouts, start, stack)
         else:
-            _await_elsewhere(experiment, workdir, weights, rollouts, start, stack, on_wait)
+            _say_elsewhere(experiment, workdir, weights, rollouts, start, stack, on_wait)
         entry = broadcast.entry_of(weights, version, key=_trusted_key(workdir))
         if entry is None:
             raise ValueError(
@@ -88,6 +84,8 @@ def start_rollout_system(
             )
         rollouts.publish(timeline.Policy(entry.epoch, version, entry.sha256))
         yield rollouts
+        if experiment.config.topology.mode == "remote":
+            rollouts.end()
 
 
 def _orchestrator(
@@ -149,36 +147,37 @@ def _start_here(experiment, workdir, weights, rollouts, start: Callable, stack: 
     stack.callback(rollouts.close)
     control = stack.enter_context(sockets.private_path())
     command = [*server_command(experiment, workdir, weights), "--control", control]
-    rollouts.servers = [_address(start, "server", command, workdir)]
-    rollouts.control = client.Control([f"unix:{control}"])
+    rollouts.nodes.add(nodes.StaticServer(_address(start, "server", command, workdir), f"unix:{control}"))
     run = run_directory.signing_key(workdir).worker
     options = ["--orchestrator", url, "--run", run, "--sandbox", experiment.config.trust.sandbox]
     for file in _worker_keys(experiment.config, workdir):
         start(file.stem, ["rl.worker", *options, "--key", str(file)])
 
 
-def _await_elsewhere(
+def _say_elsewhere(
     experiment, workdir, weights, rollouts, start: Callable, stack: contextlib.ExitStack, on_wait: Callable[[str], None]
 ) -> None:
-    """Serves the orchestrator, starts a relay of the weights, and waits for servers, after a line for people on each command."""
+    """Serves the orchestrator and starts a relay of the weights, with a line for people on each command to run elsewhere."""
     topology, trusted = experiment.config.topology, _trusted_key(workdir)
-    # Before `serve`: workers that are already running ask for them immediately.
-    rollouts.servers = topology.servers
     token_file = topology.control_token_file or str(workdir / "control.token")
-    rollouts.control = client.Control(topology.control_servers, token=secret_file.read_or_create(token_file))
+    token = secret_file.read_or_create(token_file)
+    for server, control in zip(topology.servers, topology.control_servers, strict=True):
+        rollouts.nodes.add(nodes.StaticServer(server.rstrip("/"), control, token))
     url = rollouts.serve()
     stack.callback(rollouts.close)
     command = ["sharding.relay", "--upstream", str(weights), "--host", topology.relay_host]
     command += ["--port", str(topology.relay_port), "--trusted_key", trusted]
-    options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {trusted}"
-    if experiment.engine.routed_experts:
-        options += " --routed_experts"
-    options += " --port PORT --control HOST:PORT --control_token_file FILE"
-    on_wait(f"servers elsewhere: python -m inference.serve {options}")
-    on_wait(f"with HOST:PORT of topology.control_servers, and FILE a copy of {token_file}, which no worker needs")
     run = run_directory.signing_key(workdir).worker
+    options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {trusted} --port PORT"
+    if topology.server_keys:
+        signing = f"--orchestrator {url} --run {run} --key FILE --url URL"
+        on_wait(f"servers elsewhere: python -m inference.serve {options} {signing}")
+        on_wait("with the FILE of a key in topology.server_keys, and the URL at which workers reach the server")
+    if topology.servers:
+        control = "--control HOST:PORT --control_token_file FILE"
+        on_wait(f"servers elsewhere: python -m inference.serve {options} {control}")
+        on_wait(f"with HOST:PORT of topology.control_servers, and FILE a copy of {token_file}, which no worker needs")
     on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {run}")
-    _await_servers(topology.servers, on_wait)
 
 
 def _stakes(file: str, stack: contextlib.ExitStack) -> Callable[[str], int]:
@@ -232,27 +231,6 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
     if experiment.server_mesh:
         command += ["--mesh", ",".join(f"{axis}={size}" for axis, size in experiment.server_mesh.items())]
     return command
-
-
-def _await_servers(urls: Sequence[str], on_wait: Callable[[str], None]) -> None:
-    """Blocks until each server, which people start by hand, accepts connections. Raises ValueError after `START_TIMEOUT_S`."""
-    begun_s = noticed_s = time.monotonic()
-    waiting = list(urls)
-    while waiting:
-        parts = urllib.parse.urlsplit(waiting[0])
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        try:
-            socket.create_connection((parts.hostname or "", port), timeout=5).close()
-            del waiting[0]
-        except OSError as error:
-            now_s = time.monotonic()
-            if now_s > begun_s + START_TIMEOUT_S:
-                missing = f"no inference server at {waiting[0]} within {START_TIMEOUT_S:.0f} s ({error})"
-                raise ValueError(f"{missing}. Start it, or correct topology.servers") from error
-            if now_s > noticed_s + NOTICE_S:
-                on_wait(f"waiting for the inference server at {waiting[0]}: {error}")
-                noticed_s = now_s
-            time.sleep(0.2)
 
 
 def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Path) -> str:

@@ -111,23 +111,18 @@ class WorkerKey:
         return cls(ed25519.Ed25519PrivateKey.generate())
 
     @classmethod
-    def load(cls, path: str | os.PathLike, role: str = "worker key") -> "WorkerKey":
-        """Returns the key pair in a file, which errors call `role`. Raises ValueError if it is not an unencrypted ed25519 PEM file."""
-        try:
-            data = pathlib.Path(path).read_bytes()
-        except (PermissionError, IsADirectoryError) as error:
-            raise ValueError(
-                f"{role} {path} cannot be read: {error.strerror}; name a file that this user may read"
-            ) from error
+    def load(cls, path: str | os.PathLike) -> "WorkerKey":
+        """Returns the key pair in a file. Raises ValueError if the file is not an unencrypted ed25519 PEM file."""
+        data = pathlib.Path(path).read_bytes()
         try:
             private = serialization.load_pem_private_key(data, password=None)
         except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
             cause = error if data.strip() else "it is empty"
-            found = f"{role} {path} is not an unencrypted PEM private key ({cause})"
+            found = f"worker key {path} is not an unencrypted PEM private key ({cause})"
             raise ValueError(f"{found}; name another file, or put this one back from a backup") from error
         if not isinstance(private, ed25519.Ed25519PrivateKey):
             kind = type(private).__name__
-            raise ValueError(f"{role} {path} is a {kind}, but must be ed25519; name another file")
+            raise ValueError(f"worker key {path} is a {kind}, but a worker key is ed25519; name another file")
         return cls(private)
 
     def save(self, path: str | os.PathLike) -> None:

@@ -6,7 +6,6 @@ unused: a user who types it expects an effect.
 
 import math
 import re
-import sqlite3
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,7 +15,6 @@ from ml_collections import config_dict
 
 from inference.engine import request
 from inference.server import web
-from rl.ledger import ledger
 from rl.protocol import lease
 
 # Losses that correct the sampler's policy to the learner's old one.
@@ -47,7 +45,11 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("in [0, 1)", lambda v: 0 <= v < 1, "optimizer.beta1 optimizer.beta2 optimizer.momentum"),
     ("in (0, 1]", lambda v: 0 < v <= 1, "sampling.top_p trust.min_rate trust.invited_rate"),
     ("above 0 (greedy samples of a group are all alike)", lambda v: 0 < v < math.inf, "sampling.temperature"),
-    ("above 0", lambda v: 0 < v < math.inf, "topology.lease_s topology.join_s trust.verdict_s lora.alpha"),
+    (
+        "above 0",
+        lambda v: 0 < v < math.inf,
+        "topology.lease_s topology.join_s topology.heartbeat_s topology.patience_s trust.verdict_s lora.alpha",
+    ),
     ("in 0..65535", lambda v: 0 <= v <= 65535, "topology.port topology.relay_port"),
     ("in 0..2147483647", lambda v: 0 <= v < 2**31, "seed"),
     (f"in 1..{lease.MAX_WORK_BITS}", lambda v: 1 <= v <= lease.MAX_WORK_BITS, "trust.work_bits"),
@@ -68,9 +70,10 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
         for url in config.topology[name]:
             if not _is_url(url):
                 raise ValueError(f"topology.{name} contains {url!r}, which is not a URL; write http://HOST:PORT")
-    for key in config.topology.workers:
-        if not re.fullmatch("[0-9a-f]{64}", str(key)):
-            raise ValueError(f"topology.workers contains {key!r}, which is not a public key; write 64 hex digits")
+    for name in ("workers", "server_keys"):
+        for key in config.topology[name]:
+            if not re.fullmatch("[0-9a-f]{64}", str(key)):
+                raise ValueError(f"topology.{name} contains {key!r}, which is not a public key; write 64 hex digits")
 
     keys = [validator.rpartition("#")[2] for validator in config.trust.validators]
     for validator, key in zip(config.trust.validators, keys, strict=True):
@@ -83,9 +86,7 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
 
 
 def check_tolerances(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError if a run without bands allows more than float32 needs, or its ledger of stakes is not a good one.
-
-    No test of replays bounds the gain of a worker that uses the room.
+    """Raises ValueError if a run without bands allows more than float32 needs: no test of replays bounds the gain of a worker that uses it.
 
     With room of 0.02 a worker may choose 1 token in 80; with 0.05 it may bias each importance ratio by 5 %. Workdirs of earlier
     versions are read without this rule.
@@ -94,11 +95,6 @@ def check_tolerances(config: config_dict.ConfigDict) -> None:
         if not config.trust.bands and config.trust[name] > limit:
             found = f"trust.{name} = {config.trust[name]} exceeds {limit} and trust.bands is '': workers can live in that room"
             raise ValueError(f"{found}; lower it, or set trust.bands = 'auto' or to a file of `rl.validator calibrate`")
-    if file := config.trust.stake_ledger:
-        try:
-            ledger.Ledger(file).close()
-        except (OSError, ValueError, sqlite3.Error) as error:
-            raise ValueError(f"trust.stake_ledger: {error} (docs/decisions/trust.md has a recipe)") from error
 
 
 def check_trainable(config: config_dict.ConfigDict) -> None:
@@ -150,8 +146,9 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     steps, num_updates = c.optimizer.total_steps, c.rl.num_steps * objective.optimizer_steps
     if c.optimizer.schedule != "constant" and steps < num_updates:
         yield f"optimizer.total_steps = {steps} leaves the rate at its floor for the rest of the run; set it to {num_updates}"
-    if c.topology.mode == "remote" and not c.topology.servers:
-        yield "topology.mode = 'remote' needs inference servers; set topology.servers to their URLs"
+    if c.topology.mode == "remote" and not (c.topology.servers or c.topology.server_keys):
+        remedy = "set topology.server_keys to the keys of servers that sign in, or topology.servers to URLs"
+        yield f"topology.mode = 'remote' needs inference servers; {remedy}"
     if c.topology.mode == "remote" and len(c.topology.control_servers) != len(c.topology.servers):
         found = (
             f"topology.control_servers has {len(c.topology.control_servers)} URLs for {len(c.topology.servers)} servers"
@@ -216,7 +213,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     yield r"trust\.work_bits", c.trust.admission != "work", "set trust.admission = 'work'"
     is_local = c.topology.mode == "local"
     yield (
-        r"topology\.(relay_host|relay_port|control_servers|control_token_file)",
+        r"topology\.(relay_host|relay_port|server_keys|control_servers|control_token_file)",
         is_local,
         "set topology.mode = 'remote'",
     )

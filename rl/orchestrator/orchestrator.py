@@ -1,9 +1,10 @@
 """Hands out groups to workers, collects their rollouts, and assembles the batches of the learner.
 
 For batch n (1-based) of P groups:
-1. `publish(version)` makes the inference servers load it. Once they have, every batch n with n - 1 - max_lag <= version opens.
+1. `publish(version)` names it to the inference servers. Once they serve it (rl/orchestrator/nodes.py), every batch n with
+   n - 1 - max_lag <= version opens.
 2. A worker leases groups (rl/protocol/lease.py), generates their rollouts on the servers, and submits them, signed
-   (rl/orchestrator/routes.py). An expired lease goes to the next worker.
+   (rl/orchestrator/routes.py). Its heartbeats renew its leases; an expired lease goes to the next worker.
 3. A submission is checked, and its group quarantined until a verdict accepts it (rl/orchestrator/submissions.py).
 4. A rejected group is requeued, so that a batch is always its P prescribed groups. `next_batch(n)` waits for the groups, requeues
    those that became too stale, assigns advantages, and returns the batch.
@@ -12,10 +13,10 @@ rl/orchestrator/group_queue.py has the states of a group; this file adds the loc
 learner's process and imports no environment: a task is only an index here.
 """
 
-import asyncio
 import collections
 import concurrent.futures
 import dataclasses
+import math
 import pathlib
 import threading
 import time
@@ -23,7 +24,6 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from inference import client as client_lib
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
@@ -31,14 +31,15 @@ from models import hub
 from rl.batch import credit as credit_lib
 from rl.batch import packing
 from rl.ledger import run_ledger, run_rules
-from rl.orchestrator import admission, group_queue, routes, submissions, verdict_collector, worker_health
+from rl.orchestrator import admission, group_queue, nodes, routes, submissions, verdict_collector, worker_health
 from rl.orchestrator.group_queue import State
-from rl.protocol import task_schedule, timeline
+from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
+MAX_FAREWELL_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +83,9 @@ class Orchestrator:
         self._config, self._workdir, self._credit, self._key = config, workdir, credit, key
         self._verdicts, self._ledger = verdicts, ledger or run_ledger.NoLedger()
         self._evidence, self._on_wait = evidence, on_wait
-        self.servers: Sequence[str] = ()  # URLs of the inference servers, for workers
-        self.control: client_lib.Control | None = None  # of those servers; set before `publish`
         self._changed = threading.Condition()  # guards everything below
         self._policy = timeline.Policy(0, -1)  # the newest that a server may have
-        self._version = -1  # the newest version that all servers have
+        self._version = -1  # the newest version that servers have
         self._opened_step = 0
         self._queue = group_queue.GroupQueue()
         self._invited = frozenset({*invited, *config.topology.workers})
@@ -97,6 +96,16 @@ class Orchestrator:
             min_rate=config.trust.min_rate,
             invited_rate=config.trust.invited_rate,
             invited=self._invited,
+        )
+        self._blamed_s: dict[str, float] = {}  # worker -> its last lease that expired and was held against it
+        self.nodes = nodes.Nodes(
+            heartbeat_s=config.topology.heartbeat_s,
+            patience_s=config.topology.patience_s,
+            max_lag=config.rl.max_lag,
+            server_keys=config.topology.server_keys,
+            is_known=self._health.is_known,
+            on_served=self._open,
+            say=on_wait,
         )
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
@@ -116,7 +125,7 @@ class Orchestrator:
             on_caught=on_wait,
             fail=self.fail,
         )
-        self._updater = concurrent.futures.ThreadPoolExecutor(1, "update-servers")
+        self._is_ended = False
 
     def serve(self) -> str:
         """Starts the HTTP server for workers in a thread; returns its URL. Raises ValueError if its address cannot be used."""
@@ -126,11 +135,18 @@ class Orchestrator:
         self._thread.start()
         return sockets.address(sock)
 
+    def end(self) -> None:
+        """Tells workers that the run is over, so that they do not wait for its next process; returns when they know, or soon."""
+        with self._changed:
+            self._is_ended = True
+        deadline_s = time.monotonic() + min(3 * self._config.topology.heartbeat_s, MAX_FAREWELL_S)
+        while self.nodes.num_workers() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+
     def close(self) -> None:
-        """Stops the HTTP server and cancels queued work; waits for running replays and server updates, but not for other checks."""
+        """Stops the HTTP server and cancels queued work; waits for running replays, but not for other checks."""
         self._web.should_exit = True
         self._thread.join()
-        self._updater.shutdown(cancel_futures=True)
         self._submissions.close()
 
     def resume(self, step: int, state: dict | None = None) -> None:
@@ -148,7 +164,7 @@ class Orchestrator:
     # Called by the learner.
 
     def publish(self, policy: timeline.Policy) -> None:
-        """Makes the servers load `policy`, published already, in the background; then further batches open.
+        """Lets the servers load `policy`, published already; once they have, further batches open.
 
         A policy of another epoch makes all work of earlier ones void.
         """
@@ -156,7 +172,7 @@ class Orchestrator:
             self._policy = policy
             if policy.epoch != self._queue.epoch:
                 self._submissions.begin_epoch(policy.epoch)
-        self._updater.submit(self._load, policy)
+        self.nodes.announce(policy)
 
     def next_batch(self, step: int) -> Batch:
         """Blocks until all groups of batch `step` (1-based) are accepted; returns the batch. Raises the error given to `fail`."""
@@ -204,7 +220,7 @@ class Orchestrator:
             "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
             "tokenizer": hub.pinned(config.tokenizer),
             "tokenizer_date": config.tokenizer_date,
-            "servers": list(self.servers),
+            "servers": [server["url"] for server in self.nodes.servers()],
             "sampling": {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")},
             "router_replay": config.train.router_replay,
             "admission": dataclasses.asdict(self._admission.policy),
@@ -227,14 +243,14 @@ class Orchestrator:
 
         `network` is that of the worker's connection. `returned` are keys of groups that the worker holds and will not finish.
         """
+        now_s = time.monotonic()
+        self.nodes.seen([worker], now_s)
         with self._changed:
-            now_s = time.monotonic()
-            for expired in self._queue.expire(now_s):
-                self._lose(expired, now_s)
+            self._expire(now_s)
             for key in returned:
-                entry = self._queue.entries.get(key)
-                if entry and (entry.state, entry.worker) == (State.LEASED, worker):
-                    self._lose(self._queue.requeue(key), now_s, is_void=0 <= entry.group.version < self._policy.version)
+                if lease := self._queue.give_back(key, worker):
+                    is_gone = 0 <= lease.group.version < self._policy.version  # it is not served any more
+                    self._lose(lease, now_s, "lease_void" if is_gone else "lease_expired", blame=not is_gone)
             self._health.seen(worker, now_s)
             count = self._queue.count()
             num_unfinished = count.total() - count[State.ELIGIBLE]
@@ -243,10 +259,11 @@ class Orchestrator:
             pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, is_stranger)
             groups = self._queue.lease(
                 worker,
-                min(room, capacity),
+                0 if self._is_ended else min(room, capacity),
                 now_s + self._health.lease_s(worker),
                 lambda key: self._health.may_lease(worker, key, now_s),
                 self._version if pins else -1,
+                now_s=now_s,
             )
             self._health.leased(worker, network, [group.key for group in groups], now_s)
             if groups:
@@ -255,10 +272,57 @@ class Orchestrator:
                 self._ledger.leased(worker, *group.key, group.version, group.epoch)
             return groups
 
-    def _lose(self, entry: group_queue.Entry, now_s: float, *, is_void: bool = False) -> None:
-        """Counts a lease that ended without rollouts against its worker, unless `is_void`: its version is not served any more."""
-        self._counts["lease_void" if is_void else "lease_expired"] += 1
-        self._health.lost(entry.worker, entry.group.key, now_s, blame=not is_void)
+    def beat(self, key: str, role: str, report: registry.Report, holding: Sequence[group_queue.Key], *, leaving: bool):
+        """Records a heartbeat; renews the leases of a worker that it still works on, or takes all back if it is `leaving`.
+
+        Returns the keys of the groups that it need not finish. Raises ValueError if the key is another role's.
+        """
+        now_s = time.monotonic()
+        if leaving or self._is_ended:
+            self.nodes.leave(key)
+        else:
+            self.nodes.beat(key, role, report, now_s)
+        if role != "worker":
+            return []
+        with self._changed:
+            self._health.seen(key, now_s)
+            if not leaving:
+                return self._queue.renew(key, holding, lambda lease: self._health.renewed_s(key, lease.since_s, now_s))
+            for held in self._queue.held(key):
+                if lease := self._queue.give_back(held, key):
+                    # A newcomer could keep groups from others by taking and returning them.
+                    self._lose(lease, now_s, "lease_returned", blame=not self._health.is_known(key))
+            return []
+
+    def tick(self, now_s: float) -> None:
+        """Reopens expired leases."""
+        with self._changed:
+            self._expire(now_s)
+
+    def has_work(self) -> bool:
+        """Returns True if groups wait for a worker."""
+        with self._changed:
+            return self._queue.count()[State.OPEN] > 0
+
+    @property
+    def is_ended(self) -> bool:
+        """True once the run is over and workers need not wait for its next process."""
+        return self._is_ended
+
+    def _expire(self, now_s: float) -> None:
+        for lease in self._queue.expire(now_s):
+            # Several leases that end in one outage are one fault, and none if the worker could not reach a server.
+            is_first = now_s - self._blamed_s.get(lease.worker, -math.inf) > self._config.topology.lease_s
+            blame = is_first and not self.nodes.was_away(lease.since_s)
+            if blame:
+                recent = {name: s for name, s in self._blamed_s.items() if now_s - s <= self._config.topology.lease_s}
+                self._blamed_s = recent | {lease.worker: now_s}
+            self._lose(lease, now_s, "lease_expired", blame=blame)
+
+    def _lose(self, lease: group_queue.Lease, now_s: float, count: str, *, blame: bool) -> None:
+        """Counts a lease that ended without rollouts, also against its worker if it is to `blame`."""
+        self._counts[count] += 1
+        self._health.lost(lease.worker, lease.group.key, now_s, blame=blame)
 
     def holds_groups(self, worker: str) -> bool:
         """Returns True if a worker has groups that no batch has taken; else the answer would tell which passed without a verdict."""
@@ -269,29 +333,17 @@ class Orchestrator:
         """Starts the checks of submitted rollouts; returns per group a future of its reply, as `Submissions.submit` does."""
         return self._submissions.submit(rollouts)
 
-    def _load(self, policy: timeline.Policy) -> None:
-        """Makes the servers load a policy, then opens the groups that may use it. An error fails the run."""
-        version = policy.version
-        try:
-            self._update_servers(policy)
-            with self._changed:
-                self._version = version
-                last = min(version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
-                for step in range(self._opened_step + 1, last + 1):
-                    self._queue.add(task_schedule.train_groups(self._config, step))
-                self._opened_step = max(self._opened_step, last)
-                self._changed.notify_all()
-        except BaseException as error:  # no other code reads the result of this thread
-            self.fail(error)
-
-    def _update_servers(self, policy: timeline.Policy) -> None:
-        try:
-            if self.control is not None:
-                options = {"epoch": policy.epoch, "digest": policy.digest}
-                asyncio.run(self.control.update_weights(policy.version, **options))
-        except (ValueError, OSError, client_lib.httpx.HTTPError, client_lib.httpx.InvalidURL) as error:
-            found = f"an inference server did not load policy version {policy.version}: {error}"
-            raise ValueError(f"{found}; read the log of that server") from error
+    def _open(self, policy: timeline.Policy) -> None:
+        """Opens the groups that may use a policy which servers have."""
+        with self._changed:
+            if policy.epoch != self._policy.epoch:  # replaced meanwhile
+                return
+            self._version = policy.version
+            last = min(policy.version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
+            for step in range(self._opened_step + 1, last + 1):
+                self._queue.add(task_schedule.train_groups(self._config, step))
+            self._opened_step = max(self._opened_step, last)
+            self._changed.notify_all()
 
     def _record_batch(self, step: int, taken: list[group_queue.Entry]) -> concurrent.futures.Future:
         basis = {entry.group.group: "verified" if entry.is_verified else "trusted" for entry in taken}
@@ -339,13 +391,14 @@ class Orchestrator:
             f"{loading if self._policy.version > self._version else ''}"
             f"{f'; workers banned after trust.max_attempts rejections: {banned}' if banned else ''}"
             f"{f'; {silent}' if (silent := self._verdicts.notice()) else ''}"
+            f"{f'; no server can be used: {servers}' if (servers := self.nodes.notice()) else ''}"
         )
 
     def _take_counts(self) -> dict[str, float]:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
-            names = "accepted called_back refused checked stale lease_expired lease_void unleased given_up"
-            names += " void_epoch undecided unanswered unverified trained_unverified_of_cheats"
+            names = "accepted called_back refused checked stale lease_expired lease_void lease_returned unleased"
+            names += " given_up void_epoch undecided unanswered unverified trained_unverified_of_cheats"
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
             self._counts.clear()
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}

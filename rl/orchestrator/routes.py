@@ -1,4 +1,7 @@
-"""The HTTP routes of an orchestrator: `GET /run`, `POST /lease`, `POST /submit`, with signed requests (rl/protocol/lease.py).
+"""The HTTP routes of an orchestrator: GET /run; POST /lease, /heartbeat, /submit, with signed requests (rl/protocol/lease.py).
+
+A lease request may wait until there is work (rl/orchestrator/lease_waiters.py). Heartbeats of all roles get the newest policy;
+workers also get the servers that they may use.
 
 Two threads decode submissions, which bounds the memory; networks take turns there. A group that is then queued for its checks was
 leased to its signer. So queued groups take no more memory than the open batches, and slow submissions delay only their sender.
@@ -7,6 +10,7 @@ leased to its signer. So queued groups take no more memory than the open batches
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import time
 
@@ -17,10 +21,13 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
 from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import request_rate, submissions, worker_health
+from rl.orchestrator import lease_waiters, request_rate, submissions, worker_health
+from rl.orchestrator import nodes as nodes_lib
 from rl.protocol import lease as lease_lib
+from rl.protocol import registry
 
 MAX_LEASE_BYTES = 8192  # of a request's JSON; 64 returned groups take 3 KB
+MAX_HEARTBEAT_BYTES = 2**18  # 4096 held groups take 150 KB
 MAX_NONCE = 64  # characters
 NUM_DECODES = 2  # at the same time: 0.8 GiB each at worst
 
@@ -31,11 +38,14 @@ def make_app(
     """Returns the web app that serves an `Orchestrator` in a new session. Its replies are signed by the run's `key`."""
     decoders = fair_pool.FairPool(NUM_DECODES, "decode")
     session = lease_lib.Session.open(key.worker)
-    gate = _Gate(session, admission, health)
+    gate = _Gate(session, admission, health, orchestrator.nodes)
+    waiters = lease_waiters.LeaseWaiters(orchestrator.has_work)
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
+        swarm = asyncio.create_task(_run_swarm(orchestrator, waiters))
         yield
+        swarm.cancel()
         decoders.close()
 
     app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None, lifespan=lifespan)
@@ -54,10 +64,31 @@ def make_app(
         network = gate.limit_rate(request)
         message = await web.read_json(request, MAX_LEASE_BYTES)
         worker = gate.verify(message, "lease", network)
-        groups = orchestrator.lease(worker, message["capacity"], network, [tuple(x) for x in message["returned"]])
+        returned = [tuple(key) for key in message["returned"]]
+        attempt = functools.partial(orchestrator.lease, worker, message["capacity"], network)
+        groups = attempt(returned)
+        if message["capacity"] and (wait_s := message.get("wait_s", 0)) and not groups:
+            gone = asyncio.ensure_future(request.receive())  # the body was read: the next message is a disconnect
+            try:
+                groups = await waiters.wait(worker, attempt, wait_s, is_known=health.is_known(worker), gone=gone)
+            finally:
+                gone.cancel()
+        if orchestrator.is_ended:
+            orchestrator.nodes.leave(worker)
         # Signed over the request, so that no third party can send a worker to other tasks.
         reply = {"groups": [dataclasses.asdict(group) for group in groups], "request": message["signature"]}
-        return lease_lib.sign(key, reply)
+        return lease_lib.sign(key, reply | _news(orchestrator, has_servers=bool(groups)))
+
+    @app.post("/heartbeat")
+    async def heartbeat(request: fastapi.Request):
+        network = gate.limit_rate(request)
+        message = await web.read_json(request, MAX_HEARTBEAT_BYTES)
+        node, role = gate.verify(message, "heartbeat", network), message["role"]
+        report = registry.Report.from_json(message["report"])
+        holding = [tuple(key) for key in message["holding"]]
+        void = orchestrator.beat(node, role, report, holding, leaving=message["leaving"])
+        reply = {"interval_s": orchestrator.nodes.heartbeat_s, "void": void, "request": message["signature"]}
+        return lease_lib.sign(key, reply | _news(orchestrator, has_servers=role == "worker"))
 
     @app.post("/submit")
     async def submit(request: fastapi.Request):
@@ -80,12 +111,56 @@ def make_app(
     return app
 
 
+async def _run_swarm(orchestrator, waiters: lease_waiters.LeaseWaiters) -> None:
+    """Runs all that the orchestrator does by itself, until it is cancelled. An error ends the run."""
+    seen_s = 0.0
+
+    def tick(now_s: float) -> None:
+        nonlocal seen_s
+        orchestrator.tick(now_s)
+        if now_s - seen_s > orchestrator.nodes.heartbeat_s:
+            seen_s = now_s
+            orchestrator.nodes.seen(waiters.workers(), now_s)
+        waiters.wake()
+        if orchestrator.is_ended:
+            waiters.close()
+
+    try:
+        await orchestrator.nodes.run(orchestrator.has_work, tick)
+    except asyncio.CancelledError:
+        waiters.close()
+        raise
+    except BaseExceptionGroup as errors:  # of one task; no other code reads the result of this one
+        orchestrator.fail(errors.exceptions[0])
+    except BaseException as error:
+        orchestrator.fail(error)
+
+
+def _news(orchestrator, *, has_servers: bool) -> dict:
+    """Returns the part of a reply that is the same for all workers."""
+    newest = orchestrator.nodes.newest
+    news = {"policy": newest.to_json() if newest else None, "ended": orchestrator.is_ended}
+    return news | ({"servers": orchestrator.nodes.servers()} if has_servers else {})
+
+
 class _Gate:
     """Lets requests in: at most so many of a network, and signed in this session by a key that may take part."""
 
-    def __init__(self, session: lease_lib.Session, admission, health: worker_health.WorkerHealth):
-        self._rate, self._health = request_rate.RequestRate(), health
-        self._verifier = lease_lib.RequestVerifier(session, admit=admission.admit, is_known=health.is_known)
+    def __init__(
+        self, session: lease_lib.Session, admission, health: worker_health.WorkerHealth, nodes: nodes_lib.Nodes
+    ):
+        def admit(key: str, message: dict) -> None:
+            if message.get("role", "worker") == "worker":
+                admission.admit(key, message)
+            elif not nodes.may_serve(key):
+                found = f"{message['role']} {key[:16]} is not in topology.server_keys"
+                raise ValueError(f"{found}; ask the operator of the run to add it")
+
+        self._rate, self._health, self._nodes = request_rate.RequestRate(), health, nodes
+        self._verifier = lease_lib.RequestVerifier(session, admit=admit, is_known=self._is_known)
+
+    def _is_known(self, key: str) -> bool:
+        return self._health.is_known(key) or self._nodes.may_serve(key)
 
     def limit_rate(self, request: fastapi.Request) -> str:
         """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many."""
@@ -96,9 +171,9 @@ class _Gate:
         return network
 
     def verify(self, message: dict, kind: str, network: str) -> str:
-        """Returns the worker that signed a request. Raises ValueError, as `RequestVerifier.verify` does."""
+        """Returns the node that signed a request. Raises ValueError, as `RequestVerifier.verify` does."""
         worker = self._verifier.verify(message, kind)
-        if self._health.is_known(worker):  # such as many workers on one machine
+        if self._is_known(worker):  # such as many workers on one machine
             self._rate.give_back(network)
         return worker
 

@@ -26,6 +26,7 @@ and which leases still hold. Memory grows with accepted and rejected groups, not
 import collections
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 
 from rl.protocol import check_rate
@@ -38,7 +39,7 @@ Key = tuple[str, int, int]  # task_schedule.Group.key
 
 @dataclasses.dataclass
 class _Worker:
-    """The marks of one worker. Checkpoints have the names and, in earlier versions, only the values in this order."""
+    """The marks of one worker, in the order of a checkpoint."""
 
     num_rejected: int = 0
     is_suspect: bool = False
@@ -104,13 +105,15 @@ class WorkerHealth:
 
     def state(self) -> dict:
         """Returns all marks of workers as plain JSON, for `restore`."""
-        marks = {name: dataclasses.asdict(one) for name, one in self._workers.items() if one != _Worker()}
+        marks = {
+            name: list(dataclasses.asdict(one).values()) for name, one in self._workers.items() if one != _Worker()
+        }
         return {"workers": marks, "expired_with": [[*key, worker] for key, (worker, _) in self._lost.items()]}
 
     def restore(self, state: dict) -> None:
-        """Sets the marks of workers to those that `state` returned earlier, maybe in a version with fewer fields, or without names."""
-        for name, marks in copy.deepcopy(state["workers"]).items():
-            self._workers[name] = _Worker(**marks) if isinstance(marks, dict) else _Worker(*marks)
+        """Sets the marks of workers to those that `state` returned earlier, maybe in a version with fewer fields."""
+        for name, marks in state["workers"].items():
+            self._workers[name] = _Worker(*copy.deepcopy(marks))
         self._lost = {tuple(key): (worker, 0.0) for *key, worker in state["expired_with"]}
 
     def room(
@@ -146,6 +149,14 @@ class WorkerHealth:
         """Returns how many seconds a lease of a worker lasts."""
         return self._lease_s if self.is_known(worker) else self._lease_s / NEWCOMER_FRACTION
 
+    def renewed_s(self, worker: str, since_s: float, now_s: float) -> float:
+        """Returns the deadline of a lease that a worker took at `since_s` and says at `now_s` that it works on.
+
+        A newcomer's ends with `lease_s` at the latest: it could keep a group for ever by heartbeats, at no cost.
+        """
+        most_s = math.inf if self.is_known(worker) else since_s + self._lease_s
+        return min(now_s + self.lease_s(worker), most_s)
+
     def leased(self, worker: str, network: str, keys: Collection[Key], now_s: float) -> None:
         """Records new leases of a worker."""
         if not self.is_known(worker):
@@ -153,14 +164,12 @@ class WorkerHealth:
 
     def lost(self, worker: str, key: Key, now_s: float, *, blame: bool = True) -> None:
         """Records that a worker's lease on a group ended without rollouts; without `blame`, its marks stay, and its place is soon free."""
-        if self.is_stranger(worker):
-            self._lost[key] = worker, now_s + self._lease_s
+        self._lost[key] = worker, now_s + self._lease_s if self.is_stranger(worker) else 0.0
         if not blame:
             soon_s = now_s + self._lease_s / NEWCOMER_FRACTION**2
             for place in self._places:
                 place.until_s = min(place.until_s, soon_s) if place.worker == worker else place.until_s
         elif worker in self._invited:
-            self._lost[key] = worker, 0.0
             self._workers[worker].num_halvings = min(self._of(worker).num_halvings + 1, MOST_HALVINGS)
         elif self.is_known(worker):
             self._set_record(worker, self._of(worker).record // 2)

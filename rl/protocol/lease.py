@@ -7,11 +7,11 @@
    submission needs no such rule: its groups are not leased any more, or are answered by the same bytes again.
 4. A run signs its requests for verdicts in the same way, over the public key of the validator as session, each newer than the last.
 5. A run may ask for a proof of work per key (hashcash): `find_work` searches for it, `is_work` checks it with one hash.
+6. Servers, workers, relays, and validators sign in by heartbeats, which report their state and renew the leases in `holding`.
 """
 
 import collections
 import dataclasses
-import datetime
 import functools
 import hashlib
 import itertools
@@ -22,10 +22,12 @@ import time
 from collections.abc import Callable
 
 from inference.rollouts import rollout as rollout_lib
+from rl.protocol import registry
 
 MAX_CLOCK_SKEW_S = 300.0
 MAX_CAPACITY = 4096
 MAX_RETURNED = 64
+MAX_WAIT_S = 600.0  # that a lease request may wait for work
 MAX_REMEMBERED = 2**16  # workers whose previous request is known
 MAX_WORK_BITS = 40  # days of one CPU core
 HEADER = "x-intellax-request"  # the signed request as JSON, where the body is a file of rollouts
@@ -50,15 +52,12 @@ class Session:
 
 
 def steady_time() -> float:
-    """Returns the Unix time in seconds, but later than in the previous call, unless the clock was set back by minutes.
+    """Returns the Unix time in seconds, but always later than in the previous call, even if the clock was set back.
 
     The monotonic clock is not used: it stops while a laptop sleeps, and the worker's requests would be too old forever.
     """
     global _last_s
-    now_s = time.time()
-    if now_s < _last_s - MAX_CLOCK_SKEW_S:  # corrected: requests with the old time are refused
-        _last_s = now_s
-    _last_s = max(_last_s + 2e-6, now_s)  # two: float64 resolves 0.24 us, so one could round to the same us
+    _last_s = max(_last_s + 2e-6, time.time())  # two: float64 resolves 0.24 us, so one could round to the same us
     return _last_s
 
 
@@ -109,19 +108,20 @@ class RequestVerifier:
         clock: Callable[[], float] = time.time,
     ):
         self._session, self._admit, self._is_known, self._clock = session, admit, is_known, clock
-        self._last_us: collections.OrderedDict[str, int] = collections.OrderedDict()  # of lease requests, by worker
+        # The time of the last request by kind and worker: those of two kinds may overtake each other.
+        self._last_us: collections.OrderedDict[tuple[str, str], int] = collections.OrderedDict()
 
     def verify(self, message: dict, kind: str) -> str:
-        """Returns the worker's public key of a request of a `kind`: "lease", "submit", or "verdicts". Raises ValueError to reject it."""
+        """Returns the signer's public key of a request of a `kind` (`_FIELDS`). Raises ValueError to reject it."""
         rules = _FIELDS["request"] | _FIELDS[kind]
-        if missing := rules.keys() - message.keys():
+        if missing := rules.keys() - message.keys() - OPTIONAL:
             raise ValueError(
                 f"{kind} request without {', '.join(sorted(missing))}; sign one as rl/protocol/lease.py does"
             )
         if unknown := message.keys() - rules.keys():
             raise ValueError(f"{kind} request has the unknown field {min(unknown)!r:.80}; leave it out")
         for name, (is_ok, rule) in rules.items():
-            if not is_ok(message[name]):
+            if name in message and not is_ok(message[name]):
                 raise ValueError(f"{kind} request has {name} {message[name]!r:.80}; send {rule}")
         worker, time_us = message["worker"], message["time_us"]
         if (message["run"], message["session"]) != (self._session.run, self._session.id):
@@ -129,34 +129,30 @@ class RequestVerifier:
             raise StaleSession(f"{kind} request is for {found}, which is not this orchestrator; fetch /run again")
         now_us = int(self._clock() * 1e6)
         if abs(time_us - now_us) > MAX_CLOCK_SKEW_S * 1e6:
-            off = f"{(time_us - now_us) / 1e6:+.0f} s off our clock, {_date(now_us)}"
-            found = f"{kind} request is dated {_date(time_us)}, {off}; at most {MAX_CLOCK_SKEW_S:.0f} s are allowed"
-            raise ValueError(f"{found}; synchronize the clocks")
+            found = f"{(time_us - now_us) / 1e6:+.0f} s off our clock, at most {MAX_CLOCK_SKEW_S:.0f} s are allowed"
+            raise ValueError(f"{kind} request is dated {found}; set the worker's clock")
         self._admit(worker, message)
         if not is_signed(worker, message):
             raise ValueError(f"{kind} request is not signed by the key it names, {worker[:16]}; sign it with that key")
         if kind != "submit":
-            if time_us <= self._last_us.get(worker, 0):
-                found = (
-                    f"its time, {_date(time_us)}, is not later than {_date(self._last_us[worker])} of the previous one"
-                )
-                remedy = "sign a new one with the current time; if the clock was set back, synchronize it and restart"
-                raise ValueError(f"{kind} request rejected as a replay: {found}; {remedy}")
-            self._last_us[worker] = time_us
-            self._last_us.move_to_end(worker)
+            if time_us <= self._last_us.get((kind, worker), 0):
+                found = "its time_us is not later than this worker's previous request"
+                raise ValueError(f"{kind} request rejected as a replay: {found}; sign a new one with the current time")
+            self._last_us[kind, worker] = time_us
+            self._last_us.move_to_end((kind, worker))
             self._forget(now_us - MAX_CLOCK_SKEW_S * 1e6)  # a copy of anything older is rejected by its date
         return worker
 
     def _forget(self, oldest_us: float) -> None:
         """Forgets the previous requests that are no longer needed, and those beyond the limit; a known worker's is kept."""
         for _ in range(2):  # more than one, so that the number falls
-            worker, last_us = next(iter(self._last_us.items()))
+            (kind, worker), last_us = next(iter(self._last_us.items()))
             if last_us >= oldest_us and len(self._last_us) <= MAX_REMEMBERED:
                 return
             if last_us >= oldest_us and self._is_known(worker):
-                self._last_us.move_to_end(worker)
+                self._last_us.move_to_end((kind, worker))
             else:
-                del self._last_us[worker]
+                del self._last_us[kind, worker]
 
 
 @functools.lru_cache(1)  # for the next session
@@ -180,12 +176,6 @@ def is_work(run: str, worker: str, work: str, num_bits: int) -> bool:
     return int.from_bytes(digest, "big") >> (256 - num_bits) == 0
 
 
-def _date(time_us: int) -> str:
-    """Returns the UTC time of an integer in 0..2^63 - 1, as in 2026-01-31T23:59:59Z."""
-    seconds = min(time_us // 10**6, 253402300799)  # datetime ends with the year 9999
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def _bytes(message: dict) -> bytes:
     return b"intellax/message/1" + json.dumps(message, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -198,9 +188,9 @@ def _is_int(low: int, high: int) -> Callable[[object], bool]:
     return lambda value: type(value) is int and low <= value <= high
 
 
-def _are_keys(value: object) -> bool:
-    """Returns True for a list of at most `MAX_RETURNED` group keys [split, step, group]."""
-    return isinstance(value, list) and len(value) <= MAX_RETURNED and all(_is_key(key) for key in value)
+def _are_keys(most: int) -> Callable[[object], bool]:
+    """Returns the test for a list of at most `most` group keys [split, step, group]."""
+    return lambda value: isinstance(value, list) and len(value) <= most and all(_is_key(key) for key in value)
 
 
 def _is_key(value: object) -> bool:
@@ -213,6 +203,11 @@ def _is_key(value: object) -> bool:
     )
 
 
+def _is_wait(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= MAX_WAIT_S  # type: ignore
+
+
+OPTIONAL = {"wait_s"}  # absent in requests of earlier releases
 # {kind: {field: (its test, the rule in words)}}; "request": of every kind. The kinds differ in their fields, so that a
 # signature for one is none for another.
 _FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
@@ -226,9 +221,17 @@ _FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
     "lease": {
         "capacity": (_is_int(0, MAX_CAPACITY), f"an integer in 0..{MAX_CAPACITY}"),
         "returned": (
-            _are_keys,
+            _are_keys(MAX_RETURNED),
             f"at most {MAX_RETURNED} keys [split, step, group] of groups that will not be finished",
         ),
+        "work": (_is_hex("0,32"), "the proof of work in hex, or an empty string"),
+        "wait_s": (_is_wait, f"the seconds to wait for work, in 0..{MAX_WAIT_S:.0f}"),
+    },
+    "heartbeat": {
+        "role": (lambda value: value in registry.ROLES, f"one of {', '.join(registry.ROLES)}"),
+        "report": (lambda value: isinstance(value, dict), "an object as rl/protocol/registry.py has it"),
+        "holding": (_are_keys(MAX_CAPACITY), f"at most {MAX_CAPACITY} keys [split, step, group] of leased groups"),
+        "leaving": (lambda value: type(value) is bool, "true with the last heartbeat, else false"),
         "work": (_is_hex("0,32"), "the proof of work in hex, or an empty string"),
     },
     "submit": {"digest": (_is_hex("64"), "the SHA-256 of the body in hex")},

@@ -133,8 +133,8 @@ class Registry:
         self._away_s = -math.inf  # the last time at which servers were away
         self.transitions: collections.Counter[tuple[str, State]] = collections.Counter()
 
-    def beat(self, key: str, role: str, now_s: float, report: Report) -> Node | None:
-        """Records a heartbeat; returns the node, or None if it is a stranger and there are too many.
+    def beat(self, key: str, role: str, now_s: float, report: Report | None = None) -> Node | None:
+        """Records a heartbeat; returns the node, or None if it is a stranger and there are too many. Without `report`, its last one stays.
 
         Raises ValueError if the key is another role's.
         """
@@ -143,6 +143,7 @@ class Registry:
         node = self._nodes.get(key)
         if node and node.role != role and node.state is not State.GONE:
             raise ValueError(f"key {key[:16]} signed in as a {node.role}; make another key for a {role}")
+        report = report or (node.report if node else Report())
         if node is None and not self._is_named(key) and not self._make_room(now_s):
             return None
         if node is None or node.state is State.GONE:
@@ -192,11 +193,12 @@ class Registry:
 
     def serving(self, oldest: timeline.Policy, newest: timeline.Policy | None = None) -> list[Node]:
         """Returns the servers that workers may use: HEALTHY, with a policy of this epoch from `oldest` to `newest`, by key."""
-        return [
+        found = [
             node
-            for key, node in sorted(self._nodes.items())
+            for node in self._nodes.values()
             if node.role == "server" and node.state is State.HEALTHY and _is_allowed(node.report.policy, oldest, newest)
         ]
+        return sorted(found, key=lambda node: node.key)
 
     def was_away(self, since_s: float) -> bool:
         """Returns True if servers were away at some time from `since_s` on: none was HEALTHY, or as many were SUSPECT as HEALTHY."""

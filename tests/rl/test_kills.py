@@ -78,6 +78,10 @@ class Workers(threading.Thread):
             self._version = (await request.json())["version"]
             return {}
 
+        @self.app.get("/health")
+        async def health():
+            return {"policy_version": self._version, "running": 0, "pending": 0}
+
     def run(self):
         stranger, num_idle = rollout_lib.WorkerKey.generate(), 0
         while not self._is_stopped:
@@ -196,9 +200,8 @@ def kill_at_random(processes, count, rng, num_kills):
 def check_files(workdir, line):
     """Asserts that checkpoints and manifests name the ledger's entries, and that the batches on disk are those of the ledger."""
     key = rollout_lib.WorkerKey.load(workdir / "ledger.key").worker
-    steps, num_anchors = checkpoint.complete_steps(workdir / "checkpoints"), 0
-    newest, saved = max(steps), [file for step in steps for file in workdir.glob(f"checkpoints/{step}/host/*")]
-    for file in [*saved, *workdir.glob("weights/v*/manifest.json")]:
+    newest, num_anchors = max(checkpoint.complete_steps(workdir / "checkpoints")), 0
+    for file in [*workdir.glob("checkpoints/[0-9]*/host/*"), *workdir.glob("weights/v*/manifest.json")]:
         body = json.loads(data) if (data := file.read_bytes()).startswith(b"{") else {}
         if head := body.get("metadata", body).get("ledger"):
             number, _, hash_ = head.partition(":")

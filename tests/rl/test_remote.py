@@ -14,7 +14,6 @@ import urllib.request
 import pytest
 
 from inference.rollouts import parquet
-from rl import launch
 from rl.reporting import metrics
 from sharding import broadcast
 from tests.support import proxy, tiny_run
@@ -118,19 +117,6 @@ def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_pa
     assert start.ended() == ["scorer"] and scorer.returncode == 0, [p.text()[-3000:] for p in start.processes.values()]
     scores = {e["step"]: e["scores"] for e in json.loads((workdir / "evaluations.json").read_text())}
     assert scores[2]["num_tasks"] == 8 and "held-out, version 2" in scorer.text()
-
-
-def test_a_run_waits_for_its_servers_and_says_so(monkeypatch):
-    monkeypatch.setattr(launch, "START_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(launch, "NOTICE_S", 0.1)
-    lines, url = [], f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(
-        ValueError, match=f"no inference server at {url} within .* Start it, or correct topology.servers"
-    ):
-        launch._await_servers([url], lines.append)
-    assert lines and all(line.startswith(f"waiting for the inference server at {url}") for line in lines)
-    with proxy.socket.create_server(("127.0.0.1", 0)) as sock:  # listens, and has not answered anything yet
-        launch._await_servers([f"http://127.0.0.1:{sock.getsockname()[1]}"], lines.append)
 
 
 class Starter:

@@ -465,7 +465,7 @@ def test_key_file(tmp_path):
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     bad.write_bytes(foreign)
-    with pytest.raises(ValueError, match="X25519PrivateKey, but must be ed25519"):
+    with pytest.raises(ValueError, match="X25519PrivateKey, but a worker key is ed25519"):
         rollout_lib.WorkerKey.load(bad)
 
 

@@ -78,7 +78,6 @@ def running(folder, exp, *, source=None, **hooks):
         stack.callback(client.http.close)
         stack.callback(run.close)
         run.publish(timeline.Policy(0, 0))
-        run._updater.submit(lambda: None).result(WAIT_S)
         client.lease(HONEST, 0)  # an invited worker that is banned while it is alone would end the run
         yield run, client
         assert run._failure is None
@@ -162,7 +161,6 @@ def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_h
         hooks = dict(secret=bytes([secret]), credit=exp.credit, key=RUN, invited=[HONEST.worker])
         run = orchestrator_lib.Orchestrator(exp.config, tmp_path, verdicts=source, **hooks)
         run.publish(timeline.Policy(0, 0))
-        run._updater.submit(lambda: None).result(WAIT_S)
         with run._changed:
             for _ in range(num_honest):
                 run._health.verified(CHEAT.worker)

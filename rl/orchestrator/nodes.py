@@ -1,0 +1,310 @@
+"""Keeps the nodes of a run: who is there, which servers workers may use, and whether there is anybody left to wait for.
+
+1. Nodes sign in by heartbeats (rl/orchestrator/routes.py). Those that config names by URL do not: a task per static server polls its
+   health, tells it of new policies by its control listener, and beats for it. A failed call is repeated, for each server alone.
+2. `announce` names the newest policy, which servers load when they can. One that fails, lags, or is silent is left out of `servers`
+   until it is well again. So no server ends a run.
+3. A policy counts as served when all servers without a problem have it. One that is slow delays the others no longer than the
+   first of them took.
+4. A run that has no server for `patience_s`, or no worker while groups wait, ends with one line on each node.
+
+`run` is a coroutine for the event loop of the HTTP server; the other methods are thread-safe.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from typing import Any
+
+import httpx
+
+from inference import client as client_lib
+from rl.protocol import registry as registry_lib
+from rl.protocol import timeline
+
+TICK_S = 0.2
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # after a failed update
+HEALTH_S = 10.0  # that a server may take to tell its health
+MAX_LINE = 2000  # characters of a line that lists nodes
+ROLES = {"server": "an inference server", "worker": "a worker"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticServer:
+    """A server that signs in nowhere: its URL for workers, and the address and token of its control listener."""
+
+    url: str
+    control: str
+    token: str | None = dataclasses.field(default=None, repr=False)
+
+
+class Nodes:
+    """The nodes of a run, and the policies of its servers.
+
+    Args:
+      heartbeat_s: seconds between two heartbeats of a node.
+      patience_s: seconds without any server or worker after which the run ends.
+      max_lag: versions by which a server may be behind the newest policy.
+      server_keys: public keys that may sign in as servers, relays, and validators.
+      is_known: returns True for a worker whose place in the table no stranger may take.
+      on_served: called with each policy that servers have.
+      say: called with lines for people.
+    """
+
+    def __init__(
+        self,
+        *,
+        heartbeat_s: float,
+        patience_s: float,
+        max_lag: int,
+        server_keys: Collection[str] = (),
+        is_known: Callable[[str], bool] = lambda worker: False,
+        on_served: Callable[[timeline.Policy], None],
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self.heartbeat_s, self._patience_s, self._max_lag = heartbeat_s, patience_s, max_lag
+        self._server_keys, self._on_served, self._say = frozenset(server_keys), on_served, say
+        self._lock = threading.Lock()  # guards everything below
+        self._static: dict[str, StaticServer] = {}  # by URL
+        self._registry = registry_lib.Registry(heartbeat_s, is_named=lambda key: self.may_serve(key) or is_known(key))
+        self._newest: timeline.Policy | None = None
+        self._served: timeline.Policy | None = None
+        self._announced_s = 0.0
+        self._first: tuple[timeline.Policy, float] | None = None  # the newest that any server has, and since when
+        self._well_s = dict.fromkeys(ROLES, time.monotonic())  # when there was one last
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._announced = asyncio.Event()  # replaced at each announcement
+
+    def add(self, server: StaticServer) -> None:
+        """Adds a server that signs in nowhere."""
+        with self._lock:
+            self._static[server.url] = server
+
+    def may_serve(self, key: str) -> bool:
+        """Returns True for a key that may sign in as a server, relay, or validator, and for the URL of a static server."""
+        return key in self._server_keys or key in self._static
+
+    @property
+    def newest(self) -> timeline.Policy | None:
+        """The newest policy that servers may load."""
+        return self._newest
+
+    def announce(self, policy: timeline.Policy) -> None:
+        """Names the newest policy for servers to load. Without servers, workers bring their own, and it counts as served at once."""
+        with self._lock:
+            self._newest, self._announced_s = policy, time.monotonic()
+            has_servers, loop = self._has_servers(), self._loop
+        if not has_servers:
+            self._on_served(policy)
+        elif loop:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                loop.call_soon_threadsafe(self._notify)
+
+    def beat(self, key: str, role: str, report: registry_lib.Report, now_s: float) -> None:
+        """Records a heartbeat. Raises ValueError if the key is another role's."""
+        with self._lock:
+            self._registry.beat(key, role, now_s, report)
+        if role == "server":
+            self._look(now_s)
+
+    def fault(self, key: str, problem: str) -> None:
+        """Records that a call to a node failed."""
+        with self._lock:
+            self._registry.fault(key, time.monotonic(), problem)
+
+    def seen(self, workers: Iterable[str], now_s: float) -> None:
+        """Records that workers ask for work, or wait for it. Raises ValueError for a key of another role."""
+        with self._lock:
+            for worker in workers:
+                self._registry.beat(worker, "worker", now_s)
+
+    def leave(self, key: str) -> None:
+        """Records that a node ends on purpose."""
+        with self._lock:
+            self._registry.leave(key)
+
+    def was_away(self, since_s: float) -> bool:
+        """Returns True if too many servers were away at some time from `since_s` on, so that workers could not finish."""
+        with self._lock:
+            return self._has_servers() and self._registry.was_away(since_s)
+
+    def servers(self) -> list[dict[str, Any]]:
+        """Returns the servers that workers may use now, with the version that each has at least, and its load."""
+        with self._lock:
+            return [
+                {
+                    "url": node.report.url,
+                    "key": "" if node.key in self._static else node.key,
+                    "limit": 0,  # of requests at the same time; 0: none
+                    "version": node.report.policy.version if node.report.policy else 0,
+                    "load": node.report.load.running + node.report.load.waiting,
+                }
+                for node in self._serving()
+            ]
+
+    def num_workers(self) -> int:
+        """Returns the number of workers that are there."""
+        with self._lock:
+            return self._registry.count("worker")[registry_lib.State.HEALTHY]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Returns a row per node for people."""
+        with self._lock:
+            return self._registry.table()
+
+    def notice(self) -> str:
+        """Returns a line on all servers if workers can use none of them, else ""."""
+        with self._lock:
+            return self._line("server") if self._has_servers() and not self._serving() else ""
+
+    async def run(self, has_work: Callable[[], bool], on_tick: Callable[[float], None]) -> None:
+        """Polls static servers and applies the passing of time, for ever. Raises ValueError if nobody is left to wait for.
+
+        `has_work()` tells if groups wait for workers; `on_tick(now_s)` is called every `TICK_S` seconds.
+        """
+        self._loop, followed, swept_s = asyncio.get_running_loop(), set(), time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for url in [*self._static]:
+                    if url not in followed:
+                        followed.add(url)
+                        tasks.create_task(self._follow(self._static[url]))
+                now_s = time.monotonic()
+                if now_s - swept_s > self.heartbeat_s / 4:
+                    swept_s = now_s
+                    self._sweep(now_s)
+                    self._check_patience(now_s, has_work())
+                self._look(now_s)
+                on_tick(now_s)
+                await asyncio.sleep(TICK_S)
+
+    def _sweep(self, now_s: float) -> None:
+        with self._lock:
+            changes = self._registry.sweep(now_s)
+        for change in changes:
+            bad = (registry_lib.State.SUSPECT, registry_lib.State.DEAD)
+            if change.role == "server" and (change.new in bad or change.old in bad):
+                self._say(f"server {change.key[:80]} is {change.new.value}: {change.reason}")
+
+    def _look(self, now_s: float) -> None:
+        """Calls `on_served` if servers have a newer policy than before."""
+        with self._lock:
+            served = self._find_served(now_s)
+            if served is None or (self._served is not None and served <= self._served):
+                return
+            self._served = served
+        self._on_served(served)
+
+    def _find_served(self, now_s: float) -> timeline.Policy | None:
+        """Returns the newest policy that all servers without a problem have, or a newer one that others may still load for too long."""
+        if self._newest is None:
+            return None
+        reports = [node.report for node in self._serving(is_old_allowed=True)]
+        if not reports:
+            return None
+        first = max(report.policy for report in reports if report.policy)
+        if self._first is None or self._first[0] < first:
+            self._first = first, now_s
+        since_s = self._first[1]
+        if now_s - since_s >= max(TICK_S, since_s - self._announced_s):
+            return first
+        return min((report.policy for report in reports if report.policy and not report.problem), default=first)
+
+    def _check_patience(self, now_s: float, has_work: bool) -> None:
+        with self._lock:
+            if self._newest is None or not self._has_servers() or self._serving():
+                self._well_s["server"] = now_s
+            if not has_work or self._registry.count("worker")[registry_lib.State.HEALTHY]:
+                self._well_s["worker"] = now_s
+            lines = {
+                role: self._line(role) for role, well_s in self._well_s.items() if now_s - well_s > self._patience_s
+            }
+        for role, line in lines.items():
+            found = (
+                f"the run had no {role} that it could use for {self._patience_s:.0f} s (topology.patience_s): {line}"
+            )
+            raise ValueError(f"{found}. Start {ROLES[role]}, or mend one of these; then continue with the same command")
+
+    def _has_servers(self) -> bool:
+        return bool(self._static or self._server_keys)
+
+    def _serving(self, *, is_old_allowed: bool = False) -> list[registry_lib.Node]:
+        if self._newest is None:
+            return []
+        oldest = 0 if is_old_allowed else max(0, self._newest.version - self._max_lag)
+        return self._registry.serving(timeline.Policy(self._newest.epoch, oldest), self._newest)
+
+    def _line(self, role: str) -> str:
+        return self._registry.line(role)[:MAX_LINE]
+
+    def _notify(self) -> None:
+        announced, self._announced = self._announced, asyncio.Event()
+        announced.set()
+
+    async def _follow(self, server: StaticServer) -> None:
+        """Polls the health of a static server, and tells it of new policies; for ever."""
+        control = client_lib.Control([server.control], token=server.token)
+        report = registry_lib.Report(url=server.url)
+        self.beat(server.url, "server", report, time.monotonic())
+        update, told, pause_s, retry_s = None, None, FIRST_PAUSE_S, 0.0
+        async with httpx.AsyncClient(timeout=HEALTH_S) as http:
+            while True:
+                if update and update.done():
+                    problem = _problem(update)
+                    pause_s = min(pause_s * 2, MAX_PAUSE_S) if problem else FIRST_PAUSE_S
+                    retry_s, update = time.monotonic() + (pause_s if problem else 0.0), None
+                    report = dataclasses.replace(report, problem=problem)
+                try:
+                    report = await _poll(http, server.url, report)
+                    self.beat(server.url, "server", report, time.monotonic())
+                except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+                    self.fault(server.url, f"no health: {str(error) or type(error).__name__}")
+                announced, newest = self._announced, self._newest
+                is_due = newest != told or time.monotonic() >= retry_s
+                if newest and report.policy != newest and update is None and is_due:
+                    told = newest
+                    pins = {"epoch": newest.epoch, "digest": newest.digest}
+                    update = asyncio.ensure_future(control.update_weights(newest.version, **pins))
+                await _first_of(self.heartbeat_s, announced.wait(), update)
+
+
+def _problem(update: asyncio.Future) -> str:
+    """Returns the error of an update of weights, or ""."""
+    try:
+        update.result()
+        return ""
+    except (ValueError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
+        return f"weights not updated: {str(error) or type(error).__name__}"[: registry_lib.MAX_PROBLEM]
+
+
+async def _poll(http: httpx.AsyncClient, url: str, before: registry_lib.Report) -> registry_lib.Report:
+    """Returns the report of a server, as its health shows it. Raises ValueError or httpx.HTTPError if it has none."""
+    response = await http.get(f"{url}/health")
+    if response.status_code != 200:
+        raise ValueError(client_lib.error_message(response))
+    body = response.json()
+    try:
+        policy = {"epoch": body.get("policy_epoch", 0), "digest": body.get("policy_digest", "")}
+        running, pending = body["running"], body["pending"]
+        report = {
+            "url": url,
+            "policy": policy | {"version": body["policy_version"]},
+            "load": dataclasses.asdict(registry_lib.Load())
+            | {"running": running, "waiting": max(pending - running, 0)},
+            "problem": "".join(c if c.isprintable() else " " for c in before.problem),
+        }
+        return registry_lib.Report.from_json(report)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"GET {url}/health returned {str(body)[:100]}, which is not that of a server") from error
+
+
+async def _first_of(timeout_s: float, *waits: Awaitable | None) -> None:
+    """Waits for the first of these, and cancels none but coroutines."""
+    futures = [asyncio.ensure_future(wait) for wait in waits if wait is not None]
+    try:
+        await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        futures[0].cancel()

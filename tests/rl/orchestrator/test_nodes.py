@@ -1,0 +1,295 @@
+"""The nodes of a run over real sockets: static servers of every kind of fault, heartbeats, long polls, and the end of patience.
+
+Servers are played by apps with the two routes that an orchestrator calls.
+"""
+
+import concurrent.futures
+import dataclasses
+import socket
+import time
+import typing
+
+import fastapi
+import httpx
+import pytest
+
+from configs import quickstart
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import experiment
+from rl.orchestrator import nodes, verdict_collector
+from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.protocol import lease as lease_lib
+from rl.protocol import registry, task_schedule, timeline
+from rl.verification import checks
+from tests.support import proxy, serving, signed_http
+
+RUN, KEY, OTHER, SERVER, STRANGER = (rollout_lib.WorkerKey.generate() for _ in range(5))
+WAIT_S = 60
+
+
+class Played:
+    """A server with a policy version, None: without health. `status` answers an update, and `delay_s` comes before."""
+
+    def __init__(self):
+        self.version, self.status, self.delay_s, self.updates, self.is_up = -1, 200, 0.0, [], True
+        self.app = fastapi.FastAPI()
+
+        @self.app.get("/health")
+        def health():
+            if not self.is_up:
+                return fastapi.responses.JSONResponse({"error": {"message": "the scheduler stopped"}}, status_code=503)
+            return {"policy_version": max(self.version, 0), "running": 1, "pending": 3}
+
+        @self.app.post("/update_weights")
+        def update(body: dict):
+            self.updates.append(body["version"])
+            time.sleep(self.delay_s)
+            if self.status != 200:
+                message = "no version 6 under http://relay; it holds [4, 5, 7, 8]"
+                return fastapi.responses.JSONResponse({"error": {"message": message}}, status_code=self.status)
+            self.version = body["version"]
+            return {}
+
+
+@pytest.fixture
+def server():
+    played = Played()
+    with serving.in_thread(played.app) as played.url:
+        yield played
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(*servers, **topology):
+        config = quickstart.get_config()
+        config.rl.update(prompts_per_step=3, samples_per_prompt=2, num_steps=10, max_lag=1)
+        config.topology.update({"heartbeat_s": 0.2, **topology})
+        exp = experiment.resolve(config)
+        verdicts = verdict_collector.VerdictCollector(RUN, lambda groups: [checks.OK] * len(groups))
+        lines = []
+        options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"s", invited=(KEY.worker, OTHER.worker))
+        orchestrator = orchestrator_lib.Orchestrator(exp.config, tmp_path, **options, on_wait=lines.append)
+        orchestrator.lines = lines
+        for url in servers:
+            orchestrator.nodes.add(nodes.StaticServer(url, url))
+        orchestrator.url = orchestrator.serve()
+        made.append(orchestrator)
+        return orchestrator
+
+    yield make
+    for orchestrator in made:
+        orchestrator.close()
+    while Node.opened:
+        Node.opened.pop().close()
+
+
+def urls(orchestrator):
+    return {one["url"] for one in orchestrator.nodes.servers()}
+
+
+class Node:
+    """Heartbeats and leases of one key."""
+
+    opened: typing.ClassVar = []
+
+    def __init__(self, orchestrator, key, role="worker"):
+        self.http = httpx.Client(base_url=orchestrator.url, timeout=WAIT_S)
+        self.opened.append(self.http)
+        self.session, self.key, self.role = signed_http.session(self.http), key, role
+
+    def beat(self, holding=(), *, leaving=False, policy=None, **report):
+        report = registry.Report(policy=policy, **report).to_json()
+        fields = {"role": self.role, "report": report, "holding": [*map(list, holding)], "leaving": leaving, "work": ""}
+        reply = self.http.post("/heartbeat", json=lease_lib.request(self.key, self.session, **fields))
+        assert reply.status_code != 200 or lease_lib.is_signed(RUN.worker, reply.json())
+        return reply.json()
+
+    def lease(self, capacity=1, **fields):
+        reply = self.http.post("/lease", json=signed_http.lease_body(self.key, self.session, capacity, **fields)).json()
+        return [task_schedule.Group(**group) for group in reply["groups"]]
+
+
+# ---- servers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["no listener", "no HTTP", "hangs", "500", "400", "not an address"])
+def test_a_server_that_fails_ends_no_run_and_comes_back(make, server, fault):
+    """D2, D12: each of these ended the run at the next version, or after 600 s."""
+    bad = Played()
+    with serving.in_thread(bad.app) as url, proxy.Proxy(url, lambda rng: "stall") as stalled, socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(1)  # accepts, and never answers
+        bad.status = int(fault) if fault.isdecimal() else 200
+        bad_url = {
+            "no listener": "http://127.0.0.1:9",
+            "no HTTP": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "hangs": stalled.url,
+            "not an address": "http://[::1",
+        }.get(fault, url)
+        orchestrator = make(bad_url, server.url)
+        for version in (0, 1):
+            orchestrator.publish(timeline.Policy(0, version))
+            proxy.wait_until(lambda version=version: orchestrator._version == version)
+        proxy.wait_until(lambda: urls(orchestrator) == {server.url, *([url] if bad.status > 200 else [])})
+        if bad.status > 200:  # it serves version 0, which is allowed, until it lags more
+            orchestrator.publish(timeline.Policy(0, 2))
+            proxy.wait_until(lambda: urls(orchestrator) == {server.url})
+            proxy.wait_until(lambda: any("no version 6 under" in row["problem"] for row in orchestrator.nodes.table()))
+        bad.status = 200
+        if fault in ("hangs", "500", "400"):
+            stalled.heal()
+            proxy.wait_until(lambda: urls(orchestrator) == {bad_url, server.url}, WAIT_S)
+        assert orchestrator._failure is None and len(Node(orchestrator, KEY).lease(9)) == 9
+
+
+def test_a_slow_server_delays_the_others_as_long_as_the_first_took(make, server):
+    slow = Played()
+    with serving.in_thread(slow.app) as url:
+        orchestrator = make(url, server.url)
+        orchestrator.publish(timeline.Policy(0, 0))
+        proxy.wait_until(lambda: len(urls(orchestrator)) == 2)
+        server.delay_s, slow.delay_s = 0.2, 3.0
+        begun_s = time.monotonic()
+        orchestrator.publish(timeline.Policy(0, 1))
+        proxy.wait_until(lambda: orchestrator._version == 1)
+        assert 0.3 < time.monotonic() - begun_s < 2.5
+        assert {s["url"]: s["version"] for s in orchestrator.nodes.servers()} == {url: 0, server.url: 1}
+        proxy.wait_until(lambda: {s["version"] for s in orchestrator.nodes.servers()} == {1})
+        assert slow.updates == server.updates == [0, 1] or slow.updates == [1]  # its health already had 0
+
+
+@pytest.mark.parametrize("role", ["server", "worker"])
+def test_without_any_server_or_worker_the_run_ends_with_a_line_on_each(make, server, role):
+    server.is_up = role == "worker"
+    orchestrator = make("http://127.0.0.1:9", server.url, patience_s=1.0)
+    orchestrator.publish(timeline.Policy(0, 0))
+    with pytest.raises(ValueError, match=f"the run had no {role} .* for 1 s .topology.patience_s.: ") as caught:
+        orchestrator.next_batch(1)
+    parts = (
+        ["no worker has signed in"],
+        [f"{server.url} suspect (no health: the scheduler stopped)", ":9 suspect (no h"],
+    )
+    assert all(part in str(caught.value) for part in parts[role == "server"])
+
+
+def test_servers_sign_in_pull_and_leave(make):
+    orchestrator = make(mode="remote", server_keys=(SERVER.worker,))
+    orchestrator.publish(timeline.Policy(0, 3))
+    node, worker = Node(orchestrator, SERVER, "server"), Node(orchestrator, KEY)
+    reply = node.beat(url="http://s:1")
+    assert timeline.Policy.from_json(reply["policy"]) == timeline.Policy(0, 3) and reply["interval_s"] == 0.2
+    assert worker.beat()["servers"] == [] and not orchestrator.has_work()
+    load = registry.Load(running=5, waiting=2)
+    node.beat(url="http://s:1", policy=timeline.Policy(0, 3), load=load)
+    (found,) = worker.beat()["servers"]
+    assert found == {"url": "http://s:1", "key": SERVER.worker, "limit": 0, "version": 3, "load": 7}
+    assert orchestrator.has_work() and worker.lease()
+    proxy.wait_until(lambda: worker.beat()["servers"] == [])  # it is silent
+    node.beat(url="http://s:1", policy=timeline.Policy(0, 3), load=load)
+    assert len(worker.beat()["servers"]) == 1
+    node.beat(leaving=True)
+    assert worker.beat()["servers"] == []
+    for key in (STRANGER, KEY):
+        assert "is not in topology.server_keys; ask" in Node(orchestrator, key, "server").beat()["error"]["message"]
+
+
+# ---- workers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_takes_ten_leases_by_a_worker_that_beats_stays_its_own(make):
+    """D3: it was leased again, done twice, and its honest worker barred."""
+    orchestrator = make(lease_s=0.3)
+    orchestrator.publish(timeline.Policy(0, 0))
+    node, other = Node(orchestrator, KEY), Node(orchestrator, OTHER)
+    other.lease(0)
+    groups = node.lease(6)
+    for _ in range(30):
+        time.sleep(0.1)
+        assert node.beat([group.key for group in groups])["void"] == []
+    assert other.lease(6) == [] and orchestrator._take_counts()["trust/num_lease_expired"] == 0
+    assert sorted(map(tuple, node.beat([("train", 9, 27)])["void"])) == [("train", 9, 27)]
+    node.beat(leaving=True)
+    assert len(other.lease(6)) == 6 and orchestrator._take_counts()["trust/num_lease_returned"] == 6
+    time.sleep(0.5)
+    proxy.wait_until(lambda: orchestrator.has_work())  # expired, although nobody asks
+    assert len(other.lease(6, wait_s=WAIT_S)) == 6
+
+
+@pytest.mark.parametrize(("is_away", "halvings"), [(True, 0), (False, 1)])
+def test_leases_that_end_together_count_once_and_not_in_an_outage_of_servers(make, server, is_away, halvings):
+    """D6: 32 leases of one outage of servers were 12 halvings of their worker's room."""
+    orchestrator = make(server.url, lease_s=1.0)
+    orchestrator.publish(timeline.Policy(0, 0))
+    proxy.wait_until(lambda: orchestrator._version == 0)
+    assert len(Node(orchestrator, KEY).lease(6)) == 6
+    server.is_up = not is_away
+    proxy.wait_until(lambda: orchestrator._counts["lease_expired"] == 6)
+    assert orchestrator._health._of(KEY.worker).num_halvings == halvings
+
+
+def test_as_many_waiters_are_woken_as_there_is_work_in_order(make):
+    """D7: each of them asked ten times a second."""
+    orchestrator = make()
+    keys = [KEY, OTHER, STRANGER, rollout_lib.WorkerKey.generate()]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        strangers_first = [keys[2], keys[3], keys[0], keys[1]]
+        calls = []
+        for key in strangers_first:
+            calls.append(pool.submit(Node(orchestrator, key).lease, 2, wait_s=4.0))
+            time.sleep(0.1)
+        time.sleep(0.7)  # longer than silent workers count as there
+        assert orchestrator.nodes.num_workers() == 4
+        begun_s = time.monotonic()
+        orchestrator.publish(timeline.Policy(0, 0))  # opens 6 groups; newcomers get one in four of those
+        counts = [len(call.result(WAIT_S)) for call in calls]
+        assert counts == [1, 0, 2, 2] and time.monotonic() - begun_s > 1.5  # the second waited in vain
+        begun_s = time.monotonic()
+        assert Node(orchestrator, keys[3]).lease(1, wait_s=0.5) == [] and time.monotonic() - begun_s > 0.4
+
+
+def test_a_waiter_that_is_gone_gets_no_group(make):
+    orchestrator = make()
+    node = Node(orchestrator, KEY)
+    with pytest.raises(httpx.ReadTimeout):
+        node.http.post("/lease", json=signed_http.lease_body(KEY, node.session, 6, wait_s=WAIT_S), timeout=0.3)
+    time.sleep(0.2)
+    orchestrator.publish(timeline.Policy(0, 0))
+    time.sleep(0.5)
+    assert orchestrator._queue.held(KEY.worker) == []
+
+
+def test_the_end_of_a_run_is_told_to_workers_that_wait_and_that_work(make):
+    """D9: they ended after 300 s, with an error."""
+    orchestrator = make(heartbeat_s=5.0)
+    busy, idle = Node(orchestrator, KEY), Node(orchestrator, OTHER)
+    assert busy.beat()["ended"] is False
+    body = signed_http.lease_body(OTHER, idle.session, 1, wait_s=WAIT_S)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(idle.http.post, "/lease", json=body)
+        time.sleep(0.3)
+        ending = pool.submit(orchestrator.end)
+        assert waiting.result(WAIT_S).json()["ended"] is True
+        assert not ending.done() and busy.beat()["ended"] is True
+        ending.result(2)
+    assert busy.lease(3) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"role": "learner"}, "role 'learner'; send one of server, worker, relay, validator"),
+        ({"holding": [["train", 1]]}, "at most 4096 keys"),
+        ({"report": {}}, "exactly the fields"),
+        ({"report": registry.Report().to_json() | {"load": 5}}, "load is"),
+        ({"leaving": 1}, "true with the last heartbeat"),
+        ({"wait_s": 5}, "unknown field"),
+    ],
+)
+def test_a_malformed_heartbeat_is_refused(make, change, words):
+    node = Node(make(), KEY)
+    fields = {"role": "worker", "report": registry.Report().to_json(), "holding": [], "leaving": False, "work": ""}
+    reply = node.http.post("/heartbeat", json=lease_lib.request(KEY, node.session, **(fields | change)))
+    assert reply.status_code == 400 and words in reply.json()["error"]["message"]
+    assert dataclasses.asdict(registry.Report()) == registry.Report().to_json()
