@@ -11,7 +11,7 @@ trusts its worker; `recall` quarantines such groups when that trust is gone. Eve
    that is rejected. Later ones are duplicates, which count against no worker.
 3. Leases are renewed (`renew`), given back (`give_back`), and expire (`expire`). A group without a holder opens again, ahead of the
    others. Work that arrives after its lease expired is taken as long as the group needs it.
-4. `begin_epoch` voids all work: another epoch's policies have the same numbers and other weights.
+4. `begin_epoch` voids all work: policies of another epoch have the same numbers and other weights.
 
 Deliveries and groups that are dropped are counted in `drops` by reason. The caller provides the lock and the time.
 """
@@ -30,6 +30,7 @@ from rl.protocol import task_schedule
 Key = tuple[str, int, int]  # task_schedule.Group.key
 MAX_HOLDERS = 2  # of a group at the same time
 MAX_PAST = 4  # expired leases of a group whose work is still taken
+MAX_LOOKS = 1024  # at leased groups, for one that is late: a worker without work may ask often
 Allows = Callable[[Key], bool]
 
 
@@ -59,6 +60,7 @@ class Delivery(enum.Enum):
     SPARE = "spare"  # they are checked if those of another worker are rejected
     DUPLICATE = "duplicate"  # the group has rollouts, and those of this worker are not needed
     LATE = "late"  # this worker has no lease on the group, or a batch took it
+    EPOCH = "epoch"  # policies of another epoch made them
 
     def __bool__(self) -> bool:
         return self is Delivery.TAKEN
@@ -118,7 +120,7 @@ class GroupQueue:
     def __init__(self):
         self.entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
         self.drops: collections.Counter[str] = collections.Counter()  # groups or deliveries, by reason
-        self.epoch = -1  # that leases pin; -1: any
+        self.epoch = -1  # that leases pin and rollouts have; -1: any
         # Indexes of the entries, which `_update` keeps.
         self._open: collections.OrderedDict[Key, None] = collections.OrderedDict()  # in the order of `entries`
         self._held: dict[str, dict[Key, None]] = {}  # by worker
@@ -164,16 +166,16 @@ class GroupQueue:
         version: int = -1,
         *,
         now_s: float,
-        after_s: float,
+        is_late: Callable[[Lease], bool],
     ) -> list[task_schedule.Group]:
-        """Leases up to `count` groups that others hold for longer than `after_s` to `worker` as well, the oldest first."""
+        """Leases up to `count` groups whose holders are all late to `worker` as well, of the `MAX_LOOKS` oldest leased ones."""
         found: list[Key] = []
-        for key in self._aging:
+        for key in itertools.islice(self._aging, MAX_LOOKS):
             leases = self.entries[key].leases
-            if len(found) >= count or now_s - min(lease.since_s for lease in leases.values()) <= after_s:
+            if len(found) >= count:
                 break
-            if len(leases) < MAX_HOLDERS and worker not in leases and may_lease(key):
-                found.append(key)
+            if len(leases) < MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
+                found += [key] if may_lease(key) else []
         return [self._lease(key, worker, deadline_s, version, now_s) for key in found]
 
     def renew(self, worker: str, keys: Sequence[Key], deadline_s: Callable[[Lease], float]) -> list[Key]:
@@ -223,7 +225,7 @@ class GroupQueue:
     def deliver(self, key: Key, worker: str, rollouts: Sequence[rollout_lib.Rollout], digest: str) -> Delivery:
         """Stores the rollouts of a group for which `worker` has a lease or had one that expired; returns their fate."""
         found = self._deliver(key, worker, rollouts, digest)
-        if found in (Delivery.DUPLICATE, Delivery.LATE):
+        if found in (Delivery.DUPLICATE, Delivery.LATE, Delivery.EPOCH):
             self.drops[found.value] += 1
         return found
 
@@ -231,6 +233,8 @@ class GroupQueue:
         entry = self.entries.get(key)
         if entry is None:
             return Delivery.LATE
+        if self.epoch >= 0 and any(rollout.epoch != self.epoch for rollout in rollouts):
+            return Delivery.EPOCH
         lease = _lease_of(entry, worker, rollouts)
         if lease is None:
             has_one = entry.is_submitted and worker in {entry.worker, *(spare[0].worker for spare in entry.spares)}
@@ -302,10 +306,16 @@ class GroupQueue:
         self.drops[reason] += 1
         return self._remove(key)
 
-    def begin_epoch(self, epoch: int = -1) -> list[Entry]:
+    def withdraw(self, keys: Sequence[Key]) -> None:
+        """Removes groups that are open, and count as dropped for no reason: they will be added again."""
+        for key in keys:
+            assert self.entries[key].state is State.OPEN, (key, self.entries[key].state)
+            self._remove(key)
+
+    def begin_epoch(self, epoch: int) -> list[Entry]:
         """Voids all leases and rollouts; returns the entries that had any, as they were before. All groups are open again.
 
-        Later leases pin `epoch`.
+        Later leases pin `epoch`, and rollouts of another one are dropped.
         """
         self.epoch = epoch
         void = [entry for entry in self.entries.values() if entry.state is not State.OPEN or entry.past]

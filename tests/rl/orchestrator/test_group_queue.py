@@ -27,7 +27,9 @@ def batch(step, split="train"):
 
 def rollouts(version=0):
     mask = np.array([False, True])
-    return [types.SimpleNamespace(sample=sample, sampled_mask=mask, versions=mask * version) for sample in (1, 0)]
+    return [
+        types.SimpleNamespace(sample=sample, sampled_mask=mask, versions=mask * version, epoch=0) for sample in (1, 0)
+    ]
 
 
 class Machine(stateful.RuleBasedStateMachine):
@@ -93,12 +95,13 @@ class Machine(stateful.RuleBasedStateMachine):
     @stateful.rule(worker=WORKERS, count=st.integers(0, 3), after_s=st.floats(0, 8))
     def back_up(self, worker, count, after_s):
         age_s = {
-            key: self.now_s - min(since for since, _ in self.leases[key].values()) for key in self.sets[State.LEASED]
+            key: self.now_s - max(since for since, _ in self.leases[key].values()) for key in self.sets[State.LEASED]
         }
         may = {key for key, age in age_s.items() if age > after_s and worker not in self.leases[key]}
         may = {key for key in may if len(self.leases[key]) < group_queue.MAX_HOLDERS}
-        times = {"deadline_s": self.now_s + LEASE_S, "now_s": self.now_s, "after_s": after_s}
-        found = [group.key for group in self.queue.back_up(worker, count, **times)]
+        times = {"deadline_s": self.now_s + LEASE_S, "now_s": self.now_s}
+        is_late = {"is_late": lambda lease: self.now_s - lease.since_s > after_s}
+        found = [group.key for group in self.queue.back_up(worker, count, **times, **is_late)]
         assert len(found) == min(count, len(may)) and may.issuperset(found)
         for key in found:
             self.leases[key][worker] = self.now_s, self.now_s + LEASE_S
@@ -213,7 +216,7 @@ class Machine(stateful.RuleBasedStateMachine):
 
     @stateful.rule()
     def begin_an_epoch(self):
-        self.queue.begin_epoch()
+        self.queue.begin_epoch(0)
         for state in (State.LEASED, State.SUBMITTED, State.QUARANTINED, State.ELIGIBLE):
             for key in [*self.sets[state]]:
                 self.drops["epoch"] += len(self.delivered.pop(key, ()))

@@ -1,0 +1,200 @@
+"""Which groups make up a batch, and when the next ones open: a pure data structure on the group queue.
+
+The groups of a run have one prescribed order (rl/protocol/task_schedule.py). Each is opened once, in this order, and taken by one batch
+or dropped for a counted reason. Batch n trains on
+- "prescribed": the next P groups of the order. It waits for each of them, so that no worker selects the data, and lag 0 repeats.
+- "first": the first P in the order among those that are eligible. Late ones are kept for later batches, up to `max_off_policy`
+  versions; then they are dropped ("stale"). Slow workers hold up nothing, and long answers come later or never: the metrics show both.
+
+1. `load(version)`: groups open until as many are on their way as the batches up to version + 1 + max_lag need, times `oversampling`.
+2. `collect(n)` returns the groups of batch n, or None as long as some are missing.
+3. With `refill`, a group without a signal (all advantages are zero) is dropped ("flat"), and the next of the order takes its place, for
+   at most refill * P of them per batch. In a "prescribed" batch the earlier groups still come first, whatever the speed.
+4. With `tokens`, a batch ends with the group that brings its sampled tokens to this number; P is then the most groups of a batch.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from rl.orchestrator import group_queue
+from rl.orchestrator.group_queue import Key, State
+from rl.protocol import task_schedule
+
+RULES = ("prescribed", "first")
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRule:
+    """The fields of a config that decide which groups a batch has."""
+
+    kind: str = "prescribed"  # of RULES
+    num_groups: int = 32  # P
+    num_batches: int = 2**31  # of the run
+    max_lag: int = 1
+    max_off_policy: int = 8
+    oversampling: float = 1.0  # groups on their way, as a multiple of those that the open batches need
+    refill: float = 0.0  # groups without a signal that are replaced, at most, as a multiple of P
+    tokens: int = 0  # sampled tokens of a batch; 0: its groups are counted
+
+    @classmethod
+    def of(cls, config) -> "BatchRule":
+        """Returns the rule of a resolved config."""
+        rl = config.rl
+        sizes = {"oversampling": rl.oversampling, "refill": rl.refill, "tokens": rl.tokens_per_step}
+        return cls(rl.batch, rl.prompts_per_step, rl.num_steps, rl.max_lag, rl.max_off_policy, **sizes)
+
+    @property
+    def max_flat(self) -> int:
+        """The most groups without a signal that are replaced for a batch."""
+        return math.floor(self.refill * self.num_groups)
+
+
+class Batches:
+    """The batches of a run, from the groups of `queue`. Only `load` and `collect` may add, take, or drop its training groups.
+
+    `make_groups(numbers, min_version)` returns the groups with these numbers in the prescribed order (from 0); `has_signal` returns
+    False for an eligible entry with zero advantages only.
+    """
+
+    def __init__(
+        self,
+        rule: BatchRule,
+        queue: group_queue.GroupQueue,
+        make_groups: Callable[[Sequence[int], int], Sequence[task_schedule.Group]],
+        has_signal: Callable[[group_queue.Entry], bool] = lambda entry: True,
+    ):
+        self._rule, self._queue, self._make_groups, self._has_signal = rule, queue, make_groups, has_signal
+        self._version = -1  # the newest that servers have
+        self._step = 0  # the last batch that was taken
+        self._num_opened = 0  # groups of the order
+        self._again: list[int] = []  # numbers to open before further ones, after a resume
+        self._waiting: dict[Key, None] = {}  # opened, and neither taken nor dropped, in order
+        self._flat: dict[Key, str] = {}  # eligible groups without a signal, with their digest
+        self._taken: collections.Counter[int] = collections.Counter()  # groups by batch that the servers' version lacks
+        self._hole: Key | None = None  # the group for which the last `collect` waited
+
+    def load(self, version: int) -> None:
+        """Opens the groups that may be generated once the servers have `version`."""
+        self._version = max(self._version, version)
+        self._taken = collections.Counter({step: n for step, n in self._taken.items() if step > version})
+        self._open()
+
+    def accepted(self, key: Key) -> None:
+        """Looks for a signal in a group that became eligible; opens another if it has none. Without this hint, `collect` does it."""
+        if self._rule.max_flat and key in self._waiting and not self._signals(key):
+            self._open()
+
+    def collect(self, step: int) -> list[group_queue.Entry] | None:
+        """Takes batch `step`, the one after the last; returns its entries in order, or None if it is not complete."""
+        assert step == self._step + 1, (step, self._step)
+        if self._hole in self._waiting and self._queue.num_eligible([self._hole]) == 0:
+            return None
+        oldest, waits = step - 1 - self._rule.max_off_policy, self._rule.kind == "prescribed"
+        taken: list[Key] = []
+        flat: list[Key] = []
+        stale: list[Key] = []
+        num_tokens, self._hole = 0, None
+        for key in self._waiting:
+            entry = self._queue.entries[key]
+            if entry.state is not State.ELIGIBLE:
+                if waits:
+                    self._hole = key
+                    break
+            elif entry.oldest_version < oldest:
+                stale.append(key)
+            elif len(flat) < self._rule.max_flat and not self._signals(key):
+                flat.append(key)
+            else:
+                taken.append(key)
+                num_tokens += _num_tokens(entry)
+                if len(taken) == self._rule.num_groups or 0 < self._rule.tokens <= num_tokens:
+                    return self._take(step, taken, flat, stale)
+        self._drop_stale(stale)
+        self._open()
+        return None
+
+    def progress(self) -> tuple[int, int]:
+        """Returns (number of eligible groups that the next batch could use, number that it needs at most), for people."""
+        most = self._rule.num_groups
+        candidates = [*self._waiting][: most if self._rule.kind == "prescribed" else None]
+        return min(self._queue.num_eligible(candidates), most), most
+
+    def state(self) -> dict:
+        """Returns the position in the order as plain JSON, for `restore`: groups on their way are opened again after a resume."""
+        return {"num_opened": self._num_opened, "waiting": [number for _, _, number in self._waiting] + self._again}
+
+    def restore(self, step: int, state: dict | None) -> None:
+        """Continues after batch `step`; the groups on their way, which must be open, are withdrawn.
+
+        Without a state, the batches up to `step` took the first groups of the order, P each.
+        """
+        self._queue.withdraw([*self._waiting])
+        self._step, self._version = step, -1
+        self._num_opened = state["num_opened"] if state else step * self._rule.num_groups
+        self._again = sorted(state["waiting"]) if state else []
+        self._waiting, self._taken, self._flat, self._hole = {}, collections.Counter(), {}, None
+
+    def _take(self, step: int, taken: list[Key], flat: list[Key], stale: list[Key]) -> list[group_queue.Entry] | None:
+        if stale and self._rule.kind == "prescribed":  # their places are not filled by later groups
+            self._drop_stale(stale)
+            return None
+        self._drop_stale(stale)
+        for key in flat:
+            self._forget(key)
+            self._queue.drop(key, "flat")
+        for key in taken:
+            self._forget(key)
+        self._step = step
+        if step > self._version:
+            self._taken[step] = len(taken)
+        entries = self._queue.take(taken)
+        self._open()
+        return entries
+
+    def _drop_stale(self, stale: list[Key]) -> None:
+        for key in reversed(stale):
+            if self._rule.kind == "prescribed":
+                self._queue.drops["stale"] += 1
+                self._queue.requeue(key)
+            else:
+                self._forget(key)
+                self._queue.drop(key, "stale")
+
+    def _forget(self, key: Key) -> None:
+        del self._waiting[key]
+        self._flat.pop(key, None)
+
+    def _signals(self, key: Key) -> bool:
+        """Returns True if an eligible group has a signal; remembers one that has none."""
+        entry = self._queue.entries[key]
+        if self._flat.get(key) == entry.digest:
+            return False
+        if self._has_signal(entry):
+            self._flat.pop(key, None)
+            return True
+        self._flat[key] = entry.digest
+        return False
+
+    def _open(self) -> None:
+        """Opens groups until enough are on their way: those waiting, and those in batches that are not published yet."""
+        if self._version < 0:
+            return
+        rule = self._rule
+        num_batches = min(1 + rule.max_lag, rule.num_batches - self._version)
+        needed = math.ceil(num_batches * rule.num_groups * rule.oversampling)
+        num_flat = min(len(self._flat), rule.max_flat)
+        count = needed - (len(self._waiting) + self._taken.total() - num_flat)
+        if count <= 0:
+            return
+        numbers, self._again = self._again[:count], self._again[count:]
+        fresh = range(self._num_opened, self._num_opened + count - len(numbers))
+        self._num_opened = fresh.stop
+        groups = self._make_groups([*numbers, *fresh], self._version)
+        self._queue.add(groups)
+        self._waiting.update(dict.fromkeys(group.key for group in groups))
+
+
+def _num_tokens(entry: group_queue.Entry) -> int:
+    return sum(int(rollout.sampled_mask.sum()) for rollout in entry.rollouts)

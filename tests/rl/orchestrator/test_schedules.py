@@ -1,0 +1,341 @@
+"""Random schedules of everything that a swarm may lose, on a virtual clock, over the real queue, batches, shares, and registry.
+
+`World` is a small orchestrator with workers, servers, and a learner, all driven by one random generator. Its oracle keeps books of its
+own: which policy made each token, which groups were trained, and the fate of each delivery.
+"""
+
+import collections
+import copy
+import random
+import types
+
+import numpy as np
+import pytest
+
+from rl.orchestrator import batches as batches_lib
+from rl.orchestrator import group_queue, work_share
+from rl.orchestrator.group_queue import Delivery, State
+from rl.protocol import registry, task_schedule
+from rl.protocol.timeline import Policy
+
+LEASE_S, BEAT_S, NUM_BATCHES = 20.0, 5.0, 6
+MASK = np.array([False, True, True])
+
+
+class World:
+    """One run of `NUM_BATCHES` batches under random faults, then in calm until it ends."""
+
+    def __init__(self, seed):
+        self.draw = draw = random.Random(seed)
+        lag = draw.choice([0, 1, 1, 2, 3])
+        self.rule = batches_lib.BatchRule(
+            kind=draw.choice(batches_lib.RULES),
+            num_groups=draw.randint(1, 4),
+            num_batches=NUM_BATCHES,
+            max_lag=lag,
+            max_off_policy=lag + draw.choice([-1, 0, 1, 3]) if lag else draw.choice([0, 1]),
+            oversampling=draw.choice([1.0, 1.5]),
+            refill=draw.choice([0.0, 0.0, 0.7, 2.0]),
+            tokens=draw.choice([0, 0, 9]),
+        )
+        self.now_s = 0.0
+        self.queue = group_queue.GroupQueue()
+        self.batches = batches_lib.Batches(
+            self.rule, self.queue, self.make_groups, lambda entry: not entry.rollouts[0].flat
+        )
+        self.nodes = registry.Registry(BEAT_S, is_named=lambda key: True)
+        self.share = work_share.WorkShare(LEASE_S)
+        # The learner: the epoch, batches taken, versions published and loaded, and checkpoints to resume from.
+        self.epoch, self.step, self.published, self.loaded, self.trained_s = 0, 0, 0, 0, None
+        self.saved = {0: None}
+        self.servers = {f"server{i}": Policy(0, 0) for i in range(2)}
+        self.hung = set()
+        self.jobs = []  # of workers: group, worker, first and last policy of its tokens
+        self.verdicts = []  # groups in quarantine, with their digest
+        self.done = []  # jobs that were handed in, to be handed in again
+        # The oracle.
+        self.books = collections.Counter()  # deliveries by fate
+        self.trained = {}  # number -> batch
+        self.truth = {}  # digest -> its job
+        self.reopened = {}
+        self.queue.begin_epoch(0)
+        self.batches.restore(0, None)
+        self.batches.load(0)
+
+    def make_groups(self, numbers, version):
+        P, lag = self.rule.num_groups, self.rule.max_lag
+        oldest = [min(version, max(0, number // P - lag)) for number in numbers]
+        assert not {*numbers} & {*self.trained}, "a group that was trained on is opened again"
+        fields = [(1 + n // P, n, "train", n, n, 2, 1.0, low) for n, low in zip(numbers, oldest, strict=True)]
+        return [task_schedule.Group(*one) for one in fields]
+
+    # ---- workers and servers
+
+    def serving(self):
+        newest = Policy(self.epoch, self.published)
+        oldest = Policy(self.epoch, max(0, self.loaded - self.rule.max_off_policy))
+        nodes = self.nodes.serving(oldest, newest)
+        for node in nodes:
+            assert node.report.policy.epoch == self.epoch and node.report.policy.version <= self.published
+        return [node.key for node in nodes if node.key not in self.hung]
+
+    def ask(self, worker):
+        self.expire()
+        unfinished = sum(n for state, n in self.queue.count().items() if state in (State.OPEN, State.LEASED))
+        held = self.queue.held(worker)
+        self.jobs = [
+            job for job in self.jobs if job.worker != worker or job.group.key in held or self.draw.random() < 0.5
+        ]
+        self.share.seen(worker, len(held), self.now_s)
+        room = self.share.room(worker, len(held), unfinished, self.now_s)
+        pin = self.draw.choice([-1, -1, self.loaded])
+        until = {"deadline_s": self.now_s + LEASE_S, "version": pin, "now_s": self.now_s}
+        groups = self.queue.lease(worker, room, **until)
+        if not groups:
+            is_late = lambda lease: self.share.is_late(lease.worker, lease.since_s, self.now_s)  # noqa: E731
+            groups = self.queue.back_up(worker, room, is_late=is_late, **until)
+        for group in groups:
+            assert len(self.queue.entries[group.key].leases) <= group_queue.MAX_HOLDERS
+            self.jobs.append(types.SimpleNamespace(group=group, worker=worker, since_s=self.now_s, policies=None))
+        self.share.seen(worker, len(self.queue.held(worker)), self.now_s)
+
+    def start(self, job):
+        """A job gets its tokens from a server, which may load the next policy of its epoch meanwhile."""
+        job.epoch_of_lease = self.epoch
+        if (servers := self.serving()) and job.policies is None:
+            first = self.servers[self.draw.choice(servers)]
+            if job.group.version in (-1, first.version):
+                job.policies = [first, first]
+            elif self.draw.random() < 0.5:  # no server may ever generate it again
+                self.jobs.remove(job)
+                self.queue.give_back(job.group.key, job.worker)
+            if job.policies and job.group.version == -1 and self.draw.random() < 0.3 and first.version < self.loaded:
+                job.policies[1] = Policy(first.epoch, first.version + 1)
+
+    def hand_in(self, job):
+        self.expire()
+        forged, flat = job.worker == "cheat", self.draw.random() < 0.3
+        digest = f"{self.draw.random()}"
+        job.forged, job.flat = forged, flat
+        versions = np.array([0, *[policy.version for policy in job.policies]])
+        epoch = job.policies[0].epoch
+        fields = dict(sampled_mask=MASK, versions=versions, epoch=epoch, flat=flat)
+        rollouts = [types.SimpleNamespace(sample=i, **fields) for i in (1, 0)]
+        self.truth[digest] = copy.copy(job)
+        self.books["delivered"] += 1
+        fate = self.queue.deliver(job.group.key, job.worker, rollouts, digest)
+        if fate is Delivery.TAKEN:
+            self.share.finished(job.worker, job.since_s, self.now_s)
+            self.screen(job.group.key)
+
+    def screen(self, key):
+        """Checks a submission against its lease, then quarantines it or lets it pass."""
+        entry = self.queue.entries[key]
+        job = self.truth[entry.digest]
+        low, high = sorted(policy.version for policy in job.policies)
+        if low < entry.group.min_version or (
+            entry.group.version not in (-1, low) or (low < high != entry.group.version > -1)
+        ):
+            self.reject(key)
+        elif job.forged or entry.was_decided or self.draw.random() < 0.5:
+            self.queue.quarantine(key)
+            self.verdicts.append((key, entry.digest))
+        else:
+            self.queue.let_pass(key)
+            self.batches.accepted(key)
+
+    def reject(self, key):
+        self.queue.requeue(key)
+        self.books["refused"] += 1
+        if self.queue.entries[key].state is State.SUBMITTED:  # a spare
+            self.screen(key)
+
+    def judge(self):
+        key, digest = self.verdicts.pop(self.draw.randrange(len(self.verdicts)))
+        entry = self.queue.entries.get(key)
+        if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
+            return
+        if self.truth[digest].forged:
+            self.reject(key)
+        else:
+            self.queue.accept(key)
+            self.batches.accepted(key)
+
+    def expire(self):
+        for lease in self.queue.expire(self.now_s):
+            assert lease.deadline_s < self.now_s
+
+    # ---- learner
+
+    def collect(self):
+        """Takes the next batch if it is complete, and compares it with the oracle's choice."""
+        if self.step == NUM_BATCHES or self.trained_s is not None:
+            return
+        n, rule = self.step + 1, self.rule
+        before = {k: (e.state, e.digest) for k, e in self.queue.entries.items()}
+        entries = self.batches.collect(n)
+        if entries is None:
+            return
+        self.books["trained"] += len(entries)
+        numbers = [entry.group.group for entry in entries]
+        for entry in entries:
+            job = self.truth[entry.digest]
+            assert before[entry.group.key] == (State.ELIGIBLE, entry.digest)
+            assert not job.forged, "a forged group is trained on"
+            for policy in job.policies:
+                assert policy.epoch == self.epoch, "a token of another epoch"
+                assert n - 1 - rule.max_off_policy <= policy.version <= n - 1, "a token older than allowed"
+            assert entry.group.group not in self.trained, "a group is trained on twice"
+            self.trained[entry.group.group] = n
+        assert numbers == sorted(numbers)
+        self.check_choice(n, entries, before)
+        self.step, self.trained_s = n, self.now_s
+
+    def check_choice(self, n, entries, before):
+        """The batch is a prefix of the order: of all groups, or of those that were eligible and fresh."""
+        rule, oldest = self.rule, n - 1 - self.rule.max_off_policy
+        chosen, num_flat, num_tokens = [], 0, 0
+        for key in sorted(before, key=lambda key: key[2]):
+            state, digest = before[key]
+            is_eligible = state is State.ELIGIBLE
+            if not is_eligible or min(p.version for p in self.truth[digest].policies) < oldest:
+                assert rule.kind == "first", "a prescribed batch skips a group"
+            elif self.truth[digest].flat and num_flat < int(rule.refill * rule.num_groups):
+                num_flat += 1
+            else:
+                chosen.append(key)
+                num_tokens += 4
+                if len(chosen) == rule.num_groups or 0 < rule.tokens <= num_tokens:
+                    break
+        assert chosen == [entry.group.key for entry in entries]
+
+    def publish(self):
+        if self.trained_s is not None:
+            self.trained_s, self.published = None, self.step
+            if self.step % 2 == 0:
+                self.saved[self.step] = self.batches.state(), dict(self.trained)
+
+    def load(self):
+        """A server loads the newest policy; the batches that may use it open."""
+        server = self.draw.choice([*self.servers])
+        self.servers[server] = Policy(self.epoch, self.published)
+        if server not in self.hung:
+            self.beat(server)
+        if self.published > self.loaded:
+            self.loaded = self.published
+            self.batches.load(self.loaded)
+
+    def beat(self, server):
+        self.nodes.beat(server, "server", self.now_s, registry.Report(policy=self.servers[server]))
+
+    def resume(self):
+        """The learner ends and resumes from its last checkpoint, in the next epoch."""
+        step = max(self.saved)
+        found = self.saved[step]
+        self.epoch, self.step, self.trained_s = self.epoch + 1, step, None
+        self.published = self.loaded = step
+        self.trained = dict(found[1]) if found else {}
+        self.queue.begin_epoch(self.epoch)
+        self.batches.restore(step, found and found[0])
+        self.batches.load(step)
+
+    # ---- time
+
+    def act(self, calm):
+        draw, workers = self.draw, ["a", "b", "c", "cheat"]
+        self.now_s += draw.choice([0.0, 0.3, 1.0]) if calm else draw.choice([0.0, 0.3, 1.0, 4.0, 30.0])
+        for change in self.nodes.sweep(self.now_s):
+            assert change.new in registry.NEXT[change.old]
+        job = draw.choice(self.jobs) if self.jobs else None
+        action = draw.choice(CALM if calm else CALM + CHAOS)
+        if action == "ask":
+            self.ask("a" if calm else draw.choice(workers))
+        elif action == "start" and job:
+            self.start(job)
+        elif action == "hand in" and job and job.policies:
+            self.jobs.remove(job)
+            self.done.append(job)
+            self.hand_in(job)
+        elif action == "renew" and job:
+            void = self.queue.renew(job.worker, [job.group.key], lambda lease: self.now_s + LEASE_S)
+            if void:
+                self.jobs.remove(job)
+        elif action == "judge" and self.verdicts:
+            self.judge()
+        elif action == "beat":
+            for server in self.servers.keys() - self.hung:
+                self.beat(server)
+        elif action in ("collect", "publish", "load"):
+            getattr(self, action)()
+        elif action == "lose" and job:  # its worker died
+            self.jobs.remove(job)
+        elif action == "give back" and job:
+            self.jobs.remove(job)
+            self.queue.give_back(job.group.key, job.worker)
+        elif action == "twice" and self.done:
+            self.hand_in(draw.choice(self.done))
+        elif action == "recall":
+            worker = draw.choice(workers)
+            self.verdicts += [(entry.group.key, entry.digest) for entry in self.queue.recall(worker)]
+        elif action == "hang":
+            self.hung.symmetric_difference_update([draw.choice([*self.servers])])
+        elif action == "join" and len(self.servers) < 4:
+            self.servers[f"server{len(self.servers) + draw.randrange(10**6)}"] = Policy(self.epoch, self.published)
+        elif action == "leave" and len(self.servers) > 1:
+            server = draw.choice([*self.servers])
+            del self.servers[server]
+            self.nodes.leave(server)
+        elif action == "stand still":
+            self.now_s += 100.0
+            self.queue.extend(100.0)
+        elif action == "resume":
+            self.resume()
+        self.audit()
+
+    def audit(self):
+        """Each delivery has one fate, and each group on its way is in the queue once."""
+        kept = sum(entry.is_submitted + len(entry.spares) for entry in self.queue.entries.values())
+        drops = self.queue.drops
+        assert {*drops} <= {"duplicate", "late", "stale", "epoch", "flat"}
+        assert self.books["delivered"] == self.books["trained"] + self.books["refused"] + drops.total() + kept
+        numbers = {key[2] for key in self.queue.entries}
+        assert not numbers & self.trained.keys() and len(numbers) == len(self.queue.entries)
+        on_their_way = len(numbers) - sum(entry.is_submitted for entry in self.queue.entries.values())
+        most = (1 + self.rule.max_lag) * self.rule.num_groups * self.rule.oversampling
+        assert on_their_way <= np.ceil(most) + self.rule.max_flat  # one that had no signal may be taken back
+        if not self.step == self.published:
+            assert self.step == self.published + 1
+
+
+CALM = ["ask", "start", "start", "hand in", "hand in", "renew", "judge", "judge", "beat", "collect", "publish", "load"]
+CHAOS = ["lose", "give back", "twice", "recall", "hang", "join", "leave", "stand still", "resume"]
+
+
+def play(seed):
+    world = World(seed)
+    for _ in range(world.draw.randint(50, 400)):
+        world.act(calm=False)
+    world.hung.clear()
+    world.jobs.clear()
+    for _ in range(6000):
+        if world.step == NUM_BATCHES:
+            return world
+        world.act(calm=True)
+    raise AssertionError(f"no progress: batch {world.step + 1} of {world.rule}, {world.queue.count()}")
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_schedules_train_on_no_wrong_token_and_never_stop(block):
+    drops, kinds = collections.Counter(), collections.Counter()
+    for seed in range(40 * block, 40 * (block + 1)):
+        world = play(seed)
+        drops += world.queue.drops
+        kinds[world.rule.kind] += 1
+    assert len(drops) == 5 and len(kinds) == 2  # all were seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(20))
+def test_ten_thousand_random_schedules(block):
+    for seed in range(1000 + 500 * block, 1000 + 500 * (block + 1)):
+        play(seed)
