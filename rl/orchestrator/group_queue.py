@@ -58,8 +58,8 @@ class Delivery(enum.Enum):
 
     TAKEN = "taken"  # the group is SUBMITTED with them
     SPARE = "spare"  # they are checked if those of another worker are rejected
-    DUPLICATE = "duplicate"  # the group has rollouts, and those of this worker are not needed
-    LATE = "late"  # this worker has no lease on the group, or a batch took it
+    DUPLICATE = "duplicate"  # another worker's were accepted, or this worker's before
+    LATE = "late"  # this worker has no lease on the group (any more), or a batch took it
     EPOCH = "epoch"  # policies of another epoch made them
 
     def __bool__(self) -> bool:
@@ -179,15 +179,23 @@ class GroupQueue:
         return [self._lease(key, worker, deadline_s, version, now_s) for key in found]
 
     def renew(self, worker: str, keys: Sequence[Key], deadline_s: Callable[[Lease], float]) -> list[Key]:
-        """Moves deadlines of leases of `worker` to `deadline_s(lease)`, if that is later; returns the keys that it need not finish."""
+        """Moves deadlines of leases of `worker` to `deadline_s(lease)`, if that is later; returns the keys that it need not finish.
+
+        These are all groups with rollouts, whether or not a verdict has accepted them: else a worker could find out by its second
+        key which of its groups passed without one.
+        """
         void = []
         for key in keys:
             entry = self.entries.get(key)
-            if entry and (lease := entry.leases.get(worker)):
+            lease = entry.leases.get(worker) if entry else None
+            if entry and lease and not entry.is_submitted:
                 later_s = max(lease.deadline_s, deadline_s(lease))
                 entry.leases[worker] = dataclasses.replace(lease, deadline_s=later_s)
             elif entry is None or entry.is_submitted or worker not in entry.past:
                 void.append(key)
+                if entry and lease:  # rollouts that are on their way are taken nevertheless
+                    self._keep_past(entry, lease)
+                    self._end_lease(key, worker)
         return void
 
     def give_back(self, key: Key, worker: str) -> Lease | None:
@@ -204,11 +212,7 @@ class GroupQueue:
             if lease and lease.deadline_s >= now_s:  # renewed
                 heapq.heappush(self._deadlines, (lease.deadline_s, serial, key, worker))
             elif lease:
-                past = self.entries[key].past
-                past.pop(worker, None)
-                past[worker] = lease
-                if len(past) > MAX_PAST:
-                    del past[next(iter(past))]
+                self._keep_past(self.entries[key], lease)
                 if not self.entries[key].is_submitted:
                     ended.append(lease)
                 self._end_lease(key, worker)
@@ -237,11 +241,11 @@ class GroupQueue:
             return Delivery.EPOCH
         lease = _lease_of(entry, worker, rollouts)
         if lease is None:
-            has_one = entry.is_submitted and worker in {entry.worker, *(spare[0].worker for spare in entry.spares)}
-            return Delivery.DUPLICATE if has_one else Delivery.LATE
-        if entry.state is State.ELIGIBLE or (entry.is_submitted and worker == entry.worker):
-            return Delivery.DUPLICATE
+            return Delivery.LATE
         (entry.leases if entry.leases.get(worker) is lease else entry.past).pop(worker)
+        if entry.state is State.ELIGIBLE or (entry.is_submitted and worker == entry.worker):
+            self._update(key)
+            return Delivery.DUPLICATE
         delivered = lease, sorted(rollouts, key=lambda r: r.sample), digest
         if entry.is_submitted:
             entry.spares.append(delivered)
@@ -338,6 +342,11 @@ class GroupQueue:
         """Returns the keys of the groups that `worker` has a lease on, or submitted and no verdict has decided."""
         return [*self._held.get(worker, ())]
 
+    def may_deliver(self, worker: str) -> bool:
+        """Returns True if rollouts of `worker` may be needed, or if it made some that no batch has taken."""
+        known = ((entry.worker, *entry.leases, *entry.past) for entry in self.entries.values())
+        return worker in self._held or any(worker in workers for workers in known)
+
     def count(self) -> collections.Counter[State]:
         """Returns the number of groups in each state."""
         return collections.Counter({state: number for state, number in self._count.items() if number})
@@ -365,6 +374,12 @@ class GroupQueue:
             self._update(key)
         return lease
 
+    def _keep_past(self, entry: Entry, lease: Lease) -> None:
+        entry.past.pop(lease.worker, None)
+        entry.past[lease.worker] = lease
+        if len(entry.past) > MAX_PAST:
+            del entry.past[next(iter(entry.past))]
+
     def _reopen(self, key: Key) -> None:
         """Makes a group without rollouts LEASED if it has holders, else OPEN at the front of the queue."""
         entry = self.entries[key]
@@ -383,10 +398,10 @@ class GroupQueue:
         self._move(key, State.SUBMITTED)
 
     def _win(self, key: Key) -> None:
-        """Makes a group ELIGIBLE; its other holders and their work are not needed any more."""
+        """Makes a group ELIGIBLE; other rollouts of it are not needed any more."""
         entry = self.entries[key]
         self.drops["duplicate"] += len(entry.spares)
-        entry.leases, entry.past, entry.spares = {}, {}, []
+        entry.spares = []
         self._move(key, State.ELIGIBLE)
 
     def _remove(self, key: Key) -> Entry:

@@ -61,7 +61,6 @@ class Machine(stateful.RuleBasedStateMachine):
         self.move(key, old, State.ELIGIBLE)
         self.drops["duplicate"] += len(self.delivered[key]) - 1
         del self.delivered[key][1:]
-        self.leases[key], self.past[key] = {}, set()
 
     def pick(self, state, number):
         keys = sorted(self.sets[state])
@@ -110,12 +109,15 @@ class Machine(stateful.RuleBasedStateMachine):
     def renew(self, worker, modulus):
         keys = [key for key in sorted(self.opened) if key[2] % modulus == 0]
         void = self.queue.renew(worker, keys, lambda lease: self.now_s + LEASE_S)
+        unsubmitted = self.sets[State.OPEN] | self.sets[State.LEASED]
         for key in keys:
-            wanted = worker in self.leases.get(key, ())
-            if wanted:
-                self.leases[key][worker] = self.leases[key][worker][0], self.now_s + LEASE_S
-            unsubmitted = key in self.sets[State.OPEN] | self.sets[State.LEASED]
-            assert (key in void) == (not wanted and not (unsubmitted and worker in self.past.get(key, ())))
+            held = self.leases.get(key, {}).get(worker)
+            assert (key in void) == (key not in unsubmitted or not (held or worker in self.past.get(key, ())))
+            if held and key in void and key not in self.sets[TAKEN]:
+                del self.leases[key][worker]
+                self.past.setdefault(key, set()).add(worker)
+            elif held:
+                self.leases[key][worker] = held[0], self.now_s + LEASE_S
 
     @stateful.rule(number=NUMBER, worker=WORKERS)
     def give_back(self, number, worker):
@@ -148,19 +150,18 @@ class Machine(stateful.RuleBasedStateMachine):
         key = self.any_group(number)
         state = next((state for state, keys in self.sets.items() if key in keys), None)
         has_lease = worker in self.leases.get(key, ()) or worker in self.past.get(key, ())
-        mine = worker in self.delivered.get(key, ())
         expected = Delivery.LATE
         if state in (State.OPEN, State.LEASED) and has_lease:
             expected = Delivery.TAKEN
         elif state in (State.SUBMITTED, State.QUARANTINED) and has_lease and worker != self.delivered[key][0]:
             expected = Delivery.SPARE
-        elif state not in (None, TAKEN, State.OPEN, State.LEASED) and (has_lease or mine):
+        elif state not in (None, TAKEN, State.OPEN, State.LEASED) and has_lease:
             expected = Delivery.DUPLICATE
         assert self.queue.deliver(key, worker, rollouts(), f"digest {worker}") is expected
+        if expected is not Delivery.LATE and self.leases.get(key, {}).pop(worker, None) is None:
+            self.past[key].discard(worker)
         if expected in (Delivery.TAKEN, Delivery.SPARE):
             self.delivered.setdefault(key, []).append(worker)
-            if self.leases.get(key, {}).pop(worker, None) is None:
-                self.past[key].discard(worker)
             if expected is Delivery.TAKEN:
                 self.move(key, state, State.SUBMITTED)
                 assert [r.sample for r in self.queue.entries[key].rollouts] == [0, 1]
@@ -230,6 +231,7 @@ class Machine(stateful.RuleBasedStateMachine):
             self.queue.drop(key, "flat")
             self.drops["flat"] += 1
             self.move(key, State.ELIGIBLE, TAKEN)
+            self.leases.pop(key, None)
 
     @stateful.rule(worker=WORKERS)
     def lose_trust(self, worker):
@@ -267,6 +269,7 @@ class Machine(stateful.RuleBasedStateMachine):
                 assert entry.is_verified == (entry.group.key in self.verified)
             for key in keys:
                 self.move(key, State.ELIGIBLE, TAKEN)
+                self.leases.pop(key, None)
         else:
             with pytest.raises(AssertionError):
                 self.queue.take(keys)

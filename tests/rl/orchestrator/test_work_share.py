@@ -110,13 +110,13 @@ def test_speeds_follow_a_worker_that_slows_down_and_forget_one_that_is_gone():
         share.finished("b", now_s - 1, now_s)
         share.finished("c", now_s - 1, now_s)
     assert share.speed("a", now_s) == pytest.approx(2, rel=0.1)
-    assert [share.room(worker, 0, 40, now_s) for worker in "abc"] == [19, 10, 10]
+    assert [share.room(worker, 0, 40, now_s) for worker in "abc"] == [19, 11, 11]
     assert share.is_late("a", now_s - 1.6, now_s) and not share.is_late("a", now_s - 1.4, now_s)
     share.seen("b", 30, now_s)  # three of its shares
     assert share.is_late("b", now_s, now_s)
     share.seen("b", 1, now_s)
     share.seen("c", 0, now_s)
-    assert share.speed("b", now_s + 60) < 0.5 < 0.9 < share.speed("c", now_s + 60)  # b hangs, c holds nothing
+    assert share.speed("b", now_s + 60) < 0.7 * share.speed("c", now_s + 60)  # b hangs, c holds nothing
     share.seen("a", 0, now_s + 99)
     share.seen("a", 0, now_s + 101)
     assert share.room("a", 0, 40, now_s + 101) == 40 and len(share._records) == 1
