@@ -1,4 +1,4 @@
-"""Which groups make up a batch, and when the next ones open: a pure data structure on the group queue.
+"""The groups of each batch, and the time at which they open: a pure data structure on the group queue.
 
 The groups of a run have one prescribed order (rl/protocol/task_schedule.py). Each is opened once, in this order, and taken by one batch
 or dropped for a counted reason. Batch n trains on
@@ -9,7 +9,7 @@ or dropped for a counted reason. Batch n trains on
 1. `load(version)`: groups open until as many are on their way as the batches up to version + 1 + max_lag need, times `oversampling`.
 2. `collect(n)` returns the groups of batch n, or None as long as some are missing.
 3. With `refill`, a group without a signal (all advantages are zero) is dropped ("flat"), and the next of the order takes its place, for
-   at most refill * P of them per batch. In a "prescribed" batch the earlier groups still come first, whatever the speed.
+   at most refill * P of them per batch. In a "prescribed" batch the earlier groups still come first, however slow they are.
 4. With `tokens`, a batch ends with the group that brings its sampled tokens to this number; P is then the most groups of a batch.
 """
 

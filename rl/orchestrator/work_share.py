@@ -1,4 +1,4 @@
-"""How many groups each worker may hold: its share of the unfinished ones, by the speed at which it finished groups.
+"""Shares of the work: how many groups each worker may hold, by the speed at which it finished groups.
 
 1. The speed of a worker is the number of its accepted groups over the time in which it held any, both halved every `HALF_AFTER` groups,
    so that it follows a worker that slows down. A worker without a record counts as an average one, and its speed falls while it holds
