@@ -8,20 +8,11 @@
    A child that ends early ends the run with the last lines of its output.
 """
 
-import collections
 import contextlib
 import dataclasses
-import datetime
-import itertools
-import os
 import pathlib
-import shlex
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO
 
 import jax
 
@@ -35,7 +26,7 @@ from rl.protocol import timeline
 from rl.verification import checks, evidence_log, verifier
 from sharding import broadcast
 from sharding import mesh as mesh_lib
-from sharding.system import secret_file, sockets
+from sharding.system import child_process, secret_file, sockets
 
 START_TIMEOUT_S = 600.0
 
@@ -70,8 +61,8 @@ def start_rollout_system(
         rollouts = _orchestrator(experiment, workdir, weights, stack, on_wait, num_hosts, known, ledger)
         rollouts.resume(version, known)
 
-        def start(name: str, command: list[str]) -> _Child:
-            return stack.enter_context(_Child(name, command, workdir, rollouts.fail))
+        def start(name: str, command: list[str]) -> child_process.ChildProcess:
+            return stack.enter_context(child_process.ChildProcess(name, command, workdir / "logs", rollouts.fail))
 
         if experiment.config.topology.mode == "local":
             _start_here(experiment, workdir, weights, rollouts, start, stack)
@@ -246,57 +237,3 @@ def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Pa
             raise ValueError(f"the {name} process did not start in {START_TIMEOUT_S:.0f} s. Read its log: {child.log}")
         time.sleep(0.02)
     return file.read_text()
-
-
-class _Child(contextlib.AbstractContextManager):
-    """A child process `python -m COMMAND` during a `with` block, its output in a log. `on_death` gets the error if it ends early."""
-
-    def __init__(self, name: str, command: list[str], workdir: pathlib.Path, on_death: Callable[[Exception], None]):
-        self.name, self.log, self._on_death = name, workdir / "logs" / f"{name}.log", on_death
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--exit_with_parent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=experiment_lib.ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        )
-        self._is_stopping = False
-        self._last: collections.deque[str] = collections.deque(maxlen=3)
-        log = open(self.log, "ab")  # after the lines of earlier starts; closed by the thread
-        start = f"==== start: python -m {shlex.join(command)}".encode()
-        self._copier = threading.Thread(target=self._copy, args=(start, log), name=f"log-{name}", daemon=True)
-        self._copier.start()
-        threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True).start()
-
-    def obituary(self) -> str:
-        """Returns the error message for a child process that ended early: exit code, last lines of output, log."""
-        self._copier.join(1.0)  # not longer: its own children may keep the pipe open
-        tail = " | ".join(self._last) or "it printed nothing"
-        return f"the {self.name} process ended with code {self.process.returncode}: {tail}. Read its log: {self.log}"
-
-    def _copy(self, start: bytes, log: BinaryIO) -> None:
-        assert self.process.stdout is not None
-        with log, self.process.stdout:
-            for line in itertools.chain([start], self.process.stdout):  # until all writers, such as its children, end
-                now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
-                log.write(now.encode() + b" " + line.rstrip(b"\r\n") + b"\n")
-                log.flush()
-                if line is not start and line.strip():
-                    self._last.append(line.decode(errors="replace").strip())
-
-    def _watch(self) -> None:
-        self.process.wait()
-        if not self._is_stopping:
-            self._on_death(ValueError(self.obituary()))
-
-    def __exit__(self, *_) -> None:
-        self._is_stopping = True
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1)
-        self.process.kill()
-        self.process.wait()
-        self._copier.join(1.0)

@@ -15,6 +15,7 @@ import logging
 import os
 import pathlib
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from rl.learner import optimizers, train_step
 from sharding import rules
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
+from sharding.system import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -118,6 +120,8 @@ def run(main: Callable[[], None], *, needs_workdir: bool = True) -> None:
     def guarded(argv):
         if len(argv) > 1:
             raise ValueError(f"argument {argv[1]!r} is not a flag; write --config.FIELD=VALUE")
+        if flags.FLAGS.exit_with_parent:
+            cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
         main()
 
     def parse(argv):

@@ -21,6 +21,7 @@ def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS
     config_flags.DEFINE_config_file("config", None, CONFIG_HELP, lock_config=True, flag_values=values)
     if needs_workdir:
         flags.DEFINE_string("workdir", None, WORKDIR_HELP, flag_values=values)
+    flags.DEFINE_bool("exit_with_parent", False, "stop when standard input closes", flag_values=values)
     for name in ("config", "workdir") if needs_workdir else ("config",):
         flags.mark_flag_as_required(name, flag_values=values)
         values.register_key_flag_for_module(sys.argv[0], values[name])  # --help lists those of the main module

@@ -1,8 +1,6 @@
-"""Child processes of a run: their logs, their end, and their keys."""
+"""The rollout system of a run: its keys, stakes, and the commands of its processes."""
 
 import contextlib
-import datetime
-import re
 import stat
 
 import pytest
@@ -15,35 +13,7 @@ from rl.experiment import workdir as run_directory
 from rl.ledger import events
 from rl.ledger import ledger as ledger_lib
 from rl.verification import verifier
-from tests.support import doubles, proxy
-
-LINE = re.compile(r"(\S+) (.*)")
-COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line about its URL
-
-
-def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reported(tmp_path):
-    begun = datetime.datetime.now().astimezone()
-    deaths = []
-    for count in (1, 2):
-        with launch._Child("worker0", COMMAND, tmp_path, deaths.append) as child:
-            proxy.wait_until(lambda count=count: len(deaths) == count, 60, "the end of the child")
-    _, error = deaths
-    assert re.fullmatch(
-        rf"the worker0 process ended with code 1: error: .*'nonsense'.*\. Read its log: {child.log}", str(error)
-    )
-    lines = [LINE.fullmatch(line) for line in (tmp_path / "logs" / "worker0.log").read_text().splitlines()]
-    times = [datetime.datetime.fromisoformat(line[1]) for line in lines]
-    assert times == sorted(times) and times[0] >= begun - datetime.timedelta(milliseconds=1)
-    header = "==== start: python -m rl.worker --orchestrator nonsense"
-    assert [line[2].startswith("error: ") for line in lines] == [False, True, False, True]
-    assert [line[2] for line in lines[::2]] == [header] * 2
-
-
-def test_a_child_that_is_stopped_is_not_reported(tmp_path):
-    deaths = []
-    with launch._Child("worker0", [*COMMAND[:2], "http://127.0.0.1:9"], tmp_path, deaths.append) as child:
-        pass
-    assert child.process.returncode is not None and not deaths
+from tests.support import doubles
 
 
 def test_keys_of_workers_are_not_among_the_logs(tmp_path):

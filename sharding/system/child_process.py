@@ -1,0 +1,101 @@
+"""Starts commands of this project as child processes, which end with this process, however suddenly.
+
+The standard input of a child is a pipe from this process. Its output goes to a log, with the time of each line.
+"""
+
+import collections
+import contextlib
+import datetime
+import itertools
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import BinaryIO
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: its packages are imported from there
+
+
+class ChildProcess(contextlib.AbstractContextManager):
+    """A child process `python -m COMMAND` during a `with` block, its output in a log. `on_death` gets the error if it ends early.
+
+    With `is_group`, it leads a process group, which is killed with it: no child of its own outlives it, and Ctrl-C in the terminal
+    reaches only this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        logs: pathlib.Path,
+        on_death: Callable[[Exception], None],
+        *,
+        is_group: bool = False,
+    ):
+        self.name, self.log, self._on_death = name, logs / f"{name}.log", on_death
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *command, "--exit_with_parent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            process_group=0 if is_group else None,
+        )
+        self._is_group = is_group
+        self._is_stopping = False
+        self._last: collections.deque[str] = collections.deque(maxlen=3)
+        log = open(self.log, "ab")  # after the lines of earlier starts; closed by the thread
+        start = f"==== start: python -m {shlex.join(command)}".encode()
+        self._copier = threading.Thread(target=self._copy, args=(start, log), name=f"log-{name}", daemon=True)
+        self._copier.start()
+        threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True).start()
+
+    @property
+    def last_line(self) -> str:
+        """The last line of output, "" if there is none."""
+        return self._last[-1] if self._last else ""
+
+    def obituary(self) -> str:
+        """Returns the error message for a child process that ended early: exit code, last lines of output, log."""
+        self._copier.join(1.0)  # not longer: its own children may keep the pipe open
+        tail = " | ".join(self._last) or "it printed nothing"
+        return f"the {self.name} process ended with code {self.process.returncode}: {tail}. Read its log: {self.log}"
+
+    def _copy(self, start: bytes, log: BinaryIO) -> None:
+        assert self.process.stdout is not None
+        with log, self.process.stdout:
+            for line in itertools.chain([start], self.process.stdout):  # until all writers, such as its children, end
+                now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+                log.write(now.encode() + b" " + line.rstrip(b"\r\n") + b"\n")
+                log.flush()
+                if line is not start and line.strip():
+                    self._last.append(line.decode(errors="replace").strip())
+
+    def _watch(self) -> None:
+        self.process.wait()
+        if not self._is_stopping:
+            self._on_death(ValueError(self.obituary()))
+
+    def ask_to_end(self) -> None:
+        """Closes the standard input of the child, which then ends by itself; its death is not reported."""
+        self._is_stopping = True
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def __exit__(self, *_) -> None:
+        self.ask_to_end()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=1)
+        self.process.kill()
+        self.process.wait()
+        if self._is_group:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self._copier.join(1.0)

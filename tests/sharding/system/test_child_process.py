@@ -1,0 +1,37 @@
+"""Child processes: their logs and their end."""
+
+import datetime
+import re
+
+from sharding.system import child_process
+from tests.support import proxy
+
+LINE = re.compile(r"(\S+) (.*)")
+COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line about its URL
+
+
+def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reported(tmp_path):
+    begun = datetime.datetime.now().astimezone()
+    deaths = []
+    for count in (1, 2):
+        with child_process.ChildProcess("worker0", COMMAND, tmp_path / "logs", deaths.append) as child:
+            proxy.wait_until(lambda count=count: len(deaths) == count, 60, "the end of the child")
+    _, error = deaths
+    assert re.fullmatch(
+        rf"the worker0 process ended with code 1: error: .*'nonsense'.*\. Read its log: {child.log}", str(error)
+    )
+    lines = [LINE.fullmatch(line) for line in (tmp_path / "logs" / "worker0.log").read_text().splitlines()]
+    times = [datetime.datetime.fromisoformat(line[1]) for line in lines]
+    assert times == sorted(times) and times[0] >= begun - datetime.timedelta(milliseconds=1)
+    header = "==== start: python -m rl.worker --orchestrator nonsense"
+    assert [line[2].startswith("error: ") for line in lines] == [False, True, False, True]
+    assert [line[2] for line in lines[::2]] == [header] * 2
+
+
+def test_a_child_that_is_stopped_is_not_reported(tmp_path):
+    deaths = []
+    with child_process.ChildProcess(
+        "worker0", [*COMMAND[:2], "http://127.0.0.1:9"], tmp_path / "logs", deaths.append
+    ) as child:
+        pass
+    assert child.process.returncode is not None and not deaths
