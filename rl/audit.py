@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import hashlib
+import hmac
 import pathlib
 import sys
 import time
@@ -27,7 +28,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import run_history, run_rules
-from rl.protocol import task_schedule
+from rl.protocol import check_rate, task_schedule
 from rl.protocol import verdict as verdict_lib
 from rl.reporting import metrics
 from sharding.format import journal, manifest
@@ -48,6 +49,7 @@ RULES = {
     "leased": "the worker leased the group",
     "submitted": "the worker handed in these bytes",
     "verdict": "a quorum accepted the group, or the worker's record allows it",
+    "draw": "a group without a verdict was not drawn for one",
 }
 MAX_SHOWN = 100  # findings on the terminal
 LEDGER_LINES = 500  # entries between two updates of the display
@@ -84,6 +86,8 @@ class Audit:
         self._step_of: dict[int, int] = {}  # by group
         self._versions = {version for _, version in history.published}
         self._begin = history.begin or 0
+        has_secret = (workdir / "secret.key").exists()
+        self._secret = run_directory.secret(workdir, self.config.seed) if has_secret else b""
 
     def steps(self) -> range:
         """Returns the steps that the run trained on since its ledger began, up to the last with a version or a line of metrics."""
@@ -119,7 +123,7 @@ class Audit:
         self._check("batch", _batch_error(batch, digests), step)
         prescribed = {group.group: group for group in task_schedule.train_groups(self.config, step)}
         for number, group in groups.items():
-            self._check_group(step, prescribed.get(number), group)
+            self._check_group(step, prescribed.get(number), group, batch.epoch if batch else -1)
             self._check_events(step, number, group[0].worker, digests[number], batch)
         self.num_rollouts += len(rollouts)
 
@@ -146,7 +150,7 @@ class Audit:
         return None if known == hash_ else f"{file} names the ledger's entry {number or 'none'}, which has another hash"
 
     def _check_group(
-        self, step: int, group: task_schedule.Group | None, rollouts: Sequence[rollout_lib.Rollout]
+        self, step: int, group: task_schedule.Group | None, rollouts: Sequence[rollout_lib.Rollout], epoch: int
     ) -> None:
         """Checks the rollouts of one group of a batch: they are whole, prescribed, recent, and signed."""
         worker, number = rollouts[0].worker, rollouts[0].task.group
@@ -157,7 +161,7 @@ class Audit:
             ("task", [self._task_error(step, group, rollout) for rollout in rollouts]),
             ("seed", [_seed_error(group, rollout) for rollout in rollouts]),
             ("staleness", [self._staleness_error(step, rollout) for rollout in rollouts]),
-            ("version", [self._version_error(rollout) for rollout in rollouts]),
+            ("version", [self._version_error(epoch, rollout) for rollout in rollouts]),
             ("signature", [_signature_error(rollout) for rollout in rollouts]),
         ):
             self.checked[rule] += len(errors)
@@ -194,12 +198,12 @@ class Audit:
             return f"version {low} is older than {oldest}, the oldest that this step takes"
         return f"version {high} is newer than {step - 1}, the newest that could be known" if high >= step else None
 
-    def _version_error(self, rollout: rollout_lib.Rollout) -> str | None:
-        epoch = getattr(rollout, "epoch", 0)  # 0: of any, as files of earlier releases do not name it
-        published = self.history.published
+    def _version_error(self, epoch: int, rollout: rollout_lib.Rollout) -> str | None:
+        if epoch >= 0 and rollout.epoch != epoch:
+            return f"it is of epoch {rollout.epoch}, and the batch of epoch {epoch}"
         for version in sorted({version for version in rollout.versions.tolist() if version >= self._begin}):
-            if version not in self._versions if epoch == 0 else (epoch, version) not in published:
-                return f"version {version} of epoch {epoch} was not published"
+            if version not in self._versions if epoch < 0 else (epoch, version) not in self.history.published:
+                return f"version {version} of epoch {max(epoch, 0)} was not published"
         return None
 
     def _check_events(self, step: int, number: int, worker: str, digest: str, batch) -> None:
@@ -217,6 +221,19 @@ class Audit:
         basis = batch.basis.get(number) if batch else None
         self.bases[basis or "neither"] += 1
         self._check("verdict", _verdict_error(batch, number, worker, digest), *place)
+        # Only since the last start: earlier ones may have had other rates, which a resume may change.
+        if self._secret and batch and basis == "trusted" and batch.draw_head == self.history.draw_head:
+            self._check("draw", self._draw_error(step, number, worker, batch), *place)
+
+    def _draw_error(self, step: int, number: int, worker: str, batch: run_history.BatchHistory) -> str | None:
+        """Returns why the group needed a verdict: its draw is below the lowest rate that its worker can have had."""
+        trust, record = self.config.trust, float(batch.records.get(worker, 0))
+        if worker in self.history.invited:
+            record += check_rate.HALF_AT * (1 / trust.invited_rate - 1)
+        rate = check_rate.rate(check_rate.reputation(record), trust.min_rate)
+        secret = hmac.digest(self._secret, batch.draw_head.encode(), "sha256")
+        draw = check_rate.draw(secret, f"train/{step}/{number}")
+        return None if draw >= rate else f"its draw is {draw:.3f}, below the rate {rate:.3f} of its worker"
 
 
 def _batch_error(batch: run_history.BatchHistory | None, digests: dict[int, str]) -> str | None:

@@ -64,7 +64,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
     "proofs": (pa.binary(), lambda r: r.proofs),
     "worker": (pa.string(), lambda r: r.worker),
     "signature": (pa.binary(), lambda r: r.signature),
-    "epoch": (pa.int32(), lambda r: int(r.epoch)),
+    "epoch": (pa.int64(), lambda r: int(r.epoch)),
     "server": (pa.string(), lambda r: r.server),
     "server_signature": (pa.binary(), lambda r: r.server_signature),
     "routed_experts": (

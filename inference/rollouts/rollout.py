@@ -35,7 +35,7 @@ MAX_NAME = 256  # characters of an environment's or a reward's name
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 _ARRAYS = {"tokens": "<i4", "sampled_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
 _LIMITS = {"seed": 2**32, "task.index": 2**63, "task.group": 2**63, "task.seed": 2**63, "sample": 2**31, "step": 2**31}
-_LIMITS |= {"epoch": 2**31}
+_LIMITS |= {"epoch": 2**48}
 _ADDED = ("routed_experts", "epoch", "server", "server_signature")  # by later releases: digested only if they are set
 _DIGESTED = """tokens sampled_mask logprobs versions temperature seed task.env task.index task.group task.seed sample step
     reward rewards finish_reason proofs worker""".split()
@@ -111,18 +111,23 @@ class WorkerKey:
         return cls(ed25519.Ed25519PrivateKey.generate())
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "WorkerKey":
-        """Returns the key pair in a file. Raises ValueError if the file is not an unencrypted ed25519 PEM file."""
-        data = pathlib.Path(path).read_bytes()
+    def load(cls, path: str | os.PathLike, role: str = "worker key") -> "WorkerKey":
+        """Returns the key pair in a file, which errors call `role`. Raises ValueError if it is not an unencrypted ed25519 PEM file."""
+        try:
+            data = pathlib.Path(path).read_bytes()
+        except (PermissionError, IsADirectoryError) as error:
+            raise ValueError(
+                f"{role} {path} cannot be read: {error.strerror}; name a file that this user may read"
+            ) from error
         try:
             private = serialization.load_pem_private_key(data, password=None)
         except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
             cause = error if data.strip() else "it is empty"
-            found = f"worker key {path} is not an unencrypted PEM private key ({cause})"
+            found = f"{role} {path} is not an unencrypted PEM private key ({cause})"
             raise ValueError(f"{found}; name another file, or put this one back from a backup") from error
         if not isinstance(private, ed25519.Ed25519PrivateKey):
             kind = type(private).__name__
-            raise ValueError(f"worker key {path} is a {kind}, but a worker key is ed25519; name another file")
+            raise ValueError(f"{role} {path} is a {kind}, but must be ed25519; name another file")
         return cls(private)
 
     def save(self, path: str | os.PathLike) -> None:

@@ -76,7 +76,7 @@ class Generate(Body):
     request_id: str | None = None
     proofs: bool = False  # true adds TOPLOC proofs to the reply
     policy_version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None  # the only one that may generate
-    policy_epoch: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None  # of every version that may generate
+    policy_epoch: Annotated[int, pydantic.Field(ge=0, lt=2**48)] | None = None  # of every version that may generate
 
 
 class Part(Body):

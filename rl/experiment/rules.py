@@ -6,6 +6,7 @@ unused: a user who types it expects an effect.
 
 import math
 import re
+import sqlite3
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from ml_collections import config_dict
 
 from inference.engine import request
 from inference.server import web
+from rl.ledger import ledger
 from rl.protocol import lease
 
 # Losses that correct the sampler's policy to the learner's old one.
@@ -86,7 +88,9 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
 
 
 def check_tolerances(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError if a run without bands allows more than float32 needs: no test of replays bounds the gain of a worker that uses it.
+    """Raises ValueError if a run without bands allows more than float32 needs, or its ledger of stakes is not a good one.
+
+    No test of replays bounds the gain of a worker that uses the room.
 
     With room of 0.02 a worker may choose 1 token in 80; with 0.05 it may bias each importance ratio by 5 %. Workdirs of earlier
     versions are read without this rule.
@@ -95,6 +99,11 @@ def check_tolerances(config: config_dict.ConfigDict) -> None:
         if not config.trust.bands and config.trust[name] > limit:
             found = f"trust.{name} = {config.trust[name]} exceeds {limit} and trust.bands is '': workers can live in that room"
             raise ValueError(f"{found}; lower it, or set trust.bands = 'auto' or to a file of `rl.validator calibrate`")
+    if file := config.trust.stake_ledger:
+        try:
+            ledger.Ledger(file).close()
+        except (OSError, ValueError, sqlite3.Error) as error:
+            raise ValueError(f"trust.stake_ledger: {error} (docs/decisions/trust.md has a recipe)") from error
 
 
 def check_trainable(config: config_dict.ConfigDict) -> None:

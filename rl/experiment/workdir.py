@@ -121,7 +121,7 @@ def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE)
             raise ValueError(f"{file} does not exist, but the run's ledger does; put the key back from a backup")
         rollout_lib.WorkerKey.generate().save(file)
     hosts.broadcast()
-    return rollout_lib.WorkerKey.load(file)
+    return rollout_lib.WorkerKey.load(file, "the run's signing key")
 
 
 def open_ledger(workdir: pathlib.Path, checkpoint_head: str | None) -> run_ledger.RunLedger:
@@ -145,7 +145,12 @@ def open_ledger(workdir: pathlib.Path, checkpoint_head: str | None) -> run_ledge
         if (workdir / "ledger.db").exists():
             raise ValueError(f"{key_file} does not exist, but the ledger does; put the key back from a backup")
         rollout_lib.WorkerKey.generate().save(key_file)
-    return run_ledger.RunLedger(workdir / "ledger.db", rollout_lib.WorkerKey.load(key_file), run, anchors=anchors)
+    if (workdir / "ledger.db").exists() and not (workdir / "secret.key").exists():
+        text = f"notice: {workdir / 'secret.key'} was lost, and is made again: from now on, other groups are replayed"
+        print(f"{text}, and `rl.validator serve --rollouts` needs a new --state file", file=sys.stderr, flush=True)
+    atomic_file.secret_key(workdir / "secret.key")  # before the ledger, which shows that it existed
+    key = rollout_lib.WorkerKey.load(key_file, "the ledger's key")
+    return run_ledger.RunLedger(workdir / "ledger.db", key, run, anchors=anchors)
 
 
 def public_key(workdir: pathlib.Path) -> str | None:
@@ -184,7 +189,7 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
     """Saves the resolved config. Raises ValueError if the run has taken a step with another config, or `path` is not a run's."""
     file, steps = path / "config.json", path / "metrics.jsonl"
     leftovers = list(path.glob(atomic_file.LEFTOVERS))  # of a kill while a key or the config was written
-    if file.exists() and steps.exists() and steps.stat().st_size:
+    if file.exists() and (steps.exists() and steps.stat().st_size or any(path.glob("checkpoints/[0-9]*"))):
         _check_same(path, experiment)
     elif not file.exists() and any(
         p.name not in (".lock", ".hosts", "root.json") for p in {*path.iterdir()} - {*leftovers}

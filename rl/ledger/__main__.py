@@ -13,6 +13,7 @@ from sharding.system import cli
 
 POLL_S = 0.3
 CHUNK = 1000  # entries in memory
+NOTICE_S = 2.0  # between two lines of progress
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             command.add_argument("--follow", action="store_true", help=text)
     args = parser.parse_args(argv)
     try:
-        with ledger_lib.Ledger(args.path) as ledger:
+        with ledger_lib.Ledger(args.path, on_checked=_Progress()) as ledger:
             if args.keeper not in (None, ledger.state.keeper):
                 raise ValueError(f"{args.path} is kept by {ledger.state.keeper}, not by --keeper; get the right file")
             if args.head:
@@ -53,6 +54,20 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, sqlite3.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+class _Progress:
+    """Prints how many entries are checked to standard error, at most every `NOTICE_S` seconds."""
+
+    def __init__(self):
+        self._begun_s = self._shown_s = time.monotonic()
+
+    def __call__(self, num_entries: int) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._shown_s + NOTICE_S:
+            self._shown_s = now_s
+            rate = num_entries / (now_s - self._begun_s)
+            print(f"checked {num_entries} entries, {rate:.0f} per second", file=sys.stderr, flush=True)
 
 
 def _stream(ledger: ledger_lib.Ledger, kinds: list[str] | None, follow: bool) -> None:

@@ -20,7 +20,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import balances, storage
@@ -34,12 +34,17 @@ class Ledger(contextlib.AbstractContextManager):
     """An open ledger file: the append-only, signed record of submitted work and verdicts.
 
     Opening verifies all entries (two signatures each). `keeper` is the private key of the ledger's owner; only appending needs
-    the key. Raises FileNotFoundError without a file, and ValueError for a bad ledger or if `keeper` is not the key of entry 0.
+    the key. `on_checked` is called with the number of entries that are checked, after each. Raises FileNotFoundError without a file, and ValueError for a bad ledger or if `keeper` is not the key of entry 0.
     Any thread may call the methods, and several processes may append to one file. `close` or `with` closes the file.
     """
 
-    def __init__(self, path: str | pathlib.Path, keeper: rollout_lib.WorkerKey | None = None):
-        self._path, self.key, self._lock = pathlib.Path(path), keeper, threading.Lock()
+    def __init__(
+        self,
+        path: str | pathlib.Path,
+        keeper: rollout_lib.WorkerKey | None = None,
+        on_checked: Callable[[int], object] = lambda num_entries: None,
+    ):
+        self._path, self.key, self._lock, self._on_checked = pathlib.Path(path), keeper, threading.Lock(), on_checked
         self._connection = storage.connect(self._path)
         try:
             self._load()
@@ -123,7 +128,8 @@ class Ledger(contextlib.AbstractContextManager):
         if found != (hash_,):
             problem = "has another entry there" if found else f"ends after entry {self._next - 1}"
             text = f"{where} names entry {head} of the run's ledger, but {self._path} {problem}: an older or another history"
-            raise ValueError(f"{text}; put back the newest copy of the ledger that contains this entry")
+            remedy = "put back the newest copy of the ledger, or the whole directory from one backup, into an empty one"
+            raise ValueError(f"{text}; {remedy}")
 
     def refresh(self) -> balances.State:
         """Returns the current state of the ledger, after reading entries that other processes appended. Raises ValueError for a bad one."""
@@ -156,6 +162,7 @@ class Ledger(contextlib.AbstractContextManager):
         with self._named_in_errors():
             for entry in storage.checked(self._connection, self.state, self._next, self._hash):
                 self._next, self._hash = entry.seq + 1, entry.hash
+                self._on_checked(self._next)
 
     @contextlib.contextmanager
     def _named_in_errors(self) -> Iterator[None]:

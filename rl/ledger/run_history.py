@@ -38,7 +38,10 @@ class BatchHistory:
     basis: dict[int, str]  # group -> "verified" or "trusted"
     groups: dict[int, GroupHistory]
     quorum: int
+    epoch: int  # of its rollouts; -1: any, in ledgers of earlier releases
     distrust: dict[tuple[int, str, str], str]  # (group, worker, digest) -> why it needed a verdict
+    draw_head: str  # of the ledger when this start of the run began, from which the draws of its groups follow
+    records: dict[str, int]  # worker -> its groups that a quorum had accepted
 
 
 class History:
@@ -55,7 +58,9 @@ class History:
         self._groups: dict[int, dict[int, GroupHistory]] = collections.defaultdict(dict)
         self._validators: frozenset[str] = frozenset()
         self._quorum, self._run = 1, ""
-        self._trusted: set[str] = set()  # workers that were invited, or earned it by a verified group
+        self.draw_head = ""
+        self.invited: set[str] = set()
+        self._records: collections.Counter[str] = collections.Counter()
         self._ejected: dict[str, int] = {}  # worker -> entry
         self._caught: dict[str, int] = {}  # worker -> entry
 
@@ -68,10 +73,11 @@ class History:
             self._resume(fields["step"])
         elif event.kind == "appoint":
             self._validators, self._quorum = frozenset(fields["validators"]), fields["quorum"]
+            self.draw_head = f"{number - 1}:{self.hashes.get(number - 1, '')}"
         elif event.kind == "join":
             self.joined.setdefault(worker, number)
         elif event.kind == "invite":
-            self._trusted.add(worker)
+            self.invited.add(worker)
         elif event.kind == "eject":
             self._ejected.setdefault(worker, number)
         elif event.kind == "publish":
@@ -96,9 +102,10 @@ class History:
                 self._caught[worker] = number
         elif event.kind == "verdict" and fields["validator"] in (self._validators or {self._run}):
             votes = group.votes[fields["digest"]]
+            had_quorum = sum(votes.values()) >= self._quorum
             votes[fields["validator"]] = fields["accepted"]
-            if sum(votes.values()) >= self._quorum:
-                self._trusted |= {other for other, digest in group.submissions if digest == fields["digest"]}
+            if sum(votes.values()) >= self._quorum and not had_quorum:
+                self._records.update(other for other, digest in group.submissions if digest == fields["digest"])
 
     def _close(self, number: int, fields: dict) -> None:
         step, basis = fields["step"], {}
@@ -113,11 +120,12 @@ class History:
             if (reason := self._distrust(worker, submitted))
         }
         self._groups.pop(step, None)
-        self.batches[step] = BatchHistory(number, fields["digest"], basis, groups, self._quorum, distrust)
+        rest = self._quorum, fields.get("epoch", -1), distrust, self.draw_head, dict(self._records)
+        self.batches[step] = BatchHistory(number, fields["digest"], basis, groups, *rest)
 
     def _distrust(self, worker: str, submitted: int) -> str | None:
         """Returns why a group that `worker` submitted as entry `submitted` needs a verdict now, or None if its record suffices."""
-        if worker not in self._trusted:
+        if worker not in self.invited and not self._records[worker]:
             return "the worker was neither invited nor had a verified group before"
         if self._ejected.get(worker, submitted) < submitted:
             return f"the worker was ejected before, by entry {self._ejected[worker]}"

@@ -209,9 +209,8 @@ def _opened(path: pathlib.Path, key: rollout_lib.WorkerKey, anchors: Mapping[str
         return ledger_lib.Ledger.create(path, key)
     if not path.exists():
         where, head = next(iter(anchors.items()))
-        raise ValueError(
-            f"{where} names entry {head} of the run's ledger, but {path} does not exist; put the ledger back"
-        )
+        text = f"{where} names entry {head} of the run's ledger, but {path} does not exist"
+        raise ValueError(f"{text}; put it back, or the whole directory from one backup, into an empty one")
     ledger = ledger_lib.Ledger(path, key)
     try:
         for where, head in anchors.items():

@@ -7,7 +7,8 @@
    a request that failed are sent one by one, since one of them may be the cause.
 3. `quorum` equal verdicts decide. Where they differ, further validators are asked. If no quorum is possible, the group is void: too
    many contradict each other ("undecided"), or fail MAX_FAILURES times on this group alone while they are up ("unanswered").
-   A validator that is down, or answers nothing at all, fails on no group: an outage of all is a pause. One that often contradicts the quorum is not asked again.
+   A validator that is down, or fails on one group after another, fails on none of them: an outage of all is a pause. One that often
+   contradicts the quorum is not asked again.
 4. Until then the group stays quarantined, and `notice` names the validators at fault. Only if all of them lack the weights does the
    run fail: the weights are ours. This process always answers, or the run fails.
 
@@ -37,6 +38,7 @@ from rl.verification import checks
 from rl.verification import rules as rules_lib
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
+GREETING_S = 10.0  # that a validator has for its first sign of life
 MAX_REPLY_BYTES = 2**20  # 64 verdicts of at most 2 KiB are far fewer
 # More than these, and than 1 in 20 of its verdicts, exclude a validator: rounding makes honest ones differ now and then.
 MAX_CONTRADICTIONS = 3
@@ -52,6 +54,13 @@ Replay = Callable[[Groups], list[checks.Verdict]]
 Decide = Callable[[group_queue.Key, str, checks.Verdict, Sequence[verdict_lib.SignedVerdict]], None]
 
 
+class ServerError(ValueError):
+    """A validator's reply with a status of 500 or more."""
+
+
+REQUEST_ERRORS = (ValueError, OSError, httpx.HTTPError, httpx.InvalidURL)
+
+
 @dataclasses.dataclass
 class _Validator:
     """One validator and its record in this run."""
@@ -61,6 +70,7 @@ class _Validator:
     free_s: float = -math.inf  # asked again from this time on
     num_faults: int = 0  # in a row
     answered_s: float = -math.inf  # last
+    failed_alone: set[str] = dataclasses.field(default_factory=set)  # digests of groups, since then
     problem: str = ""  # of the last request; "": it was answered
     num_decided: int = 0
     num_contradictions: int = 0
@@ -178,16 +188,32 @@ class VerdictCollector:
     async def _main(self) -> None:
         async with httpx.AsyncClient(timeout=None, trust_env=False) as http:  # `_exchange` has the time limit
             tasks = [asyncio.ensure_future(self._serve(http, one)) for one in self._validators]
+            greeting = asyncio.ensure_future(self._greet(http))
             stop = asyncio.ensure_future(self._stop.wait())
             try:
                 done, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
             finally:
-                for task in (stop, *tasks):
+                for task in (stop, greeting, *tasks):
                     task.cancel()
-                await asyncio.gather(stop, *tasks, return_exceptions=True)
+                await asyncio.gather(stop, greeting, *tasks, return_exceptions=True)
                 await self._loop.shutdown_default_executor()
+
+    async def _greet(self, http: httpx.AsyncClient) -> None:
+        """Names the validators that show no sign of life when the run starts. The run goes on: they may come later."""
+
+        async def ask(validator: _Validator) -> str:
+            try:
+                async with asyncio.timeout(GREETING_S):
+                    await _check_health(http, validator)
+                return ""
+            except REQUEST_ERRORS as error:
+                return f"{validator.url} ({_problem(error, 'GET /health', GREETING_S)})"
+
+        silent = [] if self._replay else [line for line in await asyncio.gather(*map(ask, self._validators)) if line]
+        if silent:
+            self._on_fault(f"validators without an answer at the start: {', '.join(silent)}")
 
     def _add(self, case: _Case) -> None:
         self._cases[case.digest] = case
@@ -241,23 +267,23 @@ class VerdictCollector:
 
     async def _request(self, http: httpx.AsyncClient, validator: _Validator, cases: list[_Case]) -> None:
         """Asks a validator about groups, and records its verdicts or its fault."""
-        problem, found, first = "", [], cases[0]
+        problem, found, first, request = "", [], cases[0], "GET /health"
         num_failures, failed_s = first.failures[validator.key], first.failed_s.get(validator.key, math.inf)
         first.num_alone += bool(first.failed_s)
         try:
             async with asyncio.timeout(self._verdict_s):
                 if first.failed_s:  # it goes alone
-                    async with http.stream("GET", f"{validator.url}/health") as response:
-                        if response.status_code != 200:  # an outage is not the group's fault
-                            raise ValueError(f"status {response.status_code} of /health")
+                    await _check_health(http, validator)  # an outage is not the group's fault
                     first.failures[validator.key] += 1  # unless an answer follows
+                    validator.failed_alone.add(first.digest)
+                request = "POST /verdicts"
                 found = await self._exchange(http, validator, cases)
-        except TimeoutError:
-            problem = f"no answer in {self._verdict_s:g} s"
-            if validator.answered_s < failed_s:  # not a single one since then: it hangs, which is an outage
+        except REQUEST_ERRORS as error:
+            problem = _problem(error, request, self._verdict_s)
+            # It hangs or fails with several groups, and answered for none since: an outage, too.
+            is_silent = validator.answered_s < failed_s and len(validator.failed_alone) > 1
+            if is_silent and isinstance(error, TimeoutError | ServerError):
                 first.failures[validator.key] = num_failures
-        except (ValueError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
-            problem = str(error) or type(error).__name__
         for case, verdict in zip(cases, found, strict=False):
             if verdict.reason == "weights":
                 problem = f"it lacks the weights of {case.name}: {verdict.detail}"
@@ -269,6 +295,7 @@ class VerdictCollector:
         self._note(validator, problem)
         if found:
             validator.answered_s = time.monotonic()
+            validator.failed_alone.clear()
         for case in cases:
             if not found:
                 case.failed_s.setdefault(validator.key, time.monotonic())
@@ -293,7 +320,8 @@ class VerdictCollector:
                 if len(reply) > MAX_REPLY_BYTES:
                     raise ValueError(f"its reply exceeds {MAX_REPLY_BYTES} bytes")
         if response.status_code != 200:
-            raise ValueError(f"status {response.status_code}: {bytes(reply[:200]).decode(errors='replace')}")
+            kind = ServerError if response.status_code >= 500 else ValueError
+            raise kind(f"status {response.status_code}: {bytes(reply[:200]).decode(errors='replace')}")
         try:
             answer = json.loads(bytes(reply))
             verdicts = {one.digest: one for one in map(verdict_lib.SignedVerdict.read, answer["verdicts"])}
@@ -377,6 +405,21 @@ class VerdictCollector:
     def _count(self, name: str) -> None:
         with self._lock:
             self._counts[name] += 1
+
+
+async def _check_health(http: httpx.AsyncClient, validator: _Validator) -> None:
+    async with http.stream("GET", f"{validator.url}/health") as response:
+        if response.status_code != 200:
+            raise ValueError(f"status {response.status_code} of /health")
+
+
+def _problem(error: Exception, request: str, limit_s: float) -> str:
+    """Returns why a request to a validator had no usable answer, for people."""
+    if isinstance(error, TimeoutError):
+        return f"no answer to {request} in {limit_s:g} s"
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"{request} ended with {str(error) or type(error).__name__}; see whether it runs, and read its log"
 
 
 def _take_batch(cases: list[_Case], max_rows: int, max_tokens: int) -> list[_Case]:

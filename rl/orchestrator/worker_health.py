@@ -39,7 +39,7 @@ Key = tuple[str, int, int]  # task_schedule.Group.key
 
 @dataclasses.dataclass
 class _Worker:
-    """The marks of one worker, in the order of a checkpoint."""
+    """The marks of one worker. Checkpoints have the names and, in earlier versions, only the values in this order."""
 
     num_rejected: int = 0
     is_suspect: bool = False
@@ -105,15 +105,13 @@ class WorkerHealth:
 
     def state(self) -> dict:
         """Returns all marks of workers as plain JSON, for `restore`."""
-        marks = {
-            name: list(dataclasses.asdict(one).values()) for name, one in self._workers.items() if one != _Worker()
-        }
+        marks = {name: dataclasses.asdict(one) for name, one in self._workers.items() if one != _Worker()}
         return {"workers": marks, "expired_with": [[*key, worker] for key, (worker, _) in self._lost.items()]}
 
     def restore(self, state: dict) -> None:
-        """Sets the marks of workers to those that `state` returned earlier, maybe in a version with fewer fields."""
-        for name, marks in state["workers"].items():
-            self._workers[name] = _Worker(*copy.deepcopy(marks))
+        """Sets the marks of workers to those that `state` returned earlier, maybe in a version with fewer fields, or without names."""
+        for name, marks in copy.deepcopy(state["workers"]).items():
+            self._workers[name] = _Worker(**marks) if isinstance(marks, dict) else _Worker(*marks)
         self._lost = {tuple(key): (worker, 0.0) for *key, worker in state["expired_with"]}
 
     def room(

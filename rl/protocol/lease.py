@@ -12,6 +12,7 @@
 
 import collections
 import dataclasses
+import datetime
 import functools
 import hashlib
 import itertools
@@ -52,12 +53,15 @@ class Session:
 
 
 def steady_time() -> float:
-    """Returns the Unix time in seconds, but always later than in the previous call, even if the clock was set back.
+    """Returns the Unix time in seconds, but later than in the previous call, unless the clock was set back by minutes.
 
     The monotonic clock is not used: it stops while a laptop sleeps, and the worker's requests would be too old forever.
     """
     global _last_s
-    _last_s = max(_last_s + 2e-6, time.time())  # two: float64 resolves 0.24 us, so one could round to the same us
+    now_s = time.time()
+    if now_s < _last_s - MAX_CLOCK_SKEW_S:  # corrected: requests with the old time are refused
+        _last_s = now_s
+    _last_s = max(_last_s + 2e-6, now_s)  # two: float64 resolves 0.24 us, so one could round to the same us
     return _last_s
 
 
@@ -129,15 +133,18 @@ class RequestVerifier:
             raise StaleSession(f"{kind} request is for {found}, which is not this orchestrator; fetch /run again")
         now_us = int(self._clock() * 1e6)
         if abs(time_us - now_us) > MAX_CLOCK_SKEW_S * 1e6:
-            found = f"{(time_us - now_us) / 1e6:+.0f} s off our clock, at most {MAX_CLOCK_SKEW_S:.0f} s are allowed"
-            raise ValueError(f"{kind} request is dated {found}; set the worker's clock")
+            off = f"{(time_us - now_us) / 1e6:+.0f} s off our clock, {_date(now_us)}"
+            found = f"{kind} request is dated {_date(time_us)}, {off}; at most {MAX_CLOCK_SKEW_S:.0f} s are allowed"
+            raise ValueError(f"{found}; synchronize the clocks")
         self._admit(worker, message)
         if not is_signed(worker, message):
             raise ValueError(f"{kind} request is not signed by the key it names, {worker[:16]}; sign it with that key")
         if kind != "submit":
-            if time_us <= self._last_us.get((kind, worker), 0):
-                found = "its time_us is not later than this worker's previous request"
-                raise ValueError(f"{kind} request rejected as a replay: {found}; sign a new one with the current time")
+            before_us = self._last_us.get((kind, worker), 0)
+            if time_us <= before_us:
+                found = f"its time, {_date(time_us)}, is not later than {_date(before_us)} of the previous one"
+                remedy = "sign a new one with the current time; if the clock was set back, synchronize it and restart"
+                raise ValueError(f"{kind} request rejected as a replay: {found}; {remedy}")
             self._last_us[kind, worker] = time_us
             self._last_us.move_to_end((kind, worker))
             self._forget(now_us - MAX_CLOCK_SKEW_S * 1e6)  # a copy of anything older is rejected by its date
@@ -174,6 +181,12 @@ def is_work(run: str, worker: str, work: str, num_bits: int) -> bool:
     """Returns True if `work` is a proof of work: the SHA-256 over run, key, and `work` begins with `num_bits` zero bits."""
     digest = hashlib.sha256(f"intellax/work/1/{run}/{worker}/{work}".encode()).digest()
     return int.from_bytes(digest, "big") >> (256 - num_bits) == 0
+
+
+def _date(time_us: int) -> str:
+    """Returns the UTC time of an integer in 0..2^63 - 1, as in 2026-01-31T23:59:59Z."""
+    seconds = min(time_us // 10**6, 253402300799)  # datetime ends with the year 9999
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _bytes(message: dict) -> bytes:

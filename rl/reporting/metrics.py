@@ -75,8 +75,14 @@ class MetricsWriter:
         """Removes the metrics of `phase` after step `after_step`, for a resume. Readers see the old file or the new one."""
         if not self._active:
             return
-        lines = zip(self.path.read_bytes().splitlines(keepends=True), read(self.path), strict=True)
+        records = read(self.path)
+        lines = zip(self.path.read_bytes().splitlines(keepends=True), records, strict=True)
         kept = [line for line, record in lines if record["phase"] != phase or record["step"] <= after_step]
+        if phase == "rl":
+            written = {record["step"] for record in records if record["phase"] == phase}
+            if lost := {*range(1, after_step)} - written:  # a kill before its line is written may lose the last step
+                text = f"notice: {self.path} lacks {len(lost)} of the {after_step} steps before the resume"
+                print(f"{text}: it was cut, and the report lacks them, too", file=sys.stderr, flush=True)
         self._file.close()
         atomic_file.write(self.path, *kept)
         self._open()

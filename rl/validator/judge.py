@@ -65,6 +65,11 @@ class Judge:
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{memory} is damaged ({error!r}); remove it: its evidence is lost") from error
 
+    @property
+    def is_busy(self) -> bool:
+        """Returns True while a request is checked."""
+        return self._lock.locked()
+
     def verify(self, header: str) -> dict:
         """Returns the signed request, which has the SHA-256 of its body; the body need not be read before. Raises ValueError to reject it."""
         message = lease.read_header(header)

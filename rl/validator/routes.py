@@ -11,6 +11,8 @@ import dataclasses
 import os
 import pathlib
 import re
+import sys
+import threading
 
 import fastapi
 import prometheus_client
@@ -31,6 +33,7 @@ from sharding import broadcast
 from sharding.system import role_metrics, sockets
 
 MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
+REPORT_S = 30.0  # between two lines about verdicts
 
 
 def make_app(service: validator_service.Service | None, judge: judge_lib.Judge | None = None) -> fastapi.FastAPI:
@@ -158,8 +161,25 @@ def serve(args: argparse.Namespace) -> int:
         print(f"validating groups of run {run} for trust.validators = {sockets.address(sock)}#{key.worker}", flush=True)
         if args.address_file:
             sockets.announce(args.address_file, sock)
+        ended = threading.Event()
+        stack.callback(ended.set)
+        threading.Thread(target=_report, args=(judge, ended), name="report", daemon=True).start()
         web.run(web.server(make_app(service, judge)), sock)
     return 0
+
+
+def _report(judge: judge_lib.Judge, ended: threading.Event) -> None:
+    """Prints a line every REPORT_S in which verdicts were given, and one when they stop, until `ended`."""
+    before = last = 0
+    while not ended.wait(REPORT_S):
+        counts = dict(judge.counts)
+        num, num_ours = sum(counts.values()), sum(counts.get(reason, 0) for reason in judge_lib.OUR_FAULT)
+        if num != before or before != last:
+            rejected = f"{num - counts.get('ok', 0) - num_ours} rejected, {num_ours} without weights"
+            waiting = "a replay" if judge.is_busy else "groups of the run"
+            rate = f"{(num - before) / REPORT_S:.1f} groups/s"
+            print(f"verdicts: {num} ({rejected}), {rate}, waiting for {waiting}", flush=True)
+        before, last = num, before
 
 
 def show_key(args: argparse.Namespace) -> int:
@@ -169,10 +189,14 @@ def show_key(args: argparse.Namespace) -> int:
 
 
 def own_key(path: str | os.PathLike) -> rollout_lib.WorkerKey:
-    """Returns the key pair in a file, which is made if it does not exist."""
-    if not pathlib.Path(path).exists():
+    """Returns the key pair in a file, which is made if it does not exist. Raises ValueError if its folder does not exist."""
+    path = pathlib.Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"--key {path}: the folder {path.parent} does not exist; create it, or name another file")
+    if not path.exists():
         rollout_lib.WorkerKey.generate().save(path)
-    return rollout_lib.WorkerKey.load(path)
+        print(f"made a new key: {path}", file=sys.stderr, flush=True)
+    return rollout_lib.WorkerKey.load(path, "validator key")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -173,6 +173,9 @@ def _keys(args: argparse.Namespace) -> int:
 
 
 def _public_hex(key: str) -> str:
+    if not os.path.exists(key) and re.fullmatch("[0-9a-fA-F]+", key) and len(key) != 64:
+        raise ValueError(f"{key} has {len(key)} hex digits, but a public key has 64: give these, or a PEM file")
+    key = key.lower() if re.fullmatch("[0-9a-fA-F]{64}", key) else key
     return key if re.fullmatch("[0-9a-f]{64}", key) else _load_key(key).public_key().public_bytes_raw().hex()
 
 

@@ -6,7 +6,7 @@
 4. `forget`: a resumed run begins an epoch and takes versions out of the list, before it deletes and publishes them again.
 
 The caller holds the lock on the root. The head that begins an epoch is synced to disk, in a copy of its own: after a power
-failure that tore the last head, no epoch may be used twice.
+failure that tore the last head, no epoch may be used twice. An epoch is the time at which it began, in milliseconds since 1970.
 """
 
 import os
@@ -87,11 +87,16 @@ class HeadWriter:
             self._write(head.epoch, list(head.versions.values()), head.writing)
 
     def _choose_epoch(self, head: head_lib.Head | None, version: int, existing: Collection[int]) -> int:
-        """Returns the epoch that `version` belongs to. Versions without a head, of an earlier release, are of epoch 0."""
+        """Returns the epoch that `version` belongs to: that of `head`, or one that begins now, named by the time in milliseconds.
+
+        With the next number instead, a run that is resumed in a backup of its directory would use an epoch a second time.
+        """
+        begins_ms = time.time_ns() // 10**6
         if head is None:
-            return 1 if existing else 0
+            return begins_ms if self._is_run else int(bool(existing))
         newest = head.newest and head.newest.version
-        return head.epoch + (self._is_run or (newest is not None and (version <= newest or newest not in existing)))
+        begins = self._is_run or (newest is not None and (version <= newest or newest not in existing))
+        return max(head.epoch + 1, begins_ms) if begins else head.epoch
 
     def _read(self) -> head_lib.Head | None:
         """Returns the newest head under the root, or that this process wrote; None if there is none."""

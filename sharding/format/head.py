@@ -178,11 +178,14 @@ class HeadVerifier:
 
     def check_time(self, head: Head) -> None:
         """Raises ExpiredHead if the time of `head`, or of the root that it relies on, is over."""
+        now_s = self._clock()
         for what, until_s in (("head", head.expires_s), ("root", self._root.expires.timestamp())):
-            if self._clock() >= until_s:
-                until = datetime.datetime.fromtimestamp(until_s, datetime.UTC).isoformat(timespec="seconds")
-                text = f"the {what} of key {self.name} has expired at {until}: the source may withhold newer weights"
-                remedy = "use another source, compare the clocks, or let the publisher sign a new one"
+            if now_s >= until_s:
+                dates = (datetime.datetime.fromtimestamp(s, datetime.UTC) for s in (until_s, now_s))
+                until, now = (date.isoformat(timespec="seconds") for date in dates)
+                text = f"the {what} of key {self.name} has expired at {until}, our clock is at {now}"
+                text += ": the source may withhold newer weights"
+                remedy = "use another source, synchronize the clocks, or let the publisher sign a new one"
                 raise ExpiredHead(f"{text}; {remedy} (python -m sharding.broadcast keys)")
 
     def manifest(self, data: bytes, version: int) -> manifest_lib.Manifest:

@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--address_file", help="file that gets the relay's URL once it answers")
     add("--keep", type=int, default=5, help="newest versions to keep, in addition to the bases they need (default: 5)")
     add("--max_bytes", type=float, help="most bytes that the mirror may occupy on disk")
-    add("--trusted_key", help="hex of the ed25519 key that must have signed every manifest")
+    add("--trusted_key", help="the run's public key in hex, or its root file: mirror only versions that it signed")
     add("--client_bytes_per_s", type=float, help="most bytes per second to one client")
     add("--total_bytes_per_s", type=float, help="most bytes per second to all clients together")
     add("--client_requests_per_s", type=float, help="most requests per second of one client")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import sqlite3
 
@@ -43,7 +44,7 @@ def test_an_honest_run_of_the_quickstarts_size_is_clean(tmp_path, capsys, honest
     rows = {row[0]: row[1] for row in words if row[0] in audit.RULES}
     num_groups, num_rollouts = num_steps * P, num_steps * P * G
     assert rows["seed"] == rows["signature"] == f"{num_rollouts:,}" and rows["verdict"] == f"{num_groups:,}"
-    assert f"trusted: {num_groups * 3 // 8:,}, verified: {num_groups * 5 // 8:,}" in captured.out
+    assert 0 < int(rows["draw"].replace(",", "")) < num_groups // 2  # those of the invited worker that were not drawn
     assert f"{num_groups:,} groups, {num_rollouts:,} rollouts of 2 workers: no findings" in captured.out
 
 
@@ -136,6 +137,7 @@ def of_versions(version):
         (lambda one: dataclasses.replace(one, seed=one.seed ^ 1), {"seed"}, "is prescribed for sample 5, got"),
         (of_versions(0), {"staleness"}, "version 0 is older than 1, the oldest that this step takes"),
         (of_versions(3), {"staleness"}, "version 3 is newer than 2"),
+        (lambda one: dataclasses.replace(one, epoch=7), {"version"}, "it is of epoch 7, and the batch of epoch"),
         (lambda one: dataclasses.replace(one, temperature=0.9), {"task"}, "temperature is 0.9, and 1.0 is prescribed"),
         (lambda one: dataclasses.replace(one, sample=6), {"group", "seed"}, "expected samples 0..7 once each"),
         (
@@ -151,6 +153,16 @@ def test_a_signed_rollout_that_breaks_the_schedule_is_named(tmp_path, capsys, ch
     workdir = recorded_run.write(tmp_path, 3, changed, prompts_per_step=2)
     code, found, captured = findings(workdir, capsys)
     assert (code, found) == (1, {(3, group): rules}) and text in captured.err
+
+
+def test_groups_that_were_drawn_for_a_verdict_and_have_none_are_named(tmp_path, capsys, honest):
+    workdir = shutil.copytree(honest, tmp_path / "run")
+    config = json.loads((workdir / "config.json").read_text())
+    config["config"]["trust"]["invited_rate"] = 0.99  # as if the orchestrator had let groups pass in spite of it
+    (workdir / "config.json").write_text(json.dumps(config))
+    code, found, captured = findings(workdir, capsys)
+    assert code == 1 and set().union(*found.values()) == {"draw"} and "below the rate 0.9" in captured.err
+    assert {group % 2 for _, group in found} == {0}  # of the invited worker
 
 
 def test_a_batch_that_was_not_trained_on_is_left_out(tmp_path, capsys, honest):

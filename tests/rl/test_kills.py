@@ -200,8 +200,9 @@ def kill_at_random(processes, count, rng, num_kills):
 def check_files(workdir, line):
     """Asserts that checkpoints and manifests name the ledger's entries, and that the batches on disk are those of the ledger."""
     key = rollout_lib.WorkerKey.load(workdir / "ledger.key").worker
-    newest, num_anchors = max(checkpoint.complete_steps(workdir / "checkpoints")), 0
-    for file in [*workdir.glob("checkpoints/[0-9]*/host/*"), *workdir.glob("weights/v*/manifest.json")]:
+    steps, num_anchors = checkpoint.complete_steps(workdir / "checkpoints"), 0
+    newest, saved = max(steps), [file for step in steps for file in workdir.glob(f"checkpoints/{step}/host/*")]
+    for file in [*saved, *workdir.glob("weights/v*/manifest.json")]:
         body = json.loads(data) if (data := file.read_bytes()).startswith(b"{") else {}
         if head := body.get("metadata", body).get("ledger"):
             number, _, hash_ = head.partition(":")

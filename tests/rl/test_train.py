@@ -15,7 +15,7 @@ import pytest
 
 from models import hf, transformer
 from models.text import tokenizer
-from rl import train
+from rl import audit, train
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import task_ranges
 from sharding import checkpoint
@@ -71,6 +71,7 @@ def test_a_run_learns_validates_and_reports(finished):
     verified = [len(task_ranges.parse_tasks(batch["verified"])) if batch["verified"] else 0 for batch in batches]
     assert [4 * number for number in verified] == [step["trust/num_checked"] for step in steps]
     report = (workdir / "report.html").read_text()
+    assert "<th>validators</th>" in report and audit.main([str(workdir)]) == 0
     assert "<svg" in report and str(workdir / "report.html") in result.stdout
     assert list((workdir / "tensorboard").rglob("*tfevents*"))
     assert "Traceback" not in result.stderr
@@ -96,6 +97,7 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
     assert tiny_run.curve(workdir) == tiny_run.curve(finished[0])
     batches, void, num_starts = recorded(workdir)
     assert [batch["step"] for batch in batches] == [1, 2, 3, 4, 5, 6] and len(void) < 6 and num_starts == 2
+    assert audit.main([str(workdir)]) == 0
     (num_claims, wealth), (expected, expected_wealth) = evidence(workdir), evidence(finished[0])
     assert num_claims == expected == 6 * 16  # each rollout once, before and after the kill
     np.testing.assert_allclose(wealth, expected_wealth, rtol=1e-9)  # groups of a step are added in any order

@@ -141,7 +141,7 @@ def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
         assert ledgers.verify(path, head=head).error is None
     shutil.copy(path, tmp_path / "newest.db")
     for swap, error in (
-        (lambda: path.unlink(), "ledger.db does not exist; put the ledger back"),
+        (lambda: path.unlink(), "ledger.db does not exist; put it back, or the whole directory"),
         (lambda: shutil.copy(tmp_path / "older.db", path), "ends after entry .*older or another history; put back"),
     ):
         swap()
@@ -153,15 +153,17 @@ def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
     assert ledger_lib.Ledger(path).entries()[-1].event.kind == "publish"  # version 2 again, after a resume
 
 
-@pytest.mark.parametrize("spoiled", ["loss/total", "loss/own"])
-def test_a_state_is_saved_as_the_one_before_the_failed_batch_only_if_it_is(run_main, tmp_path, spoiled):
+@pytest.mark.parametrize(("spoiled", "value"), [("loss/total", jnp.nan), ("loss/own", jnp.inf)])
+def test_a_state_is_saved_as_the_one_before_the_failed_batch_only_if_it_is(run_main, tmp_path, spoiled, value):
     """A loss that is not finite is refused by `update`; another metric is not, and step 2 is already in the state."""
 
     def own_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
         total = -(logp_BT * mask_BT).sum() / denom
-        infinite = jnp.where(mask_BT.any(), jnp.inf, 0.0)
-        return (total + infinite, {}) if spoiled == "loss/total" else (total, {"loss/own": infinite})
+        added = jnp.where(mask_BT.any(), value, 0.0)
+        return (total + added, {}) if spoiled == "loss/total" else (total, {"loss/own": added})
 
-    with pytest.raises(ValueError, match="is (inf|nan) at step 2"):
+    with pytest.raises(ValueError, match=f"is {value} at step 2; nothing of this step was published"):
         run_main(own_loss)
+    batch = packing.load(tmp_path / "w" / "failed_batch.npz")
+    assert batch.loss_mask.sum() == 16 and set(np.sign(batch.advantage[batch.loss_mask > 0])) == {-1, 1}
     assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints") == ([0, 1] if spoiled == "loss/total" else [0])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import hmac
 import json
 
 import numpy as np
@@ -9,24 +10,26 @@ import numpy as np
 from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.experiment import experiment
+from rl.experiment import experiment, workdir
 from rl.ledger import run_ledger, run_rules
-from rl.protocol import task_schedule, verdict
+from rl.protocol import check_rate, task_schedule, verdict
 from sharding import broadcast
 from sharding.format import journal
 from tests.rl.ledger.test_ledger import key
-from tests.support import groups
+from tests.support import groups as written_groups
 
 RUN, KEEPER, INVITED, STRANGER = key(7), key(8), key(9), key(10)
+INVITED_RATE = 0.25
 
 
 def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, **sizes):
-    """Writes a run in which two workers take turns: all groups of the stranger are verified, as is a fourth of the other's.
+    """Writes a run in which two workers take turns: all groups of the stranger are verified, and those of the other that are drawn.
 
     `change` alters rollouts before they are signed.
     """
     config = quickstart.get_config()
     config.rl.update(num_steps=num_steps, max_lag=max_lag, **sizes)
+    config.trust.invited_rate = INVITED_RATE
     exp = experiment.resolve(config)
     (folder / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
     options = broadcast.PublishOptions(key=RUN.private, keep=3)
@@ -35,16 +38,18 @@ def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, **sizes)
         run_ledger.RunLedger(folder / "ledger.db", KEEPER, RUN.worker) as ledger,
     ):
         ledger.resumed(0)
+        epoch = publish(folder, publisher, ledger, 0)
+        draws = hmac.digest(workdir.secret(folder, exp.config.seed), ledger.head().encode(), "sha256")
         ledger.appointed([RUN.worker])
-        publish(folder, publisher, ledger, 0)
         ledger.joined(INVITED.worker, invited=True)
         ledger.joined(STRANGER.worker)
         for step in range(1, num_steps + 1):
-            batch = [make(group, ledger, change) for group in task_schedule.train_groups(exp.config, step)]
+            groups = [dataclasses.replace(one, epoch=epoch) for one in task_schedule.train_groups(exp.config, step)]
+            batch = [make(group, ledger, change, draws) for group in groups]
             digests = run_rules.batch_digest(verdict.group_digest(rollouts) for rollouts, _ in batch)
             basis = {rollouts[0].task.group: basis for rollouts, basis in batch}
             parquet.write(path(folder, step), [rollout for rollouts, _ in batch for rollout in rollouts])
-            ledger.batch(step, digests, basis).result()
+            ledger.batch(step, digests, basis, epoch).result()
             publish(folder, publisher, ledger, step)
     return folder
 
@@ -58,17 +63,18 @@ def publish(folder, publisher, ledger, version):
     written = publisher.publish({"w": np.full(4, float(version), np.float32)}, version, metadata=anchor)
     data = (folder / "weights" / journal.dirname(version) / "manifest.json").read_bytes()
     ledger.published(version, hashlib.sha256(data).hexdigest(), written.epoch or 0)
+    return written.epoch or 0
 
 
-def make(group, ledger, change):
+def make(group, ledger, change, draws):
     """Records the events of one group; returns its signed rollouts, and why a batch may have it."""
     worker = (INVITED, STRANGER)[group.group % 2]
-    rollouts = [rollout_lib.sign(change(rollout), worker) for rollout in groups.answers(group, group.step - 1)]
+    rollouts = [rollout_lib.sign(change(rollout), worker) for rollout in written_groups.answers(group, group.step - 1)]
     digest = verdict.group_digest(rollouts)
-    ledger.leased(worker.worker, *group.key, -1)
+    ledger.leased(worker.worker, *group.key, -1, group.epoch)
     ledger.submitted(worker.worker, *group.key, digest)
-    if is_verified := worker is STRANGER or group.group % 8 == 0:
-        split, step, number = group.key
+    split, step, number = group.key
+    if is_verified := worker is STRANGER or check_rate.draw(draws, f"{split}/{step}/{number}") < INVITED_RATE:
         ledger.verdict(verdict.SignedVerdict(RUN.worker, split, step, number, digest, True, "ok").sign(RUN))
     return rollouts, "verified" if is_verified else "trusted"
 

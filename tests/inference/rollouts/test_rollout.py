@@ -209,7 +209,7 @@ def test_other_layouts_are_refused():
         (after,) = parquet.from_bytes(table_bytes(table, **options))  # another writer's options are fine
         assert_equal(after, make())
     for data, message in [
-        (table_bytes(table.drop_columns(["signature"])), "column 24 must be signature: binary, got 'epoch': int32"),
+        (table_bytes(table.drop_columns(["signature"])), "column 24 must be signature: binary, got 'epoch': int64"),
         (table_bytes(table.drop_columns(["server_signature"])), "27 must be server_signature: binary, got nothing"),
         (table_bytes(table.append_column("extra", pa.array([1]))), "column 'extra' is not in the schema"),
         (table_bytes(table.select(table.schema.names[::-1])), "column 0 must be input_tokens"),
@@ -465,7 +465,7 @@ def test_key_file(tmp_path):
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     bad.write_bytes(foreign)
-    with pytest.raises(ValueError, match="X25519PrivateKey, but a worker key is ed25519"):
+    with pytest.raises(ValueError, match="X25519PrivateKey, but must be ed25519"):
         rollout_lib.WorkerKey.load(bad)
 
 

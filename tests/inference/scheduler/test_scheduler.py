@@ -562,6 +562,7 @@ class Poisoned(Stepped):
 
     def read_proofs(self, result):
         indices, bits = super().read_proofs(result)
+        assert not bits[2:].any()  # only the first two slots want proofs
         if self.hidden:
             bits = bits.copy()
             bits[0, :, 5] = 0x7FC0  # NaN in bfloat16

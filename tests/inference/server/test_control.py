@@ -129,6 +129,7 @@ def test_no_spelling_of_a_control_route_works_on_the_data_listener(server, targe
         ({"authorization": None}, 401, "the control token is missing or wrong"),
         ({"authorization": f"Bearer {API_KEY}"}, 401, "missing or wrong"),
         ({"authorization": f"Bearer {TOKEN[:-1]}"}, 401, "missing or wrong"),
+        ({"authorization": f"Bearer {TOKEN}!"}, 401, "missing or wrong"),
         ({"authorization": f"Basic {TOKEN}"}, 401, "missing or wrong"),
         ({"authorization": "Bearer \xff"}, 401, "missing or wrong"),
         ({"content-type": "text/plain"}, 415, "Content-Type is not application/json"),
@@ -154,9 +155,10 @@ def test_a_control_request_that_a_browser_page_or_a_worker_can_send(server, chan
     assert reply.status_code == status and words in reply.text, reply.text
 
 
-@pytest.mark.parametrize("headers", [{"origin": "http://evil.example"}, {"content-type": "text/plain"}])
-def test_a_form_without_a_body_pauses_nothing(server, headers):
-    assert server.post("/pause", headers=headers).status_code in (403, 415)
+@pytest.mark.parametrize("sent", [{"origin": "http://evil.example"}, {"content-type": "text/plain"}, iter(())])
+def test_a_form_without_a_body_or_a_type_pauses_nothing(server, sent):
+    options = {"headers": sent} if isinstance(sent, dict) else {"content": sent}  # in chunks
+    assert server.post("/pause", **options).status_code in (403, 415)
     assert not server.health()["paused"]
 
 
@@ -179,11 +181,13 @@ def test_a_page_without_a_key_cannot_post_to_a_local_server(server):
         calls.append(scope["path"])
         await web.error(200, "", "")(scope, receive, send)
 
-    def ask(method="POST", **headers):
-        return serving.asker(guard.Guard(app))(method, "/v1/completions", headers=headers, content=b"{}").status_code
+    def ask(*headers, method="POST"):
+        return serving.asker(guard.Guard(app))(method, "/", headers=[*headers], content=b"{}").status_code
 
-    assert ask(**{"content-type": "text/plain"}) == 415 and ask(origin="http://evil.example") == 403 and not calls
-    assert ask() == ask("GET") == 200  # a proxy that adds TLS may hand on any Host header
+    json_type, text = ("content-type", "application/json"), ("content-type", "text/plain")
+    assert ask(text) == ask(json_type, text) == ask(text, json_type) == 415
+    assert ask(("origin", "http://evil.example")) == 403 and not calls
+    assert ask() == ask(method="GET") == 200  # a proxy that adds TLS may hand on any Host header
     reply = server.post(
         "/inference/v1/generate", GENERATE, url=server.data, headers={"authorization": f"Bearer {API_KEY}"}
     )
@@ -349,6 +353,10 @@ def test_a_listener_without_a_token_is_a_private_socket(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     with control_listener.opened("8200", None, ()) as listener:  # a path: nothing listens on all addresses
         assert sockets.address(listener.sock) == "unix:8200"
+    assert not os.path.exists("8200")
+    for control, hosts in ((str(tmp_path / "socket"), None), ("localhost:0", {"localhost", "box"})):
+        with control_listener.opened(control, str(tmp_path / "t"), ["box"]) as listener:
+            assert (listener.token, listener.hosts) == ((tmp_path / "t").read_text().strip(), hosts)
     for control in ("127.0.0.1:0", "0.0.0.0:0", "[::1]:0", "localhost:0"):
         assert serve.main(["--model", "nowhere", "--port", "0", "--control", control]) == 1
         assert "has no token; add --control_token_file FILE" in capsys.readouterr().err

@@ -236,7 +236,7 @@ def test_filtered_samples_are_trained_on_only_where_no_ratio_is_to_the_sampler(f
     rules.check_trainable(resolved(sampling__temperature=0.7).config)
 
 
-def test_a_run_without_bands_leaves_no_room_to_live_in():
+def test_a_run_without_bands_leaves_no_room_to_live_in(tmp_path):
     """The limits of `trust` bound one token; with no test of sums, more than float32 rounds is a worker's to use."""
     rules.check_tolerances(resolved(trust__margin=0.2).config)  # bands of the shipped file are in force
     rules.check_tolerances(resolved(trust__bands="", trust__margin=1e-3).config)
@@ -245,6 +245,11 @@ def test_a_run_without_bands_leaves_no_room_to_live_in():
         with pytest.raises(
             ValueError, match=f"trust.{name} = {value} exceeds .* lower it, or set trust.bands = 'auto'"
         ):
+            rules.check_tolerances(config)
+    (tmp_path / "text").write_text("no ledger")
+    for name, error in (("none", "no ledger at .*none"), ("text", ".*text is not a ledger")):
+        config = resolved(trust__admission="stake", trust__stake_ledger=str(tmp_path / name)).config
+        with pytest.raises(ValueError, match=f"trust.stake_ledger: {error}.* recipe"):
             rules.check_tolerances(config)
 
 

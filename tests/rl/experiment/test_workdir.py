@@ -17,11 +17,11 @@ def test_a_cut_off_secret_is_refused(tmp_path, content):
     with pytest.raises(ValueError, match=f"secret.key has {len(content)} bytes"):
         run_directory.secret(tmp_path, 17)
     (tmp_path / "weights.key").write_bytes(content)
-    with pytest.raises(ValueError, match="weights.key is not an unencrypted PEM private key"):
+    with pytest.raises(ValueError, match="the run's signing key .*weights.key is not an unencrypted PEM private key"):
         run_directory.signing_key(tmp_path)
 
 
-def test_a_run_that_has_begun_gets_no_new_key(tmp_path):
+def test_a_run_that_has_begun_gets_no_new_key(tmp_path, capsys):
     """A new one was written, after which even the error of the next start named the wrong key."""
     run_directory.signing_key(tmp_path)
     run_directory.open_ledger(tmp_path, None).__exit__()
@@ -31,7 +31,16 @@ def test_a_run_that_has_begun_gets_no_new_key(tmp_path):
         with pytest.raises(ValueError, match=f"{name} does not exist, but .* put the key back from a backup"):
             run_directory.open_ledger(tmp_path, None)
         assert not (tmp_path / name).exists()
+        (tmp_path / name).mkdir()
+        with pytest.raises(ValueError, match=f"the .* key .*{name} cannot be read: Is a directory; name a file"):
+            run_directory.open_ledger(tmp_path, None)
+        (tmp_path / name).rmdir()
         (tmp_path / name).write_bytes(content)
+    assert not capsys.readouterr().err
+    (tmp_path / "secret.key").unlink()
+    for notice in ("secret.key was lost, and is made again", ""):
+        run_directory.open_ledger(tmp_path, None).__exit__()
+        assert notice in (found := capsys.readouterr().err) and bool(notice) == bool(found)
 
 
 @pytest.mark.parametrize("has_new", [False, True])
@@ -50,6 +59,11 @@ def test_a_kill_while_a_key_is_written_leaves_a_directory_that_is_taken(tmp_path
     (tmp_path / ".hosts.0123456789abcdef.tmp").write_bytes(b"half")
     with run_directory.open_workdir(tmp_path, exp):
         assert not list(tmp_path.glob("*.tmp")) and (tmp_path / "config.json").exists()
+    other = quickstart.get_config()
+    other.seed += 1
+    (tmp_path / "checkpoints" / "0").mkdir(parents=True)  # metrics.jsonl was lost
+    with pytest.raises(ValueError, match="belongs to another config: seed was"):
+        run_directory.open_workdir(tmp_path, experiment.resolve(other)).__enter__()
 
 
 def test_a_run_keeps_to_the_commits_that_it_began_with(tmp_path):

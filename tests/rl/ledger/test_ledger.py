@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
 import shutil
@@ -11,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 
 import hypothesis
 import numpy as np
@@ -568,8 +570,12 @@ def test_a_ledger_is_opened_while_others_append(tmp_path, monkeypatch):
     assert ANN.worker in reopen(tmp_path / "ledger.db").state.workers and not late
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
     filled(tmp_path / "ledger.db")
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", itertools.count(0, 3).__next__)
+        assert commands.run("rl.ledger", "events", str(tmp_path / "ledger.db")) == 0
+    assert "checked 9 entries, 0 per second\n" in capsys.readouterr().err
     assert commands.run("rl.ledger", "verify", str(tmp_path / "ledger.db"), "--keeper", KEEPER.worker) == 0
     head = capsys.readouterr().out.split()[-1]
     assert commands.run("rl.ledger", "show", str(tmp_path / "ledger.db"), "--head", head) == 0

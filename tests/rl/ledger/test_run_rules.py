@@ -191,7 +191,7 @@ def drawn(rng, oracle):
         texts = {
             b: task_ranges.format_tasks((step, n) for n in bases if bases[n] == b) for b in ("verified", "trusted")
         }
-        texts |= {"verified": texts["trusted"]} if rng.random() < 0.1 else {}
+        texts |= {"trusted": texts["verified"]} if rng.random() < 0.1 else {}
         digest = run_rules.batch_digest(digests) if rng.random() < 0.9 else work(9)
         return event("batch", step=step, digest=digest, **texts)
     if kind == "publish":

@@ -47,7 +47,9 @@ def run(exp, tmp_path, *, steps, one_key, formed):
         for first in range(0, len(made), 128):
             assert set(worker.submit(HONEST, made[first : first + 128])) == {"taken"}
         batches = [orchestrator.next_batch(step) for step in range(1, steps + 1)]
-    assert not orchestrator._health.state()["workers"].get(HONEST.worker, [0])[0], "an honest group was rejected"
+    assert not orchestrator._health.state()["workers"].get(HONEST.worker, {"num_rejected": 0})["num_rejected"], (
+        "an honest group was rejected"
+    )
     return num_forged, batches
 
 

@@ -314,6 +314,11 @@ def test_moves_that_the_states_do_not_allow_fail():
     with pytest.raises(AssertionError):
         queue.add(batch(1))
     assert queue.entries.get(("train", 9, 9)) is None
+    (group,) = queue.lease("a", 1, LEASE_S)
+    assert queue.deliver(group.key, "a", rollouts(), "digest")
+    queue.let_pass(group.key)
+    queue.requeue(group.key)
+    assert next(iter(queue.entries)) == group.key and queue.entries[group.key].was_decided
 
 
 def test_held_out_groups_are_not_recalled_and_the_oldest_sampled_token_counts():

@@ -38,6 +38,7 @@ KEY, OTHER, STRANGER, RUN = (
 WAIT_S = 60
 SAMPLING = checks.Verdict("sampling", "3 of 12 tokens")
 SECRET = b"secret"
+MOE = {"model__num_experts": 4, "model__experts_per_token": 2, "model__expert_ffn_dim": 192}
 GOLDEN_INDICES = [757522424, 751031092, 753325213]  # of groups 3, 4, 5 under seed 0: grain's shuffle of 2^30 tasks
 GOLDEN_SEEDS = [2710133136, 4190206788, 4203652136]
 
@@ -411,7 +412,8 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
         checked(orchestrator)
         first, second = (orchestrator.next_batch(step).metrics for step in (1, 2))
         assert [first["trust/num_unverified"], second["trust/num_unverified"]] == [4, 6]
-        assert orchestrator.state(2)["standing"]["workers"][KEY.worker][4:6] == [5, [[1, 2]]]
+        marks = orchestrator.state(2)["standing"]["workers"][KEY.worker]
+        assert (marks["num_unverified"], marks["steps"]) == (5, [[1, 2]])
         entry = next(entry for entry in entries(orchestrator) if entry.group.key == bad[0])
         assert not lines and submit(orchestrator, answers(entry.group)) == "quarantined"
         checked(orchestrator)  # and then the other groups of steps 3 and 4, in quarantine now
@@ -787,7 +789,9 @@ def test_the_routes(make):
         assert (run["tokenizer"], run["tokenizer_date"]) == ("byte_chatml", "2026-01-01")
         assert run["servers"] == [] and run["step"] == -1
         publish(orchestrator, 0)
-        assert http.get("/run").json()["run"]["step"] == 0
+        assert http.get("/run").json()["run"] == run | {"step": 0}
+        moe = make(**MOE, train__router_replay=True)
+        assert moe.describe()["router_replay"] and not run["router_replay"]
 
         session = signed_http.session(http)
         assert session.run == orchestrator._key.worker

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import threading
 import time
 import types
@@ -119,7 +120,7 @@ def test_a_validator_at_fault_is_replaced_and_named(misdeed):
 
 
 def test_a_group_on_which_validators_fail_holds_up_no_other_and_is_void():
-    """Three answers that fail of each of two of three make it void; an outage, meanwhile, counts for nothing."""
+    """Three answers that fail of each of two of three make it void, also if it is the only group that waits."""
 
     def crash(found, key):
         assert all(one.group != 3 for one in found)
@@ -132,11 +133,15 @@ def test_a_group_on_which_validators_fail_holds_up_no_other_and_is_void():
         assert "group train/1/3 is void, and is generated again: too many validators fail" in "".join(collected.lines)
         alone = sum(request == [3] for one in doubles for request in one.asked)
         assert 2 * verdict_collector.MAX_FAILURES <= alone <= 3 * verdict_collector.MAX_FAILURES
+        for count, (step, reason) in enumerate([(9, "ok"), (4, "unanswered")], 9):  # numbers 8 and 3
+            collected.ask(groups(1, step))
+            assert collected.decisions.wait(count)["train", step, step - 1] == reason
 
 
-def test_an_outage_whose_health_check_answers_is_a_pause():
-    """All accelerators hang: no group is void, however long it takes."""
-    doubles = [double(act=validators.silence) for _ in range(3)]
+@pytest.mark.parametrize("misdeed", ["sleeps", "errs"])
+def test_an_outage_whose_health_check_answers_is_a_pause(misdeed):
+    """All accelerators hang or fail: no group is void, however long it takes."""
+    doubles = [double(act=validators.MISDEEDS[misdeed]) for _ in range(3)]
     with validators.served(*doubles) as names, Collected(names, verdict_s=0.3) as collected:
         collected.ask(groups(2))
         proxy.wait_until(lambda: min(len(one.asked) for one in doubles) > 8)
@@ -144,6 +149,19 @@ def test_an_outage_whose_health_check_answers_is_a_pause():
         for one in doubles:
             one.act = None
         assert collected.decisions.wait(2) == honest(2)
+
+
+def test_validators_that_do_not_answer_are_named_at_the_start():
+    """Before any group is drawn; a reset connection, whose error has no text, is named by its request."""
+    with (
+        validators.served(double(), down := double(is_up=False)) as names,
+        proxy.Proxy("http://127.0.0.1:9", lambda rng: "refuse") as gone,
+    ):
+        with Collected([*names, f"{gone.url}#{RUN.worker}"]) as collected:
+            proxy.wait_until(lambda: collected.lines)
+    ended = f"{gone.url} \\(GET /health ended with \\w.*; see whether it runs, and read its log\\)"
+    start = "validators without an answer at the start: "
+    assert re.fullmatch(f"{start}{down.url} \\(status 503 of /health\\), {ended}", *collected.lines)
 
 
 def test_a_liar_is_outvoted_counted_and_excluded():

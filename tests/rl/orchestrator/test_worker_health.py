@@ -9,6 +9,8 @@ from rl.orchestrator import worker_health
 KEY = ("train", 1, 0)
 
 
+UNMARKED = {"num_rejected": 0, "is_suspect": False, "num_halvings": 0, "num_verified": 0, "num_unverified": 0}
+UNMARKED |= {"steps": [], "record": 0}
 NAMES = ("friend", "slow", "good", "bad", "shady")
 
 
@@ -66,8 +68,10 @@ def test_marks_against_a_worker_outlive_a_restart():
     assert again.rate("good") == 1 / 2 and again.reveal("good") == (3, [4, 5, 9])
     again.remember({"bad": 1, "new": 1}, ["gone"])  # the ledger may know less than the checkpoint, or more
     assert again.is_banned("bad") and again.is_banned("gone") and again.rate("new") == 1 != again.is_banned("new")
-    health.restore({"workers": {"old": [2, True, 0]}, "expired_with": []})  # of an earlier version
-    assert health.rate("old") == 1
+    health.restore(
+        {"workers": {"old": [2, True, 0], "new": {"num_rejected": 1}}, "expired_with": []}
+    )  # earlier versions
+    assert health.rate("old") == 1 and health.state()["workers"]["new"] == UNMARKED | {"num_rejected": 1}
     assert room(again, "slow", 0, 16, 1000.0) == 8 and not again.may_lease("slow", KEY, 1000.0)
     reject(again, "shady", is_fault=False)
     reject(again, "shady", is_fault=False)
@@ -106,5 +110,5 @@ def test_steps_are_named_once_and_kept_as_ranges():
     health = make()
     for step in (1, 2, 2, 3, 7, 9, 10):
         health.trained_unverified("a", step)
-    assert health.state()["workers"]["a"][4:6] == [7, [[1, 3], [7, 7], [9, 10]]]
+    assert health.state()["workers"]["a"] == UNMARKED | {"num_unverified": 7, "steps": [[1, 3], [7, 7], [9, 10]]}
     assert health.reveal("a") == (7, [1, 2, 3, 7, 9, 10]) and health.reveal("a") == (0, [])

@@ -41,7 +41,7 @@ def test_a_name_without_an_area_is_refused(tmp_path):
             writer.write(1, "rl", {"step": 2.0})
 
 
-def test_resume_after_a_kill_holds_every_step_once(tmp_path):
+def test_resume_after_a_kill_holds_every_step_once(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     with contextlib.closing(metrics.MetricsWriter(tmp_path)) as writer:
         writer.write(7, "warm-up", {"loss/total": 2.0})
@@ -59,13 +59,18 @@ def test_resume_after_a_kill_holds_every_step_once(tmp_path):
         ("warm-up", 7), *(("rl", step) for step in range(1, 7))
     ]  # fmt: skip
     assert path.read_bytes().startswith(whole)
-    assert list(tmp_path.glob(".*")) == []
+    assert list(tmp_path.glob(".*")) == [] and not capsys.readouterr().err
 
     files = sorted((tmp_path / "tensorboard" / "rl").iterdir())
     assert len(files) == 2  # even if both were opened within one second
     steps = [{e.step for e in _events(file) if e.summary.value} for file in files]
     purges = [[e.step for e in _events(file) if e.session_log.status] for file in files]
     assert sorted(zip(steps, purges, strict=True), key=str) == [({1, 2, 3, 4, 5}, []), ({4, 5, 6}, [4])]
+    for step, lacks in ((7, ""), (9, "lacks 2 of the 9 steps")):  # a kill may lose the last one, a cut loses more
+        with contextlib.closing(metrics.MetricsWriter(tmp_path)) as writer:
+            writer.truncate("rl", step)
+        notice = capsys.readouterr().err
+        assert lacks in notice and bool(lacks) == bool(notice)
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path):

@@ -25,7 +25,8 @@ def test_a_run_has_a_trace_of_every_group_and_step(tmp_path):
     found = json.loads((tmp_path / "trace.json").read_text())
     spans = [event for event in found if event["ph"] == "X"]
     names = collections.Counter(event["name"] for event in spans)
-    assert names == {"wait": STEPS, "train": STEPS, "generate": STEPS * P, "verify": STEPS * (P // 2 + 1) - 1}
+    assert STEPS * P // 2 <= names.pop("verify") <= STEPS * P
+    assert names == {"wait": STEPS, "train": STEPS, "generate": STEPS * P}
     generated = {(event["args"]["step"], event["args"]["group"]) for event in spans if event["name"] == "generate"}
     assert generated == {(1 + group // P, group) for group in range(STEPS * P)}
     flows = collections.defaultdict(dict)

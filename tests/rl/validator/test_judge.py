@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import types
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_rules_without_weights_are_checked_here_too(tmp_path):
         assert (verdict.accepted, verdict.reason) == (False, reason)
 
 
-def test_missing_weights_are_said_so_and_asked_for_again(tmp_path, monkeypatch):
+def test_missing_weights_are_said_so_and_asked_for_again(tmp_path, monkeypatch, capsys):
     judge, weights = make(tmp_path), []
     load = judge._validator._load
 
@@ -98,6 +99,11 @@ def test_missing_weights_are_said_so_and_asked_for_again(tmp_path, monkeypatch):
     rollouts = doubles.honest(doubles.Double(3, prompts=2))[:1]
     monkeypatch.setattr(judge, "_check_without_weights", lambda rollouts: judge_lib.checks.OK)
     assert [next(iter(asked(judge, rollouts)[1].values())).reason for _ in range(2)] == ["weights", "ok"]
+    waits = iter([False, False, False, True])
+    monkeypatch.setattr(routes, "REPORT_S", 4.0)
+    routes._report(judge, types.SimpleNamespace(wait=lambda s: next(waits)))
+    line = "verdicts: 2 (0 rejected, 1 without weights), {} groups/s, waiting for groups of the run\n"
+    assert capsys.readouterr().out == line.format(0.5) + line.format("0.0")
 
 
 def test_only_the_run_is_answered_and_bytes_that_are_no_rollouts_are_refused(tmp_path):
@@ -124,7 +130,15 @@ def test_only_the_run_is_answered_and_bytes_that_are_no_rollouts_are_refused(tmp
 def test_the_key_of_a_validator_is_made_and_shown(tmp_path, capsys):
     for _ in range(2):
         assert commands.run("rl.validator", "key", "--key", tmp_path / "v.key") == 0
-    first, second = capsys.readouterr().out.split()
+    found = capsys.readouterr()
+    first, second = found.out.split()
+    assert found.err == f"made a new key: {tmp_path / 'v.key'}\n"
+    for path, error in (
+        (tmp_path, "Is a directory; name a file"),
+        (tmp_path / "a" / "v.key", "a does not exist; create"),
+    ):
+        assert commands.run("rl.validator", "key", "--key", path) == 1
+        assert error in capsys.readouterr().err and not (tmp_path / "a").exists()
     assert first == second == rollout_lib.WorkerKey.load(tmp_path / "v.key").worker
 
 

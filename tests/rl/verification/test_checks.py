@@ -377,11 +377,11 @@ def until(record, draw, limit=2000):
 
 @pytest.mark.parametrize("stream", ["margin", "logprob", "proof"])
 def test_wealth_is_the_average_of_products(stream):
-    """Compares with a calculation by hand: two rollouts, the first above the band, the second at 0."""
+    """Compares with a calculation by hand: rollouts above the band, with no number (it counts as 1), and at 0."""
     record, m = sequential_test.SequentialTest(BANDS), getattr(BANDS, stream)
-    for x in (3 * m, 0.0):
+    for x in (3 * m, np.nan, 0.0):
         record.add(evidence(**{"margin": 0.01, "logprob": 0.01, "proof": 0.05} | {stream: x}))
-    expected = np.mean([(1 + f * 2) * (1 - f) for f in sequential_test.BETS])
+    expected = np.mean([(1 + f * 2) * (1 + f * (1 - m) / m) * (1 - f) for f in sequential_test.BETS])
     log_mean = {name: sequential_test.log_mean_exp(np.array(v)) for name, v in record.state()["log_wealth"].items()}
     assert log_mean[stream] == pytest.approx(math.log(expected), rel=1e-12)
     others = {"margin", "logprob", "proof"} - {stream}
@@ -442,7 +442,8 @@ def test_signed_errors_are_bet_on_in_all_directions(shift):
     errors = [np.random.default_rng(i).normal(shift, 0.01, n) for i, n in enumerate((5, 40, 200))]
     signs = [[max(-1.0, min(1.0, (0.01 if math.isnan(e) else e) / 0.01)) for e in error_N] for error_N in errors]
     test = sequential_test.SequentialTest(MEASURED)
-    test.add(dataclasses.replace(evidence(num_tokens=40, logprob=0.03), error_N=errors[1]))
+    logprob = shift if math.isnan(shift) else 0.02
+    test.add(dataclasses.replace(evidence(num_tokens=40, logprob=logprob), error_N=errors[1]))
 
     def bets(total, allowed, scale):
         up, down = (min(5, (side * total - allowed) / scale) for side in (1, -1))
@@ -450,7 +451,7 @@ def test_signed_errors_are_bet_on_in_all_directions(shift):
         return [*out[0], *out[1], *(math.log((math.exp(u) + math.exp(d)) / 2) for u, d in zip(*out, strict=True))]
 
     np.testing.assert_allclose(log_bets(test, "bias"), bets(sum(signs[1]), 0.05 * 40, 0.8 * math.sqrt(40)), rtol=1e-9)
-    excess = min(5, (0.03 - 0.01) * 40 / (0.02 * math.sqrt(40)))
+    excess = min(5, (logprob - 0.01) * 40 / (0.02 * math.sqrt(40)))  # 5 if it is no number
     np.testing.assert_allclose(log_bets(test, "error"), [a * excess - a * a / 2 for a in sequential_test.SLOPES])
     test.add_group(errors, [0.0, 1.0, 0.25])
     every, mean = [z for one in signs for z in one], 1.25 / 3

@@ -99,12 +99,17 @@ def test_forgers_in_the_majority_cannot_make_an_honest_worker_stand_out():
     assert not tests[0].flag and not tests[1].flag and tests[2].flag and tests[3].flag
 
 
-def test_a_step_is_compared_once_and_stragglers_are_not():
+def test_a_step_is_compared_once_and_stragglers_are_not(monkeypatch):
+    """The first claim of a group counts, of at most MAX_GROUPS in a step."""
+    monkeypatch.setattr(peers, "MAX_GROUPS", 2)
     compared = peers.Peers()
-    for worker in ("a", "b"):
-        compared.add(group(1, ord(worker), worker, [-1.0]))
-        compared.verify(group(1, ord(worker), worker, [-1.0])[0])
+    for worker, claim in (("a", -1.0), ("a", -0.5), ("b", -1.0), ("c", -1.0)):
+        compared.add(group(1, ord(worker), worker, [claim]))
+        compared.verify(group(1, ord(worker), worker, [claim])[0])
+    kept = [[1, ord(worker), worker, (-1.0, 0.0), True] for worker in "ab"]
+    assert compared.state() == {"over": -1, "groups": kept}
     assert not list(compared.bets(peers.OPEN_STEPS))
     assert [worker for worker, _ in compared.bets(1 + peers.OPEN_STEPS)] == ["a", "b"]
-    compared.add(group(1, 7, "c", [-1.0]))
-    assert not list(compared.bets(9)) and compared.state() == {"over": 1, "groups": []}
+    for step in (0, 1):
+        compared.add(group(step, 7, "c", [-1.0]))
+    assert compared.state() == {"over": 1, "groups": []} and not list(compared.bets(9))

@@ -1,5 +1,6 @@
 """Heads as publishers write them and clients read them: epochs, one manifest of a number, the floor, expiry, keys that change."""
 
+import itertools
 import os
 import shutil
 import time
@@ -17,6 +18,12 @@ from tests.support import commands, proxy
 KEY, OTHER, ROOT = (ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32) for n in (1, 2, 3))
 PUBLIC, OTHER_PUBLIC, ROOT_PUBLIC = map(proxy.public, (KEY, OTHER, ROOT))
 PEM = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch):
+    """Epochs are counted from 0, unless a test has its own clock."""
+    monkeypatch.setattr(head_writer.time, "time_ns", lambda: 0)
 
 
 def command(*argv):
@@ -53,6 +60,21 @@ def test_a_resumed_run_begins_an_epoch(tmp_path):
     pulled = broadcast.pull(tmp_path, key=PUBLIC)
     assert (pulled.version, pulled.params["w"][0]) == (2, 2.5) and read(tmp_path).order == (1, 2)
     assert broadcast.pull(tmp_path, 1, key=PUBLIC).params["w"][0] == 1  # an older one that the head lists
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_run_in_a_backup_of_its_directory_uses_no_epoch_a_second_time(tmp_path, monkeypatch, is_lost):
+    """Both gave version 2 of one epoch to different weights: a reader took either, and refused the other for ever."""
+    monkeypatch.setattr(head_writer.time, "time_ns", itertools.count(10**18, 10**6).__next__)
+    run, backup, reader = tmp_path / "run", tmp_path / "backup", head.HeadVerifier(PUBLIC)
+    publish(publisher(run), 0, 1)
+    if not is_lost:  # else a backup of all but the weights
+        shutil.copytree(run, backup)
+    for root in (run, backup):
+        resumed = publisher(root)
+        resumed.forget(2)
+        publish(resumed, 2, value=root is backup)
+        assert broadcast.pull(root, 2, key=reader).params["w"][0] == 2 + (root is backup)
 
 
 def test_all_reads_of_a_process_share_one_floor_per_key(tmp_path):
@@ -111,7 +133,7 @@ def test_the_head_announces_a_version_lists_it_after_its_manifest_and_drops_what
     assert broadcast.versions(tmp_path) == [10] and len(seen) == 3 + 3 * 2
 
 
-def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp_path, capfd):
+def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp_path, capfd, monkeypatch):
     with publisher(tmp_path, head_s=1.0) as to:
         publish(to, 0)
         first = read(tmp_path, expired=True)
@@ -120,6 +142,13 @@ def test_a_head_is_signed_again_while_the_run_lives_and_for_years_at_its_end(tmp
         assert again.versions == first.versions and 0 <= again.expires_s - again.serial / 1000 <= 1
     assert read(tmp_path).expires_s > time.time() + 9 * 365 * 86400 and read(tmp_path).serial > again.serial
     assert not to._refresher.is_alive()
+    to._heads.begin(1, [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(head_writer.time, "time", lambda: 1.0)  # a clock that was set back
+        for _ in range(2):
+            last = read(tmp_path, expired=True)
+            to._heads.refresh()
+            assert (read(tmp_path, expired=True).serial, last.writing) == (last.serial + 1, 1)
     with pytest.raises(ZeroDivisionError), publisher(tmp_path, head_s=1.0) as to:
         publish(to, 1)
         raise ZeroDivisionError
@@ -168,14 +197,15 @@ def test_a_power_failure_that_tears_the_head_repeats_no_epoch(tmp_path, torn):
         publish(publisher(tmp_path), 2)
 
 
-def test_versions_of_an_earlier_release_are_read_and_then_listed(tmp_path):
+def test_versions_of_an_earlier_release_are_read_and_then_listed(tmp_path, monkeypatch):
     for version, key in ((0, KEY), (1, OTHER), (2, KEY)):
         proxy.publish(tmp_path, version, proxy.contents(version), key=key)
     assert broadcast.latest(tmp_path, key=PUBLIC) == 2 and broadcast.verify(tmp_path, 0, key=PUBLIC)
     with pytest.raises(broadcast.CorruptSource, match=f"version 1 is signed by {OTHER_PUBLIC}, not by the trusted"):
         broadcast.verify(tmp_path, 1, key=PUBLIC)
+    monkeypatch.setattr(head_writer.time, "time_ns", lambda: 7 * 10**6)
     publish(publisher(tmp_path), 3)
-    assert {v: e.epoch for v, e in read(tmp_path).versions.items()} == {0: 0, 2: 0, 3: 1}
+    assert {v: e.epoch for v, e in read(tmp_path).versions.items()} == {0: 0, 2: 0, 3: 7}
     assert broadcast.verify(tmp_path, 0, key=PUBLIC) and broadcast.latest(tmp_path, key=PUBLIC) == 3
     (tmp_path / head.NAME).unlink()  # the versions that the head listed are proven, and no others exist
     assert broadcast.verify(tmp_path, 2, key=PUBLIC) and broadcast.latest(tmp_path, key=PUBLIC) == 3
@@ -198,12 +228,13 @@ def test_a_root_file_replaces_the_key_of_a_run_and_revokes_the_old_one(tmp_path,
     assert broadcast.pull(weights, key=reader).version == 1
     with pytest.raises(ValueError, match=f"root.json names .*{PUBLIC}.*, not this publisher's {OTHER_PUBLIC}"):
         broadcast.Publisher(weights, given)
+    running = publisher(weights, root_file=str(file))
     stolen = publisher(weights, root_file=str(tmp_path / "reader.json"))
     publish(stolen, 1000)
     assert broadcast.latest(weights, key=reader) == 1000
     assert command(*keys, "--online", str(second)) == 0 and "root 2, until" in capsys.readouterr().out
     with pytest.raises(ValueError, match="the key was revoked"):
-        publish(publisher(weights, root_file=str(file)), 1001)
+        publish(running, 1001)
     resumed = broadcast.Publisher(weights, given)
     resumed.forget(2)
     publish(resumed, 2)
@@ -225,6 +256,7 @@ def test_a_root_file_replaces_the_key_of_a_run_and_revokes_the_old_one(tmp_path,
         (["--online", PUBLIC], "must be signed: give --sign"),
         ([], "does not exist: give --root, --online and --sign"),
         (["--root", ROOT_PUBLIC, "--sign", "KEY"], "one online key"),
+        (["--online", "abc", "--sign", "KEY"], "abc has 3 hex digits, but a public key has 64"),
         (["--root", "nothing.pem", "--sign", "KEY"], "openssl genpkey -algorithm ed25519 -out nothing.pem"),
         *((["--online", PUBLIC, "--root", "KEY", "--sign", "KEY", "--days", d], "--days") for d in ("0", "nan", "1e9")),
     ],

@@ -222,9 +222,14 @@ def test_a_liar_is_found_and_named(root, origin, opening, tmp_path, options):
     with proxy.running(tamper(root, tmp_path / "bad")) as liar:
         proxy.wait_until(proxy.holds(liar, 0))
         opened = opening([liar.url, origin.url], trusted_key=TRUSTED, options=options)
-        objects = proxy.contents(0)
-        for _ in range(10):
-            assert proxy.read_all(opened, 0, objects) == objects
+        objects, path = proxy.contents(0), "tensors/t4/c.0"
+        for seed in range(8):  # where the ranges of an object come from both, the one with the wrong range is at fault
+            fresh = opening([liar.url, origin.url], options=dataclasses.replace(options, seed=seed))
+            assert read(fresh, objects, path) == objects[path]
+            found = fresh.stats()
+            lies = [found["relays"][relay.url]["num_lies"] for relay in (liar, origin)]
+            assert (lies[0] > 0, lies[1]) == (found["num_bad_objects"] > 0, 0)
+        assert all(proxy.read_all(opened, 0, objects) == objects for _ in range(3))
         stats = opened.stats()["relays"]
         assert stats[liar.url]["num_lies"] >= 1 and stats[origin.url]["num_lies"] == 0
         # a corrupt reply costs the relay its later requests
@@ -242,7 +247,7 @@ def test_only_liars_is_an_error_in_bounded_time(root, opening, tmp_path):
 
 
 def test_an_empty_object_with_another_hash_is_wrong(origin, opening):
-    with pytest.raises(journal.CorruptSource):
+    with pytest.raises(journal.CorruptSource, match="not of 0 bytes"):  # without a relay that is blamed
         source.read(opening(origin.url), 0, journal.Object("deltas/d0", 0, "0" * 64))
 
 

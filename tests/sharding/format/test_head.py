@@ -3,6 +3,7 @@
 import hashlib
 import random
 import shutil
+import threading
 import time
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_head_says_what_is_newest(monkeypatch):
             "two manifests of version 4 of epoch 0",
         ),
         (signed([entry(6)], 10, key=OTHER), journal.CorruptSource, "not signed by the trusted key .* signed by 0/1"),
-        (signed([entry(6)], 10, expires_s=NOW), head.ExpiredHead, "head of key .* has expired at 2027-01-15"),
+        (signed([entry(6)], 10, expires_s=NOW), head.ExpiredHead, "has expired at 2027-01-15.*, our clock is at 2027-"),
         (signed([entry(6, epoch=2)], 10, epoch=1), journal.CorruptSource, "of epoch 2, newer than the head's epoch 1"),
     ],
 )
@@ -93,8 +94,10 @@ def test_the_floor_holds_also_in_the_next_process(tmp_path, data, error, match):
 
 
 def test_a_restart_remembers_the_manifests_of_numbers_that_the_newest_head_no_longer_lists(tmp_path, monkeypatch):
-    floor = tmp_path / "head.jsonl"
+    floor, write, synced = tmp_path / "head.jsonl", head.atomic_file.write, []
+    monkeypatch.setattr(head.atomic_file, "write", lambda *a, **o: (synced.append(o.get("durable")), write(*a, **o)))
     verifier(floor=floor).accept(signed([entry(3), entry(4)], 1))
+    assert synced == [True, True]  # a power failure lowers no floor
     (tmp_path / "head.jsonl.manifests").unlink()  # as an earlier release left it
     verifier(floor=floor).accept(signed([entry(4), entry(5)], 2))
     for content, serial in ((b"", 3), (b"!", 4)):
@@ -118,6 +121,17 @@ def test_a_restart_remembers_the_manifests_of_numbers_that_the_newest_head_no_lo
         verifier(floor=floor)
     floor.unlink()  # as the error for a damaged head says: without it, nothing is remembered
     assert verifier(floor=floor).accept(signed([entry(4, content=b"!")], 1)).versions
+
+
+def test_of_two_threads_the_one_with_the_older_head_is_refused_or_first():
+    client = verifier()
+    check, checked = client._check_floor, threading.Event()
+    client._check_floor = lambda found: (check(found), checked.set(), time.sleep(0.3 * (found.serial == 9)))
+    slow = threading.Thread(target=client.accept, args=[signed([entry(5)], 9)])
+    slow.start()
+    assert checked.wait(10) and client.accept(signed([entry(6)], 10)).serial == 10
+    slow.join()
+    assert client.head.serial == 10
 
 
 def test_an_expired_head_serves_where_its_owner_could_sign_anyway():
@@ -232,7 +246,10 @@ def test_a_root_counts_if_the_one_before_and_its_own_keys_have_signed_it(tmp_pat
             client.accept(data)
         assert client.keys == {PUBLIC} and client.head.newest == stolen
     else:  # the new key starts afresh: all that the old one has signed may be a thief's
-        assert client.accept(data).newest == entry(7, 3)
+        with pytest.raises(journal.CorruptSource, match="timestamp was signed by 0/1 keys"):
+            client.accept(signed([stolen], 6, roots=[_signed_root(second, signers)]))
+        for one in (verifier(tmp_path / "root", tmp_path / "floor"), client):
+            assert one.keys == {hex_of(THIRD)} and one.accept(data).newest == entry(7, 3)
         again = verifier(tmp_path / "root", tmp_path / "floor")
         assert again.keys == {hex_of(THIRD)} and again.head.newest == entry(7, 3)
 
@@ -247,6 +264,7 @@ def test_a_root_that_keeps_the_keys_keeps_the_floor_and_expires(tmp_path):
     with pytest.raises(head.StaleHead):
         client.accept(signed([entry(4)], 4, roots=[second]))
     assert client.head == accepted and client._root.version == 2
+    assert verifier().accept(signed([entry(5)], 5, roots=[second])).newest == entry(5)  # the key alone reads no roots
     with pytest.raises(head.ExpiredHead, match="the root of key .* has expired"):  # the head has not
         verifier(tmp_path / "root", now=NOW + 10).accept(accepted.data)
     assert client.accept(accepted.data) == accepted
@@ -327,7 +345,7 @@ def test_verdicts_agree_with_tufs_own_client(tmp_path, seed):
     assert 10 < sum(verdicts) < len(verdicts) - 10
 
 
-LINES = signed([entry(1)], 1).split(b"\n")
+LINES, TWIN = (signed([entry(version)], 1).split(b"\n") for version in (1, 2))
 
 
 def stale():
@@ -338,6 +356,7 @@ def stale():
     "data",
     [b"", b"\n" * 3, b"\n" * 100_000, b"x" * (head.MAX_HEAD_BYTES + 1), b"[" * 100_000 + b"\n" * 3, b"{}\n{}\n{}\n"]
     + [b"\n".join([LINES[i], *LINES[1:]]) for i in (1, 2)]  # snapshot or targets in the place of the timestamp
+    + [b"\n".join([*LINES[:i], *TWIN[i:]]) for i in (1, 2)]  # a snapshot or targets with the number, not the hash
     + [b"\n".join([LINES[0][:-1] + b" " * head.MAX_TIMESTAMP_BYTES + b"}", *LINES[1:]])]  # the signature is still good
     + [signed([head.Entry(0, 1, journal.MAX_MANIFEST_BYTES + 1, "0" * 64)], 1)]
     + [
