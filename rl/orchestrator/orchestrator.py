@@ -36,7 +36,7 @@ from rl.orchestrator.group_queue import State
 from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks
 from rl.verification import rules as rules_lib
-from sharding.system import sockets
+from sharding.system import role_metrics, sockets
 
 WAIT_NOTICE_S = 30.0
 MAX_FAREWELL_S = 20.0
@@ -109,7 +109,13 @@ class Orchestrator:
         )
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
+        self._totals: collections.Counter[str] = collections.Counter()  # of `_counts`, until they were taken last
+        self._wanted: tuple[list[group_queue.Key], int | None] | None = (
+            None  # the arguments of `_collect` while it waits
+        )
         self._failure: BaseException | None = None
+        self.metrics = role_metrics.RoleMetrics("orchestrator", self._values)  # not for workers
+        self.metrics.seconds["verdict"] = verdicts.seconds
         self._submissions = submissions.Submissions(
             self._changed,
             self._queue,
@@ -208,6 +214,20 @@ class Orchestrator:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
+
+    def waiting_for(self) -> str:
+        """Returns a line for people on what the learner waits for, or "" if it does not wait."""
+        with self._changed:
+            return self._wait_notice(*self._wanted) if self._wanted else ""
+
+    def _values(self) -> role_metrics.Values:
+        with self._changed:
+            count = self._queue.count()
+            return {
+                "groups": {state.name.lower(): count[state] for state in State},
+                "policy_version": self._version,
+                "rollouts_total": self._totals + self._counts,
+            }
 
     # Called by workers over HTTP.
 
@@ -354,6 +374,7 @@ class Orchestrator:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""
         while True:
             with self._changed:
+                self._wanted = keys, step
                 if not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), WAIT_NOTICE_S):
                     self._on_wait(self._wait_notice(keys, step))  # a long wait is not an error
                     continue
@@ -371,6 +392,7 @@ class Orchestrator:
                             self._counts["unverified"] += len(entry.rollouts)
                     state = {"standing": self._health.state(), "evidence": self._evidence(step)}
                     self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
+                self._wanted = None
                 self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
                 return taken
 
@@ -400,6 +422,7 @@ class Orchestrator:
             names = "accepted called_back refused checked stale lease_expired lease_void lease_returned unleased"
             names += " given_up void_epoch undecided unanswered unverified trained_unverified_of_cheats"
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
+            self._totals += self._counts
             self._counts.clear()
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}
 
