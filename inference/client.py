@@ -186,7 +186,7 @@ def _read_reply(
     try:
         reply = response.json()
         epoch = reply.get("policy_epoch", 0)
-        if type(epoch) is not int or not 0 <= epoch < 2**31 or policy_epoch not in (-1, epoch):
+        if type(epoch) is not int or not 0 <= epoch < 2**48 or policy_epoch not in (-1, epoch):
             raise ValueError(f"server sent policy epoch {str(epoch)[:80]}; {policy_epoch} was requested")
         samples = [_read_choice(choice, sampling, num_prompt, epoch) for choice in reply["choices"]]
     except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:

@@ -55,7 +55,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
 
 
 def _waiting_for(server: inference_server.InferenceServer) -> str:
-    """Returns a line for people on what an idle server waits for, or "" if it generates."""
+    """Returns why an idle server waits, as a line for people, or "" if it generates."""
     if server.scheduler.is_paused:
         return "POST /resume, after a POST /pause"
     loading = "; an update loads other weights" if server.update_lock.locked() else ""

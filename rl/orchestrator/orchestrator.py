@@ -163,9 +163,8 @@ class Orchestrator:
             if state:
                 self._health.restore(state["standing"])
                 self._states[step] = state
-            self._health.remember(
-                self._ledger.refusals, self._ledger.ejected_workers
-            )  # it has what followed the checkpoint
+            # The ledger has the marks since the checkpoint.
+            self._health.remember(self._ledger.refusals, self._ledger.ejected_workers)
 
     # Called by the learner.
 
@@ -216,7 +215,7 @@ class Orchestrator:
             self._changed.notify_all()
 
     def waiting_for(self) -> str:
-        """Returns a line for people on what the learner waits for, or "" if it does not wait."""
+        """Returns why the learner waits, as a line for people, or "" if it does not."""
         with self._changed:
             return self._wait_notice(*self._wanted) if self._wanted else ""
 
