@@ -11,11 +11,12 @@ import collections
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import httpx
 import numpy as np
 
+from inference.rollouts import attestation
 from inference.rollouts import rollout as rollout_lib
 
 MAX_NATS = 1e30  # of a log-probability; larger ones may not be finite in float32
@@ -33,6 +34,8 @@ class Sample:
     proofs: bytes
     experts: np.ndarray | None = None  # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token]
     epoch: int = 0  # of all versions; 0 from servers of releases before epochs
+    server: str = ""  # public key of the server that vouches for this sample; "" if none does
+    server_signature: bytes = b""
 
 
 class Unavailable(RuntimeError):
@@ -51,15 +54,23 @@ class Client:
     """A client that spreads requests over several inference servers. Use it as `async with Client(urls) as client`."""
 
     def __init__(
-        self, urls: Sequence[str], *, timeout_s: float = 600, give_up_s: float = 60, api_key: str | None = None
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float = 600,
+        give_up_s: float = 60,
+        api_key: str | None = None,
+        keys: Mapping[str, str] | None = None,
     ):
         """Creates a client of the servers at `urls`. An attempt may take `timeout_s`; a request is retried for `give_up_s`.
 
-        All servers are sent `api_key`, unless it is empty; None sends $INTELLAX_API_KEY, if it is set.
+        All servers are sent `api_key`, unless it is empty; None sends $INTELLAX_API_KEY, if it is set. A server with a public key
+        in `keys`, by its URL, must sign each sample with proofs: another reply is malformed.
         """
         if not urls:
             raise ValueError("the list of inference servers is empty; pass at least one URL")
         self._urls = [url.rstrip("/") for url in urls]
+        self._keys = {url.rstrip("/"): server_key for url, server_key in (keys or {}).items()}
         self._give_up_s = give_up_s
         self._in_flight = dict.fromkeys(self._urls, 0)
         key = os.environ.get("INTELLAX_API_KEY") if api_key is None else api_key
@@ -104,7 +115,10 @@ class Client:
                 response = await self._http.post(f"{url}/inference/v1/generate", json=body)
                 if response.status_code not in (409, 429) and response.status_code < 500:
                     _raise_for(response)
-                    return _read_reply(response, sampling, len(token_ids), policy_version, policy_epoch)
+                    samples = _read_reply(response, sampling, len(token_ids), policy_version, policy_epoch)
+                    if proofs and (server := self._keys.get(url)):
+                        samples = _read_signatures(response.json()["choices"], samples, server, token_ids, sampling)
+                    return samples
                 reason = f"HTTP {response.status_code}"
                 if response.status_code == 409:
                     reason = error_message(response)
@@ -199,6 +213,39 @@ def _read_reply(
     if policy_version >= 0 and versions != {policy_version}:
         raise MalformedReply(f"server sent policy versions {sorted(versions)[:4]}; {policy_version} was requested")
     return samples
+
+
+def _read_signatures(
+    choices: list[dict], samples: list[Sample], server: str, token_ids: Sequence[int], sampling: dict
+) -> list[Sample]:
+    """Returns the samples with the signatures of `server`. Raises MalformedReply unless it signed each, as an answer to this request."""
+    settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False} | sampling
+    out = []
+    for index, (choice, sample) in enumerate(zip(choices, samples, strict=True)):
+        try:
+            signature = bytes.fromhex(choice["server_signature"])
+        except (KeyError, TypeError, ValueError):
+            signature = b""
+        is_signed = attestation.is_signed(
+            server,
+            signature,
+            tokens=[*token_ids, *sample.tokens],
+            num_prompt=len(token_ids),
+            logprobs=sample.logprobs,
+            versions=sample.versions,
+            prompt_version=sample.prompt_version,
+            epoch=sample.epoch,
+            temperature=sampling.get("temperature", 1.0),
+            seed=(sampling.get("seed", 0) + index) % 2**32,
+            finish_reason=sample.finish_reason,
+            proofs=sample.proofs,
+            experts=sample.experts,
+            settings=settings,
+        )
+        if not is_signed:
+            raise MalformedReply(f"server sent a sample without a signature of its key {server[:16]} that fits")
+        out.append(dataclasses.replace(sample, server=server, server_signature=signature))
+    return out
 
 
 def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> Sample:

@@ -35,6 +35,7 @@ import pydantic
 from starlette import requests
 
 from inference.engine import engine as engine_lib
+from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import (
     control_listener,
@@ -181,6 +182,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--weights_key", help="hex of the public key that must have signed the weights, or its root file")
     add("--weights_floor", metavar="FILE", help="keeps the newest signed head, also across restarts")
     add("--weights_allow", nargs="+", default=[], metavar="PREFIX", help="sources that updates may name besides")
+    add("--key", metavar="FILE", help="key that signs samples, created if absent; its public half is printed")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8100, help="0 takes a free port")
     add("--grpc_port", type=int, help="port of JetStream's gRPC service; 0 takes a free one (default: none)")
@@ -243,6 +245,9 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
     else:
         server = inference_server.start_model(args.model, config, **options)
     server.model_name, server.sources = args.served_model_name, [*server.sources, *args.weights_allow]
+    if args.key:
+        server.signer = rollout_lib.WorkerKey.load_or_create(args.key)
+        print(f"samples are signed by {server.signer.worker}", flush=True)
     return sock, server
 
 

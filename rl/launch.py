@@ -21,7 +21,7 @@ from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger
-from rl.orchestrator import nodes, orchestrator, verdict_collector
+from rl.orchestrator import nodes, orchestrator, server_records, verdict_collector
 from rl.protocol import timeline
 from rl.verification import checks, evidence_log, verifier
 from sharding import broadcast
@@ -29,6 +29,7 @@ from sharding import mesh as mesh_lib
 from sharding.system import child_process, secret_file, sockets
 
 START_TIMEOUT_S = 600.0
+SERVER = "server"  # the name of the inference server of a local run
 
 
 def check(experiment: experiment_lib.Experiment, num_hosts: int) -> None:
@@ -95,7 +96,12 @@ def _orchestrator(
     if file := verifier.bands_file(config):
         tolerance, bands = verifier.load_bands(file)
         rules = dataclasses.replace(rules, tolerance=tolerance)
-    evidence = evidence_log.EvidenceLog(bands, count_once=True)
+    rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
+    server_keys = list(config.topology.server_keys)
+    if config.topology.mode == "local":
+        server_keys.append(rollout_lib.WorkerKey.load(run_directory.worker_key_file(workdir, SERVER)).worker)
+    records = server_records.ServerRecords(server_keys, config.trust.max_attempts, **rates)
+    evidence = evidence_log.EvidenceLog(bands, count_once=True, servers=records.keys)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
     params = verifier.published(str(weights), keep=keep, key=_trusted_key(workdir))
     validator = verifier.Validator(experiment.model, params, rules, evidence)
@@ -112,6 +118,7 @@ def _orchestrator(
         invited=[rollout_lib.WorkerKey.load(file).worker for file in _worker_keys(config, workdir)],
         stake=_stakes(config.trust.stake_ledger, stack),
         ledger=ledger,
+        records=records,
         on_wait=on_wait,
     )
     if ledger:
@@ -137,8 +144,10 @@ def _start_here(experiment, workdir, weights, rollouts, start: Callable, stack: 
     url = rollouts.serve()
     stack.callback(rollouts.close)
     control = stack.enter_context(sockets.private_path())
-    command = [*server_command(experiment, workdir, weights), "--control", control]
-    rollouts.nodes.add(nodes.StaticServer(_address(start, "server", command, workdir), f"unix:{control}"))
+    file = run_directory.worker_key_file(workdir, SERVER)
+    command = [*server_command(experiment, workdir, weights), "--control", control, "--key", str(file)]
+    url, key = _address(start, SERVER, command, workdir), rollout_lib.WorkerKey.load(file).worker
+    rollouts.nodes.add(nodes.StaticServer(url, f"unix:{control}", key=key))
     run = run_directory.signing_key(workdir).worker
     options = ["--orchestrator", url, "--run", run, "--sandbox", experiment.config.trust.sandbox]
     for file in _worker_keys(experiment.config, workdir):

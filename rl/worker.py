@@ -22,7 +22,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import httpx
 import numpy as np
@@ -56,6 +56,7 @@ class Run:
     sampling: dict
     router_replay: bool = False  # rollouts must name the experts that ran
     work_bits: int = 0  # of the proof of work that the run asks of an unknown key; 0: none
+    server_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by URL, of servers that sign samples
 
 
 async def work(
@@ -89,7 +90,8 @@ async def work(
             signed = Signed(http, key, session, proof, give_up_s)
             api_key = None if has_trust else ""
             try:
-                async with client_lib.Client(run.servers, give_up_s=give_up_s, api_key=api_key) as client:
+                options = {"give_up_s": give_up_s, "api_key": api_key, "keys": run.server_keys}
+                async with client_lib.Client(run.servers, **options) as client:
                     await _work_in_session(signed, client, run, concurrency)
             except* lease.StaleSession as error:  # its leases are void
                 _note(f"a new session of the orchestrator: {error.exceptions[0]}")
@@ -197,6 +199,8 @@ def make_rollouts(
             signature=b"",
             routed_experts=sample.experts,
             epoch=sample.epoch,
+            server=sample.server,
+            server_signature=sample.server_signature,
         )
         for index, (sample, one) in enumerate(zip(samples, scored, strict=True))
     ]
@@ -253,12 +257,13 @@ def _read_run(body: dict, sandbox: str) -> Run:
         servers, sampling = list(body["servers"]), dict(body["sampling"])
         router_replay, admission = bool(body.get("router_replay")), dict(body.get("admission", {}))
         work_bits = int(admission["work_bits"]) if admission.get("kind") == "work" else 0
+        keys = {str(url): str(key) for url, key in dict(body.get("server_keys", {})).items()}
     except (KeyError, TypeError, ValueError) as error:
         raise _not_an_orchestrator(body) from error
     env = envs.load(name, seed=seed, **options)
     scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S, sandbox=sandbox)
     loaded = tokenizer_lib.load(tokenizer, date=date)
-    return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits)
+    return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys)
 
 
 def _not_an_orchestrator(body) -> ValueError:

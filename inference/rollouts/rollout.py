@@ -130,6 +130,13 @@ class WorkerKey:
             raise ValueError(f"{role} {path} is a {kind}, but must be ed25519; name another file")
         return cls(private)
 
+    @classmethod
+    def load_or_create(cls, path: str | os.PathLike) -> "WorkerKey":
+        """Returns the key pair in a file, which is created with a new one if it does not exist."""
+        if not pathlib.Path(path).exists():
+            cls.generate().save(path)
+        return cls.load(path)
+
     def save(self, path: str | os.PathLike) -> None:
         """Writes the private key to a PKCS8 PEM file that only the owner can read, completely or not at all.
 

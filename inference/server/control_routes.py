@@ -20,7 +20,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
         body = schemas.UpdateWeights.model_validate_json(await web.read_body(request, web.MAX_JSON_BYTES) or b"{}")
         options = {"epoch": body.epoch, "digest": body.digest, "rollback": body.rollback}
         version = await asyncio.to_thread(server.update, body.version, body.weight_dir, **options)
-        return {"status": "ok", "version": version, "epoch": scheduler.epoch}
+        return {"status": "ok", "version": version}
 
     @app.post("/pause")
     async def pause(mode: str = "keep", clear_cache: bool = False):

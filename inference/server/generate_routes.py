@@ -5,7 +5,8 @@ stop token included. `routed_experts` (inference/engine/routed_experts.py) is pr
 `return_routed_experts` is false. Further fields, which those clients ignore: `policy_versions` (run-length),
 `prompt_policy_version`, `policy_epoch` (of the whole reply), `proofs`, and `untempered_logprobs` if requested. A request with
 `policy_version` gets all tokens from that version, or status 409 if the server has another one, is about to, or had to replace it
-meanwhile; the same holds for `policy_epoch`, and without either for a reply that would span two epochs.
+meanwhile; the same holds for `policy_epoch`, and without either for a reply that would span two epochs. A server with a key adds
+`server_signature` to each sample with proofs (inference/rollouts/attestation.py).
 """
 
 import asyncio
@@ -37,7 +38,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
         start = body.sampling_params.routed_experts_prompt_start
         reply = {
             "request_id": body.request_id or f"gen-{uuid.uuid4().hex}",
-            "choices": [{"index": i} | _choice(server.engine.model, c, start) for i, c in enumerate(completions)],
+            "choices": [_choice(server, request, c, i, start) for i, c in enumerate(completions)],
             "policy_epoch": completions[0].epoch,
             "usage": usage([(request, completions)]),
         }
@@ -78,12 +79,21 @@ def extra_fields(model: config.ModelConfig, completion: request_lib.Completion, 
     return fields
 
 
-def _choice(model: config.ModelConfig, completion: request_lib.Completion, experts_start: int) -> dict:
+def _choice(
+    server: inference_server.InferenceServer,
+    request: request_lib.GenerateRequest,
+    completion: request_lib.Completion,
+    index: int,
+    experts_start: int,
+) -> dict:
     pairs = zip(completion.tokens, completion.logprobs, strict=True)
     content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+    vouched = server.vouch(request, completion, index)
     return {
+        "index": index,
         "token_ids": completion.tokens,
         "finish_reason": completion.finish_reason,
         "logprobs": {"content": content},
         "proofs": base64.b64encode(completion.proofs).decode(),
-    } | extra_fields(model, completion, experts_start)
+        **({"server_signature": vouched.hex()} if vouched else {}),
+    } | extra_fields(server.engine.model, completion, experts_start)

@@ -21,7 +21,10 @@ import prometheus_client
 
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
+from inference.engine import routed_experts
 from inference.engine import weights as weights_lib
+from inference.rollouts import attestation
+from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.scheduler import warmup
 from inference.server import schemas, weight_sources
@@ -52,6 +55,7 @@ class InferenceServer:
     have: broadcast.Pulled | None = None  # the version in use, for deltas; None if it is from a Hugging Face folder
     signers: frozenset[str] = frozenset()  # the keys that were trusted when `have` was loaded
     sources: Sequence[str] = ()  # those that an update may name, each with everything below it
+    signer: rollout_lib.WorkerKey | None = None  # signs the samples of replies; None: nobody does
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     update_s: prometheus_client.Histogram = dataclasses.field(
         default_factory=lambda: role_metrics.latency("intellax:update", "Seconds per update of the weights.")
@@ -106,9 +110,12 @@ class InferenceServer:
                     raise FileNotFoundError(f"no published version under {root}; send the root of a weight broadcast")
                 version = newest[1]
             elif source is None and (epoch or digest or not isinstance(root, source_lib.Directory)):
-                broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S, key=self.key, epoch=epoch or 0, digest=digest)
+                broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S, key=self.key, epoch=epoch, digest=digest)
+            target = broadcast.read_manifest(root, version, key=self.key, digest=digest)
+            if epoch not in (None, target.epoch or 0):
+                found = f"version {version} is of epoch {target.epoch or 0}, not {epoch}"
+                raise ValueError(f"{found}; send the epoch of the run's head")
             pins = {"key": self.key, "epoch": epoch, "digest": digest}
-            target = broadcast.read_manifest(root, version, **pins)
             is_same = self._order(target, is_proved) == self._order(self.have, is_proved)
             if is_same and self.have is not None and target.digest == self.have.digest:
                 return self.scheduler.version
@@ -150,6 +157,30 @@ class InferenceServer:
             prompt_logprobs=sampling.prompt_logprobs is not None,
             routed_experts=self.engine.config.routed_experts if experts is None else experts,
             **extra,
+        )
+
+    def vouch(self, request: request_lib.GenerateRequest, completion: request_lib.Completion, index: int) -> bytes:
+        """Returns the signature of sample `index` of a request; b"" without a key, and for a sample that no replay can check."""
+        own_stops = set(request.stop_ids) == set(self.engine.tokenizer.stop_ids)
+        is_plain = request.proofs and own_stops and not (request.stop_texts or request.logit_bias)
+        if self.signer is None or not is_plain:
+            return b""
+        experts = completion.experts
+        settings = {name: getattr(request, name) for name in ("top_k", "top_p", "min_p", "max_tokens")}
+        return attestation.sign(
+            self.signer,
+            tokens=[*request.tokens, *completion.tokens],
+            num_prompt=len(request.tokens),
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            prompt_version=completion.prompt_version,
+            epoch=completion.epoch,
+            temperature=request.temperature,
+            seed=(request.seed + index) % 2**32,
+            finish_reason=completion.finish_reason,
+            proofs=completion.proofs,
+            experts=None if experts is None else routed_experts.with_all_layers(experts, self.engine.model),
+            settings=settings | {"return_routed_experts": request.routed_experts},
         )
 
     def close(self) -> None:

@@ -271,6 +271,12 @@ class GroupQueue:
         entry.is_verified = True
         self._win(key)
 
+    def doubt(self, key: Key) -> None:
+        """Quarantines an eligible group again, which has no verdict."""
+        entry = self.entries[key]
+        assert entry.state is State.ELIGIBLE and not entry.is_verified, (key, entry.state)
+        self._move(key, State.QUARANTINED)
+
     def recall(self, worker: str) -> list[Entry]:
         """Quarantines the eligible training groups of `worker` that have no verdict; returns their entries."""
         eligible = [e for e in self.entries.values() if e.state is State.ELIGIBLE and e.worker == worker]

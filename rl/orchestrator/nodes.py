@@ -39,6 +39,7 @@ class StaticServer:
     url: str
     control: str
     token: str | None = dataclasses.field(default=None, repr=False)
+    key: str = ""  # public, by which it signs samples; "": it signs none
 
 
 class Nodes:
@@ -50,6 +51,7 @@ class Nodes:
       max_lag: versions by which a server may be behind the newest policy.
       server_keys: public keys that may sign in as servers, relays, and validators.
       is_known: returns True for a worker whose place in the table no stranger may take.
+      is_banned: returns True for the key of a server that workers must not use any more.
       on_served: called with each policy that servers have.
       say: called with lines for people.
     """
@@ -62,11 +64,13 @@ class Nodes:
         max_lag: int,
         server_keys: Collection[str] = (),
         is_known: Callable[[str], bool] = lambda worker: False,
+        is_banned: Callable[[str], bool] = lambda key: False,
         on_served: Callable[[timeline.Policy], None],
         say: Callable[[str], None] = lambda line: None,
     ):
         self.heartbeat_s, self._patience_s, self._max_lag = heartbeat_s, patience_s, max_lag
         self._server_keys, self._on_served, self._say = frozenset(server_keys), on_served, say
+        self._is_banned = is_banned
         self._lock = threading.Lock()  # guards everything below
         self._static: dict[str, StaticServer] = {}  # by URL
         self._registry = registry_lib.Registry(heartbeat_s, is_named=lambda key: self.may_serve(key) or is_known(key))
@@ -137,7 +141,7 @@ class Nodes:
             return [
                 {
                     "url": node.report.url,
-                    "key": "" if node.key in self._static else node.key,
+                    "key": self._key(node),
                     "limit": 0,  # of requests at the same time; 0: none
                     "version": node.report.policy.version if node.report.policy else 0,
                     "load": node.report.load.running + node.report.load.waiting,
@@ -235,7 +239,12 @@ class Nodes:
         if self._newest is None:
             return []
         oldest = 0 if is_old_allowed else max(0, self._newest.version - self._max_lag)
-        return self._registry.serving(timeline.Policy(self._newest.epoch, oldest), self._newest)
+        found = self._registry.serving(timeline.Policy(self._newest.epoch, oldest), self._newest)
+        return [node for node in found if not self._is_banned(self._key(node))]
+
+    def _key(self, node: registry_lib.Node) -> str:
+        """Returns the key by which a server signs samples, "" if it signs none."""
+        return self._static[node.key].key if node.key in self._static else node.key
 
     def _line(self, role: str) -> str:
         return self._registry.line(role)[:MAX_LINE]

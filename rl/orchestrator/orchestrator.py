@@ -31,12 +31,21 @@ from models import hub
 from rl.batch import credit as credit_lib
 from rl.batch import packing
 from rl.ledger import run_ledger, run_rules
-from rl.orchestrator import admission, group_queue, nodes, routes, submissions, verdict_collector, worker_health
+from rl.orchestrator import (
+    admission,
+    group_queue,
+    nodes,
+    routes,
+    server_records,
+    submissions,
+    verdict_collector,
+    worker_health,
+)
 from rl.orchestrator.group_queue import State
 from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks
 from rl.verification import rules as rules_lib
-from sharding.system import role_metrics, sockets
+from sharding.system import sockets
 
 WAIT_NOTICE_S = 30.0
 MAX_FAREWELL_S = 20.0
@@ -77,6 +86,7 @@ class Orchestrator:
         invited: Collection[str] = (),
         stake: Callable[[str], int] = lambda worker: 0,
         ledger: run_ledger.RunLedger | run_ledger.NoLedger | None = None,
+        records: server_records.ServerRecords | None = None,
         on_verified: Callable[[Sequence[rollout_lib.Rollout]], None] = lambda rollouts: None,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
@@ -104,22 +114,21 @@ class Orchestrator:
             max_lag=config.rl.max_lag,
             server_keys=config.topology.server_keys,
             is_known=self._health.is_known,
+            is_banned=lambda key: self._records.is_banned(key),
             on_served=self._open,
             say=on_wait,
         )
+        rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
+        attempts = config.trust.max_attempts
+        self._records = records or server_records.ServerRecords(config.topology.server_keys, attempts, **rates)
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
-        self._totals: collections.Counter[str] = collections.Counter()  # of `_counts`, until they were taken last
-        self._wanted: tuple[list[group_queue.Key], int | None] | None = (
-            None  # the arguments of `_collect` while it waits
-        )
         self._failure: BaseException | None = None
-        self.metrics = role_metrics.RoleMetrics("orchestrator", self._values)  # not for workers
-        self.metrics.seconds["verdict"] = verdicts.seconds
         self._submissions = submissions.Submissions(
             self._changed,
             self._queue,
             self._health,
+            self._records,
             self._counts,
             self._ledger,
             rules=rules_lib.Rules.of(config),
@@ -162,9 +171,11 @@ class Orchestrator:
             self._opened_step = step
             if state:
                 self._health.restore(state["standing"])
+                self._records.restore(state.get("servers", {}))
                 self._states[step] = state
-            # The ledger has the marks since the checkpoint.
-            self._health.remember(self._ledger.refusals, self._ledger.ejected_workers)
+            self._health.remember(
+                self._ledger.refusals, self._ledger.ejected_workers
+            )  # it has what followed the checkpoint
 
     # Called by the learner.
 
@@ -214,20 +225,6 @@ class Orchestrator:
             self._failure = self._failure or error
             self._changed.notify_all()
 
-    def waiting_for(self) -> str:
-        """Returns why the learner waits, as a line for people, or "" if it does not."""
-        with self._changed:
-            return self._wait_notice(*self._wanted) if self._wanted else ""
-
-    def _values(self) -> role_metrics.Values:
-        with self._changed:
-            count = self._queue.count()
-            return {
-                "groups": {state.name.lower(): count[state] for state in State},
-                "policy_version": self._version,
-                "rollouts_total": self._totals + self._counts,
-            }
-
     # Called by workers over HTTP.
 
     def describe(self) -> dict:
@@ -235,11 +232,13 @@ class Orchestrator:
         config = self._config
         with self._changed:
             version, policy = self._version, self._policy
+        servers = self.nodes.servers()
         return {
             "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
             "tokenizer": hub.pinned(config.tokenizer),
             "tokenizer_date": config.tokenizer_date,
-            "servers": [server["url"] for server in self.nodes.servers()],
+            "servers": [server["url"] for server in servers],
+            "server_keys": {server["url"]: server["key"] for server in servers if server["key"]},
             "sampling": {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")},
             "router_replay": config.train.router_replay,
             "admission": dataclasses.asdict(self._admission.policy),
@@ -373,7 +372,6 @@ class Orchestrator:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""
         while True:
             with self._changed:
-                self._wanted = keys, step
                 if not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), WAIT_NOTICE_S):
                     self._on_wait(self._wait_notice(keys, step))  # a long wait is not an error
                     continue
@@ -388,10 +386,11 @@ class Orchestrator:
                     for entry in taken:
                         if not entry.is_verified:
                             self._health.trained_unverified(entry.worker, step)
+                            self._records.trained_unverified(entry.rollouts, step)
                             self._counts["unverified"] += len(entry.rollouts)
                     state = {"standing": self._health.state(), "evidence": self._evidence(step)}
+                    state["servers"] = self._records.state()
                     self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
-                self._wanted = None
                 self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
                 return taken
 
@@ -419,9 +418,8 @@ class Orchestrator:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
             names = "accepted called_back refused checked stale lease_expired lease_void lease_returned unleased"
-            names += " given_up void_epoch undecided unanswered unverified trained_unverified_of_cheats"
+            names += " given_up void_epoch server_faults undecided unanswered unverified trained_unverified_of_cheats"
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
-            self._totals += self._counts
             self._counts.clear()
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}
 

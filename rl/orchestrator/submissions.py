@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool
 from rl.ledger import run_ledger
-from rl.orchestrator import group_queue, verdict_collector, worker_health
+from rl.orchestrator import group_queue, server_records, verdict_collector, worker_health
 from rl.orchestrator.group_queue import State
 from rl.protocol import check_rate, timeline
 from rl.protocol import verdict as verdict_lib
-from rl.verification import checks
+from rl.verification import checks, responsibility
 from rl.verification import rules as rules_lib
 
 NOT_LEASED = "not leased (or already submitted)"
@@ -42,6 +42,7 @@ class Submissions:
       changed: guards the next three, and is notified when a group may be trained on or is open again.
       queue: the groups of the run.
       health: the marks of its workers.
+      servers: those of the servers that answer for the samples they sign.
       counts: rollouts by outcome, under the end of their metric's name.
       ledger: gets the events.
       rules: those of the run.
@@ -59,6 +60,7 @@ class Submissions:
         changed: threading.Condition,
         queue: group_queue.GroupQueue,
         health: worker_health.WorkerHealth,
+        servers: server_records.ServerRecords,
         counts: collections.Counter[str],
         ledger: run_ledger.RunLedger | run_ledger.NoLedger,
         *,
@@ -71,7 +73,7 @@ class Submissions:
         on_caught: Callable[[str], None],
         fail: Callable[[BaseException], None],
     ):
-        self._changed, self._queue, self._health, self._counts = changed, queue, health, counts
+        self._changed, self._queue, self._health, self._servers, self._counts = changed, queue, health, servers, counts
         self._ledger, self._rules, self._newest, self._secret = ledger, rules, newest, secret
         self._check_group_without_weights, self._verdicts = check_group_without_weights, verdicts
         self._on_verified, self._on_caught, self._fail = on_verified, on_caught, fail
@@ -175,7 +177,8 @@ class Submissions:
         """Quarantines a checked group, or lets it pass: a held-out group, or one of a trusted worker that is not drawn."""
         key = entry.group.key
         # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
-        if key[0] == "train" and (entry.was_decided or self._draw(key) < self._health.rate(entry.worker)):
+        rate = max(self._health.rate(entry.worker), self._servers.rate(entry.rollouts))
+        if key[0] == "train" and (entry.was_decided or self._draw(key) < rate):
             self._queue.quarantine(key)
             self._verdicts.ask(key, entry.rollouts, entry.digest)
             return "quarantined"
@@ -202,6 +205,7 @@ class Submissions:
             if verdict.accepted:
                 self._queue.accept(key)
                 self._health.verified(entry.worker)
+                self._servers.verified(entry.rollouts)
                 self._on_verified(entry.rollouts)
                 self._accepted(entry)
             else:
@@ -216,6 +220,8 @@ class Submissions:
     def _reject(self, key: group_queue.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Reopens a group and counts it against its worker; after a failed check (`is_fault`), ends the trust in it. Returns the reply."""
         entry = self._queue.requeue(key)
+        if server := responsibility.server_at_fault(entry.rollouts, verdict, self._rules, self._servers.keys):
+            return self._reject_server(entry, server, verdict)
         worker, group = entry.worker, entry.group
         self._counts["refused"] += len(entry.rollouts)
         self._counts[f"refused_{verdict.reason}"] += 1
@@ -234,11 +240,34 @@ class Submissions:
         self._changed.notify_all()
         return f"refused: {verdict}"
 
-    def _distrust(self, worker: str) -> None:
-        """Quarantines all groups of a caught worker that passed without a verdict, and names the steps that trained on such groups."""
-        for entry in self._queue.recall(worker):
+    def _reject_server(self, entry: group_queue.Entry, server: str, verdict: checks.Verdict) -> str:
+        """Counts a group that failed by the fault of `server` against it; the group is void for its worker. Returns the reply."""
+        self._counts["server_faults"] += len(entry.rollouts)
+        self._health.lost(entry.worker, entry.group.key, time.monotonic(), blame=False)
+        doubtful = [e for e in self._queue.entries.values() if e.state is State.ELIGIBLE and not e.is_verified]
+        doubtful = [e for e in doubtful if e.group.split == "train" and self._servers.of(e.rollouts) == server]
+        for one in doubtful:
+            self._queue.doubt(one.group.key)
+        self._verify(doubtful)
+        was_banned = self._servers.is_banned(server)
+        self._servers.rejected(server)
+        num_groups, steps = self._servers.reveal(server)
+        if num_groups:
+            where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
+            self._on_caught(f"server {server[:16]} failed a check; {where}; an earlier checkpoint is without them")
+        if self._servers.is_banned(server) and not was_banned:
+            self._on_caught(f"server {server[:16]} gets no more work; its last fault is {verdict}")
+        self._changed.notify_all()
+        return f"refused: void: the inference server is at fault: {verdict}"
+
+    def _verify(self, recalled: Sequence[group_queue.Entry]) -> None:
+        for entry in recalled:
             self._counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
             self._verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
+
+    def _distrust(self, worker: str) -> None:
+        """Quarantines all groups of a caught worker that passed without a verdict, and names the steps that trained on such groups."""
+        self._verify(self._queue.recall(worker))
         num_groups, steps = self._health.reveal(worker)
         if num_groups:
             self._counts["trained_unverified_of_cheats"] += num_groups

@@ -28,6 +28,7 @@ import jax
 import numpy as np
 from ml_collections import config_dict
 
+from inference import client as client_lib
 from inference.engine import engine as engine_lib
 from inference.engine import routed_experts
 from inference.proofs import toploc
@@ -134,10 +135,13 @@ def roll_out(
             waiting.append((group, task, prompt, scheduler.submit(change(request))))
         out = []
         for group, task, prompt, future in waiting:
-            samples = future.result(WAIT_S)
-            if exp.engine.routed_experts:
-                experts = [routed_experts.with_all_layers(c.experts, exp.model) for c in samples]
-                samples = [dataclasses.replace(c, experts=e) for c, e in zip(samples, experts, strict=True)]
+            completions = future.result(WAIT_S)
+            is_named = exp.engine.routed_experts
+            experts = [routed_experts.with_all_layers(c.experts, exp.model) if is_named else None for c in completions]
+            samples = [
+                client_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, c.proofs, e)
+                for c, e in zip(completions, experts, strict=True)
+            ]
             made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
             out += [rollout_lib.sign(rollout, key) for rollout in made]
         return out

@@ -20,6 +20,7 @@ import numpy as np
 
 from inference.engine import sampler
 from inference.proofs import toploc
+from inference.rollouts import attestation
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
 from rl.verification import replay, seen_set, sequential_test
@@ -36,7 +37,7 @@ class Verdict:
     """The result of checking one rollout or group: "ok", or a reason code to reject it, with details as text.
 
     Codes: schema, signature, duplicate, samples, task, seed, temperature, step, epoch (void: nobody's fault), versions, length, tokens, reward, unscored
-    (our scorer timed out), termination, prompt, weights, routing, sampling, logprob, shape, toploc, statistics.
+    (our scorer timed out), termination, prompt, attestation, weights, routing, sampling, logprob, shape, toploc, statistics.
     """
 
     reason: str
@@ -91,6 +92,15 @@ def form(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 def signature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the rollout is signed by the public key in its field `worker`, or a verdict that rejects."""
     return _accept_if(rollout_lib.signature_ok(rollout), "signature", "the key in `worker` did not sign this")
+
+
+def vouched(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Returns OK if the server that a rollout names vouches for it, under the run's settings, or a verdict that rejects. OK without one."""
+    asked = {"max_tokens": rules.max_tokens, "return_routed_experts": rules.router_replay}
+    is_vouched = not rollout.server or attestation.fits(rollout, dict(rules.filters) | asked)
+    return _accept_if(
+        is_vouched, "attestation", f"the signature of server {rollout.server[:16]} does not fit the samples"
+    )
 
 
 def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -210,7 +220,7 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 AT_LEASE = (task, epoch, limits, version_window, experts_named)
-WITHOUT_WEIGHTS = (form, signature, *AT_LEASE, experts_exist, logprob_range, ending, proof_form, prompt)
+WITHOUT_WEIGHTS = (form, signature, vouched, *AT_LEASE, experts_exist, logprob_range, ending, proof_form, prompt)
 
 
 def exponential_noise(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarray]:

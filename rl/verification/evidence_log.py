@@ -1,11 +1,15 @@
-"""The evidence against all workers of a run: one sequential test per worker, fed with every checked rollout."""
+"""The evidence against all workers of a run: one sequential test per worker, fed with every checked rollout.
+
+A registered server that vouches for a group (rl/verification/responsibility.py) has a test of its own in place of the worker's.
+"""
 
 import collections
+import dataclasses
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from inference.rollouts import rollout as rollout_lib
-from rl.verification import checks, peers, seen_set, sequential_test
+from rl.verification import checks, peers, responsibility, seen_set, sequential_test
 
 
 class EvidenceLog:
@@ -15,10 +19,17 @@ class EvidenceLog:
       bands: tolerance bands (largest mean deviations of honest workers); None: replays are ignored, only claims count.
       count_once: ignore a sample that was added before. An orchestrator repeats a group that became stale, was rejected for
         another member, or was lost in a restart; its sampling noise, and so its evidence, is the same.
+      servers: public keys of the servers that answer for the samples they sign.
     """
 
-    def __init__(self, bands: sequential_test.Bands | None, *, count_once: bool = False):
-        self._bands, self._count_once = bands, count_once
+    def __init__(
+        self,
+        bands: sequential_test.Bands | None,
+        *,
+        count_once: bool = False,
+        servers: Collection[str] = (),
+    ):
+        self._bands, self._count_once, self._servers = bands, count_once, servers
         self._lock = threading.Lock()
         self._seen = seen_set.SeenSet()
         self._peers = peers.Peers()
@@ -26,7 +37,7 @@ class EvidenceLog:
 
     def add_claims(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
         """Adds the claimed log-probabilities of whole groups to their workers' tests. Returns "statistics" for rollouts of a flagged cheat, else OK."""
-        groups = collections.defaultdict(list)
+        rollouts, groups = self.attributed(rollouts), collections.defaultdict(list)
         for rollout in rollouts:
             groups[rollout.step, rollout.task.group, rollout.worker].append(rollout)
         with self._lock:
@@ -45,11 +56,14 @@ class EvidenceLog:
 
     def add_verified(self, rollouts: Sequence[rollout_lib.Rollout]) -> None:
         """Records that a replay, here or elsewhere, accepted these samples of one group: others' claims are compared with theirs."""
+        first = self.attributed(rollouts)[0]
         with self._lock:
-            self._peers.verify(rollouts[0])
+            self._peers.verify(first)
 
     def add_replays(self, group: Sequence[tuple[rollout_lib.Rollout, sequential_test.Evidence]]) -> None:
         """Adds accepted replays of one worker's samples of one group to its test, if this log has bands."""
+        rollouts = self.attributed([rollout for rollout, _ in group])
+        group = [(rollout, evidence) for rollout, (_, evidence) in zip(rollouts, group, strict=True)]
         worker = group[0][0].worker
         with self._lock:
             new = [(rollout, evidence) for rollout, evidence in group if self._mark("replay", rollout)]
@@ -58,6 +72,17 @@ class EvidenceLog:
             for _, evidence in new:
                 self._test(worker).add(evidence)
             self._test(worker).add_group([evidence.error_N for _, evidence in new], [r.reward for r, _ in new])
+
+    def attributed(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[rollout_lib.Rollout]:
+        """Returns the rollouts with the node that answers for each as its `worker`: the one server of its whole group, or its worker."""
+        groups = collections.defaultdict(list)
+        if not self._servers:
+            return list(rollouts)
+        for rollout in rollouts:
+            groups[rollout.step, rollout.task.group, rollout.worker].append(rollout)
+        nodes = {name: responsibility.server_of(group, self._servers) for name, group in groups.items()}
+        named = [(r, nodes[r.step, r.task.group, r.worker]) for r in rollouts]
+        return [dataclasses.replace(r, worker=server) if server else r for r, server in named]
 
     def verdict(self, worker: str) -> checks.Verdict:
         """Returns "statistics" if the worker is flagged as a cheat, else OK."""

@@ -107,7 +107,7 @@ class Validator:
                 self.evidence.add_replays(good)
             if len(good) == len(group):
                 self.evidence.add_verified([rollout for rollout, _ in group])
-        judged = zip(rollouts, found, strict=True)
+        judged = zip(self.evidence.attributed(rollouts), found, strict=True)
         return [self.evidence.verdict(rollout.worker) if one.accepted else one for rollout, (one, _) in judged]
 
     def check_group_without_weights(
@@ -167,7 +167,7 @@ def _first_rejection(found: Iterable[checks.Verdict]) -> checks.Verdict:
     return next((verdict for verdict in found if not verdict.accepted), checks.OK)
 
 
-def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[[int, int | None], transformer.Params]:
+def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[..., transformer.Params]:
     """Returns a function (version, epoch, None: any) -> params, which it pulls from `root`, a directory or URL.
 
     `key` must have signed the version (None: no signature needed, and epochs are not compared). The function caches `keep`

@@ -113,18 +113,24 @@ def latest_order(source: Source, *, key: Trusted = None) -> tuple[int, int] | No
 
 
 def wait_for(
-    source: Source, at_least: int, timeout_s: float, *, key: Trusted = None, epoch: int = 0, digest: str = ""
+    source: Source,
+    at_least: int,
+    timeout_s: float,
+    *,
+    key: Trusted = None,
+    epoch: int | None = None,
+    digest: str = "",
 ) -> int:
     """Blocks until the newest version of `source` is >= `at_least`. Returns it; raises TimeoutError after `timeout_s`.
 
-    Versions of epochs before `epoch`, which a resumed run has left behind, do not count. With `digest`, blocks until version
+    Versions of epochs before `epoch`, which a resumed run replaces, do not count. With `digest`, blocks until version
     `at_least` itself is there, of `epoch` and with a manifest of that SHA-256: a relay mirrors newer versions first.
     """
     with _opened(source, key) as opened:
         if digest:
             return _wait_exactly(opened, at_least, epoch, digest, timeout_s)
         text = f"version >= {at_least}" + (f" of epoch {epoch}" if epoch else "")
-        return _wait(opened, lambda order: order[0] >= epoch and order[1] >= at_least, text, timeout_s)[1]
+        return _wait(opened, lambda order: order[0] >= (epoch or 0) and order[1] >= at_least, text, timeout_s)[1]
 
 
 def entry_of(source: Source, version: int, *, key: Trusted = None) -> head_lib.Entry | None:
@@ -203,10 +209,10 @@ def _wait(
             time.sleep(POLL_S)
 
 
-def _wait_exactly(opened: source_lib.Source, version: int, epoch: int, digest: str, timeout_s: float) -> int:
+def _wait_exactly(opened: source_lib.Source, version: int, epoch: int | None, digest: str, timeout_s: float) -> int:
     deadline_s, known = time.monotonic() + timeout_s, None
     while True:
-        reason = f"no version {version} of epoch {epoch} in {timeout_s} s"
+        reason = f"no version {version} with manifest {digest[:16]} in {timeout_s} s"
         try:
             known = _await_change(opened, known, min(deadline_s, time.monotonic() + 1.0))
             if version in known.complete:

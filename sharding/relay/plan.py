@@ -45,7 +45,7 @@ class Plan:
                 self._is_recovered = True
 
     def withdraw(self, upstream: str, data: bytes | None) -> None:
-        """Deletes versions that a resumed run has left behind, at once: to fetch their successors takes time.
+        """Deletes versions that a resumed run replaces, at once: to fetch their successors takes time.
 
         Those are the ones that the newest head does not list, or without `trusted`, that no upstream's head names. `data` are the
         bytes of the head of `upstream`. The partial versions of another epoch go, too.

@@ -224,6 +224,26 @@ def test_an_update_waits_for_pinned_requests_and_for_no_later_ones(start, alone,
     assert {after.prompt_version, *after.versions} == {1}
 
 
+def test_weights_of_another_epoch_end_every_request(start):
+    """A resumed run publishes a number again: a rollout of both weights would name one version for two policies."""
+    scheduler, stepped = start(Stepped)
+    scheduler.submit(Ask(max_tokens=1))  # its prompt is in the prefix cache from now on
+    asked = [Ask(max_tokens=80), Ask(policy_version=0, max_tokens=80), *(Ask(seed=s, max_tokens=80) for s in range(5))]
+    futures = stepped.step(lambda: [scheduler.submit(request) for request in asked])  # more than have slots
+    stepped.step()
+    messages = lambda: (scheduler.update(params(1), 0, epoch=1), scheduler.submit(Ask(policy_epoch=0)))  # noqa: E731
+    update, late = stepped.step(messages)
+    stepped.run()
+    assert update.result(WAIT_S) == 0 and (scheduler.version, scheduler.epoch) == (0, 1)
+    for future in (*futures, late):
+        with pytest.raises(scheduler_lib.VersionGone, match="this server has version 0 of epoch 1"):
+            future.result(WAIT_S)
+    (sample,) = scheduler.submit(Ask(policy_version=0, policy_epoch=1)).result(WAIT_S)
+    fresh = scheduler_lib.Scheduler(engine(), params(1), 0, epoch=1)
+    assert fresh.submit(Ask()).result(WAIT_S) == [sample] and (sample.epoch, sample.num_cached) == (1, 0)
+    fresh.close()
+
+
 def test_an_update_during_a_pause_waits_for_no_pinned_request(start):
     scheduler, stepped = start(Stepped)
     pinned = scheduler.submit(Ask(policy_version=0))

@@ -5,6 +5,7 @@ Each attack that worked when control and data shared a listener is here, with th
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -288,12 +289,21 @@ def test_without_a_key_numbers_alone_decide(tmp_path, monkeypatch):
     """A resumed run names the epoch of its versions, which nobody has signed for a server without --weights_key."""
     monkeypatch.setattr(inference_server, "RELAY_LAG_S", 0.1)
     scheduler = types.SimpleNamespace(
-        version=1, update=lambda _, version: types.SimpleNamespace(result=lambda: version)
+        version=1, update=lambda _, version, epoch: types.SimpleNamespace(result=lambda: version)
     )
     store = types.SimpleNamespace(load_shardings=None, keep=lambda params: params)
     weights = source.open(publish(tmp_path, 2))
     server = inference_server.InferenceServer(weights, scheduler, types.SimpleNamespace(model=MODEL), store)
     assert server.update(2, epoch=7) == server.have.version == 2
+    manifest = (tmp_path / "v00000002" / "manifest.json").read_bytes()
+    assert server.policy_digest == hashlib.sha256(manifest).hexdigest()
+    with pytest.raises(
+        TimeoutError, match="version 2 under .* is of epoch 0, manifest .*, not of epoch any, manifest aaaa"
+    ):
+        server.update(2, digest="a" * 64)
+    with pytest.raises(TimeoutError, match="not of epoch 7"):  # the digest proves which manifest is meant
+        server.update(2, epoch=7, digest=server.policy_digest)
+    assert server.update(2, epoch=0, digest=server.policy_digest) == scheduler.version  # it is in use
 
 
 def test_no_request_leaves_the_server_for_an_address_that_is_not_allowed(server):

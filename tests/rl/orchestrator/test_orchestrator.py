@@ -16,7 +16,6 @@ import time
 
 import httpx
 import numpy as np
-import prometheus_client
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
@@ -348,12 +347,9 @@ def test_a_long_wait_is_told(make, monkeypatch):
         submit(orchestrator, answers(group))
     notice = "batch 1 has 2 of 3 groups; 0 wait for a worker, 1 are leased, 0 are being checked, 0 wait for a verdict"
     proxy.wait_until(lambda: any(line.startswith(notice) for line in lines))
-    assert not batch.done() and orchestrator.waiting_for().startswith(notice)
+    assert not batch.done()
     submit(orchestrator, answers(groups[0]))
-    assert len(batch.result(WAIT_S).groups) == 3 and orchestrator.waiting_for() == ""
-    lines = prometheus_client.generate_latest(orchestrator.metrics).decode().splitlines()
-    expected = ['groups{name="open"} 0.0', 'rollouts_total{name="accepted"} 6.0', "policy_version 0.0"]
-    assert {f"intellax_orchestrator_{line}" for line in expected} <= {*lines}
+    assert len(batch.result(WAIT_S).groups) == 3
 
 
 def test_a_group_is_drawn_by_the_secret_and_the_record_of_its_worker(make):
@@ -793,7 +789,7 @@ def test_the_routes(make):
         assert (run["tokenizer"], run["tokenizer_date"]) == ("byte_chatml", "2026-01-01")
         assert run["servers"] == [] and run["step"] == -1
         publish(orchestrator, 0)
-        assert http.get("/run").json()["run"] == run | {"step": 0}
+        assert http.get("/run").json()["run"] == run | {"step": 0, "policy": {"epoch": 0, "version": 0, "digest": ""}}
         moe = make(**MOE, train__router_replay=True)
         assert moe.describe()["router_replay"] and not run["router_replay"]
 

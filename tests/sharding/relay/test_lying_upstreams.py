@@ -223,7 +223,8 @@ def test_a_relay_never_goes_back(pub, old, tmp_path):
     with contextlib.ExitStack() as stack:
         liars = [stack.enter_context(lying_upstream.LyingUpstream(root, Behavior())).url for root in (old, other)]
         with proxy.running(pub) as origin, proxy.running([*liars, origin.url], tmp_path / "a", **options) as relay:
-            proxy.wait_until(lambda: relay.store.head == data and relay.store.manifest(2) == new)
+            proxy.wait_until(lambda: relay.store.head == data and relay.store.complete() == [0, 1, 2])
+            assert relay.store.manifest(2) == new
         for _ in range(2):
             with proxy.running(liars, tmp_path / "a", **options) as relay:
                 proxy.wait_until(lambda: relay.store.head == data)

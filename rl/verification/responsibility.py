@@ -1,0 +1,36 @@
+"""Whose fault a refused group is: its worker's, or that of the inference server that vouched for its samples.
+
+1. A rollout may carry its server's signature (inference/rollouts/attestation.py). The check `checks.vouched` refuses one that does not fit.
+2. A server that the run has registered is responsible for a group if it vouches for every sample, and if the reason is something that a
+   server decides. Everything else is the worker's: prompt, reward, task, and samples of a server of its own.
+3. So a worker that forges a sample cannot blame a server, since no signature fits; and it gains nothing by mixing servers in a group.
+"""
+
+from collections.abc import Collection, Sequence
+
+from inference.rollouts import rollout as rollout_lib
+from rl.verification import checks
+from rl.verification import rules as rules_lib
+
+SERVER_REASONS = frozenset(
+    "versions length tokens routing logprob termination toploc sampling shape statistics".split()
+)
+
+
+def server_of(rollouts: Sequence[rollout_lib.Rollout], registered: Collection[str]) -> str:
+    """Returns the one server of `registered` (public keys in hex) that all samples of a group name, or "". Checks no signature."""
+    servers = {rollout.server for rollout in rollouts}
+    server = servers.pop() if len(servers) == 1 else ""
+    return server if server in registered else ""
+
+
+def server_at_fault(
+    rollouts: Sequence[rollout_lib.Rollout],
+    verdict: checks.Verdict,
+    rules: rules_lib.Rules,
+    registered: Collection[str],
+) -> str:
+    """Returns the server that is at fault for a refused group of well-formed rollouts, or "" if its worker is."""
+    if verdict.reason not in SERVER_REASONS or not (server := server_of(rollouts, registered)):
+        return ""
+    return server if all(checks.vouched(rollout, rules).accepted for rollout in rollouts) else ""
