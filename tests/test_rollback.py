@@ -95,7 +95,7 @@ class Scheduler:
     version = -1
 
     def update(self, params, version, epoch):
-        self.version, self.params = version, params
+        self.version, self.epoch, self.params = version, epoch, params
         (done := concurrent.futures.Future()).set_result(version)
         return done
 

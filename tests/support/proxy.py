@@ -148,7 +148,7 @@ class Proxy:
     """A TCP proxy to `target` (a URL). `fault(rng, body)` is called per connection and changes the server's bytes.
 
     Faults: None (all passes), "refuse" (reset immediately), ("reset", n) after n bytes, ("close", n) cleanly after n bytes,
-    ("flip", n) one bit in byte n, ("rate", bytes_per_s), "stall" (silence after the request).
+    ("flip", n) one bit in byte n, ("rate", bytes_per_s), ("delay", s) of each read, "stall" (silence after the request).
     """
 
     def __init__(self, target, fault=lambda rng: None, seed=0):
@@ -233,6 +233,8 @@ class Proxy:
                 if kind in ("reset", "close") and passed + len(data) > argument:
                     client.sendall(data[: argument - passed])
                     return _reset(client) if kind == "reset" else None
+                if kind == "delay":
+                    time.sleep(argument)
                 client.sendall(data)
                 passed += len(data)
                 if kind == "rate":
