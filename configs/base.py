@@ -210,6 +210,7 @@ def get_config() -> config_dict.ConfigDict:
     p.num_workers = 1  # local rollout workers
     p.host = "127.0.0.1"  # listening address of the orchestrator
     p.port = 0  # 0: any free port
+    p.metrics = ""  # [HOST:]PORT of /metrics and /health of learner and orchestrator, not for workers; "": none
     p.relay_host = "127.0.0.1"  # remote: listening address of the relay, which serves the weights
     p.relay_port = 0  # 0: any free port, which the run prints
     p.servers = ()  # remote: URLs of inference servers

@@ -26,7 +26,7 @@ import jax
 from absl import flags
 from jax.experimental import multihost_utils
 
-from inference.server import inference_server
+from inference.server import inference_server, metrics_routes
 from models import hub
 from rl import envs, evaluate, launch, report, sft
 from rl.batch import host_feed, packing
@@ -42,7 +42,7 @@ from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 from sharding.format import journal
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import sockets
+from sharding.system import role_metrics, sockets
 
 
 def main() -> None:
@@ -144,6 +144,8 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         publish = functools.partial(_publish, exp, workdir, publisher, ledger)
         publish(train_step.policy(learner, state), start)
         orchestrator = stack.enter_context(_rollout_system(exp, workdir, start, saved, progress, hosts, ledger))
+        if orchestrator and exp.config.topology.metrics:
+            stack.enter_context(_metrics_served(exp.config.topology.metrics, writer, orchestrator))
         host_state = functools.partial(_host_state, orchestrator, ledger)
         compiled = _compile_in_background(learner, exp.abstract_batch(mesh), stack)
         stack.push(hosts.report)
@@ -191,6 +193,8 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
         _check_file("trust.bands", str(file), "the file that `python -m rl.validator calibrate` wrote")
         verifier.load_bands(file)
     sockets.listen(config.topology.host, config.topology.port).close()
+    if config.topology.metrics:
+        metrics_routes.listen(config.topology.metrics).close()
     if config.topology.mode == "remote":
         sockets.listen(config.topology.relay_host, config.topology.relay_port).close()
     elif exp.server_mesh:
@@ -289,6 +293,16 @@ def _host_state(orchestrator, ledger, step: int) -> dict:
     if orchestrator is None:
         return {"step": step, "rollouts": {}}
     return {"step": step, "rollouts": orchestrator.state(step), "ledger": ledger.head()}
+
+
+def _metrics_served(address: str, writer: metrics.MetricsWriter, orchestrator) -> contextlib.AbstractContextManager:
+    """Returns a context that serves the metrics and the health of learner and orchestrator at an address."""
+    learned = role_metrics.RoleMetrics("learner", lambda: {"metric": writer.last})
+
+    def health() -> dict:
+        return {"step": writer.last.get("step", 0.0), "waiting_for": orchestrator.waiting_for()}
+
+    return metrics_routes.serving(address, health, learned, orchestrator.metrics)
 
 
 def _metrics(exp, step: int, learned: dict[str, float], batch, times: dict[str, float]) -> dict[str, float]:

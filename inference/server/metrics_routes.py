@@ -1,6 +1,7 @@
 """GET /metrics and /health of any role's process, in an app that exists or on a port of their own."""
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator
 
 import fastapi
@@ -28,15 +29,21 @@ def add(app: fastapi.FastAPI, metrics: registry.Collector, health: Callable[[], 
 
 
 @contextlib.contextmanager
-def serving(address: str, metrics: registry.Collector, health: Callable[[], dict]) -> Iterator[None]:
-    """Serves both routes at HOST:PORT in a thread, until the `with` block ends; "" serves nothing. Raises ValueError for a bad address."""
-    if not address:
-        yield
-        return
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal():
-        raise ValueError(f"the address of metrics is {address!r}; give HOST:PORT or PORT")
+def serving(address: str, health: Callable[[], dict], *roles: registry.Collector) -> Iterator[str]:
+    """Serves both routes for the metrics of `roles` at [HOST:]PORT in a thread, until the `with` block ends; yields the URL."""
     app = fastapi.FastAPI(title="Intellax metrics", docs_url=None, redoc_url=None)
+    metrics = prometheus_client.CollectorRegistry()
+    for role in roles:
+        metrics.register(role)
     add(app, metrics, health)
-    with web.in_thread(web.server(app), sockets.listen(host or "127.0.0.1", int(port))):
-        yield
+    sock = listen(address)
+    with web.in_thread(web.server(app), sock):
+        yield sockets.address(sock)
+
+
+def listen(address: str) -> socket.socket:
+    """Returns a socket that listens at [HOST:]PORT, by default of this machine alone. Raises ValueError for any other text."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"the address of metrics is {address!r}; give PORT, or HOST:PORT")
+    return sockets.listen(host or "127.0.0.1", int(port))

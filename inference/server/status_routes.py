@@ -41,6 +41,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
             "paused": scheduler.is_paused,
             "running": len(scheduler.slots.running),
             "pending": scheduler.num_pending,
+            "waiting_for": _waiting_for(server),
             "stats": dict(scheduler.stats),
         }
         return responses.JSONResponse(body, status_code=200 if alive else 503)
@@ -51,6 +52,14 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
         return responses.JSONResponse({"status": "ok" if alive else "dead"}, status_code=200 if alive else 503)
 
     metrics_routes.add(app, _Collector(server))
+
+
+def _waiting_for(server: inference_server.InferenceServer) -> str:
+    """Returns why an idle server waits, as a line for people, or "" if it generates."""
+    if server.scheduler.is_paused:
+        return "POST /resume, after a POST /pause"
+    loading = "; an update loads other weights" if server.update_lock.locked() else ""
+    return f"requests{loading}" if not server.scheduler.num_pending else ""
 
 
 class _Collector(registry.Collector):

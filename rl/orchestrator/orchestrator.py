@@ -45,10 +45,11 @@ from rl.orchestrator.group_queue import State
 from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks
 from rl.verification import rules as rules_lib
-from sharding.system import sockets
+from sharding.system import role_metrics, sockets
 
 WAIT_NOTICE_S = 30.0
 MAX_FAREWELL_S = 20.0
+LATENCIES = ("lease", "submit", "update")  # of /metrics; a lease without its wait for work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Orchestrator:
         self._changed = threading.Condition()  # guards everything below
         self._policy = timeline.Policy(0, -1)  # the newest that a server may have
         self._version = -1  # the newest version that servers have
+        self._published_s = 0.0  # when `_policy` was
         self._opened_step = 0
         self._queue = group_queue.GroupQueue()
         self._invited = frozenset({*invited, *config.topology.workers})
@@ -123,7 +125,11 @@ class Orchestrator:
         self._records = records or server_records.ServerRecords(config.topology.server_keys, attempts, **rates)
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
+        self._totals: collections.Counter[str] = collections.Counter()  # of `_counts`, until they were taken last
+        self._wanted: tuple[list[group_queue.Key], int | None] | None = None  # the arguments of a `_collect` that waits
         self._failure: BaseException | None = None
+        self.metrics = role_metrics.RoleMetrics("orchestrator", self._values, LATENCIES)  # not for workers
+        self.metrics.seconds["verdict"] = verdicts.seconds
         self._submissions = submissions.Submissions(
             self._changed,
             self._queue,
@@ -173,9 +179,8 @@ class Orchestrator:
                 self._health.restore(state["standing"])
                 self._records.restore(state.get("servers", {}))
                 self._states[step] = state
-            self._health.remember(
-                self._ledger.refusals, self._ledger.ejected_workers
-            )  # it has what followed the checkpoint
+            # The ledger has the marks since the checkpoint.
+            self._health.remember(self._ledger.refusals, self._ledger.ejected_workers)
 
     # Called by the learner.
 
@@ -185,7 +190,7 @@ class Orchestrator:
         A policy of another epoch makes all work of earlier ones void.
         """
         with self._changed:
-            self._policy = policy
+            self._policy, self._published_s = policy, time.monotonic()
             if policy.epoch != self._queue.epoch:
                 self._submissions.begin_epoch(policy.epoch)
         self.nodes.announce(policy)
@@ -225,6 +230,22 @@ class Orchestrator:
             self._failure = self._failure or error
             self._changed.notify_all()
 
+    def waiting_for(self) -> str:
+        """Returns why the learner waits, as a line for people, or "" if it does not."""
+        with self._changed:
+            return self._wait_notice(*self._wanted) if self._wanted else ""
+
+    def _values(self) -> role_metrics.Values:
+        with self._changed:
+            count = self._queue.count()
+            return {
+                "groups": {state.name.lower(): count[state] for state in State},
+                "policy_version": self._version,
+                "rollouts_total": self._totals + self._counts,
+                "drops_total": dict(self._queue.drops),
+                "nodes": collections.Counter(f"{node['role']}_{node['state']}" for node in self.nodes.table()),
+            }
+
     # Called by workers over HTTP.
 
     def describe(self) -> dict:
@@ -263,7 +284,7 @@ class Orchestrator:
         """
         now_s = time.monotonic()
         self.nodes.seen([worker], now_s)
-        with self._changed:
+        with self.metrics.seconds["lease"].time(), self._changed:
             self._expire(now_s)
             for key in returned:
                 if lease := self._queue.give_back(key, worker):
@@ -349,7 +370,10 @@ class Orchestrator:
 
     def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
         """Starts the checks of submitted rollouts; returns per group a future of its reply, as `Submissions.submit` does."""
-        return self._submissions.submit(rollouts)
+        begun_s, replies = time.monotonic(), self._submissions.submit(rollouts)
+        for reply in replies.values():
+            reply.add_done_callback(lambda _: self.metrics.seconds["submit"].observe(time.monotonic() - begun_s))
+        return replies
 
     def _open(self, policy: timeline.Policy) -> None:
         """Opens the groups that may use a policy which servers have."""
@@ -357,6 +381,8 @@ class Orchestrator:
             if policy.epoch != self._policy.epoch:  # replaced meanwhile
                 return
             self._version = policy.version
+            if policy == self._policy:
+                self.metrics.seconds["update"].observe(time.monotonic() - self._published_s)
             last = min(policy.version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
             for step in range(self._opened_step + 1, last + 1):
                 self._queue.add(task_schedule.train_groups(self._config, step))
@@ -372,6 +398,7 @@ class Orchestrator:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""
         while True:
             with self._changed:
+                self._wanted = keys, step
                 if not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), WAIT_NOTICE_S):
                     self._on_wait(self._wait_notice(keys, step))  # a long wait is not an error
                     continue
@@ -391,6 +418,7 @@ class Orchestrator:
                     state = {"standing": self._health.state(), "evidence": self._evidence(step)}
                     state["servers"] = self._records.state()
                     self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
+                self._wanted = None
                 self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
                 return taken
 
@@ -420,6 +448,7 @@ class Orchestrator:
             names = "accepted called_back refused checked stale lease_expired lease_void lease_returned unleased"
             names += " given_up void_epoch server_faults undecided unanswered unverified trained_unverified_of_cheats"
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
+            self._totals += self._counts
             self._counts.clear()
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}
 

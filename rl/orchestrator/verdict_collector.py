@@ -36,6 +36,7 @@ from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
+from sharding.system import role_metrics
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 GREETING_S = 10.0  # that a validator has for its first sign of life
@@ -138,6 +139,7 @@ class VerdictCollector:
         self.quorum = quorum or len(parts) // 2 + 1
         self._key, self._replay, self._verdict_s, self._on_fault = key, replay, verdict_s, on_fault
         self._cases: dict[str, _Case] = {}  # by digest
+        self.seconds = role_metrics.latency("intellax_orchestrator_verdict", "Seconds until a group has its verdicts.")
         self._counts: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()  # of the counts
         self._loop = asyncio.new_event_loop()
@@ -365,6 +367,7 @@ class VerdictCollector:
 
     def _finish(self, case: _Case, verdict: checks.Verdict) -> None:
         del self._cases[case.digest]
+        self.seconds.observe(time.monotonic() - case.since_s)
         self._decide(case.group, case.digest, verdict, list(case.verdicts.values()))
 
     def _compare(self, case: _Case, validator: _Validator, decision: verdict_lib.SignedVerdict) -> None:

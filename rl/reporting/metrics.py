@@ -44,6 +44,7 @@ class MetricsWriter:
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
         self._active, self._tensorboard = active, tensorboard
         self._writers, self._purge_steps = {}, {}
+        self.last: dict[str, float] = {}  # written last
         if active:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._open()
@@ -55,6 +56,7 @@ class MetricsWriter:
         if bare := [name for name in values if "/" not in name]:
             raise ValueError(f"metrics {bare} have no area; name them loss/..., rollout/..., time/... or similar")
         values = {name: float(values[name]) for name in sorted(values)}
+        self.last = values | {"step": float(step)}
         line: dict[str, Any] = {"phase": phase, "step": int(step)}
         line |= {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")

@@ -44,8 +44,12 @@ def make_app(service: validator_service.Service | None, judge: judge_lib.Judge |
         counts = [collections.Counter(dict(one.counts)) for one in (service, judge) if one]  # other threads count
         return dict(sum(counts, collections.Counter()))
 
+    def health() -> dict:
+        is_busy = bool(judge and judge.is_busy or service and service.is_busy)
+        return {"verdicts": verdicts(), "waiting_for": "" if is_busy else "requests"}
+
     metrics = role_metrics.RoleMetrics("validator", lambda: {"verdicts_total": verdicts()}, ["verdict"])
-    metrics_routes.add(app, metrics, lambda: {"verdicts": verdicts()})
+    metrics_routes.add(app, metrics, health)
     if service:
         _add_files(app, service)
     if judge:

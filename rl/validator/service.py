@@ -99,6 +99,12 @@ class Service:
         unsettled = [sha for sha in state.files if sha in state.unsettled]
         self._settle(unsettled, [state.files[sha] for sha in unsettled])
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a request is checked."""
+        with self._lock:
+            return any(not future.done() for future in self._futures.values())
+
     def submit(self, name: str, shas: Sequence[str], address: str | None = None, *, group: bool = False) -> Status:
         """Queues rollout files for checking and returns the current status of the request, without waiting for the verdict.
 

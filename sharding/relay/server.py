@@ -184,7 +184,9 @@ class Relay:
         elif path == "/health":
             mirror = self.mirror.health()
             status = "failing" if mirror["since"] else "recovering" if self.store.is_recovering else "ok"
-            body = json.dumps({"status": status, "complete": self.store.complete()} | mirror).encode()
+            wanted = "a newer version" if mirror["upstream"] else "an upstream that answers"
+            lines = {"status": status, "complete": self.store.complete(), "waiting_for": wanted}
+            body = json.dumps(lines | mirror).encode()
         elif number is not None and name == "manifest.json":
             body = self.store.manifest(number)
         elif number is not None and name == "objects.jsonl":

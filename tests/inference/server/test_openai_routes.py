@@ -378,7 +378,8 @@ def test_pause_keeps_requests_and_resume_finishes_them(server):
         return control(method, path)
 
     assert ask("/pause?mode=keep&clear_cache=true").json() == {"status": "paused"}
-    assert ask("/health", method="GET").json()["paused"]
+    health = ask("/health", method="GET").json()
+    assert health["paused"] and health["waiting_for"] == "POST /resume, after a POST /pause"
     future = server.scheduler.submit(scheduler_lib.GenerateRequest(tuple(b"hi"), max_tokens=3))
     assert ask("/pause").json() == {"status": "paused"}  # again
     assert not future.done() and server.scheduler.num_pending == 1

@@ -16,6 +16,7 @@ import time
 
 import httpx
 import numpy as np
+import prometheus_client
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
@@ -347,9 +348,14 @@ def test_a_long_wait_is_told(make, monkeypatch):
         submit(orchestrator, answers(group))
     notice = "batch 1 has 2 of 3 groups; 0 wait for a worker, 1 are leased, 0 are being checked, 0 wait for a verdict"
     proxy.wait_until(lambda: any(line.startswith(notice) for line in lines))
-    assert not batch.done()
+    assert not batch.done() and orchestrator.waiting_for().startswith(notice)
     submit(orchestrator, answers(groups[0]))
-    assert len(batch.result(WAIT_S).groups) == 3
+    assert len(batch.result(WAIT_S).groups) == 3 and orchestrator.waiting_for() == ""
+    lines = prometheus_client.generate_latest(orchestrator.metrics).decode().splitlines()
+    expected = ['groups{name="open"} 0.0', 'rollouts_total{name="accepted"} 6.0', "policy_version 0.0"]
+    expected += ['nodes{name="worker_healthy"} 1.0', "lease_seconds_count 1.0", "submit_seconds_count 3.0"]
+    expected += ["update_seconds_count 1.0", "verdict_seconds_count 0.0"]
+    assert {f"intellax_orchestrator_{line}" for line in expected} <= {*lines}
 
 
 def test_a_group_is_drawn_by_the_secret_and_the_record_of_its_worker(make):

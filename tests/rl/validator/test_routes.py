@@ -171,7 +171,7 @@ def test_the_routes(service):
             reply = http.post(route, json=bad)
             assert reply.status_code == 400 and reply.json()["error"]["message"]
         assert http.post("/validate/a-0.parquet", content=b"{").status_code == 400
-        assert http.get("/health").json()["verdicts"] == {"accept": 1}
+        assert http.get("/health").json() == {"status": "ok", "verdicts": {"accept": 1}, "waiting_for": "requests"}
         assert 'intellax_validator_verdicts_total{name="accept"} 1.0' in http.get("/metrics").text
     server.should_exit = True
     thread.join()

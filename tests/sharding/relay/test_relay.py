@@ -465,6 +465,7 @@ def test_metrics_and_health(relay):
     assert values['intellax_relay_served_total{what="sent_bytes"}'] == "300"
     health = json.loads(get(relay, "/health")[1])
     assert (health["status"], health["complete"], health["upstream"]) == ("ok", [0], True)
+    assert health["waiting_for"] == "a newer version"
 
 
 def test_only_allowed_clients_are_served(pub):
