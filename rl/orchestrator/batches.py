@@ -91,6 +91,8 @@ class Batches:
         assert step == self._step + 1, (step, self._step)
         if self._hole in self._waiting and self._queue.num_eligible([self._hole]) == 0:
             return None
+        if not self._rule.tokens and self._queue.count()[State.ELIGIBLE] < self._rule.num_groups:
+            return None
         oldest, waits = step - 1 - self._rule.max_off_policy, self._rule.kind == "prescribed"
         taken: list[Key] = []
         flat: list[Key] = []

@@ -1,0 +1,181 @@
+"""Adaptive concurrency against simulated inference servers, whose KV caches overflow, and the best fixed limit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rl.orchestrator import concurrency
+
+PROMPT, MAX_TOKENS, POLL_S = 200, 8000, 1.0
+WATERMARK = 0.95  # of the KV cache, above which no request is admitted
+
+
+class Server:
+    """A server with room for `kv_tokens`. Its requests share `peak` tokens/s, each gets at most `each`; prompts cost a tenth.
+
+    If the keys and values do not fit, the youngest requests are preempted. They start again with a prefill of all their tokens, once
+    there is room, as in vLLM.
+    """
+
+    def __init__(self, kv_tokens, lengths, *, peak=4000.0, each=40.0):
+        self.kv_tokens, self.lengths, self.peak, self.each = kv_tokens, lengths, peak, each
+        self.done, self.total = (
+            np.zeros(0),
+            np.zeros(0),
+        )  # tokens made and to be made of the running requests, the oldest first
+        self.lost = []  # preempted requests: total, made
+        self.prefill = 0.0  # tokens of decoding that prefills cost, in the next poll
+        self.waiting = 0
+        self.now_s, self.tokens, self.preemptions, self.finished = 0.0, 0.0, 0, 0
+
+    def step(self, limit, num_cancelled=0):
+        """Lets one poll pass, and admits requests up to `limit`; there are always more."""
+        self.now_s += POLL_S
+        spent = min(self.prefill, self.peak * POLL_S)
+        self.prefill -= spent
+        if len(self.done):
+            most = min(self.each * POLL_S, (self.peak * POLL_S - spent) / len(self.done))
+            made = np.minimum(most, self.total - self.done)
+            self.tokens += float(made.sum())
+            self.done = self.done + made
+            is_done = self.done >= self.total
+            self.finished += int(is_done.sum())
+            self.keep(~is_done)
+        self.keep(slice(max(0, len(self.done) - num_cancelled)))
+        while self.used() > 1:
+            self.preemptions += 1
+            self.lost.append((self.total[-1], self.done[-1]))
+            self.keep(slice(-1))
+        new, used = [], self.used()
+        while len(self.done) + len(new) < limit and used < WATERMARK:
+            new.append(self.lost.pop() if self.lost else (self.lengths(self.now_s), 0.0))
+            used += (PROMPT + new[-1][1]) / self.kv_tokens
+        self.waiting = max(0, limit - len(self.done) - len(new))
+        if new:
+            self.total = np.append(self.total, [total for total, _ in new])
+            self.done = np.append(self.done, [made for _, made in new])
+            self.prefill += sum(PROMPT + made for _, made in new) / 10
+
+    def keep(self, which):
+        self.done, self.total = self.done[which], self.total[which]
+
+    def used(self):
+        return float((self.done + PROMPT).sum()) / self.kv_tokens
+
+    def sample(self):
+        counts = {"preemptions": self.preemptions, "finished": self.finished}
+        return concurrency.Sample(self.now_s, len(self.done), self.waiting, min(1.0, self.used()), **counts)
+
+
+def spread(draw, mean, sigma=0.5):
+    """Lengths of a mean that may depend on the time, with a lognormal spread."""
+    of = mean if callable(mean) else lambda now_s: mean
+    return lambda now_s: min(MAX_TOKENS, of(now_s) * draw.lognormal(-(sigma**2) / 2, sigma))
+
+
+KINDS = {
+    "steady": lambda draw: spread(draw, 1200.0),
+    "step": lambda draw: spread(draw, lambda now_s: 600.0 if now_s < 600 else 2400.0),
+    "step down": lambda draw: spread(draw, lambda now_s: 2400.0 if now_s < 600 else 600.0),
+    "ramp": lambda draw: spread(draw, lambda now_s: 400.0 + 2.0 * now_s),
+    "heavy tail": lambda draw: spread(draw, 1200.0, sigma=1.5),
+}
+
+
+def make(kind, peak, kv_tokens=200_000):
+    return Server(kv_tokens, KINDS[kind](np.random.default_rng(0)), peak=peak)
+
+
+def fixed(server, limit, seconds=1200, warm=0):
+    for i in range(seconds):
+        if i == warm:
+            server.tokens = 0.0
+        server.step(limit)
+    return server.tokens
+
+
+def adaptive(server, seconds=1200, warm=0):
+    state, limits = concurrency.start(server.kv_tokens, PROMPT + MAX_TOKENS), []
+    limit = int(state.limit)
+    for i in range(seconds):
+        if i == warm:
+            server.tokens = 0.0
+        server.step(limit, state.num_cancelled)
+        state, limit = concurrency.observe(state, server.sample())
+        limits.append(limit)
+    return server.tokens, limits
+
+
+@pytest.mark.parametrize("peak", [4000.0, 16000.0], ids=["its speed", "its cache"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_throughput_is_within_a_tenth_of_the_best_fixed_limit(kind, peak):
+    """The bound is the speed of the server, or its KV cache."""
+    best = max(fixed(make(kind, peak), limit, warm=300) for limit in (48, 64, 80, 100, 140, 170, 200, 240, 300))
+    found, _ = adaptive(make(kind, peak), warm=300)
+    assert found >= 0.9 * best, (found, best)
+
+
+def survives(seed):
+    """Random sizes, lengths, and speeds, with a restart: the limit never collapses."""
+    draw = np.random.default_rng(seed)
+    kv_tokens, mean, sigma = draw.uniform(3e4, 4e5), draw.uniform(200, 3000), draw.uniform(0, 1.5)
+    kinds = [*KINDS.values(), lambda draw: spread(draw, mean, sigma)]
+    server = Server(kv_tokens, kinds[draw.integers(len(kinds))](draw), each=draw.uniform(10, 100))
+    state = concurrency.start(int(kv_tokens), PROMPT + MAX_TOKENS)
+    limit, low, restart_s = int(state.limit), 0, draw.integers(100, 500)
+    for i in range(500):
+        if i == restart_s:
+            fresh = Server(kv_tokens, server.lengths, each=server.each)
+            fresh.now_s, server = server.now_s, fresh
+        server.step(limit, state.num_cancelled)
+        if draw.random() < 0.95:  # else the report is lost
+            state, limit = concurrency.observe(state, server.sample())
+        else:
+            state = dataclasses.replace(state, num_cancelled=0)
+        assert 1 <= limit <= concurrency.MAX_LIMIT
+        fits = 0.5 * kv_tokens / (PROMPT + MAX_TOKENS)  # half of those that fit whatever their lengths
+        low = low + 1 if limit < min(fits, 1024) else 0
+        assert low < 30, (seed, i, limit, fits)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_no_random_trace_ends_in_a_collapse(block):
+    for seed in range(20 * block, 20 * (block + 1)):
+        survives(seed)
+
+
+@pytest.mark.slow
+def test_none_of_a_thousand_random_traces_ends_in_a_collapse():
+    for seed in range(1000):
+        survives(seed)
+
+
+def test_each_rule_of_the_controller():
+    quiet = concurrency.Sample(0.0, 10, 0, 0.5, 5, 100)
+
+    def after(state=None, **changes):
+        first, _ = concurrency.observe(state or concurrency.State(10.0), quiet)
+        changes = {"now_s": 1.0, "finished": 110} | changes
+        return concurrency.observe(first, dataclasses.replace(quiet, **changes))
+
+    assert after()[1] == 19 and after(kv_used=0.1)[1] == 40 and after(kv_used=0.8)[1] == 15  # a turnover
+    for change in ({"finished": 100}, {"waiting": 1}, {"kv_used": 0.92}, {"running": 8}, {"now_s": 16.0}):
+        assert after(**change)[1] == 10, change
+    full = {"running": 100, "finished": 100}
+    hundred = concurrency.State(100.0)
+    assert after(hundred, kv_used=0.99, **full)[1] == 95 and not after(hundred, kv_used=0.99, **full)[0].num_cancelled
+    assert after(hundred, kv_used=1.0, **full)[0].num_cancelled == 5
+    state, limit = after(preemptions=6)
+    assert limit == 9 and state.cooldown == concurrency.PATIENCE
+    again = dataclasses.replace(quiet, now_s=2.0, running=8, preemptions=7, finished=110)
+    assert concurrency.observe(state, again)[1] == 8
+    drains = dataclasses.replace(again, preemptions=6, kv_used=1.0)
+    assert concurrency.observe(state, drains)[1] == 9
+    assert after(preemptions=0, finished=0)[1] == 10  # a restart
+    state = concurrency.State(10.0)
+    for i in range(concurrency.PATIENCE):
+        assert state.limit == 10
+        state, limit = concurrency.observe(state, dataclasses.replace(quiet, now_s=float(i), waiting=6))
+    assert limit == 9
+    assert concurrency.start(10**9, 100).limit == 1024 and concurrency.start(10, 100).limit == 1
