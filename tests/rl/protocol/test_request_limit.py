@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl.orchestrator import concurrency
+from rl.protocol import request_limit
 
 PROMPT, MAX_TOKENS, POLL_S = 200, 8000, 1.0
 WATERMARK = 0.95  # of the KV cache, above which no request is admitted
@@ -65,7 +65,7 @@ class Server:
 
     def sample(self):
         counts = {"preemptions": self.preemptions, "finished": self.finished}
-        return concurrency.Sample(self.now_s, len(self.done), self.waiting, min(1.0, self.used()), **counts)
+        return request_limit.Sample(self.now_s, len(self.done), self.waiting, min(1.0, self.used()), **counts)
 
 
 def spread(draw, mean, sigma=0.5):
@@ -96,13 +96,13 @@ def fixed(server, limit, seconds=1200, warm=0):
 
 
 def adaptive(server, seconds=1200, warm=0):
-    state, limits = concurrency.start(server.kv_tokens, PROMPT + MAX_TOKENS), []
+    state, limits = request_limit.start(server.kv_tokens, PROMPT + MAX_TOKENS), []
     limit = int(state.limit)
     for i in range(seconds):
         if i == warm:
             server.tokens = 0.0
         server.step(limit, state.num_cancelled)
-        state, limit = concurrency.observe(state, server.sample())
+        state, limit = request_limit.observe(state, server.sample())
         limits.append(limit)
     return server.tokens, limits
 
@@ -122,7 +122,7 @@ def survives(seed):
     kv_tokens, mean, sigma = draw.uniform(3e4, 4e5), draw.uniform(200, 3000), draw.uniform(0, 1.5)
     kinds = [*KINDS.values(), lambda draw: spread(draw, mean, sigma)]
     server = Server(kv_tokens, kinds[draw.integers(len(kinds))](draw), each=draw.uniform(10, 100))
-    state = concurrency.start(int(kv_tokens), PROMPT + MAX_TOKENS)
+    state = request_limit.start(int(kv_tokens), PROMPT + MAX_TOKENS)
     limit, low, restart_s = int(state.limit), 0, draw.integers(100, 500)
     for i in range(500):
         if i == restart_s:
@@ -130,11 +130,11 @@ def survives(seed):
             fresh.now_s, server = server.now_s, fresh
         server.step(limit, state.num_cancelled)
         if draw.random() < 0.95:  # else the report is lost
-            state, limit = concurrency.observe(state, server.sample())
+            state, limit = request_limit.observe(state, server.sample())
         else:
             state = dataclasses.replace(state, num_cancelled=0)
-        assert 1 <= limit <= concurrency.MAX_LIMIT
-        fits = 0.5 * kv_tokens / (PROMPT + MAX_TOKENS)  # half of those that fit whatever their lengths
+        assert 1 <= limit <= request_limit.MAX_LIMIT
+        fits = 0.5 * kv_tokens / (PROMPT + MAX_TOKENS)  # half of those that fit at any lengths
         low = low + 1 if limit < min(fits, 1024) else 0
         assert low < 30, (seed, i, limit, fits)
 
@@ -152,30 +152,30 @@ def test_none_of_a_thousand_random_traces_ends_in_a_collapse():
 
 
 def test_each_rule_of_the_controller():
-    quiet = concurrency.Sample(0.0, 10, 0, 0.5, 5, 100)
+    quiet = request_limit.Sample(0.0, 10, 0, 0.5, 5, 100)
 
     def after(state=None, **changes):
-        first, _ = concurrency.observe(state or concurrency.State(10.0), quiet)
+        first, _ = request_limit.observe(state or request_limit.State(10.0), quiet)
         changes = {"now_s": 1.0, "finished": 110} | changes
-        return concurrency.observe(first, dataclasses.replace(quiet, **changes))
+        return request_limit.observe(first, dataclasses.replace(quiet, **changes))
 
     assert after()[1] == 19 and after(kv_used=0.1)[1] == 40 and after(kv_used=0.8)[1] == 15  # a turnover
     for change in ({"finished": 100}, {"waiting": 1}, {"kv_used": 0.92}, {"running": 8}, {"now_s": 16.0}):
         assert after(**change)[1] == 10, change
     full = {"running": 100, "finished": 100}
-    hundred = concurrency.State(100.0)
+    hundred = request_limit.State(100.0)
     assert after(hundred, kv_used=0.99, **full)[1] == 95 and not after(hundred, kv_used=0.99, **full)[0].num_cancelled
     assert after(hundred, kv_used=1.0, **full)[0].num_cancelled == 5
     state, limit = after(preemptions=6)
-    assert limit == 9 and state.cooldown == concurrency.PATIENCE
+    assert limit == 9 and state.cooldown == request_limit.PATIENCE
     again = dataclasses.replace(quiet, now_s=2.0, running=8, preemptions=7, finished=110)
-    assert concurrency.observe(state, again)[1] == 8
+    assert request_limit.observe(state, again)[1] == 8
     drains = dataclasses.replace(again, preemptions=6, kv_used=1.0)
-    assert concurrency.observe(state, drains)[1] == 9
+    assert request_limit.observe(state, drains)[1] == 9
     assert after(preemptions=0, finished=0)[1] == 10  # a restart
-    state = concurrency.State(10.0)
-    for i in range(concurrency.PATIENCE):
+    state = request_limit.State(10.0)
+    for i in range(request_limit.PATIENCE):
         assert state.limit == 10
-        state, limit = concurrency.observe(state, dataclasses.replace(quiet, now_s=float(i), waiting=6))
+        state, limit = request_limit.observe(state, dataclasses.replace(quiet, now_s=float(i), waiting=6))
     assert limit == 9
-    assert concurrency.start(10**9, 100).limit == 1024 and concurrency.start(10, 100).limit == 1
+    assert request_limit.start(10**9, 100).limit == 1024 and request_limit.start(10, 100).limit == 1

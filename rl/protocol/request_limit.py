@@ -12,7 +12,7 @@ After PRIME-RL's controller, per server and poll:
 4. After `BLIND_S` seconds without a report the limit stays as it is until there is another one.
 
 PRIME-RL's levels (0.6, 0.8, 0.9, 0.7), growth (1.25) and cuts (0.8, 0.5) reached 0.69 to 0.77 of the best fixed limit where the cache
-is the bound, in the simulation of tests/rl/orchestrator/test_concurrency.py; these reach 0.92 to 1.07.
+is the bound, in the simulation of tests/rl/protocol/test_request_limit.py; these reach 0.92 to 1.07.
 """
 
 import dataclasses
