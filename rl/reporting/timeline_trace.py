@@ -25,8 +25,6 @@ MAX_ENTRIES = 200_000  # the newest of the ledger: the trace then has about 30 M
 TICK_S = 1e-3  # the resolution of the ledger's times
 PARTS = {"wait": "wait", "train_step": "train", "publish": "broadcast", "checkpoint": "checkpoint", "eval": "eval"}
 
-Interval = tuple[float, float]
-
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Span:
@@ -131,45 +129,23 @@ def shares(spans: Sequence[Span]) -> dict[str, dict[str, float]]:
 
     A waiting learner is idle. The time between two starts of a run does not count.
     """
-    whole = _union((span.begin_s, span.end_s) for span in spans if span.role == "learner")
-    if not (total_s := _length(whole)):
-        return {}
-    working = {
-        role: _union((span.begin_s, span.end_s) for span in spans if span.role == role and span.name != "wait")
+    changes = [(at, sign, span) for span in spans for at, sign in ((span.begin_s, 1), (span.end_s, -1))]
+    running: collections.Counter[str] = collections.Counter()  # spans, by role; a learner's wait is "wait"
+    busy, overlap, total_s, last_s = dict.fromkeys(ROLES, 0.0), dict.fromkeys(ROLES, 0.0), 0.0, 0.0
+    for now_s, sign, span in sorted(changes, key=lambda change: change[0]):
+        if running["learner"] or running["wait"]:
+            total_s += now_s - last_s
+            for role in ROLES:
+                busy[role] += (now_s - last_s) * (running[role] > 0)
+                overlap[role] += (now_s - last_s) * (min(running[role], running["learner"]) > 0)
+        running["wait" if span.name == "wait" else span.role] += sign
+        last_s = now_s
+    overlap["learner"] = 0.0
+    return {
+        role: {"busy": busy[role] / total_s, "idle": 1 - busy[role] / total_s, "overlap": overlap[role] / total_s}
         for role in ROLES
+        if total_s
     }
-    found = {}
-    for role, intervals in working.items():
-        busy = _length(_intersection(intervals, whole)) / total_s
-        overlap = _length(_intersection(intervals, working["learner"])) / total_s if role != "learner" else 0.0
-        found[role] = {"busy": busy, "idle": 1 - busy, "overlap": overlap}
-    return found
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the union of intervals, ascending and disjoint."""
-    out: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if out and begin <= out[-1][1]:
-            out[-1] = out[-1][0], max(out[-1][1], end)
-        else:
-            out.append((begin, end))
-    return out
-
-
-def _intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """Returns the intersection of two ascending lists of disjoint intervals."""
-    out, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if begin < end:
-            out.append((begin, end))
-        i, j = (i + 1, j) if a[i][1] <= b[j][1] else (i, j + 1)
-    return out
-
-
-def _length(intervals: Sequence[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
 
 
 def _us(seconds: float) -> int:
