@@ -1,0 +1,122 @@
+"""Runs a whole swarm on this machine: learner, relays, inference servers, workers, and validators as processes.
+
+    python -m rl.swarm --config=configs/quickstart.py --workdir=runs/swarm --servers=2 --relays=2 --workers=4 --validators=1
+
+1. Keys and ports are made, and each node starts, with its own log in WORKDIR/logs.
+2. A node that dies starts again, up to a limit (rl/swarm/supervisor.py). The table shows all of them.
+3. With --chaos=SEED, a node has a fault every ten seconds (rl/swarm/fault_schedule.py), for --minutes or until the end of the run.
+4. The swarm ends with its run (exit code 0), by Ctrl-C (130), or SIGTERM (143), and leaves no process. The same command resumes.
+"""
+
+import contextlib
+import pathlib
+import signal
+import sys
+import time
+
+from absl import flags
+
+from rl.experiment import experiment as experiment_lib
+from rl.experiment import workdir as run_directory
+from rl.swarm import fault_schedule, faults, processes, supervisor, tcp_link
+from rl.swarm import table as table_lib
+
+TICK_S = 0.2
+OURS = ("topology.", "trust.validators", "trust.admission")  # fields that the swarm sets
+
+
+def main() -> None:
+    """Runs the swarm of the command line until its run ends. Raises SystemExit after a signal."""
+    values = flags.FLAGS
+    experiment = experiment_lib.resolve(values.config)
+    counts = processes.Counts(values.servers, values.relays, values.workers, values.validators)
+    _check(counts)
+    with run_directory.open_workdir(values.workdir, experiment) as workdir:
+        run_directory.signing_key(workdir)
+    with contextlib.ExitStack() as stack:
+        ended = _ended_by_signal()
+        connect = processes.direct
+        if values.chaos is not None:
+            connect = (links := stack.enter_context(tcp_link.Links())).add
+        arguments = _config_arguments(sys.argv[1:])
+        swarm = processes.plan(experiment, workdir, counts, arguments, is_chain=values.chain, connect=connect)
+        nodes = stack.enter_context(supervisor.Supervisor(workdir / "logs", lambda line: note(line)))
+        for spec in swarm.specs:
+            nodes.add(spec)
+        chaos = None
+        table = table_lib.Table(nodes.nodes, swarm.servers, workdir, lambda: chaos.active if chaos else {})
+        note = stack.enter_context(table_lib.shown(table, sys.stdout))
+        if values.chaos is not None:
+            chaos = stack.enter_context(_chaos(values.chaos, nodes, links, swarm, workdir, note, stack))
+        begun_s = time.monotonic()
+        while not nodes.is_over and not ended:
+            elapsed_s = time.monotonic() - begun_s
+            nodes.tick(time.monotonic())
+            if chaos:
+                chaos.tick(elapsed_s, begin=values.minutes is None or elapsed_s < 60 * values.minutes)
+            time.sleep(TICK_S)
+    if ended and not nodes.is_over:
+        sys.exit(128 + ended[0])
+    print(f"the run ended; {workdir / 'report.html'}", flush=True)
+
+
+def _check(counts: processes.Counts) -> None:
+    for name, least in (("servers", 1), ("relays", 0), ("workers", 1), ("validators", 0)):
+        if not least <= getattr(counts, name) <= 32:
+            raise ValueError(f"--{name}={getattr(counts, name)} is not in {least}..32; change it")
+    if flags.FLAGS.minutes is not None and flags.FLAGS.chaos is None:
+        raise ValueError("--minutes is the time of the faults of --chaos; add --chaos=SEED, or leave it out")
+    given = [
+        argument for argument in sys.argv[1:] if argument.lstrip("-").startswith(tuple(f"config.{x}" for x in OURS))
+    ]
+    if given:
+        raise ValueError(f"{given[0]} is set by the swarm; leave it out")
+
+
+def _config_arguments(argv: list[str]) -> list[str]:
+    """Returns the arguments that set the config, which are for the learner, too."""
+    found, is_value = [], False
+    for argument in argv:
+        is_config = argument.lstrip("-").startswith("config") and argument.startswith("-")
+        if is_config or is_value:
+            found.append(argument)
+        is_value = is_config and "=" not in argument
+    return found
+
+
+def _ended_by_signal() -> list[int]:
+    """Returns a list that gets the number of a signal which asks the swarm to end."""
+    ended: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: ended.append(number))
+    return ended
+
+
+def _chaos(
+    seed: int,
+    nodes: supervisor.Supervisor,
+    links: tcp_link.Links,
+    swarm: processes.Swarm,
+    workdir: pathlib.Path,
+    note,
+    stack,
+) -> faults.Faults:
+    """Returns the faults of `seed`, with a small disk for each relay if this user may mount one."""
+    disks = {name: path for name, path in swarm.mirrors.items() if stack.enter_context(faults.small_disk(path))}
+    kind = "file systems of their own" if disks else "a limit on the size of files, as this user may mount none"
+    note(f"chaos: seed {seed}; full disks of relays are {kind}")
+    roles = {spec.name: spec.role for spec in swarm.specs} | {"impostor": "impostor"}
+    schedule = fault_schedule.schedule(seed, roles)
+    options = {"impostor": swarm.impostor, "disks": disks, "file": workdir / "chaos.jsonl", "note": note}
+    return faults.Faults(nodes, links, schedule, **options)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("servers", 2, "inference servers")
+    flags.DEFINE_integer("relays", 2, "relays of the weights between the learner's own and the servers")
+    flags.DEFINE_bool("chain", False, "relays read one from another, not all from the learner's")
+    flags.DEFINE_integer("workers", 4, "rollout workers")
+    flags.DEFINE_integer("validators", 1, "validators; 0: the learner replays")
+    flags.DEFINE_integer("chaos", None, "seed of the faults; none without it")
+    flags.DEFINE_float("minutes", None, "minutes of faults, after which the run goes on (default: until its end)")
+    experiment_lib.run(main)

@@ -1,0 +1,157 @@
+"""Injects the faults of a schedule into a swarm, and heals them in time. WORKDIR/chaos.jsonl has a line for each begin and end.
+
+A full disk is a tmpfs of `DISK_BYTES` on which a relay keeps its mirror, filled to the last byte, if this user may mount one. Else,
+and for the learner, it is a limit of 0 on the size of files that the process writes: it gets EFBIG in place of ENOSPC.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import json
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+
+from rl.swarm import fault_schedule, supervisor, tcp_link
+
+DISK_BYTES = 256 * 2**20
+LINK_BYTES_PER_S = 12.5e6  # 100 Mbit/s: the bandwidth that a slow link has 1 % of
+DELAY_S = 0.3  # per chunk and direction
+CONDITIONS = {
+    "partition": tcp_link.Condition(is_held=True),
+    "delay": tcp_link.Condition(delay_s=DELAY_S),
+    "slow": tcp_link.Condition(bytes_per_s=0.01 * LINK_BYTES_PER_S),
+}
+
+
+class Faults(contextlib.AbstractContextManager):
+    """Applies faults during a `with` block, and heals all of them at its end.
+
+    Args:
+      processes: the nodes.
+      links: their connections.
+      faults: the schedule.
+      impostor: the worker that a fault "forge" starts.
+      disks: {relay: mirror on a file system of its own}.
+      file: the log of faults.
+      note: called with a line for people for each fault.
+    """
+
+    def __init__(
+        self,
+        processes: supervisor.Supervisor,
+        links: tcp_link.Links,
+        faults: Iterator[fault_schedule.Fault],
+        *,
+        impostor: supervisor.Spec,
+        disks: dict[str, pathlib.Path],
+        file: pathlib.Path,
+        note: Callable[[str], None],
+    ):
+        self._processes, self._links, self._faults = processes, links, faults
+        self._impostor, self._disks, self._file, self._note = impostor, disks, file, note
+        self._next = next(faults)
+        self._heals: list[tuple[float, fault_schedule.Fault, Callable[[], None]]] = []
+        self.active: dict[str, str] = {}  # {node: kind of its fault}
+
+    def tick(self, elapsed_s: float, *, begin: bool = True) -> None:
+        """Heals the faults whose time is over; with `begin`, starts those that are due."""
+        for item in [item for item in self._heals if item[0] <= elapsed_s]:
+            self._heals.remove(item)
+            self._heal(elapsed_s, *item[1:])
+        while begin and self._next.at_s <= elapsed_s:
+            fault, self._next = self._next, next(self._faults)
+            if fault.kind != "forge" and not (node := self._processes.nodes[fault.target]).child:
+                self._log(elapsed_s, "skipped", fault, f"it is {node.state}")
+                continue
+            heal = self._begin(fault)
+            self._log(elapsed_s, "begins", fault)
+            if fault.duration_s:
+                self.active[fault.target] = fault.kind
+                self._heals.append((elapsed_s + fault.duration_s, fault, heal))
+
+    def _begin(self, fault: fault_schedule.Fault) -> Callable[[], None]:
+        """Begins a fault; returns the function that heals it."""
+        processes, links, name = self._processes, self._links, fault.target
+        if fault.kind == "kill":
+            processes.kill(name)
+        elif fault.kind == "stop":
+            processes.signal(name, signal.SIGSTOP)
+            return lambda: processes.signal(name, signal.SIGCONT)
+        elif fault.kind in CONDITIONS:
+            links.set(name, CONDITIONS[fault.kind])
+            return lambda: links.set(name, tcp_link.OPEN)
+        elif fault.kind == "reset":
+            links.reset(name)
+        elif fault.kind == "full_disk":
+            return self._fill_disk(name)
+        elif fault.kind == "forge":
+            processes.add(dataclasses.replace(self._impostor, name=name))
+            return lambda: processes.remove(name)
+        else:  # a server that cheats, with the options of the honest one
+            honest = processes.nodes[name].spec
+            processes.replace(dataclasses.replace(honest, command=["rl.swarm.cheats", fault.kind, *honest.command[1:]]))
+            return lambda: processes.replace(honest)
+        return lambda: None
+
+    def _fill_disk(self, name: str) -> Callable[[], None]:
+        if folder := self._disks.get(name):
+            ballast = folder / "ballast"
+            with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(2**20)):
+                    pass
+            return lambda: ballast.unlink(missing_ok=True)
+        child = self._processes.nodes[name].child
+        assert child is not None, name
+        pid, (_, hard) = child.process.pid, resource.prlimit(child.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+
+        def heal() -> None:
+            with contextlib.suppress(ProcessLookupError):  # it died of it; its successor has no limit
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+        return heal
+
+    def _heal(self, elapsed_s: float, fault: fault_schedule.Fault, heal: Callable[[], None]) -> None:
+        heal()
+        self.active.pop(fault.target, None)
+        self._log(elapsed_s, "ends", fault)
+
+    def _log(self, elapsed_s: float, event: str, fault: fault_schedule.Fault, detail: str = "") -> None:
+        now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+        line = {
+            "time": now,
+            "elapsed_s": round(elapsed_s, 1),
+            "event": event,
+            **dataclasses.asdict(fault),
+            "detail": detail,
+        }
+        with open(self._file, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._note(f"chaos: {fault.kind} of {fault.target} {event}{f' ({detail})' if detail else ''}")
+
+    def __exit__(self, *_) -> None:
+        for _, fault, heal in self._heals:
+            self._heal(self._next.at_s, fault, heal)
+
+
+@contextlib.contextmanager
+def small_disk(folder: pathlib.Path) -> Iterator[bool]:
+    """Mounts a file system of `DISK_BYTES` at `folder` during the block; yields False if this user may not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=700", "intellax-swarm", str(folder)]
+    try:
+        is_mounted = os.getuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
+    except OSError as error:
+        if error.errno != errno.ENOENT:  # no `mount` on this system
+            raise
+        is_mounted = False
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "-l", str(folder)], capture_output=True)

@@ -1,0 +1,155 @@
+"""Keeps the processes of a swarm alive: starts them, starts those again that die, and ends them all.
+
+1. A node starts once the port that it depends on is open, since most commands end without it.
+2. A node that dies starts again after a pause, which doubles with each death in a row. One that dies `MAX_DEATHS` times within
+   `WINDOW_S` ends the swarm, with its last words.
+3. The learner's exit code 0 is the end of the run.
+
+The caller calls `tick` a few times per second. Each child leads a process group, which goes with it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from sharding.system import child_process
+
+MAX_DEATHS, WINDOW_S = 5, 300.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+END_S = 5.0  # that all children together get to end by themselves
+
+
+class Deaths:
+    """Decides when a process that died starts again."""
+
+    def __init__(self):
+        self._died_s: collections.deque[float] = collections.deque(maxlen=MAX_DEATHS)
+
+    def count(self, now_s: float) -> int:
+        """Returns the number of deaths within the last `WINDOW_S` seconds, up to `MAX_DEATHS`."""
+        return sum(now_s - died_s <= WINDOW_S for died_s in self._died_s)
+
+    def restart_s(self, now_s: float) -> float | None:
+        """Records a death; returns the time of the next start, or None if there were too many deaths."""
+        self._died_s.append(now_s)
+        num = self.count(now_s)
+        return None if num >= MAX_DEATHS else now_s + min(FIRST_PAUSE_S * 2 ** (num - 1), MAX_PAUSE_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A process to keep alive: the arguments of its `python -m`, and the local port that must be open before it starts."""
+
+    name: str
+    role: str
+    command: Sequence[str]
+    after_port: int = 0  # 0: none
+
+
+@dataclasses.dataclass
+class Node:
+    """A process of the swarm now. `child` is None while it does not run."""
+
+    spec: Spec
+    child: child_process.ChildProcess | None = None
+    start_s: float = 0.0  # not before
+    deaths: Deaths = dataclasses.field(default_factory=Deaths)
+    num_starts: int = 0
+    is_killed: bool = False  # by us: its death is none of its faults
+    problem: str = ""  # its last words
+
+    @property
+    def state(self) -> str:
+        """The state for people: "running" or "waiting"."""
+        return "running" if self.child else "waiting"
+
+
+class Supervisor(contextlib.AbstractContextManager):
+    """The processes of a swarm by name, during a `with` block. `note` is called with lines for people."""
+
+    def __init__(self, logs: pathlib.Path, note: Callable[[str], None]):
+        self.nodes: dict[str, Node] = {}
+        self.is_over = False  # the learner ended well
+        self._logs, self._note = logs, note
+
+    def add(self, spec: Spec) -> None:
+        """Adds a process, which the next `tick` starts."""
+        assert spec.name not in self.nodes, spec.name
+        self.nodes[spec.name] = Node(spec)
+
+    def remove(self, name: str) -> None:
+        """Ends a process for good."""
+        if child := self.nodes.pop(name).child:
+            child.__exit__()
+
+    def replace(self, spec: Spec) -> None:
+        """Kills the process of this name, and starts `spec` in its place."""
+        self.nodes[spec.name].spec = spec
+        self.kill(spec.name)
+
+    def kill(self, name: str) -> None:
+        """Kills a process as kill -9 does; it starts again."""
+        if child := self.nodes[name].child:
+            self.nodes[name].is_killed = True
+            child.process.kill()
+
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to a process, if it runs."""
+        if child := self.nodes[name].child:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.process.pid, number)
+
+    def tick(self, now_s: float) -> None:
+        """Buries the dead, and starts those that are due. Raises ValueError with the obituary of a process that died too often."""
+        for node in [*self.nodes.values()]:
+            if node.child and (code := node.child.process.poll()) is not None:
+                self._bury(node, node.child, code, now_s)
+            if not self.is_over and node.child is None and now_s >= node.start_s and _is_open(node.spec.after_port):
+                node.child = child_process.ChildProcess(
+                    node.spec.name, [*node.spec.command], self._logs, lambda error: None, is_group=True
+                )
+                node.num_starts += 1
+
+    def _bury(self, node: Node, child: child_process.ChildProcess, code: int, now_s: float) -> None:
+        if code == 0 and node.spec.role == "learner":
+            self.is_over = True
+        obituary = child.obituary()
+        child.__exit__()  # ends its own children
+        node.child, was_killed, node.is_killed = None, node.is_killed, False
+        if self.is_over:
+            return
+        node.problem = obituary if not was_killed else "killed"
+        node.start_s = now_s + FIRST_PAUSE_S
+        if not was_killed:
+            start_s = node.deaths.restart_s(now_s)
+            if start_s is None:
+                raise ValueError(f"{obituary}. It died {MAX_DEATHS} times within {WINDOW_S:.0f} s")
+            node.start_s = start_s
+        self._note(f"{node.problem if not was_killed else f'{node.spec.name} was killed'}; it starts again")
+
+    def __exit__(self, *_) -> None:
+        """Ends all processes: first by a request to all of them, then by force."""
+        children = [node.child for node in self.nodes.values() if node.child]
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.process.pid, signal.SIGCONT)
+            child.ask_to_end()
+        deadline_s = time.monotonic() + END_S
+        while time.monotonic() < deadline_s and any(child.process.poll() is None for child in children):
+            time.sleep(0.05)
+        for child in children:
+            child.__exit__()
+
+
+def _is_open(port: int) -> bool:
+    if not port:
+        return True
+    with socket.socket() as sock:
+        sock.settimeout(0.2)
+        return sock.connect_ex(("127.0.0.1", port)) == 0
