@@ -3,6 +3,9 @@
 1. `write` writes a file under a temporary name and renames it.
 2. `read` accepts a file of any origin and checks sizes (parquet_footer.py), schema, and every field. For any bytes, a broken
    file is a ValueError that names the column and the rule.
+3. `decode` also keeps the table, whose rows are written again (`table_bytes`, `to_record`) without another encoding or check.
+
+Fields are checked by column, over all rows at once. Only a file that fails is looked through row by row, for the error's text.
 
 The columns include those of INTELLECT-2's files. Five are written for its readers only and ignored here (the orchestrator
 assigns advantages). `input_*` is the stream before the first sampled token and `output_*` the rest, gaps included. `rewards`
@@ -15,6 +18,7 @@ lack these three columns (`_ADDED`), and are read.
 No jax here: a worker starts in a second.
 """
 
+import dataclasses
 import itertools
 import math
 import os
@@ -100,24 +104,82 @@ def read(path: str | os.PathLike) -> list[rollout_lib.Rollout]:
     return from_bytes(path.read_bytes())
 
 
-def to_bytes(rollouts: list[rollout_lib.Rollout]) -> bytes:
+def to_bytes(rollouts: Sequence[rollout_lib.Rollout]) -> bytes:
     """Returns the bytes of a Parquet file of these rollouts. Raises ValueError if `read` would reject a rollout."""
     for row, rollout in enumerate(rollouts):
         if reason := rollout_lib.validate(rollout):
             raise ValueError(f"rollout {row} cannot be written: {reason}; correct this field first")
+    return table_bytes([to_table(rollouts)])
+
+
+def to_table(rollouts: Sequence[rollout_lib.Rollout]) -> pa.Table:
+    """Returns valid rollouts as the table that a file of them has."""
     schema = SCHEMA if all(rollout.routed_experts is None for rollout in rollouts) else ALL_SCHEMA
-    arrays = [pa.array(map(_COLUMNS[field.name][1], rollouts), field.type) for field in schema]
+    return pa.table([pa.array(map(_COLUMNS[f.name][1], rollouts), f.type) for f in schema], schema=schema)
+
+
+def table_bytes(tables: Sequence[pa.Table]) -> bytes:
+    """Returns the bytes of a Parquet file with the rows of these tables of valid rollouts, in order."""
+    schema = max((table.schema for table in tables), key=len)
+    rows = pa.concat_tables(table if len(table.schema) == len(schema) else _widened(table) for table in tables)
     sink = pa.BufferOutputStream()
     # An embedded Arrow schema is one more thing to parse, and the Parquet types suffice.
     off: dict[str, Any] = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
-    pq.write_table(pa.table(arrays, schema=schema), sink, compression="zstd", write_page_checksum=True, **off)
+    pq.write_table(rows.combine_chunks(), sink, compression="zstd", write_page_checksum=True, **off)
     return sink.getvalue().to_pybytes()
+
+
+def _widened(table: pa.Table) -> pa.Table:
+    """Returns the table with empty columns of routed experts."""
+    empty = {
+        name: [b""] * table.num_rows if name == "routed_experts" else [[]] * table.num_rows
+        for name in ALL_SCHEMA.names[-2:]
+    }
+    for name, values in empty.items():
+        table = table.append_column(ALL_SCHEMA.field(name), pa.array(values, ALL_SCHEMA.field(name).type))
+    return table
+
+
+def to_record(table: pa.Table) -> pa.Buffer:
+    """Returns the rows of a table of valid rollouts as one Arrow message, for `from_record`."""
+    (batch,) = table.combine_chunks().to_batches()
+    return batch.serialize()
+
+
+def from_record(data: bytes | pa.Buffer, *, has_experts: bool) -> "Rows":
+    """Returns the rows of a message that `to_record` made. They are not checked again: the bytes must be our own."""
+    batch = pa.ipc.read_record_batch(pa.py_buffer(data), ALL_SCHEMA if has_experts else SCHEMA)
+    return Rows(pa.Table.from_batches([batch]))
+
+
+class Rows:
+    """The rows of a file of valid rollouts, as a table and as `rollouts`."""
+
+    def __init__(self, table: pa.Table, rollouts: list[rollout_lib.Rollout] | None = None):
+        self.table = table
+        self.rollouts = _rollouts(_columns(table), table.num_rows) if rollouts is None else rollouts
+
+    @property
+    def has_experts(self) -> bool:
+        """True if the table has the columns of routed experts."""
+        return len(self.table.schema) == len(ALL_SCHEMA)
+
+    def take(self, rows: Sequence[int]) -> "Rows":
+        """Returns some of the rows, by number."""
+        start, is_span = rows[0], list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        table = self.table.slice(start, len(rows)) if is_span else self.table.take(pa.array(rows))
+        return Rows(table, [self.rollouts[row] for row in rows])
 
 
 def from_bytes(
     data: bytes, *, max_rows: int | None = None, max_tokens: int = rollout_lib.MAX_TOKENS
 ) -> list[rollout_lib.Rollout]:
-    """Returns the rollouts in the bytes of a Parquet file: at most `max_rows` of up to `max_tokens`.
+    """Returns the rollouts in the bytes of a Parquet file, as `decode` does."""
+    return decode(data, max_rows=max_rows, max_tokens=max_tokens).rollouts
+
+
+def decode(data: bytes, *, max_rows: int | None = None, max_tokens: int = rollout_lib.MAX_TOKENS) -> Rows:
+    """Returns the rows in the bytes of a Parquet file: at most `max_rows` of up to `max_tokens`.
 
     Any broken file raises ValueError with the column and the rule.
     """
@@ -131,8 +193,12 @@ def from_bytes(
         table.validate(full=True)
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise ValueError(f"rollout file: not readable as Parquet: {error}; write the file again") from error
-    columns = {name: _column(name, table.column(name)) for name in schema.names if name != "problem_id"}
-    return [_row(columns, row) for row in range(table.num_rows)]
+    columns = _columns(table)
+    if not _are_valid(columns, table.num_rows):
+        rollouts = [_row(columns, row) for row in range(table.num_rows)]  # names the first error
+    else:
+        rollouts = _rollouts(columns, table.num_rows)
+    return Rows(table if {*_ADDED} <= {*schema.names} else to_table(rollouts), rollouts)
 
 
 def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
@@ -176,8 +242,27 @@ def _checked_schema(schema: pa.Schema) -> pa.Schema:
     return wanted
 
 
-def _column(name: str, chunked: pa.ChunkedArray) -> list:
-    """Returns a column's values, one per row: a numpy array for lists, a list of pairs for the map, else a Python value."""
+@dataclasses.dataclass(frozen=True)
+class _Lists:
+    """A column of lists: all values in a row, and where the list of each row begins and ends."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+
+def _columns(table: pa.Table) -> dict[str, Any]:
+    return {name: _column(name, table.column(name)) for name in table.schema.names if name != "problem_id"}
+
+
+def _column(name: str, chunked: pa.ChunkedArray) -> Any:
+    """Returns a column's values by row: `_Lists`, a list of pairs for the map, an array of numbers, or a list of texts or bytes."""
     array = chunked.combine_chunks()
     is_list, is_map = pa.types.is_list(array.type), pa.types.is_map(array.type)
     inner = [array.keys, array.items] if is_map else [array.values] if is_list else []
@@ -197,14 +282,107 @@ def _column(name: str, chunked: pa.ChunkedArray) -> list:
                 f"rollout file: column {name} has {counts.max()} entries in a row and {counts.sum()} in all; at most "
                 f"{rollout_lib.MAX_REWARD_PARTS} and {MAX_FILE_PARTS} are allowed; write fewer"
             )
-    if not is_list:
-        return array.to_pylist()
-    values, offsets = array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy()
-    return [values[start:end] for start, end in itertools.pairwise(offsets)]
+    if is_list:
+        return _Lists(array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy())
+    return (
+        array.to_pylist()
+        if is_map or pa.types.is_binary(array.type) or pa.types.is_string(array.type)
+        else array.to_numpy()
+    )
 
 
-def _row(columns: dict[str, list], row: int) -> rollout_lib.Rollout:
+def _joined(first: _Lists, second: _Lists) -> tuple[_Lists, np.ndarray]:
+    """Returns lists that are each a list of `first` and then one of `second`, and True per value that is from `first`."""
+    lengths = np.stack([first.lengths, second.lengths], axis=1)
+    is_first = np.repeat(np.tile([True, False], len(lengths)), lengths.ravel())
+    values = np.empty(len(is_first), first.values.dtype)
+    for mask, lists in ((is_first, first), (~is_first, second)):
+        values[mask] = lists.values[lists.offsets[0] : lists.offsets[-1]]
+    return _Lists(values, np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])), is_first
+
+
+def _are_valid(columns: dict[str, Any], num_rows: int) -> bool:
+    """Returns True if `_row` accepts each row, without a rollout as an object. False may also mean that rows name their experts."""
+    if "routed_experts" in columns or not num_rows:
+        return not num_rows
+    get = columns.get
+    names = {name for parts in columns["reward_parts"] for name, _ in parts} | {*columns["task_type"]}
+    sizes = {*map(len, columns["signature"])}
+    num_proof_bytes = max(map(len, columns["proofs"]))
+    servers = {*zip(get("server", [""]), map(len, get("server_signature", [b""])), strict=True)}
+    numbers = [*columns["rewards"], *(value for parts in columns["reward_parts"] for _, value in parts)]
+    return (
+        _are_streams_valid(columns)
+        and all(
+            columns[name].min() >= 0 for name in ("task_index", "task_group", "task_seed", "sample", "step", "seed")
+        )
+        and columns["seed"].max() < rollout_lib.LIMITS["seed"]
+        and all(0 <= epoch < rollout_lib.LIMITS["epoch"] for epoch in {*columns.get("epoch", ())})
+        and columns["temperature"].min() >= 0
+        and bool(np.isfinite(columns["temperature"]).all() and np.isfinite(numbers).all())
+        and all(map(rollout_lib.is_name, names))
+        and all(len(dict(parts)) == len(parts) for parts in columns["reward_parts"])
+        and {*columns["finish_reason"]} <= {*rollout_lib.FINISH_REASONS}
+        and all(map(rollout_lib.is_key, {*columns["worker"]}))
+        and sizes <= {0, 64}
+        and num_proof_bytes <= rollout_lib.MAX_PROOF_BYTES
+        and all(rollout_lib.is_key(server) and size == (64 if server else 0) for server, size in servers)
+    )
+
+
+def _are_streams_valid(columns: dict[str, Any]) -> bool:
+    """Returns True if the token streams of all rows obey the rules of `rollout.validate`, and are split at the first sampled token."""
+    prompts, rest = columns["input_tokens"], columns["output_tokens"]
+    (tokens, is_prompt), mask, versions = _joined(prompts, rest), columns["sampled_mask"], columns["versions"]
+    sizes = [
+        (tokens, mask),
+        (tokens, versions),
+        (prompts, columns["input_logprobs"]),
+        (rest, columns["output_logprobs"]),
+    ]
+    if not all(np.array_equal(a.lengths, b.lengths) for a, b in sizes):
+        return False
+    if not prompts.lengths.all() or not rest.lengths.all() or tokens.lengths.max() > rollout_lib.MAX_TOKENS:
+        return False
+    logprobs, _ = _joined(columns["input_logprobs"], columns["output_logprobs"])
+    is_sampled = mask.values[mask.offsets[0] : mask.offsets[-1]]
+    return bool(
+        not is_sampled[is_prompt].any()
+        and is_sampled[tokens.offsets[:-1] + prompts.lengths].all()  # the split is redundant, but one file has one form
+        and tokens.values.min() >= 0
+        and versions.values[versions.offsets[0] : versions.offsets[-1]].min() >= 0
+        and np.isfinite(logprobs.values).all()
+        and logprobs.values.max() <= rollout_lib.LOGPROB_SLACK
+        and not logprobs.values[~is_sampled].any()
+    )
+
+
+def _rollouts(columns: dict[str, Any], num_rows: int) -> list[rollout_lib.Rollout]:
+    """Returns the rollouts of rows that are valid. Those of a file share its arrays."""
+    tokens, _ = _joined(columns["input_tokens"], columns["output_tokens"])
+    logprobs, _ = _joined(columns["input_logprobs"], columns["output_logprobs"])
+    same = {name: columns[name] for name in (*_SAME, *_ADDED) if name in columns}
+    same = {name: column.tolist() if isinstance(column, np.ndarray) else column for name, column in same.items()}
+    numbers = ("task_index", "task_group", "task_seed", "rewards")
+    index, group, seed, reward = (columns[name].tolist() for name in numbers)
+    return [
+        rollout_lib.Rollout(
+            tokens=tokens[row],
+            logprobs=logprobs[row],
+            task=rollout_lib.TaskRef(columns["task_type"][row], index[row], group[row], seed[row]),
+            reward=reward[row],
+            rewards=dict(columns["reward_parts"][row]),
+            routed_experts=_experts(row, columns),
+            **{name: column[row] for name, column in same.items()},
+        )
+        for row in range(num_rows)
+    ]
+
+
+def _row(columns: dict[str, Any], row: int) -> rollout_lib.Rollout:
+    """Returns the rollout of one row. Raises ValueError if it breaks a rule."""
     get = {name: column[row] for name, column in columns.items()}
+    get = {name: value.item() if isinstance(value, np.generic) else value for name, value in get.items()}
     parts = dict(get["reward_parts"])
     if len(parts) != len(get["reward_parts"]):
         raise ValueError(f"rollout file, row {row}: reward_parts: names must differ; merge or rename them")
@@ -214,7 +392,7 @@ def _row(columns: dict[str, list], row: int) -> rollout_lib.Rollout:
         task=rollout_lib.TaskRef(get["task_type"], get["task_index"], get["task_group"], get["task_seed"]),
         reward=get["rewards"],
         rewards=parts,
-        routed_experts=_experts(row, get.get("routed_experts", b""), get.get("routed_experts_shape", ())),
+        routed_experts=_experts(row, columns),
         **{name: get[name] for name in (*_SAME, *_ADDED) if name in get},
     )
     reason = rollout_lib.validate(rollout)
@@ -228,7 +406,10 @@ def _row(columns: dict[str, list], row: int) -> rollout_lib.Rollout:
     return rollout
 
 
-def _experts(row: int, data: bytes, shape: Sequence[int]) -> np.ndarray | None:
+def _experts(row: int, columns: dict[str, Any]) -> np.ndarray | None:
+    if "routed_experts" not in columns:
+        return None
+    data, shape = columns["routed_experts"][row], columns["routed_experts_shape"][row]
     if not data and not len(shape):
         return None
     shape = [int(size) for size in shape]

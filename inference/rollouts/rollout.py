@@ -34,8 +34,8 @@ MAX_REWARD_PARTS = 64
 MAX_NAME = 256  # characters of an environment's or a reward's name
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 _ARRAYS = {"tokens": "<i4", "sampled_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
-_LIMITS = {"seed": 2**32, "task.index": 2**63, "task.group": 2**63, "task.seed": 2**63, "sample": 2**31, "step": 2**31}
-_LIMITS |= {"epoch": 2**48}
+LIMITS = {"seed": 2**32, "task.index": 2**63, "task.group": 2**63, "task.seed": 2**63, "sample": 2**31, "step": 2**31}
+LIMITS |= {"epoch": 2**48}
 _ADDED = ("routed_experts", "epoch", "server", "server_signature")  # by later releases: digested only if they are set
 _DIGESTED = """tokens sampled_mask logprobs versions temperature seed task.env task.index task.group task.seed sample step
     reward rewards finish_reason proofs worker""".split()
@@ -157,7 +157,12 @@ def sign(rollout: Rollout, key: WorkerKey) -> Rollout:
 
 def signature_ok(rollout: Rollout) -> bool:
     """Returns True if the key in `worker` signed exactly this rollout; False also for a malformed rollout. Never raises."""
-    return not validate(rollout) and signed(rollout.worker, rollout.signature, digest(rollout))
+    return not validate(rollout) and is_signed(rollout, digest(rollout))
+
+
+def is_signed(rollout: Rollout, own_digest: bytes) -> bool:
+    """Returns True if the key in `worker` signed a valid rollout with this digest. Never raises."""
+    return signed(rollout.worker, rollout.signature, own_digest)
 
 
 def signed(worker: str, signature: bytes, message: bytes) -> bool:
@@ -176,12 +181,13 @@ def digest(rollout: Rollout) -> bytes:
     length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian. `rewards` is
     (name, value) sorted by name. `routed_experts`, shape before elements, the epoch, and the server follow only if they are set.
     """
-    hasher = hashlib.sha256(b"intellax/rollout/1")
     added = ((name, getattr(rollout, name)) for name in _ADDED)
     set_names = [name for name, value in added if isinstance(value, np.ndarray) or value]
+    parts = [b"intellax/rollout/1"]
     for name in (*_DIGESTED, *set_names):
-        hasher.update(_framed(name.encode()) + _framed(_payload(name, _get(rollout, name))))
-    return hasher.digest()
+        payload = _payload(name, _GET[name](rollout))
+        parts += (_NAMES[name], _LENGTH.pack(len(payload)), payload)
+    return hashlib.sha256(b"".join(parts)).digest()
 
 
 def _payload(name: str, value) -> bytes:
@@ -194,11 +200,16 @@ def _payload(name: str, value) -> bytes:
         return struct.pack("<4q", *value.shape, value.itemsize) + little_endian(value)
     if isinstance(value, str | bytes):
         return value.encode() if isinstance(value, str) else value
-    return struct.pack("<q" if name in _LIMITS else "<d", value)
+    return struct.pack("<q" if name in LIMITS else "<d", value)
 
 
 def _framed(payload: bytes) -> bytes:
-    return struct.pack("<Q", len(payload)) + payload
+    return _LENGTH.pack(len(payload)) + payload
+
+
+_LENGTH = struct.Struct("<Q")
+_GET = {name: operator.attrgetter(name) for name in (*_DIGESTED, *_ADDED, *LIMITS)}
+_NAMES = {name: _framed(name.encode()) for name in _GET}
 
 
 def num_bytes(rollout: Rollout) -> int:
@@ -254,18 +265,18 @@ def _scalar_error(rollout: Rollout) -> str | None:
     if not isinstance(rollout.rewards, dict) or len(rollout.rewards) > MAX_REWARD_PARTS:
         return f"rewards: must be a dict of at most {MAX_REWARD_PARTS}, got {_shown(rollout.rewards)}"
     for name, value in rollout.rewards.items():
-        if not _is_name(name) or not _is_finite(value):
+        if not is_name(name) or not _is_finite(value):
             return f"rewards: must map printable names to finite numbers, got {_shown(name)}: {_shown(value)}"
     for name, is_valid, rule in (
-        *((name, _is_index(_get(rollout, name), most), f"an integer in [0, {most})") for name, most in _LIMITS.items()),
+        *((name, _is_index(_get(rollout, name), most), f"an integer in [0, {most})") for name, most in LIMITS.items()),
         ("temperature", _is_finite(rollout.temperature) and rollout.temperature >= 0, "finite and >= 0"),
         ("reward", _is_finite(rollout.reward), "finite"),
-        ("task.env", _is_name(task.env), f"1 to {MAX_NAME} printable characters"),
+        ("task.env", is_name(task.env), f"1 to {MAX_NAME} printable characters"),
         ("finish_reason", _is_text(rollout.finish_reason, "|".join(FINISH_REASONS)), f"one of {FINISH_REASONS}"),
-        ("worker", _is_text(worker, "([0-9a-f]{64})?"), "a public key as 64 lower-case hex digits, or empty"),
+        ("worker", is_key(worker), "a public key as 64 lower-case hex digits, or empty"),
         ("proofs", isinstance(proofs, bytes) and len(proofs) <= MAX_PROOF_BYTES, f"at most {MAX_PROOF_BYTES} bytes"),
         ("signature", isinstance(signature, bytes) and len(signature) in (0, 64), "64 bytes, or empty"),
-        ("server", _is_text(rollout.server, "([0-9a-f]{64})?"), "a public key as 64 lower-case hex digits, or empty"),
+        ("server", is_key(rollout.server), "a public key as 64 lower-case hex digits, or empty"),
         (
             "server_signature",
             isinstance(vouched, bytes) and len(vouched) == (0 if _is_text(rollout.server, "") else 64),
@@ -295,7 +306,13 @@ def _is_finite(value) -> bool:
     return isinstance(value, float | np.floating) and math.isfinite(value)
 
 
-def _is_name(value) -> bool:
+def is_key(value) -> bool:
+    """Returns True for a public key as a rollout names it: 64 lower-case hex digits, or an empty text."""
+    return _is_text(value, "([0-9a-f]{64})?")
+
+
+def is_name(value) -> bool:
+    """Returns True for a valid name of an environment or a part of a reward."""
     return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
 
 

@@ -16,6 +16,7 @@ learner's process and imports no environment: a task is only an index here.
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import math
 import pathlib
 import threading
@@ -24,7 +25,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from inference.rollouts import parquet
+from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
 from models import hub
@@ -45,7 +46,7 @@ from rl.orchestrator.group_queue import State
 from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks
 from rl.verification import rules as rules_lib
-from sharding.system import role_metrics, sockets
+from sharding.system import atomic_file, role_metrics, sockets
 
 WAIT_NOTICE_S = 30.0
 MAX_FAREWELL_S = 20.0
@@ -130,6 +131,7 @@ class Orchestrator:
         self._failure: BaseException | None = None
         self.metrics = role_metrics.RoleMetrics("orchestrator", self._values, LATENCIES)  # not for workers
         self.metrics.seconds["verdict"] = verdicts.seconds
+        self._log = row_log.RowLog(workdir / "rollouts" / "open", self.fail)
         self._submissions = submissions.Submissions(
             self._changed,
             self._queue,
@@ -137,6 +139,7 @@ class Orchestrator:
             self._records,
             self._counts,
             self._ledger,
+            self._log,
             rules=rules_lib.Rules.of(config),
             newest=lambda: self._policy,
             check_group_without_weights=check_group_without_weights,
@@ -169,6 +172,7 @@ class Orchestrator:
         self._web.should_exit = True
         self._thread.join()
         self._submissions.close()
+        self._log.close()
 
     def resume(self, step: int, state: dict | None = None) -> None:
         """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved `state(step)`, if any."""
@@ -200,8 +204,7 @@ class Orchestrator:
         with self._changed:  # no verdict may be recorded between the two
             taken = self._collect([group.key for group in task_schedule.train_groups(self._config, step)], step)
             recorded = self._record_batch(step, taken)
-        path = self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
-        parquet.write(path, [rollout for entry in taken for rollout in entry.rollouts])  # as they were signed
+        self._write_batch(step, taken)
         groups = [_rewarded(entry) for entry in taken]
         rollouts = [rollout for group in groups for rollout in group]
         trees, flat = self._credit.assign(groups)
@@ -368,9 +371,9 @@ class Orchestrator:
         with self._changed:
             return any(entry.worker == worker for entry in self._queue.entries.values())
 
-    def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
+    def submit(self, rows: parquet.Rows) -> dict[str, concurrent.futures.Future[str]]:
         """Starts the checks of submitted rollouts; returns per group a future of its reply, as `Submissions.submit` does."""
-        begun_s, replies = time.monotonic(), self._submissions.submit(rollouts)
+        begun_s, replies = time.monotonic(), self._submissions.submit(rows)
         for reply in replies.values():
             reply.add_done_callback(lambda _: self.metrics.seconds["submit"].observe(time.monotonic() - begun_s))
         return replies
@@ -393,6 +396,21 @@ class Orchestrator:
         basis = {entry.group.group: "verified" if entry.is_verified else "trusted" for entry in taken}
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
         return self._ledger.batch(step, digest, basis, self._policy.epoch)
+
+    def _write_batch(self, step: int, taken: list[group_queue.Entry]) -> None:
+        """Writes the rollouts of a batch as they were signed, from the log of their groups; forgets the groups of earlier batches."""
+        steps, wanted = {entry.group.step for entry in taken}, {entry.digest for entry in taken}
+        records = itertools.chain.from_iterable(map(self._log.read, steps))
+        found = {head["digest"]: rows.table for head, rows in records if rows and head["digest"] in wanted}
+        tables = [found[e.digest] if e.digest in found else parquet.to_table(e.rollouts) for e in taken]
+        path = self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_file.write(path, parquet.table_bytes(tables), durable=True)
+        with self._changed:
+            kept = {step, *(entry.group.step for entry in self._queue.entries.values())}
+        for old in self._log.steps():
+            if old < step and old not in kept:
+                self._log.remove(old)
 
     def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""

@@ -181,13 +181,13 @@ class _Gate:
 def _decode_and_submit(orchestrator, body: bytes, digest: str, worker: str) -> dict:
     if hashlib.sha256(body).hexdigest() != digest:
         raise ValueError(f"the body of the submission does not have the SHA-256 {digest}; sign the body that is sent")
-    rollouts = parquet.from_bytes(body, **orchestrator.submission_limits)
+    rows = parquet.decode(body, **orchestrator.submission_limits)
     # Rollouts name no run: those that a worker signed in another one must not be submitted in its name here.
-    if others := {rollout.worker for rollout in rollouts} - {worker}:
+    if others := {rollout.worker for rollout in rows.rollouts} - {worker}:
         raise ValueError(
             f"rollouts are of worker {min(others)[:16]!r}, and the request of {worker[:16]}; submit your own"
         )
-    return orchestrator.submit(rollouts)
+    return orchestrator.submit(rows)
 
 
 def _add_error_handlers(app: fastapi.FastAPI) -> None:

@@ -11,11 +11,13 @@
 
 import collections
 import concurrent.futures
+import dataclasses
 import hmac
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool
 from rl.ledger import run_ledger
@@ -28,6 +30,7 @@ from rl.verification import rules as rules_lib
 
 NOT_LEASED = "not leased (or already submitted)"
 VOID = "refused: void: the run was resumed, and this work is of another epoch"
+Future = concurrent.futures.Future
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
 # (group, split) -> its verdict, and recomputed rewards to train on by sample; None: worth 0, as there was no time
 CheckGroupWithoutWeights = Callable[
@@ -45,6 +48,7 @@ class Submissions:
       servers: those of the servers that answer for the samples they sign.
       counts: rollouts by outcome, under the end of their metric's name.
       ledger: gets the events.
+      log: gets the training groups that passed the checks without weights.
       rules: those of the run.
       newest: returns the newest policy that a server may have; called under the lock.
       check_group_without_weights: runs in a few threads, which workers share in turns.
@@ -63,6 +67,7 @@ class Submissions:
         servers: server_records.ServerRecords,
         counts: collections.Counter[str],
         ledger: run_ledger.RunLedger | run_ledger.NoLedger,
+        log: row_log.RowLog,
         *,
         rules: rules_lib.Rules,
         newest: Callable[[], timeline.Policy],
@@ -74,7 +79,7 @@ class Submissions:
         fail: Callable[[BaseException], None],
     ):
         self._changed, self._queue, self._health, self._servers, self._counts = changed, queue, health, servers, counts
-        self._ledger, self._rules, self._newest, self._secret = ledger, rules, newest, secret
+        self._ledger, self._log, self._rules, self._newest, self._secret = ledger, log, rules, newest, secret
         self._check_group_without_weights, self._verdicts = check_group_without_weights, verdicts
         self._on_verified, self._on_caught, self._fail = on_verified, on_caught, fail
         self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
@@ -94,12 +99,15 @@ class Submissions:
         self._checkers.close()
         self._verdicts.close()
 
-    def submit(self, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, concurrent.futures.Future[str]]:
-        """Starts the checks of submitted rollouts; returns per group a future of "accepted", "quarantined", or "refused: REASON"."""
-        by_key: dict[group_queue.Key, list[rollout_lib.Rollout]] = collections.defaultdict(list)
-        for rollout in rollouts:
-            by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(rollout)
-        return {"/".join(map(str, key)): self._deliver(key, group) for key, group in by_key.items()}
+    def submit(self, rows: parquet.Rows) -> dict[str, Future[str]]:
+        """Starts the checks of submitted rollouts; returns per group a future of "accepted", "quarantined", or "refused: REASON".
+
+        A training group that is not refused is on disk when its future is set.
+        """
+        by_key: dict[group_queue.Key, list[int]] = collections.defaultdict(list)
+        for row, rollout in enumerate(rows.rollouts):
+            by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(row)
+        return {"/".join(map(str, key)): self._deliver(key, rows.take(group)) for key, group in by_key.items()}
 
     def begin_epoch(self, epoch: int) -> None:
         """Voids all work of other epochs, without blame: its workers could not know. The caller has the lock."""
@@ -120,11 +128,12 @@ class Submissions:
             held_out = self._queue.entries.get(("held_out", rollout.step, rollout.task.group))
             return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
 
-    def _deliver(self, key: group_queue.Key, rollouts: list[rollout_lib.Rollout]) -> concurrent.futures.Future[str]:
+    def _deliver(self, key: group_queue.Key, rows: parquet.Rows) -> Future[str]:
         """Checks a submitted group against its lease and queues its other checks; returns a future of the reply.
 
         A group that is not leased, or not signed by the leaseholder, is rejected and changes nothing.
         """
+        rollouts = rows.rollouts
         with self._changed:
             entry = self._queue.entries.get(key)
             if entry is None or entry.state is not State.LEASED:
@@ -132,13 +141,14 @@ class Submissions:
             holder = entry.worker
         # A forged submission must not cost the leaseholder its lease. One sample too many is enough to reject the group.
         signed = rollouts[: entry.group.num_samples + 1]
-        if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.signature_ok, signed)):
+        digests = [rollout_lib.digest(rollout) for rollout in rollouts]
+        if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.is_signed, signed, digests)):
             return self._not_leased(rollouts, "signature: not signed by the leaseholder; sign with its key")
         # A worker that was paused hands in late a group that it got again meanwhile: no fault, and not worth its new lease.
         found = {int(version) for rollout in signed for version in rollout.versions}
         if found != {entry.group.version} and len(found) == 1 and (holder, *found) in entry.earlier:
             return self._not_leased(rollouts)
-        digest = verdict_lib.group_digest(rollouts)
+        digest = verdict_lib.group_digest(rollouts, digests)
         with self._changed:
             if not self._queue.deliver(key, holder, rollouts, digest):
                 return self._not_leased(rollouts)
@@ -148,30 +158,53 @@ class Submissions:
                 return _known(self._void(self._queue.requeue(key)))
             if not verdict.accepted:
                 return _known(self._reject(key, verdict, is_fault=False))
-        return self._checkers.submit(holder, self._check, key, recorded)
+        reply: Future[str] = Future()
+        self._checkers.submit(holder, self._check, key, rows, recorded, reply).add_done_callback(
+            lambda check: reply.cancel() if check.cancelled() else None
+        )
+        return reply
 
     def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason: str = NOT_LEASED):
         with self._changed:
             self._counts["unleased"] += len(rollouts)
         return _known(f"refused: {reason}")
 
-    def _check(self, key: group_queue.Key, recorded: concurrent.futures.Future) -> str:
-        """Checks a submitted group without weights; rejects it, quarantines it, or lets it pass. Returns the reply, when it is `recorded`."""
+    def _check(self, key: group_queue.Key, rows: parquet.Rows, recorded: Future, reply: Future) -> None:
+        """Checks a submitted group without weights, and has it decided on when that is recorded and the group is on disk.
+
+        The thread does not wait for the disk: one write may take many groups.
+        """
+
+        def decide(durable: Future) -> None:
+            try:
+                durable.result()
+                with self._changed:
+                    reply.set_result(self._conclude(key, entry, verdict, scores))
+            except BaseException as error:
+                self._fail(error)
+                reply.set_exception(error)
+
         try:
             with self._changed:
                 entry = self._queue.entries[key]
             verdict, scores = self._check_group_without_weights(entry.rollouts, key[0])
-            recorded.result()
-            with self._changed:
-                if self._queue.entries.get(key) is not entry:
-                    return VOID
-                if not verdict.accepted:
-                    return self._reject(key, verdict, is_fault=True)
-                entry.scores = scores
-                return self._quarantine_or_pass(entry)
+            if verdict.accepted and key[0] == "train":
+                kept = {"group": dataclasses.asdict(entry.group), "worker": entry.worker, "digest": entry.digest}
+                kept["scores"] = [[sample, own] for sample, own in scores.items()]
+                recorded = self._log.append(key[1], kept, rows, after=recorded)
+            recorded.add_done_callback(decide)
         except BaseException as error:  # ends the run: no worker is to blame for it
             self._fail(error)
-            raise
+            reply.set_exception(error)
+
+    def _conclude(self, key: group_queue.Key, entry: group_queue.Entry, verdict: checks.Verdict, scores) -> str:
+        """Rejects a group that was checked without weights, quarantines it, or lets it pass. Returns the reply. The caller has the lock."""
+        if self._queue.entries.get(key) is not entry:
+            return VOID
+        if not verdict.accepted:
+            return self._reject(key, verdict, is_fault=True)
+        entry.scores = scores
+        return self._quarantine_or_pass(entry)
 
     def _quarantine_or_pass(self, entry: group_queue.Entry) -> str:
         """Quarantines a checked group, or lets it pass: a held-out group, or one of a trusted worker that is not drawn."""
@@ -276,7 +309,7 @@ class Submissions:
             self._on_caught(f"worker {worker[:16]} failed a check; {where}; an earlier checkpoint is without them")
 
 
-def _known(reply: str) -> concurrent.futures.Future[str]:
-    future = concurrent.futures.Future()
+def _known(reply: str) -> Future[str]:
+    future = Future()
     future.set_result(reply)
     return future

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from inference.rollouts import rollout as rollout_lib
@@ -69,9 +69,11 @@ class SignedVerdict:
         return verdict
 
 
-def group_digest(rollouts: Sequence[rollout_lib.Rollout]) -> str:
-    """Returns the SHA-256, in hex, of the contents that a group's worker signed: the digests of its valid rollouts in order of sample."""
-    hasher = hashlib.sha256(b"intellax/group/1")
-    for rollout in sorted(rollouts, key=lambda rollout: rollout.sample):
-        hasher.update(rollout_lib.digest(rollout))
-    return hasher.hexdigest()
+def group_digest(rollouts: Sequence[rollout_lib.Rollout], digests: Iterable[bytes] | None = None) -> str:
+    """Returns the SHA-256, in hex, of the contents that a group's worker signed: the digests of its valid rollouts in order of sample.
+
+    `digests` are those of the rollouts, if they are known.
+    """
+    known = zip(rollouts, digests or map(rollout_lib.digest, rollouts), strict=True)
+    ordered = sorted(known, key=lambda one: one[0].sample)
+    return hashlib.sha256(b"intellax/group/1" + b"".join(digest for _, digest in ordered)).hexdigest()

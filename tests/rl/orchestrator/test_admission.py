@@ -72,7 +72,7 @@ def deliver(orchestrator, key, group, **changes):
     """The reply to the group's rollouts, once its verdict is known."""
     version = group.version if group.version >= 0 else None
     rollouts = [rollout_lib.sign(r, key) for r in answers(group, version, **changes)]
-    (future,) = orchestrator.submit(rollouts).values()
+    (future,) = orchestrator.submit(parquet.Rows(parquet.to_table(rollouts), rollouts)).values()
     verdict = future.result(WAIT_S)
     validators.settled(orchestrator, WAIT_S)
     return verdict

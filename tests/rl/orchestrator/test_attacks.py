@@ -166,7 +166,7 @@ def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_h
                 run._health.verified(CHEAT.worker)
                 run._health.accepted(CHEAT.worker, ("train", 0, 0))
         for group in run.lease(CHEAT.worker, 64):
-            found = run.submit(signed(forged(group), CHEAT))
+            found = run.submit(parquet.decode(parquet.to_bytes(signed(forged(group), CHEAT))))
             assert [future.result(WAIT_S) for future in found.values()][0] in ("accepted", "quarantined")
             if not run._submissions._draw(group.key) >= 32 / (32 + num_honest):
                 break

@@ -118,7 +118,7 @@ def submit(orchestrator, rollouts, key=KEY):
 
 def hand_in(orchestrator, rollouts):
     """The verdicts on a file of these."""
-    found = orchestrator.submit(parquet.from_bytes(parquet.to_bytes(rollouts)))
+    found = orchestrator.submit(parquet.decode(parquet.to_bytes(rollouts)))
     return {name: future.result(WAIT_S) for name, future in found.items()}
 
 
