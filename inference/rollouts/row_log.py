@@ -35,7 +35,7 @@ class RowLog:
     """
 
     def __init__(self, directory: pathlib.Path, on_failure: Callable[[BaseException], Any] = lambda error: None):
-        self._directory, self._on_failure = directory, on_failure
+        self.directory, self._on_failure = directory, on_failure
         self._lock = threading.Lock()  # of `_waiting`
         self._waiting: list[tuple[int, bytes, futures.Future | None, futures.Future[None]]] = []
         self._files: dict[int, int] = {}  # step -> descriptor; of the writer alone
@@ -45,8 +45,8 @@ class RowLog:
     def close(self) -> None:
         """Waits until all records are durable, and closes the files."""
         self._writer.shutdown()
-        for file in self._files.values():
-            os.close(file)
+        while self._files:
+            os.close(self._files.popitem()[1])
 
     def append(
         self, step: int, head: dict, rows: parquet.Rows | None = None, *, after: futures.Future | None = None
@@ -64,7 +64,7 @@ class RowLog:
 
     def steps(self) -> list[int]:
         """Returns the steps that have a file, in order."""
-        names = (re.fullmatch(r"step_(\d+)\.log", path.name) for path in self._directory.glob("step_*.log"))
+        names = (re.fullmatch(r"step_(\d+)\.log", path.name) for path in self.directory.glob("step_*.log"))
         return sorted(int(name[1]) for name in names if name)
 
     def read(self, step: int) -> Iterator[tuple[dict, parquet.Rows | None]]:
@@ -79,7 +79,7 @@ class RowLog:
         self._writer.submit(self._remove, step).result()
 
     def _path(self, step: int) -> pathlib.Path:
-        return self._directory / f"step_{step}.log"
+        return self.directory / f"step_{step}.log"
 
     def _write(self) -> None:
         """Writes the records that wait; called once for each, it often finds none."""

@@ -22,7 +22,7 @@ from typing import Any
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
-from rl.ledger import storage, task_ranges
+from rl.ledger import run_rules, storage, task_ranges
 from rl.protocol import verdict as verdict_lib
 
 MAX_COMMIT = 1024  # events
@@ -67,6 +67,11 @@ class RunLedger(contextlib.AbstractContextManager):
         """The workers that were ejected, also before a resume: a lease for one of them cannot be recorded."""
         with self._lock:
             return frozenset(self._ejected)
+
+    @property
+    def run(self) -> run_rules.RunState:
+        """The state of the run after the events that are durable: read it after `flush`, and while nothing else records events."""
+        return self._ledger.state.run
 
     def flush(self) -> None:
         """Blocks until all earlier events are durable. Raises the error if one of them could not be recorded."""
@@ -188,6 +193,7 @@ class RunLedger(contextlib.AbstractContextManager):
 class NoLedger:
     """Takes the events of rollouts that train nothing, as in an evaluation, and keeps none of them."""
 
+    run = run_rules.RunState()
     refusals: Mapping[str, int] = {}
     ejected_workers: frozenset[str] = frozenset()
 

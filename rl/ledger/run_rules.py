@@ -47,6 +47,7 @@ class RunState:
     def __init__(self):
         self.run = ""  # the public key of the run since the last resume
         self.step = 0  # of the last batch, or of the checkpoint that was resumed from
+        self.batch: dict[tuple[int, int], str] = {}  # (step, group) -> "verified" or "trusted", of the last batch
         self.published: dict[tuple[int, int], str] = {}  # (epoch, version) -> manifest digest; without void ones
         self.epoch = -1  # of the newest version
         self.validators: frozenset[str] = frozenset()
@@ -61,6 +62,13 @@ class RunState:
         self._caught: dict[str, int] = {}  # worker -> the number of the event
         # Worker -> steps trained on unverified groups of it.
         self._trusted: dict[str, set[int]] = collections.defaultdict(set)
+
+    def submission(self, step: int, group: int) -> tuple[str, bool] | None:
+        """Returns (digest, has a quorum accepted it) of a submission that no batch has taken; None if there is none, or it was refused."""
+        found = self._open.get(step, {}).get(group)
+        if found is None or not found.digest or found.is_refused:
+            return None
+        return found.digest, sum(found.votes.values()) >= self.quorum
 
     def refusal(self, event: events.Event, keeper: str) -> str | None:
         """Returns the rule that a run's event would break, or None."""
@@ -159,7 +167,7 @@ class RunState:
         return self._open.get(fields["step"], {}).get(fields["group"])
 
     def _resume(self, step: int) -> None:
-        self._has_begun, self.step = True, step
+        self._has_begun, self.step, self.batch = True, step, {}
         self._open.clear()
         self.published = {name: digest for name, digest in self.published.items() if name[1] < step}
         for steps in self._trusted.values():
@@ -167,6 +175,7 @@ class RunState:
 
     def _take(self, fields: dict) -> None:
         self._has_begun, self.step = True, fields["step"]
+        self.batch = {name: basis for basis in ("verified", "trusted") for name in _groups(fields[basis])}
         groups = self._open.pop(self.step)
         for _, number in _groups(fields["trusted"]):
             self._trusted[groups[number].worker].add(self.step)

@@ -254,6 +254,14 @@ class GroupQueue:
         self._submit(key, *delivered)
         return Delivery.TAKEN
 
+    def restore(
+        self, group: task_schedule.Group, worker: str, rollouts: Sequence[rollout_lib.Rollout], digest: str
+    ) -> Entry:
+        """Makes an open group SUBMITTED with rollouts that were delivered before a restart; returns its entry."""
+        lease = Lease(group, worker, -math.inf, -math.inf)
+        self._submit(group.key, lease, sorted(rollouts, key=lambda r: r.sample), digest)
+        return self.entries[group.key]
+
     def quarantine(self, key: Key) -> None:
         """Moves a submitted group to QUARANTINED, where it waits for a verdict."""
         self._move(key, State.QUARANTINED)

@@ -17,6 +17,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import itertools
+import json
 import math
 import pathlib
 import threading
@@ -48,6 +49,7 @@ from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, role_metrics, sockets
 
+STATES = "states.json"  # in the directory of the log: of the last two batches
 WAIT_NOTICE_S = 30.0
 MAX_FAREWELL_S = 20.0
 LATENCIES = ("lease", "submit", "update")  # of /metrics; a lease without its wait for work
@@ -124,6 +126,10 @@ class Orchestrator:
         rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
         attempts = config.trust.max_attempts
         self._records = records or server_records.ServerRecords(config.topology.server_keys, attempts, **rates)
+        self._kept: dict[group_queue.Key, submissions.Kept] = {}  # of the log, until the first policy is published
+        self._recorded: dict[
+            int, list[group_queue.Entry]
+        ] = {}  # the ledger's last batch, if it may not have been returned
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
         self._totals: collections.Counter[str] = collections.Counter()  # of `_counts`, until they were taken last
@@ -174,15 +180,19 @@ class Orchestrator:
         self._submissions.close()
         self._log.close()
 
-    def resume(self, step: int, state: dict | None = None) -> None:
-        """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved `state(step)`, if any."""
+    def resume(self, step: int, state: dict | None = None, later: dict | None = None) -> None:
+        """Continues a run after batch `step`, whose groups are not opened again. `state` is the saved `state(step)`, if any.
+
+        `later` is the state of the batch after, if this run's ledger has it; the learner may not have received it.
+        """
         self._submissions.resume()
+        self._kept = submissions.read_kept(self._log)
         with self._changed:
             self._opened_step = step
-            if state:
-                self._health.restore(state["standing"])
-                self._records.restore(state.get("servers", {}))
-                self._states[step] = state
+            self._states = {n: s for n, s in ((step, state), (step + 1, later)) if s}
+            if newest := later or state:
+                self._health.restore(newest["standing"])
+                self._records.restore(newest.get("servers", {}))
             # The ledger has the marks since the checkpoint.
             self._health.remember(self._ledger.refusals, self._ledger.ejected_workers)
 
@@ -197,13 +207,21 @@ class Orchestrator:
             self._policy, self._published_s = policy, time.monotonic()
             if policy.epoch != self._queue.epoch:
                 self._submissions.begin_epoch(policy.epoch)
+                self._restore(policy.epoch)
         self.nodes.announce(policy)
 
     def next_batch(self, step: int) -> Batch:
-        """Blocks until all groups of batch `step` (1-based) are accepted; returns the batch. Raises the error given to `fail`."""
+        """Blocks until all groups of batch `step` (1-based) are accepted; returns the batch. Raises the error given to `fail`.
+
+        After a restart, the last batch in the ledger is returned again if the learner asks for it.
+        """
         with self._changed:  # no verdict may be recorded between the two
-            taken = self._collect([group.key for group in task_schedule.train_groups(self._config, step)], step)
-            recorded = self._record_batch(step, taken)
+            taken, recorded = self._recorded.pop(step, None), None
+            if taken is None:
+                taken = self._collect([group.key for group in task_schedule.train_groups(self._config, step)], step)
+                recorded = self._record_batch(step, taken)
+            elif step not in self._states:
+                self._mark(step, taken)
         self._write_batch(step, taken)
         groups = [_rewarded(entry) for entry in taken]
         rollouts = [rollout for group in groups for rollout in group]
@@ -211,7 +229,9 @@ class Orchestrator:
         lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
         metrics = _describe(rollouts) | {"rollout/zero_advantage_frac": flat}
         metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
-        recorded.result()
+        if recorded:
+            recorded.result()
+        self._save_states()
         return Batch(trees, metrics | self._take_counts(), groups)
 
     def state(self, step: int) -> dict:
@@ -428,17 +448,44 @@ class Orchestrator:
                     continue
                 taken = self._queue.take(keys)
                 if step is not None:  # held-out groups train nothing
-                    for entry in taken:
-                        if not entry.is_verified:
-                            self._health.trained_unverified(entry.worker, step)
-                            self._records.trained_unverified(entry.rollouts, step)
-                            self._counts["unverified"] += len(entry.rollouts)
-                    state = {"standing": self._health.state(), "evidence": self._evidence(step)}
-                    state["servers"] = self._records.state()
-                    self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
+                    self._mark(step, taken)
                 self._wanted = None
                 self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
                 return taken
+
+    def _mark(self, step: int, taken: list[group_queue.Entry]) -> None:
+        """Records the unverified groups that batch `step` trains on, and the state as of its hand-off. The caller has the lock."""
+        for entry in taken:
+            if not entry.is_verified:
+                self._health.trained_unverified(entry.worker, step)
+                self._records.trained_unverified(entry.rollouts, step)
+                self._counts["unverified"] += len(entry.rollouts)
+        state = {"standing": self._health.state(), "evidence": self._evidence(step), "servers": self._records.state()}
+        self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
+
+    def _save_states(self) -> None:
+        with self._changed:
+            states = json.dumps(self._states)
+        atomic_file.write(self._workdir / "rollouts" / "open" / STATES, states.encode())
+
+    def _restore(self, epoch: int) -> None:
+        """Takes the groups of the log that are of this epoch, after a restart; all others are made again. The caller has the lock."""
+        kept, self._kept = self._kept, {}
+        kept = {key: one for key, one in kept.items() if all(r.epoch == epoch for r in one.rollouts)}
+        run = self._ledger.run
+        if run.batch and run.step == self._opened_step + 1:  # recorded, but maybe not returned
+            keys = [("train", *name) for name in sorted(run.batch)]
+            if missing := [key for key in keys if key not in kept]:
+                found = f"batch {run.step} is in the ledger, and {len(missing)} of its groups are not in {self._log.directory}"
+                raise ValueError(f"{found}; put the directory back, or start the learner again")
+            self._recorded[run.step] = [_entry(kept.pop(key), run.batch[key[1:]] == "verified") for key in keys]
+            self._opened_step = run.step
+        last = max((step for _, step, _ in kept if step > self._opened_step), default=0)
+        for step in range(self._opened_step + 1, last + 1):
+            self._queue.add(task_schedule.train_groups(self._config, step))
+        self._opened_step = max(self._opened_step, last)
+        for one in kept.values():
+            self._submissions.restore(one)
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Returns True if `condition` became true in time; raises the error given to `fail`, if any. Call it under the lock."""
@@ -483,6 +530,13 @@ def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
         "rollout/score_error_frac": float(np.mean([r.rewards.get("error", 0.0) > 0 for r in rollouts])),
         "rollout/num_tokens": float(lengths.sum()),
     }
+
+
+def _entry(kept: submissions.Kept, is_verified: bool) -> group_queue.Entry:
+    """Returns a group that a batch had taken before a restart."""
+    entry = group_queue.Entry(kept.group, State.ELIGIBLE, kept.worker, digest=kept.digest, is_verified=is_verified)
+    entry.rollouts, entry.scores = sorted(kept.rollouts, key=lambda rollout: rollout.sample), kept.scores
+    return entry
 
 
 def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:

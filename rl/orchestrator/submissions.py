@@ -23,7 +23,7 @@ from inference.server import fair_pool
 from rl.ledger import run_ledger
 from rl.orchestrator import group_queue, server_records, verdict_collector, worker_health
 from rl.orchestrator.group_queue import State
-from rl.protocol import check_rate, timeline
+from rl.protocol import check_rate, task_schedule, timeline
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, responsibility
 from rl.verification import rules as rules_lib
@@ -36,6 +36,32 @@ NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a sc
 CheckGroupWithoutWeights = Callable[
     [Sequence[rollout_lib.Rollout], str], tuple[checks.Verdict, Mapping[int, Mapping[str, float] | None]]
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A training group in the log: submitted by `worker`, and checked without weights."""
+
+    group: task_schedule.Group
+    worker: str
+    digest: str
+    scores: Mapping[int, Mapping[str, float] | None]
+    rollouts: list[rollout_lib.Rollout]
+
+    def to_json(self) -> dict:
+        """Returns all but the rollouts as a JSON object, for `read`."""
+        named = {"group": dataclasses.asdict(self.group), "worker": self.worker, "digest": self.digest}
+        return named | {"scores": [*self.scores.items()]}
+
+
+def read_kept(log: row_log.RowLog) -> dict[group_queue.Key, Kept]:
+    """Returns the last record of each group in a log."""
+    found = {}
+    for step in log.steps():
+        for head, rows in log.read(step):
+            group, rollouts = task_schedule.Group(**head["group"]), rows.rollouts if rows else []
+            found[group.key] = Kept(group, head["worker"], head["digest"], dict(head["scores"]), rollouts)
+    return found
 
 
 class Submissions:
@@ -114,6 +140,23 @@ class Submissions:
         for entry in self._queue.begin_epoch(epoch):
             self._void(entry)
 
+    def restore(self, kept: Kept) -> None:
+        """Takes a group that was submitted and checked before a restart, if the ledger still has it. The caller has the lock.
+
+        Groups without a verdict are drawn again: the restart has other draws, by which an auditor judges the batch.
+        """
+        known = self._ledger.run.submission(kept.group.step, kept.group.group)
+        entry = self._queue.entries.get(kept.group.key)
+        if known and known[0] == kept.digest and entry and entry.state is State.OPEN:
+            entry = self._queue.restore(kept.group, kept.worker, kept.rollouts, kept.digest)
+            entry.scores = kept.scores
+            if not known[1]:
+                self._quarantine_or_pass(entry)
+                return
+            self._queue.quarantine(kept.group.key)
+            self._queue.accept(kept.group.key)
+            self._accepted(entry)
+
     def _void(self, entry: group_queue.Entry) -> str:
         """Counts a group whose work is of another epoch; the queue has opened it again. Returns the reply."""
         self._counts["void_epoch"] += len(entry.rollouts)
@@ -189,9 +232,8 @@ class Submissions:
                 entry = self._queue.entries[key]
             verdict, scores = self._check_group_without_weights(entry.rollouts, key[0])
             if verdict.accepted and key[0] == "train":
-                kept = {"group": dataclasses.asdict(entry.group), "worker": entry.worker, "digest": entry.digest}
-                kept["scores"] = [[sample, own] for sample, own in scores.items()]
-                recorded = self._log.append(key[1], kept, rows, after=recorded)
+                kept = Kept(entry.group, entry.worker, entry.digest, scores, [])
+                recorded = self._log.append(key[1], kept.to_json(), rows, after=recorded)
             recorded.add_done_callback(decide)
         except BaseException as error:  # ends the run: no worker is to blame for it
             self._fail(error)

@@ -1,0 +1,165 @@
+"""An orchestrator that is killed at any moment: groups that were taken are not made again, and none is trained on twice.
+
+A kill is a copy of its files at that moment, on which the next process starts.
+"""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+from configs import quickstart
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import experiment
+from rl.ledger import run_ledger
+from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator import verdict_collector
+from rl.protocol import timeline
+from rl.verification import checks
+from tests.support import ledgers, validators
+from tests.support.groups import answers
+
+KEY, RUN = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
+WAIT_S = 60
+
+
+def screened(rollouts, split):
+    return checks.OK, {r.sample: {"reward": r.sample + 0.5} for r in rollouts}
+
+
+class Process:
+    """One process of an orchestrator on the files in `path`, with `rate` as the rate of replays, and all that it replayed."""
+
+    def __init__(self, path: pathlib.Path, rate: float = 1e-9, **changes):
+        config = quickstart.get_config()
+        config.rl.prompts_per_step, config.rl.samples_per_prompt, config.rl.num_steps = 3, 2, 10
+        config.rl.advantage, config.rl.max_lag = "group_mean", 1
+        config.trust.min_rate = config.trust.invited_rate = rate
+        exp, self.replayed, self.path = experiment.resolve(config), [], path
+        self.ledger = run_ledger.RunLedger(path / "ledger.db", RUN, RUN.worker)
+        verdicts = verdict_collector.VerdictCollector(RUN, self._replay)
+        options = dict(credit=exp.credit, key=RUN, secret=b"secret", invited=(KEY.worker,), ledger=self.ledger)
+        options |= {"check_group_without_weights": screened} | changes
+        self.orchestrator = orchestrator_lib.Orchestrator(exp.config, path, verdicts=verdicts, **options)
+
+    def _replay(self, groups):
+        self.replayed += [group[0].task.group for group in groups]
+        return [checks.OK] * len(groups)
+
+    def resume(self, step, policy):
+        states = self.path / "rollouts" / "open" / orchestrator_lib.STATES
+        saved = json.loads(states.read_text()) if states.exists() else {}
+        self.orchestrator.resume(step, saved.get(str(step)), saved.get(str(step + 1)))
+        self.orchestrator.publish(policy)
+
+    def answer(self, count):
+        """Leases `count` groups and hands them in; returns their numbers."""
+        groups = self.orchestrator.lease(KEY.worker, count)
+        rollouts = [rollout_lib.sign(r, KEY) for group in groups for r in answers(group)]
+        for future in self.orchestrator.submit(parquet.decode(parquet.to_bytes(rollouts))).values():
+            assert future.result(WAIT_S) in ("accepted", "quarantined")
+        return [group.group for group in groups]
+
+    def batch(self, step):
+        """Batch `step` as bytes, to be compared."""
+        batch = self.orchestrator.next_batch(step)
+        arrays = [tree.prompt for tree in batch.trees]
+        arrays += [getattr(b, name) for t in batch.trees for b in t.branches for name in ("tokens", "advantage")]
+        return [np.asarray(array).tobytes() for array in arrays]
+
+    def end(self):
+        self.orchestrator._submissions.close()
+        self.orchestrator._log.close()
+        self.ledger.__exit__()
+
+
+@pytest.fixture
+def start(tmp_path):
+    running = []
+
+    def start(*args, killed: Process | None = None, **options):
+        path = tmp_path / str(len(running))
+        if killed:
+            killed.ledger.flush()
+            shutil.copytree(killed.path, path)
+        path.mkdir(exist_ok=True)
+        running.append(Process(path, *args, **options))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.end()
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1.0])
+def test_a_killed_orchestrator_goes_on_with_the_groups_that_it_took(start, rate):
+    first = start(rate)
+    first.ledger.resumed(0)
+    first.resume(0, timeline.Policy(4, 0))
+    assert first.answer(2) == [0, 1]
+    validators.settled(first.orchestrator)
+    second = start(rate, killed=first)
+    second.resume(0, timeline.Policy(4, 0))
+    validators.settled(second.orchestrator)
+    assert second.replayed == [] and second.answer(9) == [2, 3, 4, 5]  # 0 and 1 are not made again, or replayed
+    assert first.answer(1) == [2]
+    expected = first.batch(1)
+    assert second.batch(1) == expected
+    # Killed after the batch is in the ledger, before or after the learner has it.
+    for killed, received in ((second, 0), (second, 1)):
+        third = start(rate, killed=killed)
+        third.resume(received, timeline.Policy(4, 0))
+        third.ledger.flush()
+        if not received:
+            assert third.batch(1) == expected
+        assert third.orchestrator.state(1) == second.orchestrator.state(1) != {}
+        third.orchestrator.publish(timeline.Policy(4, 1))
+        assert third.batch(2) and third.answer(9) == [6, 7, 8]
+    third.ledger.flush()
+    assert ledgers.verify(third.path / "ledger.db").error is None
+    kept = {len(parquet.read(path)) for path in third.path.glob("rollouts/step_*/accepted.parquet")}
+    assert kept == {6} and third.orchestrator._log.steps() == [2, 3]
+
+
+def test_work_of_an_earlier_epoch_is_made_again(start):
+    first = start()
+    first.ledger.resumed(0)
+    first.resume(0, timeline.Policy(4, 0))
+    first.answer(2)
+    second = start(killed=first)  # with a learner that started again
+    second.ledger.resumed(0)
+    second.resume(0, timeline.Policy(5, 0))
+    assert second.answer(9) == [0, 1, 2, 3, 4, 5]
+    assert second.batch(1)
+
+
+def test_a_group_that_only_trust_let_pass_is_replayed_once_its_worker_is_caught(start):
+    first = start()
+    first.ledger.resumed(0)
+    first.resume(0, timeline.Policy(4, 0))
+    first.answer(2)
+    (third,) = first.orchestrator.lease(KEY.worker, 1)
+    bad = [rollout_lib.sign(r, KEY) for r in answers(third)]
+    first.orchestrator._submissions._verdicts.ask = lambda *_: None  # killed before any verdict
+    first.orchestrator._submissions._check_group_without_weights = lambda *_: (checks.Verdict("prompt", "bad"), {})
+    (reply,) = first.orchestrator.submit(parquet.decode(parquet.to_bytes(bad))).values()
+    assert reply.result(WAIT_S).startswith("refused")
+    second = start(killed=first)
+    second.resume(0, timeline.Policy(4, 0))
+    validators.settled(second.orchestrator)
+    assert sorted(second.replayed) == [0, 1]
+
+
+def test_a_log_that_lacks_the_ledgers_batch_is_refused(start):
+    first = start()
+    first.ledger.resumed(0)
+    first.resume(0, timeline.Policy(4, 0))
+    first.answer(3)
+    first.batch(1)
+    second = start(killed=first)
+    second.orchestrator._log.remove(1)
+    with pytest.raises(ValueError, match="batch 1 is in the ledger, and 3 of its groups are not in"):
+        second.resume(0, timeline.Policy(4, 0))
