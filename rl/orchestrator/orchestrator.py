@@ -24,14 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
-
 from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
 from models import hub
 from rl.batch import credit as credit_lib
-from rl.batch import packing
+from rl.batch import training_batch
 from rl.ledger import run_ledger, run_rules
 from rl.orchestrator import (
     admission,
@@ -53,15 +51,6 @@ STATES = "states.json"  # in the directory of the log: of the last two batches
 WAIT_NOTICE_S = 30.0
 MAX_FAREWELL_S = 20.0
 LATENCIES = ("lease", "submit", "update")  # of /metrics; a lease without its wait for work
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """One training batch: token trees for the learner to pack into rows, metrics of the batch, and its rollouts by group."""
-
-    trees: list[packing.Tree]
-    metrics: dict[str, float]
-    groups: list[list[rollout_lib.Rollout]]
 
 
 class Orchestrator:
@@ -186,8 +175,8 @@ class Orchestrator:
         `later` is the state of the batch after, if this run's ledger has it; the learner may not have received it.
         """
         self._submissions.resume()
-        self._kept = submissions.read_kept(self._log)
         with self._changed:
+            self._kept = submissions.read_kept(self._log)
             self._opened_step = step
             self._states = {n: s for n, s in ((step, state), (step + 1, later)) if s}
             if newest := later or state:
@@ -210,7 +199,7 @@ class Orchestrator:
                 self._restore(policy.epoch)
         self.nodes.announce(policy)
 
-    def next_batch(self, step: int) -> Batch:
+    def next_batch(self, step: int) -> training_batch.Batch:
         """Blocks until all groups of batch `step` (1-based) are accepted; returns the batch. Raises the error given to `fail`.
 
         After a restart, the last batch in the ledger is returned again if the learner asks for it.
@@ -223,16 +212,11 @@ class Orchestrator:
             elif step not in self._states:
                 self._mark(step, taken)
         self._write_batch(step, taken)
-        groups = [_rewarded(entry) for entry in taken]
-        rollouts = [rollout for group in groups for rollout in group]
-        trees, flat = self._credit.assign(groups)
-        lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
-        metrics = _describe(rollouts) | {"rollout/zero_advantage_frac": flat}
-        metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
         if recorded:
             recorded.result()
         self._save_states()
-        return Batch(trees, metrics | self._take_counts(), groups)
+        groups = [training_batch.rewarded(entry.rollouts, entry.scores) for entry in taken]
+        return training_batch.assemble(step, groups, self._credit, self._take_counts())
 
     def state(self, step: int) -> dict:
         """Returns the marks against workers at the return of batch `step`, as JSON for `resume`; {} if it is not one of the last two."""
@@ -245,7 +229,8 @@ class Orchestrator:
         with self._changed:
             self._wait_for(lambda: self._version >= version)
             self._queue.add(groups, first=True)  # before training groups: the servers' version moves on
-        return [_rewarded(entry) for entry in self._collect([group.key for group in groups], None)]
+        taken = self._collect([group.key for group in groups], None)
+        return [training_batch.rewarded(entry.rollouts, entry.scores) for entry in taken]
 
     def fail(self, error: BaseException) -> None:
         """Makes waiting and later calls of the learner raise `error`, such as the death of a child process."""
@@ -518,35 +503,8 @@ class Orchestrator:
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}
 
 
-def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
-    lengths = np.array([int(r.sampled_mask.sum()) for r in rollouts])
-    rewards = np.array([r.reward for r in rollouts])
-    return {
-        "rollout/reward": float(rewards.mean()),
-        "rollout/reward_std": float(rewards.std()),
-        "rollout/response_length": float(lengths.mean()),
-        "rollout/response_length_max": float(lengths.max()),
-        "rollout/truncated_frac": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-        "rollout/score_error_frac": float(np.mean([r.rewards.get("error", 0.0) > 0 for r in rollouts])),
-        "rollout/num_tokens": float(lengths.sum()),
-    }
-
-
 def _entry(kept: submissions.Kept, is_verified: bool) -> group_queue.Entry:
     """Returns a group that a batch had taken before a restart."""
     entry = group_queue.Entry(kept.group, State.ELIGIBLE, kept.worker, digest=kept.digest, is_verified=is_verified)
     entry.rollouts, entry.scores = sorted(kept.rollouts, key=lambda rollout: rollout.sample), kept.scores
     return entry
-
-
-def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
-    """Returns the rollouts of a group with the rewards that we recomputed, 0 where there was no time; else a claim could break ties."""
-    out = []
-    for one in entry.rollouts:
-        if one.sample in entry.scores:
-            scores = entry.scores[one.sample] or dict.fromkeys([*one.rewards, "reward"], 0.0)
-            one = dataclasses.replace(
-                one, reward=scores["reward"], rewards={name: scores[name] for name in one.rewards}
-            )
-        out.append(one)
-    return out

@@ -131,7 +131,7 @@ class Submissions:
         A training group that is not refused is on disk when its future is set.
         """
         by_key: dict[group_queue.Key, list[int]] = collections.defaultdict(list)
-        for row, rollout in enumerate(rows.rollouts):
+        for row, rollout in sorted(enumerate(rows.rollouts), key=lambda one: one[1].sample):
             by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(row)
         return {"/".join(map(str, key)): self._deliver(key, rows.take(group)) for key, group in by_key.items()}
 

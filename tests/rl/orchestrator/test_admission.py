@@ -363,7 +363,7 @@ def test_floods_and_old_sessions_over_http(make, monkeypatch):
         assert evil.post("/lease", json=stale).status_code == 409
         submission = signed_http.submission(key, lease_lib.Session.open(session.run), b"body")
         assert evil.post("/submit", **submission).status_code == 409
-        monkeypatch.setattr(parquet, "from_bytes", lambda body, **limits: pytest.fail("decoded"))
+        monkeypatch.setattr(parquet, "decode", lambda body, **limits: pytest.fail("decoded"))
         reply = evil.post("/submit", **signed_http.submission(STRANGER, session, b"PAR1"))  # a key without a lease
         assert reply.json() == {"verdicts": {"every group": "refused: not leased (or already submitted)"}}
         deep = '{"returned": ' + "[" * 4000 + "]" * 4000 + "}"  # nothing but the size and the form is read

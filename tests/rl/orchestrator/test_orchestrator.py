@@ -572,9 +572,9 @@ def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
 
 
 def test_what_one_address_makes_us_decode_stops_no_other(make, monkeypatch):
-    orchestrator, go_on, decode = make(), threading.Event(), parquet.from_bytes
+    orchestrator, go_on, decode = make(), threading.Event(), parquet.decode
     limited = lambda body, **limits: decode(body, **limits) if body != b"slow" or go_on.wait(WAIT_S) else []  # noqa: E731
-    monkeypatch.setattr(parquet, "from_bytes", limited)
+    monkeypatch.setattr(parquet, "decode", limited)
     url = orchestrator.serve()
     publish(orchestrator, 0)
 

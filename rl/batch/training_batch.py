@@ -1,0 +1,58 @@
+"""The batch of one train step: its token trees, its metrics, and its rollouts by group."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from inference.rollouts import rollout as rollout_lib
+from rl.batch import credit as credit_lib
+from rl.batch import packing
+
+Scores = Mapping[int, Mapping[str, float] | None]  # by sample; None: there was no time
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One training batch: token trees for the learner to pack into rows, metrics of the batch, and its rollouts by group."""
+
+    trees: list[packing.Tree]
+    metrics: dict[str, float]
+    groups: list[list[rollout_lib.Rollout]]
+
+
+def rewarded(rollouts: Sequence[rollout_lib.Rollout], scores: Scores) -> list[rollout_lib.Rollout]:
+    """Returns the rollouts of a group with the rewards that we recomputed, 0 where there was no time; else a claim could break ties."""
+    out = []
+    for one in rollouts:
+        if one.sample in scores:
+            own = scores[one.sample] or dict.fromkeys([*one.rewards, "reward"], 0.0)
+            one = dataclasses.replace(one, reward=own["reward"], rewards={name: own[name] for name in one.rewards})
+        out.append(one)
+    return out
+
+
+def assemble(
+    step: int, groups: list[list[rollout_lib.Rollout]], credit: credit_lib.Credit, counts: dict[str, float]
+) -> Batch:
+    """Returns batch `step` of these groups; `counts` are more metrics of it."""
+    rollouts = [rollout for group in groups for rollout in group]
+    trees, flat = credit.assign(groups)
+    lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
+    metrics = _describe(rollouts) | {"rollout/zero_advantage_frac": flat}
+    metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
+    return Batch(trees, metrics | counts, groups)
+
+
+def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
+    lengths = np.array([int(r.sampled_mask.sum()) for r in rollouts])
+    rewards = np.array([r.reward for r in rollouts])
+    return {
+        "rollout/reward": float(rewards.mean()),
+        "rollout/reward_std": float(rewards.std()),
+        "rollout/response_length": float(lengths.mean()),
+        "rollout/response_length_max": float(lengths.max()),
+        "rollout/truncated_frac": float(np.mean([r.finish_reason == "length" for r in rollouts])),
+        "rollout/score_error_frac": float(np.mean([r.rewards.get("error", 0.0) > 0 for r in rollouts])),
+        "rollout/num_tokens": float(lengths.sum()),
+    }
