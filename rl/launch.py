@@ -146,8 +146,8 @@ def _start_here(experiment, workdir, weights, rollouts, start: Callable, stack: 
     control = stack.enter_context(sockets.private_path())
     file = run_directory.worker_key_file(workdir, SERVER)
     command = [*server_command(experiment, workdir, weights), "--control", control, "--key", str(file)]
-    url, key = _address(start, SERVER, command, workdir), rollout_lib.WorkerKey.load(file).worker
-    rollouts.nodes.add(nodes.StaticServer(url, f"unix:{control}", key=key))
+    server, key = _address(start, SERVER, command, workdir), rollout_lib.WorkerKey.load(file).worker
+    rollouts.nodes.add(nodes.StaticServer(server, f"unix:{control}", key=key))
     run = run_directory.signing_key(workdir).worker
     options = ["--orchestrator", url, "--run", run, "--sandbox", experiment.config.trust.sandbox]
     for file in _worker_keys(experiment.config, workdir):
