@@ -218,6 +218,8 @@ def get_config() -> config_dict.ConfigDict:
     p.control_token_file = ""  # remote: file with their token, created if absent; "": WORKDIR/control.token
     p.server_keys = ()  # remote: public keys (hex) of servers, relays, and validators that sign in (--orchestrator, --key)
     p.workers = ()  # remote: public keys (hex) of invited workers; trust.admission is the rule for others
+    # remote: URL of the control listener of `python -m rl.orchestrator`; "": the learner's process has the orchestrator.
+    p.orchestrator = ""
     # Several hosts: HOST:PORT of the first, whose next port must also be free; "": detected on TPU pods; "auto": detected by JAX.
     p.coordinator = ""
     p.num_processes = 0  # of the learner; 0: from the environment

@@ -27,6 +27,7 @@ from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
 from rl.learner import train_step
 from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator.remote import client
 from rl.reporting import metrics
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
@@ -37,7 +38,7 @@ NUM_SAMPLES_SHOWN = 12
 
 def held_out(
     exp: experiment.Experiment,
-    orchestrator: orchestrator_lib.Orchestrator,
+    orchestrator: orchestrator_lib.Orchestrator | client.RemoteOrchestrator,
     workdir: pathlib.Path,
     writer: metrics.MetricsWriter,
     progress: metrics.Progress,

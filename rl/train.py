@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -35,6 +36,8 @@ from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
 from rl.learner import optimizers, train_step
 from rl.learner import reference as reference_lib
+from rl.orchestrator import assembly
+from rl.orchestrator.remote import client
 from rl.protocol import timeline
 from rl.reporting import diagnostics, metrics
 from rl.verification import verifier
@@ -42,7 +45,7 @@ from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 from sharding.format import journal
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import role_metrics, sockets
+from sharding.system import role_metrics, secret_file, sockets
 
 
 def main() -> None:
@@ -62,7 +65,7 @@ def train(
     exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path, hosts: hosts_lib.Hosts
 ) -> pathlib.Path | None:
     """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than host 0."""
-    num_steps, layout = exp.config.rl.num_steps, exp.rollout_layout(mesh)
+    num_steps = exp.config.rl.num_steps
     adviser = diagnostics.Adviser()
     with _started(exp, mesh, workdir, hosts) as run:
         orchestrator, checkpointer = run.orchestrator, run.checkpointer
@@ -74,7 +77,7 @@ def train(
                 with _timed(times, "wait"):
                     batch = orchestrator.next_batch(step) if orchestrator else None
                 with _timed(times, "train_step"):
-                    packed = host_feed.place(batch.trees if batch else None, layout, mesh, hosts)
+                    packed = run.feed(step, batch)
                     if run.reference is not None:
                         packed = packed.replace(ref_logp=run.reference(packed))
                     with jax.transfer_guard("disallow"):
@@ -117,6 +120,7 @@ class _Run:
     step_fn: Callable
     reference: Callable | None
     orchestrator: Any
+    feed: Callable[[int, Any], packing.TrainBatch]  # (step, batch, None on hosts other than the first)
     checkpointer: checkpoint.Checkpointer
     publish: Callable[[Any, int], timeline.Policy]  # (params, version)
     host_state: Callable[[int], dict]
@@ -139,7 +143,8 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts)
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
         state, start, saved = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
-        ledger = stack.enter_context(_ledger(workdir, start, saved, hosts))
+        remote = stack.enter_context(_remote(exp, mesh, workdir, progress, hosts))
+        ledger = stack.enter_context(_ledger(exp, workdir, start, saved, hosts, remote))
         _forget_after(start, publisher, writer, hosts)  # then the manifests that anchor the ledger are gone
         publish = functools.partial(_publish, exp, workdir, publisher, ledger)
         publish(train_step.policy(learner, state), start)
@@ -164,6 +169,7 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
             step_fn=step_fn,
             reference=reference,
             orchestrator=orchestrator,
+            feed=_feed(remote, exp.rollout_layout(mesh), mesh, hosts),
             checkpointer=checkpointer,
             publish=publish,
             host_state=host_state,
@@ -249,10 +255,37 @@ def _forget_after(
     hosts.broadcast()
 
 
-def _ledger(workdir: pathlib.Path, start: int, saved: dict, hosts: hosts_lib.Hosts) -> Any:
+def _remote(exp, mesh: jax.sharding.Mesh, workdir: pathlib.Path, progress, hosts: hosts_lib.Hosts) -> Any:
+    """Returns the orchestrator of a process of its own as a context, or one that yields None if it runs in this process."""
+    topology = exp.config.topology
+    if not topology.orchestrator:
+        return contextlib.nullcontext()
+    return client.RemoteOrchestrator(
+        topology.orchestrator,
+        secret_file.read(assembly.token_file(exp.config, workdir)),
+        learner=hosts.broadcast(secrets.token_hex() if hosts.is_first else None),
+        layout=exp.rollout_layout(mesh),
+        patience_s=topology.patience_s,
+        say=progress.say,
+    )
+
+
+def _feed(remote: client.RemoteOrchestrator | None, layout: packing.Layout, mesh, hosts: hosts_lib.Hosts) -> Callable:
+    """Returns the function that puts the rows of a batch on the devices of all hosts."""
+    if remote is None:
+        return lambda step, batch: host_feed.place(batch.trees if batch else None, layout, mesh, hosts)
+    return lambda step, batch: host_feed.fetch(
+        batch and batch.num_micro_batches, functools.partial(remote.rows, step), layout, mesh, hosts
+    )
+
+
+def _ledger(exp, workdir: pathlib.Path, start: int, saved: dict, hosts: hosts_lib.Hosts, remote) -> Any:
     """Returns the run's ledger, which continues after step `start`; on hosts other than the first a context that yields None."""
     if not hosts.is_first:
         return contextlib.nullcontext()
+    if remote is not None:
+        remote.attach(experiment.fields(exp), start, saved.get("rollouts") or {}, saved.get("ledger"))
+        return contextlib.nullcontext(remote)
     ledger = run_directory.open_ledger(workdir, saved.get("ledger"))
     ledger.resumed(start)
     return ledger
@@ -302,7 +335,8 @@ def _metrics_served(address: str, writer: metrics.MetricsWriter, orchestrator) -
     def health() -> dict:
         return {"step": writer.last.get("step", 0.0), "waiting_for": orchestrator.waiting_for()}
 
-    return metrics_routes.serving(address, health, learned, orchestrator.metrics)
+    here = [orchestrator.metrics] if orchestrator.metrics else []  # else its own process serves them
+    return metrics_routes.serving(address, health, learned, *here)
 
 
 def _metrics(exp, step: int, learned: dict[str, float], batch, times: dict[str, float]) -> dict[str, float]:
@@ -310,7 +344,7 @@ def _metrics(exp, step: int, learned: dict[str, float], batch, times: dict[str, 
     per_s = batch.metrics["rollout/num_tokens"] / times["time/step_s"]
     values = learned | batch.metrics | times | {"time/tokens_per_s": per_s}
     values |= diagnostics.derived(values)
-    return values | diagnostics.of_groups(batch.groups, step=step, max_tokens=exp.config.sampling.max_tokens)
+    return values
 
 
 def _is_scored(config, step: int) -> bool:

@@ -2,14 +2,15 @@
 
 1. Only the first host has the rollouts, and packs them.
 2. Each other host is sent the rows that its devices need, of the micro-batches in use, and fills the rest with empty rows.
-3. Every host puts its rows on its devices; together these are the global arrays that the train step takes.
+3. If the rollouts are in another process (rl/orchestrator/remote), it packs them, and each host `fetch`es its rows from there.
+4. Every host puts its rows on its devices; together these are the global arrays that the train step takes.
 
 So only hosts that compute with a token receive it. A collective broadcast would send the whole batch to every host and
 through the memory of every device (9.7 GB in configs/intellect3.py).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -25,24 +26,43 @@ def place(
     if hosts.is_first:
         assert trees is not None
         batch = packing.pack(trees, layout)
-        hosts.scatter(lambda host: _cut(batch, layout, mesh, hosts.processes[host]))
+        hosts.scatter(lambda host: _part(batch, layout, regions(layout, mesh, hosts.processes[host])))
         return packing.place(batch, mesh)
     header, data = hosts.receive()
     return _assemble(header["num_micro_batches"], data, layout, mesh)
 
 
-def _cut(batch, layout, mesh, process: int) -> tuple[dict, list[np.ndarray]]:
+def fetch(
+    num_micro_batches: int | None,
+    read: Callable[[list[tuple[slice, slice]]], bytes],
+    layout: packing.Layout,
+    mesh: jax.sharding.Mesh,
+    hosts: hosts_lib.Hosts,
+) -> packing.TrainBatch:
+    """Reads this host's rows of a batch that another process packed; returns global arrays on `mesh`. All hosts must call it.
+
+    Only host 0 knows the number of micro-batches. `read(regions)` returns the bytes of `cut`.
+    """
+    used = hosts.broadcast(num_micro_batches)
+    return _assemble(used, read(regions(layout, mesh, jax.process_index())), layout, mesh)
+
+
+def cut(batch: packing.TrainBatch, layout: packing.Layout, regions: Sequence[tuple[slice, slice]]) -> list[np.ndarray]:
+    """Returns the (rows, columns) blocks of each array of a packed batch, of the micro-batches in use."""
     used = int(batch.num_micro_batches)
     arrays = (getattr(batch, name)[:used] for name in packing.empty_row(layout))
-    blocks = [np.ascontiguousarray(array[:, *region]) for array in arrays for region in _regions(layout, mesh, process)]
-    return {"num_micro_batches": used}, blocks
+    return [np.ascontiguousarray(array[:, *region]) for array in arrays for region in regions]
 
 
-def _assemble(used: int, data: bytearray, layout, mesh) -> packing.TrainBatch:
-    regions, offset, arrays = _regions(layout, mesh, jax.process_index()), 0, {}
+def _part(batch, layout, regions) -> tuple[dict, list[np.ndarray]]:
+    return {"num_micro_batches": int(batch.num_micro_batches)}, cut(batch, layout, regions)
+
+
+def _assemble(used: int, data: bytes | bytearray, layout, mesh) -> packing.TrainBatch:
+    own, offset, arrays = regions(layout, mesh, jax.process_index()), 0, {}
     for name, row in packing.empty_row(layout).items():
         shape, blocks = (layout.num_micro_batches, layout.rows, *row.shape), {}
-        for rows, columns in regions:
+        for rows, columns in own:
             size = rows.stop - rows.start, columns.stop - columns.start, *row.shape[1:]
             sent = np.frombuffer(data, row.dtype, used * math.prod(size), offset).reshape(used, *size)
             idle = np.broadcast_to(row[columns], (shape[0] - used, *size))
@@ -59,7 +79,7 @@ def _corner(index) -> tuple[int, int]:
     return index[1].start or 0, index[2].start or 0
 
 
-def _regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[tuple[slice, slice]]:
+def regions(layout: packing.Layout, mesh: jax.sharding.Mesh, process: int) -> list[tuple[slice, slice]]:
     """Returns the (rows, columns) blocks of a batch that one process's devices need, each once, in the same order on every host."""
     shape = layout.num_micro_batches, layout.rows, layout.row_length
     indices = packing.sharding(mesh, 3).devices_indices_map(shape)

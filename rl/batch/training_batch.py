@@ -19,6 +19,7 @@ class Batch:
     trees: list[packing.Tree]
     metrics: dict[str, float]
     groups: list[list[rollout_lib.Rollout]]
+    num_micro_batches: int = 0  # of a batch that another process packed
 
 
 def rewarded(rollouts: Sequence[rollout_lib.Rollout], scores: Scores) -> list[rollout_lib.Rollout]:

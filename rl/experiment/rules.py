@@ -72,6 +72,9 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
         for url in config.topology[name]:
             if not _is_url(url):
                 raise ValueError(f"topology.{name} contains {url!r}, which is not a URL; write http://HOST:PORT")
+    address = config.topology.orchestrator
+    if address and not (_is_url(address) or address.startswith("unix:/")):
+        raise ValueError(f"topology.orchestrator = {address!r} is not a URL; write http://HOST:PORT, or unix:PATH")
     for name in ("workers", "server_keys"):
         for key in config.topology[name]:
             if not re.fullmatch("[0-9a-f]{64}", str(key)):
@@ -222,7 +225,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     yield r"trust\.work_bits", c.trust.admission != "work", "set trust.admission = 'work'"
     is_local = c.topology.mode == "local"
     yield (
-        r"topology\.(relay_host|relay_port|server_keys|control_servers|control_token_file)",
+        r"topology\.(relay_host|relay_port|server_keys|control_servers|control_token_file|orchestrator)",
         is_local,
         "set topology.mode = 'remote'",
     )

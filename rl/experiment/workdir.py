@@ -19,6 +19,7 @@ from sharding.format import journal, manifest
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
 
+ORCHESTRATOR_LOCK = ".orchestrator.lock"
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
 READ_BY_RUNS = ("evaluation.", "inference.", "sampling.", "trust.", "train.", "broadcast.", "rl.num_steps")
 
@@ -63,6 +64,24 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
     with _locked(path):
         _check_same(path, experiment, free=READ_BY_RUNS)
         yield path
+
+
+@contextlib.contextmanager
+def open_orchestrator(workdir: str | os.PathLike) -> Iterator[pathlib.Path]:
+    """Creates or reopens the directory of an orchestrator, maybe that of its learner, and locks it; yields its absolute path."""
+    path = pathlib.Path(workdir).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    with _locked(path, ORCHESTRATOR_LOCK):
+        yield path
+
+
+def check_fields(learner: dict, experiment: experiment_lib.Experiment) -> None:
+    """Raises ValueError if the config fields of a learner differ from those of its orchestrator, other than those of places and devices."""
+    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "broadcast.", "train.rows"]
+    own = experiment_lib.fields(experiment)
+    for name in _differing(learner, own, free):
+        there = f"{name} is {learner.get(name)!r} in the learner, and {own.get(name)!r} in the orchestrator"
+        raise ValueError(f"{there}; give both the same config and checkout")
 
 
 def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> list[str]:
@@ -176,8 +195,8 @@ def worker_key_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _locked(path: pathlib.Path) -> Iterator[None]:
-    with open(path / ".lock", "w") as lock:
+def _locked(path: pathlib.Path, name: str = ".lock") -> Iterator[None]:
+    with open(path / name, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -191,7 +210,7 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
     leftovers = list(path.glob(atomic_file.LEFTOVERS))  # of a kill while a key or the config was written
     if file.exists() and (steps.exists() and steps.stat().st_size or any(path.glob("checkpoints/[0-9]*"))):
         _check_same(path, experiment)
-    elif not file.exists() and any(
+    elif not (file.exists() or (path / ORCHESTRATOR_LOCK).exists()) and any(
         p.name not in (".lock", ".hosts", "root.json") for p in {*path.iterdir()} - {*leftovers}
     ):
         raise ValueError(f"workdir {path} has files but no config.json: it is not a run; give an empty --workdir")

@@ -82,6 +82,11 @@ class RunLedger(contextlib.AbstractContextManager):
         self.flush()
         return self._ledger.head
 
+    def check_contains(self, head: str, where: str) -> None:
+        """Raises ValueError unless the ledger contains the entry `head`, which `where` names."""
+        self.flush()
+        self._ledger.check_contains(head, where)
+
     # Events of the run itself.
 
     def resumed(self, step: int) -> Recorded:

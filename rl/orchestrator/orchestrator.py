@@ -43,6 +43,7 @@ from rl.orchestrator import (
 )
 from rl.orchestrator.group_queue import State
 from rl.protocol import registry, task_schedule, timeline
+from rl.reporting import diagnostics
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, role_metrics, sockets
@@ -216,7 +217,8 @@ class Orchestrator:
             recorded.result()
         self._save_states()
         groups = [training_batch.rewarded(entry.rollouts, entry.scores) for entry in taken]
-        return training_batch.assemble(step, groups, self._credit, self._take_counts())
+        counts = diagnostics.of_groups(groups, step=step, max_tokens=self._config.sampling.max_tokens)
+        return training_batch.assemble(step, groups, self._credit, counts | self._take_counts())
 
     def state(self, step: int) -> dict:
         """Returns the marks against workers at the return of batch `step`, as JSON for `resume`; {} if it is not one of the last two."""

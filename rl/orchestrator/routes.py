@@ -1,6 +1,6 @@
 """The HTTP routes of an orchestrator: GET /run; POST /lease, /heartbeat, /submit, with signed requests (rl/protocol/lease.py).
 
-A lease request may wait until there is work (rl/orchestrator/lease_waiters.py). Heartbeats of all roles get the newest policy;
+A lease request may wait until there is work (rl/orchestrator/gate/lease_waiters.py). Heartbeats of all roles get the newest policy;
 workers also get the servers that they may use.
 
 Two threads decode submissions, which bounds the memory; networks take turns there. A group that is then queued for its checks was
@@ -21,8 +21,9 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool, web
 from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import lease_waiters, request_rate, submissions, worker_health
 from rl.orchestrator import nodes as nodes_lib
+from rl.orchestrator import submissions, worker_health
+from rl.orchestrator.gate import lease_waiters, request_rate
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry
 

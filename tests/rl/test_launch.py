@@ -12,6 +12,7 @@ from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
 from rl.ledger import events
 from rl.ledger import ledger as ledger_lib
+from rl.orchestrator import assembly
 from rl.verification import verifier
 from tests.support import doubles
 
@@ -46,8 +47,8 @@ def test_a_stake_counts_until_its_key_is_ejected(tmp_path):
     keeper, rich, cheat = (rollout_lib.WorkerKey.generate() for _ in range(3))
     with contextlib.ExitStack() as stack:
         ledger = stack.enter_context(ledger_lib.Ledger.create(tmp_path / "stakes.db", keeper))
-        stake = launch._stakes(str(tmp_path / "stakes.db"), stack)
-        assert launch._stakes("", stack)(rich.worker) == stake(rich.worker) == 0
+        stake = assembly._stakes(str(tmp_path / "stakes.db"), stack)
+        assert assembly._stakes("", stack)(rich.worker) == stake(rich.worker) == 0
         for key in (rich, cheat):  # while the run is on
             ledger.append(events.sign("join", key.worker, key), events.sign("stake", key.worker, key, amount=7))
             assert stake(key.worker) == 7

@@ -15,8 +15,9 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import group_queue, request_rate, submissions, verdict_collector, worker_health
+from rl.orchestrator import group_queue, submissions, verdict_collector, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator.gate import request_rate
 from rl.protocol import lease as lease_lib
 from rl.protocol import timeline
 from rl.verification import checks

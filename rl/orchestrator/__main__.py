@@ -1,0 +1,76 @@
+"""The orchestrator of a run as a process of its own, which may be restarted at any moment: so may the learner.
+
+    python -m rl.orchestrator --config=configs/NAME.py --workdir=DIRECTORY --control=HOST:PORT
+
+1. It has the ledger, the log of accepted groups, and the validator (or the list of `trust.validators`) of the run, and serves its
+   workers and servers at `topology.host` and `topology.port`: set the port, so that they find it again.
+2. The learner runs `rl.train` with the same config and `topology.orchestrator` = the URL of `--control`, and has a copy of the token.
+3. DIRECTORY may be that of the learner. If it is another one, copy the learner's weights.key (and root.json, if it has one) there, and
+   name with `--weights` a relay or directory of the run's weights.
+
+It ends when the learner has finished the run.
+"""
+
+import contextlib
+
+from absl import flags
+
+from inference.server import control_listener, metrics_routes, web
+from rl.experiment import experiment
+from rl.experiment import workdir as run_directory
+from rl.orchestrator import assembly, orchestrator
+from rl.orchestrator.remote import host as host_lib
+from rl.orchestrator.remote import learner_routes
+from rl.reporting import metrics
+from sharding.system import sockets
+
+
+def main() -> None:
+    """Runs the command until the learner has finished the run, or until it is interrupted."""
+    exp, options = experiment.resolve(flags.FLAGS.config), flags.FLAGS
+    if exp.config.topology.mode != "remote":
+        raise ValueError("topology.mode = 'local' has its orchestrator in the learner; set topology.mode = 'remote'")
+    with contextlib.ExitStack() as stack:
+        workdir = stack.enter_context(run_directory.open_orchestrator(options.workdir))
+        ledger = stack.enter_context(run_directory.open_ledger(workdir, None))
+        progress, urls = metrics.Progress(), [""]
+        weights = options.weights or str(workdir / "weights")
+
+        def make(parts: contextlib.ExitStack, known: dict | None) -> orchestrator.Orchestrator:
+            found = assembly.make(exp, workdir, weights, parts, progress.say, 1, known, ledger)
+            urls[0] = assembly.serve(found, exp.config, workdir, parts)
+            if options.metrics:
+                health = lambda: {"waiting_for": found.waiting_for()}  # noqa: E731
+                parts.enter_context(metrics_routes.serving(options.metrics, health, found.metrics))
+            run = run_directory.signing_key(workdir).worker
+            progress.say(f"workers elsewhere: python -m rl.worker --orchestrator {urls[0]} --run {run}")
+            return found
+
+        streams = {"streams": exp.credit.streams, "router_replay": exp.credit.router_replay}
+        host = host_lib.Host(
+            workdir / "rollouts" / "open",
+            orchestrator.STATES,
+            ledger,
+            make,
+            lambda **sizes: host_lib.packing.Layout(**sizes, **streams),
+            lambda fields: run_directory.check_fields(fields, exp),
+        )
+        stack.callback(host.close)
+        token_file = assembly.token_file(exp.config, workdir)
+        listener = stack.enter_context(control_listener.opened(options.control, token_file, options.control_hosts))
+        app = learner_routes.make_app(host, lambda: urls[0], token=listener.token, hosts=listener.hosts)
+        if host.recover():
+            progress.say("continuing where the last process ended")
+        stack.enter_context(web.in_thread(web.server(app), listener.sock))
+        progress.say(
+            f"learner: rl.train with topology.orchestrator = '{sockets.address(listener.sock)}', token in {token_file}"
+        )
+        host.ended.wait()
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("control", "127.0.0.1:0", "listener of the learner: HOST:PORT, or the path of a unix socket")
+    flags.DEFINE_multi_string("control_hosts", [], "names that HOST:PORT is called by (Host header)")
+    flags.DEFINE_string("weights", "", "directory or relay of the run's weights (default: WORKDIR/weights)")
+    flags.DEFINE_string("metrics", "", "[HOST:]PORT that serves /metrics and /health")
+    experiment.run(main)

@@ -1,0 +1,133 @@
+"""Assembles the orchestrator of a run with its validator, ledger, and keys, for the learner's process or one of its own."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import experiment as experiment_lib
+from rl.experiment import workdir as run_directory
+from rl.ledger import ledger as ledger_lib
+from rl.ledger import run_ledger
+from rl.orchestrator import nodes, orchestrator, server_records, verdict_collector
+from rl.verification import checks, evidence_log, verifier
+from sharding import mesh as mesh_lib
+from sharding.system import secret_file
+
+SERVER = "server"  # the name of the inference server of a local run
+
+
+def make(
+    experiment: experiment_lib.Experiment,
+    workdir: pathlib.Path,
+    weights: pathlib.Path | str,
+    stack: contextlib.ExitStack,
+    on_wait: Callable[[str], None],
+    num_hosts: int,
+    known: dict | None,
+    ledger: run_ledger.RunLedger | None,
+) -> orchestrator.Orchestrator:
+    """Returns the orchestrator of a run with the validator in this process; neither serves yet."""
+    config, key = experiment.config, run_directory.signing_key(workdir)
+    rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait, stack), None
+    if file := verifier.bands_file(config):
+        tolerance, bands = verifier.load_bands(file)
+        rules = dataclasses.replace(rules, tolerance=tolerance)
+    rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
+    server_keys = list(config.topology.server_keys)
+    if config.topology.mode == "local":
+        server_keys.append(rollout_lib.WorkerKey.load(run_directory.worker_key_file(workdir, SERVER)).worker)
+    records = server_records.ServerRecords(server_keys, config.trust.max_attempts, **rates)
+    evidence = evidence_log.EvidenceLog(bands, count_once=True, servers=records.keys)
+    keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
+    params = verifier.published(str(weights), keep=keep, key=trusted_key(workdir))
+    validator = verifier.Validator(experiment.model, params, rules, evidence)
+    rollouts = orchestrator.Orchestrator(
+        config,
+        workdir,
+        credit=experiment.credit,
+        key=key,
+        verdicts=_verdicts(config.trust, validator, key, on_wait, num_hosts),
+        check_group_without_weights=validator.check_group_without_weights,
+        evidence=evidence.state,
+        on_verified=evidence.add_verified,
+        secret=run_directory.secret(workdir, config.seed),
+        invited=[rollout_lib.WorkerKey.load(file).worker for file in worker_keys(config, workdir)],
+        stake=_stakes(config.trust.stake_ledger, stack),
+        ledger=ledger,
+        records=records,
+        on_wait=on_wait,
+    )
+    if ledger:
+        ledger.on_failure = rollouts.fail
+    if known:
+        evidence.restore(**known["evidence"])
+    return rollouts
+
+
+def serve(rollouts: orchestrator.Orchestrator, config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> str:
+    """Serves an orchestrator to nodes elsewhere until `stack` ends; returns its URL. Static servers get their policies from it."""
+    topology = config.topology
+    token = secret_file.read_or_create(token_file(config, workdir))
+    for server, control in zip(topology.servers, topology.control_servers, strict=True):
+        rollouts.nodes.add(nodes.StaticServer(server.rstrip("/"), control, token))
+    url = rollouts.serve()
+    stack.callback(rollouts.close)
+    return url
+
+
+def token_file(config, workdir: pathlib.Path) -> str:
+    """Returns the file of the token of all control listeners of a run."""
+    return config.topology.control_token_file or str(workdir / "control.token")
+
+
+def trusted_key(workdir: pathlib.Path) -> str:
+    """Returns the root file of a run that has one, else its public key: that which signs its published weights."""
+    return run_directory.root_file(workdir) or run_directory.signing_key(workdir).worker
+
+
+def worker_keys(config, workdir: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the key files of the workers that this process starts."""
+    num_workers = config.topology.num_workers if config.topology.mode == "local" else 0
+    return [run_directory.worker_key_file(workdir, f"worker{i}") for i in range(num_workers)]
+
+
+def _stakes(file: str, stack: contextlib.ExitStack) -> Callable[[str], int]:
+    """Returns the function (public key) -> stake in a ledger file; it is 0 for unknown and ejected keys, and for all without a file."""
+    if not file:
+        return lambda worker: 0
+    ledger = stack.enter_context(ledger_lib.Ledger(file))
+
+    def stake(worker: str) -> int:
+        one = ledger.refresh().workers.get(worker)
+        return one.stake if one and not one.ejected else 0
+
+    return stake
+
+
+def _verdicts(
+    trust, validator: verifier.Validator, key: rollout_lib.WorkerKey, on_fault, num_hosts: int
+) -> verdict_collector.VerdictCollector:
+    """Returns the collector of verdicts on quarantined groups, from the processes in `trust.validators`, or this one."""
+    if not trust.validators:
+        replay = _on_device(trust.device, validator.check_groups_with_weights, num_hosts)
+        return verdict_collector.VerdictCollector(key, replay, on_fault=on_fault)
+    options = dict(validators=trust.validators, quorum=trust.quorum, verdict_s=trust.verdict_s, on_fault=on_fault)
+    return verdict_collector.VerdictCollector(key, **options)
+
+
+def _on_device(device: str, check: verdict_collector.Replay, num_hosts: int) -> verdict_collector.Replay:
+    """Returns the replay `check` if `device` (trust.device) allows the accelerator, else a version that runs on this host's CPU."""
+    if device == "accelerator" or (device == "auto" and num_hosts == 1):
+        return check
+    cpu = jax.local_devices(backend="cpu")[0]
+    mesh = mesh_lib.create({}, devices=[cpu])  # the model chooses its kernels by the mesh
+
+    def check_on_cpu(groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[checks.Verdict]:
+        with jax.default_device(cpu), jax.set_mesh(mesh):
+            return check(groups)
+
+    return check_on_cpu

@@ -1,0 +1,62 @@
+"""The control routes of an orchestrator process, for its learner: POST /learner/CALL with a JSON object, for each call of `Host`.
+
+A reply is JSON, or bytes for rows and evaluations; status 202 asks the learner to repeat the call. The routes have a listener and a
+token of their own (inference/server/control_listener.py), which no worker has.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import fastapi
+from fastapi import responses
+
+from inference.server import guard, web
+from rl.orchestrator.remote import host as host_lib
+from rl.protocol import timeline
+
+MAX_BYTES = 2**28  # of a call: the state in a checkpoint
+
+
+def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str | None, hosts) -> fastapi.FastAPI:
+    """Returns the app of the control routes; `worker_url()` is the address that workers use. Clients send `token`, unless it is None."""
+    app = fastapi.FastAPI(title="Intellax orchestrator control", docs_url=None, redoc_url=None)
+
+    def attach(learner: str, **fields: Any) -> dict:
+        host.attach(learner, **fields)
+        return {"url": worker_url()}
+
+    calls = {name: getattr(host, name) for name in ("head", "state", "waiting_for", "batch", "rows", "evaluate", "end")}
+    calls |= {
+        "attach": attach,
+        "publish": lambda learner, policy: host.publish(learner, timeline.Policy.from_json(policy)),
+    }
+
+    @app.post("/learner/{name}")
+    async def call(name: str, request: fastapi.Request):
+        body = await web.read_json(request, MAX_BYTES)
+        if name not in calls:
+            raise ValueError(f"there is no call {name[:40]!r}; use the release of the learner here")
+        try:
+            found = await asyncio.to_thread(calls[name], **body)
+        except TypeError as error:
+            raise ValueError(f"the fields of {name} are {sorted(body)} ({error}); use the learner's release") from error
+        if isinstance(found, bytes):
+            return responses.Response(found)
+        status, reply = 200, {"result": found}
+        if name in ("batch", "rows", "evaluate") and found is None:
+            status, reply = 202, {"waiting_for": await asyncio.to_thread(host.waiting_for, body["learner"])}
+        return responses.Response(json.dumps(reply), status, media_type="application/json")  # metrics may be NaN
+
+    @app.exception_handler(host_lib.AnotherLearner)
+    async def refuse(request, error):
+        return web.error(410, str(error), "another_learner")
+
+    @app.exception_handler(ValueError)
+    @app.exception_handler(OSError)
+    async def reject(request, error):  # also the end of the run, of which the learner is told like this
+        return web.error(400, str(error) or type(error).__name__, "invalid_request_error")
+
+    app.add_middleware(guard.Guard, key=token, key_name="control token", hosts=hosts)
+    return app
