@@ -105,8 +105,8 @@ def test_batches_are_saved_placed_and_sent_with_their_experts(tmp_path):
     packing.save(batch, tmp_path / "b.npz")
     loaded = packing.load(tmp_path / "b.npz")
     placed = packing.place(batch, mesh)
-    header, blocks = host_feed._cut(batch, layout, mesh, 0)
-    sent = host_feed._assemble(header["num_micro_batches"], bytearray(b"".join(map(bytes, blocks))), layout, mesh)
+    blocks = host_feed.cut(batch, layout, host_feed.regions(layout, mesh, 0))
+    sent = host_feed._assemble(int(batch.num_micro_batches), bytearray(b"".join(map(bytes, blocks))), layout, mesh)
     for name in packing.empty_row(layout):
         expected = getattr(batch, name)
         for other in (loaded, placed, sent):

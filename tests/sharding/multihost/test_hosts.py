@@ -316,9 +316,9 @@ def test_scattered_rows_are_the_rows_that_were_packed():
     assert 0 < batch.num_micro_batches < 5
     for sizes in ({"fsdp": 4, "context": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
         mesh = mesh_lib.create(sizes)
-        header, buffers = host_feed._cut(batch, layout, mesh, 0)
+        buffers = host_feed.cut(batch, layout, host_feed.regions(layout, mesh, 0))
         data = bytearray(b"".join(buffer.tobytes() for buffer in buffers))
-        built = host_feed._assemble(header["num_micro_batches"], data, layout, mesh)
+        built = host_feed._assemble(int(batch.num_micro_batches), data, layout, mesh)
         for name, placed in vars(packing.place(batch, mesh)).items():
             found = getattr(built, name)
             assert (found is None) == (placed is None)
