@@ -221,12 +221,11 @@ class Audit:
         basis = batch.basis.get(number) if batch else None
         self.bases[basis or "neither"] += 1
         self._check("verdict", _verdict_error(batch, number, worker, digest), *place)
-        # Only since the last start: earlier ones may have had other rates, which a resume may change.
-        if self._secret and batch and basis == "trusted" and batch.draw_head == self.history.draw_head:
+        if self._secret and batch and basis == "trusted":
             self._check("draw", self._draw_error(step, number, worker, batch), *place)
 
     def _draw_error(self, step: int, number: int, worker: str, batch: run_history.BatchHistory) -> str | None:
-        """Returns why the group needed a verdict: its draw is below the lowest rate that its worker can have had."""
+        """Returns why the group needed a verdict: its draw is below the lowest rate that its worker can have had by config.json."""
         trust, record = self.config.trust, float(batch.records.get(worker, 0))
         if worker in self.history.invited:
             record += check_rate.HALF_AT * (1 / trust.invited_rate - 1)
