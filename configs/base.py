@@ -187,6 +187,10 @@ def get_config() -> config_dict.ConfigDict:
     e.samples_per_task = 1  # k of avg@k and pass@k
     e.temperature = 0.0
     e.every = 0  # RL steps between evaluations; 0: only before and after
+    # Further sets by name, of the first held-out tasks as well; each may set the four fields above, as in
+    # e.sets.sampled = dict(num_tasks=50, samples_per_task=8, temperature=1.0, every=20)
+    e.sets = config_dict.ConfigDict()
+    e.hold_s = 600.0  # seconds for which a server keeps the version of an unfinished evaluation; then that is given up
 
     c.checkpoint = config_dict.ConfigDict(dict(every=20, keep=3))  # steps between two checkpoints; number kept
 
@@ -230,7 +234,8 @@ def get_config() -> config_dict.ConfigDict:
     p.patience_s = 3600.0  # seconds without a server, or without a worker for open groups, after which the run ends
 
     c.lock()  # a mistyped field is an error that names the nearest field
-    for open_ended in (c.env.options, c.loss_options):  # any environment, and losses of one's own
+    # Any environment, losses of one's own, and any number of evaluation sets.
+    for open_ended in (c.env.options, c.loss_options, c.evaluation.sets):
         open_ended.unlock()
     return c
 

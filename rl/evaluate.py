@@ -9,6 +9,7 @@
    settings than the run's (`--config.evaluation.*`, `sampling.*`), they go to `other_evaluations.json`, with these fields.
 """
 
+import collections
 import contextlib
 import json
 import math
@@ -16,7 +17,8 @@ import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent import futures
 
 from absl import flags
 
@@ -28,6 +30,7 @@ from rl.experiment import workdir as run_directory
 from rl.learner import train_step
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.remote import client
+from rl.protocol import task_schedule
 from rl.reporting import metrics
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
@@ -36,35 +39,74 @@ from sharding.system import atomic_file
 NUM_SAMPLES_SHOWN = 12
 
 
-def held_out(
-    exp: experiment.Experiment,
-    orchestrator: orchestrator_lib.Orchestrator | client.RemoteOrchestrator,
-    workdir: pathlib.Path,
-    writer: metrics.MetricsWriter,
-    progress: metrics.Progress,
-    version: int,
-    changed: dict | None = None,
-) -> float:
-    """Samples held-out tasks with a policy version that the servers run, saves scores and samples for the report. Returns avg@k.
+class Evaluations(contextlib.AbstractContextManager):
+    """The evaluations of a run, which go on while it trains. Scores, samples, and metrics are written when they arrive.
 
-    If the config differs from the run's, `changed` has the differing fields, and the result is saved in a file of its own.
+    Results are taken in the order of their beginning, so that files grow in order.
     """
-    begun = time.perf_counter()
-    progress.note(f"evaluating version {version} on {exp.config.evaluation.num_tasks} held-out tasks")
-    groups = orchestrator.evaluate(version)
-    result = scores(groups)
-    samples = [_shown(exp, group[0]) for group in groups[:NUM_SAMPLES_SHOWN]]
-    entry = {"step": version, "phase": "rl", "scores": result, "samples": samples}
-    if changed:
-        _keep(workdir / "other_evaluations.json", entry | {"changed": changed})
-    else:
-        _keep(workdir / "evaluations.json", entry)
-        writer.truncate("evaluation", version - 1)
-        values = {f"held_out/{name.replace('@', '_at_')}": value for name, value in result.items()}
-        writer.write(version, "evaluation", values | {"time/eval_s": time.perf_counter() - begun})
-    shown = "  ".join(f"{name} {metrics.format_value(value)}" for name, value in result.items())
-    progress.say(f"held-out, version {version}: {shown}")
-    return _mean_reward(result)
+
+    def __init__(
+        self,
+        exp: experiment.Experiment,
+        orchestrator: orchestrator_lib.Orchestrator | client.RemoteOrchestrator,
+        workdir: pathlib.Path,
+        writer: metrics.MetricsWriter,
+        progress: metrics.Progress,
+        changed: dict | None = None,
+    ):
+        """`changed` has the fields that differ from the run's config; then results are saved in a file of its own."""
+        self._exp, self._orchestrator, self._workdir = exp, orchestrator, workdir
+        self._writer, self._progress, self._changed = writer, progress, changed
+        self._sets = task_schedule.evaluation_sets(exp.config)
+        self._threads = futures.ThreadPoolExecutor(16, "evaluation")
+        self._running: collections.deque[tuple[int, task_schedule.EvaluationSet, float, futures.Future]] = (
+            collections.deque()
+        )
+
+    def begin(self, version: int, *, names: Collection[str] | None = None) -> None:
+        """Begins the evaluations that are due at a version just published, or those of the sets in `names`."""
+        num_steps = self._exp.config.rl.num_steps
+        for one in self._sets:
+            if one.is_due(version, num_steps) if names is None else one.name in names:
+                result = self._threads.submit(self._orchestrator.evaluate, version, one.name)
+                self._running.append((version, one, time.perf_counter(), result))
+
+    def finished(self, *, wait: bool = False) -> Iterator[tuple[int, float]]:
+        """Writes results; yields (version, avg@k) of those of the default set. With `wait`, waits for all that were begun."""
+        if wait and self._running:
+            self._progress.note(f"evaluating version {self._running[-1][0]} on held-out tasks")
+        while self._running and (wait or self._running[0][-1].done()):
+            version, one, begun, result = self._running[0]
+            groups = result.result()
+            self._running.popleft()
+            if not groups:
+                limit = f"evaluation.hold_s = {self._exp.config.evaluation.hold_s:.0f} s"
+                self._progress.say(f"held-out, version {version}: given up after {limit}")
+                continue
+            score = self._write(version, one, groups, time.perf_counter() - begun)
+            if not one.name:
+                yield version, score
+
+    def _write(self, version: int, one: task_schedule.EvaluationSet, groups: list, seconds: float) -> float:
+        """Saves the scores of a set, and samples for the report; returns avg@k."""
+        result, suffix = scores(groups), f"_{one.name}" if one.name else ""
+        samples = [_shown(self._exp, group[0]) for group in groups[:NUM_SAMPLES_SHOWN]]
+        entry = {"step": version, "phase": "rl", "scores": result, "samples": samples}
+        if self._changed:
+            _keep(self._workdir / "other_evaluations.json", entry | {"changed": self._changed})
+        else:
+            _keep(self._workdir / f"evaluations{suffix}.json", entry)
+            self._writer.truncate(f"evaluation{suffix}", version - 1)
+            values = {f"held_out{suffix}/{name.replace('@', '_at_')}": value for name, value in result.items()}
+            self._writer.write(version, f"evaluation{suffix}", values | {"time/eval_s": seconds})
+        shown = "  ".join(f"{name} {metrics.format_value(value)}" for name, value in result.items())
+        self._progress.say(f"held-out{f' {one.name}' if one.name else ''}, version {version}: {shown}")
+        return _mean_reward(result)
+
+    def __exit__(self, *_) -> None:
+        if self._running:  # the run failed
+            self._orchestrator.fail(ValueError("the run ends"))
+        self._threads.shutdown(cancel_futures=True)
 
 
 def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
@@ -165,7 +207,9 @@ def main() -> None:
         broadcast.publish(params, step, str(weights), options, metadata=exp.broadcast_metadata)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
         with launch.start_rollout_system(exp, pathlib.Path(scratch), weights, step, progress.say) as orchestrator:
-            held_out(exp, orchestrator, workdir, writer, progress, step, changed)
+            with Evaluations(exp, orchestrator, workdir, writer, progress, changed) as evaluations:
+                evaluations.begin(step, names=[""])
+                collections.deque(evaluations.finished(wait=True), maxlen=0)
     if changed:
         path = workdir / "other_evaluations.json"
         progress.say(f"saved in {path}, since {', '.join(changed)} differs from the run's")

@@ -38,7 +38,7 @@ from rl.learner import optimizers, train_step
 from rl.learner import reference as reference_lib
 from rl.orchestrator import assembly
 from rl.orchestrator.remote import client
-from rl.protocol import timeline
+from rl.protocol import task_schedule, timeline
 from rl.reporting import diagnostics, metrics
 from rl.verification import verifier
 from sharding import broadcast, checkpoint
@@ -71,7 +71,7 @@ def train(
         orchestrator, checkpointer = run.orchestrator, run.checkpointer
         with run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
             for step in range(run.start + 1, num_steps + 1):
-                begun, is_scored = time.perf_counter(), _is_scored(exp.config, step)
+                begun = time.perf_counter()
                 times: dict[str, float] = {}
                 rate = optimizers.next_rate(exp.optimizer, run.state.opt_state)
                 with _timed(times, "wait"):
@@ -88,13 +88,14 @@ def train(
                     policy = run.publish(train_step.policy(run.learner, run.state), step)
                     if orchestrator:
                         orchestrator.publish(policy)
+                        run.evaluations.begin(step)
                 with _timed(times, "checkpoint"):
-                    checkpointer.save(step, run.state, run.host_state(step), force=is_scored)
+                    checkpointer.save(step, run.state, run.host_state(step), force=_is_scored(exp.config, step))
                 if batch is None:  # not the first host
                     continue
                 with _timed(times, "eval"):
-                    if is_scored and step < num_steps:
-                        checkpointer.score(step, run.score(step))
+                    for version, score in run.evaluations.finished():
+                        checkpointer.score(version, score)
                 times |= {"time/step_s": time.perf_counter() - begun, "time/unix": time.time()}
                 values = _metrics(exp, step, values | {"optimizer/learning_rate": rate}, batch, times)
                 run.writer.write(step, "rl", values)
@@ -103,8 +104,8 @@ def train(
                     run.progress.say(line)
         if orchestrator is None:
             return None
-        if run.start < num_steps:
-            checkpointer.score(num_steps, run.score(num_steps))
+        for version, score in run.evaluations.finished(wait=True):
+            checkpointer.score(version, score)
     path = report.write(workdir)
     run.progress.say(*evaluate.summary(workdir), f"report: {path}")
     return path
@@ -124,7 +125,7 @@ class _Run:
     checkpointer: checkpoint.Checkpointer
     publish: Callable[[Any, int], timeline.Policy]  # (params, version)
     host_state: Callable[[int], dict]
-    score: Callable[[int], Any]
+    evaluations: Any  # None on hosts other than the first
     writer: metrics.MetricsWriter
     progress: metrics.Progress
 
@@ -154,11 +155,15 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         host_state = functools.partial(_host_state, orchestrator, ledger)
         compiled = _compile_in_background(learner, exp.abstract_batch(mesh), stack)
         stack.push(hosts.report)
-        score = functools.partial(evaluate.held_out, exp, orchestrator, workdir, writer, progress)
-        # Read at every resume: a damaged file must not wait for the last step.
-        saved_score = evaluate.saved_score(workdir, start) if orchestrator else None
-        if orchestrator and _is_scored(exp.config, start):
-            checkpointer.score(start, score(start) if saved_score is None else saved_score)
+        evaluations = None
+        if orchestrator:
+            options = (exp, orchestrator, workdir, writer, progress)
+            evaluations = stack.enter_context(evaluate.Evaluations(*options))
+            # Read at every resume: a damaged file must not wait for the last step.
+            if (saved_score := evaluate.saved_score(workdir, start)) is not None:
+                checkpointer.score(start, saved_score)
+            else:
+                evaluations.begin(start)
         if not compiled.done():
             progress.note("compiling the train step")
         compiled.result()
@@ -173,7 +178,7 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
             checkpointer=checkpointer,
             publish=publish,
             host_state=host_state,
-            score=score,
+            evaluations=evaluations,
             writer=writer,
             progress=progress,
         )
@@ -349,7 +354,7 @@ def _metrics(exp, step: int, learned: dict[str, float], batch, times: dict[str, 
 
 def _is_scored(config, step: int) -> bool:
     """Returns True if the held-out tasks are scored after `step` by the config's interval; the first and last step always are."""
-    return step in (0, config.rl.num_steps) or (config.evaluation.every > 0 and step % config.evaluation.every == 0)
+    return task_schedule.evaluation_sets(config)[0].is_due(step, config.rl.num_steps)
 
 
 def _check_finite(step, values, packed, run: _Run, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> None:

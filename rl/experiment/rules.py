@@ -50,7 +50,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "above 0",
         lambda v: 0 < v < math.inf,
-        "topology.lease_s topology.join_s topology.heartbeat_s topology.patience_s trust.verdict_s lora.alpha",
+        "topology.lease_s topology.join_s topology.heartbeat_s topology.patience_s trust.verdict_s lora.alpha "
+        "evaluation.hold_s",
     ),
     ("in 0..65535", lambda v: 0 <= v <= 65535, "topology.port topology.relay_port"),
     ("in 0..2147483647", lambda v: 0 <= v < 2**31, "seed"),
@@ -68,6 +69,7 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     for name, value in config.loss_options[config.rl.loss].items():
         if not value >= 0:
             raise ValueError(f"loss_options.{config.rl.loss}.{name} = {value} must be at least 0; raise it")
+    _check_evaluation_sets(config.evaluation)
     for name in ("servers", "control_servers"):
         for url in config.topology[name]:
             if not _is_url(url):
@@ -88,6 +90,21 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     if config.trust.quorum > len(config.trust.validators):
         found = f"trust.quorum = {config.trust.quorum} exceeds the {len(config.trust.validators)} trust.validators"
         raise ValueError(f"{found}; lower it, or name more validators")
+
+
+def _check_evaluation_sets(evaluation: config_dict.ConfigDict) -> None:
+    least = {"num_tasks": 1, "samples_per_task": 1, "temperature": 0.0, "every": 0}
+    for name, fields in evaluation.sets.items():
+        if not re.fullmatch("[a-z0-9_]+", name):
+            raise ValueError(f"evaluation.sets has {name!r}; name sets by lower-case letters, digits, and _")
+        for field, value in fields.items():
+            if field not in least:
+                raise ValueError(f"evaluation.sets.{name} has a field {field!r}; a set has {', '.join(least)}")
+            kind = (int, float) if field == "temperature" else int
+            if not (isinstance(value, kind) and least[field] <= value < math.inf):
+                raise ValueError(
+                    f"evaluation.sets.{name}.{field} = {value!r} must be at least {least[field]}; raise it"
+                )
 
 
 def check_tolerances(config: config_dict.ConfigDict) -> None:

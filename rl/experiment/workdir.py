@@ -86,7 +86,8 @@ def check_fields(learner: dict, experiment: experiment_lib.Experiment) -> None:
 
 def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> list[str]:
     """Returns the sorted names of config fields that differ from those saved in `path`, without those that a resume may change."""
-    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every", "broadcast.head_s", "trust."]
+    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every"]
+    free += ["evaluation.sets.", "evaluation.hold_s", "broadcast.head_s", "trust."]
     if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # gradients are summed over all rows, in any division

@@ -369,6 +369,7 @@ class GroupQueue:
 
     def _lease(self, key: Key, worker: str, deadline_s: float, version: int, now_s: float) -> task_schedule.Group:
         entry = self.entries[key]
+        version = key[1] if key[0] == "held_out" else version  # an evaluation is of one version
         group = dataclasses.replace(entry.group, version=version, epoch=self.epoch)
         entry.leases[worker] = Lease(group, worker, now_s, deadline_s)
         heapq.heappush(self._deadlines, (deadline_s, next(self._serial), key, worker))

@@ -12,11 +12,12 @@
 """
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -79,6 +80,8 @@ class Nodes:
         self._announced_s = 0.0
         self._first: tuple[timeline.Policy, float] | None = None  # the newest that any server has, and since when
         self._well_s = dict.fromkeys(ROLES, time.monotonic())  # when there was one last
+        self._held: collections.Counter[timeline.Policy] = collections.Counter()  # policies that evaluations need
+        self._holders: dict[timeline.Policy, str] = {}  # the server that keeps one of them
         self._loop: asyncio.AbstractEventLoop | None = None
         self._announced = asyncio.Event()  # replaced at each announcement
 
@@ -106,6 +109,40 @@ class Nodes:
         elif loop:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 loop.call_soon_threadsafe(self._notify)
+
+    @contextlib.contextmanager
+    def holding(self, policy: timeline.Policy) -> Iterator[None]:
+        """Lets one server load `policy`, or keep it, during the block, for an evaluation; the others load newer ones."""
+        with self._lock:
+            self._held[policy] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held[policy] -= 1
+                if not self._held[policy]:
+                    del self._held[policy]
+                    self._holders.pop(policy, None)
+                loop = self._loop
+            if loop:
+                with contextlib.suppress(RuntimeError):  # closed meanwhile
+                    loop.call_soon_threadsafe(self._notify)
+
+    def target(self, key: str) -> timeline.Policy | None:
+        """Returns the policy that a server should have: the newest, or an older one that it holds for an evaluation."""
+        with self._lock:
+            serving = {node.key: node.report.policy for node in self._serving(is_old_allowed=True)}
+            for policy in sorted(self._held):
+                if policy == self._newest or key not in serving:
+                    continue
+                if self._holders.get(policy) not in serving:  # none yet, or it is away
+                    have = [one for one, its in serving.items() if its == policy and one not in self._holders.values()]
+                    behind = [one for one, its in serving.items() if its and its < policy]
+                    if key in (have or behind)[:1]:
+                        self._holders[policy] = key
+                if self._holders.get(policy) == key:
+                    return policy
+            return self._newest
 
     def beat(self, key: str, role: str, report: registry_lib.Report, now_s: float) -> None:
         """Records a heartbeat. Raises ValueError if the key is another role's."""
@@ -206,7 +243,9 @@ class Nodes:
         """Returns the newest policy that all servers without a problem have, or a newer one that others may still load for too long."""
         if self._newest is None:
             return None
-        reports = [node.report for node in self._serving(is_old_allowed=True)]
+        serving = self._serving(is_old_allowed=True)
+        holders = {key for policy, key in self._holders.items() if policy != self._newest}
+        reports = [node.report for node in serving if node.key not in holders] or [node.report for node in serving]
         if not reports:
             return None
         first = max(report.policy for report in reports if report.policy)
@@ -239,6 +278,7 @@ class Nodes:
         if self._newest is None:
             return []
         oldest = 0 if is_old_allowed else max(0, self._newest.version - self._max_lag)
+        oldest = min([oldest, *(policy.version for policy in self._held)])
         found = self._registry.serving(timeline.Policy(self._newest.epoch, oldest), self._newest)
         return [node for node in found if not self._is_banned(self._key(node))]
 
@@ -271,7 +311,7 @@ class Nodes:
                     self.beat(server.url, "server", report, time.monotonic())
                 except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
                     self.fault(server.url, f"no health: {str(error) or type(error).__name__}")
-                announced, newest = self._announced, self._newest
+                announced, newest = self._announced, self.target(server.url)
                 is_due = newest != told or time.monotonic() >= retry_s
                 if newest and report.policy != newest and update is None and is_due:
                     told = newest

@@ -225,13 +225,32 @@ class Orchestrator:
         with self._changed:
             return self._states.get(step, {})
 
-    def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
-        """Blocks until workers have submitted the held-out rollouts of policy `version`; returns one list of rollouts per task."""
-        groups = task_schedule.held_out_groups(self._config, version)
+    def evaluate(self, version: int, name: str = "") -> list[list[rollout_lib.Rollout]]:
+        """Blocks until workers have submitted the rollouts of an evaluation set (rl/protocol/task_schedule.py) by policy `version`.
+
+        Returns a list of rollouts per task. Training goes on meanwhile. A server keeps this version for up to `evaluation.hold_s`;
+        after this time the evaluation is given up as soon as there is a newer one, and the result is [].
+        """
+        sets = {one.name: one for one in task_schedule.evaluation_sets(self._config)}
+        numbers = range(sets[name].first, sets[name].first + sets[name].num_tasks)
+        groups = [group for group in task_schedule.held_out_groups(self._config, version) if group.group in numbers]
+        keys, end_s = [group.key for group in groups], time.monotonic() + self._config.evaluation.hold_s
         with self._changed:
-            self._wait_for(lambda: self._version >= version)
-            self._queue.add(groups, first=True)  # before training groups: the servers' version moves on
-        taken = self._collect([group.key for group in groups], None)
+            is_newest = self._policy.version == version
+            policy = self._policy if is_newest else timeline.Policy(self._policy.epoch, version)
+        with self.nodes.holding(policy):
+            with self._changed:
+                self._wait_for(lambda: self._version >= version)
+                self._queue.add(groups, first=True)  # before training groups, which any newer version may generate
+                notice_s = min(WAIT_NOTICE_S, self._config.evaluation.hold_s)
+                while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), notice_s):
+                    self._on_wait(self._wait_notice(keys, None))
+                    if time.monotonic() > end_s and self._policy.version > version:
+                        for key in keys:
+                            self._queue.drop(key, "evaluation")
+                        return []
+                taken = self._queue.take(keys)
+                self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
         return [training_batch.rewarded(entry.rollouts, entry.scores) for entry in taken]
 
     def fail(self, error: BaseException) -> None:

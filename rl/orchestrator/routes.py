@@ -89,7 +89,10 @@ def make_app(
         holding = [tuple(key) for key in message["holding"]]
         void = orchestrator.beat(node, role, report, holding, leaving=message["leaving"])
         reply = {"interval_s": orchestrator.nodes.heartbeat_s, "void": void, "request": message["signature"]}
-        return lease_lib.sign(key, reply | _news(orchestrator, has_servers=role == "worker"))
+        reply |= _news(orchestrator, has_servers=role == "worker")
+        if role == "server" and (policy := orchestrator.nodes.target(node)):
+            reply["policy"] = policy.to_json()
+        return lease_lib.sign(key, reply)
 
     @app.post("/submit")
     async def submit(request: fastapi.Request):

@@ -54,12 +54,40 @@ def train_groups(config, step: int) -> list[Group]:
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out tasks with their own sampling and interval: the first `num_tasks`, as groups from number `first` on."""
+
+    name: str  # "": that of the fields of config.evaluation itself
+    first: int
+    num_tasks: int
+    samples_per_task: int
+    temperature: float
+    every: int  # steps; 0: only before and after all of them
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Returns True if the policy after `step` of `num_steps` is evaluated."""
+        return step in (0, num_steps) or (self.every > 0 and step % self.every == 0)
+
+
+def evaluation_sets(config) -> list[EvaluationSet]:
+    """Returns the evaluation sets of a resolved config, the default one first."""
+    default = {name: config.evaluation[name] for name in ("num_tasks", "samples_per_task", "temperature", "every")}
+    sets, first = [], 0
+    for name in ("", *sorted(config.evaluation.sets)):
+        fields = default | (config.evaluation.sets[name].to_dict() if name else {})
+        sets.append(EvaluationSet(name, first, **fields))
+        first += fields["num_tasks"]
+    return sets
+
+
 def held_out_groups(config, version: int) -> list[Group]:
-    """Returns the groups for the evaluation of policy `version`: the same held-out tasks and seeds at every evaluation."""
-    rules = (config.evaluation.samples_per_task, config.evaluation.temperature, version)
+    """Returns the groups of all evaluation sets for policy `version`: the same tasks and seeds at every evaluation."""
     return [
-        Group(version, group, "held_out", group, sampling_seed(config.seed, "held_out", 0, group), *rules)
-        for group in range(config.evaluation.num_tasks)
+        Group(version, number, "held_out", number - one.first, seed, one.samples_per_task, one.temperature, version)
+        for one in evaluation_sets(config)
+        for number in range(one.first, one.first + one.num_tasks)
+        for seed in [sampling_seed(config.seed, "held_out", 0, number)]
     ]
 
 

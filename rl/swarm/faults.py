@@ -65,8 +65,8 @@ class Faults(contextlib.AbstractContextManager):
             self._heal(elapsed_s, *item[1:])
         while begin and self._next.at_s <= elapsed_s:
             fault, self._next = self._next, next(self._faults)
-            if fault.kind != "forge" and not (node := self._processes.nodes[fault.target]).child:
-                self._log(elapsed_s, "skipped", fault, f"it is {node.state}")
+            if fault.kind != "forge" and not self._processes.nodes[fault.target].child:
+                self._log(elapsed_s, "skipped, as it does not run", fault)
                 continue
             heal = self._begin(fault)
             self._log(elapsed_s, "begins", fault)
@@ -121,18 +121,17 @@ class Faults(contextlib.AbstractContextManager):
         self.active.pop(fault.target, None)
         self._log(elapsed_s, "ends", fault)
 
-    def _log(self, elapsed_s: float, event: str, fault: fault_schedule.Fault, detail: str = "") -> None:
+    def _log(self, elapsed_s: float, event: str, fault: fault_schedule.Fault) -> None:
         now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
         line = {
             "time": now,
             "elapsed_s": round(elapsed_s, 1),
             "event": event,
             **dataclasses.asdict(fault),
-            "detail": detail,
         }
         with open(self._file, "a") as file:
             file.write(json.dumps(line) + "\n")
-        self._note(f"chaos: {fault.kind} of {fault.target} {event}{f' ({detail})' if detail else ''}")
+        self._note(f"chaos: {fault.kind} of {fault.target} {event}")
 
     def __exit__(self, *_) -> None:
         for _, fault, heal in self._heals:

@@ -60,14 +60,8 @@ class Node:
     child: child_process.ChildProcess | None = None
     start_s: float = 0.0  # not before
     deaths: Deaths = dataclasses.field(default_factory=Deaths)
-    num_starts: int = 0
     is_killed: bool = False  # by us: its death is none of its faults
     problem: str = ""  # its last words
-
-    @property
-    def state(self) -> str:
-        """The state for people: "running" or "waiting"."""
-        return "running" if self.child else "waiting"
 
 
 class Supervisor(contextlib.AbstractContextManager):
@@ -114,7 +108,6 @@ class Supervisor(contextlib.AbstractContextManager):
                 node.child = child_process.ChildProcess(
                     node.spec.name, [*node.spec.command], self._logs, lambda error: None, is_group=True
                 )
-                node.num_starts += 1
 
     def _bury(self, node: Node, child: child_process.ChildProcess, code: int, now_s: float) -> None:
         if code == 0 and node.spec.role == "learner":

@@ -30,7 +30,7 @@ from rl.validator import status as validator_status
 from rl.verification import evidence_log, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast
-from sharding.system import role_metrics, sockets
+from sharding.system import cli, role_metrics, sockets
 
 MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
 REPORT_S = 30.0  # between two lines about verdicts
@@ -168,7 +168,10 @@ def serve(args: argparse.Namespace) -> int:
         ended = threading.Event()
         stack.callback(ended.set)
         threading.Thread(target=_report, args=(judge, ended), name="report", daemon=True).start()
-        web.run(web.server(make_app(service, judge)), sock)
+        server = web.server(make_app(service, judge))
+        if args.exit_with_parent:
+            cli.stop_at_eof(lambda: setattr(server, "should_exit", True))
+        web.run(server, sock)
     return 0
 
 
@@ -219,3 +222,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8300, help="port to listen on; 0 takes a free one")
     add("--address_file", help="file to write the URL to, once the service listens")
+    add("--exit_with_parent", action="store_true", help="stop when standard input closes")

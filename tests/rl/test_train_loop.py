@@ -5,6 +5,7 @@ import hashlib
 import json
 import pathlib
 import shutil
+import threading
 import traceback
 import types
 
@@ -39,9 +40,12 @@ class Rollouts:
         values = {"rollout/num_tokens": 16.0, "rollout/reward": 0.5}
         return types.SimpleNamespace(trees=trees, groups=groups, metrics=values)
 
-    def evaluate(self, version):
+    def evaluate(self, version, name=""):
         self._evaluated.append(version)
         return [[self._rollout(1.0)]]
+
+    def fail(self, error):
+        pass
 
     def state(self, step):
         return {}
@@ -120,6 +124,30 @@ def test_the_logged_rate_is_that_of_the_optimizer_and_a_finished_run_is_not_scor
     (tmp_path / "w" / "checkpoints" / "best.json").unlink()  # as if killed after evaluations.json was written
     assert run_main(plain_loss) == [0, 2]
     assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2
+
+
+def test_the_learner_waits_for_its_evaluations_only_at_the_end(run_main, tmp_path, monkeypatch):
+    """The results of the first version come after the last step, and count for its checkpoint."""
+    (next_batch, evaluate), steps, go_on = (Rollouts.next_batch, Rollouts.evaluate), [], threading.Event()
+
+    def seen_batch(self, step):
+        steps.append((step, written()))
+        if step == 2:
+            threading.Timer(1.0, go_on.set).start()
+        return next_batch(self, step)
+
+    def written():
+        path = tmp_path / "w" / "evaluations.json"
+        return [entry["step"] for entry in json.loads(path.read_text())] if path.exists() else []
+
+    monkeypatch.setattr(Rollouts, "next_batch", seen_batch)
+    monkeypatch.setattr(Rollouts, "evaluate", lambda self, *args: go_on.wait(60) and evaluate(self, *args))
+    assert sorted(run_main(plain_loss)) == [0, 2]
+    assert steps == [(1, []), (2, [])] and written() == [0, 2]
+    assert [
+        line["step"] for line in metrics.read(tmp_path / "w" / "metrics.jsonl") if line["phase"] == "evaluation"
+    ] == [0, 2]
+    assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 0
 
 
 def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):

@@ -75,9 +75,13 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
         spans = [[[span.start, span.stop] for span in region] for region in regions]
         return self._call("rows", step=step, sizes=self._sizes, regions=spans)
 
-    def evaluate(self, version: int) -> list[list[rollout_lib.Rollout]]:
-        """Blocks until workers have submitted the held-out rollouts of policy `version`; returns one list of rollouts per task."""
-        rollouts = parquet.from_bytes(self._call("evaluate", version=version))
+    def evaluate(self, version: int, name: str = "") -> list[list[rollout_lib.Rollout]]:
+        """Blocks until workers have submitted the rollouts of an evaluation set by policy `version`; returns a list of rollouts per task.
+
+        It is [] if the evaluation was given up.
+        """
+        found = self._call("evaluate", version=version, set_name=name)
+        rollouts = parquet.from_bytes(found) if found else []
         return [list(group) for _, group in itertools.groupby(rollouts, key=lambda rollout: rollout.task.group)]
 
     def state(self, step: int) -> dict:

@@ -26,6 +26,7 @@ from rl.protocol import timeline
 from sharding.system import atomic_file
 
 WAIT_S = 20.0  # that a call takes at most
+MAX_EVALUATIONS = 16  # that go on at the same time, or whose results are kept
 LAYOUT = ("row_length", "rows", "num_micro_batches", "shards", "key_cost")
 
 
@@ -59,7 +60,7 @@ class Host:
         self._saved: dict[str, Any] = atomic_file.read_json(self._file, dict)
         self._orchestrator: Any = None
         self._stack = contextlib.ExitStack()
-        self._pool = futures.ThreadPoolExecutor(4, "learner-call")
+        self._pool = futures.ThreadPoolExecutor(MAX_EVALUATIONS + 2, "learner-call")
         self._jobs: dict[tuple, futures.Future] = {}
         self.ended = threading.Event()  # the learner has finished the run
 
@@ -139,13 +140,17 @@ class Host:
         blocks = [(slice(*rows), slice(*columns)) for rows, columns in regions]
         return b"".join(x.tobytes() for x in host_feed.cut(packed[0], self._layout(**sizes), blocks))
 
-    def evaluate(self, learner: str, version: int) -> bytes | None:
-        """Returns the held-out rollouts of a policy as a Parquet file, with the rewards that we computed; None while some are missing."""
+    def evaluate(self, learner: str, version: int, set_name: str = "") -> bytes | None:
+        """Returns the rollouts of an evaluation set as a Parquet file, with the rewards that we computed; None while some are missing.
+
+        The file is b"" if the evaluation was given up.
+        """
 
         def evaluate(orchestrator) -> bytes:
-            return parquet.to_bytes([rollout for group in orchestrator.evaluate(version) for rollout in group])
+            rollouts = [rollout for group in orchestrator.evaluate(version, set_name) for rollout in group]
+            return parquet.to_bytes(rollouts) if rollouts else b""
 
-        return self._job(learner, ("evaluate", version), evaluate)
+        return self._job(learner, ("evaluate", version, set_name), evaluate)
 
     def end(self, learner: str) -> None:
         """Tells the workers that the run is over, and this process that it may end."""
@@ -172,7 +177,9 @@ class Host:
         with self._lock:
             orchestrator = self._of(learner)
             if name not in self._jobs:
-                self._jobs = {other: job for other, job in self._jobs.items() if other[0] != name[0]}
+                same = [other for other in self._jobs if other[0] == name[0]]
+                for other in same if name[0] == "batch" else same[:-MAX_EVALUATIONS]:
+                    del self._jobs[other]
                 self._jobs[name] = self._pool.submit(function, orchestrator)
             job = self._jobs[name]
         try:

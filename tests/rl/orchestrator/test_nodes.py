@@ -160,6 +160,36 @@ def test_a_slow_server_delays_the_others_as_long_as_the_first_took(make, server)
         assert slow.updates == server.updates == [0, 1] or slow.updates == [1]  # its health already had 0
 
 
+def test_one_server_keeps_the_version_of_an_evaluation_and_the_others_go_on(make, server):
+    other = Played()
+    with serving.in_thread(other.app) as url:
+        orchestrator, served = make(url, server.url), lambda: sorted(s["version"] for s in orchestrator.nodes.servers())
+        orchestrator.publish(timeline.Policy(0, 0))
+        with orchestrator.nodes.holding(timeline.Policy(0, 1)), orchestrator.nodes.holding(timeline.Policy(0, 1)):
+            for version in (1, 2, 5):  # 5: version 1 is more than max_lag behind, but still for the evaluation
+                orchestrator.publish(timeline.Policy(0, version))
+                proxy.wait_until(lambda version=version: served() == [1, version])
+                proxy.wait_until(lambda version=version: orchestrator._version == version)
+            held, free = sorted((server, other), key=lambda one: one.version)
+            assert 2 not in held.updates and (held.version, free.version) == (1, 5)
+            held.is_up = False  # its death passes the version on to nobody that has a newer one
+            proxy.wait_until(lambda: served() == [5])
+            held.is_up = True
+            proxy.wait_until(lambda: served() == [1, 5])
+        proxy.wait_until(lambda: served() == [5, 5])
+
+
+def test_the_only_server_goes_on_after_an_evaluation(make, server):
+    orchestrator = make(server.url)
+    orchestrator.publish(timeline.Policy(0, 0))
+    with orchestrator.nodes.holding(timeline.Policy(0, 0)):
+        proxy.wait_until(lambda: orchestrator._version == 0)
+        orchestrator.publish(timeline.Policy(0, 1))
+        time.sleep(0.6)
+        assert server.updates == [] and orchestrator._version == 0
+    proxy.wait_until(lambda: server.version == orchestrator._version == 1)
+
+
 @pytest.mark.parametrize("role", ["server", "worker"])
 def test_without_any_server_or_worker_the_run_ends_with_a_line_on_each(make, server, role):
     server.is_up = role == "worker"

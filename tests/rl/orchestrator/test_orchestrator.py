@@ -206,6 +206,41 @@ def test_held_out_groups_are_the_same_at_every_evaluation():
     assert early[0].seed not in [task_schedule.sampling_seed(*x, 0, 0) for x in ((0, "train"), (1, "held_out"))]
 
 
+def test_evaluation_sets_have_the_same_first_tasks_with_other_seeds():
+    config = quickstart.get_config()
+    config.evaluation.update(num_tasks=3, every=4)
+    config.evaluation.sets.sampled = {"num_tasks": 2, "samples_per_task": 8, "temperature": 1.0}
+    config.evaluation.sets.often = {"every": 1}
+    config = experiment.resolve(config).config
+    default, often, sampled = task_schedule.evaluation_sets(config)
+    assert [(one.name, one.first, one.every) for one in (default, often, sampled)] == [
+        ("", 0, 4),
+        ("often", 3, 1),
+        ("sampled", 6, 4),
+    ]
+    groups = task_schedule.held_out_groups(config, 5)
+    assert [group.index for group in groups] == [0, 1, 2, 0, 1, 2, 0, 1] and len({group.seed for group in groups}) == 8
+    assert {(g.num_samples, g.temperature) for g in groups[6:]} == {(8, 1.0)} and groups[
+        :3
+    ] == task_schedule.held_out_groups(config_of(evaluation__num_tasks=3), 5)
+    assert [step for step in range(11) if default.is_due(step, 10)] == [0, 4, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"tasks": 1}, "sets.a has a field 'tasks'"),
+        ({"num_tasks": 0}, "num_tasks = 0"),
+        ({"every": 0.5}, "every = 0.5"),
+    ],
+)
+def test_wrong_evaluation_sets_are_refused(fields, found):
+    config = quickstart.get_config()
+    config.evaluation.sets.a = fields
+    with pytest.raises(ValueError, match=found):
+        experiment.resolve(config)
+
+
 # ---- leases ----------------------------------------------------------------------------------------------------------
 
 
@@ -536,6 +571,26 @@ def test_an_evaluation_waits_for_its_version(make):
     assert len(waiting.result(WAIT_S)) == 2
 
 
+def test_training_goes_on_during_an_evaluation_of_one_version(make):
+    orchestrator = make(rl__max_lag=0, evaluation__hold_s=0.5)
+    publish(orchestrator, 0)
+    evaluated = later(orchestrator.evaluate, 0)
+    proxy.wait_until(lambda: held_out_is_open(orchestrator))
+    held_out, train = lease(orchestrator, 2), lease(orchestrator)
+    assert [(group.split, group.version) for group in held_out] == [("held_out", 0)] * 2
+    for version in (0, 1):
+        for group in train:
+            assert submit(orchestrator, answers(group, version)) == "accepted"
+        assert len(orchestrator.next_batch(version + 1).groups) == 3
+        if version == 0:  # after its first batch the run has a newer version, and not all of the evaluation
+            assert submit(orchestrator, answers(held_out[0], 0)) == "accepted" and not evaluated.done()
+            publish(orchestrator, 1)
+            train = lease(orchestrator)
+    assert evaluated.result(WAIT_S) == []  # after hold_s
+    assert submit(orchestrator, answers(held_out[1], 0)).startswith("refused: not leased")
+    assert orchestrator._failure is None and not held_out_is_open(orchestrator)
+
+
 def test_slow_scoring_of_one_worker_stops_no_other(make, monkeypatch):
     """Over HTTP: more slow files at the same time than slots to decode or to judge; others are judged, garbage is refused."""
     go_on, begun, screened = threading.Event(), threading.Semaphore(0), []
@@ -775,9 +830,9 @@ def test_held_out_tasks_come_first_and_are_kept_apart(make):
     waiting = later(orchestrator.evaluate, 3)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))
     group = lease(orchestrator)[0]
-    assert submit(orchestrator, answers(group, 2)).startswith("refused: versions: 2 is older than 3")
+    assert submit(orchestrator, answers(group, 2)).startswith("refused: versions: ")
     for group in lease(orchestrator) + [task_schedule.held_out_groups(orchestrator._config, 3)[1]]:
-        assert submit(orchestrator, answers(group, 4)) == "accepted"  # newer weights arrived meanwhile
+        assert submit(orchestrator, answers(group, 3)) == "accepted"  # not by version 4, which servers have by now
     assert len(waiting.result(WAIT_S)) == 2
 
 
