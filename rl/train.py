@@ -271,7 +271,7 @@ def _remote(exp, mesh: jax.sharding.Mesh, workdir: pathlib.Path, progress, hosts
         learner=hosts.broadcast(secrets.token_hex() if hosts.is_first else None),
         layout=exp.rollout_layout(mesh),
         patience_s=topology.patience_s,
-        say=progress.say,
+        notify=progress.say,
     )
 
 

@@ -153,11 +153,17 @@ def from_record(data: bytes | pa.Buffer, *, has_experts: bool) -> "Rows":
 
 
 class Rows:
-    """The rows of a file of valid rollouts, as a table and as `rollouts`."""
+    """The rows of a file of valid rollouts, as a table and as `rollouts`, which are made when they are needed."""
 
     def __init__(self, table: pa.Table, rollouts: list[rollout_lib.Rollout] | None = None):
-        self.table = table
-        self.rollouts = _rollouts(_columns(table), table.num_rows) if rollouts is None else rollouts
+        self.table, self._rollouts = table, rollouts
+
+    @property
+    def rollouts(self) -> list[rollout_lib.Rollout]:
+        """The rows as rollouts."""
+        if self._rollouts is None:
+            self._rollouts = _rollouts(_columns(self.table), self.table.num_rows)
+        return self._rollouts
 
     @property
     def has_experts(self) -> bool:

@@ -90,6 +90,62 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
 
 
 @pytest.mark.slow
+def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(tmp_path, request):
+    """At lag 0, the run ends with the losses of one that nobody disturbed and whose orchestrator is in the learner."""
+    server_port, control_port, relay_port, port, learner_port = (free_port() for _ in range(5))
+    workdir, num_steps = tmp_path / "run", 6
+    overrides = {
+        "topology.mode": "remote",
+        "topology.servers": f"('http://127.0.0.1:{server_port}',)",
+        "topology.control_servers": f"('http://127.0.0.1:{control_port}',)",
+        "topology.relay_port": relay_port,
+        "topology.port": port,
+        "rl.num_steps": num_steps,
+        "rl.max_lag": 0,
+    }
+    start = Starter(tmp_path, request)
+    start("alone", *tiny_run.command(tmp_path / "alone", **{"rl.num_steps": num_steps, "rl.max_lag": 0})[1:])
+    listener = f"--control=127.0.0.1:{learner_port}"
+    orchestrator = [*tiny_run.command(workdir, module="rl.orchestrator", **overrides)[1:], listener]
+    learner = tiny_run.command(workdir, **overrides, **{"topology.orchestrator": f"http://127.0.0.1:{learner_port}"})[
+        1:
+    ]
+    start("orchestrator", *orchestrator)
+    proxy.wait_until((workdir / "control.token").exists, 120, "the orchestrator")
+    start("learner", *learner)
+    process = start.processes["learner"]
+    said = r"inference\.serve --weights (http://\S+) --weights_key ([0-9a-f]{64})(?s:.*)--orchestrator (http://\S+)"
+    proxy.wait_until(lambda: re.search(said, process.text()) or process.poll() is not None, 200, "what to start")
+    weights, key, url = re.search(said, process.text()).groups()
+    assert url == f"http://127.0.0.1:{port}"
+    sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64"]
+    start(
+        *("server", "-m", "inference.serve", "--weights", weights, "--weights_key", key, "--port", str(server_port)),
+        *sizes,
+        *("--control", f"127.0.0.1:{control_port}", "--control_token_file", str(workdir / "control.token")),
+    )
+    start("worker", "-m", "rl.worker", "--orchestrator", url)
+    for name, command, after in (("orchestrator", orchestrator, 2), ("learner", learner, 4)):
+        proxy.wait_until(lambda after=after: len(tiny_run.lines(workdir)) >= after, 200, f"step {after}")
+        start.processes[name].kill()
+        start.processes[name].wait()
+        start(name, *command)
+    for name in ("learner", "orchestrator", "alone"):
+        process = start.processes[name]
+        proxy.wait_until(lambda process=process: process.poll() is not None, 300, f"the end of the {name}")
+        assert process.returncode == 0, [p.text()[-3000:] for p in start.processes.values()]
+    assert start.processes["worker"].wait(60) is not None  # it is told of the end
+    found, expected = (
+        [
+            {k: v for k, v in line.items() if k.startswith(("loss/", "rollout/", "optimizer/"))}
+            for line in tiny_run.lines(path)
+        ]
+        for path in (workdir, tmp_path / "alone")
+    )
+    assert found == expected and len(found) == num_steps
+
+
+@pytest.mark.slow
 def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_path, request):
     """The server gets the run's key before the evaluation begins, and the weights come in the run's dtype."""
     workdir, server_port, control_port, relay_port = tmp_path / "run", free_port(), free_port(), free_port()

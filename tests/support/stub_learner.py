@@ -31,7 +31,7 @@ def main(url: str, token_file: str, directory: str, num_steps: int, fields: str)
         file.write("+")
     layout = packing.Layout(row_length=LENGTH, rows=ROWS, num_micro_batches=16)
     name = secrets.token_hex()
-    options = dict(learner=name, layout=layout, patience_s=120, say=lambda line: print(line, flush=True))
+    options = dict(learner=name, layout=layout, patience_s=120, notify=lambda line: print(line, flush=True))
     with client.RemoteOrchestrator(url, secret_file.read(token_file), **options) as orchestrator:
         orchestrator.attach(
             json.loads(pathlib.Path(fields).read_text()), step, saved.get("rollouts", {}), saved.get("ledger")

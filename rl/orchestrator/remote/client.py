@@ -26,7 +26,7 @@ PAUSE_S = 0.5  # after a call without an answer
 class RemoteOrchestrator(contextlib.AbstractContextManager):
     """A client of the orchestrator at `address`, a URL or unix:PATH, for one learner process.
 
-    `learner` is a name that no other process has; hosts of one learner share it. `layout` is that of its batches. `say` gets lines
+    `learner` is a name that no other process has; hosts of one learner share it. `layout` is that of its batches. `notify` gets lines
     for people. A call raises ValueError if the orchestrator refuses it, or is away for `patience_s` seconds.
     """
 
@@ -38,7 +38,7 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
         learner: str,
         layout: packing.Layout,
         patience_s: float,
-        say: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
     ):
         path = address.removeprefix("unix:")
         transport = httpx.HTTPTransport(uds=path) if path != address else None
@@ -46,7 +46,7 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
         base_url = "http://localhost" if transport else address
         self._http = httpx.Client(transport=transport, base_url=base_url, headers=headers, timeout=timeout)
         self._address, self._learner, self._sizes = address, learner, host.sizes_of(layout)
-        self._patience_s, self._say = patience_s, say
+        self._patience_s, self._notify = patience_s, notify
         self._failure: BaseException | None = None
         self.url = ""  # for workers
         self.metrics = None  # of the orchestrator, which serves them itself
@@ -97,7 +97,7 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
         self._failure = self._failure or error
 
     def end(self) -> None:
-        """Tells the workers that the run is over; the orchestrator's process ends."""
+        """Ends the run for the workers, and the process of the orchestrator."""
         self._call("end")
 
     # The methods of a ledger.
@@ -136,4 +136,4 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
                 raise ValueError(f"{found}. Start it, then continue with the same command")
             if problem and now_s - noticed_s > NOTICE_S:
                 noticed_s = now_s
-                self._say(problem)
+                self._notify(problem)

@@ -153,7 +153,7 @@ class Host:
         return self._job(learner, ("evaluate", version, set_name), evaluate)
 
     def end(self, learner: str) -> None:
-        """Tells the workers that the run is over, and this process that it may end."""
+        """Ends the run for the workers; this process may end, too."""
         self._of(learner).end()
         self.ended.set()
 

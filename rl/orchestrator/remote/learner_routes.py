@@ -37,7 +37,7 @@ def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str |
     async def call(name: str, request: fastapi.Request):
         body = await web.read_json(request, MAX_BYTES)
         if name not in calls:
-            raise ValueError(f"there is no call {name[:40]!r}; use the release of the learner here")
+            raise ValueError(f"the call {name[:40]!r} is unknown; use the release of the learner here")
         try:
             found = await asyncio.to_thread(calls[name], **body)
         except TypeError as error:
@@ -55,7 +55,7 @@ def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str |
 
     @app.exception_handler(ValueError)
     @app.exception_handler(OSError)
-    async def reject(request, error):  # also the end of the run, of which the learner is told like this
+    async def reject(request, error):  # also the error that ends the run
         return web.error(400, str(error) or type(error).__name__, "invalid_request_error")
 
     app.add_middleware(guard.Guard, key=token, key_name="control token", hosts=hosts)

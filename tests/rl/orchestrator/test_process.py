@@ -100,7 +100,7 @@ class Run:
                 self.acknowledged.add(name)
 
     def serve(self):
-        """Reports, as a server, that it has each policy that it is told of."""
+        """Reports, as a server, that it has each policy that the orchestrator names."""
         policy = None
 
         def beat(http, at):

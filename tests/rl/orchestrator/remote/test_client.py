@@ -96,7 +96,7 @@ def fetched(remote, step, mesh):
 
 def test_a_learner_and_its_orchestrator_survive_restarts_of_each_other(site):
     mesh, said = mesh_lib.create({"data": 2}, devices=jax.devices()[:2]), []
-    remote = learner(site, "first", say=said.append)
+    remote = learner(site, "first", notify=said.append)
     remote.attach({"seed": 0}, 0, {}, None)
     assert remote.url == "http://workers" and remote.head().startswith("2:")
     for _ in range(2):  # as if the first reply was lost
@@ -145,7 +145,7 @@ def _trees(site):
 
 def test_a_learner_waits_for_groups_and_for_an_orchestrator_that_is_away(site):
     remote, said = learner(site, "first"), []
-    remote._say = said.append
+    remote._notify = said.append
     client_notice, client.NOTICE_S = client.NOTICE_S, 0.0
     try:
         remote.attach({"seed": 0}, 0, {}, None)
@@ -182,7 +182,7 @@ def test_what_is_refused(site):
     remote.attach({"seed": 0}, 0, {}, None)
     with pytest.raises(ValueError, match="the fields of head are"):
         remote._call("head", more=1)
-    with pytest.raises(ValueError, match="there is no call"):
+    with pytest.raises(ValueError, match="is unknown"):
         remote._call("drop")
     stranger = learner(site, "first", token="u" * 16)
     with pytest.raises(ValueError, match="the control token is missing or wrong"):
