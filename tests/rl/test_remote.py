@@ -124,6 +124,7 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(tmp_path, re
         *sizes,
         *("--control", f"127.0.0.1:{control_port}", "--control_token_file", str(workdir / "control.token")),
     )
+    proxy.wait_until(lambda: "is healthy" in start.processes["orchestrator"].text(), 200, "the server")
     start("worker", "-m", "rl.worker", "--orchestrator", url)
     for name, command, after in (("orchestrator", orchestrator, 2), ("learner", learner, 4)):
         proxy.wait_until(lambda after=after: len(tiny_run.lines(workdir)) >= after, 200, f"step {after}")
