@@ -184,7 +184,7 @@ def test_processes_that_are_killed_and_stopped(tmp_path):
         decisions.wait(16, 300)
         os.kill(processes[1].pid, signal.SIGSTOP)
         ask(3)
-        proxy.wait_until(lambda: "no answer in 10 s" in source.notice(), 120)
+        proxy.wait_until(lambda: "in 10 s)" in source.notice(), 120)
         assert len(decisions.found) == 16  # one validator of three answers: no quorum, and nothing passes
         os.kill(processes[1].pid, signal.SIGCONT)
         found = decisions.wait(24, 300)
