@@ -1,0 +1,206 @@
+"""Servers that sign their samples answer for them: a liar bars no honest worker, and no worker that forges can blame a server."""
+
+import dataclasses
+
+import pytest
+
+from configs import quickstart
+from inference.rollouts import attestation
+from inference.rollouts import rollout as rollout_lib
+from rl.experiment import experiment
+from rl.orchestrator import nodes, server_records, submissions, verdict_collector
+from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.protocol import registry, timeline
+from rl.verification import checks, evidence_log, responsibility, rules
+from tests.support import proxy, validators
+from tests.support.groups import answers
+
+RUN, WORKER, LIAR, HONEST, OWN = (rollout_lib.WorkerKey.generate() for _ in range(5))
+POLICY = timeline.Policy(7, 0)
+WRONG = checks.Verdict("sampling", "3 of 12 tokens")
+P, MAX_ATTEMPTS = 8, 3
+
+
+def sign(rollout, server=HONEST, config=None, **asked):
+    """The rollout as `server` signed it and WORKER hands it in. `asked` are settings of the request other than the run's."""
+    settings = {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")}
+    prompt = rollout.prompt_length
+    signature = attestation.sign(
+        server,
+        tokens=rollout.tokens,
+        num_prompt=prompt,
+        logprobs=rollout.logprobs[prompt:],
+        versions=rollout.versions[prompt:],
+        prompt_version=int(rollout.versions[0]),
+        **{name: getattr(rollout, name) for name in ("epoch", "temperature", "seed", "finish_reason", "proofs")},
+        experts=None,
+        settings=settings | {"return_routed_experts": False} | asked,
+    )
+    named = dataclasses.replace(rollout, server=server.worker, server_signature=signature)
+    return rollout_lib.sign(named, WORKER)
+
+
+def is_of_liar(rollouts):
+    """What a replay would find: groups of the liar, and those that the tests mark by their last log-probability, are wrong."""
+    return any(r.server == LIAR.worker or r.logprobs[-1] == -3 for r in rollouts)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """An orchestrator with two servers, in which the draw has only group 0 replayed until somebody is a suspect."""
+    config = quickstart.get_config()
+    config.rl.update(prompts_per_step=P, samples_per_prompt=2, num_steps=3, max_lag=0)
+    config.trust.update(max_attempts=MAX_ATTEMPTS, min_rate=1e-9, invited_rate=1e-3)
+    exp = experiment.resolve(config)
+    monkeypatch.setattr(submissions.Submissions, "_draw", lambda self, key: 0.999 * (key[2] % P != 0))
+    source = verdict_collector.VerdictCollector(
+        RUN, lambda groups: [WRONG if is_of_liar(g) else checks.OK for g in groups]
+    )
+    keys, rates = (LIAR.worker, HONEST.worker), dict(min_rate=1e-9, invited_rate=1e-3)
+    found, of_run = [], rules.Rules.of(exp.config)
+
+    def screen(rollouts, split):
+        return next((v for r in rollouts if not (v := checks.vouched(r, of_run)).accepted), checks.OK), {}
+
+    run = orchestrator_lib.Orchestrator(
+        exp.config,
+        tmp_path,
+        credit=exp.credit,
+        key=RUN,
+        verdicts=source,
+        check_group_without_weights=screen,
+        secret=b"secret",
+        invited=[WORKER.worker],
+        records=server_records.ServerRecords(keys, MAX_ATTEMPTS, **rates),
+        on_wait=found.append,
+    )
+    run.said, run.config = found, exp.config
+    run.publish(POLICY)
+    for number, key in enumerate(keys):
+        url = f"http://server{number}"
+        run.nodes.add(nodes.StaticServer(url, "http://127.0.0.1:9", key=key))
+        run.nodes.beat(url, "server", registry.Report(url, POLICY), 0.0)
+    run._open(POLICY)
+    yield run
+    run._submissions.close()
+
+
+def hand_in(run, server, count=P, change=lambda rollouts: rollouts):
+    """Leases up to `count` groups as WORKER, hands them in as `server` signed them, and returns the replies."""
+    replies = []
+    for group in run.lease(WORKER.worker, count):
+        rollouts = change([sign(r, server, run.config) for r in answers(group)])
+        replies += [reply.result(60) for reply in run.submit(rollouts).values()]
+    validators.settled(run)
+    return replies
+
+
+def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
+    assert {*run.describe()["server_keys"].values()} == {LIAR.worker, HONEST.worker}
+    assert hand_in(run, LIAR) == ["quarantined"] + ["accepted"] * (P - 1)
+    proxy.wait_until(
+        lambda: run._queue.count()[orchestrator_lib.State.OPEN] == P
+    )  # all of it was called back, and is void
+    assert run._records.is_banned(LIAR.worker) and run.describe()["server_keys"] == {"http://server1": HONEST.worker}
+    assert "gets no more work" in run.said[-1] and not run._failure
+    assert not run._health.is_banned(WORKER.worker) and run._health.rate(WORKER.worker) < 0.9  # not even a suspect
+    assert run._counts["refused"] == 0 and run._counts["server_faults"] == 2 * P
+    assert hand_in(run, HONEST) == ["quarantined"] * P  # the draws of these groups are known
+    batch = run.next_batch(1)
+    assert batch.metrics["trust/num_server_faults"] == 2 * P and len(batch.groups) == P
+    restored = server_records.ServerRecords([LIAR.worker], MAX_ATTEMPTS, min_rate=0.1, invited_rate=0.5)
+    restored.restore(run.state(1)["servers"])
+    assert restored.is_banned(LIAR.worker) and restored.state() == {LIAR.worker: run.state(1)["servers"][LIAR.worker]}
+
+
+def mixed(rollouts):
+    """One sample of its own among those of a server."""
+    own = dataclasses.replace(rollouts[1], server="", server_signature=b"", logprobs=rollouts[1].logprobs * 0 - 3)
+    own = dataclasses.replace(own, logprobs=own.logprobs * own.sampled_mask)
+    return [rollouts[0], rollout_lib.sign(own, WORKER)]
+
+
+def changed(**changes):
+    return lambda rollouts: [rollout_lib.sign(dataclasses.replace(r, **changes), WORKER) for r in rollouts]
+
+
+def last(name, value):
+    """Changes the last entry of an array of each rollout."""
+
+    def change(rollouts):
+        out = []
+        for rollout in rollouts:
+            array = getattr(rollout, name).copy()
+            array[-1] = value
+            out.append(rollout_lib.sign(dataclasses.replace(rollout, **{name: array}), WORKER))
+        return out
+
+    return change
+
+
+def asked(**settings):
+    """Has an honest server generate under settings of the worker's own."""
+    return lambda rollouts: [
+        sign(r, HONEST, experiment.resolve(quickstart.get_config()).config, **settings) for r in rollouts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (last("logprobs", -3), "attestation"),
+        (last("tokens", 7), "attestation"),
+        (changed(proofs=b"made up"), "attestation"),
+        (changed(finish_reason="length"), "attestation"),
+        (changed(server_signature=bytes(64)), "attestation"),
+        (changed(server=LIAR.worker), "attestation"),  # who did not sign it
+        (asked(top_p=0.5), "attestation"),
+        (asked(max_tokens=3), "attestation"),
+        (asked(return_routed_experts=True), "attestation"),
+        (mixed, "sampling"),
+        (
+            lambda rollouts: [
+                sign(r, OWN, experiment.resolve(quickstart.get_config()).config) for r in mixed(rollouts)
+            ],
+            "sampling",
+        ),
+    ],
+)
+def test_a_worker_that_forges_cannot_blame_a_server(run, change, reason):
+    hand_in(run, HONEST, 1, change)  # group 0, which is replayed
+    proxy.wait_until(lambda: run._counts[f"refused_{reason}"] == 1, what=dict(run._counts))
+    assert run._counts["server_faults"] == 0 and run._records.state() == {}
+    assert run._health.rate(WORKER.worker) == 1.0  # a suspect
+
+
+def test_the_larger_rate_of_worker_and_server_decides():
+    records = server_records.ServerRecords([LIAR.worker, HONEST.worker], 3, min_rate=0.1, invited_rate=0.5)
+    config = experiment.resolve(quickstart.get_config()).config
+    group = run_group(config)
+    by = {key: [sign(r, key, config) for r in group] for key in (LIAR, HONEST, OWN)}
+    assert records.rate(by[HONEST]) == pytest.approx(0.5) and records.rate(by[OWN]) == records.rate(group) == 0.0
+    assert records.rate([by[HONEST][0], by[LIAR][1]]) == 0.0  # the worker's alone: it chose to mix
+    for number in range(1, 10**4):
+        records.verified(by[HONEST])
+        assert records.rate(by[HONEST]) == pytest.approx(max(0.1, 32 / (32 + 32 + number)))
+    records.trained_unverified(by[LIAR], 4)
+    records.rejected(LIAR.worker)
+    assert records.rate(by[LIAR]) == 1.0 and records.reveal(LIAR.worker) == (1, [4])
+    assert records.reveal(LIAR.worker) == (0, []) and not records.is_banned(LIAR.worker)
+
+
+def run_group(config):
+    from rl.protocol import task_schedule
+
+    return answers(dataclasses.replace(task_schedule.train_groups(config, 1)[0], num_samples=2))
+
+
+def test_evidence_is_against_the_server_that_signed_the_whole_group():
+    config = experiment.resolve(quickstart.get_config()).config
+    group = [sign(r, HONEST, config) for r in run_group(config)]
+    log = evidence_log.EvidenceLog(None, servers=[HONEST.worker])
+    log.add_claims(group)
+    assert [*log.tests] == [HONEST.worker]
+    log.add_claims([group[0], *mixed(group)[1:]])
+    assert [*log.tests] == [HONEST.worker, WORKER.worker]
+    assert responsibility.server_of(group, [LIAR.worker]) == ""
