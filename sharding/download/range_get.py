@@ -82,6 +82,10 @@ class Missing(Failed):
     """Raised by a request that a relay answered with 404: the relay does not have the file, or not yet."""
 
 
+class TooLong(Failed):
+    """Raised by a request whose answer is longer than allowed: another file, such as one that was published again."""
+
+
 class Relay:
     """One relay (a server of published weights) as a client sees it: measured speed and failures, and idle connections."""
 
@@ -239,7 +243,7 @@ class Get:
         while data := response.read1(1 << 16):
             body += data
             if len(body) > self.limit:
-                raise Failed(f"the relay sent more than {self.limit} bytes for {self.path}")
+                raise TooLong(f"the relay sent more than {self.limit} bytes for {self.path}")
         if response.length:
             raise Failed(f"the relay closed the connection {response.length} bytes before the end of {self.path}")
         return bytes(body)

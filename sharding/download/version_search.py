@@ -184,7 +184,7 @@ class _Examination:
                 self.found = Proof(data, parse(data, version=self.number))
                 search.selector.observe(get, True)
                 return True
-            except range_get.Missing as error:
+            except (range_get.Missing, range_get.TooLong) as error:
                 self.relay.reason, num_refused = str(error), num_refused + 1
             except journal.CorruptSource as error:
                 self.error, num_refused = type(error)(f"{self.relay.url}: {error}"), num_refused + 1

@@ -86,6 +86,12 @@ class Plan:
             return self.is_current(number, sha256)
         return len(self._heads) < self._num_upstreams or any(sha256.encode() in data for data in self._heads.values())
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the newest head that `trusted` has accepted, or -1."""
+        head = None if self._trusted is None else self._trusted.head
+        return -1 if head is None else head.epoch
+
     def is_current(self, number: int, sha256: str) -> bool:
         """Returns True if the newest head, if there is one, lists version `number` with the manifest of that hash."""
         head = None if self._trusted is None else self._trusted.head

@@ -11,6 +11,7 @@ to find out, and an upstream with many refuted versions is left alone for a time
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import math
@@ -60,6 +61,10 @@ class Upstream:
         self._followed: _Followed | None = None
         self._follow_from_s = self._follow_pause_s = 0.0
         self._is_idle, self._pause_s = False, 0.0
+        self._epoch, self._is_stale = (
+            -1,
+            False,
+        )  # of the listing of this step; True if a resumed run begins another meanwhile
         self._paid_s = 0.0  # until when the costs of refuted versions are paid
         self.thread = lasting_thread.LastingThread(f"mirror {name}", self._step, self._fail)
         self.thread.start()
@@ -84,6 +89,7 @@ class Upstream:
     def _step(self) -> None:
         """Asks the upstream once, and mirrors its new versions."""
         self._plan.recover()
+        self._epoch, self._is_stale = self._plan.epoch, False
         try:
             listing = self.source.listing(1.0 if self._is_idle else 0.0, self._listing)
         except (OSError, ValueError) as error:
@@ -104,7 +110,7 @@ class Upstream:
         wanted = [n for n in self._plan.wanted(self.name) if not self._is_refuted(n)]
         moved = False
         for number in wanted:
-            if moved and not self._is_offered(number):
+            if self._is_stale or (moved and not self._is_offered(number)):
                 break
             moved |= self._try(self._download, number)
         self._plan.serve_head()
@@ -113,17 +119,23 @@ class Upstream:
             self._followed = None
         if self._followed is not None:
             moved |= self._try(self._follow, self._followed.number)
-        self._is_idle = not moved and self._followed is None
+        self._is_idle = not moved and self._followed is None and not self._is_stale
         if not self._can_pay():
             self.thread.stopped.wait(min(self._paid_s - time.monotonic(), LONGEST_PAUSE_S))
 
     def _try(self, step: Callable[[int], bool], number: int) -> bool:
-        """Returns step(number) for one version. After an error, refutes the version and returns False: other versions go on."""
+        """Returns step(number) for one version. After an error, refutes the version and returns False: other versions go on.
+
+        It is no fault if a resumed run began an epoch meanwhile: then the listing is stale, and is asked for again.
+        """
         begun_s = time.monotonic()
         try:
             return step(number)
         except (OSError, ValueError) as error:
-            if not self.thread.stopped.is_set():
+            with contextlib.suppress(OSError, ValueError):
+                self.source.listing()  # brings the newest head
+            self._is_stale = self._plan.epoch != self._epoch
+            if not self.thread.stopped.is_set() and not self._is_stale:
                 self._log.note(self.name, error)
                 now_s = time.monotonic()
                 cost_s = max(1.0, COST * (now_s - begun_s))
@@ -159,7 +171,7 @@ class Upstream:
             return True
 
         for number in reversed(listing.complete):
-            if num_found >= self._plan.keep or not self._can_pay():
+            if num_found >= self._plan.keep or not self._can_pay() or self._is_stale:
                 break
             num_found += not self._is_refuted(number) and self._try(prove, number)
         return claims
