@@ -95,10 +95,12 @@ class Client:
         proofs: bool = False,
         policy_version: int = -1,
         policy_epoch: int = -1,
+        oldest_version: int = 0,
     ) -> list[Sample]:
         """Generates and returns `sampling["n"]` completions of one prompt. `sampling` has the fields of vLLM's sampling_params.
 
-        Policy `policy_version` generates all tokens, unless it is -1, or versions of `policy_epoch`. Raises VersionGone if no
+        Policy `policy_version` generates all tokens, unless it is -1, or versions of `policy_epoch`, none before
+        `oldest_version`: the reply of a server that lags is malformed. Raises VersionGone if no
         server serves these any more, ValueError if a server rejects the request, and Unavailable if no server sends a valid
         reply within `give_up_s`.
         """
@@ -115,7 +117,9 @@ class Client:
                 response = await self._http.post(f"{url}/inference/v1/generate", json=body)
                 if response.status_code not in (409, 429) and response.status_code < 500:
                     _raise_for(response)
-                    samples = _read_reply(response, sampling, len(token_ids), policy_version, policy_epoch)
+                    samples = _read_reply(
+                        response, sampling, len(token_ids), policy_version, policy_epoch, oldest_version
+                    )
                     if proofs and (server := self._keys.get(url)):
                         samples = _read_signatures(response.json()["choices"], samples, server, token_ids, sampling)
                     return samples
@@ -194,7 +198,7 @@ def _raise_for(response: httpx.Response) -> None:
 
 
 def _read_reply(
-    response: httpx.Response, sampling: dict, num_prompt: int, policy_version: int, policy_epoch: int
+    response: httpx.Response, sampling: dict, num_prompt: int, policy_version: int, policy_epoch: int, oldest: int
 ) -> list[Sample]:
     """Returns the completions in a server's reply. Raises MalformedReply if the reply is invalid or not as `sampling` requested."""
     try:
@@ -212,6 +216,8 @@ def _read_reply(
     versions = {version for sample in samples for version in (sample.prompt_version, *sample.versions)}
     if policy_version >= 0 and versions != {policy_version}:
         raise MalformedReply(f"server sent policy versions {sorted(versions)[:4]}; {policy_version} was requested")
+    if min(versions) < oldest:
+        raise MalformedReply(f"server sent policy version {min(versions)}; {oldest} or newer was requested")
     return samples
 
 

@@ -216,7 +216,7 @@ async def _roll_out(
     sampling["return_routed_experts"] = run.router_replay and trains
     try:
         pins = {"policy_version": group["version"], "policy_epoch": group.get("epoch", -1)}
-        samples = await client.generate(prompt, sampling, proofs=trains, **pins)
+        samples = await client.generate(prompt, sampling, proofs=trains, oldest_version=group["min_version"], **pins)
     except client_lib.VersionGone:  # a newer one replaced it, which this group may not use
         returned.append([group["split"], group["step"], group["group"]])
         await asyncio.sleep(VOID_PAUSE_S)  # the next one may have the same fate

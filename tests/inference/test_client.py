@@ -86,6 +86,27 @@ def test_a_sample_as_it_was_sent():
     assert seen == [(f"{A}/inference/v1/generate", body)] and client.num_retries == 0
 
 
+@pytest.mark.parametrize(
+    ("pins", "bad"),
+    [
+        ({"policy_epoch": 7}, {"policy_epoch": 6}),
+        ({"policy_epoch": 7}, {}),  # of a release before epochs
+        ({"oldest_version": 3}, {"policy_epoch": 7}),  # its prompt is of version 2
+    ],
+)
+def test_samples_of_another_epoch_or_an_older_version_are_sought_elsewhere(pauses, pins, bad):
+    """An honest worker was refused for the samples of a server that lagged."""
+
+    def handler(request):
+        assert json.loads(request.content).get("policy_epoch", 7) == 7
+        good = {"choices": [choice(prompt_policy_version=3)], "policy_epoch": 7}
+        reply = {"choices": [choice()]} | bad if request.url.host == "a" else good
+        return httpx.Response(200, json=reply)
+
+    samples, client = run(handler, lambda client: client.generate((1, 2), {"max_tokens": 3}, **pins))
+    assert (samples[0].prompt_version, samples[0].epoch, client.num_retries) == (3, 7, 1)
+
+
 @pytest.mark.parametrize(("has_b", "versions"), [(True, [[3, 3]]), (False, [[3, 3]]), (True, [[3, 2], [4, 1]])])
 def test_a_pinned_version_is_sought_on_every_server(pauses, has_b, versions):
     def handler(request):
