@@ -41,7 +41,7 @@ def sign(rollout, server=HONEST, config=None, **asked):
 
 
 def is_of_liar(rollouts):
-    """What a replay would find: groups of the liar, and those that the tests mark by their last log-probability, are wrong."""
+    """Returns True for groups of the liar, and for those that the tests mark by their last log-probability."""
     return any(r.server == LIAR.worker or r.logprobs[-1] == -3 for r in rollouts)
 
 
