@@ -74,7 +74,7 @@ def run(tmp_path, monkeypatch):
         records=server_records.ServerRecords(keys, MAX_ATTEMPTS, **rates),
         on_wait=found.append,
     )
-    run.said, run.config = found, exp.config
+    run.lines, run.config = found, exp.config
     run.publish(POLICY)
     for number, key in enumerate(keys):
         url = f"http://server{number}"
@@ -102,7 +102,7 @@ def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
         lambda: run._queue.count()[orchestrator_lib.State.OPEN] == P
     )  # all of it was called back, and is void
     assert run._records.is_banned(LIAR.worker) and run.describe()["server_keys"] == {"http://server1": HONEST.worker}
-    assert "gets no more work" in run.said[-1] and not run._failure
+    assert "gets no more work" in run.lines[-1] and not run._failure
     assert not run._health.is_banned(WORKER.worker) and run._health.rate(WORKER.worker) < 0.9  # not even a suspect
     assert run._counts["refused"] == 0 and run._counts["server_faults"] == 2 * P
     assert hand_in(run, HONEST) == ["quarantined"] * P  # the draws of these groups are known
