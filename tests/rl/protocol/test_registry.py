@@ -86,6 +86,7 @@ def test_servers_serve_while_they_are_healthy_and_have_an_allowed_policy():
     ):
         nodes.beat(key, "server", 0.0, report(version, epoch, digest))
     nodes.beat("worker", "worker", 0.0, report(5, 1))
+    assert [node.key for node in nodes.serving(Policy(0, 0))] == ["abandoned"]
     assert [node.key for node in nodes.serving(oldest, newest)] == ["best", "good"]
     nodes.fault("best", 1.0, "connection refused")
     assert [node.key for node in nodes.serving(oldest, newest)] == ["good"]
