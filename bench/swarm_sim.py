@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
         show(swarm, Simulation(swarm).run())
         return 0
     print(
-        "| nodes, slots, P | batch, lag | useful, learner 0.8 | the same, 2 % of groups die | a fast learner | lag behind |"
+        "| nodes, slots, P | batch, lag | useful, learner 0.8 | the same, 2 % of groups die | a fast learner | staleness |"
     )
     print("|---|---|---|---|---|---|")
     for nodes, groups in ((100, 400), (400, 1600)):
@@ -321,9 +321,9 @@ def main(argv: list[str] | None = None) -> int:
                 Simulation(dataclasses.replace(one, **change)).run()
                 for change in ({}, {"deaths": 0.02}, {"deaths": 0.02, "learner": 10.0})
             )
-            lag_behind = sum(age * part for age, part in calm.staleness.items())
+            staleness = sum(age * part for age, part in calm.staleness.items())
             name = f"{batch} {lag}{' + backups' if backups else ''}"
-            cells = f"{calm.useful:.2f} | {dying.useful:.2f} | {fast.useful:.2f} | {lag_behind:.1f}"
+            cells = f"{calm.useful:.2f} | {dying.useful:.2f} | {fast.useful:.2f} | {staleness:.1f}"
             print(f"| {nodes}, {4 * nodes}, {groups} | {name} | {cells} |", flush=True)
     return 0
 
@@ -340,7 +340,7 @@ def show(swarm: Swarm, result: Result) -> None:
     print(f"trained groups are {result.trained_length:.2f} of the mean length; cheats banned {result.num_banned}")
     print("dropped per batch: " + (", ".join(f"{reason} {n:.1f}" for reason, n in result.drops.items()) or "none"))
     for age, part in result.staleness.items():
-        print(f"  {age} versions behind: {part:6.1%} {'#' * math.ceil(50 * part)}")
+        print(f"  {age} versions old: {part:6.1%} {'#' * math.ceil(50 * part)}")
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from rl.protocol import verdict as verdict_lib
 
 @dataclasses.dataclass
 class _Group:
-    """A training group that no batch has taken: its leaseholder, and its submission with the verdicts on it."""
+    """A training group that no batch has taken: its leaseholders, and its submission with the verdicts on it."""
 
-    worker: str
-    epoch: int = -1  # that the lease pins
+    holders: set[str] = dataclasses.field(default_factory=set)  # ever
+    worker: str = ""  # that submitted
+    epoch: int = -1  # that the newest lease pins
     digest: str = ""
     submitted: int = 0  # the number of the submission among all events
     is_refused: bool = False
@@ -83,7 +84,7 @@ class RunState:
             if fields["step"] <= self.step:
                 return f"step: batch {fields['step']} was trained on already"
             group = self._group(fields)
-            if event.kind == "submission" and (group is None or group.worker != event.node):
+            if event.kind == "submission" and (group is None or event.node not in group.holders):
                 return "group: this worker has no lease on it"
         if event.kind == "verdict" and fields["run"] != self.run:
             return f"run: the verdict is about another run than {self.run[:16] or 'one that began'}"
@@ -145,9 +146,11 @@ class RunState:
         elif event.kind == "eject":
             self._ejected.setdefault(worker, self._count)
         elif event.kind == "lease" and fields["split"] == "train":
-            self._open[fields["step"]][fields["group"]] = _Group(worker, fields.get("epoch", -1))
+            holders = group.holders if group else set()
+            self._open[fields["step"]][fields["group"]] = _Group(holders | {worker}, epoch=fields.get("epoch", -1))
         elif event.kind == "submission" and group:
-            group.digest, group.submitted, group.is_refused, group.votes = fields["digest"], self._count, False, {}
+            group.worker, group.digest, group.submitted = worker, fields["digest"], self._count
+            group.is_refused, group.votes = False, {}
         elif event.kind == "verdict" and group and group.digest == fields["digest"]:
             if fields["validator"] in (self.validators or {self.run}):
                 group.votes[fields["validator"]] = fields["accepted"]

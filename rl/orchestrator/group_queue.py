@@ -31,6 +31,7 @@ Key = tuple[str, int, int]  # task_schedule.Group.key
 MAX_HOLDERS = 2  # of a group at the same time
 MAX_PAST = 4  # expired leases of a group whose work is still taken
 MAX_LOOKS = 1024  # at leased groups, for one that is late: a worker without work may ask often
+FEW_LOOKS = 16
 Allows = Callable[[Key], bool]
 
 
@@ -92,6 +93,7 @@ class Entry:
     )  # ours, by sample; None: timed out
     is_verified: bool = False  # a verdict accepted the rollouts
     was_decided: bool = False  # an earlier submission was quarantined or let pass, which its worker may have found out
+    since_s: float = -math.inf  # of the lease that the rollouts answer
     spares: list[tuple[Lease, list[rollout_lib.Rollout], str]] = dataclasses.field(default_factory=list)  # with digests
     indexed: tuple[State | None, frozenset[str]] = (None, frozenset())  # as the queue's indexes have it
 
@@ -177,6 +179,11 @@ class GroupQueue:
             if len(leases) < MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
                 found += [key] if may_lease(key) else []
         return [self._lease(key, worker, deadline_s, version, now_s) for key in found]
+
+    def has_late(self, is_late: Callable[[Lease], bool]) -> bool:
+        """Returns True if `back_up` may find a group among the few oldest leased ones."""
+        oldest = (self.entries[key].leases for key in itertools.islice(self._aging, FEW_LOOKS))
+        return any(len(leases) < MAX_HOLDERS and all(map(is_late, leases.values())) for leases in oldest)
 
     def renew(self, worker: str, keys: Sequence[Key], deadline_s: Callable[[Lease], float]) -> list[Key]:
         """Moves deadlines of leases of `worker` to `deadline_s(lease)`, if that is later; returns the keys that it need not finish.
@@ -356,6 +363,10 @@ class GroupQueue:
         """Returns the keys of the groups that `worker` has a lease on, or submitted and no verdict has decided."""
         return [*self._held.get(worker, ())]
 
+    def num_leases(self, worker: str) -> int:
+        """Returns the number of groups that `worker` has a lease on."""
+        return sum(worker in self.entries[key].leases for key in self._held.get(worker, ()))
+
     def may_deliver(self, worker: str) -> bool:
         """Returns True if rollouts of `worker` may be needed, or if it made some that no batch has taken."""
         known = ((entry.worker, *entry.leases, *entry.past) for entry in self.entries.values())
@@ -410,6 +421,7 @@ class GroupQueue:
     def _submit(self, key: Key, lease: Lease, rollouts: list[rollout_lib.Rollout], digest: str) -> None:
         entry = self.entries[key]
         entry.worker, entry.group, entry.rollouts, entry.digest = lease.worker, lease.group, rollouts, digest
+        entry.since_s = lease.since_s
         self._move(key, State.SUBMITTED)
 
     def _win(self, key: Key) -> None:

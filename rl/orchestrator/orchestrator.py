@@ -16,6 +16,7 @@ learner's process and imports no environment: a task is only an index here.
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -39,6 +40,7 @@ from rl.orchestrator import (
     server_records,
     submissions,
     verdict_collector,
+    work_share,
     worker_health,
 )
 from rl.orchestrator.group_queue import State
@@ -102,6 +104,7 @@ class Orchestrator:
             invited_rate=config.trust.invited_rate,
             invited=self._invited,
         )
+        self._share = work_share.WorkShare(config.topology.lease_s)
         self._blamed_s: dict[str, float] = {}  # worker -> its last lease that expired and was held against it
         self.nodes = nodes.Nodes(
             heartbeat_s=config.topology.heartbeat_s,
@@ -132,6 +135,7 @@ class Orchestrator:
             self._changed,
             self._queue,
             self._health,
+            self._share,
             self._records,
             self._counts,
             self._ledger,
@@ -323,16 +327,21 @@ class Orchestrator:
             count = self._queue.count()
             num_unfinished = count.total() - count[State.ELIGIBLE]
             room = self._health.room(worker, network, num_unfinished, now_s, self._queue.held)
-            is_stranger = self._health.is_stranger(worker)
-            pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, is_stranger)
-            groups = self._queue.lease(
-                worker,
-                0 if self._is_ended else min(room, capacity),
-                now_s + self._health.lease_s(worker),
-                lambda key: self._health.may_lease(worker, key, now_s),
-                self._version if pins else -1,
-                now_s=now_s,
-            )
+            is_known = self._health.is_known(worker)
+            if is_known and (capacity or self._queue.num_leases(worker)):  # one that asks for nothing has no share
+                num_leases, num_open = self._queue.num_leases(worker), count[State.OPEN] + count[State.LEASED]
+                self._share.seen(worker, num_leases, now_s)
+                room = min(room, self._share.room(worker, num_leases, num_open, now_s))
+            pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, self._health.is_stranger(worker))
+            count, until_s = 0 if self._is_ended else min(room, capacity), now_s + self._health.lease_s(worker)
+            may_lease = functools.partial(self._may_lease, worker, now_s)
+            version = self._version if pins else -1
+            groups = self._queue.lease(worker, count, until_s, may_lease, version, now_s=now_s)
+            if is_known and not groups and count > 0:
+                late = {"now_s": now_s, "is_late": functools.partial(self._is_late, now_s)}
+                groups = self._queue.back_up(worker, count, until_s, may_lease, version, **late)
+            if is_known and groups:
+                self._share.seen(worker, self._queue.num_leases(worker), now_s)
             self._health.leased(worker, network, [group.key for group in groups], now_s)
             if groups:
                 self._ledger.joined(worker, worker in self._invited)
@@ -368,14 +377,21 @@ class Orchestrator:
             self._expire(now_s)
 
     def has_work(self) -> bool:
-        """Returns True if groups wait for a worker."""
+        """Returns True if groups wait for a worker, or for another one than theirs."""
         with self._changed:
-            return self._queue.count()[State.OPEN] > 0
+            is_late = functools.partial(self._is_late, time.monotonic())
+            return self._queue.count()[State.OPEN] > 0 or self._queue.has_late(is_late)
 
     @property
     def is_ended(self) -> bool:
         """True once the run is over and workers need not wait for its next process."""
         return self._is_ended
+
+    def _may_lease(self, worker: str, now_s: float, key: group_queue.Key) -> bool:
+        return self._health.may_lease(worker, key, now_s)
+
+    def _is_late(self, now_s: float, lease: group_queue.Lease) -> bool:
+        return self._share.is_late(lease.worker, lease.since_s, now_s)
 
     def _expire(self, now_s: float) -> None:
         for lease in self._queue.expire(now_s):
@@ -395,7 +411,7 @@ class Orchestrator:
     def holds_groups(self, worker: str) -> bool:
         """Returns True if a worker has groups that no batch has taken; else the answer would tell which passed without a verdict."""
         with self._changed:
-            return any(entry.worker == worker for entry in self._queue.entries.values())
+            return self._queue.may_deliver(worker)
 
     def submit(self, rows: parquet.Rows) -> dict[str, concurrent.futures.Future[str]]:
         """Starts the checks of submitted rollouts; returns per group a future of its reply, as `Submissions.submit` does."""
@@ -517,7 +533,9 @@ class Orchestrator:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
             names = "accepted called_back refused checked stale lease_expired lease_void lease_returned unleased"
-            names += " given_up void_epoch server_faults undecided unanswered unverified trained_unverified_of_cheats"
+            names += (
+                " given_up spare void_epoch server_faults undecided unanswered unverified trained_unverified_of_cheats"
+            )
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
             self._totals += self._counts
             self._counts.clear()

@@ -21,7 +21,7 @@ from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool
 from rl.ledger import run_ledger
-from rl.orchestrator import group_queue, server_records, verdict_collector, worker_health
+from rl.orchestrator import group_queue, server_records, verdict_collector, work_share, worker_health
 from rl.orchestrator.group_queue import State
 from rl.protocol import check_rate, task_schedule, timeline
 from rl.protocol import verdict as verdict_lib
@@ -71,6 +71,7 @@ class Submissions:
       changed: guards the next three, and is notified when a group may be trained on or is open again.
       queue: the groups of the run.
       health: the marks of its workers.
+      share: their speeds.
       servers: those of the servers that answer for the samples they sign.
       counts: rollouts by outcome, under the end of their metric's name.
       ledger: gets the events.
@@ -90,6 +91,7 @@ class Submissions:
         changed: threading.Condition,
         queue: group_queue.GroupQueue,
         health: worker_health.WorkerHealth,
+        share: work_share.WorkShare,
         servers: server_records.ServerRecords,
         counts: collections.Counter[str],
         ledger: run_ledger.RunLedger | run_ledger.NoLedger,
@@ -104,8 +106,12 @@ class Submissions:
         on_caught: Callable[[str], None],
         fail: Callable[[BaseException], None],
     ):
-        self._changed, self._queue, self._health, self._servers, self._counts = changed, queue, health, servers, counts
+        self._changed, self._queue, self._health, self._share = changed, queue, health, share
+        self._servers, self._counts = servers, counts
         self._ledger, self._log, self._rules, self._newest, self._secret = ledger, log, rules, newest, secret
+        self._spares: dict[
+            tuple[group_queue.Key, str], parquet.Rows
+        ] = {}  # of spares in the queue, by group and digest
         self._check_group_without_weights, self._verdicts = check_group_without_weights, verdicts
         self._on_verified, self._on_caught, self._fail = on_verified, on_caught, fail
         self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
@@ -174,49 +180,74 @@ class Submissions:
     def _deliver(self, key: group_queue.Key, rows: parquet.Rows) -> Future[str]:
         """Checks a submitted group against its lease and queues its other checks; returns a future of the reply.
 
-        A group that is not leased, or not signed by the leaseholder, is rejected and changes nothing.
+        A group that its signer has not leased is rejected and changes nothing.
         """
-        rollouts = rows.rollouts
+        rollouts, holder = rows.rollouts, rows.rollouts[0].worker
         with self._changed:
             entry = self._queue.entries.get(key)
-            if entry is None or entry.state is not State.LEASED:
+            if entry is None or not {holder} & {*entry.leases, *entry.past}:
                 return self._not_leased(rollouts)
-            holder = entry.worker
+            num_samples = entry.group.num_samples
         # A forged submission must not cost the leaseholder its lease. One sample too many is enough to reject the group.
-        signed = rollouts[: entry.group.num_samples + 1]
+        signed = rollouts[: num_samples + 1]
         digests = [rollout_lib.digest(rollout) for rollout in rollouts]
         if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.is_signed, signed, digests)):
             return self._not_leased(rollouts, "signature: not signed by the leaseholder; sign with its key")
-        # A worker that was paused hands in late a group that it got again meanwhile: no fault, and not worth its new lease.
-        found = {int(version) for rollout in signed for version in rollout.versions}
-        if found != {entry.group.version} and len(found) == 1 and (holder, *found) in entry.earlier:
-            return self._not_leased(rollouts)
         digest = verdict_lib.group_digest(rollouts, digests)
         with self._changed:
-            if not self._queue.deliver(key, holder, rollouts, digest):
+            fate = self._queue.deliver(key, holder, rollouts, digest)
+            if fate is group_queue.Delivery.LATE:
                 return self._not_leased(rollouts)
-            recorded = self._ledger.submitted(holder, *key, digest)
-            verdict = checks.check_at_lease(rollouts, self._rules.at_lease(entry.group, self._newest().version))
-            if verdict.reason == "epoch":
-                return _known(self._void(self._queue.requeue(key)))
-            if not verdict.accepted:
-                return _known(self._reject(key, verdict, is_fault=False))
+            if fate is group_queue.Delivery.EPOCH:
+                self._counts["void_epoch"] += len(rollouts)
+                self._health.lost(holder, key, time.monotonic(), blame=False)
+                return _known(VOID)
+            if fate is group_queue.Delivery.TAKEN:
+                return self._screen(self._queue.entries[key], rows)
+            if fate is group_queue.Delivery.SPARE:
+                self._spares = {name: old for name, old in self._spares.items() if self._is_spare(*name)}
+                self._spares[key, digest] = rows
+            self._counts["spare"] += len(rollouts)
+            return _known("spare")  # also for a duplicate: the reply must not reveal whether the group passed
+
+    def _is_spare(self, key: group_queue.Key, digest: str) -> bool:
+        entry = self._queue.entries.get(key)
+        return entry is not None and digest in [spare[2] for spare in entry.spares]
+
+    def _screen(self, entry: group_queue.Entry, rows: parquet.Rows) -> Future[str]:
+        """Checks a group that is SUBMITTED now; returns a future of the reply. The caller has the lock."""
+        key = entry.group.key
+        recorded = self._ledger.submitted(entry.worker, *key, entry.digest)
+        verdict = checks.check_at_lease(rows.rollouts, self._rules.at_lease(entry.group, self._newest().version))
+        if verdict.reason == "epoch":
+            found = self._void(self._queue.requeue(key))
+            self._screen_spare(key)
+            return _known(found)
+        if not verdict.accepted:
+            return _known(self._reject(key, verdict, is_fault=False))
         reply: Future[str] = Future()
-        self._checkers.submit(holder, self._check, key, rows, recorded, reply).add_done_callback(
+        self._checkers.submit(entry.worker, self._check, entry, rows, recorded, reply).add_done_callback(
             lambda check: reply.cancel() if check.cancelled() else None
         )
         return reply
+
+    def _screen_spare(self, key: group_queue.Key) -> None:
+        """Checks the rollouts of another holder that took the place of rejected ones, if there are any."""
+        if (entry := self._queue.entries[key]).state is State.SUBMITTED:
+            self._screen(entry, self._spares.pop((key, entry.digest)))
 
     def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason: str = NOT_LEASED):
         with self._changed:
             self._counts["unleased"] += len(rollouts)
         return _known(f"refused: {reason}")
 
-    def _check(self, key: group_queue.Key, rows: parquet.Rows, recorded: Future, reply: Future) -> None:
+    def _check(self, entry: group_queue.Entry, rows: parquet.Rows, recorded: Future, reply: Future) -> None:
         """Checks a submitted group without weights, and has it decided on when that is recorded and the group is on disk.
 
         The thread does not wait for the disk: one write may take many groups.
         """
+
+        key = entry.group.key
 
         def decide(durable: Future) -> None:
             try:
@@ -229,7 +260,9 @@ class Submissions:
 
         try:
             with self._changed:
-                entry = self._queue.entries[key]
+                is_void = self._queue.entries.get(key) is not entry
+            if is_void:
+                return reply.set_result(VOID)
             verdict, scores = self._check_group_without_weights(entry.rollouts, key[0])
             if verdict.accepted and key[0] == "train":
                 kept = Kept(entry.group, entry.worker, entry.digest, scores, [])
@@ -274,6 +307,7 @@ class Submissions:
             if verdict.reason in verdict_collector.VOID:
                 self._counts[verdict.reason] += len(self._queue.requeue(key).rollouts)
                 self._health.lost(entry.worker, key, time.monotonic(), blame=False)
+                self._screen_spare(key)
                 self._changed.notify_all()
                 return
             self._counts["checked"] += len(entry.rollouts)
@@ -289,12 +323,19 @@ class Submissions:
     def _accepted(self, entry: group_queue.Entry) -> str:
         self._counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
         self._health.accepted(entry.worker, entry.group.key)
+        self._share.finished(entry.worker, entry.since_s, time.monotonic())
         self._changed.notify_all()
         return "accepted"
 
     def _reject(self, key: group_queue.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Reopens a group and counts it against its worker; after a failed check (`is_fault`), ends the trust in it. Returns the reply."""
         entry = self._queue.requeue(key)
+        reply = self._blame(key, entry, verdict, is_fault=is_fault)
+        self._screen_spare(key)
+        return reply
+
+    def _blame(self, key: group_queue.Key, entry: group_queue.Entry, verdict: checks.Verdict, *, is_fault: bool) -> str:
+        """Counts a rejected group against its worker, or its server; returns the reply."""
         if server := responsibility.server_at_fault(entry.rollouts, verdict, self._rules, self._servers.keys):
             return self._reject_server(entry, server, verdict)
         worker, group = entry.worker, entry.group

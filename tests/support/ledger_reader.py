@@ -67,7 +67,12 @@ class Timeline:
         self.leased, self.refused = {}, {}  # by name, by digest: the number of the last such event
         self.bases = collections.Counter()  # groups in batches, "verified" or "trusted"
         self._rates = min_rate, first_record
-        self._holder, self._handed_in, self._votes = {}, {}, {}  # by (step, group)
+        self._holders, self._holder, self._handed_in, self._votes = (
+            {},
+            {},
+            {},
+            {},
+        )  # by (step, group); the one that submitted
         self._invited, self._ejected, self._caught, self._accepted = set(), {}, {}, collections.Counter()
         run = ""
         for number, event in enumerate(self.events):
@@ -90,12 +95,13 @@ class Timeline:
                 assert worker not in self._ejected
                 self.leased[name] = number
                 if is_training:
-                    self._holder[place] = worker
+                    self._holders.setdefault(place, set()).add(worker)
                     self._handed_in.pop(place, None)
             elif kind == "submission":
                 self.submissions[event["digest"]] = name, number
                 if is_training:
-                    assert self._holder[place] == worker
+                    assert worker in self._holders[place]
+                    self._holder[place] = worker
                     self._handed_in[place], self._votes[place] = (event["digest"], number), {}
             elif kind == "verdict":
                 signed = {part: value for part, value in event.items() if part not in ("kind", "node", "signature")}
@@ -119,7 +125,7 @@ class Timeline:
         self.num_resumes += 1
         self.num_void += len(self.batches) - step
         self.batches = {past: groups for past, groups in self.batches.items() if past <= step}
-        for of_groups in (self._holder, self._handed_in, self._votes):
+        for of_groups in (self._holders, self._holder, self._handed_in, self._votes):
             of_groups.clear()
 
     def _take(self, number: int, event: dict):

@@ -60,16 +60,16 @@ class Oracle:
         return next((e.fields["run"] for e in reversed(self.log) if e.kind == "resume"), None)
 
     def group(self, step, number):
-        """Returns (leaseholder, digest, index of the submission, refused, votes) of a group that no batch took, or None."""
+        """Returns (submitter, digest, index of the submission, refused, votes, leaseholders) of a group that no batch took, or None."""
         found = None
         for i, e in self.since("resume"):
             found = None if e.kind == "batch" and e.fields["step"] == step else found
             if e.fields.get("split") != "train" or (e.fields["step"], e.fields["group"]) != (step, number):
                 continue
             if e.kind == "lease":
-                found = [e.node, "", -1, False, {}]
+                found = ["", "", -1, False, {}, (found[5] if found else set()) | {e.node}]
             elif e.kind == "submission":
-                found[1:] = [e.fields["digest"], i, False, {}]
+                found[:5] = [e.node, e.fields["digest"], i, False, {}]
             elif found and e.fields["digest"] == found[1]:
                 if e.kind == "verdict" and e.fields["validator"] in self.appointed(i)[0]:
                     found[4] = found[4] | {e.fields["validator"]: e.fields["accepted"]}
@@ -107,7 +107,7 @@ class Oracle:
             return not ejected and (f["split"] != "train" or f["step"] > self.step())
         if e.kind == "submission" and f["split"] == "train":
             group = self.group(f["step"], f["group"])
-            return f["step"] > self.step() and group is not None and group[0] == e.node
+            return f["step"] > self.step() and group is not None and e.node in group[5]
         if e.kind == "verdict" and f["run"] != self.run():
             return False
         if e.kind == "verdict":
@@ -164,7 +164,7 @@ def drawn(rng, oracle):
     step = oracle.step() + 1 if rng.random() < 0.8 else int(rng.integers(1, 4))
     place = dict(split="train" if rng.random() < 0.95 else "held_out", step=min(step, 3), group=pick((0, 1)))
     group = oracle.group(place["step"], place["group"])
-    worker = group[0] if group and rng.random() < 0.9 else pick(WORKERS)
+    worker = (group[0] or min(group[5])) if group and rng.random() < 0.9 else pick(WORKERS)
     digest = group[1] if group and group[1] and rng.random() < 0.9 else pick((work(1), work(2)))
     if rng.random() < 0.6:  # the next event in the life of the group
         kind = "lease" if not group else "submission" if not group[1] else pick(("verdict", "verdict", "batch"))

@@ -86,7 +86,7 @@ def config_of(**changes):
 def make(tmp_path):
     made = []
 
-    def make(check=lambda rollouts: checks.OK, screen=None, hooks=None, **changes):
+    def make(check=lambda rollouts: checks.OK, screen=None, hooks=None, has_shares=False, **changes):
         """`check` returns the verdict on one group; KEY and OTHER are invited, and others are not."""
         exp, hooks = resolve(**changes), {"invited": (KEY.worker, OTHER.worker)} | (hooks or {})
         if screen:
@@ -96,6 +96,9 @@ def make(tmp_path):
         )
         hooks |= {"key": RUN, "verdicts": source}
         made.append(Locked(exp.config, tmp_path, credit=exp.credit, secret=SECRET, **hooks))
+        if not has_shares:  # a worker may lease all groups at one time
+            made[-1]._share.room = lambda worker, num_held, num_unfinished, now_s: num_unfinished
+            made[-1]._share.is_late = lambda worker, since_s, now_s: False
         return made[-1]
 
     yield make
@@ -276,9 +279,10 @@ def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
     requeue(orchestrator, ("train", 1, 2))
     assert lease(orchestrator) == []  # not its own expired group again, while another worker is active
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 3
-    # The first worker comes too late; the second's answer counts.
-    assert submit(orchestrator, answers(first[0])).startswith("refused: signature")
-    assert submit(orchestrator, answers(first[0]), OTHER) == "accepted"
+    # The first worker is late, and the group still needs its answer; the second's counts for nothing, and against no one.
+    assert submit(orchestrator, answers(first[0])) == "accepted"
+    assert submit(orchestrator, answers(first[0]), OTHER) == "spare"
+    assert submit(orchestrator, answers(first[0]), OTHER).startswith("refused: not leased")
 
 
 # ---- checks at the lease -------------------------------------------------------------------------------------------------------
@@ -322,12 +326,27 @@ def test_what_is_refused_and_leased_again(make, name):
     assert counts[f"trust/num_refused_{reason.split(':')[0]}"] == 1
 
 
+def test_groups_are_shared_and_the_idle_worker_backs_up_the_late_one(make):
+    orchestrator = make(has_shares=True)
+    publish(orchestrator, 0)
+    first = lease(orchestrator)
+    assert lease(orchestrator, key=OTHER), "no other worker was known when the first took all groups"
+    both = [key for key, e in orchestrator._queue.entries.items() if len(e.leases) == 2]
+    assert both and orchestrator.has_work()
+    group = next(group for group in first if group.key == both[0])
+    assert submit(orchestrator, answers(group, epoch=0), OTHER) in ("quarantined", "accepted")
+    assert submit(orchestrator, answers(group, epoch=0)) == "spare"
+    assert submit(orchestrator, answers(group, epoch=0)).startswith("refused: not leased")
+    checked(orchestrator)
+    assert not orchestrator._health.state()["workers"].get(KEY.worker, [0])[0]  # a duplicate is not held against it
+
+
 def test_a_signature_must_be_of_the_worker_that_holds_the_lease(make):
     orchestrator = make()
     publish(orchestrator, 0)
     group = lease(orchestrator)[0]
-    assert submit(orchestrator, answers(group), OTHER).startswith("refused: signature: ")
-    assert submit(orchestrator, answers(group), None).startswith("refused: signature: ")
+    assert submit(orchestrator, answers(group), OTHER).startswith("refused: not leased")
+    assert submit(orchestrator, answers(group), None).startswith("refused: not leased")
     good = [rollout_lib.sign(r, KEY) for r in answers(group)]
     forged = [good[0], dataclasses.replace(good[1], reward=9.0)]  # the reward is under the signature, too
     assert submit(orchestrator, forged, None).startswith("refused: signature: ")

@@ -96,17 +96,14 @@ class World:
         until = {"deadline_s": self.now_s + LEASE_S, "version": pin, "now_s": self.now_s}
         groups = self.queue.lease(worker, room, **until)
         if not groups:
-            is_late = lambda lease: (
-                self.draw.random() < 0.5
-                or self.share.is_late(  # noqa: E731
-                    lease.worker, lease.since_s, self.now_s
-                )
-            )
-            groups = self.queue.back_up(worker, room, is_late=is_late, **until)
+            groups = self.queue.back_up(worker, room, is_late=self.is_late, **until)
         for group in groups:
             assert len(self.queue.entries[group.key].leases) <= group_queue.MAX_HOLDERS
             self.jobs.append(types.SimpleNamespace(group=group, worker=worker, since_s=self.now_s, policies=None))
         self.share.seen(worker, len(self.queue.held(worker)), self.now_s)
+
+    def is_late(self, lease):
+        return self.draw.random() < 0.5 or self.share.is_late(lease.worker, lease.since_s, self.now_s)
 
     def start(self, job):
         """A job gets its tokens from a server, which may load the next policy of its epoch meanwhile."""
