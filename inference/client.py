@@ -1,8 +1,11 @@
 """Async clients of several inference servers: `Client` generates, `Control` changes the weights. Imports no jax.
 
-A request goes to the server with the fewest requests of this client in flight. After a refused connection, a 429, a 5xx or a
-malformed reply, the next server is tried, with a pause once all were tried. So a server that fails, or cheats, costs a retry
-and not the worker. Any other 4xx is the caller's mistake and is raised with the server's message.
+1. A request goes to a server that inference/swarm/server_choice.py chooses. After a refused connection, a 429, a 5xx or a malformed
+   reply, another server is tried. So a server that fails, or cheats, costs a retry and not the worker.
+2. While a server has requests, it is asked for its health. One that is silent, or makes no token for long, loses its requests to
+   others: a server that hangs costs a bounded time, however long a completion takes.
+3. Another 4xx is tried on the other servers as well. If all send one, it is the caller's mistake and is raised with the message;
+   else it is the fault of those that sent it.
 """
 
 import asyncio
@@ -18,7 +21,11 @@ import numpy as np
 
 from inference.rollouts import attestation
 from inference.rollouts import rollout as rollout_lib
+from inference.swarm import server_choice
 
+HEALTH_S = 5.0  # between two questions for the health of a server
+SILENT_S, STALLED_S = 30.0, 300.0  # until it counts as hung: without an answer, and without a token, as it may compile
+WAIT_S = 0.1  # for a server that may be used
 MAX_NATS = 1e30  # of a log-probability; larger ones may not be finite in float32
 
 
@@ -50,6 +57,10 @@ class MalformedReply(ValueError):
     """Raised when an inference server replied with status 200 but an invalid body; `Client` then tries another server."""
 
 
+class _Failed(RuntimeError):
+    """Raised when a server did not answer a request: it hangs, is busy or broken, or rejected it."""
+
+
 class Client:
     """A client that spreads requests over several inference servers. Use it as `async with Client(urls) as client`."""
 
@@ -67,12 +78,8 @@ class Client:
         All servers are sent `api_key`, unless it is empty; None sends $INTELLAX_API_KEY, if it is set. A server with a public key
         in `keys`, by its URL, must sign each sample with proofs: another reply is malformed.
         """
-        if not urls:
-            raise ValueError("the list of inference servers is empty; pass at least one URL")
-        self._urls = [url.rstrip("/") for url in urls]
-        self._keys = {url.rstrip("/"): server_key for url, server_key in (keys or {}).items()}
-        self._give_up_s = give_up_s
-        self._in_flight = dict.fromkeys(self._urls, 0)
+        self.servers, self._give_up_s = server_choice.ServerChoice(urls, keys or {}), give_up_s
+        self._watches: dict[str, tuple[asyncio.Task, set[object]]] = {}  # by URL: of its health, with its requests
         key = os.environ.get("INTELLAX_API_KEY") if api_key is None else api_key
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s, connect=10.0),
@@ -85,6 +92,8 @@ class Client:
         return self
 
     async def __aexit__(self, *exc) -> None:
+        for watch, _ in self._watches.values():
+            watch.cancel()
         await self._http.aclose()
 
     async def generate(
@@ -96,54 +105,116 @@ class Client:
         policy_version: int = -1,
         policy_epoch: int = -1,
         oldest_version: int = 0,
+        sticky: str = "",
     ) -> list[Sample]:
         """Generates and returns `sampling["n"]` completions of one prompt. `sampling` has the fields of vLLM's sampling_params.
 
-        Policy `policy_version` generates all tokens, unless it is -1, or versions of `policy_epoch`, none before
-        `oldest_version`: the reply of a server that lags is malformed. Raises VersionGone if no
-        server serves these any more, ValueError if a server rejects the request, and Unavailable if no server sends a valid
-        reply within `give_up_s`.
+        Policy `policy_version` generates all tokens, unless it is -1, or versions of `policy_epoch`; none is older than `oldest_version`.
+        Requests with the same key `sticky` go to the same server where possible. Raises VersionGone if no server serves these
+        versions any more, ValueError if all servers reject the request, and Unavailable if none sends a valid reply within
+        `give_up_s`.
         """
         body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
         pins = {"policy_version": policy_version, "policy_epoch": policy_epoch}
         body |= {name: number for name, number in pins.items() if number >= 0}
-        gone: set[str] = set()  # servers without that version
+        clock = asyncio.get_running_loop().time
         tried: collections.Counter = collections.Counter()
-        deadline = asyncio.get_running_loop().time() + self._give_up_s
+        gone: dict[str, str] = {}  # server without that version -> its message
+        refused: dict[str, str] = {}  # server that rejects the request -> its message
+        deadline_s, reason = clock() + self._give_up_s, "no server is known"
         while True:
-            url = min(self._urls, key=lambda u: (tried[u], self._in_flight[u]))
-            self._in_flight[url] += 1
-            try:
-                response = await self._http.post(f"{url}/inference/v1/generate", json=body)
-                if response.status_code not in (409, 429) and response.status_code < 500:
-                    _raise_for(response)
-                    samples = _read_reply(
-                        response, sampling, len(token_ids), policy_version, policy_epoch, oldest_version
-                    )
-                    if proofs and (server := self._keys.get(url)):
-                        samples = _read_signatures(response.json()["choices"], samples, server, token_ids, sampling)
+            avoid = gone.keys() | refused.keys()
+            url = self.servers.choose(clock(), sticky=sticky, min_version=oldest_version, tried=tried, avoid=avoid)
+            if url is not None:
+                tried[url] += 1
+                try:
+                    samples = await self._try(url, body, gone, refused, (policy_version, policy_epoch, oldest_version))
+                    for other, message in refused.items():  # without a cause
+                        self.servers.fail(other, clock(), message)
                     return samples
-                reason = f"HTTP {response.status_code}"
-                if response.status_code == 409:
-                    reason = error_message(response)
-                    gone.add(url)
-            except MalformedReply as error:
-                reason = str(error)
-            except httpx.RequestError as error:  # no connection, an incomplete reply, a wrong content-encoding
-                reason = type(error).__name__
-            finally:
-                self._in_flight[url] -= 1
-            tried[url] += 1
-            self.num_retries += 1
-            if len(gone) == len(self._in_flight):
-                raise VersionGone(reason)
-            if asyncio.get_running_loop().time() > deadline:
+                except (MalformedReply, _Failed, httpx.RequestError) as error:
+                    reason = f"{url}: {str(error) or type(error).__name__}"
+                self.num_retries += 1
+            urls = set(self.servers.urls())
+            if gone and urls <= tried.keys():
+                raise VersionGone(next(iter(gone.values())))
+            if refused and urls <= refused.keys():
+                raise ValueError(next(iter(refused.values())))
+            if clock() > deadline_s:
                 raise Unavailable(
-                    f"no inference server sent a valid reply in {self._give_up_s:.0f} s; the last error is from {url}: "
-                    f"{reason}; check that the servers run, in the release of this client"
+                    f"no inference server sent a valid reply in {self._give_up_s:.0f} s; the last error is from {reason}; "
+                    "check that the servers run, in the release of this client"
                 )
-            if all(tried[u] for u in self._urls):
-                await asyncio.sleep(min(0.1 * 2 ** min(tried.values()), 5.0))
+            if url is None or urls <= tried.keys():
+                await asyncio.sleep(WAIT_S)
+
+    async def _try(
+        self, url: str, body: dict, gone: dict[str, str], refused: dict[str, str], versions: tuple[int, int, int]
+    ) -> list[Sample]:
+        """Sends a request to one server; returns its completions. Raises MalformedReply, _Failed, or httpx.RequestError without them."""
+        problem, is_busy = None, False  # None: cancelled
+        self.servers.begin(url)
+        try:
+            response = await self._post(url, body)
+            if response.status_code >= 400:
+                message, problem = error_message(response), ""
+                if response.status_code == 409:
+                    gone[url] = message
+                elif response.status_code >= 500:
+                    problem = f"HTTP {response.status_code}: {message}"
+                elif not (is_busy := response.status_code == 429):
+                    refused[url] = f"{response.request.url} rejected the request: {message}"
+                raise _Failed(f"HTTP {response.status_code}: {message}")
+            tokens, sampling = body["token_ids"], body["sampling_params"]
+            samples = _read_reply(response, sampling, len(tokens), *versions[:2])
+            if body["proofs"] and (key := self.servers.key(url)):
+                samples = _read_signatures(response.json()["choices"], samples, key, tokens, sampling)
+            oldest = min(version for sample in samples for version in (sample.prompt_version, *sample.versions))
+            problem = ""
+            if oldest < versions[2]:
+                self.servers.lags(url, oldest)
+                raise MalformedReply(f"server sent policy version {oldest}; {versions[2]} or newer was requested")
+            return samples
+        except (MalformedReply, _Failed, httpx.RequestError) as error:  # no connection, a wrong content-encoding
+            problem = f"{type(error).__name__}: {error}" if problem is None else problem
+            raise
+        finally:
+            self.servers.end(url, asyncio.get_running_loop().time(), problem=problem, is_busy=is_busy)
+
+    async def _post(self, url: str, body: dict) -> httpx.Response:
+        """Returns the response of a server to a request. Raises _Failed if it is silent meanwhile."""
+        watch, requests = self._watches.get(url) or (asyncio.ensure_future(self._watch(url)), set())
+        self._watches[url] = watch, requests
+        request = asyncio.ensure_future(self._http.post(f"{url}/inference/v1/generate", json=body))
+        requests.add(request)
+        try:
+            await asyncio.wait((request, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not request.done():
+                raise _Failed(watch.result())
+            return request.result()
+        finally:
+            request.cancel()
+            requests.discard(request)
+            if (not requests or watch.done()) and self._watches.get(url, (None,))[0] is watch:
+                watch.cancel()
+                del self._watches[url]
+
+    async def _watch(self, url: str) -> str:
+        """Returns the reason why a server counts as hung, once it does."""
+        clock, num_tokens = asyncio.get_running_loop().time, None
+        heard_s = moved_s = clock()
+        while True:
+            await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=HEALTH_S)
+            try:
+                response = await self._http.get(f"{url}/health", timeout=HEALTH_S)
+                heard_s, found = clock(), response.json()["stats"]["tokens"]
+                moved_s, num_tokens = (moved_s, found) if found == num_tokens else (heard_s, found)
+            except (httpx.HTTPError, ValueError, KeyError, TypeError):  # silent, or without such a health
+                num_tokens = None
+            if clock() - heard_s > SILENT_S:
+                return f"the server is silent for {SILENT_S:.0f} s"
+            if num_tokens is not None and clock() - moved_s > STALLED_S:
+                return f"the server made no token for {STALLED_S:.0f} s"
 
 
 class Control:
@@ -198,7 +269,7 @@ def _raise_for(response: httpx.Response) -> None:
 
 
 def _read_reply(
-    response: httpx.Response, sampling: dict, num_prompt: int, policy_version: int, policy_epoch: int, oldest: int
+    response: httpx.Response, sampling: dict, num_prompt: int, policy_version: int, policy_epoch: int
 ) -> list[Sample]:
     """Returns the completions in a server's reply. Raises MalformedReply if the reply is invalid or not as `sampling` requested."""
     try:
@@ -216,8 +287,6 @@ def _read_reply(
     versions = {version for sample in samples for version in (sample.prompt_version, *sample.versions)}
     if policy_version >= 0 and versions != {policy_version}:
         raise MalformedReply(f"server sent policy versions {sorted(versions)[:4]}; {policy_version} was requested")
-    if min(versions) < oldest:
-        raise MalformedReply(f"server sent policy version {min(versions)}; {oldest} or newer was requested")
     return samples
 
 

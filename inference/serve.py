@@ -5,7 +5,7 @@
 
 1. Loads the newest version of a broadcast, once there is one, or a Hugging Face folder, onto one device or a `--mesh` of all
    devices of this host. Compiles, then listens.
-2. `POST /update_weights` on the control listener (or `--watch`) pulls and verifies a newer version while the old one serves,
+2. `POST /update_weights` on the control listener (or `--watch`, or a heartbeat's reply) pulls and verifies a newer version while the old one serves,
    and swaps it in between two engine calls. After a failed pull, the old weights keep serving.
 3. SIGTERM: accepts no more connections; running requests get `--drain_s` seconds; exit code 0.
 
@@ -20,7 +20,6 @@ Two listeners, because who may generate may not replace the policy:
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import gc
 import pathlib
@@ -48,11 +47,17 @@ from inference.server import (
     status_routes,
     web,
 )
+from inference.swarm import membership
 from sharding import broadcast
 from sharding import mesh as mesh_lib
 from sharding.format import head
 from sharding.system import cli, secret_file, sockets
 
+# Options of the engine with their defaults, which the sizes that a run publishes with its weights replace.
+SIZES = {
+    **{"num_slots": 64, "max_model_len": 1024, "prefill_batch": 16, "prefill_chunk": 512, "steps_per_call": 8},
+    "routed_experts": False,  # record the experts of each token, for router replay
+}
 MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes about twenty times its size
 # {exception: (status, type of OpenAI's error object, headers)}
 ERRORS = {
@@ -140,14 +145,17 @@ def main(argv: list[str] | None = None) -> int:
         stack.enter_context(web.in_thread(web.server(control_app), control.sock))
         if args.exit_with_parent:
             cli.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
+        if args.orchestrator:
+            key, url = rollout_lib.WorkerKey.load(args.key).private, args.url or sockets.address(sock)
+            stack.callback(membership.sign_in_server(args.orchestrator, key, server, url, args.run).stop)
         if args.watch:
             threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
         print(f"serving policy version {server.scheduler.version} on {sockets.address(sock)}", flush=True)
         print(f"control routes on {sockets.address(control.sock)}", flush=True)
         if grpc_port:
             print(f"serving JetStream's Decode on {args.host}:{grpc_port}", flush=True)
-        if 0 < (trained := server.engine.model.max_positions) < args.max_model_len:
-            found = f"--max_model_len {args.max_model_len} exceeds the {trained} positions"
+        if 0 < (trained := server.engine.model.max_positions) < (length := server.engine.config.max_model_len):
+            found = f"--max_model_len {length} exceeds the {trained} positions"
             inference_server.log(f"note: {found} that the model was trained for")
         if args.api_key:
             inference_server.log("note: --api_key shows the key to every user of this machine (ps); use --api_key_file")
@@ -182,6 +190,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--weights_key", help="hex of the public key that must have signed the weights, or its root file")
     add("--weights_floor", metavar="FILE", help="keeps the newest signed head, also across restarts")
     add("--weights_allow", nargs="+", default=[], metavar="PREFIX", help="sources that updates may name besides")
+    add("--orchestrator", metavar="URL", help="sign in at this orchestrator with --key, and follow its policies")
+    add("--run", default="", help="public key (hex) of the run of --orchestrator (default: the first that answers)")
+    add("--url", help="URL at which workers reach this server, for --orchestrator (default: that of --host and --port)")
     add("--key", metavar="FILE", help="key that signs samples, created if absent; its public half is printed")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8100, help="0 takes a free port")
@@ -195,17 +206,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--control_hosts", nargs="+", default=[], metavar="NAME", help="names that HOST:PORT is called by (Host header)"
     )
-    add("--num_slots", type=int, default=64)
-    add("--max_model_len", type=int, default=1024)
-    add("--prefill_batch", type=int, default=16)
-    add("--prefill_chunk", type=int, default=512, help="longer prompts are prefilled in chunks")
-    add("--steps_per_call", type=int, default=8)
+    for name, default in SIZES.items():
+        helps = f"of the engine (default: that of the run which published the weights, else {default})"
+        kind: dict = {"action": argparse.BooleanOptionalAction} if default is False else {"type": int}
+        add(f"--{name}", **kind, help=helps)
     add("--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429")
     add("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")
     add("--mesh", default="", help="mesh axes over this host's devices, such as tensor=4,data=-1 (default: one device)")
     add("--quantize", default="none", help="int8 halves the memory of large matrices, and changes the policy slightly")
     add("--warm_up", action="store_true", help="compile for prompts of every length before listening")
-    add("--routed_experts", action="store_true", help="record each token's experts, for router replay")
     add("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights at this interval")
     add("--drain_s", type=int, default=30, help="seconds that running requests get on SIGTERM")
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
@@ -215,7 +224,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _check(args: argparse.Namespace) -> None:
     smallest = dict(max_queue=1, prefix_cache_mib=0, watch=0, drain_s=0, max_model_len=2)
     for name, least in smallest.items():
-        if not getattr(args, name) >= least:
+        if getattr(args, name) is not None and not getattr(args, name) >= least:
             raise ValueError(f"--{name} = {getattr(args, name)} is too small; choose {least} or more")
     if args.grpc_port is not None and not 0 <= args.grpc_port <= 65535:
         raise ValueError(f"--grpc_port = {args.grpc_port} is not a port; choose 0 to 65535")
@@ -223,14 +232,21 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--address_file {args.address_file} is in a directory that does not exist; create that first")
     if args.weights_floor and not args.weights_key:
         raise ValueError(f"--weights_floor {args.weights_floor} keeps signed heads; add --weights_key, or leave it out")
+    if args.orchestrator and not (args.key and args.weights):
+        found = f"--orchestrator {args.orchestrator} needs --key, by which a server signs in, and --weights"
+        raise ValueError(f"{found}; add {'--weights' if args.key else '--key FILE'}")
     if args.model and (args.weights_key or args.watch):
         name = "weights_key" if args.weights_key else "watch"
         raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")
 
 
 def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.InferenceServer]:
-    fields = dataclasses.fields(engine_lib.EngineConfig)
-    config = engine_lib.EngineConfig(**{field.name: getattr(args, field.name) for field in fields})
+    given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
+
+    def make_config(published: dict) -> engine_lib.EngineConfig:
+        right = {name: value for name, value in published.items() if type(value) is type(SIZES.get(name))}
+        return engine_lib.EngineConfig(**(SIZES | right | given))
+
     options = {
         "max_queue": args.max_queue,
         "prefix_cache_bytes": args.prefix_cache_mib * 2**20,
@@ -241,9 +257,9 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
     sock = sockets.listen(args.host, args.port)
     if args.weights:
         key = head.HeadVerifier(args.weights_key, args.weights_floor) if args.weights_floor else args.weights_key
-        server = inference_server.start(args.weights, config, key=key, **options)
+        server = inference_server.start(args.weights, make_config, key=key, **options)
     else:
-        server = inference_server.start_model(args.model, config, **options)
+        server = inference_server.start_model(args.model, make_config({}), **options)
     server.model_name, server.sources = args.served_model_name, [*server.sources, *args.weights_allow]
     if args.key:
         server.signer = rollout_lib.WorkerKey.load_or_create(args.key)

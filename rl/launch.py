@@ -119,14 +119,9 @@ def _say_elsewhere(experiment, workdir, weights, url: str, start: Callable, on_w
 
 def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path) -> list[str]:
     """Returns the arguments of `python -m` that start the inference server of a run on its published weights."""
-    engine = experiment.engine
     command = ["inference.serve", "--weights", str(weights), "--port", "0"]
     if key := run_directory.root_file(workdir) or run_directory.public_key(workdir):
         command += ["--weights_key", key]
-    for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
-        command += [f"--{name}", str(getattr(engine, name))]
-    if engine.routed_experts:
-        command += ["--routed_experts"]
     if experiment.server_mesh:
         command += ["--mesh", ",".join(f"{axis}={size}" for axis, size in experiment.server_mesh.items())]
     return command

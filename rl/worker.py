@@ -7,6 +7,9 @@
 2. Each group is one request of G samples. The environment makes the prompt from the task index and scores each completion.
 3. The rollouts are signed with this worker's key. Finished groups are submitted together as Parquet, when the previous
    submission has been answered. Rejections are printed with their reasons.
+4. Meanwhile heartbeats renew the leases, and their replies name the servers that serve now. Without work, one request waits for it.
+5. A group that no server completes is given back, and the others go on. SIGTERM: groups in progress are given back, finished ones
+   are submitted; exit code 0. So it ends when the run does.
 
 The worker survives a restart of the orchestrator or a server: it repeats requests for up to `--give_up_s` seconds. Without
 `--run`, it works for the first run that answers, and sends $INTELLAX_API_KEY to no server.
@@ -14,15 +17,16 @@ The worker survives a restart of the orchestrator or a server: it repeats reques
 
 import asyncio
 import dataclasses
-import hashlib
-import json
+import functools
 import os
 import pathlib
+import random
 import re
-import secrets
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import httpx
 import numpy as np
@@ -35,13 +39,19 @@ from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.envs import environment
 from rl.envs import scorer as scorer_lib
-from rl.protocol import lease
+from rl.protocol import lease, registry, signed_session
 from sharding.system import cli
 from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
-VOID_PAUSE_S = 0.5  # after a group that no server can generate any more
-NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
+VOID_PAUSE_S, MAX_FAILURE_PAUSE_S = 0.5, 30.0  # after a group that no server can generate any more
+POLL_S = 50.0  # that a request waits for work; many proxies close a connection after 60
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
+SERVERS_S = 300.0  # without a server that completes a group, until it is given back
+DRAIN_S = 20.0  # for finished groups after SIGTERM
+
+Key = tuple[str, int, int]  # of a group: split, step, group
+note = signed_session.note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,111 +77,193 @@ async def work(
     concurrency: int,
     give_up_s: float,
     sandbox: str = "auto",
+    servers: Sequence[str] = (),
+    stopping: asyncio.Event | None = None,
 ) -> None:
-    """Leases, generates, and submits up to `concurrency` groups at the same time, until an error; never returns.
+    """Leases, generates, and submits up to `concurrency` groups at the same time; returns when the run ends, or soon after `stopping`.
 
-    `trusted` is the public key (hex) of the run to work for, None: of the first that answers. Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
+    Args:
+      orchestrator: its URL.
+      key: of this worker.
+      trusted: the public key (hex) of the run to work for; None: of the first that answers.
+      concurrency: groups at the same time.
+      give_up_s: seconds without the orchestrator, or without a server that completes a group.
+      sandbox: of scorers.
+      servers: URLs of inference servers to use instead of those of the run.
+      stopping: set to hand back all groups and return.
+
+    Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
     signed by the expected run.
     """
+    stopping = stopping or asyncio.Event()
+    options = {"concurrency": concurrency, "give_up_s": give_up_s, "sandbox": sandbox, "servers": servers}
+    working = asyncio.ensure_future(_work(orchestrator, key, trusted, stopping=stopping, **options))
+    stop = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait((working, stop), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            await asyncio.wait((working,), timeout=DRAIN_S)
+        if working.done():
+            working.result()
+    finally:
+        for task in (working, stop):
+            task.cancel()
+        await asyncio.gather(working, stop, return_exceptions=True)
+
+
+async def _work(
+    orchestrator: str, key, trusted: str | None, *, concurrency, give_up_s, sandbox, servers: Sequence[str], stopping
+) -> None:
     has_trust, run, described = trusted is not None, None, None
     async with httpx.AsyncClient(base_url=orchestrator, timeout=60) as http:
         while True:  # a pass per process of the orchestrator
-            session, description = await _open_session(http, trusted, give_up_s)
+            session, description = await signed_session.open_session(http, trusted, give_up_s)
             if trusted is None:
                 trusted = session.run
-                _note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
-            if run is None or description != described:  # else the environment and its scorer stay
+                note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
+            lasting = {name: value for name, value in description.items() if name not in signed_session.CHANGING}
+            if run is None or lasting != described:  # else the environment and its scorer stay
                 if run is not None:
                     await asyncio.to_thread(run.scorer.close)
-                run, described = _read_run(description, sandbox), description
+                run, described = _read_run(description, sandbox), lasting
             if run.work_bits:
-                _note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
+                note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
             proof = lease.find_work(session.run, key.worker, run.work_bits)  # blocks: nothing else can be done yet
-            signed = Signed(http, key, session, proof, give_up_s)
+            signed = signed_session.SignedSession(http, key, session, proof, give_up_s)
             api_key = None if has_trust else ""
             try:
-                options = {"give_up_s": give_up_s, "api_key": api_key, "keys": run.server_keys}
-                async with client_lib.Client(run.servers, **options) as client:
-                    await _work_in_session(signed, client, run, concurrency)
+                options = {"give_up_s": min(give_up_s, SERVERS_S), "api_key": api_key, "keys": run.server_keys}
+                async with client_lib.Client(servers or run.servers, **options) as client:
+                    groups = _Groups(signed, client, run, concurrency, own_servers=bool(servers))
+                    return await groups.work(stopping)
             except* lease.StaleSession as error:  # its leases are void
-                _note(f"a new session of the orchestrator: {error.exceptions[0]}")
+                note(f"a new session of the orchestrator: {error.exceptions[0]}")
                 await asyncio.sleep(0.5)
 
 
-@dataclasses.dataclass(frozen=True)
-class Signed:
-    """Signed requests of one worker to one session of an orchestrator."""
+class _Groups:
+    """The groups of a worker in one session of the orchestrator, from their lease until their submission is answered."""
 
-    http: httpx.AsyncClient
-    key: rollout_lib.WorkerKey
-    session: lease.Session
-    work: str
-    give_up_s: float
+    def __init__(
+        self,
+        signed: signed_session.SignedSession,
+        client: client_lib.Client,
+        run: Run,
+        concurrency: int,
+        *,
+        own_servers,
+    ):
+        self._signed, self._client, self._run, self._concurrency = signed, client, run, concurrency
+        self._own_servers, self._ended = own_servers, asyncio.Event()
+        self._running: dict[Key, asyncio.Task] = {}
+        self._held: set[Key] = set()  # leased, and neither answered nor given back
+        self._finished: asyncio.Queue[tuple[Key, list[rollout_lib.Rollout]]] = asyncio.Queue()
+        self._num_failures, self._problem, self._num_tokens = 0, "", 0
 
-    async def lease(self, capacity: int, returned: list) -> list[dict]:
-        """Returns the groups that the orchestrator leases. Raises ValueError if the reply is not signed by the run."""
-        sent = {}
+    async def work(self, stopping: asyncio.Event) -> None:
+        """Works until the run ends, or until `stopping`: then gives back groups in progress, and submits finished ones."""
+        async with asyncio.TaskGroup() as tasks:
+            loops = [tasks.create_task(loop) for loop in (self._lease(tasks), self._beat(), self._submit())]
+            ends = [tasks.create_task(event.wait()) for event in (self._ended, stopping)]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in (loops[0], *self._running.values()):
+                task.cancel()
+            if not self._ended.is_set():
+                await self._finished.join()
+            await self._signed.beat(registry.Report(), [], leaving=True)
+            for task in (*loops, *ends):
+                task.cancel()
+        note("the run ended" if self._ended.is_set() else "stopped; groups in progress were given back")
 
-        def make_body():
-            sent.update(lease.request(self.key, self.session, capacity=capacity, returned=returned, work=self.work))
-            return {"json": sent}
-
-        reply = await _exchange(self.http, "/lease", self.give_up_s, make_body)
-        if not lease.is_signed(self.session.run, reply) or reply.get("request") != sent["signature"]:
-            raise ValueError(f"the reply to /lease is not signed by run {self.session.run}; correct --orchestrator")
-        return reply["groups"]
-
-    async def submit(self, body: bytes) -> dict[str, str]:
-        """Submits a file of rollouts; returns the verdict per group."""
-        digest = hashlib.sha256(body).hexdigest()
-
-        def make_body():
-            header = json.dumps(lease.request(self.key, self.session, digest=digest))
-            return {"content": body, "headers": {lease.HEADER: header}}
-
-        return (await _exchange(self.http, "/submit", self.give_up_s, make_body))["verdicts"]
-
-
-async def _open_session(http: httpx.AsyncClient, trusted: str | None, give_up_s: float) -> tuple[lease.Session, dict]:
-    """Fetches /run; returns the session and the description of the run. Raises ValueError if another run than `trusted` answers."""
-    nonce = secrets.token_hex(16)
-    body = await _exchange(http, f"/run?nonce={nonce}", give_up_s)
-    try:
-        session, description = lease.Session(body["id"], body["session"]), body["run"]
-        description = {
-            name: value for name, value in description.items() if name not in ("step", "policy")
-        }  # they change
-        is_valid = body["nonce"] == nonce and lease.is_signed(session.run, body)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _not_an_orchestrator(body) from error
-    if trusted not in (None, session.run):
-        raise ValueError(f"{http.base_url} serves run {session.run}, and --run is {trusted}; correct one of them")
-    if not is_valid:
-        raise ValueError(
-            f"the reply to GET /run is not signed by run {session.run} for this request; correct --orchestrator"
-        )
-    return session, description
-
-
-async def _work_in_session(signed: Signed, client: client_lib.Client, run: Run, concurrency: int) -> None:
-    """Leases, generates, and submits groups in one session of the orchestrator. Never returns; raises the errors of the requests."""
-    async with asyncio.TaskGroup() as tasks:
-        finished: asyncio.Queue[list[rollout_lib.Rollout]] = asyncio.Queue()
-        tasks.create_task(_submit(signed, finished))
-        running: set[asyncio.Task] = set()
-        returned: list[list] = []  # keys of groups whose policy version is gone
-        pause_s = 0.01
+    async def _lease(self, tasks: asyncio.TaskGroup) -> None:
+        pause_s = FIRST_PAUSE_S
         while True:
-            sent, returned[:] = returned[: lease.MAX_RETURNED], returned[lease.MAX_RETURNED :]
-            groups = await signed.lease(concurrency - len(running), sent)
-            for group in groups:
-                task = tasks.create_task(_roll_out(client, run, signed.key, group, finished, returned))
-                running.add(task)
-                task.add_done_callback(running.discard)
-            if len(running) == concurrency:
-                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            pause_s = 0.01 if groups else min(pause_s * 1.5, 0.1)  # idle: poll less often
-            await asyncio.sleep(pause_s)
+            if len(self._running) >= self._concurrency:
+                await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+                continue
+            wait_s, begun_s = POLL_S * random.uniform(0.8, 1.2), time.monotonic()
+            reply = await self._signed.lease(self._concurrency - len(self._running), wait_s=wait_s)
+            self._hear(reply)
+            for group in reply["groups"]:
+                key = _key(group)
+                if key not in self._held:  # else its lease ran out, and it is still in progress
+                    self._held.add(key)
+                    self._running[key] = task = tasks.create_task(self._complete(group))
+                    task.add_done_callback(functools.partial(lambda key, _: self._running.pop(key), key))
+            pause_s = min(pause_s * 1.5, MAX_PAUSE_S) if time.monotonic() - begun_s < 1.0 else FIRST_PAUSE_S
+            await asyncio.sleep(FIRST_PAUSE_S if reply["groups"] else pause_s)  # a reply without either came too early
+
+    async def _beat(self) -> None:
+        interval_s, is_first = FIRST_PAUSE_S, True
+        while True:
+            await asyncio.sleep(interval_s * random.uniform(0.8, 1.2))
+            if not (self._held or is_first):
+                continue  # the request that waits for work shows that this worker is there
+            num_tokens, self._num_tokens = self._num_tokens, 0
+            load = registry.Load(
+                running=len(self._running),
+                waiting=self._finished.qsize(),
+                tokens_per_s=0.0 if is_first else num_tokens / interval_s,
+            )
+            problem = self._client.servers.problems() or self._problem
+            problem = "".join(c if c.isprintable() else " " for c in problem[: registry.MAX_PROBLEM])
+            reply = await self._signed.beat(registry.Report(load=load, problem=problem), [*map(list, self._held)])
+            self._hear(reply)
+            for key in map(tuple, reply["void"]):
+                if task := self._running.get(key):
+                    task.cancel()
+                    self._held.discard(key)
+            interval_s, is_first = float(reply["interval_s"]), False
+
+    def _hear(self, reply: dict) -> None:
+        if reply.get("ended"):
+            self._ended.set()
+        if "servers" in reply and not self._own_servers:
+            self._client.servers.tell(reply["servers"])
+
+    async def _complete(self, group: dict) -> None:
+        """Generates a group and queues it for submission, or gives it back."""
+        try:
+            rollouts = await _roll_out(self._client, self._run, self._signed.key, group)
+            self._num_failures, self._problem = 0, ""
+            self._num_tokens += sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
+            return self._finished.put_nowait((_key(group), rollouts))
+        except client_lib.VersionGone:  # a newer one replaced it, which this group may not use
+            pause_s = VOID_PAUSE_S  # the next one may have the same fate
+        except (ValueError, OSError, client_lib.Unavailable) as error:
+            if str(error) != self._problem:
+                note(f"group {'/'.join(map(str, _key(group)))} is given back: {error}")
+            self._problem, self._num_failures = str(error), self._num_failures + 1
+            pause_s = min(VOID_PAUSE_S * 2 ** min(self._num_failures, 10), MAX_FAILURE_PAUSE_S)
+        self._held.discard(_key(group))
+        await self._signed.lease(0, [list(_key(group))])
+        await asyncio.sleep(pause_s)
+
+    async def _submit(self) -> None:
+        """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
+        left = None  # a finished group that did not fit
+        while True:
+            key, rollouts = left or await self._finished.get()
+            keys, left = [key], None
+            while not left and not self._finished.empty():
+                left = self._finished.get_nowait()
+                # The size before compression, with 1 KiB per rollout for the small fields.
+                if sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts + left[1]) <= MAX_JOINED_BYTES:
+                    keys, rollouts, left = [*keys, left[0]], rollouts + left[1], None
+            body = parquet.to_bytes(rollouts)
+            if len(body) > web.MAX_BODY_BYTES:
+                found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, more than the {web.MAX_BODY_BYTES}"
+                raise ValueError(f"{found} of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
+            for name, verdict in (await self._signed.submit(body)).items():
+                if verdict.startswith("refused"):
+                    note(f"{name} {verdict}")
+            self._held.difference_update(keys)
+            for _ in keys:
+                self._finished.task_done()
+
+
+def _key(group: dict) -> Key:
+    return group["split"], group["step"], group["group"]
 
 
 def make_rollouts(
@@ -206,47 +298,18 @@ def make_rollouts(
     ]
 
 
-async def _roll_out(
-    client: client_lib.Client, run: Run, key, group: dict, finished: asyncio.Queue, returned: list[list]
-) -> None:
+async def _roll_out(client: client_lib.Client, run: Run, key, group: dict) -> list[rollout_lib.Rollout]:
     task = run.env.make_task(group["index"], group["split"])
     prompt = run.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
     trains = group["split"] == "train"
     sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
     sampling["return_routed_experts"] = run.router_replay and trains
-    try:
-        pins = {"policy_version": group["version"], "policy_epoch": group.get("epoch", -1)}
-        samples = await client.generate(prompt, sampling, proofs=trains, oldest_version=group["min_version"], **pins)
-    except client_lib.VersionGone:  # a newer one replaced it, which this group may not use
-        returned.append([group["split"], group["step"], group["group"]])
-        await asyncio.sleep(VOID_PAUSE_S)  # the next one may have the same fate
-        return
+    pins = {"policy_version": group["version"], "policy_epoch": group.get("epoch", -1)}
+    pins |= {"oldest_version": group["min_version"], "sticky": "/".join(map(str, _key(group)))}
+    samples = await client.generate(prompt, sampling, proofs=trains, **pins)
     # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
-    await finished.put([rollout_lib.sign(rollout, key) for rollout in rollouts])
-
-
-async def _submit(signed: Signed, finished: asyncio.Queue) -> None:
-    """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
-    rollouts, left = [], []  # `left`: a finished group that did not fit
-    while True:
-        rollouts, left = left or await finished.get(), []
-        while not left and not finished.empty():
-            left = finished.get_nowait()
-            # The size before compression, with 1 KiB per rollout for the small fields.
-            if sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts + left) <= MAX_JOINED_BYTES:
-                rollouts, left = rollouts + left, []
-        body = parquet.to_bytes(rollouts)
-        if len(body) > web.MAX_BODY_BYTES:
-            found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, more than the {web.MAX_BODY_BYTES}"
-            raise ValueError(f"{found} of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
-        for name, verdict in (await signed.submit(body)).items():
-            if verdict.startswith("refused"):
-                _note(f"{name} {verdict}")
-
-
-def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    return [rollout_lib.sign(rollout, key) for rollout in rollouts]
 
 
 def _read_run(body: dict, sandbox: str) -> Run:
@@ -259,47 +322,23 @@ def _read_run(body: dict, sandbox: str) -> Run:
         work_bits = int(admission["work_bits"]) if admission.get("kind") == "work" else 0
         keys = {str(url): str(key) for url, key in dict(body.get("server_keys", {})).items()}
     except (KeyError, TypeError, ValueError) as error:
-        raise _not_an_orchestrator(body) from error
+        raise signed_session.not_an_orchestrator(body) from error
     env = envs.load(name, seed=seed, **options)
     scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S, sandbox=sandbox)
     loaded = tokenizer_lib.load(tokenizer, date=date)
     return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys)
 
 
-def _not_an_orchestrator(body) -> ValueError:
-    found = f"GET /run returned {str(body)[:200]}, which is not the reply of an orchestrator"
-    return ValueError(f"{found}; correct --orchestrator")
+async def _work_until_sigterm(*args, **options) -> None:
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
 
+    def stop() -> None:
+        stopping.set()
+        loop.remove_signal_handler(signal.SIGTERM)  # the next one ends the process
 
-async def _exchange(http: httpx.AsyncClient, path: str, give_up_s: float, make_body: Callable[[], dict] = dict) -> dict:
-    """Sends a GET request, or a POST request with a body, until the orchestrator replies; returns the JSON of the reply.
-
-    `make_body` returns the arguments of httpx for the body of each attempt. Raises ValueError if the orchestrator rejects the
-    request, StaleSession if it was restarted, and ConnectionError if it does not reply for `give_up_s` seconds.
-    """
-    begun, is_noticed = time.monotonic(), False
-    while True:
-        try:
-            body = make_body()
-            response = await http.request("POST" if body else "GET", path, **body)
-            if response.status_code == 409:
-                raise lease.StaleSession(client_lib.error_message(response))
-            if response.status_code == 400:
-                raise ValueError(
-                    f"the orchestrator rejected {path.partition('?')[0]}: {client_lib.error_message(response)}"
-                )
-            response.raise_for_status()
-            return response.json()
-        except httpx.HTTPError as error:
-            waited = time.monotonic() - begun
-            if waited > give_up_s:
-                raise ConnectionError(
-                    f"no reply from the orchestrator at {http.base_url} for {waited:.0f} s: {error}; check that it runs"
-                ) from error
-            if waited > NOTICE_S and not is_noticed:
-                is_noticed = True
-                _note(f"waiting for the orchestrator at {http.base_url}: {error}")
-            await asyncio.sleep(0.5)
+    if threading.current_thread() is threading.main_thread():  # not in tests
+        loop.add_signal_handler(signal.SIGTERM, stop)
+    await work(*args, stopping=stopping, **options)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -310,7 +349,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--run", help="public key (hex) of the run to work for; any other is refused (default: the first that answers)")
     add("--key", help="file of this worker's signing key; generated if absent (default: a new key per process)")
     add("--concurrency", type=int, default=64, help="groups to work on at the same time")
-    add("--give_up_s", type=float, default=300.0, help="seconds to wait for an unreachable orchestrator")
+    helps = "seconds to wait for an unreachable orchestrator, such as one that restores a large model"
+    add("--give_up_s", type=float, default=1800.0, help=helps)
+    add(
+        "--server",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="own inference servers, to use instead of those of the run",
+    )
     helps = "scorers run without files and network: auto (as far as this machine can), require, or off"
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help=helps)
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
@@ -328,7 +375,7 @@ def main(argv: list[str] | None = None) -> int:
             rollout_lib.WorkerKey.generate().save(args.key)
         key = rollout_lib.WorkerKey.load(args.key) if args.key else rollout_lib.WorkerKey.generate()
         options = {"concurrency": args.concurrency, "give_up_s": args.give_up_s, "sandbox": args.sandbox}
-        asyncio.run(work(args.orchestrator, key, args.run, **options))
+        asyncio.run(_work_until_sigterm(args.orchestrator, key, args.run, servers=args.server, **options))
     except (ValueError, OSError, ExceptionGroup) as error:
         while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause
             if error.split((ValueError, OSError, client_lib.Unavailable))[1]:

@@ -13,7 +13,7 @@ import pathlib
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -241,7 +241,7 @@ class InferenceServer:
 
 def start(
     weights: str | Sequence[str],
-    config: engine_lib.EngineConfig,
+    config: engine_lib.EngineConfig | Callable[[dict], engine_lib.EngineConfig],
     *,
     key: source_lib.Trusted = None,
     mesh: dict[str, int] | None = None,
@@ -252,13 +252,12 @@ def start(
 
     Args:
       weights: a directory, a bucket URL, or the URLs of relays. Raises TimeoutError if no version appears within START_S.
-      config: sizes of the engine.
+      config: sizes of the engine, or the function from those that were published with the weights ({} if none were).
       key: of the publisher, who must have signed the weights: hex, a root file, or a verifier; None accepts any.
       mesh: {axis: size} of a mesh over this host's devices; None for one device.
       quantize: one of weights.QUANTIZATIONS.
       **options: `every_length` (compile for prompts of every length now), and the options of `Scheduler`.
     """
-    devices = host_mesh(mesh, config)
     source = source_lib.open(weights, trusted_key=key)
     try:
         version = broadcast.wait_for(source, 0, timeout_s=NOTICE_S)
@@ -272,6 +271,10 @@ def start(
             f"version {version} under {weights} has a manifest without model and tokenizer, as publish-dir of "
             "sharding.broadcast writes it; serve weights that rl.train published, or a folder by --model"
         )
+    if not isinstance(config, engine_lib.EngineConfig):
+        published = metadata.get("engine")
+        config = config(published if isinstance(published, dict) else {})
+    devices = host_mesh(mesh, config)
     store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), devices, quantize)
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
     options["epoch"] = pulled.epoch or 0

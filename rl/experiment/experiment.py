@@ -69,11 +69,11 @@ class Experiment:
 
     @property
     def broadcast_metadata(self) -> dict:
-        """The metadata published with the weights, from which a server can start: the model's config and the tokenizer."""
+        """The metadata published with the weights, from which a server can start: model, tokenizer, and sizes of the engine."""
         model = self.config.model.to_dict()
         if self.config.broadcast.dtype and model["param_dtype"] == "float32":  # the widest there is
             model["param_dtype"] = self.config.broadcast.dtype
-        return {"model": model, "tokenizer": self.config.tokenizer}
+        return {"model": model, "tokenizer": self.config.tokenizer, "engine": dataclasses.asdict(self.engine)}
 
     def layout(self, mesh: jax.sharding.Mesh, num_streams: int, **fields) -> packing.Layout:
         """Returns the size of batches of `num_streams` token sequences, packed into rows; `fields` are others of `packing.Layout`."""

@@ -1,7 +1,7 @@
 """Keeps the nodes of a run: who is there, which servers workers may use, and whether there is anybody left to wait for.
 
 1. Nodes sign in by heartbeats (rl/orchestrator/routes.py). Those that config names by URL do not: a task per static server polls its
-   health, tells it of new policies by its control listener, and beats for it. A failed call is repeated, for each server alone.
+   health, sends it new policies by its control listener, and beats for it. A failed call is repeated, for each server alone.
 2. `announce` names the newest policy, which servers load when they can. One that fails, lags, or is silent is left out of `servers`
    until it is well again. So no server ends a run.
 3. A policy counts as served when all servers without a problem have it. One that is slow delays the others no longer than the
@@ -28,7 +28,7 @@ from rl.protocol import timeline
 
 TICK_S = 0.2
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # after a failed update
-HEALTH_S = 10.0  # that a server may take to tell its health
+HEALTH_S = 10.0  # for the reply to a request for health
 MAX_LINE = 2000  # characters of a line that lists nodes
 ROLES = {"server": "an inference server", "worker": "a worker"}
 
@@ -51,10 +51,11 @@ class Nodes:
       patience_s: seconds without any server or worker after which the run ends.
       max_lag: versions by which a server may be behind the newest policy.
       server_keys: public keys that may sign in as servers, relays, and validators.
+      validators: public keys that may sign in as validators only.
       is_known: returns True for a worker whose place in the table no stranger may take.
       is_banned: returns True for the key of a server that workers must not use any more.
       on_served: called with each policy that servers have.
-      say: called with lines for people.
+      on_notice: called with lines for people.
     """
 
     def __init__(
@@ -64,17 +65,19 @@ class Nodes:
         patience_s: float,
         max_lag: int,
         server_keys: Collection[str] = (),
+        validators: Collection[str] = (),
         is_known: Callable[[str], bool] = lambda worker: False,
         is_banned: Callable[[str], bool] = lambda key: False,
         on_served: Callable[[timeline.Policy], None],
-        say: Callable[[str], None] = lambda line: None,
+        on_notice: Callable[[str], None] = lambda line: None,
     ):
         self.heartbeat_s, self._patience_s, self._max_lag = heartbeat_s, patience_s, max_lag
-        self._server_keys, self._on_served, self._say = frozenset(server_keys), on_served, say
+        self._validators = frozenset(validators)
+        self._server_keys, self._on_served, self._on_notice = frozenset(server_keys), on_served, on_notice
         self._is_banned = is_banned
         self._lock = threading.Lock()  # guards everything below
         self._static: dict[str, StaticServer] = {}  # by URL
-        self._registry = registry_lib.Registry(heartbeat_s, is_named=lambda key: self.may_serve(key) or is_known(key))
+        self._registry = registry_lib.Registry(heartbeat_s, is_named=lambda key: self.is_named(key) or is_known(key))
         self._newest: timeline.Policy | None = None
         self._served: timeline.Policy | None = None
         self._announced_s = 0.0
@@ -90,9 +93,13 @@ class Nodes:
         with self._lock:
             self._static[server.url] = server
 
-    def may_serve(self, key: str) -> bool:
-        """Returns True for a key that may sign in as a server, relay, or validator, and for the URL of a static server."""
-        return key in self._server_keys or key in self._static
+    def is_named(self, key: str) -> bool:
+        """Returns True for a key that the run's config names, and for the URL of a static server."""
+        return key in self._server_keys or key in self._validators or key in self._static
+
+    def may_sign_in(self, key: str, role: str) -> bool:
+        """Returns True for a key that may sign in as a server, relay, or validator."""
+        return key in self._server_keys or (role == "validator" and key in self._validators)
 
     @property
     def newest(self) -> timeline.Policy | None:
@@ -228,7 +235,7 @@ class Nodes:
         for change in changes:
             bad = (registry_lib.State.SUSPECT, registry_lib.State.DEAD)
             if change.role == "server" and (change.new in bad or change.old in bad):
-                self._say(f"server {change.key[:80]} is {change.new.value}: {change.reason}")
+                self._on_notice(f"server {change.key[:80]} is {change.new.value}: {change.reason}")
 
     def _look(self, now_s: float) -> None:
         """Calls `on_served` if servers have a newer policy than before."""
@@ -294,7 +301,7 @@ class Nodes:
         announced.set()
 
     async def _follow(self, server: StaticServer) -> None:
-        """Polls the health of a static server, and tells it of new policies; for ever."""
+        """Polls the health of a static server, and sends it new policies; for ever."""
         control = client_lib.Control([server.control], token=server.token)
         report = registry_lib.Report(url=server.url)
         self.beat(server.url, "server", report, time.monotonic())

@@ -111,10 +111,11 @@ class Orchestrator:
             patience_s=config.topology.patience_s,
             max_lag=config.rl.max_lag,
             server_keys=config.topology.server_keys,
+            validators=verdicts.validators,
             is_known=self._health.is_known,
             is_banned=lambda key: self._records.is_banned(key),
             on_served=self._open,
-            say=on_wait,
+            on_notice=on_wait,
         )
         rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
         attempts = config.trust.max_attempts
@@ -149,7 +150,7 @@ class Orchestrator:
             on_caught=on_wait,
             fail=self.fail,
         )
-        self._is_ended = False
+        self.is_ended = self.is_closing = False
 
     def serve(self) -> str:
         """Starts the HTTP server for workers in a thread; returns its URL. Raises ValueError if its address cannot be used."""
@@ -162,13 +163,14 @@ class Orchestrator:
     def end(self) -> None:
         """Tells workers that the run is over, so that they do not wait for its next process; returns when they know, or soon."""
         with self._changed:
-            self._is_ended = True
+            self.is_ended = True
         deadline_s = time.monotonic() + min(3 * self._config.topology.heartbeat_s, MAX_FAREWELL_S)
         while self.nodes.num_workers() and time.monotonic() < deadline_s:
             time.sleep(0.05)
 
     def close(self) -> None:
         """Stops the HTTP server and cancels queued work; waits for running replays, but not for other checks."""
+        self.is_closing = True  # or the web server waits for those that wait for work
         self._web.should_exit = True
         self._thread.join()
         self._submissions.close()
@@ -333,7 +335,7 @@ class Orchestrator:
                 self._share.seen(worker, num_leases, now_s)
                 room = min(room, self._share.room(worker, num_leases, num_open, now_s))
             pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, self._health.is_stranger(worker))
-            count, until_s = 0 if self._is_ended else min(room, capacity), now_s + self._health.lease_s(worker)
+            count, until_s = 0 if self.is_ended else min(room, capacity), now_s + self._health.lease_s(worker)
             may_lease = functools.partial(self._may_lease, worker, now_s)
             version = self._version if pins else -1
             groups = self._queue.lease(worker, count, until_s, may_lease, version, now_s=now_s)
@@ -355,7 +357,7 @@ class Orchestrator:
         Returns the keys of the groups that it need not finish. Raises ValueError if the key is another role's.
         """
         now_s = time.monotonic()
-        if leaving or self._is_ended:
+        if leaving or self.is_ended:
             self.nodes.leave(key)
         else:
             self.nodes.beat(key, role, report, now_s)
@@ -381,11 +383,6 @@ class Orchestrator:
         with self._changed:
             is_late = functools.partial(self._is_late, time.monotonic())
             return self._queue.count()[State.OPEN] > 0 or self._queue.has_late(is_late)
-
-    @property
-    def is_ended(self) -> bool:
-        """True once the run is over and workers need not wait for its next process."""
-        return self._is_ended
 
     def _may_lease(self, worker: str, now_s: float, key: group_queue.Key) -> bool:
         return self._health.may_lease(worker, key, now_s)

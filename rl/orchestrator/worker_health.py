@@ -148,7 +148,7 @@ class WorkerHealth:
         return self._lease_s if self.is_known(worker) else self._lease_s / NEWCOMER_FRACTION
 
     def renewed_s(self, worker: str, since_s: float, now_s: float) -> float:
-        """Returns the deadline of a lease that a worker took at `since_s` and says at `now_s` that it works on.
+        """Returns the deadline of a lease that a worker took at `since_s` and renews at `now_s`.
 
         A newcomer's ends with `lease_s` at the latest: it could keep a group for ever by heartbeats, at no cost.
         """

@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import registry
+from sharding.system import signed_message
 
 MAX_CLOCK_SKEW_S = 300.0
 MAX_CAPACITY = 4096
@@ -73,7 +74,7 @@ def request(key: rollout_lib.WorkerKey, session: Session, *, clock=steady_time, 
 
 def sign(key: rollout_lib.WorkerKey, message: dict) -> dict:
     """Returns a copy of a JSON object with the field `signature`, made by `key` over all other fields."""
-    return message | {"signature": key.private.sign(_bytes(message)).hex()}
+    return signed_message.sign(key.private, message)
 
 
 def read_header(text: str) -> dict:
@@ -87,13 +88,9 @@ def read_header(text: str) -> dict:
     return message
 
 
-def is_signed(signer: str, message: dict) -> bool:
+def is_signed(signer: str, message: object) -> bool:
     """Returns True if `message`, maybe any JSON value, is an object that was signed by the key with this public half. Never raises."""
-    try:
-        unsigned = {name: value for name, value in message.items() if name != "signature"}
-        return rollout_lib.signed(signer, bytes.fromhex(message["signature"]), _bytes(unsigned))
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):  # not an object, or not plain JSON
-        return False
+    return signed_message.is_signed(signer, message)
 
 
 class RequestVerifier:
@@ -187,10 +184,6 @@ def _date(time_us: int) -> str:
     """Returns the UTC time of an integer in 0..2^63 - 1, as in 2026-01-31T23:59:59Z."""
     seconds = min(time_us // 10**6, 253402300799)  # datetime ends with the year 9999
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _bytes(message: dict) -> bytes:
-    return b"intellax/message/1" + json.dumps(message, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _is_hex(digits: str) -> Callable[[object], bool]:

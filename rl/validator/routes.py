@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -30,7 +31,7 @@ from rl.validator import status as validator_status
 from rl.verification import evidence_log, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast
-from sharding.system import cli, role_metrics, sockets
+from sharding.system import cli, role_metrics, sign_in, sockets
 
 MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
 REPORT_S = 30.0  # between two lines about verdicts
@@ -168,6 +169,10 @@ def serve(args: argparse.Namespace) -> int:
         ended = threading.Event()
         stack.callback(ended.set)
         threading.Thread(target=_report, args=(judge, ended), name="report", daemon=True).start()
+        if args.orchestrator:
+            where, show = {"url": sockets.address(sock)}, functools.partial(print, file=sys.stderr, flush=True)
+            node = sign_in.SignIn(args.orchestrator, key.private, "validator", lambda: where, run=run, on_notice=show)
+            stack.enter_context(node)
         server = web.server(make_app(service, judge))
         if args.exit_with_parent:
             cli.stop_at_eof(lambda: setattr(server, "should_exit", True))
@@ -219,6 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--key", help="file of this validator's key, made if absent (default: <workdir>/keys/validator.key)")
     add("--slash", type=int, default=0, help="stake to take for an offense")
     add("--eject", action="store_true", help="eject a worker for an offense")
+    add("--orchestrator", metavar="URL", help="sign in at this orchestrator, to be on its table of nodes")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8300, help="port to listen on; 0 takes a free one")
     add("--address_file", help="file to write the URL to, once the service listens")

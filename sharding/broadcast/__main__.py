@@ -34,13 +34,11 @@ from collections.abc import Iterator
 import numpy as np
 import rich.console
 import rich.progress
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding import broadcast
 from sharding.broadcast import assemble, destination, head_writer
 from sharding.format import head, manifest, roots, safetensors_header
-from sharding.system import atomic_file, cli
+from sharding.system import atomic_file, cli, signed_message
 
 MAX_DAYS = 36525  # of a root: a century
 
@@ -140,7 +138,7 @@ def _publish_dir(args: argparse.Namespace) -> int:
     metadata = {"config": json.loads(config.read_text())} if config.exists() else {}
     newest = broadcast.latest(args.root)
     version = args.version if args.version is not None else (0 if newest is None else newest + 1)
-    key = None if args.key_file is None else _load_key(args.key_file)
+    key = None if args.key_file is None else signed_message.load_key(args.key_file)
     options = broadcast.PublishOptions(key=key, keep=args.keep, dtype=args.dtype)
     print(f"published: {_describe(broadcast.publish(params, version, args.root, options, metadata=metadata))}")
     return 0
@@ -149,7 +147,7 @@ def _publish_dir(args: argparse.Namespace) -> int:
 def _renew(args: argparse.Namespace) -> int:
     if destination.read(args.root, head.NAME) is None:
         raise FileNotFoundError(f"{args.root} has no {head.NAME} to renew: name the root of a run, WORKDIR/weights")
-    writer = head_writer.HeadWriter(args.root, _load_key(args.key_file), root_file=args.root_file)
+    writer = head_writer.HeadWriter(args.root, signed_message.load_key(args.key_file), root_file=args.root_file)
     with destination.locked(args.root):
         writer.refresh()
     return 0
@@ -162,7 +160,9 @@ def _keys(args: argparse.Namespace) -> int:
         if not 0 < args.days <= MAX_DAYS:
             raise ValueError(f"--days = {args.days} must be above 0 and at most {MAX_DAYS}: set it to an allowed value")
         changes = {name: [_public_hex(key) for key in getattr(args, name)] for name in ("root", "online")}
-        data = roots.amend(data, list(map(_load_key, args.sign)), expires_s=time.time() + 86400 * args.days, **changes)
+        data = roots.amend(
+            data, list(map(signed_message.load_key, args.sign)), expires_s=time.time() + 86400 * args.days, **changes
+        )
         atomic_file.write(path, data, durable=True)
     elif args.root or args.online:
         raise ValueError("a change must be signed: give --sign and the PEM files of the root keys")
@@ -176,7 +176,9 @@ def _public_hex(key: str) -> str:
     if not os.path.exists(key) and re.fullmatch("[0-9a-fA-F]+", key) and len(key) != 64:
         raise ValueError(f"{key} has {len(key)} hex digits, but a public key has 64: give these, or a PEM file")
     key = key.lower() if re.fullmatch("[0-9a-fA-F]{64}", key) else key
-    return key if re.fullmatch("[0-9a-f]{64}", key) else _load_key(key).public_key().public_bytes_raw().hex()
+    return (
+        key if re.fullmatch("[0-9a-f]{64}", key) else signed_message.load_key(key).public_key().public_bytes_raw().hex()
+    )
 
 
 def _read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
@@ -192,19 +194,6 @@ def _read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
                 raise ValueError(f"tensor {name!r} of {path} is also in another file: delete one of the two files")
             found[name] = data[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
     return found
-
-
-def _load_key(path: str | os.PathLike) -> ed25519.Ed25519PrivateKey:
-    if not os.path.isfile(path):
-        make = f"make a key with `openssl genpkey -algorithm ed25519 -out {path}`"
-        raise FileNotFoundError(f"no file {path}: pass a PEM file with a private key, or {make}")
-    try:
-        key = serialization.load_pem_private_key(pathlib.Path(path).read_bytes(), password=None)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not an unencrypted PEM private key ({error}): pass such a file") from error
-    if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise ValueError(f"{path} contains {type(key).__name__}: pass an ed25519 key")
-    return key
 
 
 def _describe(m: manifest.Manifest) -> str:

@@ -1,12 +1,13 @@
 """Runs one relay, a verifying mirror of published weights: `python -m sharding.relay --upstream URL_OR_DIR... --dir D --port P`."""
 
+import contextlib
 import dataclasses
 import signal
 import sys
 
 from sharding.relay import server as server_lib
 from sharding.relay import throttle
-from sharding.system import cli, sockets
+from sharding.system import cli, sign_in, signed_message, sockets
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -27,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--max_connections", type=int, default=1024, help="most connections (default: 1024)")
     add("--max_connections_per_client", type=int, default=256, help="most connections of one client (default: 256)")
     add("--allow", nargs="*", default=(), metavar="NETWORK", help="client networks, as in 10.0.0.0/8 (default: all)")
+    add("--orchestrator", metavar="URL", help="sign in at this orchestrator with --key, to be on its table of nodes")
+    add("--run", default="", help="public key (hex) of the run of --orchestrator (default: the first that answers)")
+    add("--key", metavar="FILE", help="PEM file of this relay's ed25519 key, for --orchestrator")
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     try:
@@ -50,12 +54,25 @@ def main(argv: list[str] | None = None) -> int:
             print(f"relaying {' '.join(args.upstream)} on {relay.url}", flush=True)
             if args.address_file:
                 sockets.announce(args.address_file, sock)
-            relay.run()
+            node = contextlib.nullcontext()
+            if args.orchestrator:
+                key = signed_message.load_key(args.key or "")
+
+                def report() -> dict[str, str]:
+                    return {"url": relay.url, "problem": relay.mirror.health()["error"]}
+
+                node = sign_in.SignIn(args.orchestrator, key, "relay", report, run=args.run, on_notice=_notice)
+            with node:
+                relay.run()
             relay.close()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _notice(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ from inference.server import web
 from models.text import tokenizer as tokenizer_lib
 from rl import envs, worker
 from rl.experiment import experiment
+from rl.orchestrator import nodes, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import verdict_collector
 from rl.protocol import lease, timeline
 from rl.verification import checks
 from sharding.system import sockets
-from tests.support import tiny
+from tests.support import proxy, tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TOKENIZER = tokenizer_lib.byte_chatml()
@@ -53,7 +53,7 @@ class Played:
         self.failures = collections.deque()  # (path, status, body) answered once instead
         self.submission = threading.Event()
         self.session, self.described, self.forged_run, self.forged_lease = lease.Session.open(RUN.worker), {}, {}, {}
-        self.api_keys = []
+        self.api_keys, self.beats, self.servers, self.ended, self.void = [], [], [], False, []
         self.change = lambda choice: choice
         app = fastapi.FastAPI()
 
@@ -79,7 +79,19 @@ class Played:
                 return fastapi.responses.JSONResponse(refusal("not this session"), status_code=409)
             self.leases.append(body)
             groups = [self.groups.popleft() for _ in range(min(body["capacity"], len(self.groups)))]
-            return lease.sign(RUN, {"groups": groups, "request": body["signature"]}) | self.forged_lease
+            reply = {"groups": groups, "request": body["signature"], "ended": self.ended}
+            return lease.sign(RUN, reply | ({"servers": self.servers} if self.servers else {})) | self.forged_lease
+
+        @app.post("/heartbeat")
+        async def heartbeat(request: fastapi.Request):
+            self.beats.append(body := await request.json())
+            void = [key for key in body["holding"] if key in self.void]
+            reply = {"interval_s": 0.1, "void": void, "ended": self.ended, "request": body["signature"]}
+            return lease.sign(RUN, reply | {"servers": self.servers or [{"url": self.url}]})
+
+        @app.get("/health")
+        async def health():
+            return {"policy_version": 0, "running": 0, "pending": 0}
 
         @app.post("/submit")
         async def submit(request: fastapi.Request):
@@ -98,7 +110,8 @@ class Played:
             seed, n = body["sampling_params"]["seed"], body["sampling_params"]["n"]
             prompt = TOKENIZER.decode(body["token_ids"])
             answer = prompt.rpartition("Reverse: ")[2][: prompt.rpartition("Reverse: ")[2].index("\n")][::-1]
-            return {"choices": [self.change(choice((seed + i) % 2**32, answer)) for i in range(n)]}
+            good = [choice((seed + i) % 2**32, answer) for i in range(n)]
+            return {"choices": await asyncio.to_thread(lambda: [*map(self.change, good)])}
 
         self.sock = sockets.listen("127.0.0.1", 0)
         self.url = sockets.address(self.sock)
@@ -136,12 +149,14 @@ def play():
         each.close()
 
 
-def work_until(played: Played | str, done, *, concurrency=4, key=None, give_up_s=0.0, run=RUN.worker):
+def work_until(played: Played | str, done, *, concurrency=4, key=None, give_up_s=0.0, run=RUN.worker, servers=()):
     """Runs the worker until `done()`; raises the first error of the worker."""
 
     async def main():
         url, own = getattr(played, "url", played), key or rollout_lib.WorkerKey.generate()
-        task = asyncio.create_task(worker.work(url, own, run, concurrency=concurrency, give_up_s=give_up_s))
+        task = asyncio.create_task(
+            worker.work(url, own, run, concurrency=concurrency, give_up_s=give_up_s, servers=servers)
+        )
         deadline = time.monotonic() + WAIT_S
         while not done() and not task.done():
             assert time.monotonic() < deadline
@@ -238,7 +253,7 @@ def test_a_worker_goes_on_with_a_real_orchestrator_that_was_restarted(play, tmp_
         verdicts = verdict_collector.VerdictCollector(RUN, lambda rollouts: [checks.OK] * len(rollouts))
         options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"secret")
         made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, **options))
-        made[-1].servers = [server]
+        made[-1].nodes.add(nodes.StaticServer(server, server))
         made[-1].publish(timeline.Policy(0, 0))
         return made[-1].serve()
 
@@ -321,6 +336,87 @@ def test_a_proof_of_work_is_computed_once(play, monkeypatch):
     assert counts[0] == counts[1] < counts[2] and hashed[-1] == 4
 
 
+# ---- a swarm -------------------------------------------------------------------------------------------------
+
+
+def test_heartbeats_hold_the_leases_and_name_servers_that_join(play, monkeypatch):
+    """D3: a lease that ran out was leased again to the same worker, and both answers were handed in. D9: servers were read once."""
+    other, played = play(), play(GROUP)
+    release = threading.Event()
+    played.change = lambda choice: release.wait(WAIT_S) and choice
+    played.servers = [{"url": played.url}]
+
+    def done():
+        holding = [beat["holding"] for beat in played.beats if beat["holding"]]
+        if len(holding) == 3 and len(played.servers) == 1 and played.servers[0]["url"] == played.url:
+            played.groups.append(GROUP)  # expired, and leased again
+            played.servers = [{"url": other.url}]
+            played.groups.append(GROUP | {"group": 9})
+        if len(holding) > 6:
+            release.set()
+        return len(played.submitted) == 8
+
+    try:
+        work_until(played, done)
+    finally:
+        release.set()
+    assert [["train", 3, 7]] in [beat["holding"] for beat in played.beats]
+    assert sorted({(r.task.group, r.sample) for r in played.submitted}) == [(g, i) for g in (7, 9) for i in range(4)]
+    assert len(played.requests) == 1 and len(other.requests) == 1
+    assert {beat["report"]["load"]["running"] for beat in played.beats} >= {1, 2}
+
+
+def test_a_void_group_is_dropped_and_makes_room(play):
+    played = play(GROUP, GROUP | {"group": 8})
+    played.change, played.void = lambda choice: time.sleep(0.2) or choice, [["train", 3, 7]]
+    work_until(played, lambda: {r.task.group for r in played.submitted} == {8}, concurrency=1)
+    assert not [one["returned"] for one in played.leases if one["returned"]]
+
+
+def test_a_dead_server_is_not_asked_for_each_group(play):
+    """D10: with the first of two servers dead, 20 requests made 20 failed connections."""
+    played = play(*(GROUP | {"group": g} for g in range(20)))
+    with proxy.Proxy("http://127.0.0.1:9", lambda rng: "refuse") as dead:
+        accepted = []
+        dead.fault = lambda rng: accepted.append(1) or "refuse"
+        played.servers = played.described["servers"] = [{"url": dead.url}, {"url": played.url}]
+        played.described["servers"] = [dead.url, played.url]
+        work_until(played, lambda: len(played.submitted) == 80, concurrency=1, give_up_s=WAIT_S)
+    assert 0 < len(accepted) < 8
+
+
+@pytest.mark.parametrize("is_end", [True, False])
+def test_it_ends_with_the_run_or_on_sigterm(play, is_end, tmp_path):
+    """D9: 300 s after the end of a run, a worker ended with an error, and SIGTERM lost its leases and finished groups."""
+    played = play(GROUP, GROUP | {"group": 8})
+    seeds = []
+
+    def change(choice):
+        seeds.append(choice)
+        if len(seeds) > 4:
+            time.sleep(1.0)  # the second group is still in progress
+        return choice
+
+    played.change = change
+    command = [sys.executable, "-m", "rl.worker", "--orchestrator", played.url, "--run", RUN.worker]
+    with subprocess.Popen([*command, "--concurrency", "2"], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert played.submission.wait(WAIT_S)
+        if is_end:
+            played.ended = True
+        else:
+            process.terminate()
+        assert process.wait(10) == 0
+        error = process.stderr.read()
+    assert error.splitlines()[-1] == ("the run ended" if is_end else "stopped; groups in progress were given back")
+    assert played.beats[-1]["leaving"] is True and len({r.task.group for r in played.submitted}) == 1
+
+
+def test_own_servers_are_used_instead_of_those_of_the_run(play):
+    own, played = play(), play(GROUP)
+    work_until(played, played.submission.is_set, servers=[own.url])
+    assert len(own.requests) == 1 and not played.requests
+
+
 # ---- errors -------------------------------------------------------------------------------------------------
 
 
@@ -332,15 +428,12 @@ def refusal(message):
     return {"error": {"message": message, "type": "invalid_request_error", "code": 400, "param": None}}
 
 
-@pytest.mark.parametrize("path", ["/run", "/lease", "/submit", "/inference/v1/generate"])
-def test_an_orchestrator_or_server_that_refuses_ends_it_with_its_words(play, capsys, path):
+@pytest.mark.parametrize("path", ["/run", "/lease", "/submit", "/heartbeat"])
+def test_an_orchestrator_that_refuses_ends_it_with_its_words(play, capsys, path):
     played = play(GROUP)
     played.failures.append((path, 400, refusal("rollout file, row 3: seed")))
     assert run_main(played.url) == 1
-    subject = (
-        f"the orchestrator rejected {path}" if path.count("/") == 1 else f"{played.url}{path} rejected the request"
-    )
-    assert capsys.readouterr().err == f"error: {subject}: rollout file, row 3: seed\n"
+    assert capsys.readouterr().err == f"error: the orchestrator rejected {path}: rollout file, row 3: seed\n"
 
 
 @pytest.mark.parametrize("path", ["/run", "/lease", "/submit"])
@@ -365,12 +458,15 @@ def test_an_orchestrator_that_is_gone_ends_it(capsys):
         (lambda c: c | {"policy_versions": [[2**40, len(c["token_ids"])]]}, "not an integer in"),
     ],
 )
-def test_a_server_that_only_talks_nonsense_is_one_line(play, capsys, change, message):
-    played = play(GROUP)
-    played.change = change
-    assert run_main(played.url) == 1
+def test_a_server_that_only_sends_nonsense_costs_its_groups_alone(play, capsys, change, message):
+    """D4: the worker ended."""
+    played = play(GROUP, GROUP | {"group": 8})
+    played.change = lambda c: change(c) if played.groups else c
+    work_until(played, played.submission.is_set, concurrency=1)
+    assert {r.task.group for r in played.submitted} == {8}
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and not played.submitted
+    assert error.startswith("group train/3/7 is given back: ") and message in error
+    assert [one["returned"] for one in played.leases if one["returned"]] == [[["train", 3, 7]]]
 
 
 def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
@@ -381,14 +477,15 @@ def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
             bodies.append([r.task.group for r in parquet.from_bytes(await request.aread())])
             return httpx.Response(200, json={"verdicts": {}})
 
-        finished = asyncio.Queue()
-        for group in groups:
-            finished.put_nowait(group)
-        total = sum(map(len, groups))
         async with httpx.AsyncClient(transport=httpx.MockTransport(take), base_url="http://o") as http:
-            signed = worker.Signed(http, RUN, lease.Session.open(RUN.worker), "", 0.0)
-            task = asyncio.create_task(worker._submit(signed, finished))
-            while sum(map(len, bodies)) < total and not task.done():
+            signed = worker.signed_session.SignedSession(http, RUN, lease.Session.open(RUN.worker), "", 0.0)
+            held = worker._Groups(signed, None, None, 1, own_servers=False)
+            for number, group in enumerate(groups):
+                held._finished.put_nowait((("train", 3, number), group))
+                held._held.add(("train", 3, number))
+            total = sum(map(len, groups))
+            task = asyncio.create_task(held._submit())
+            while (sum(map(len, bodies)) < total or held._held) and not task.done():
                 await asyncio.sleep(0.001)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -18,7 +18,7 @@ MAX_FAILURES = 32  # attempts without a group, until the next call; more would h
 
 
 class LeaseWaiters:
-    """Waiting lease requests by order of arrival. `has_work()` tells if groups wait for workers."""
+    """Waiting lease requests by order of arrival. `has_work()` returns True if groups wait for workers."""
 
     def __init__(self, has_work: Callable[[], bool]):
         self._has_work, self._serial = has_work, itertools.count()

@@ -15,12 +15,14 @@ import pytest
 
 from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
+from inference.swarm import membership
 from rl.experiment import experiment
 from rl.orchestrator import nodes, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks
+from sharding.system import sign_in
 from tests.support import proxy, serving, signed_http
 
 RUN, KEY, OTHER, SERVER, STRANGER = (rollout_lib.WorkerKey.generate() for _ in range(5))
@@ -223,6 +225,63 @@ def test_servers_sign_in_pull_and_leave(make):
     assert worker.beat()["servers"] == []
     for key in (STRANGER, KEY):
         assert "is not in topology.server_keys; ask" in Node(orchestrator, key, "server").beat()["error"]["message"]
+
+
+class Stub:
+    """A server with the attributes that heartbeats read. Its first update fails."""
+
+    def __init__(self):
+        self.scheduler, self.policy_digest, self.updates = self, "", []
+        self.version, self.epoch, self.num_pending, self.is_paused, self.stats = 0, 0, 5, False, {"tokens": 70}
+        self.slots, self.groups = self, [1, 2]
+        self.usage = lambda: 0.5
+
+    def update(self, version, *, epoch, digest):
+        self.updates.append((epoch, version, digest))
+        if len(self.updates) == 1:
+            raise OSError("no version 6 under http://relay;\nit holds [4, 5, 7, 8]")
+        self.version, self.epoch = version, epoch
+
+
+def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_restart(make, monkeypatch, capsys):
+    monkeypatch.setattr(sign_in, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(membership, "FIRST_PAUSE_S", 1.0)
+    orchestrator, stub = make(mode="remote", server_keys=(SERVER.worker,)), Stub()
+    orchestrator.publish(timeline.Policy(0, 1, "ab" * 32))
+    node = membership.sign_in_server(orchestrator.url, SERVER.private, stub, "http://s:1", RUN.worker)
+    proxy.wait_until(lambda: any("no version 6" in row["problem"] for row in orchestrator.nodes.table()))
+    proxy.wait_until(lambda: orchestrator._version == 1)
+    assert stub.updates == [(0, 1, "ab" * 32)] * 2
+    (row,) = orchestrator.nodes.table()
+    assert (row["running"], row["waiting"], row["kv_used"], row["problem"]) == (2, 3, 0.5, "")
+    orchestrator.publish(timeline.Policy(1, 0))  # of another epoch
+    proxy.wait_until(lambda: (stub.epoch, stub.version) == (1, 0))
+
+    port = int(orchestrator.url.rpartition(":")[2])
+    orchestrator.close()
+    proxy.wait_until(lambda: "not signed in" in capsys.readouterr().err)
+    again = make(mode="remote", server_keys=(SERVER.worker,), port=port)
+    again.publish(timeline.Policy(1, 4))
+    proxy.wait_until(lambda: again._version == 4)
+    assert "signed in at" in capsys.readouterr().err and again.url == orchestrator.url
+    node.stop()
+    assert again.nodes.servers() == [] and [row["state"] for row in again.nodes.table()] == ["gone"]
+
+
+@pytest.mark.parametrize("role", ["relay", "validator"])
+def test_relays_and_validators_are_on_the_table(make, role):
+    orchestrator = make(mode="remote", server_keys=(SERVER.worker,))
+    with sign_in.SignIn(orchestrator.url, SERVER.private, role, lambda: {"url": "http://r:1", "problem": "bad\ndisk"}):
+        proxy.wait_until(orchestrator.nodes.table)
+        (row,) = orchestrator.nodes.table()
+        assert (row["role"], row["state"], row["url"], row["problem"]) == (role, "healthy", "http://r:1", "bad disk")
+    said = []
+    for key, run in ((STRANGER, ""), (SERVER, OTHER.worker)):
+        node = sign_in.SignIn(orchestrator.url, key.private, role, dict, run=run, on_notice=said.append)
+        with node:
+            proxy.wait_until(lambda: said)
+    assert "is not in topology.server_keys" in said[0] and len(said) == 2
+    assert f"it serves run {RUN.worker}, and --run is {OTHER.worker}" in said[1]
 
 
 # ---- workers ---------------------------------------------------------------------------------------------------------

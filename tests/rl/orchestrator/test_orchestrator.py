@@ -55,7 +55,9 @@ class Locked(orchestrator_lib.Orchestrator):
             self._submissions._draw = lambda key: (key[2] not in drawn) * 0.999
 
     def __setattr__(self, name, value):
-        assert not hasattr(self, "_is_ended") or name in ("_web", "_thread") or self._changed._is_owned(), name
+        assert (
+            not hasattr(self, "is_ended") or name in ("_web", "_thread", "is_closing") or self._changed._is_owned()
+        ), name
         super().__setattr__(name, value)
 
 
