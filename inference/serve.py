@@ -241,12 +241,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.InferenceServer]:
-    given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
-
-    def make_config(published: dict) -> engine_lib.EngineConfig:
-        right = {name: value for name, value in published.items() if type(value) is type(SIZES.get(name))}
-        return engine_lib.EngineConfig(**(SIZES | right | given))
-
+    make_config = functools.partial(_engine_config, args)
     options = {
         "max_queue": args.max_queue,
         "prefix_cache_bytes": args.prefix_cache_mib * 2**20,
@@ -265,6 +260,13 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
         server.signer = rollout_lib.WorkerKey.load_or_create(args.key)
         print(f"samples are signed by {server.signer.worker}", flush=True)
     return sock, server
+
+
+def _engine_config(args: argparse.Namespace, published: dict) -> engine_lib.EngineConfig:
+    """Returns the sizes of the engine: those of the command line, else those that were published with the weights, else `SIZES`."""
+    right = {name: value for name, value in published.items() if type(value) is type(SIZES.get(name))}
+    given = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
+    return engine_lib.EngineConfig(**(SIZES | right | given))
 
 
 def _watch(server: inference_server.InferenceServer, period_s: float) -> None:

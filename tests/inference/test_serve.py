@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from configs import quickstart
 from inference import client as client_lib
 from inference import serve
 from inference.engine import engine as engine_lib
@@ -30,6 +31,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server, schemas, web
 from models import hf, transformer
 from models.text import tokenizer as tokenizer_lib
+from rl.experiment import experiment
 from sharding import broadcast, rules
 from sharding.broadcast import head_writer
 from sharding.download import source as source_lib
@@ -610,3 +612,16 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
 def test_a_mistake_is_reported_before_weights_are_loaded(arguments, words, capsys):
     assert serve.main(["--model", "nowhere", *arguments]) == 1
     assert capsys.readouterr().err.startswith(f"error: {words}")
+
+
+def test_a_server_takes_the_sizes_that_its_run_published_unless_they_are_given():
+    """By the printed command it took its own: completions that ended at a smaller max_model_len barred honest workers."""
+    published = experiment.resolve(quickstart.get_config()).broadcast_metadata["engine"]
+    command = ["--weights", "http://relay", "--weights_key", "00"]
+    assert dataclasses.asdict(serve._engine_config(serve._parse(command), published)) == published
+    changed = serve._engine_config(serve._parse([*command, "--num_slots", "3", "--routed_experts"]), published)
+    assert (changed.num_slots, changed.routed_experts) == (3, True)
+    assert changed.max_model_len == published["max_model_len"] == 64 != serve.SIZES["max_model_len"]
+    odd = {"num_slots": "9", "max_model_len": True, "unknown": 5, "routed_experts": True}
+    found = serve._engine_config(serve._parse([*command, "--no-routed_experts"]), odd)
+    assert dataclasses.asdict(found) == serve.SIZES
