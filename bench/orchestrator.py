@@ -108,19 +108,23 @@ async def _run_clients(url: str, raw: list[bytes], args: argparse.Namespace, que
         body = (await http.get("/run", params={"nonce": "00"})).json()
         session = lease.Session(body["id"], body["session"])
         host, port = url.removeprefix("http://").split(":")
-        connected, latencies, num_polls = asyncio.Semaphore(0), [], 0
+        entry, connected, latencies, num_polls = asyncio.Semaphore(20), asyncio.Semaphore(0), [], 0
 
         async def idle(key, number: int) -> None:
             nonlocal num_polls
             own = f"127.0.{1 + number % 200}.1", 0  # a network may have half of the connections that are left
+            await entry.acquire()  # until its first request is sent: a connection without one is closed
             reader, writer = await asyncio.open_connection(host, int(port), local_addr=own)
-            connected.release()
-            wait_s = random.uniform(0.0, POLL_S)  # as if they had come one after the other
+            is_in, wait_s = False, random.uniform(0.0, POLL_S)  # as if they had come one after the other
             while True:
                 fields = {"capacity": 1, "returned": [], "work": "", "wait_s": wait_s}
                 data = json.dumps(lease.request(key, session, **fields)).encode()
                 head = f"POST /lease HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
                 writer.write(head.encode() + data)
+                if not is_in:
+                    is_in = True
+                    entry.release()
+                    connected.release()
                 reply = await reader.readuntil(b"\r\n\r\n")
                 assert reply.startswith(b"HTTP/1.1 200"), reply
                 size = next(line for line in reply.lower().split(b"\r\n") if line.startswith(b"content-length"))

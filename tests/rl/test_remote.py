@@ -14,6 +14,7 @@ import urllib.request
 import pytest
 
 from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
 from rl.reporting import metrics
 from sharding import broadcast
 from tests.support import proxy, tiny_run
@@ -52,10 +53,12 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
     )
     for i in range(2):
         start(f"worker{i}", "-m", "rl.worker", "--orchestrator", orchestrator)
-    proxy.wait_until(lambda: start.ended(), 400, "the run")
-    assert start.ended() == ["learner"] and learner.returncode == 0, [
+    workers = ["worker0", "worker1"]
+    proxy.wait_until(lambda: {"learner", *workers} <= {*start.ended()}, 400, "the run, and the end of its workers")
+    assert {start.processes[name].returncode for name in start.ended()} == {0} and "server" not in start.ended(), [
         p.text()[-3000:] for p in start.processes.values()
     ]
+    assert all(start.processes[name].text().endswith("the run ended\n") for name in workers)
 
     steps = [line for line in metrics.read(workdir / "metrics.jsonl") if line["phase"] == "rl"]
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
@@ -149,29 +152,28 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(tmp_path, re
 @pytest.mark.slow
 def test_a_checkpoint_is_scored_by_a_server_that_wants_the_runs_signature(tmp_path, request):
     """The server gets the run's key before the evaluation begins, and the weights come in the run's dtype."""
-    workdir, server_port, control_port, relay_port = tmp_path / "run", free_port(), free_port(), free_port()
+    workdir, relay_port = tmp_path / "run", free_port()
     overrides = {"rl.num_steps": 2, "broadcast.dtype": "bfloat16"}
     assert tiny_run.run(workdir, **overrides).returncode == 0
     key = broadcast.read_manifest(workdir / "weights", 2).public_key
-    overrides |= {"topology.mode": "remote", "topology.servers": f"('http://127.0.0.1:{server_port}',)"}
+    node = rollout_lib.WorkerKey.generate()
+    node.save(tmp_path / "server.pem")
+    overrides |= {"topology.mode": "remote", "topology.server_keys": f"('{node.worker}',)"}
     overrides |= {"topology.relay_port": relay_port}
-    overrides |= {"topology.control_servers": f"('http://127.0.0.1:{control_port}',)"}
-    token = tmp_path / "token"  # made by the operator, who gives both sides a copy
-    token.write_text("t" * 16)
-    token.chmod(0o600)
-    overrides |= {"topology.control_token_file": str(token)}
     start = Starter(tmp_path, request)
     scorer = start("scorer", *tiny_run.command(workdir, module="rl.evaluate", **overrides)[1:], "--step=2")
     said = rf"--weights http://127.0.0.1:{relay_port} --weights_key {key} (?s:.*)--orchestrator (http://\S+)"
     proxy.wait_until(lambda: re.search(said, scorer.text()) or scorer.poll() is not None, 200, "what to start")
     (orchestrator,) = re.search(said, scorer.text()).groups()
-    weights = ["--weights", f"http://127.0.0.1:{relay_port}", "--weights_key", key]
-    sizes = ["--num_slots", "16", "--prefill_batch", "4", "--max_model_len", "64", "--port", str(server_port)]
-    sizes += ["--control", f"127.0.0.1:{control_port}", "--control_token_file", str(token)]
-    start("server", "-m", "inference.serve", *weights, *sizes)
+    # As printed, and no sizes of the engine: they are published with the weights.
+    weights = ["--weights", f"http://127.0.0.1:{relay_port}", "--weights_key", key, "--port", "0"]
+    signing = ["--orchestrator", orchestrator, "--key", str(tmp_path / "server.pem")]
+    start("server", "-m", "inference.serve", *weights, *signing)
     start("worker", "-m", "rl.worker", "--orchestrator", orchestrator)
-    proxy.wait_until(lambda: start.ended(), 200, "the evaluation")
-    assert start.ended() == ["scorer"] and scorer.returncode == 0, [p.text()[-3000:] for p in start.processes.values()]
+    proxy.wait_until(lambda: "scorer" in start.ended(), 200, "the evaluation")
+    assert "server" not in start.ended() and scorer.returncode == 0, [
+        p.text()[-3000:] for p in start.processes.values()
+    ]
     scores = {e["step"]: e["scores"] for e in json.loads((workdir / "evaluations.json").read_text())}
     assert scores[2]["num_tasks"] == 8 and "held-out, version 2" in scorer.text()
 
