@@ -203,7 +203,8 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     if file := verifier.bands_file(config):
         _check_file("trust.bands", str(file), "the file that `python -m rl.validator calibrate` wrote")
         verifier.load_bands(file)
-    sockets.listen(config.topology.host, config.topology.port).close()
+    if not config.topology.orchestrator:
+        sockets.listen(config.topology.host, config.topology.port).close()
     if config.topology.metrics:
         metrics_routes.listen(config.topology.metrics).close()
     if config.topology.mode == "remote":
