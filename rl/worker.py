@@ -189,9 +189,13 @@ class _Groups:
                 if key not in self._held:  # else its lease ran out, and it is still in progress
                     self._held.add(key)
                     self._running[key] = task = tasks.create_task(self._complete(group))
-                    task.add_done_callback(functools.partial(lambda key, _: self._running.pop(key), key))
+                    task.add_done_callback(functools.partial(self._forget, key))
             pause_s = min(pause_s * 1.5, MAX_PAUSE_S) if time.monotonic() - begun_s < 1.0 else FIRST_PAUSE_S
             await asyncio.sleep(FIRST_PAUSE_S if reply["groups"] else pause_s)  # a reply without either came too early
+
+    def _forget(self, key: Key, task: asyncio.Task) -> None:
+        if self._running.get(key) is task:  # else the group was given back, and leased again before the task ended
+            del self._running[key]
 
     async def _beat(self) -> None:
         interval_s, is_first = FIRST_PAUSE_S, True

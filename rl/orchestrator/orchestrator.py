@@ -305,9 +305,9 @@ class Orchestrator:
     @property
     def submission_limits(self) -> dict[str, int]:
         """The limits of `parquet.from_bytes` for a submission: twice the groups that can be open, and the longest rollout of a batch."""
-        rl, held_out = self._config.rl, self._config.evaluation
+        rl, sets = self._config.rl, task_schedule.evaluation_sets(self._config)
         open_rows = rl.prompts_per_step * rl.samples_per_prompt * (rl.max_lag + 2)
-        open_rows += held_out.num_tasks * held_out.samples_per_task
+        open_rows += sum(one.num_tasks * one.samples_per_task for one in sets)
         return {"max_rows": 2 * open_rows, "max_tokens": 2 * self._config.train.row_length}
 
     def lease(

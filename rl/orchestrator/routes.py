@@ -203,6 +203,10 @@ def _add_error_handlers(app: fastapi.FastAPI) -> None:
     async def reject_session(request, error):
         return web.error(409, str(error), "stale_session")
 
+    @app.exception_handler(lease_lib.Replayed)
+    async def reject_replay(request, error):
+        return web.error(400, str(error), "replayed")
+
     @app.exception_handler(ValueError)
     async def reject(request, error):
         return web.error(400, str(error), "invalid_request_error")

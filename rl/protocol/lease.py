@@ -36,6 +36,10 @@ HEADER = "x-intellax-request"  # the signed request as JSON, where the body is a
 _last_s = 0.0  # returned last by `steady_time`
 
 
+class Replayed(ValueError):
+    """Raised for a request that is not newer than an earlier one of its signer: a copy, or one that another has overtaken."""
+
+
 class StaleSession(ValueError):
     """Raised for a request to another run, or to an earlier process of the orchestrator; fetch /run again."""
 
@@ -141,7 +145,7 @@ class RequestVerifier:
             if time_us <= before_us:
                 found = f"its time, {_date(time_us)}, is not later than {_date(before_us)} of the previous one"
                 remedy = "sign a new one with the current time; if the clock was set back, synchronize it and restart"
-                raise ValueError(f"{kind} request rejected as a replay: {found}; {remedy}")
+                raise Replayed(f"{kind} request rejected as a replay: {found}; {remedy}")
             self._last_us[kind, worker] = time_us
             self._last_us.move_to_end((kind, worker))
             self._forget(now_us - MAX_CLOCK_SKEW_S * 1e6)  # a copy of anything older is rejected by its date

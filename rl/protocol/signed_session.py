@@ -17,6 +17,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease, registry
 
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
+OVERTAKEN_S = 5.0  # for which a request is signed again that a later one has overtaken
 CHANGING = ("step", "policy", "servers", "server_keys")  # fields of a run's description that change while it is on
 
 
@@ -100,6 +101,9 @@ async def exchange(http: httpx.AsyncClient, path: str, give_up_s: float, make_bo
             response = await http.request("POST" if body else "GET", path, **body)
             if response.status_code == 409:
                 raise lease.StaleSession(client_lib.error_message(response))
+            if response.status_code == 400 and _is_replay(response) and time.monotonic() - begun < OVERTAKEN_S:
+                await asyncio.sleep(0.02)  # another request of this worker overtook it
+                continue
             if response.status_code == 400:
                 raise ValueError(
                     f"the orchestrator rejected {path.partition('?')[0]}: {client_lib.error_message(response)}"
@@ -116,6 +120,13 @@ async def exchange(http: httpx.AsyncClient, path: str, give_up_s: float, make_bo
                 is_noticed = True
                 note(f"waiting for the orchestrator at {http.base_url}: {reason}")
             await asyncio.sleep(0.5)
+
+
+def _is_replay(response: httpx.Response) -> bool:
+    try:
+        return response.json()["error"]["type"] == "replayed"
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def note(line: str) -> None:

@@ -22,14 +22,23 @@ from rl.swarm import fault_schedule, faults, processes, supervisor, tcp_link
 from rl.swarm import table as table_lib
 
 TICK_S = 0.2
-OURS = ("topology.", "trust.validators", "trust.admission")  # fields that the swarm sets
+# Fields that the swarm sets.
+OURS = (
+    "topology.mode",
+    "topology.port",
+    "topology.relay_port",
+    "topology.server",
+    "topology.control",
+    "topology.workers",
+)
+OURS += ("trust.validators", "trust.admission")
 
 
 def main() -> None:
     """Runs the swarm of the command line until its run ends. Raises SystemExit after a signal."""
     values = flags.FLAGS
     experiment = experiment_lib.resolve(values.config)
-    counts = processes.Counts(values.servers, values.relays, values.workers, values.validators)
+    counts = processes.Counts(values.relays, values.servers, values.workers, values.validators)
     _check(counts)
     with run_directory.open_workdir(values.workdir, experiment) as workdir:
         run_directory.signing_key(workdir)
@@ -66,6 +75,8 @@ def _check(counts: processes.Counts) -> None:
             raise ValueError(f"--{name}={getattr(counts, name)} is not in {least}..32; change it")
     if flags.FLAGS.minutes is not None and flags.FLAGS.chaos is None:
         raise ValueError("--minutes is the time of the faults of --chaos; add --chaos=SEED, or leave it out")
+    if flags.FLAGS.chaos is not None and not sys.platform.startswith("linux"):
+        raise ValueError(f"--chaos limits processes as only Linux can, and this is {sys.platform}; leave it out")
     given = [
         argument for argument in sys.argv[1:] if argument.lstrip("-").startswith(tuple(f"config.{x}" for x in OURS))
     ]
@@ -105,7 +116,7 @@ def _chaos(
     disks = {name: path for name, path in swarm.mirrors.items() if stack.enter_context(faults.small_disk(path))}
     kind = "file systems of their own" if disks else "a limit on the size of files, as this user may mount none"
     note(f"chaos: seed {seed}; full disks of relays are {kind}")
-    roles = {spec.name: spec.role for spec in swarm.specs} | {"impostor": "impostor"}
+    roles = {spec.name: spec.role for spec in swarm.specs} | {processes.IMPOSTOR: processes.IMPOSTOR}
     schedule = fault_schedule.schedule(seed, roles)
     options = {"impostor": swarm.impostor, "disks": disks, "file": workdir / "chaos.jsonl", "note": note}
     return faults.Faults(nodes, links, schedule, **options)

@@ -142,6 +142,8 @@ class Faults(contextlib.AbstractContextManager):
 def small_disk(folder: pathlib.Path) -> Iterator[bool]:
     """Mounts a file system of `DISK_BYTES` at `folder` during the block; yields False if this user may not."""
     folder.mkdir(parents=True, exist_ok=True)
+    if folder.is_mount():  # of a swarm that was killed
+        subprocess.run(["umount", "-l", str(folder)], capture_output=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=700", "intellax-swarm", str(folder)]
     try:
         is_mounted = os.getuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0

@@ -17,14 +17,15 @@ from rl.experiment import workdir as run_directory
 from rl.swarm import supervisor
 
 Connect = Callable[[frozenset[str], int], str]  # (nodes at both ends, port) -> URL of a connection to it
+IMPOSTOR = "impostor"
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
     """The number of nodes of each role besides the learner."""
 
-    servers: int
     relays: int
+    servers: int
     workers: int
     validators: int
 
@@ -61,82 +62,53 @@ def plan(
 
     `config_flags` are those of the user. Relays read from the learner's, or with `is_chain` each from the one before.
     """
-    names = [*counts.names("relay"), *counts.names("server"), *counts.names("validator")]
-    ports = dict(
-        zip(["orchestrator", "weights", *names, *(f"{s}-control" for s in names)], _free_ports(), strict=False)
-    )
-    trusted = run_directory.root_file(workdir) or run_directory.signing_key(workdir).worker
-    keys = {
-        name: run_directory.worker_key_file(workdir, name)
-        for role in ("worker", "validator")
-        for name in counts.names(role)
-    }
-    weights = connect(frozenset({"learner"}), ports["weights"])
-    specs, mirrors = [], {name: workdir / "relays" / name for name in counts.names("relay")}
-    upstreams, after_port = [weights], ports["weights"]
-    for name in counts.names("relay"):
-        command = ["sharding.relay", "--upstream", upstreams[-1] if is_chain else weights, "--dir", str(mirrors[name])]
-        command += ["--port", str(ports[name]), "--trusted_key", trusted]
-        specs.append(supervisor.Spec(name, "relay", command, after_port))
-        upstreams.append(connect(frozenset({name}), ports[name]))
-        after_port = ports[name] if is_chain else after_port
-    sources = upstreams[1:] or upstreams
-    token = workdir / "control.token"
-    for name in counts.names("server"):
+    relays, servers, workers, validators = (counts.names(f.name[:-1]) for f in dataclasses.fields(counts))
+    names = [*relays, *servers, *workers, *validators, IMPOSTOR]
+    ports = dict(zip(["orchestrator", "weights", *names], _free_ports(len(names) + 2), strict=True))
+    keys = {name: run_directory.worker_key_file(workdir, name) for name in names}
+    run, mirrors = run_directory.signing_key(workdir).worker, {name: workdir / "relays" / name for name in relays}
+    trusted, sandbox = run_directory.root_file(workdir) or run, experiment.config.trust.sandbox
+    urls = {name: connect(frozenset({name}), ports[name]) for name in (*relays, *servers, *validators)}
+    specs = []
+
+    def add(name: str, role: str, command: Sequence[str], after: str, *options: str) -> supervisor.Spec:
+        orchestrator = connect(frozenset({name, "learner"}), ports["orchestrator"])
+        sign_in = ["--orchestrator", orchestrator, "--run", run, "--key", str(keys[name])]
+        specs.append(supervisor.Spec(name, role, [*command, *sign_in, *options], ports[after]))
+        return specs[-1]
+
+    first = source = connect(frozenset({"learner"}), ports["weights"])
+    after = "weights"
+    for name in relays:
+        files = ["--dir", str(mirrors[name]), "--port", str(ports[name]), "--trusted_key", trusted]
+        add(name, "relay", ["sharding.relay", "--upstream", source], after, *files)
+        source, after = (urls[name], name) if is_chain else (first, "weights")
+    sources, after = [urls[name] for name in relays] or [first], (relays or ["weights"])[-1]
+    for name in servers:
         command = [*launch.server_command(experiment, workdir, pathlib.Path("")), "--weights", *sources]
-        command += ["--port", str(ports[name]), "--control", f"127.0.0.1:{ports[f'{name}-control']}"]
-        command += ["--control_token_file", str(token)]
-        specs.append(
-            supervisor.Spec(name, "server", command, ports[counts.names("relay")[-1]] if counts.relays else after_port)
-        )
-    for name in counts.names("validator"):
-        command = [
-            "rl.validator",
-            "serve",
-            "--workdir",
-            str(workdir),
-            "--weights",
-            sources[0],
-            "--key",
-            str(keys[name]),
-        ]
-        specs.append(supervisor.Spec(name, "validator", [*command, "--port", str(ports[name])], ports["weights"]))
-    run, sandbox = run_directory.signing_key(workdir).worker, experiment.config.trust.sandbox
-
-    def worker(name: str, command: Sequence[str]) -> supervisor.Spec:
-        url = connect(frozenset({name, "learner"}), ports["orchestrator"])
-        options = ["--orchestrator", url, "--run", run, "--sandbox", sandbox]
-        return supervisor.Spec(name, "worker", [*command, *options], ports["orchestrator"])
-
-    specs += [worker(name, ["rl.worker", "--key", str(keys[name])]) for name in counts.names("worker")]
-    fields = _topology(workdir, counts, ports, keys, connect)
-    command = ["rl.train", *config_flags, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
-    specs.insert(0, supervisor.Spec("learner", "learner", command))
-    impostor = worker("impostor", ["rl.swarm.cheats", "forge"])
-    return Swarm(specs, impostor, {name: direct(frozenset(), ports[name]) for name in counts.names("server")}, mirrors)
-
-
-def _topology(workdir: pathlib.Path, counts: Counts, ports: dict[str, int], keys: dict, connect: Connect) -> dict:
-    """Returns the fields of the learner's config that name the other nodes."""
-    servers, public = (
-        counts.names("server"),
-        {name: rollout_lib.WorkerKey.load(file).worker for name, file in keys.items()},
-    )
-    control = [connect(frozenset({name}), ports[f"{name}-control"]) for name in servers]
-    validators = [f"{connect(frozenset({n}), ports[n])}#{public[n]}" for n in counts.names("validator")]
-    return {
+        add(name, "server", command, after, "--port", str(ports[name]), "--url", urls[name])
+    for name in validators:
+        files = ["--workdir", str(workdir), "--weights", sources[0], "--port", str(ports[name])]
+        add(name, "validator", ["rl.validator", "serve"], after, *files)
+    for name in workers:
+        add(name, "worker", ["rl.worker"], "orchestrator", "--sandbox", sandbox)
+    impostor = add(IMPOSTOR, "worker", ["rl.swarm.cheats", "forge"], "orchestrator", "--sandbox", sandbox)
+    public = {name: rollout_lib.WorkerKey.load(file).worker for name, file in keys.items()}
+    fields = {
         "topology.mode": "remote",
         "topology.port": ports["orchestrator"],
         "topology.relay_port": ports["weights"],
-        "topology.servers": tuple(connect(frozenset({name}), ports[name]) for name in servers),
-        "topology.control_servers": tuple(control),
-        "topology.control_token_file": str(workdir / "control.token"),
-        "topology.workers": tuple(public[name] for name in counts.names("worker")),
+        "topology.server_keys": tuple(public[name] for name in (*relays, *servers)),
+        "topology.workers": tuple(public[name] for name in workers),
         "trust.admission": "open",
-    } | ({"trust.validators": tuple(validators)} if validators else {})
+        "trust.validators": tuple(f"{urls[name]}#{public[name]}" for name in validators),
+    }
+    learner = ["rl.train", *config_flags, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
+    specs = [supervisor.Spec("learner", "learner", learner), *specs[:-1]]
+    return Swarm(specs, impostor, {name: direct(frozenset(), ports[name]) for name in servers}, mirrors)
 
 
-def _free_ports(count: int = 256) -> list[int]:
+def _free_ports(count: int) -> list[int]:
     """Returns free ports of this machine. They are free again when this returns, so another process may take one."""
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]

@@ -22,6 +22,7 @@ from sharding.system import child_process
 
 MAX_DEATHS, WINDOW_S = 5, 300.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+REST_S = 10.0  # after an end without an error
 END_S = 5.0  # that all children together get to end by themselves
 
 
@@ -116,6 +117,9 @@ class Supervisor(contextlib.AbstractContextManager):
         child.__exit__()  # ends its own children
         node.child, was_killed, node.is_killed = None, node.is_killed, False
         if self.is_over:
+            return
+        if code == 0:  # it was told that the run ended, or stopped by a person
+            node.start_s = now_s + REST_S
             return
         node.problem = obituary if not was_killed else "killed"
         node.start_s = now_s + FIRST_PAUSE_S

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import collections
 import hashlib
+import itertools
 import json
 import pathlib
 import stat
@@ -442,6 +443,22 @@ def test_an_orchestrator_that_fails_is_asked_again(play, path):
     played.failures += [(path, 503, {})] * 2
     work_until(played, played.submission.is_set, give_up_s=WAIT_S)
     assert len(played.submitted) == 4 and not played.failures
+
+
+def test_a_request_that_another_overtook_is_signed_again():
+    """Two requests to lease at the same moment ended the worker: the later one may arrive first."""
+    sent, replay = [], web.error_body(400, "rejected as a replay", "replayed")
+
+    def answer(request):
+        sent.append(json.loads(request.content)["n"])
+        return httpx.Response(400, json=replay) if len(sent) < 3 else httpx.Response(200, json={"ok": True})
+
+    async def ask():
+        async with httpx.AsyncClient(base_url="http://orchestrator", transport=httpx.MockTransport(answer)) as http:
+            count = itertools.count()
+            return await worker.signed_session.exchange(http, "/lease", 1.0, lambda: {"json": {"n": next(count)}})
+
+    assert asyncio.run(ask()) == {"ok": True} and sent == [0, 1, 2]
 
 
 def test_an_orchestrator_that_is_gone_ends_it(capsys):
