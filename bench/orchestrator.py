@@ -128,8 +128,8 @@ async def _run_clients(url: str, raw: list[bytes], args: argparse.Namespace, que
                 reply = await reader.readuntil(b"\r\n\r\n")
                 assert reply.startswith(b"HTTP/1.1 200"), reply
                 size = next(line for line in reply.lower().split(b"\r\n") if line.startswith(b"content-length"))
-                await reader.readexactly(int(size.partition(b":")[2]))
-                num_polls, wait_s = num_polls + 1, POLL_S * random.uniform(0.8, 1.2)
+                reply = json.loads(await reader.readexactly(int(size.partition(b":")[2])))
+                num_polls, wait_s = num_polls + 1, max(POLL_S, reply["wait_s"]) * random.uniform(0.8, 1.2)
 
         async def probe(key) -> None:
             while True:

@@ -45,6 +45,7 @@ from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
 VOID_PAUSE_S, MAX_FAILURE_PAUSE_S = 0.5, 30.0  # after a group that no server can generate any more
+MAX_POLL_S = 400.0
 POLL_S = 50.0  # that a request waits for work; many proxies close a connection after 60
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
 SERVERS_S = 300.0  # without a server that completes a group, until it is given back
@@ -176,14 +177,15 @@ class _Groups:
         note("the run ended" if self._ended.is_set() else "stopped; groups in progress were given back")
 
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s, least_s = FIRST_PAUSE_S, POLL_S
         while True:
             if len(self._running) >= self._concurrency:
                 await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
                 continue
-            wait_s, begun_s = POLL_S * random.uniform(0.8, 1.2), time.monotonic()
+            wait_s, begun_s = min(max(POLL_S, least_s), MAX_POLL_S) * random.uniform(0.8, 1.2), time.monotonic()
             reply = await self._signed.lease(self._concurrency - len(self._running), wait_s=wait_s)
             self._hear(reply)
+            least_s = float(reply.get("wait_s", 0.0))
             for group in reply["groups"]:
                 key = _key(group)
                 if key not in self._held:  # else its lease ran out, and it is still in progress

@@ -31,6 +31,7 @@ from rl.protocol import registry
 MAX_LEASE_BYTES = 8192  # of a request's JSON; 64 returned groups take 3 KB
 MAX_HEARTBEAT_BYTES = 2**18  # 4096 held groups take 150 KB
 MAX_NONCE = 64  # characters
+MAX_POLLS_PER_S = 40.0  # of all workers without work: each costs 1.5 ms
 NUM_DECODES = 2  # at the same time: 0.8 GiB each at worst
 
 
@@ -79,6 +80,7 @@ def make_app(
             orchestrator.nodes.leave(worker)
         # Signed over the request, so that no third party can send a worker to other tasks.
         reply = {"groups": [dataclasses.asdict(group) for group in groups], "request": message["signature"]}
+        reply["wait_s"] = len(waiters) / MAX_POLLS_PER_S  # at least, of the next request
         # As a response: FastAPI would look at each value of a dict before it encodes them, in a third of the time of a poll.
         return responses.JSONResponse(lease_lib.sign(key, reply | _news(orchestrator, has_servers=bool(groups))))
 
