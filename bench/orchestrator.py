@@ -28,7 +28,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import verdict_collector
+from rl.orchestrator import routes, verdict_collector
 from rl.protocol import lease, task_schedule, timeline
 from rl.verification import checks
 
@@ -115,7 +115,10 @@ async def _run_clients(url: str, raw: list[bytes], args: argparse.Namespace, que
             own = f"127.0.{1 + number % 200}.1", 0  # a network may have half of the connections that are left
             await entry.acquire()  # until its first request is sent: a connection without one is closed
             reader, writer = await asyncio.open_connection(host, int(port), local_addr=own)
-            is_in, wait_s = False, random.uniform(0.0, POLL_S)  # as if they had come one after the other
+            is_in, wait_s = (
+                False,
+                random.uniform(0.0, max(POLL_S, args.idle / routes.MAX_POLLS_PER_S)),
+            )  # as if they had come one after the other
             while True:
                 fields = {"capacity": 1, "returned": [], "work": "", "wait_s": wait_s}
                 data = json.dumps(lease.request(key, session, **fields)).encode()
