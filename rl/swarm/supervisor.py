@@ -118,7 +118,7 @@ class Supervisor(contextlib.AbstractContextManager):
         node.child, was_killed, node.is_killed = None, node.is_killed, False
         if self.is_over:
             return
-        if code == 0:  # it was told that the run ended, or stopped by a person
+        if code == 0:  # after the end of the run, or stopped by a person
             node.start_s = now_s + REST_S
             return
         node.problem = obituary if not was_killed else "killed"

@@ -447,7 +447,7 @@ def test_an_orchestrator_that_fails_is_asked_again(play, path):
 
 def test_a_request_that_another_overtook_is_signed_again():
     """Two requests to lease at the same moment ended the worker: the later one may arrive first."""
-    sent, replay = [], web.error_body(400, "rejected as a replay", "replayed")
+    sent, replay = [], {"error": web.error_body(400, "rejected as a replay", "replayed")}
 
     def answer(request):
         sent.append(json.loads(request.content)["n"])
