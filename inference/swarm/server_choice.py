@@ -73,7 +73,7 @@ class ServerChoice:
         tried: Mapping[str, int] | None = None,
         avoid: Collection[str] = (),
     ) -> str | None:
-        """Returns the URL of a server for a request; None if all fail, are busy, or lag behind `min_version`.
+        """Returns the URL of a server for a request; None if all fail, are busy, or have versions below `min_version`.
 
         It is one that the request `tried` least often, and none to `avoid`.
         """

@@ -49,7 +49,7 @@ class Nodes:
     Args:
       heartbeat_s: seconds between two heartbeats of a node.
       patience_s: seconds without any server or worker after which the run ends.
-      max_lag: versions by which a server may be behind the newest policy.
+      max_lag: versions by which the policy of a server may be older than the newest.
       server_keys: public keys that may sign in as servers, relays, and validators.
       validators: public keys that may sign in as validators only.
       is_known: returns True for a worker whose place in the table no stranger may take.

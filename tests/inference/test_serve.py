@@ -615,7 +615,7 @@ def test_a_mistake_is_reported_before_weights_are_loaded(arguments, words, capsy
 
 
 def test_a_server_takes_the_sizes_that_its_run_published_unless_they_are_given():
-    """By the printed command it took its own: completions that ended at a smaller max_model_len barred honest workers."""
+    """The printed command let it take its own: completions that ended at a smaller max_model_len barred honest workers."""
     published = experiment.resolve(quickstart.get_config()).broadcast_metadata["engine"]
     command = ["--weights", "http://relay", "--weights_key", "00"]
     assert dataclasses.asdict(serve._engine_config(serve._parse(command), published)) == published

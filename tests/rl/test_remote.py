@@ -94,7 +94,7 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
 
 @pytest.mark.slow
 def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(tmp_path, request):
-    """At lag 0, the run ends with the losses of one that nobody disturbed and whose orchestrator is in the learner."""
+    """The run ends, at lag 0, with the losses of an undisturbed one whose orchestrator is in the learner."""
     server_port, control_port, relay_port, port, learner_port = (free_port() for _ in range(5))
     workdir, num_steps = tmp_path / "run", 6
     overrides = {

@@ -286,7 +286,7 @@ def test_an_older_version_needs_the_operators_word(server):
 
 
 def test_without_a_key_numbers_alone_decide(tmp_path, monkeypatch):
-    """A resumed run names the epoch of its versions, which nobody has signed for a server without --weights_key."""
+    """A resumed run names the epoch of its versions, which no signature confirms to a server without --weights_key."""
     monkeypatch.setattr(inference_server, "RELAY_LAG_S", 0.1)
     scheduler = types.SimpleNamespace(
         version=1, update=lambda _, version, epoch: types.SimpleNamespace(result=lambda: version)

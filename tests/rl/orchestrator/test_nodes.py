@@ -174,7 +174,7 @@ def test_one_server_keeps_the_version_of_an_evaluation_and_the_others_go_on(make
                 proxy.wait_until(lambda version=version: orchestrator._version == version)
             held, free = sorted((server, other), key=lambda one: one.version)
             assert 2 not in held.updates and (held.version, free.version) == (1, 5)
-            held.is_up = False  # its death passes the version on to nobody that has a newer one
+            held.is_up = False  # its death passes the version on to no server that has a newer one
             proxy.wait_until(lambda: served() == [5])
             held.is_up = True
             proxy.wait_until(lambda: served() == [1, 5])
@@ -302,7 +302,7 @@ def test_a_group_that_takes_ten_leases_by_a_worker_that_beats_stays_its_own(make
     node.beat(leaving=True)
     assert len(other.lease(6)) == 6 and orchestrator._take_counts()["trust/num_lease_returned"] == 6
     time.sleep(0.5)
-    proxy.wait_until(lambda: orchestrator.has_work())  # expired, although nobody asks
+    proxy.wait_until(lambda: orchestrator.has_work())  # expired, although no worker asks
     assert len(other.lease(6, wait_s=WAIT_S)) == 6
 
 

@@ -47,7 +47,7 @@ def is_of_liar(rollouts):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """An orchestrator with two servers, in which the draw has only group 0 replayed until somebody is a suspect."""
+    """An orchestrator with two servers, in which the draw has only group 0 replayed until a node is a suspect."""
     config = quickstart.get_config()
     config.rl.update(prompts_per_step=P, samples_per_prompt=2, num_steps=3, max_lag=0)
     config.trust.update(max_attempts=MAX_ATTEMPTS, min_rate=1e-9, invited_rate=1e-3)
