@@ -329,7 +329,7 @@ class Orchestrator:
             count = self._queue.count()
             num_unfinished = count.total() - count[State.ELIGIBLE]
             room = self._health.room(worker, network, num_unfinished, now_s, self._queue.held)
-            is_known = self._health.is_known(worker)
+            is_known = self._health.is_known(worker) and not self._health.is_banned(worker)
             if is_known and (capacity or self._queue.num_leases(worker)):  # one that asks for nothing has no share
                 num_leases, num_open = self._queue.num_leases(worker), count[State.OPEN] + count[State.LEASED]
                 self._share.seen(worker, num_leases, now_s)
@@ -367,6 +367,7 @@ class Orchestrator:
             self._health.seen(key, now_s)
             if not leaving:
                 return self._queue.renew(key, holding, lambda lease: self._health.renewed_s(key, lease.since_s, now_s))
+            self._share.left(key)
             for held in self._queue.held(key):
                 if lease := self._queue.give_back(held, key):
                     # A newcomer could keep groups from others by taking and returning them.

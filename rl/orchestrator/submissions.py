@@ -346,6 +346,7 @@ class Submissions:
         if is_fault:
             self._distrust(worker)
         if self._health.is_banned(worker):
+            self._share.left(worker)
             self._ledger.ejected(worker, f"{self._health.max_rejections} rejected groups; the last: {verdict}")
             # A stranger must not be able to end the run, even before others have joined.
             if not self._health.is_stranger(worker) and not self._health.has_others(worker, time.monotonic()):

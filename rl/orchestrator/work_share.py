@@ -67,6 +67,11 @@ class WorkShare:
         while now_s - next(iter(self._records.values())).seen_s > self._active_s:
             self._records.popitem(last=False)
 
+    def left(self, worker: str) -> None:
+        """Records that a worker takes no more groups: it has left, or is banned."""
+        if self._records.pop(worker, None):
+            self._summed_s = -math.inf
+
     def finished(self, worker: str, since_s: float, now_s: float) -> None:
         """Records that a group which a worker leased at `since_s` was accepted."""
         group_s = now_s - since_s
@@ -97,8 +102,9 @@ class WorkShare:
         if now_s - since_s > BACKUP_AFTER * self._mean_group_s:  # False for NaN
             return True
         record = self._records.get(worker)
-        num_held = record.num_held if record else 0
-        return num_held > max(1.0, MOST_HELD * self._num_unfinished * self.speed(worker, now_s) / self._sum)
+        if record is None:
+            return False
+        return record.num_held > max(1.0, MOST_HELD * self._num_unfinished * self.speed(worker, now_s) / self._sum)
 
     def _speed(self, record: _Record, now_s: float) -> float:
         busy_s = record.busy_s + (now_s - record.looked_s if record.num_held else 0.0)

@@ -69,18 +69,18 @@ class Workers(threading.Thread):
     def __init__(self, exp):
         super().__init__(daemon=True)
         self._forger, self.orchestrator = forger_lib.Forger(exp, formed=True), ""
-        self._version, self._is_stopped = 0, False
+        self._policy, self._is_stopped = {"policy_version": 0}, False
         self.invited, self.taken = rollout_lib.WorkerKey.generate(), []
         self.app = fastapi.FastAPI()
 
         @self.app.post("/update_weights")
         async def update_weights(request: fastapi.Request):
-            self._version = (await request.json())["version"]
+            self._policy = {f"policy_{name}": value for name, value in (await request.json()).items()}
             return {}
 
         @self.app.get("/health")
         async def health():
-            return {"policy_version": self._version, "running": 0, "pending": 0}
+            return self._policy | {"running": 0, "pending": 0}
 
     def run(self):
         stranger, num_idle = rollout_lib.WorkerKey.generate(), 0
@@ -103,7 +103,7 @@ class Workers(threading.Thread):
         """Leases groups and hands them in; returns their number."""
         groups = worker.lease(key, P)
         for group in groups:
-            version = max(self._version if group.version < 0 else group.version, group.min_version)
+            version = max(self._policy["policy_version"] if group.version < 0 else group.version, group.min_version)
             rollouts = self._forger.forge(group, key, version)
             if worker.submit(key, rollouts) == ["taken"]:
                 name = f"{group.split}/{group.step}/{group.group}"

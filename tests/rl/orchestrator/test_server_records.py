@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from configs import quickstart
-from inference.rollouts import attestation
+from inference.rollouts import attestation, parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.orchestrator import nodes, server_records, submissions, verdict_collector
@@ -90,7 +90,7 @@ def hand_in(run, server, count=P, change=lambda rollouts: rollouts):
     replies = []
     for group in run.lease(WORKER.worker, count):
         rollouts = change([sign(r, server, run.config) for r in answers(group)])
-        replies += [reply.result(60) for reply in run.submit(rollouts).values()]
+        replies += [reply.result(60) for reply in run.submit(parquet.decode(parquet.to_bytes(rollouts))).values()]
     validators.settled(run)
     return replies
 

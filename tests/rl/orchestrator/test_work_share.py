@@ -120,3 +120,13 @@ def test_speeds_follow_a_worker_that_slows_down_and_forget_one_that_is_gone():
     share.seen("a", 0, now_s + 99)
     share.seen("a", 0, now_s + 101)
     assert share.room("a", 0, 40, now_s + 101) == 40 and len(share._records) == 1
+
+
+def test_one_that_left_or_has_no_record_takes_no_share_of_others():
+    share = work_share.WorkShare(LEASE_S)
+    assert not share.is_late("stranger", 0.0, 1.0)  # divided by the sum of no speeds before
+    for name in ("one", "other"):
+        share.seen(name, 0, 0.0)
+    assert share.room("one", 0, 32, 0.0) == 16
+    share.left("other")
+    assert share.room("one", 0, 32, 0.0) == 32
