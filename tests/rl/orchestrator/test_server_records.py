@@ -1,6 +1,7 @@
 """Servers that sign their samples answer for them: a liar bars no honest worker, and no worker that forges can blame a server."""
 
 import dataclasses
+import threading
 
 import pytest
 
@@ -53,9 +54,13 @@ def run(tmp_path, monkeypatch):
     config.trust.update(max_attempts=MAX_ATTEMPTS, min_rate=1e-9, invited_rate=1e-3)
     exp = experiment.resolve(config)
     monkeypatch.setattr(submissions.Submissions, "_draw", lambda self, key: 0.999 * (key[2] % P != 0))
-    source = verdict_collector.VerdictCollector(
-        RUN, lambda groups: [WRONG if is_of_liar(g) else checks.OK for g in groups]
-    )
+    may_judge = threading.Event()
+
+    def judge(groups):
+        assert may_judge.wait(60)
+        return [WRONG if is_of_liar(g) else checks.OK for g in groups]
+
+    source = verdict_collector.VerdictCollector(RUN, judge)
     keys, rates = (LIAR.worker, HONEST.worker), dict(min_rate=1e-9, invited_rate=1e-3)
     found, of_run = [], rules.Rules.of(exp.config)
 
@@ -74,7 +79,7 @@ def run(tmp_path, monkeypatch):
         records=server_records.ServerRecords(keys, MAX_ATTEMPTS, **rates),
         on_wait=found.append,
     )
-    run.lines, run.config = found, exp.config
+    run.lines, run.config, run.may_judge = found, exp.config, may_judge
     run.publish(POLICY)
     for number, key in enumerate(keys):
         url = f"http://server{number}"
@@ -86,11 +91,13 @@ def run(tmp_path, monkeypatch):
 
 
 def hand_in(run, server, count=P, change=lambda rollouts: rollouts):
-    """Leases up to `count` groups as WORKER, hands them in as `server` signed them, and returns the replies."""
+    """Leases up to `count` groups as WORKER, hands them in as `server` signed them, and returns the replies. Verdicts come later."""
     replies = []
+    run.may_judge.clear()
     for group in run.lease(WORKER.worker, count):
         rollouts = change([sign(r, server, run.config) for r in answers(group)])
         replies += [reply.result(60) for reply in run.submit(parquet.decode(parquet.to_bytes(rollouts))).values()]
+    run.may_judge.set()
     validators.settled(run)
     return replies
 
