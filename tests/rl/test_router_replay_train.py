@@ -13,7 +13,6 @@ import pytest
 from configs import quickstart, quickstart_moe
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl import launch
 from rl.batch import router_replay
 from rl.experiment import experiment
 from rl.protocol import task_schedule
@@ -23,14 +22,16 @@ from rl.verification import rules as rules_lib
 from tests.support import claims, groups, tiny, tiny_run
 
 
-def test_a_run_that_replays_records_asks_and_packs(tmp_path):
+def test_a_run_that_replays_records_asks_and_packs():
     exp = experiment.resolve(claims.moe_config())
     assert exp.engine.routed_experts and exp.credit.router_replay == router_replay.RouterReplay.of(exp.model)
     assert verifier.rules_of(exp.config, exp.tokenizer).router_replay
     assert rules_lib.Tolerance.of(exp.config.trust).routing == exp.config.trust.routing_margin == 0.02
     plain = experiment.resolve(quickstart_moe.get_config())
-    commands = [launch.server_command(one, tmp_path, tmp_path) for one in (exp, plain)]
-    assert "--routed_experts" in commands[0] and "--routed_experts" not in commands[1]
+    published = [
+        one.broadcast_metadata["engine"]["routed_experts"] for one in (exp, plain)
+    ]  # servers take it from there
+    assert published == [True, False]
     assert not plain.engine.routed_experts and plain.credit.router_replay is None
 
 
