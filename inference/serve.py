@@ -242,6 +242,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.InferenceServer]:
     make_config = functools.partial(_engine_config, args)
+    make_config({})  # refuses wrong sizes before weights are loaded
     options = {
         "max_queue": args.max_queue,
         "prefix_cache_bytes": args.prefix_cache_mib * 2**20,
