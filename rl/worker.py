@@ -155,7 +155,8 @@ class _Groups:
         own_servers,
     ):
         self._signed, self._client, self._run, self._concurrency = signed, client, run, concurrency
-        self._own_servers, self._ended = own_servers, asyncio.Event()
+        self._ended = asyncio.Event()
+        self._own_server = registry.OWN_SERVER if own_servers else ""
         self._running: dict[Key, asyncio.Task] = {}
         self._held: set[Key] = set()  # leased, and neither answered nor given back
         self._finished: asyncio.Queue[tuple[Key, list[rollout_lib.Rollout]]] = asyncio.Queue()
@@ -213,7 +214,9 @@ class _Groups:
             )
             problem = self._client.servers.problems() or self._problem
             problem = "".join(c if c.isprintable() else " " for c in problem[: registry.MAX_PROBLEM])
-            reply = await self._signed.beat(registry.Report(load=load, problem=problem), [*map(list, self._held)])
+            reply = await self._signed.beat(
+                registry.Report(self._own_server, load=load, problem=problem), [*map(list, self._held)]
+            )
             self._hear(reply)
             for key in map(tuple, reply["void"]):
                 if task := self._running.get(key):
@@ -224,7 +227,7 @@ class _Groups:
     def _hear(self, reply: dict) -> None:
         if reply.get("ended"):
             self._ended.set()
-        if "servers" in reply and not self._own_servers:
+        if "servers" in reply and not self._own_server:
             self._client.servers.tell(reply["servers"])
 
     async def _complete(self, group: dict) -> None:

@@ -42,7 +42,7 @@ GenerateRequest = request_lib.GenerateRequest  # the argument of `submit`,
 Completion = request_lib.Completion  # and its result, one per sample
 PIN_WAIT_S = 30.0  # that new weights wait for requests pinned to the old version
 _STOP, _WAKE = object(), object()
-_STATS = """weight_updates aborted faults prefill_calls prefill_chunks prompt_tokens tokens samples
+_STATS = """weight_updates aborted faults prefill_calls prefill_chunks prompt_tokens tokens samples requests
     generate_calls decode_steps decode_s prefix_queries prefix_hits first_tokens first_token_s"""
 
 
@@ -132,7 +132,7 @@ class Scheduler:
         group = sequence_lib.SequenceGroup(request, concurrent.futures.Future(), listener, time.monotonic())
         self._put(group, num_requests=1)
         group.future.add_done_callback(self._forget)
-        group.future.add_done_callback(lambda _: self.request_s.observe(time.monotonic() - group.submitted_s))
+        group.future.add_done_callback(functools.partial(self._ended, group))
         return group.future
 
     def update(self, params: transformer.Params, version: int, epoch: int = 0) -> "concurrent.futures.Future[int]":
@@ -185,6 +185,10 @@ class Scheduler:
                 )
             self.num_pending += num_requests
             self._inbox.put(message)
+
+    def _ended(self, group: sequence_lib.SequenceGroup, future: concurrent.futures.Future) -> None:
+        self.request_s.observe(time.monotonic() - group.submitted_s)
+        self.stats["requests"] += not future.cancelled() and future.exception() is None
 
     def _forget(self, future):
         with self._lock:

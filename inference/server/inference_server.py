@@ -66,6 +66,19 @@ class InferenceServer:
         """The SHA-256 of the manifest of the weights in use; "" for those of a Hugging Face folder."""
         return "" if self.have is None else self.have.sha256
 
+    def load(self) -> dict[str, float]:
+        """Returns the load as heartbeats and the health have it (rl/protocol/registry.py). A sequence keeps its slot: none is preempted."""
+        scheduler = self.scheduler
+        running = len(scheduler.slots.groups)
+        return {
+            "running": running,
+            "waiting": max(scheduler.num_pending - running, 0),
+            "kv_used": min(max(float(scheduler.slots.usage()), 0.0), 1.0),
+            "preemptions": 0,
+            "finished": int(scheduler.stats["requests"]),
+            "capacity": self.engine.config.num_slots,
+        }
+
     def update(
         self,
         version: int | None,

@@ -41,6 +41,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
             "paused": scheduler.is_paused,
             "running": len(scheduler.slots.running),
             "pending": scheduler.num_pending,
+            "load": server.load(),
             "waiting_for": _waiting_for(server),
             "stats": dict(scheduler.stats),
         }

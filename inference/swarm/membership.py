@@ -29,15 +29,9 @@ def sign_in_server(
 
     def report() -> dict[str, Any]:
         nonlocal before
-        scheduler = server.scheduler
-        num_groups, (then_s, num_tokens) = len(scheduler.slots.groups), before
+        scheduler, (then_s, num_tokens) = server.scheduler, before
         before = time.monotonic(), float(scheduler.stats["tokens"])
-        load = {
-            "running": num_groups,
-            "waiting": max(scheduler.num_pending - num_groups, 0),
-            "kv_used": min(max(float(scheduler.slots.usage()), 0.0), 1.0),
-            "tokens_per_s": (before[1] - num_tokens) / max(before[0] - then_s, 1e-3),
-        }
+        load = server.load() | {"tokens_per_s": (before[1] - num_tokens) / max(before[0] - then_s, 1e-3)}
         problem = "paused" if scheduler.is_paused else follower.problem
         policy = {"epoch": scheduler.epoch, "version": scheduler.version, "digest": server.policy_digest}
         return {"url": url, "policy": policy, "load": load, "problem": problem}

@@ -363,8 +363,10 @@ class GroupQueue:
         """Returns the keys of the groups that `worker` has a lease on, or submitted and no verdict has decided."""
         return [*self._held.get(worker, ())]
 
-    def num_leases(self, worker: str) -> int:
-        """Returns the number of groups that `worker` has a lease on."""
+    def num_leases(self, worker: str | None = None) -> int:
+        """Returns the number of groups that `worker` has a lease on; without one, the number of leased groups."""
+        if worker is None:
+            return self._count[State.LEASED]
         return sum(worker in self.entries[key].leases for key in self._held.get(worker, ()))
 
     def may_deliver(self, worker: str) -> bool:

@@ -15,6 +15,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
@@ -24,12 +25,13 @@ import httpx
 
 from inference import client as client_lib
 from rl.protocol import registry as registry_lib
-from rl.protocol import timeline
+from rl.protocol import request_limit, timeline
 
 TICK_S = 0.2
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # after a failed update
 HEALTH_S = 10.0  # for the reply to a request for health
 MAX_LINE = 2000  # characters of a line that lists nodes
+LEASES_PER_REQUEST = 2.0  # a worker also scores and submits groups, and should have the next one at hand
 ROLES = {"server": "an inference server", "worker": "a worker"}
 
 
@@ -85,6 +87,7 @@ class Nodes:
         self._well_s = dict.fromkeys(ROLES, time.monotonic())  # when there was one last
         self._held: collections.Counter[timeline.Policy] = collections.Counter()  # policies that evaluations need
         self._holders: dict[timeline.Policy, str] = {}  # the server that keeps one of them
+        self._limits: dict[str, request_limit.State] = {}  # by key of a server
         self._loop: asyncio.AbstractEventLoop | None = None
         self._announced = asyncio.Event()  # replaced at each announcement
 
@@ -155,6 +158,8 @@ class Nodes:
         """Records a heartbeat. Raises ValueError if the key is another role's."""
         with self._lock:
             self._registry.beat(key, role, now_s, report)
+            if role == "server" and report.load.capacity:
+                self._observe(key, report.load, now_s)
         if role == "server":
             self._look(now_s)
 
@@ -179,19 +184,34 @@ class Nodes:
         with self._lock:
             return self._has_servers() and self._registry.was_away(since_s)
 
-    def servers(self) -> list[dict[str, Any]]:
-        """Returns the servers that workers may use now, with the version that each has at least, and its load."""
+    def servers(self, share: float = 1.0) -> list[dict[str, Any]]:
+        """Returns the servers that a worker may use now, with the version that each has at least, and its load.
+
+        The worker gets this `share` of the requests that each server should run, and at least one.
+        """
         with self._lock:
             return [
                 {
                     "url": node.report.url,
                     "key": self._key(node),
-                    "limit": 0,  # of requests at the same time; 0: none
+                    "limit": math.ceil(self._limit(node) * share),  # of requests at the same time; 0: none
                     "version": node.report.policy.version if node.report.policy else 0,
                     "load": node.report.load.running + node.report.load.waiting,
                 }
                 for node in self._serving()
             ]
+
+    def max_leases(self) -> float:
+        """Returns how many groups workers should hold: those that the servers should run, and the next ones. Infinity: no limit."""
+        with self._lock:
+            limits = [self._limit(node) for node in self._serving()]
+        return LEASES_PER_REQUEST * sum(limits) if limits and all(limits) else math.inf
+
+    def has_own_servers(self, worker: str) -> bool:
+        """Returns True for a worker that uses other servers than those of the run."""
+        with self._lock:
+            node = self._registry.node(worker)
+        return bool(node and node.report.url)
 
     def num_workers(self) -> int:
         """Returns the number of workers that are there."""
@@ -289,6 +309,16 @@ class Nodes:
         found = self._registry.serving(timeline.Policy(self._newest.epoch, oldest), self._newest)
         return [node for node in found if not self._is_banned(self._key(node))]
 
+    def _observe(self, key: str, load: registry_lib.Load, now_s: float) -> None:
+        state = self._limits.get(key) or request_limit.start(load.capacity, 1)
+        counts = load.running, load.waiting, load.kv_used, load.preemptions, load.finished
+        blind_s = max(request_limit.BLIND_S, registry_lib.SUSPECT_BEATS * self.heartbeat_s)
+        self._limits[key], _ = request_limit.observe(state, request_limit.Sample(now_s, *counts), blind_s)
+
+    def _limit(self, node: registry_lib.Node) -> int:
+        """Returns the number of requests that a server should run, 0 if it does not report what that depends on."""
+        return int(self._limits[node.key].limit) if node.key in self._limits and node.report.load.capacity else 0
+
     def _key(self, node: registry_lib.Node) -> str:
         """Returns the key by which a server signs samples, "" if it signs none."""
         return self._static[node.key].key if node.key in self._static else node.key
@@ -344,12 +374,11 @@ async def _poll(http: httpx.AsyncClient, url: str, before: registry_lib.Report) 
     body = response.json()
     try:
         policy = {"epoch": body.get("policy_epoch", 0), "digest": body.get("policy_digest", "")}
-        running, pending = body["running"], body["pending"]
+        running, pending = body["running"], body["pending"]  # of servers of earlier releases
         report = {
             "url": url,
             "policy": policy | {"version": body["policy_version"]},
-            "load": dataclasses.asdict(registry_lib.Load())
-            | {"running": running, "waiting": max(pending - running, 0)},
+            "load": body.get("load", {"running": running, "waiting": max(pending - running, 0)}),
             "problem": "".join(c if c.isprintable() else " " for c in before.problem),
         }
         return registry_lib.Report.from_json(report)

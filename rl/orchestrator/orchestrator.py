@@ -334,6 +334,9 @@ class Orchestrator:
                 num_leases, num_open = self._queue.num_leases(worker), count[State.OPEN] + count[State.LEASED]
                 self._share.seen(worker, num_leases, now_s)
                 room = min(room, self._share.room(worker, num_leases, num_open, now_s))
+            if not self.nodes.has_own_servers(worker):  # each worker may hold one
+                held = self._queue.num_leases(worker)
+                room = int(min(room, max(1 - held, self.nodes.max_leases() - self._queue.num_leases())))
             pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, self._health.is_stranger(worker))
             count, until_s = 0 if self.is_ended else min(room, capacity), now_s + self._health.lease_s(worker)
             may_lease = functools.partial(self._may_lease, worker, now_s)
@@ -373,6 +376,12 @@ class Orchestrator:
                     # A newcomer could keep groups from others by taking and returning them.
                     self._lose(lease, now_s, "lease_returned", blame=not self._health.is_known(key))
             return []
+
+    def servers(self, worker: str) -> list[dict]:
+        """Returns the servers that a worker may use now, with limits in proportion to its leases."""
+        with self._changed:
+            held, total = self._queue.num_leases(worker), self._queue.num_leases()
+        return self.nodes.servers(min(max(held, 1) / max(total, 1), 1.0))
 
     def tick(self, now_s: float) -> None:
         """Reopens expired leases."""

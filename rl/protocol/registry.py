@@ -27,6 +27,7 @@ FAULT_BEATS = 2.0
 MAX_STRANGERS = 4096
 MAX_CHANGES = 4096  # kept until the next sweep
 MAX_URL, MAX_PROBLEM = 256, 200  # characters
+OWN_SERVER = "http://own.invalid"  # the URL of a worker that uses no server of the run
 
 
 class State(enum.Enum):
@@ -58,6 +59,8 @@ class Load:
     kv_used: float = 0.0  # fraction of the KV cache
     preemptions: int = 0  # since its start
     tokens_per_s: float = 0.0
+    finished: int = 0  # requests without an error, since its start
+    capacity: int = 0  # requests of the greatest length that fit; 0: unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +80,20 @@ class Report:
     def from_json(cls, body: Any) -> "Report":
         """Returns the report in a JSON object of any origin. Raises ValueError for any other value."""
         _check_fields(body, cls, "report")
-        _check_fields(body["load"], Load, "load")
+        load = dataclasses.asdict(Load()) | body["load"] if isinstance(body["load"], dict) else None
+        _check_fields(load, Load, "load")
         url, problem = body["url"], body["problem"]
         if not isinstance(url, str) or len(url) > MAX_URL or not (url == "" or url.startswith(("http://", "https://"))):
             raise ValueError(f"report has url = {url!r:.80}; send an http URL of at most {MAX_URL} characters, or ''")
         if not isinstance(problem, str) or len(problem) > MAX_PROBLEM or not problem.isprintable():
             raise ValueError(f"report has problem = {problem!r:.80}; send a line of at most {MAX_PROBLEM} characters")
-        for name, value in body["load"].items():
-            is_count, most = name in ("running", "waiting", "preemptions"), 1.0 if name == "kv_used" else 1e12
+        for name, value in load.items():
+            is_count, most = type(getattr(Load, name)) is int, 1.0 if name == "kv_used" else 1e12
             is_number = type(value) is int or (type(value) is float and not is_count)
             if not (is_number and 0 <= value <= most):
                 raise ValueError(f"load has {name} = {value!r:.80}; send a number in 0..{most:g}")
         policy = None if body["policy"] is None else timeline.Policy.from_json(body["policy"])
-        return cls(url, policy, Load(**body["load"]), problem)
+        return cls(url, policy, Load(**load), problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +207,10 @@ class Registry:
     def was_away(self, since_s: float) -> bool:
         """Returns True if servers were away at some time from `since_s` on: none was HEALTHY, or as many were SUSPECT as HEALTHY."""
         return self._is_away() or self._away_s >= since_s
+
+    def node(self, key: str) -> Node | None:
+        """Returns the node with a key, None if it is unknown."""
+        return self._nodes.get(key)
 
     def count(self, role: str) -> collections.Counter[State]:
         """Returns the number of nodes of a role in each state."""

@@ -54,14 +54,14 @@ def start(kv_tokens: int, max_model_len: int) -> State:
     return State(min(max(1.0, kv_tokens / max_model_len), MAX_LIMIT))
 
 
-def observe(state: State, sample: Sample) -> tuple[State, int]:
-    """Returns the state after a report, and the number of requests that the server should run."""
+def observe(state: State, sample: Sample, blind_s: float = BLIND_S) -> tuple[State, int]:
+    """Returns the state after a report, and the number of requests that the server should run. Reports come well within `blind_s`."""
     last = state.last
     # A server that restarted counts from 0 again.
     is_new = last is None or sample.finished < last.finished or sample.preemptions < last.preemptions
     num_finished = 0 if is_new or last is None else sample.finished - last.finished
     was_preempted = not is_new and last is not None and sample.preemptions > last.preemptions
-    is_blind = last is None or sample.now_s - last.now_s > BLIND_S
+    is_blind = last is None or sample.now_s - last.now_s > blind_s
     running, limit = max(1, sample.running), state.limit
     num_queued = state.num_queued + 1 if sample.waiting > LONG_QUEUE * running else 0
     cut, num_cancelled = 1.0, 0

@@ -110,8 +110,7 @@ class SignIn:
     def _whole_report(self) -> dict[str, Any]:
         found = {"url": "", "policy": None, "load": {}, "problem": ""} | self._report()
         problem = "".join(c if c.isprintable() else " " for c in found["problem"][:MAX_PROBLEM])
-        load = {"running": 0, "waiting": 0, "kv_used": 0.0, "preemptions": 0, "tokens_per_s": 0.0} | found["load"]
-        return found | {"load": load, "problem": problem}
+        return found | {"problem": problem}
 
     def _open_session(self) -> None:
         nonce = secrets.token_hex(16)

@@ -20,7 +20,7 @@ from rl.experiment import experiment
 from rl.orchestrator import nodes, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
-from rl.protocol import registry, task_schedule, timeline
+from rl.protocol import registry, request_limit, task_schedule, timeline
 from rl.verification import checks
 from sharding.system import sign_in
 from tests.support import proxy, serving, signed_http
@@ -227,14 +227,39 @@ def test_servers_sign_in_pull_and_leave(make):
         assert "is not in topology.server_keys; ask" in Node(orchestrator, key, "server").beat()["error"]["message"]
 
 
+def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
+    orchestrator = make(mode="remote", server_keys=(SERVER.worker,))
+    policy = timeline.Policy(0, 0)
+    orchestrator.publish(policy)
+    node, worker, other = Node(orchestrator, SERVER, "server"), Node(orchestrator, KEY), Node(orchestrator, OTHER)
+
+    def limit(by=worker, **load):
+        node.beat(url="http://s:1", policy=policy, load=registry.Load(**load))
+        return by.beat()["servers"][0]["limit"]
+
+    assert limit(running=3) == 0  # a server of an earlier release
+    busy = {"running": 4, "kv_used": 0.1, "capacity": 4}
+    assert [limit(**busy), limit(**busy, finished=4), limit(**busy, finished=4, preemptions=1)] == [4, 16, 15]
+    limit(running=1, kv_used=1.0, capacity=4, finished=4)  # started again
+    assert limit(running=1, kv_used=1.0, capacity=4, finished=4) in (1, 2)
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(2.0)
+    orchestrator._share.room = lambda *args: 100
+    assert len(worker.lease(6)) == 4 and len(other.lease(6)) == 1  # at least one
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(10.0)
+    assert [by.beat()["servers"][0]["limit"] for by in (worker, other)] == [8, 2]
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(1.0)
+    assert other.lease(6) == []
+    other.beat(url=registry.OWN_SERVER)
+    assert len(other.lease(6)) == 1  # the last one
+
+
 class Stub:
     """A server with the attributes that heartbeats read. Its first update fails."""
 
     def __init__(self):
         self.scheduler, self.policy_digest, self.updates = self, "", []
         self.version, self.epoch, self.num_pending, self.is_paused, self.stats = 0, 0, 5, False, {"tokens": 70}
-        self.slots, self.groups = self, [1, 2]
-        self.usage = lambda: 0.5
+        self.load = lambda: {"running": 2, "waiting": 3, "kv_used": 0.5}
 
     def update(self, version, *, epoch, digest):
         self.updates.append((epoch, version, digest))
