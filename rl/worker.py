@@ -115,7 +115,7 @@ async def work(
 async def _work(
     orchestrator: str, key, trusted: str | None, *, concurrency, give_up_s, sandbox, servers: Sequence[str], stopping
 ) -> None:
-    has_trust, run, described = trusted is not None, None, None
+    has_trust, run, described, begun_us = trusted is not None, None, None, int(time.time() * 1e6)
     async with httpx.AsyncClient(base_url=orchestrator, timeout=60) as http:
         while True:  # a pass per process of the orchestrator
             session, description = await signed_session.open_session(http, trusted, give_up_s)
@@ -130,7 +130,7 @@ async def _work(
             if run.work_bits:
                 note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
             proof = lease.find_work(session.run, key.worker, run.work_bits)  # blocks: nothing else can be done yet
-            signed = signed_session.SignedSession(http, key, session, proof, give_up_s)
+            signed = signed_session.SignedSession(http, key, session, proof, give_up_s, begun_us)
             api_key = None if has_trust else ""
             try:
                 options = {"give_up_s": min(give_up_s, SERVERS_S), "api_key": api_key, "keys": run.server_keys}

@@ -75,6 +75,7 @@ class Lease:
     worker: str
     since_s: float
     deadline_s: float
+    begun_us: int = 0  # the start of the worker's process, by its account
 
 
 @dataclasses.dataclass
@@ -151,13 +152,14 @@ class GroupQueue:
         version: int = -1,
         *,
         now_s: float = -math.inf,
+        begun_us: int = 0,
     ) -> list[task_schedule.Group]:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
 
         They pin the epoch of the queue, and the policy version `version` unless it is -1.
         """
         keys = itertools.islice(filter(may_lease, self._open), max(0, count))
-        return [self._lease(key, worker, deadline_s, version, now_s) for key in [*keys]]
+        return [self._lease(key, worker, deadline_s, version, now_s, begun_us) for key in [*keys]]
 
     def back_up(
         self,
@@ -168,6 +170,7 @@ class GroupQueue:
         version: int = -1,
         *,
         now_s: float,
+        begun_us: int = 0,
         is_late: Callable[[Lease], bool],
     ) -> list[task_schedule.Group]:
         """Leases up to `count` groups whose holders are all late to `worker` as well, of the `MAX_LOOKS` oldest leased ones."""
@@ -178,7 +181,7 @@ class GroupQueue:
                 break
             if len(leases) < MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
                 found += [key] if may_lease(key) else []
-        return [self._lease(key, worker, deadline_s, version, now_s) for key in found]
+        return [self._lease(key, worker, deadline_s, version, now_s, begun_us) for key in found]
 
     def has_late(self, is_late: Callable[[Lease], bool]) -> bool:
         """Returns True if `back_up` may find a group among the few oldest leased ones."""
@@ -204,6 +207,11 @@ class GroupQueue:
                     self._keep_past(entry, lease)
                     self._end_lease(key, worker)
         return void
+
+    def orphans(self, worker: str, begun_us: int) -> list[Key]:
+        """Returns the groups that earlier processes of `worker` leased than the one that began at `begun_us`."""
+        leases = ((key, self.entries[key].leases.get(worker)) for key in self._held.get(worker, ()))
+        return [key for key, lease in leases if lease and lease.begun_us < begun_us]
 
     def give_back(self, key: Key, worker: str) -> Lease | None:
         """Ends a lease on the request of its holder; returns it, or None if there is none."""
@@ -380,11 +388,13 @@ class GroupQueue:
 
     # Every change ends in `_update`.
 
-    def _lease(self, key: Key, worker: str, deadline_s: float, version: int, now_s: float) -> task_schedule.Group:
+    def _lease(
+        self, key: Key, worker: str, deadline_s: float, version: int, now_s: float, begun_us: int
+    ) -> task_schedule.Group:
         entry = self.entries[key]
         version = key[1] if key[0] == "held_out" else version  # an evaluation is of one version
         group = dataclasses.replace(entry.group, version=version, epoch=self.epoch)
-        entry.leases[worker] = Lease(group, worker, now_s, deadline_s)
+        entry.leases[worker] = Lease(group, worker, now_s, deadline_s, begun_us)
         heapq.heappush(self._deadlines, (deadline_s, next(self._serial), key, worker))
         if entry.state is State.OPEN:
             entry.group, entry.worker = group, worker

@@ -311,16 +311,26 @@ class Orchestrator:
         return {"max_rows": 2 * open_rows, "max_tokens": 2 * self._config.train.row_length}
 
     def lease(
-        self, worker: str, capacity: int, network: str = "", returned: Collection[group_queue.Key] = ()
+        self,
+        worker: str,
+        capacity: int,
+        network: str = "",
+        returned: Collection[group_queue.Key] = (),
+        *,
+        begun_us: int = 0,
     ) -> list[task_schedule.Group]:
         """Leases up to `capacity` groups to `worker`; returns them, or [] if the worker may get none. Reopens expired leases.
 
         `network` is that of the worker's connection. `returned` are keys of groups that the worker holds and will not finish.
+        `begun_us` is the start of its process, which holds none of the groups that an earlier one leased.
         """
         now_s = time.monotonic()
         self.nodes.seen([worker], now_s)
         with self.metrics.seconds["lease"].time(), self._changed:
             self._expire(now_s)
+            for key in self._queue.orphans(worker, begun_us):
+                if lease := self._queue.give_back(key, worker):
+                    self._lose_returned(lease, now_s)
             for key in returned:
                 if lease := self._queue.give_back(key, worker):
                     is_gone = 0 <= lease.group.version < self._policy.version  # it is not served any more
@@ -341,10 +351,10 @@ class Orchestrator:
             count, until_s = 0 if self.is_ended else min(room, capacity), now_s + self._health.lease_s(worker)
             may_lease = functools.partial(self._may_lease, worker, now_s)
             version = self._version if pins else -1
-            groups = self._queue.lease(worker, count, until_s, may_lease, version, now_s=now_s)
+            groups = self._queue.lease(worker, count, until_s, may_lease, version, now_s=now_s, begun_us=begun_us)
             if is_known and not groups and count > 0:
-                late = {"now_s": now_s, "is_late": functools.partial(self._is_late, now_s)}
-                groups = self._queue.back_up(worker, count, until_s, may_lease, version, **late)
+                options = {"now_s": now_s, "begun_us": begun_us, "is_late": functools.partial(self._is_late, now_s)}
+                groups = self._queue.back_up(worker, count, until_s, may_lease, version, **options)
             if is_known and groups:
                 self._share.seen(worker, self._queue.num_leases(worker), now_s)
             self._health.leased(worker, network, [group.key for group in groups], now_s)
@@ -373,8 +383,7 @@ class Orchestrator:
             self._share.left(key)
             for held in self._queue.held(key):
                 if lease := self._queue.give_back(held, key):
-                    # A newcomer could keep groups from others by taking and returning them.
-                    self._lose(lease, now_s, "lease_returned", blame=not self._health.is_known(key))
+                    self._lose_returned(lease, now_s)
             return []
 
     def servers(self, worker: str) -> list[dict]:
@@ -409,6 +418,10 @@ class Orchestrator:
                 recent = {name: s for name, s in self._blamed_s.items() if now_s - s <= self._config.topology.lease_s}
                 self._blamed_s = recent | {lease.worker: now_s}
             self._lose(lease, now_s, "lease_expired", blame=blame)
+
+    def _lose_returned(self, lease: group_queue.Lease, now_s: float) -> None:
+        # A newcomer could keep groups from others by taking and returning them.
+        self._lose(lease, now_s, "lease_returned", blame=not self._health.is_known(lease.worker))
 
     def _lose(self, lease: group_queue.Lease, now_s: float, count: str, *, blame: bool) -> None:
         """Counts a lease that ended without rollouts, also against its worker if it is to `blame`."""

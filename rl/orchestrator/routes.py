@@ -68,7 +68,8 @@ def make_app(
         message = await web.read_json(request, MAX_LEASE_BYTES)
         worker = gate.verify(message, "lease", network)
         returned = [tuple(key) for key in message["returned"]]
-        attempt = functools.partial(orchestrator.lease, worker, message["capacity"], network)
+        begun = {"begun_us": message.get("begun_us", 0)}
+        attempt = functools.partial(orchestrator.lease, worker, message["capacity"], network, **begun)
         groups = attempt(returned)
         if message["capacity"] and (wait_s := message.get("wait_s", 0)) and not groups:
             gone = asyncio.ensure_future(request.receive())  # the body was read: the next message is a disconnect

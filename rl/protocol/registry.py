@@ -80,7 +80,9 @@ class Report:
     def from_json(cls, body: Any) -> "Report":
         """Returns the report in a JSON object of any origin. Raises ValueError for any other value."""
         _check_fields(body, cls, "report")
-        load = dataclasses.asdict(Load()) | body["load"] if isinstance(body["load"], dict) else None
+        load = body["load"]
+        if isinstance(load, dict):  # of an earlier release, it lacks some
+            load = dataclasses.asdict(Load()) | load
         _check_fields(load, Load, "load")
         url, problem = body["url"], body["problem"]
         if not isinstance(url, str) or len(url) > MAX_URL or not (url == "" or url.startswith(("http://", "https://"))):

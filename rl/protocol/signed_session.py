@@ -30,10 +30,11 @@ class SignedSession:
     session: lease.Session
     work: str
     give_up_s: float
+    begun_us: int = 0  # the start of this process: leases of an earlier one of the same key are taken back
 
     async def lease(self, capacity: int, returned: list | None = None, wait_s: float = 0.0) -> dict[str, Any]:
         """Returns the reply with the leased `groups`, after up to `wait_s` if there are none. Raises the errors of `exchange`."""
-        fields = {"capacity": capacity, "returned": returned or [], "wait_s": wait_s}
+        fields = {"capacity": capacity, "returned": returned or [], "wait_s": wait_s, "begun_us": self.begun_us}
         return await self._ask("/lease", **fields)
 
     async def beat(self, report: registry.Report, holding: list, *, leaving: bool = False) -> dict[str, Any]:
