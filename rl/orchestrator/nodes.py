@@ -31,6 +31,8 @@ TICK_S = 0.2
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # after a failed update
 HEALTH_S = 10.0  # for the reply to a request for health
 MAX_LINE = 2000  # characters of a line that lists nodes
+LEASE_BEATS = 16.0  # least heartbeats per lease of a known worker, so four per lease of a newcomer
+MAX_BEATS_PER_S = 40.0  # of all workers
 LEASES_PER_REQUEST = 2.0  # a worker also scores and submits groups, and should have the next one at hand
 ROLES = {"server": "an inference server", "worker": "a worker"}
 
@@ -50,6 +52,7 @@ class Nodes:
 
     Args:
       heartbeat_s: seconds between two heartbeats of a node.
+      lease_s: seconds of a lease, which several heartbeats must renew.
       patience_s: seconds without any server or worker after which the run ends.
       max_lag: versions by which the policy of a server may be older than the newest.
       server_keys: public keys that may sign in as servers, relays, and validators.
@@ -64,6 +67,7 @@ class Nodes:
         self,
         *,
         heartbeat_s: float,
+        lease_s: float = math.inf,
         patience_s: float,
         max_lag: int,
         server_keys: Collection[str] = (),
@@ -74,7 +78,7 @@ class Nodes:
         on_notice: Callable[[str], None] = lambda line: None,
     ):
         self.heartbeat_s, self._patience_s, self._max_lag = heartbeat_s, patience_s, max_lag
-        self._validators = frozenset(validators)
+        self._validators, self._most_s = frozenset(validators), lease_s / LEASE_BEATS
         self._server_keys, self._on_served, self._on_notice = frozenset(server_keys), on_served, on_notice
         self._is_banned = is_banned
         self._lock = threading.Lock()  # guards everything below
@@ -213,6 +217,10 @@ class Nodes:
             node = self._registry.node(worker)
         return bool(node and node.report.url)
 
+    def interval_s(self, role: str) -> float:
+        """Returns the seconds between two heartbeats of a node; the more workers there are, the longer is that of a worker."""
+        return self._registry.worker_interval_s if role == "worker" else self.heartbeat_s
+
     def num_workers(self) -> int:
         """Returns the number of workers that are there."""
         with self._lock:
@@ -251,6 +259,11 @@ class Nodes:
 
     def _sweep(self, now_s: float) -> None:
         with self._lock:
+            num_workers = self._registry.count("worker")[registry_lib.State.HEALTHY]
+            wanted_s = min(num_workers / MAX_BEATS_PER_S, self._most_s)
+            # It falls slowly: a worker keeps to the interval that it was told last.
+            wanted_s = max(self.heartbeat_s, wanted_s, 0.95 * self._registry.worker_interval_s)
+            self._registry.worker_interval_s = wanted_s
             changes = self._registry.sweep(now_s)
         for change in changes:
             bad = (registry_lib.State.SUSPECT, registry_lib.State.DEAD)

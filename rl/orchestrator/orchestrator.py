@@ -108,6 +108,7 @@ class Orchestrator:
         self._blamed_s: dict[str, float] = {}  # worker -> its last lease that expired and was held against it
         self.nodes = nodes.Nodes(
             heartbeat_s=config.topology.heartbeat_s,
+            lease_s=config.topology.lease_s,
             patience_s=config.topology.patience_s,
             max_lag=config.rl.max_lag,
             server_keys=config.topology.server_keys,
@@ -335,6 +336,7 @@ class Orchestrator:
                 if lease := self._queue.give_back(key, worker):
                     is_gone = 0 <= lease.group.version < self._policy.version  # it is not served any more
                     self._lose(lease, now_s, "lease_void" if is_gone else "lease_expired", blame=not is_gone)
+                    self._health.returned(key, now_s)
             self._health.seen(worker, now_s)
             count = self._queue.count()
             num_unfinished = count.total() - count[State.ELIGIBLE]

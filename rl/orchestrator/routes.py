@@ -93,7 +93,7 @@ def make_app(
         report = registry.Report.from_json(message["report"])
         holding = [tuple(key) for key in message["holding"]]
         void = orchestrator.beat(node, role, report, holding, leaving=message["leaving"])
-        reply = {"interval_s": orchestrator.nodes.heartbeat_s, "void": void, "request": message["signature"]}
+        reply = {"interval_s": orchestrator.nodes.interval_s(role), "void": void, "request": message["signature"]}
         reply |= _news(orchestrator, node if role == "worker" else None)
         if role == "server" and (policy := orchestrator.nodes.target(node)):
             reply["policy"] = policy.to_json()
@@ -127,7 +127,7 @@ async def _run_swarm(orchestrator, waiters: lease_waiters.LeaseWaiters) -> None:
     def tick(now_s: float) -> None:
         nonlocal seen_s
         orchestrator.tick(now_s)
-        if now_s - seen_s > orchestrator.nodes.heartbeat_s:
+        if now_s - seen_s > orchestrator.nodes.interval_s("worker"):
             seen_s = now_s
             orchestrator.nodes.seen(waiters.workers(), now_s)
         waiters.wake()

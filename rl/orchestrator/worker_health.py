@@ -32,6 +32,7 @@ from collections.abc import Callable, Collection, Mapping
 from rl.protocol import check_rate
 
 MOST_HALVINGS = 12
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of a group that came back again
 NEWCOMER_FRACTION = 4  # newcomers get 1 / this of the unfinished groups, and of the time of a lease
 
 Key = tuple[str, int, int]  # task_schedule.Group.key
@@ -86,6 +87,9 @@ class WorkerHealth:
         self._places: list[_Place] = []
         # Group -> its last holder, and until when newcomers do not get it.
         self._lost: dict[Key, tuple[str, float]] = {}
+        self._pauses: dict[
+            Key, tuple[int, float]
+        ] = {}  # group -> how often it came back, and until when nobody gets it
 
     def is_stranger(self, worker: str) -> bool:
         """Returns True unless config or launcher invited this key."""
@@ -137,6 +141,8 @@ class WorkerHealth:
 
     def may_lease(self, worker: str, key: Key, now_s: float) -> bool:
         """Returns False for a group that this worker lost or that is kept for known workers, if one may have it and is active."""
+        if now_s < self._pauses.get(key, (0, 0.0))[1]:
+            return False
         holder, until_s = self._lost.get(key, ("", 0.0))
         if key[0] == "held_out" and self._invited:
             return worker in self._invited and (worker != holder or not self.has_others(worker, now_s))
@@ -172,9 +178,16 @@ class WorkerHealth:
         elif self.is_known(worker):
             self._set_record(worker, self._of(worker).record // 2)
 
+    def returned(self, key: Key, now_s: float) -> None:
+        """Records that a worker gave a group back, such as for want of a server: from the second time on it rests, longer each time."""
+        times = self._pauses.get(key, (0, 0.0))[0] + 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** (times - 2), MAX_PAUSE_S) if times > 1 else 0.0
+        self._pauses[key] = min(times, MOST_HALVINGS), now_s + pause_s
+
     def accepted(self, worker: str, key: Key) -> None:
         """Records that a group of this worker was accepted, which undoes one halving."""
         self._lost.pop(key, None)
+        self._pauses.pop(key, None)
         self._places = [place for place in self._places if place.worker != worker]
         if worker in self._invited:
             self._workers[worker].num_halvings = max(self._of(worker).num_halvings - 1, 0)

@@ -136,6 +136,7 @@ class Registry:
         self._count: collections.Counter[tuple[str, State]] = collections.Counter()  # of nodes
         self._changes: collections.deque[Change] = collections.deque(maxlen=MAX_CHANGES)
         self._now_s = -math.inf
+        self.worker_interval_s = interval_s  # workers may be told to beat less often than other nodes
         self._away_s = -math.inf  # the last time at which servers were away
         self.transitions: collections.Counter[tuple[str, State]] = collections.Counter()
 
@@ -185,7 +186,7 @@ class Registry:
         """Applies the passing of time; returns all changes since the last sweep, the first first."""
         self._look(now_s)
         for node in [*self._nodes.values()]:
-            beats = (now_s - node.beat_s) / self._interval_s
+            beats = (now_s - node.beat_s) / (self.worker_interval_s if node.role == "worker" else self._interval_s)
             reason = f"silent for {now_s - node.beat_s:.0f} s"
             if beats > GONE_BEATS and node.state is State.DEAD:
                 self._end(node, reason)

@@ -354,6 +354,31 @@ def test_a_worker_that_starts_again_gets_its_groups_back_at_once_and_without_bla
     assert orchestrator._take_counts()["trust/num_lease_returned"] == 6
 
 
+def test_a_group_that_comes_back_again_and_again_rests_in_between(make):
+    """While a server refused, a ledger showed 481 leases for 157 submissions."""
+    orchestrator = make()
+    orchestrator.publish(timeline.Policy(0, 0))
+    orchestrator._share.room = lambda *args: 100
+    key, leased = ("train", 1, 0), 0
+    begun_s = time.monotonic()
+    while time.monotonic() < begun_s + 2:
+        for by in (KEY, OTHER):
+            leased += key in {group.key for group in orchestrator.lease(by.worker, 6)}
+            orchestrator.lease(by.worker, 0, returned=orchestrator._queue.held(by.worker))
+    assert 3 <= leased <= 4  # after 0, 0, 0.5, 1, 2 s
+
+
+def test_a_worker_beats_less_often_if_there_are_many(make):
+    orchestrator = make(lease_s=80.0)
+    orchestrator.nodes.seen((f"{number:064x}" for number in range(80)), time.monotonic())
+    orchestrator.nodes._sweep(time.monotonic())
+    node = Node(orchestrator, KEY)
+    assert node.beat()["interval_s"] == pytest.approx(2.0, rel=0.4)
+    orchestrator.nodes.seen((f"{number:064x}" for number in range(4000)), time.monotonic())
+    orchestrator.nodes._sweep(time.monotonic())
+    assert 4.0 <= node.beat()["interval_s"] <= 5.0 and orchestrator.nodes.interval_s("server") == 0.2
+
+
 def test_as_many_waiters_are_woken_as_there_is_work_in_order(make):
     """D7: each of them asked ten times a second."""
     orchestrator = make()
