@@ -17,7 +17,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import pathlib
@@ -219,7 +218,9 @@ class Orchestrator:
                 recorded = self._record_batch(step, taken)
             elif step not in self._states:
                 self._mark(step, taken)
-        self._write_batch(step, taken)
+        with self._changed:
+            kept = {step, *(entry.group.step for entry in self._queue.entries.values())}
+        submissions.write_batch(self._log, self._workdir, step, taken, kept)
         if recorded:
             recorded.result()
         self._save_states()
@@ -461,21 +462,6 @@ class Orchestrator:
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
         return self._ledger.batch(step, digest, basis, self._policy.epoch)
 
-    def _write_batch(self, step: int, taken: list[group_queue.Entry]) -> None:
-        """Writes the rollouts of a batch as they were signed, from the log of their groups; forgets the groups of earlier batches."""
-        steps, wanted = {entry.group.step for entry in taken}, {entry.digest for entry in taken}
-        records = itertools.chain.from_iterable(map(self._log.read, steps))
-        found = {head["digest"]: rows.table for head, rows in records if rows and head["digest"] in wanted}
-        tables = [found[e.digest] if e.digest in found else parquet.to_table(e.rollouts) for e in taken]
-        path = self._workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_file.write(path, parquet.table_bytes(tables), durable=True)
-        with self._changed:
-            kept = {step, *(entry.group.step for entry in self._queue.entries.values())}
-        for old in self._log.steps():
-            if old < step and old not in kept:
-                self._log.remove(old)
-
     def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
         """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""
         while True:
@@ -522,7 +508,7 @@ class Orchestrator:
             if missing := [key for key in keys if key not in kept]:
                 found = f"batch {run.step} is in the ledger, and {len(missing)} of its groups are not in {self._log.directory}"
                 raise ValueError(f"{found}; put the directory back, or start the learner again")
-            self._recorded[run.step] = [_entry(kept.pop(key), run.batch[key[1:]] == "verified") for key in keys]
+            self._recorded[run.step] = [kept.pop(key).entry(run.batch[key[1:]] == "verified") for key in keys]
             self._opened_step = run.step
         last = max((step for _, step, _ in kept if step > self._opened_step), default=0)
         for step in range(self._opened_step + 1, last + 1):
@@ -562,10 +548,3 @@ class Orchestrator:
             self._totals += self._counts
             self._counts.clear()
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}
-
-
-def _entry(kept: submissions.Kept, is_verified: bool) -> group_queue.Entry:
-    """Returns a group that a batch had taken before a restart."""
-    entry = group_queue.Entry(kept.group, State.ELIGIBLE, kept.worker, digest=kept.digest, is_verified=is_verified)
-    entry.rollouts, entry.scores = sorted(kept.rollouts, key=lambda rollout: rollout.sample), kept.scores
-    return entry

@@ -13,9 +13,11 @@ import collections
 import concurrent.futures
 import dataclasses
 import hmac
+import itertools
+import pathlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
@@ -27,6 +29,7 @@ from rl.protocol import check_rate, task_schedule, timeline
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, responsibility
 from rl.verification import rules as rules_lib
+from sharding.system import atomic_file
 
 NOT_LEASED = "not leased (or already submitted)"
 VOID = "refused: void: the run was resumed, and this work is of another epoch"
@@ -52,6 +55,28 @@ class Kept:
         """Returns all but the rollouts as a JSON object, for `read`."""
         named = {"group": dataclasses.asdict(self.group), "worker": self.worker, "digest": self.digest}
         return named | {"scores": [*self.scores.items()]}
+
+    def entry(self, is_verified: bool) -> group_queue.Entry:
+        """Returns the group as a batch had taken it before a restart."""
+        entry = group_queue.Entry(self.group, State.ELIGIBLE, self.worker, digest=self.digest, is_verified=is_verified)
+        entry.rollouts, entry.scores = sorted(self.rollouts, key=lambda rollout: rollout.sample), self.scores
+        return entry
+
+
+def write_batch(
+    log: row_log.RowLog, workdir: pathlib.Path, step: int, taken: Sequence[group_queue.Entry], kept: Collection[int]
+) -> None:
+    """Writes the rollouts of a batch as they were signed, from the log of their groups; removes earlier steps that are not `kept`."""
+    steps, wanted = {entry.group.step for entry in taken}, {entry.digest for entry in taken}
+    records = itertools.chain.from_iterable(map(log.read, steps))
+    found = {head["digest"]: rows.table for head, rows in records if rows and head["digest"] in wanted}
+    tables = [found[e.digest] if e.digest in found else parquet.to_table(e.rollouts) for e in taken]
+    path = workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_file.write(path, parquet.table_bytes(tables), durable=True)
+    for old in log.steps():
+        if old < step and old not in kept:
+            log.remove(old)
 
 
 def read_kept(log: row_log.RowLog) -> dict[group_queue.Key, Kept]:
