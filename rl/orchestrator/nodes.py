@@ -261,7 +261,7 @@ class Nodes:
         with self._lock:
             num_workers = self._registry.count("worker")[registry_lib.State.HEALTHY]
             wanted_s = min(num_workers / MAX_BEATS_PER_S, self._most_s)
-            # It falls slowly: a worker keeps to the interval that it was told last.
+            # It falls slowly: workers keep to the last interval of which they know.
             wanted_s = max(self.heartbeat_s, wanted_s, 0.95 * self._registry.worker_interval_s)
             self._registry.worker_interval_s = wanted_s
             changes = self._registry.sweep(now_s)
@@ -329,7 +329,7 @@ class Nodes:
         self._limits[key], _ = request_limit.observe(state, request_limit.Sample(now_s, *counts), blind_s)
 
     def _limit(self, node: registry_lib.Node) -> int:
-        """Returns the number of requests that a server should run, 0 if it does not report what that depends on."""
+        """Returns the number of requests that a server should run; 0: unknown."""
         return int(self._limits[node.key].limit) if node.key in self._limits and node.report.load.capacity else 0
 
     def _key(self, node: registry_lib.Node) -> str:

@@ -89,7 +89,7 @@ class WorkerHealth:
         self._lost: dict[Key, tuple[str, float]] = {}
         self._pauses: dict[
             Key, tuple[int, float]
-        ] = {}  # group -> how often it came back, and until when nobody gets it
+        ] = {}  # group -> the number of its returns, and the end of its rest
 
     def is_stranger(self, worker: str) -> bool:
         """Returns True unless config or launcher invited this key."""
