@@ -329,7 +329,7 @@ class Nodes:
         self._limits[key], _ = request_limit.observe(state, request_limit.Sample(now_s, *counts), blind_s)
 
     def _limit(self, node: registry_lib.Node) -> int:
-        """Returns the number of requests that a server should run; 0: unknown."""
+        """Returns the number of requests that a server should run (0: unknown)."""
         return int(self._limits[node.key].limit) if node.key in self._limits and node.report.load.capacity else 0
 
     def _key(self, node: registry_lib.Node) -> str:

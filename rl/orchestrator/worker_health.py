@@ -87,9 +87,7 @@ class WorkerHealth:
         self._places: list[_Place] = []
         # Group -> its last holder, and until when newcomers do not get it.
         self._lost: dict[Key, tuple[str, float]] = {}
-        self._pauses: dict[
-            Key, tuple[int, float]
-        ] = {}  # group -> the number of its returns, and the end of its rest
+        self._pauses: dict[Key, tuple[int, float]] = {}  # group -> the number of its returns, and the end of its rest
 
     def is_stranger(self, worker: str) -> bool:
         """Returns True unless config or launcher invited this key."""

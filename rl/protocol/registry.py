@@ -136,7 +136,7 @@ class Registry:
         self._count: collections.Counter[tuple[str, State]] = collections.Counter()  # of nodes
         self._changes: collections.deque[Change] = collections.deque(maxlen=MAX_CHANGES)
         self._now_s = -math.inf
-        self.worker_interval_s = interval_s  # workers may be told to beat less often than other nodes
+        self.worker_interval_s = interval_s  # other nodes may have to beat more often
         self._away_s = -math.inf  # the last time at which servers were away
         self.transitions: collections.Counter[tuple[str, State]] = collections.Counter()
 
