@@ -52,12 +52,9 @@ class EvidenceLog:
         """Adds accepted replays of one worker's samples of one group to its test, if this log has bands."""
         worker = group[0][0].worker
         with self._lock:
-            new = [(rollout, evidence) for rollout, evidence in group if self._mark("replay", rollout)]
-            if self._bands is None or not new:
-                return
-            for _, evidence in new:
-                self._test(worker).add(evidence)
-            self._test(worker).add_group([evidence.error_N for _, evidence in new], [r.reward for r, _ in new])
+            new = [evidence for rollout, evidence in group if self._mark("replay", rollout)]
+            if self._bands is not None and new:
+                self._test(worker).add(new)
 
     def verdict(self, worker: str) -> checks.Verdict:
         """Returns "statistics" if the worker is flagged as a cheat, else OK."""
