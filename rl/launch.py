@@ -102,7 +102,7 @@ def _orchestrator(
         rules = dataclasses.replace(rules, tolerance=tolerance)
     evidence = evidence_log.EvidenceLog(bands, count_once=True)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
-    params = verifier.published(str(weights), keep=keep, key=_trusted_key(workdir))
+    params = verifier.published(str(weights), keep=keep, key=run_directory.trusted_key(workdir))
     validator = verifier.Validator(experiment.model, params, rules, evidence)
     rollouts = orchestrator.Orchestrator(
         config,
@@ -124,11 +124,6 @@ def _orchestrator(
     if known:
         evidence.restore(**known["evidence"])
     return rollouts
-
-
-def _trusted_key(workdir: pathlib.Path) -> str:
-    """Returns the root file of a run that has one, else its public key: that which signs its published weights."""
-    return run_directory.root_file(workdir) or run_directory.signing_key(workdir).worker
 
 
 def _worker_keys(config, workdir: pathlib.Path) -> list[pathlib.Path]:
@@ -155,7 +150,8 @@ def _await_elsewhere(
     experiment, workdir, weights, rollouts, start: Callable, stack: contextlib.ExitStack, on_wait: Callable[[str], None]
 ) -> None:
     """Serves the orchestrator, starts a relay of the weights, and waits for servers, after a line for people on each command."""
-    topology, trusted = experiment.config.topology, _trusted_key(workdir)
+    topology, trusted = experiment.config.topology, run_directory.trusted_key(workdir)
+    assert trusted is not None  # the orchestrator has its key
     # Before `serve`: workers that are already running ask for them immediately.
     rollouts.servers = topology.servers
     token_file = topology.control_token_file or str(workdir / "control.token")
@@ -217,7 +213,7 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
     """Returns the arguments of `python -m` that start the inference server of a run on its published weights."""
     engine = experiment.engine
     command = ["inference.serve", "--weights", str(weights), "--port", "0"]
-    if key := run_directory.root_file(workdir) or run_directory.public_key(workdir):
+    if key := run_directory.trusted_key(workdir):
         command += ["--weights_key", key]
     for name in ("num_slots", "max_model_len", "prefill_batch", "prefill_chunk", "steps_per_call"):
         command += [f"--{name}", str(getattr(engine, name))]
