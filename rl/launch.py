@@ -71,7 +71,7 @@ def start_rollout_system(
         else:
             url = assembly.serve(rollouts, experiment.config, workdir, stack)
             _say_elsewhere(experiment, workdir, weights, url, start, on_wait)
-        entry = broadcast.entry_of(weights, version, key=assembly.trusted_key(workdir))
+        entry = broadcast.entry_of(weights, version, key=run_directory.trusted_key(workdir))
         if entry is None:
             raise ValueError(
                 f"version {version} under {weights} is not in the signed head; publish it before the start"
@@ -99,7 +99,8 @@ def _start_here(experiment, workdir, weights, rollouts, start: Callable, stack: 
 
 def _say_elsewhere(experiment, workdir, weights, url: str, start: Callable, on_wait: Callable[[str], None]) -> None:
     """Starts a relay of the weights, with a line for people on each command to run elsewhere."""
-    topology, trusted = experiment.config.topology, assembly.trusted_key(workdir)
+    topology, trusted = experiment.config.topology, run_directory.trusted_key(workdir)
+    assert trusted is not None  # a run has its key before it is announced
     command = ["sharding.relay", "--upstream", str(weights), "--host", topology.relay_host]
     command += ["--port", str(topology.relay_port), "--trusted_key", trusted]
     run = run_directory.signing_key(workdir).worker
@@ -120,7 +121,7 @@ def _say_elsewhere(experiment, workdir, weights, url: str, start: Callable, on_w
 def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path) -> list[str]:
     """Returns the arguments of `python -m` that start the inference server of a run on its published weights."""
     command = ["inference.serve", "--weights", str(weights), "--port", "0"]
-    if key := run_directory.root_file(workdir) or run_directory.public_key(workdir):
+    if key := run_directory.trusted_key(workdir):
         command += ["--weights_key", key]
     if experiment.server_mesh:
         command += ["--mesh", ",".join(f"{axis}={size}" for axis, size in experiment.server_mesh.items())]

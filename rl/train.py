@@ -200,6 +200,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
         return
     envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
     config_rules.check_tolerances(config)
+    config_rules.check_stakes(config)
     if file := verifier.bands_file(config):
         _check_file("trust.bands", str(file), "the file that `python -m rl.validator calibrate` wrote")
         verifier.load_bands(file)

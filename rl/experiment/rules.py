@@ -108,9 +108,7 @@ def _check_evaluation_sets(evaluation: config_dict.ConfigDict) -> None:
 
 
 def check_tolerances(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError if a run without bands allows more than float32 needs, or its ledger of stakes is not a good one.
-
-    No test of replays bounds the gain of a worker that uses the room.
+    """Raises ValueError if a run without bands allows more than float32 needs: no test of replays bounds the gain of a worker that uses it.
 
     With room of 0.02 a worker may choose 1 token in 80; with 0.05 it may bias each importance ratio by 5 %. Workdirs of earlier
     versions are read without this rule.
@@ -119,6 +117,10 @@ def check_tolerances(config: config_dict.ConfigDict) -> None:
         if not config.trust.bands and config.trust[name] > limit:
             found = f"trust.{name} = {config.trust[name]} exceeds {limit} and trust.bands is '': workers can live in that room"
             raise ValueError(f"{found}; lower it, or set trust.bands = 'auto' or to a file of `rl.validator calibrate`")
+
+
+def check_stakes(config: config_dict.ConfigDict) -> None:
+    """Raises ValueError if `trust.stake_ledger` is not a good ledger."""
     if file := config.trust.stake_ledger:
         try:
             ledger.Ledger(file).close()

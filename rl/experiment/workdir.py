@@ -178,6 +178,11 @@ def public_key(workdir: pathlib.Path) -> str | None:
     return signing_key(workdir).worker if (workdir / "weights.key").exists() else None
 
 
+def trusted_key(workdir: pathlib.Path) -> str | None:
+    """Returns the argument of `--weights_key` for this run: its root file, else its public key, or None if it has neither."""
+    return root_file(workdir) or public_key(workdir)
+
+
 def root_file(workdir: pathlib.Path) -> str:
     """Returns the path of the run's root file (`python -m sharding.broadcast keys`), by which its key is replaced, or ""."""
     file = workdir / "root.json"

@@ -43,7 +43,7 @@ def make(
     records = server_records.ServerRecords(server_keys, config.trust.max_attempts, **rates)
     evidence = evidence_log.EvidenceLog(bands, count_once=True, servers=records.keys)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
-    params = verifier.published(str(weights), keep=keep, key=trusted_key(workdir))
+    params = verifier.published(str(weights), keep=keep, key=run_directory.trusted_key(workdir))
     validator = verifier.Validator(experiment.model, params, rules, evidence)
     rollouts = orchestrator.Orchestrator(
         config,
@@ -82,11 +82,6 @@ def serve(rollouts: orchestrator.Orchestrator, config, workdir: pathlib.Path, st
 def token_file(config, workdir: pathlib.Path) -> str:
     """Returns the file of the token of all control listeners of a run."""
     return config.topology.control_token_file or str(workdir / "control.token")
-
-
-def trusted_key(workdir: pathlib.Path) -> str:
-    """Returns the root file of a run that has one, else its public key: that which signs its published weights."""
-    return run_directory.root_file(workdir) or run_directory.signing_key(workdir).worker
 
 
 def worker_keys(config, workdir: pathlib.Path) -> list[pathlib.Path]:

@@ -333,7 +333,7 @@ def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, Mea
     version = broadcast.latest(str(weights)) if args.version is None else args.version
     if version is None:
         raise ValueError(f"{weights} contains no published weights; run python -m rl.train first")
-    trusted = run_directory.root_file(pathlib.Path(workdir)) or run_directory.public_key(pathlib.Path(workdir))
+    trusted = run_directory.trusted_key(pathlib.Path(workdir))
     get = verifier.published(str(weights), key=trusted)
     replayed = dataclasses.replace(exp.model, dtype=args.replay_dtype or exp.model.dtype)
     validator = verifier.Validator(replayed, lambda version, epoch: get(version), rules_lib.Rules.of(exp.config))

@@ -66,12 +66,9 @@ class EvidenceLog:
         group = [(rollout, evidence) for rollout, (_, evidence) in zip(rollouts, group, strict=True)]
         worker = group[0][0].worker
         with self._lock:
-            new = [(rollout, evidence) for rollout, evidence in group if self._mark("replay", rollout)]
-            if self._bands is None or not new:
-                return
-            for _, evidence in new:
-                self._test(worker).add(evidence)
-            self._test(worker).add_group([evidence.error_N for _, evidence in new], [r.reward for r, _ in new])
+            new = [evidence for rollout, evidence in group if self._mark("replay", rollout)]
+            if self._bands is not None and new:
+                self._test(worker).add(new)
 
     def attributed(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[rollout_lib.Rollout]:
         """Returns the rollouts with the node that answers for each as its `worker`: the one server of its whole group, or its worker."""

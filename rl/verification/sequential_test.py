@@ -16,7 +16,11 @@ A cheat that moves each token a little passes every limit on a single rollout. I
 6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. The bets are
    on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits, or chooses among tokens.
 7. Claims are compared with those of other workers in the same step (rl/verification/peers.py), without a replay.
-8. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
+8. Completions of a group that share tokens share the rounding errors there. A sum over a group is divided by the largest standard
+   deviation that any such dependence allows (`_tree_squares`), and n equal completions share one bet on their mean. Otherwise a policy
+   that has converged, and repeats one completion, would multiply its bets on one error. Draws are independent even then: `shape` and
+   `ties` count every sample.
+9. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
    (alpha 6 / (pi k)^2 in epoch k), so that long honesty does not pay for later cheating. Summed over streams and epochs, an
    honest worker is flagged with probability at most ALPHA in its whole life.
 
@@ -24,6 +28,7 @@ The guarantee needs correct bands: an honest backend whose means exceed them wil
 measures them. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -49,7 +54,7 @@ STREAMS = {
     "claims": "claims",
     "error": "rollouts",
     "bias": "rollouts",
-    "advantage": "groups",
+    "advantage": "rollouts",
     "ties": "rollouts",
     "peers": "steps",
 }
@@ -92,10 +97,16 @@ class Evidence:
     logprob: float
     proof: float
     shape: np.ndarray
-    num_tokens: int
+    reward: float
+    token_N: np.ndarray  # sampled
     error_N: np.ndarray  # claimed minus replayed log-probability of each token
     gap_N: np.ndarray  # nats between the two best tokens, or between the best and the drawn one
     is_second_N: np.ndarray  # the drawn token is not the best
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of sampled tokens, N."""
+        return len(self.token_N)
 
 
 class SequentialTest:
@@ -116,34 +127,22 @@ class SequentialTest:
         """The number of rollouts that were replayed."""
         return self._counts["rollouts"]
 
-    def add(self, evidence: Evidence) -> str | None:
-        """Adds the evidence of one replayed rollout. Returns the flag: None, or why the worker counts as a cheat."""
+    def add(self, group: Sequence[Evidence]) -> str | None:
+        """Adds the evidence of replayed samples of one group. Returns the flag: None, or why the worker counts as a cheat."""
         assert (bands := self._bands) is not None
-        gains = {}
-        for name in ("margin", "logprob", "proof"):
-            m, x = getattr(bands, name), getattr(evidence, name)
-            gain = ((x if x < 1 else 1.0) - m) / m  # NaN counts as 1: it would stop the bets for ever
-            gains[name] = np.array([math.log1p(f * gain) for f in BETS])
-        gains["shape"] = evidence.shape - bands.shape * evidence.num_tokens
-        root, num = math.sqrt(evidence.num_tokens), evidence.num_tokens
-        gains["error"] = _slope_gains(evidence.logprob * num, bands.logprob * num, bands.scatter * root)
-        signs_N = bands.signs(evidence.error_N)
-        gains["bias"] = _signed_gains(signs_N.sum(), bands.bias * num, bands.spread * root)
-        gains["ties"] = _tie_gains(bands, evidence)
-        self._add("rollouts", gains)
-        return self.flag
-
-    def add_group(self, errors: Sequence[np.ndarray], rewards: Sequence[float]) -> str | None:
-        """Adds the errors of a group's claims, [N] of each sample, to the test against their advantages. Returns the flag."""
-        assert (bands := self._bands) is not None
-        signs = [bands.signs(error_N) for error_N in errors]
-        center = np.concatenate(signs).mean()  # a shift of all samples alike favors none
-        advantages = np.array(rewards) - np.mean(rewards)
-        # Differences within the tolerance of claimed rewards are no advantage: ties that a cheat breaks would dilute its evidence.
-        advantages *= np.abs(advantages) > 1e-5 * max(1.0, np.abs(rewards).max())
-        total = sum(a * (sign_N - center).sum() for a, sign_N in zip(advantages, signs, strict=True))
-        scale = math.sqrt(sum(a * a * len(sign_N) for a, sign_N in zip(advantages, signs, strict=True)))
-        self._add("groups", {"advantage": _signed_gains(total, 0.0, bands.spread * scale)})
+        trees, counts = [one.token_N for one in group], np.array([one.num_tokens for one in group])
+        gains = {name: _mean_gains(group, name, getattr(bands, name)) for name in ("margin", "logprob", "proof")}
+        gains["shape"] = np.sum([one.shape - bands.shape * one.num_tokens for one in group], axis=0)
+        gains["ties"] = np.sum([_tie_gains(bands, one) for one in group], axis=0)
+        signs = np.array([bands.signs(one.error_N).sum() for one in group])
+        root = math.sqrt(_tree_squares(trees, np.ones(len(group))))
+        total = sum(one.logprob * one.num_tokens for one in group)
+        gains["error"] = _slope_gains(total, bands.logprob * counts.sum(), bands.scatter * root)
+        gains["bias"] = _signed_gains(signs.sum(), bands.bias * counts.sum(), bands.spread * root)
+        weights = _advantages([one.reward for one in group], counts)
+        scale = bands.spread * math.sqrt(_tree_squares(trees, weights))
+        gains["advantage"] = _signed_gains(float(weights @ signs), 0.0, scale)
+        self._add("rollouts", gains, len(group))
         return self.flag
 
     def add_claims(self, ratio_K: np.ndarray) -> str | None:
@@ -156,18 +155,19 @@ class SequentialTest:
         self._add("steps", {"peers": ratio_K})
         return self.flag
 
-    def _add(self, kind: str, gains: dict[str, np.ndarray]) -> None:
-        """Adds log gains to the statistics that they are named for; all come from one thing of this kind (a value of STREAMS)."""
-        count = self._counts[kind]
-        epoch, place = divmod(count, self._epoch_length)
+    def _add(self, kind: str, gains: dict[str, np.ndarray], num: int = 1) -> None:
+        """Adds log gains to the statistics that they are named for; all come from `num` things of this kind (a value of STREAMS)."""
+        last = self._counts[kind] + num
+        epoch = (last - 1) // self._epoch_length
+        is_new = epoch > (self._counts[kind] - 1) // self._epoch_length
         limit = math.log(len(STREAMS) / self._alpha * math.pi**2 / 6 * (epoch + 1) ** 2)
         for name, gain_K in gains.items():
-            total_K = gain_K if place == 0 else self._log_evidence[name] + gain_K
+            total_K = gain_K if is_new else self._log_evidence[name] + gain_K
             self._log_evidence[name] = np.clip(total_K, -MAX_LOG_EVIDENCE, MAX_LOG_EVIDENCE)
             found = log_mean_exp(self._log_evidence[name])
             if found >= limit and self.flag is None:
-                self.flag = f"{name}: e^{found:.1f} to 1 after {count + 1} {kind}, e^{limit:.1f} is enough"
-        self._counts[kind] += 1
+                self.flag = f"{name}: e^{found:.1f} to 1 after {last} {kind}, e^{limit:.1f} is enough"
+        self._counts[kind] = last
 
     def state(self) -> dict:
         """Returns the counts, the flag, and the evidence of this test as plain JSON, for `restored`."""
@@ -186,6 +186,47 @@ class SequentialTest:
         test._counts = {kind: state.get(f"num_{kind}", 0) for kind in test._counts}
         test._log_evidence |= {name: np.array(values, np.float64) for name, values in state["log_wealth"].items()}
         return test
+
+
+def _advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
+    """Returns the advantages of a group's samples, less their mean over tokens: a shift of all errors alike favors none."""
+    advantages = np.array(rewards) - np.mean(rewards)
+    # Differences within the tolerance of claimed rewards are no advantage: ties that a cheat breaks would dilute its evidence.
+    advantages *= np.abs(advantages) > 1e-5 * max(1.0, np.abs(rewards).max())
+    return advantages - advantages @ counts / max(counts.sum(), 1)
+
+
+def _tree_squares(completions: Sequence[np.ndarray], weights: np.ndarray, depth: int = 0) -> float:
+    """Returns a bound on the variance of a weighted sum of errors, one per token, each of variance 1.
+
+    Completions that agree up to a token have errors there that may be the same, or independent, or anything between: the square of the
+    sum of their weights, or the sum of the squares, whichever is larger. Summed over the tree of shared prefixes.
+    """
+    if not len(completions):
+        return 0.0
+    end = min(map(len, completions))
+    rows = np.stack([tokens[depth:end] for tokens in completions])
+    differs = (rows != rows[0]).any(axis=0)
+    shared = int(differs.argmax()) if differs.any() else end - depth
+    total = shared * max(float(weights @ weights), float(weights.sum()) ** 2)
+    depth += shared
+    following = np.array([tokens[depth] if len(tokens) > depth else -1 for tokens in completions])
+    for token in np.unique(following[following >= 0]):
+        is_own = following == token
+        own = [tokens for tokens, has_it in zip(completions, is_own, strict=True) if has_it]
+        total += _tree_squares(own, weights[is_own], depth)
+    return total
+
+
+def _mean_gains(group: Sequence[Evidence], name: str, m: float) -> np.ndarray:
+    """Returns log bets [len(BETS)] that a mean difference exceeds `m`; equal completions share one, in proportion to their number."""
+    equal = collections.defaultdict(list)
+    for one in group:
+        x = getattr(one, name)
+        equal[one.token_N.tobytes()].append(x if x < 1 else 1.0)  # NaN counts as 1: it would stop the bets for ever
+    most = max(map(len, equal.values()))
+    stakes = np.array(BETS) / most
+    return np.sum([np.log1p(stakes * len(xs) * (np.mean(xs) - m) / m) for xs in equal.values()], axis=0)
 
 
 def _slope_gains(total: float, allowed: float, scale: float) -> np.ndarray:

@@ -83,10 +83,9 @@ def _until(rollouts, alone, evidence, bands: sequential_test.Bands) -> float:
         test.add_claims(
             sequential_test.claims_ratio(checks.exponential_noise([rollout])[0]) * (rollout.temperature > 0)
         )
-        test.add(one)
-        group.append((one.error_N, rollout.reward))
+        group.append(one)
         if n % GROUP == 0:
-            test.add_group(*zip(*group, strict=True))
+            test.add(group)
             group = []
         if test.flag:
             return n

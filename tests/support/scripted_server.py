@@ -53,8 +53,8 @@ class Scripted(engine_lib.Engine):
             if sample is None or not counts[slot]:
                 continue
             prompt = TOK.decode(list(sample.group.request.tokens), skip_special=False)
-            said = self.script(prompt)[len(sample.completion.tokens) :][: counts[slot]]
-            tokens[slot, : len(said)], counts[slot] = said, len(said)
+            next_tokens = self.script(prompt)[len(sample.completion.tokens) :][: counts[slot]]
+            tokens[slot, : len(next_tokens)], counts[slot] = next_tokens, len(next_tokens)
         return tokens, logprobs, counts
 
 

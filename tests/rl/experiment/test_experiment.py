@@ -250,7 +250,7 @@ def test_a_run_without_bands_leaves_no_room_to_live_in(tmp_path):
     for name, error in (("none", "no ledger at .*none"), ("text", ".*text is not a ledger")):
         config = resolved(trust__admission="stake", trust__stake_ledger=str(tmp_path / name)).config
         with pytest.raises(ValueError, match=f"trust.stake_ledger: {error}.* recipe"):
-            rules.check_tolerances(config)
+            rules.check_stakes(config)
 
 
 def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):

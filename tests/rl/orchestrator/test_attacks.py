@@ -153,7 +153,7 @@ def test_a_restart_reveals_no_draw_and_forgives_no_caught_worker(tmp_path):
 
 @pytest.mark.parametrize("num_honest", [32, 128])
 def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_honest):
-    """A worker earns trust by honest work, then spends it at once: one forged group per 32 honest ones is trained on, on average."""
+    """A worker that turns to forging after honest work gets one forged group trained on per 32 honest ones, on average."""
     gains = []
     for secret in range(24):
         exp = resolve(rl__prompts_per_step=64, rl__num_steps=1)

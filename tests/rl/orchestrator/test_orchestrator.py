@@ -915,7 +915,7 @@ def test_the_routes(make):
 
 
 def test_a_full_disk_ends_the_run_and_leaves_its_workers_an_answer(make, caplog):
-    """Each worker's request was a traceback in the output of the run, before the line that says what to do."""
+    """A request that fails with the run prints no traceback ahead of the line with the remedy."""
 
     def screen(rollouts, split):
         raise OSError("ledger.db cannot be written")

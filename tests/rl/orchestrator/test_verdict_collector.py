@@ -212,7 +212,7 @@ def test_a_copy_of_an_earlier_reply_fails_no_run():
 
 
 def test_a_group_that_waits_for_an_excluded_validator_is_void(monkeypatch):
-    """Two validators contradict each other on the group of step 1. The third cannot be reached then, and is excluded for lies on step 2."""
+    """Two validators contradict each other on the group of step 1. The third is down then, and is excluded for its verdicts on step 2."""
     order = types.SimpleNamespace(sample=lambda three, _: [three[0], three[2], three[1]])
     monkeypatch.setattr(verdict_collector.random, "SystemRandom", lambda: order)
     released = threading.Event()

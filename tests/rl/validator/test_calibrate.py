@@ -76,7 +76,7 @@ def test_scales_and_ties_hold_for_the_rollouts_they_were_measured_on():
     bands = dataclasses.replace(calibrate.FLOORS, tie_span=0.1)
     error_N, gap_N = rng.normal(0, 0.01, 4000), rng.uniform(0, 1, 4000)
     is_second_N = gap_N < np.abs(rng.normal(0, 0.01 * 2**0.5, 4000)) * rng.choice([0, 1], 4000)
-    one = sequential_test.Evidence(0, 0, 0, np.zeros(4), 4000, error_N, gap_N, is_second_N)
+    one = sequential_test.Evidence(0, 0, 0, np.zeros(4), 0.0, np.zeros(4000), error_N, gap_N, is_second_N)
     shares = calibrate._ties(bands, [[one]])
     assert shares[0] == calibrate.LEAST_TIES and shares[-1] >= 0.5 and shares[2] < shares[6] < shares[10]
     for k, share in enumerate(shares):

@@ -23,7 +23,7 @@ from rl.verification import checks, sequential_test
 from tests.rl.validator import test_service as stand
 from tests.support import ledgers
 
-FLAGRANT = sequential_test.Evidence(0.3, 0.0, 0.0, 0.0, 5, *[np.zeros(0)] * 3)  # of margin, against a band of 0.1
+FLAGRANT = sequential_test.Evidence(0.3, 0.0, 0.0, 0.0, 0.0, *[np.zeros(0)] * 4)  # of margin, against a band of 0.1
 MANY = dataclasses.replace(stand.RULES, groups=lambda step: [stand.prescribed(step, g) for g in range(400)])
 
 
@@ -130,13 +130,11 @@ def test_a_file_of_more_groups_than_an_event_names_is_refused_and_no_offence(res
 
 def test_what_is_no_number_is_evidence_of_the_worst():
     """And does not stop the bets for ever."""
-    nothing = dataclasses.replace(
-        FLAGRANT, margin=float("nan"), shape=sequential_test.np.zeros(len(sequential_test.TILTS))
-    )
+    nothing = dataclasses.replace(FLAGRANT, margin=float("nan"), shape=np.zeros(len(sequential_test.TILTS)))
     records = sequential_test.SequentialTest(stand.BANDS), sequential_test.SequentialTest(stand.BANDS)
     for _ in range(20):
-        records[0].add(nothing)
-        records[1].add(dataclasses.replace(nothing, margin=7.0))
+        records[0].add([nothing])
+        records[1].add([dataclasses.replace(nothing, margin=7.0)])
     assert records[0].state() == records[1].state() and records[0].flag.startswith("margin: ")
 
 
@@ -148,9 +146,7 @@ def test_wealth_goes_on_where_it_was(restart):
         sha = stand.put(service, f"{number}.parquet", stand.group(number, step=1 + number // 2, version=number // 2))
         status = stand.ask(service, f"{number}.parquet", sha)
         for _ in range(stand.G):
-            accused = whole.add(
-                dataclasses.replace(FLAGRANT, shape=sequential_test.np.zeros(len(sequential_test.TILTS)))
-            )
+            accused = whole.add([dataclasses.replace(FLAGRANT, shape=np.zeros(len(sequential_test.TILTS)))])
         service = restart()
         found, expected = service._validator.evidence.tests[stand.KEY.worker].state(), whole.state()
         assert (

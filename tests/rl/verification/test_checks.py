@@ -362,15 +362,15 @@ BANDS = sequential_test.Bands(margin=0.01, logprob=0.01, proof=0.05, shape=1e-6)
 NOTHING = np.zeros(len(sequential_test.TILTS))
 
 
-def evidence(margin=0.0, logprob=0.0, proof=0.0, shape=NOTHING, num_tokens=32):
-    tokens = np.zeros(num_tokens), np.ones(num_tokens), np.zeros(num_tokens, bool)  # no errors, no ties
-    return sequential_test.Evidence(margin, logprob, proof, shape, num_tokens, *tokens)
+def evidence(margin=0.0, logprob=0.0, proof=0.0, shape=NOTHING, num_tokens=32, reward=0.0):
+    tokens = np.arange(num_tokens), np.zeros(num_tokens), np.ones(num_tokens), np.zeros(num_tokens, bool)
+    return sequential_test.Evidence(margin, logprob, proof, shape, reward, *tokens)  # no errors, no ties
 
 
 def until(record, draw, limit=2000):
     """Rollouts until the accusation, or None."""
     for n in range(1, limit + 1):
-        if record.add(draw()):
+        if record.add([draw()]):
             return n
     return None
 
@@ -380,7 +380,7 @@ def test_wealth_is_the_average_of_products(stream):
     """Compares with a calculation by hand: rollouts above the band, with no number (it counts as 1), and at 0."""
     record, m = sequential_test.SequentialTest(BANDS), getattr(BANDS, stream)
     for x in (3 * m, np.nan, 0.0):
-        record.add(evidence(**{"margin": 0.01, "logprob": 0.01, "proof": 0.05} | {stream: x}))
+        record.add([evidence(**{"margin": 0.01, "logprob": 0.01, "proof": 0.05} | {stream: x})])
     expected = np.mean([(1 + f * 2) * (1 + f * (1 - m) / m) * (1 - f) for f in sequential_test.BETS])
     log_mean = {name: sequential_test.log_mean_exp(np.array(v)) for name, v in record.state()["log_wealth"].items()}
     assert log_mean[stream] == pytest.approx(math.log(expected), rel=1e-12)
@@ -436,38 +436,121 @@ def log_bets(test, name):
     return test.state()["log_wealth"][name]
 
 
+def two_sided(total, allowed, scale):
+    up, down = (min(5, (side * total - allowed) / scale) for side in (1, -1))
+    out = [[a * x - a * a / 2 for a in sequential_test.SLOPES] for x in (up, down)]
+    return [*out[0], *out[1], *(math.log((math.exp(u) + math.exp(d)) / 2) for u, d in zip(*out, strict=True))]
+
+
 @pytest.mark.parametrize("shift", [0.0, 0.004, -0.02, np.nan])
 def test_signed_errors_are_bet_on_in_all_directions(shift):
-    """Compares with sums by hand: signs in units of the band, limited to 1, of one rollout and of a group of three."""
+    """Compares with sums by hand: signs in units of the band, limited to 1, of one rollout."""
     errors = [np.random.default_rng(i).normal(shift, 0.01, n) for i, n in enumerate((5, 40, 200))]
     signs = [[max(-1.0, min(1.0, (0.01 if math.isnan(e) else e) / 0.01)) for e in error_N] for error_N in errors]
     test = sequential_test.SequentialTest(MEASURED)
     logprob = shift if math.isnan(shift) else 0.02
-    test.add(dataclasses.replace(evidence(num_tokens=40, logprob=logprob), error_N=errors[1]))
-
-    def bets(total, allowed, scale):
-        up, down = (min(5, (side * total - allowed) / scale) for side in (1, -1))
-        out = [[a * x - a * a / 2 for a in sequential_test.SLOPES] for x in (up, down)]
-        return [*out[0], *out[1], *(math.log((math.exp(u) + math.exp(d)) / 2) for u, d in zip(*out, strict=True))]
-
-    np.testing.assert_allclose(log_bets(test, "bias"), bets(sum(signs[1]), 0.05 * 40, 0.8 * math.sqrt(40)), rtol=1e-9)
+    test.add([dataclasses.replace(evidence(num_tokens=40, logprob=logprob), error_N=errors[1])])
+    np.testing.assert_allclose(
+        log_bets(test, "bias"), two_sided(sum(signs[1]), 0.05 * 40, 0.8 * math.sqrt(40)), rtol=1e-9
+    )
     excess = min(5, (logprob - 0.01) * 40 / (0.02 * math.sqrt(40)))  # 5 if it is no number
     np.testing.assert_allclose(log_bets(test, "error"), [a * excess - a * a / 2 for a in sequential_test.SLOPES])
-    test.add_group(errors, [0.0, 1.0, 0.25])
-    every, mean = [z for one in signs for z in one], 1.25 / 3
-    center = sum(every) / len(every)
-    total = sum((r - mean) * (z - center) for r, one in zip((0, 1, 0.25), signs, strict=True) for z in one)
-    scale = 0.8 * math.sqrt(sum((r - mean) ** 2 * len(one) for r, one in zip((0, 1, 0.25), signs, strict=True)))
-    np.testing.assert_allclose(log_bets(test, "advantage"), bets(total, 0, scale), rtol=1e-9)
-    test.add_group(errors, [1.0, 1.0 + 1e-6, 1.0])  # no advantage beyond the tolerance of claims, no bet
-    np.testing.assert_allclose(log_bets(test, "advantage"), bets(total, 0, scale), rtol=1e-9)
+    assert not any(log_bets(test, "advantage"))  # one sample has none
+
+
+def in_group(tokens, error_N, reward=0.0, **values):
+    logprob = np.abs(error_N).mean()
+    one = evidence(**{"logprob": logprob, "num_tokens": len(tokens), "reward": reward} | values)
+    return dataclasses.replace(one, token_N=np.array(tokens), error_N=np.array(error_N))
+
+
+def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_tokens():
+    """Compares with a loop over all prefixes: completions that agree up to a token may have the same error there, or any other."""
+    texts, rewards = (
+        [(1, 2, 3), (1, 2, 3), (1, 2, 4, 5), (1, 2), (9,), (1, 2, 3, 3)],
+        (1.0, 1.0, 0.0, 0.25, 0.0, 1 + 1e-9),
+    )
+    rng = np.random.default_rng(3)
+    errors = [rng.normal(0.004, 0.01, len(text)) for text in texts]
+    test = sequential_test.SequentialTest(MEASURED)
+    test.add([in_group(*one) for one in zip(texts, errors, rewards, strict=True)])
+
+    def scale(weights):
+        prefixes = [[text[: n + 1] for n in range(len(text))] for text in texts]
+        total = 0.0
+        for prefix in {prefix for one in prefixes for prefix in one}:
+            own = [weight for weight, one in zip(weights, prefixes, strict=True) if prefix in one]
+            total += max(sum(own) ** 2, sum(w * w for w in own))
+        return math.sqrt(total)
+
+    signs = [sum(max(-1.0, min(1.0, e / 0.01)) for e in error_N) for error_N in errors]
+    num_tokens, total = 17, sum(abs(e) for error_N in errors for e in error_N)
+    np.testing.assert_allclose(log_bets(test, "bias"), two_sided(sum(signs), 0.05 * 17, 0.8 * scale([1] * 6)))
+    excess = min(5, (total - 0.01 * num_tokens) / (0.02 * scale([1] * 6)))
+    np.testing.assert_allclose(log_bets(test, "error"), [a * excess - a * a / 2 for a in sequential_test.SLOPES])
+    # An advantage counts from the mean of all tokens, so that a shift of all errors alike favors none.
+    per_token = sum(r * len(text) for r, text in zip(rewards, texts, strict=True)) / num_tokens
+    weights = [r - per_token for r in rewards]
+    favored = sum(w * sign for w, sign in zip(weights, signs, strict=True))
+    expected = two_sided(favored, 0, 0.8 * scale(weights))
+    np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-6)
+    test.add(
+        [
+            in_group(text, error_N, 1 + 1e-6 * (n == 1))
+            for n, (text, error_N) in enumerate(zip(texts, errors, strict=True))
+        ]
+    )
+    # No advantage beyond the tolerance of claims, no bet.
+    np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-6)
+
+
+def test_equal_completions_share_one_bet_on_their_mean():
+    texts, margins = [(1, 2), (1, 2), (1, 2), (3, 4)], (0.03, 0.0, np.nan, 0.02)
+    test, nothing = sequential_test.SequentialTest(BANDS), np.zeros(2)
+    test.add([in_group(text, nothing, margin=m, shape=NOTHING + 1) for text, m in zip(texts, margins, strict=True)])
+    mean = 1.03 / 3
+    expected = [math.log1p(f * (mean / 0.01 - 1)) + math.log1p(f / 3 * (0.02 / 0.01 - 1)) for f in sequential_test.BETS]
+    np.testing.assert_allclose(log_bets(test, "margin"), expected)
+    np.testing.assert_allclose(log_bets(test, "shape"), 4 - 8 * BANDS.shape)  # each draw counts
+
+
+@pytest.mark.parametrize("epoch, num_kept", [(6, 1), (7, 1), (8, 1), (9, 3), (12, 3)])
+def test_a_group_that_ends_in_the_next_epoch_begins_it(epoch, num_kept):
+    test = sequential_test.SequentialTest(BANDS, epoch=epoch)
+    for _ in range(3):
+        test.add([evidence(margin=0.01, shape=NOTHING + 1)] * 3)
+    assert test.num_rollouts == 9
+    np.testing.assert_allclose(log_bets(test, "shape"), 3 * num_kept * (1 - 32 * BANDS.shape))
+
+
+@pytest.mark.parametrize("repeats", [1, 4, 16])
+def test_a_policy_that_repeats_its_completions_is_no_cheat(repeats):
+    """Equal completions have equal errors and rewards. A worker that errs by its advantage is still found, in spite of repeats."""
+
+    # Mutation seen to fail here: the sum of the squares of all weights as the variance, as if all samples were independent.
+    def flagged(favor, seed):
+        rng, test = np.random.default_rng(seed), sequential_test.SequentialTest(MEASURED, alpha=0.05)
+        for number in range(64):
+            group = []
+            for n in range(16 // repeats):
+                reward = float(rng.random() < 0.5)
+                error_N = rng.choice([-0.006, 0.006], 12) + favor * (reward - 0.5)
+                group += [in_group([number, n, *range(10)], error_N, reward)] * repeats
+            if test.add(group):
+                return test.flag.split(":")[0], number
+        return None
+
+    found = [flagged(0.0, seed) for seed in range(60)]
+    assert sum(one is not None for one in found) <= 60 * 0.05 + 4 * math.sqrt(60 * 0.05), found
+    if repeats < 16:  # one distinct completion has no advantage
+        assert flagged(0.01, 0)[0] == "advantage"
 
 
 def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
     """Compares with odds by hand; a worker whose noise is twice as wide, or that chooses, is found, and an honest one is not."""
     gap_N, is_second_N = np.array([0.19, 0.13, 0.12, 0.3, 1e-9]), np.array([True, False, True, False, True])
     test = sequential_test.SequentialTest(MEASURED)
-    test.add(dataclasses.replace(evidence(num_tokens=5), gap_N=gap_N, is_second_N=is_second_N))
+    test.add([dataclasses.replace(evidence(num_tokens=5), gap_N=gap_N, is_second_N=is_second_N)])
     ties = MEASURED.ties
 
     def odds(k, share, shift):
@@ -498,7 +581,7 @@ def test_streams_of_later_versions_start_empty_in_a_state_of_an_earlier_one():
     old = {"num_rollouts": 7, "num_claims": 9, "accused": None, "log_wealth": {"margin": [0.5, 0.1, 0.0]}}
     test = sequential_test.SequentialTest.restored(MEASURED, old)
     assert test.num_rollouts == 7 and log_bets(test, "margin") == [0.5, 0.1, 0.0]
-    assert test.add(evidence()) is None and test.add_group([np.zeros(3)], [1.0]) is None
+    assert test.add([evidence()]) is None
     assert sequential_test.SequentialTest.restored(MEASURED, test.state()).state() == test.state()
 
 
@@ -617,7 +700,7 @@ def test_each_epoch_has_its_own_stricter_threshold(epoch):
 
             def feed(values, test=test, add=add):
                 values = np.array(values)
-                return test.add(evidence(shape=values)) if add == "shape" else test.add_claims(values)
+                return test.add([evidence(shape=values)]) if add == "shape" else test.add_claims(values)
 
             for _ in range(10 * (epoch - 1)):
                 assert feed(none) is None
@@ -627,7 +710,7 @@ def test_each_epoch_has_its_own_stricter_threshold(epoch):
 def test_an_accusation_names_its_stream_and_stays():
     record = sequential_test.SequentialTest(BANDS)
     assert until(record, lambda: evidence(logprob=0.5)) <= 5
-    assert record.flag.startswith("logprob: e^") and record.add(evidence()) == record.flag
+    assert record.flag.startswith("logprob: e^") and record.add([evidence()]) == record.flag
     huge = sequential_test.SequentialTest(BANDS)
-    huge.add(evidence(shape=np.array([1e300, np.inf, -1e300, 0])))
+    huge.add([evidence(shape=np.array([1e300, np.inf, -1e300, 0]))])
     assert huge.flag.startswith("shape: ") and np.isfinite(huge.state()["log_wealth"]["shape"]).all()

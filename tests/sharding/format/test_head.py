@@ -119,7 +119,7 @@ def test_a_restart_remembers_the_manifests_of_numbers_that_the_newest_head_no_lo
     (tmp_path / "head.jsonl.manifests").write_bytes(lines[:-9])
     with pytest.raises(ValueError, match="head.jsonl.manifests, is damaged .* delete it, which forgets them"):
         verifier(floor=floor)
-    floor.unlink()  # as the error for a damaged head says: without it, nothing is remembered
+    floor.unlink()  # the remedy in the error for a damaged head: without the file, nothing is remembered
     assert verifier(floor=floor).accept(signed([entry(4, content=b"!")], 1)).versions
 
 

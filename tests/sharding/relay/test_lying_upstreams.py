@@ -31,7 +31,7 @@ def pub(tmp_path):
 
 
 @contextlib.contextmanager
-def beside(pub, *behaviors):
+def with_liars(pub, *behaviors):
     """Runs an honest relay and liars; yields their URLs, the liars' first, and the liars."""
     with contextlib.ExitStack() as stack:
         origin = stack.enter_context(proxy.running(pub))
@@ -55,7 +55,8 @@ PHANTOMS = (
     Behavior(phantoms=9, phantom_manifest="drip"),
     Behavior(phantoms=1, phantom_manifest="hang"),
     Behavior(phantoms=9, phantom_manifest="junk"),
-    Behavior(phantoms=1, phantom_manifest="bomb"),  # raised MemoryError in the only mirror thread, and /health said ok
+    # It once ended the only mirror thread by a MemoryError, while /health stayed "ok".
+    Behavior(phantoms=1, phantom_manifest="bomb"),
 )
 JOURNALS = [Behavior(phantoms=1000, partials=100, journal=kind, listing="flap") for kind in ("trickle", "flood")]
 
@@ -64,7 +65,7 @@ JOURNALS = [Behavior(phantoms=1000, partials=100, journal=kind, listing="flap") 
 def test_liars_do_not_starve_a_relay(pub, tmp_path, trusted_key, has_head):
     if has_head:
         proxy.sign(pub)
-    with beside(pub, *PHANTOMS, *JOURNALS) as (urls, _):
+    with with_liars(pub, *PHANTOMS, *JOURNALS) as (urls, _):
         with proxy.running(urls, tmp_path / "a", trusted_key=trusted_key, options=QUICK) as relay:
             mirrored(relay, 2)
             proxy.publish(pub, 3, proxy.contents(3))
@@ -74,7 +75,7 @@ def test_liars_do_not_starve_a_relay(pub, tmp_path, trusted_key, has_head):
 
 
 def test_liars_do_not_stall_a_client(pub):
-    with beside(pub, *PHANTOMS) as (urls, _):
+    with with_liars(pub, *PHANTOMS) as (urls, _):
         opened = source.open(urls, trusted_key=TRUSTED)  # with the patience that people use
         begun_s = time.monotonic()
         with contextlib.closing(opened):
@@ -86,7 +87,7 @@ def test_liars_do_not_stall_a_client(pub):
 def test_a_relay_that_drips_does_not_use_up_the_time_of_an_object(pub):
     """One liar spoils what several deliver, so that one relay is asked for all: others drip then, and are never silent."""
     drips = [Behavior(objects="drip")] * 3
-    with beside(pub, Behavior(objects="corrupt"), *drips) as (urls, _):
+    with with_liars(pub, Behavior(objects="corrupt"), *drips) as (urls, _):
         options = dataclasses.replace(QUICK, patience_s=15.0, range_bytes=50_000, seed=0)
         with contextlib.closing(source.open(urls, trusted_key=TRUSTED, options=options)) as opened:
             last = opened.manifest(2)[1].objects[-1]
@@ -96,7 +97,7 @@ def test_a_relay_that_drips_does_not_use_up_the_time_of_an_object(pub):
 def test_unsigned_claims_have_bounded_disk_and_log(pub, tmp_path, monkeypatch, capsys):
     """A liar's journal fills its budget once, and is then left alone; so are its errors in the log."""
     monkeypatch.setattr(upstream, "FOLLOWED_BYTES", 2_000_000)
-    with beside(pub, *JOURNALS) as (urls, liars):
+    with with_liars(pub, *JOURNALS) as (urls, liars):
         with proxy.running(urls, tmp_path / "a", trusted_key=TRUSTED, options=QUICK) as relay:
             size = sum(len(data) for n in range(3) for data in proxy.contents(n).values())
             most, deadline_s = 0, time.monotonic() + 5
@@ -286,7 +287,7 @@ def test_a_head_without_its_version_is_not_handed_on(pub, tmp_path):
     """An upstream that has the newest head and withholds the weights takes nothing from the clients of a relay."""
     before = proxy.sign(pub)
     ahead = shutil.copytree(pub, tmp_path / "ahead")
-    with beside(pub) as ([origin], _), lying_upstream.LyingUpstream(ahead, Behavior(objects="missing")) as liar:
+    with with_liars(pub) as ([origin], _), lying_upstream.LyingUpstream(ahead, Behavior(objects="missing")) as liar:
         with proxy.running([liar.url, origin], tmp_path / "a", trusted_key=TRUSTED, options=QUICK) as relay:
             for number in (2, 1, 0):
                 mirrored(relay, number)
