@@ -53,12 +53,8 @@ class Credit:
     def assign(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> tuple[list[packing.Tree], float]:
         """Assigns advantages to P groups of rollouts. Returns (token trees to train on, fraction of groups with only zero advantages)."""
         lengths = [np.array([int(r.sampled_mask.sum()) for r in group]) for group in groups]
-        rewards = [np.array([r.reward for r in group], np.float64) for group in groups]
-        if self.overlong_buffer:
-            limits = {"max_tokens": self.max_tokens, "buffer": self.overlong_buffer}
-            rewards = [r + advantages.overlong_penalty(n, **limits) for r, n in zip(rewards, lengths, strict=True)]
-        advantages_P = advantages.NORMALIZERS[self.normalize](list(map(advantages.ADVANTAGES[self.advantage], rewards)))
-        is_flat = [not np.any(np.abs(advantage_G) > 1e-9) for advantage_G in advantages_P]
+        advantages_P = advantages.NORMALIZERS[self.normalize]([*map(self._advantages, groups, lengths)])
+        is_flat = [_is_flat(advantage_G) for advantage_G in advantages_P]
         taught = [i for i, flat in enumerate(is_flat) if not flat]  # groups that train the policy
         factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
         trees = []
@@ -68,6 +64,16 @@ class Credit:
             elif self.streams:
                 trees += self._trees(group, advantages_P[i], trains=False)
         return trees, float(np.mean(is_flat))
+
+    def has_signal(self, group: Sequence[rollout_lib.Rollout]) -> bool:
+        """Returns False if all advantages of a group are zero before the batch normalizes them."""
+        return not _is_flat(self._advantages(group, np.array([int(r.sampled_mask.sum()) for r in group])))
+
+    def _advantages(self, group: Sequence[rollout_lib.Rollout], length_G: np.ndarray) -> np.ndarray:
+        reward_G = np.array([r.reward for r in group], np.float64)
+        if self.overlong_buffer:
+            reward_G = reward_G + advantages.overlong_penalty(length_G, max_tokens=self.max_tokens, buffer=self.overlong_buffer)
+        return advantages.ADVANTAGES[self.advantage](reward_G)
 
     def _trees(self, group: Sequence[rollout_lib.Rollout], advantage_G, *, trains: bool) -> list[packing.Tree]:
         start = group[0].prompt_length - bool(self.router_replay) if self.share_prompts else 0
@@ -90,3 +96,7 @@ class Credit:
             key = prompt_experts if self.share_prompts else number
             trees.setdefault(key, (prompt_PLX, []))[1].append(branch)
         return [packing.Tree(group[0].tokens[:start], tuple(own), prompt) for prompt, own in trees.values()]
+
+
+def _is_flat(advantage_G: np.ndarray) -> bool:
+    return not np.any(np.abs(advantage_G) > 1e-9)

@@ -17,7 +17,7 @@ from ml_collections import config_dict
 from inference.engine import request
 from inference.server import web
 from rl.ledger import ledger
-from rl.protocol import lease
+from rl.protocol import lease, task_schedule
 
 # Losses that correct the sampler's policy to the learner's old one.
 SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
@@ -26,7 +26,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
         lambda v: 0 <= v < math.inf,
-        "rl.num_steps rl.max_lag rl.max_off_policy warmup.num_steps warmup.learning_rate warmup.eval_every warmup.patience "
+        "rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.tokens_per_step warmup.num_steps warmup.learning_rate warmup.eval_every warmup.patience "
         "optimizer.learning_rate optimizer.warmup_steps optimizer.total_steps optimizer.decay_steps optimizer.weight_decay "
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
@@ -34,10 +34,10 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
     (
         "at least 1",
-        lambda v: v >= 1,
+        lambda v: 1 <= v < math.inf,
         "rl.prompts_per_step rl.samples_per_prompt sampling.max_tokens train.row_length train.rows warmup.tasks_per_step "
         "warmup.eval_tasks evaluation.num_tasks evaluation.samples_per_task checkpoint.every checkpoint.keep "
-        "broadcast.snapshot_every topology.num_workers trust.max_attempts",
+        "broadcast.snapshot_every topology.num_workers trust.max_attempts rl.oversampling",
     ),
     (
         "in [0, 1]",
@@ -69,6 +69,9 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     for name, value in config.loss_options[config.rl.loss].items():
         if not value >= 0:
             raise ValueError(f"loss_options.{config.rl.loss}.{name} = {value} must be at least 0; raise it")
+    if config.rl.batch not in task_schedule.BATCHES:
+        found = f"rl.batch = {config.rl.batch!r} is unknown"
+        raise ValueError(f"{found}; choose one of {', '.join(task_schedule.BATCHES)}")
     _check_evaluation_sets(config.evaluation)
     for name in ("servers", "control_servers"):
         for url in config.topology[name]:
@@ -170,6 +173,9 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f"rl.loss = {loss!r} averages over samples itself; set rl.average = 'tokens'"
     if c.rl.samples_per_prompt == 1 and c.rl.advantage != "given" and not objective.teacher_coef:
         yield "rl.samples_per_prompt = 1: the advantage of a group of one is always 0; raise it, or set rl.advantage = 'given'"
+    if c.rl.oversampling > 1 and task_schedule.is_fixed(c):
+        found = f"rl.oversampling = {c.rl.oversampling}, but each batch waits for its own groups"
+        yield f"{found}; set rl.batch = 'first' or rl.refill, or raise rl.max_lag instead"
     if c.evaluation.samples_per_task > 1 and c.evaluation.temperature == 0:
         yield "evaluation.samples_per_task is above 1, but samples at temperature 0 are equal; raise evaluation.temperature"
     if c.warmup.patience > 0 and not c.warmup.eval_every:

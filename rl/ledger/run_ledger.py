@@ -101,13 +101,13 @@ class RunLedger(contextlib.AbstractContextManager):
         """Records a validator's verdict. It counts for batches if the validator was appointed before."""
         return self._record("verdict", self._keeper, **dataclasses.asdict(signed))
 
-    def batch(self, step: int, digest: str, groups: Mapping[int, str], epoch: int = -1) -> Recorded:
-        """Records that batch `step` trains on `groups`: {group: "verified" or "trusted"}. The learner must wait for the future.
+    def batch(self, step: int, digest: str, groups: Mapping[tuple[int, int], str], epoch: int = -1) -> Recorded:
+        """Records that batch `step` trains on `groups`: {(step, group): "verified" or "trusted"}. The learner must wait for the future.
 
         `digest` is `run_rules.batch_digest` over the digests of their submissions, in ascending order of the group.
         """
         names = {
-            basis: task_ranges.format_tasks((step, group) for group, other in groups.items() if other == basis)
+            basis: task_ranges.format_tasks(group for group, other in groups.items() if other == basis)
             for basis in ("verified", "trusted")
         }
         return self._record("batch", self._keeper, step=step, digest=digest, epoch=epoch, **names)

@@ -16,20 +16,20 @@ or dropped for a counted reason. Batch n trains on
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rl.orchestrator import group_queue
 from rl.orchestrator.group_queue import Key, State
 from rl.protocol import task_schedule
 
-RULES = ("prescribed", "first")
+REASONS = ("stale", "flat", "duplicate", "late", "epoch")  # of the queue's drops
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchRule:
     """The fields of a config that decide which groups a batch has."""
 
-    kind: str = "prescribed"  # of RULES
+    kind: str = "prescribed"  # of task_schedule.BATCHES
     num_groups: int = 32  # P
     num_batches: int = 2**31  # of the run
     max_lag: int = 1
@@ -67,13 +67,15 @@ class Batches:
     ):
         self._rule, self._queue, self._make_groups, self._has_signal = rule, queue, make_groups, has_signal
         self._version = -1  # the newest that servers have
-        self._step = 0  # the last batch that was taken
+        self.step = 0  # the last batch that was taken
         self._num_opened = 0  # groups of the order
         self._again: list[int] = []  # numbers to open before further ones, after a resume
         self._waiting: dict[Key, None] = {}  # opened, and neither taken nor dropped, in order
         self._flat: dict[Key, str] = {}  # eligible groups without a signal, with their digest
         self._taken: collections.Counter[int] = collections.Counter()  # groups by batch that the servers' version lacks
         self._hole: Key | None = None  # the group for which the last `collect` waited
+        self._dropped: list[int] = []  # sampled tokens of the rollouts in dropped groups, since `take_metrics`
+        self._counted: collections.Counter[str] = collections.Counter()  # drops of the queue at that time
 
     def load(self, version: int) -> None:
         """Opens the groups that may be generated once the servers have `version`."""
@@ -88,7 +90,7 @@ class Batches:
 
     def collect(self, step: int) -> list[group_queue.Entry] | None:
         """Takes batch `step`, the one after the last; returns its entries in order, or None if it is not complete."""
-        assert step == self._step + 1, (step, self._step)
+        assert step == self.step + 1, (step, self.step)
         if self._hole in self._waiting and self._queue.num_eligible([self._hole]) == 0:
             return None
         if not self._rule.tokens and self._queue.count()[State.ELIGIBLE] < self._rule.num_groups:
@@ -110,7 +112,7 @@ class Batches:
                 flat.append(key)
             else:
                 taken.append(key)
-                num_tokens += _num_tokens(entry)
+                num_tokens += sum(_lengths(entry))
                 if len(taken) == self._rule.num_groups or 0 < self._rule.tokens <= num_tokens:
                     return self._take(step, taken, flat, stale)
         self._drop_stale(stale)
@@ -123,6 +125,21 @@ class Batches:
         candidates = [*self._waiting][: most if self._rule.kind == "prescribed" else None]
         return min(self._queue.num_eligible(candidates), most), most
 
+    def take_metrics(self) -> dict[str, float]:
+        """Returns metrics of the groups that no batch took: the queue's drops by reason since the last call, and lengths in tokens.
+
+        batch/length_dropped, batch/length_waiting: mean lengths of rollouts in dropped groups, and in those that later batches may take.
+        With rollout/response_length of the batch they show whether it prefers short rollouts. They are 0 if there are none.
+        """
+        drops, dropped = self._queue.drops - self._counted, self._dropped
+        self._counted, self._dropped = self._queue.drops.copy(), []
+        entries = [self._queue.entries[key] for key in self._waiting]
+        waiting = [n for entry in entries if entry.state is State.ELIGIBLE for n in _lengths(entry)]
+        counts = dict.fromkeys(REASONS, 0) | drops
+        lengths = {"dropped": dropped, "waiting": waiting}
+        means = {f"batch/length_{name}": sum(found) / max(1, len(found)) for name, found in lengths.items()}
+        return means | {f"batch/num_{reason}": float(number) for reason, number in counts.items()}
+
     def state(self) -> dict:
         """Returns the position in the order as plain JSON, for `restore`: groups on their way are opened again after a resume."""
         return {"num_opened": self._num_opened, "waiting": [number for _, _, number in self._waiting] + self._again}
@@ -133,10 +150,25 @@ class Batches:
         Without a state, the batches up to `step` took the first groups of the order, P each.
         """
         self._queue.withdraw([*self._waiting])
-        self._step, self._version = step, -1
+        self.step, self._version = step, -1
         self._num_opened = state["num_opened"] if state else step * self._rule.num_groups
         self._again = sorted(state["waiting"]) if state else []
         self._waiting, self._taken, self._flat, self._hole = {}, collections.Counter(), {}, None
+
+    def skip(self, step: int, numbers: Collection[int]) -> None:
+        """Continues after batch `step`, which took the groups with these numbers before a restart. `restore` gave the batch before it."""
+        self.step, self._taken[step] = step, len(numbers)
+        on_their_way = {*self._again, *range(self._num_opened, max(numbers) + 1)}
+        self._num_opened = max(self._num_opened, max(numbers) + 1)
+        self._again = sorted(on_their_way - {*numbers})
+
+    def reopen(self, last: int, version: int) -> None:
+        """Opens the groups up to number `last` again, before servers have a policy; `version` is the oldest that they may have."""
+        fresh = range(self._num_opened, last + 1)
+        numbers = [number for number in self._again if number <= last] + [*fresh]
+        self._again = [number for number in self._again if number > last]
+        self._num_opened = max(self._num_opened, last + 1)
+        self._add(numbers, version)
 
     def _take(self, step: int, taken: list[Key], flat: list[Key], stale: list[Key]) -> list[group_queue.Entry] | None:
         if stale and self._rule.kind == "prescribed":  # their places are not filled by later groups
@@ -144,11 +176,10 @@ class Batches:
             return None
         self._drop_stale(stale)
         for key in flat:
-            self._forget(key)
-            self._queue.drop(key, "flat")
+            self._drop(key, "flat")
         for key in taken:
             self._forget(key)
-        self._step = step
+        self.step = step
         if step > self._version:
             self._taken[step] = len(taken)
         entries = self._queue.take(taken)
@@ -159,10 +190,13 @@ class Batches:
         for key in reversed(stale):
             if self._rule.kind == "prescribed":
                 self._queue.drops["stale"] += 1
-                self._queue.requeue(key)
+                self._dropped += _lengths(self._queue.requeue(key))
             else:
-                self._forget(key)
-                self._queue.drop(key, "stale")
+                self._drop(key, "stale")
+
+    def _drop(self, key: Key, reason: str) -> None:
+        self._forget(key)
+        self._dropped += _lengths(self._queue.drop(key, reason))
 
     def _forget(self, key: Key) -> None:
         del self._waiting[key]
@@ -193,10 +227,13 @@ class Batches:
         numbers, self._again = self._again[:count], self._again[count:]
         fresh = range(self._num_opened, self._num_opened + count - len(numbers))
         self._num_opened = fresh.stop
-        groups = self._make_groups([*numbers, *fresh], self._version)
+        self._add([*numbers, *fresh], self._version)
+
+    def _add(self, numbers: Sequence[int], version: int) -> None:
+        groups = self._make_groups(numbers, version)
         self._queue.add(groups)
         self._waiting.update(dict.fromkeys(group.key for group in groups))
 
 
-def _num_tokens(entry: group_queue.Entry) -> int:
-    return sum(int(rollout.sampled_mask.sum()) for rollout in entry.rollouts)
+def _lengths(entry: group_queue.Entry) -> list[int]:
+    return [int(rollout.sampled_mask.sum()) for rollout in entry.rollouts]

@@ -1,13 +1,13 @@
 """Hands out groups to workers, collects their rollouts, and assembles the batches of the learner.
 
 For batch n (1-based) of P groups:
-1. `publish(version)` names it to the inference servers. Once they serve it (rl/orchestrator/nodes.py), every batch n with
-   n - 1 - max_lag <= version opens.
+1. `publish(version)` names it to the inference servers. Once they serve it (rl/orchestrator/nodes.py), the groups of the batches up to
+   version + 1 + max_lag open.
 2. A worker leases groups (rl/protocol/lease.py), generates their rollouts on the servers, and submits them, signed
    (rl/orchestrator/routes.py). Its heartbeats renew its leases; an expired lease goes to the next worker.
 3. A submission is checked, and its group quarantined until a verdict accepts it (rl/orchestrator/submissions.py).
-4. A rejected group is requeued, so that a batch is always its P prescribed groups. `next_batch(n)` waits for the groups, requeues
-   those that became too stale, assigns advantages, and returns the batch.
+4. A rejected group is requeued. `next_batch(n)` waits until the batch is complete by its rule (rl/orchestrator/batches.py), assigns
+   advantages, and returns it.
 
 rl/orchestrator/group_queue.py has the states of a group; this file adds the lock, leases, clock, and servers. It runs in the
 learner's process and imports no environment: a task is only an index here.
@@ -33,6 +33,7 @@ from rl.batch import training_batch
 from rl.ledger import run_ledger, run_rules
 from rl.orchestrator import (
     admission,
+    batches,
     group_queue,
     nodes,
     routes,
@@ -92,8 +93,10 @@ class Orchestrator:
         self._policy = timeline.Policy(0, -1)  # the newest that a server may have
         self._version = -1  # the newest version that servers have
         self._published_s = 0.0  # when `_policy` was
-        self._opened_step = 0
         self._queue = group_queue.GroupQueue()
+        make_groups = functools.partial(task_schedule.numbered_groups, config)
+        rule = batches.BatchRule.of(config)
+        self._batches = batches.Batches(rule, self._queue, make_groups, self._has_signal)
         self._invited = frozenset({*invited, *config.topology.workers})
         self._admission = admission.Admission(admission.Policy.of(config), key.worker, self._invited, stake)
         self._health = worker_health.WorkerHealth(
@@ -127,7 +130,7 @@ class Orchestrator:
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
         self._totals: collections.Counter[str] = collections.Counter()  # of `_counts`, until they were taken last
-        self._wanted: tuple[list[group_queue.Key], int | None] | None = None  # the arguments of a `_collect` that waits
+        self._wanted: int | None = None  # the batch that the learner waits for
         self._failure: BaseException | None = None
         self.metrics = role_metrics.RoleMetrics("orchestrator", self._values, LATENCIES)  # not for workers
         self.metrics.seconds["verdict"] = verdicts.seconds
@@ -147,6 +150,7 @@ class Orchestrator:
             verdicts=verdicts,
             secret=secret,
             on_verified=on_verified,
+            on_accepted=self._batches.accepted,
             on_caught=on_wait,
             fail=self.fail,
         )
@@ -184,7 +188,7 @@ class Orchestrator:
         self._submissions.resume()
         with self._changed:
             self._kept = submissions.read_kept(self._log)
-            self._opened_step = step
+            self._batches.restore(step, (state or {}).get("batches"))
             self._states = {n: s for n, s in ((step, state), (step + 1, later)) if s}
             if newest := later or state:
                 self._health.restore(newest["standing"])
@@ -214,7 +218,7 @@ class Orchestrator:
         with self._changed:  # no verdict may be recorded between the two
             taken, recorded = self._recorded.pop(step, None), None
             if taken is None:
-                taken = self._collect([group.key for group in task_schedule.train_groups(self._config, step)], step)
+                taken = self._collect(step)
                 recorded = self._record_batch(step, taken)
             elif step not in self._states:
                 self._mark(step, taken)
@@ -226,6 +230,8 @@ class Orchestrator:
         self._save_states()
         groups = [training_batch.rewarded(entry.rollouts, entry.scores) for entry in taken]
         counts = diagnostics.of_groups(groups, step=step, max_tokens=self._config.sampling.max_tokens)
+        with self._changed:
+            counts |= self._batches.take_metrics()
         return training_batch.assemble(step, groups, self._credit, counts | self._take_counts())
 
     def state(self, step: int) -> dict:
@@ -252,7 +258,7 @@ class Orchestrator:
                 self._queue.add(groups, first=True)  # before training groups, which any newer version may generate
                 notice_s = min(WAIT_NOTICE_S, self._config.evaluation.hold_s)
                 while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), notice_s):
-                    self._on_wait(self._wait_notice(keys, None))
+                    self._on_wait(self._wait_notice("the evaluation", self._queue.num_eligible(keys), len(keys)))
                     if time.monotonic() > end_s and self._policy.version > version:
                         for key in keys:
                             self._queue.drop(key, "evaluation")
@@ -270,7 +276,7 @@ class Orchestrator:
     def waiting_for(self) -> str:
         """Returns why the learner waits, as a line for people, or "" if it does not."""
         with self._changed:
-            return self._wait_notice(*self._wanted) if self._wanted else ""
+            return self._batch_notice(self._wanted) if self._wanted else ""
 
     def _values(self) -> role_metrics.Values:
         with self._changed:
@@ -309,6 +315,7 @@ class Orchestrator:
         """The limits of `parquet.from_bytes` for a submission: twice the groups that can be open, and the longest rollout of a batch."""
         rl, sets = self._config.rl, task_schedule.evaluation_sets(self._config)
         open_rows = rl.prompts_per_step * rl.samples_per_prompt * (rl.max_lag + 2)
+        open_rows = math.ceil(open_rows * (rl.oversampling + rl.refill))
         open_rows += sum(one.num_tasks * one.samples_per_task for one in sets)
         return {"max_rows": 2 * open_rows, "max_tokens": 2 * self._config.train.row_length}
 
@@ -451,37 +458,36 @@ class Orchestrator:
             self._version = policy.version
             if policy == self._policy:
                 self.metrics.seconds["update"].observe(time.monotonic() - self._published_s)
-            last = min(policy.version + 1 + self._config.rl.max_lag, self._config.rl.num_steps)
-            for step in range(self._opened_step + 1, last + 1):
-                self._queue.add(task_schedule.train_groups(self._config, step))
-            self._opened_step = max(self._opened_step, last)
+            self._batches.load(policy.version)
             self._changed.notify_all()
 
     def _record_batch(self, step: int, taken: list[group_queue.Entry]) -> concurrent.futures.Future:
-        basis = {entry.group.group: "verified" if entry.is_verified else "trusted" for entry in taken}
+        basis = {entry.group.key[1:]: "verified" if entry.is_verified else "trusted" for entry in taken}
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
         return self._ledger.batch(step, digest, basis, self._policy.epoch)
 
-    def _collect(self, keys: list[group_queue.Key], step: int | None) -> list[group_queue.Entry]:
-        """Blocks until all groups are eligible and takes them; reopens groups too stale for batch `step` (None: held-out)."""
-        while True:
-            with self._changed:
-                self._wanted = keys, step
-                if not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), WAIT_NOTICE_S):
-                    self._on_wait(self._wait_notice(keys, step))  # a long wait is not an error
-                    continue
-                oldest = -1 if step is None else step - 1 - self._config.rl.max_off_policy
-                stale = [key for key in keys if self._queue.entries[key].oldest_version < oldest]
-                for key in reversed(stale):
-                    self._counts["stale"] += len(self._queue.requeue(key).rollouts)
-                if stale:
-                    continue
-                taken = self._queue.take(keys)
-                if step is not None:  # held-out groups train nothing
-                    self._mark(step, taken)
-                self._wanted = None
-                self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
-                return taken
+    def _collect(self, step: int) -> list[group_queue.Entry]:
+        """Blocks until batch `step` is complete; takes its groups."""
+        taken: list[group_queue.Entry] | None = None
+
+        def is_complete() -> bool:
+            nonlocal taken
+            num_stale = self._queue.drops["stale"]
+            taken = self._batches.collect(step)
+            self._counts["stale"] += (self._queue.drops["stale"] - num_stale) * self._config.rl.samples_per_prompt
+            return taken is not None
+
+        self._wanted = step
+        while not self._wait_for(is_complete, WAIT_NOTICE_S):
+            self._on_wait(self._batch_notice(step))  # a long wait is not an error
+        assert taken is not None
+        self._mark(step, taken)
+        self._wanted = None
+        self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
+        return taken
+
+    def _has_signal(self, entry: group_queue.Entry) -> bool:
+        return self._credit.has_signal(training_batch.rewarded(entry.rollouts, entry.scores))
 
     def _mark(self, step: int, taken: list[group_queue.Entry]) -> None:
         """Records the unverified groups that batch `step` trains on, and the state as of its hand-off. The caller has the lock."""
@@ -490,7 +496,7 @@ class Orchestrator:
                 self._health.trained_unverified(entry.worker, step)
                 self._records.trained_unverified(entry.rollouts, step)
                 self._counts["unverified"] += len(entry.rollouts)
-        state = {"standing": self._health.state(), "evidence": self._evidence(step), "servers": self._records.state()}
+        state = {"batches": self._batches.state(), "standing": self._health.state(), "evidence": self._evidence(step), "servers": self._records.state()}
         self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
 
     def _save_states(self) -> None:
@@ -503,17 +509,15 @@ class Orchestrator:
         kept, self._kept = self._kept, {}
         kept = {key: one for key, one in kept.items() if all(r.epoch == epoch for r in one.rollouts)}
         run = self._ledger.run
-        if run.batch and run.step == self._opened_step + 1:  # recorded, but maybe not returned
+        if run.batch and run.step == self._batches.step + 1:  # recorded, but maybe not returned
             keys = [("train", *name) for name in sorted(run.batch)]
             if missing := [key for key in keys if key not in kept]:
                 found = f"batch {run.step} is in the ledger, and {len(missing)} of its groups are not in {self._log.directory}"
                 raise ValueError(f"{found}; put the directory back, or start the learner again")
-            self._recorded[run.step] = [kept.pop(key).entry(run.batch[key[1:]] == "verified") for key in keys]
-            self._opened_step = run.step
-        last = max((step for _, step, _ in kept if step > self._opened_step), default=0)
-        for step in range(self._opened_step + 1, last + 1):
-            self._queue.add(task_schedule.train_groups(self._config, step))
-        self._opened_step = max(self._opened_step, last)
+            self._recorded[run.step] = [_entry(kept.pop(key), run.batch[key[1:]] == "verified") for key in keys]
+            self._batches.skip(run.step, [number for _, number in run.batch])
+        oldest = max(0, self._policy.version - self._config.rl.max_lag)
+        self._batches.reopen(max((number for _, _, number in kept), default=-1), oldest)
         for one in kept.values():
             self._submissions.restore(one)
 
@@ -524,11 +528,14 @@ class Orchestrator:
             raise self._failure
         return bool(is_met)
 
-    def _wait_notice(self, keys: list[group_queue.Key], step: int | None) -> str:
+    def _batch_notice(self, step: int) -> str:
+        return self._wait_notice(f"batch {step}", *self._batches.progress())
+
+    def _wait_notice(self, waiting: str, num_eligible: int, num_groups: int) -> str:
         count, banned = self._queue.count(), self._health.num_banned(time.monotonic())
         loading = f"; the inference servers are loading policy {self._policy}"
         return (
-            f"{'the evaluation' if step is None else f'batch {step}'} has {self._queue.num_eligible(keys)} of {len(keys)} groups; "
+            f"{waiting} has {num_eligible} of {num_groups} groups; "
             f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
             f"{count[State.SUBMITTED]} are being checked, {count[State.QUARANTINED]} wait for a verdict"
             f"{loading if self._policy.version > self._version else ''}"

@@ -107,6 +107,7 @@ class Submissions:
       verdicts: replays groups.
       secret: decides which groups are verified; workers must not know it.
       on_verified: called with each group that a verdict accepted.
+      on_accepted: called under the lock with the key of each group that may be trained on.
       on_caught: called with a line for people on the steps that a caught worker spoiled.
       fail: ends the run with an error.
     """
@@ -128,6 +129,7 @@ class Submissions:
         verdicts: verdict_collector.VerdictCollector,
         secret: bytes,
         on_verified: Callable[[Sequence[rollout_lib.Rollout]], None],
+        on_accepted: Callable[[group_queue.Key], None],
         on_caught: Callable[[str], None],
         fail: Callable[[BaseException], None],
     ):
@@ -138,7 +140,7 @@ class Submissions:
             tuple[group_queue.Key, str], parquet.Rows
         ] = {}  # of spares in the queue, by group and digest
         self._check_group_without_weights, self._verdicts = check_group_without_weights, verdicts
-        self._on_verified, self._on_caught, self._fail = on_verified, on_caught, fail
+        self._on_verified, self._on_accepted, self._on_caught, self._fail = on_verified, on_accepted, on_caught, fail
         self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
         verdicts.start(self._decide, fail)
 
@@ -349,6 +351,7 @@ class Submissions:
         self._counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
         self._health.accepted(entry.worker, entry.group.key)
         self._share.finished(entry.worker, entry.since_s, time.monotonic())
+        self._on_accepted(entry.group.key)
         self._changed.notify_all()
         return "accepted"
 

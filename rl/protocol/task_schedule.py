@@ -1,19 +1,22 @@
 """The tasks and noise seeds of each batch: pure functions of the run's seed, which anyone can recompute.
 
 1. The task index of group g is element g of grain's index shuffle, which has random access and no state. The position of a run
-   in it is therefore its step: batch n contains groups (n - 1) P .. n P - 1.
+   in it is therefore its step: groups (n - 1) P .. n P - 1 are of step n. They are batch n, unless the config lets a batch have others
+   (`is_fixed`): then the step is only a part of a group's name.
 2. Sample i of a group uses the group's `sampling_seed` plus i. A worker can choose neither task nor seed, so it cannot resample
    until it likes a completion.
 """
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable
 from typing import cast
 
 import grain
 
 NUM_TASKS = 2**30  # of a procedural environment: more than any run needs
+BATCHES = ("prescribed", "first")  # values of rl.batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +50,32 @@ def train_groups(config, step: int) -> list[Group]:
     """Returns the groups (one per prompt) that make up training batch `step` (1-based) of a run with this resolved config."""
     P = config.rl.prompts_per_step
     groups = range((step - 1) * P, step * P)
-    rules = (config.rl.samples_per_prompt, config.sampling.temperature, max(0, step - 1 - config.rl.max_lag))
+    oldest = max(0, step - 1 - config.rl.max_lag) if is_fixed(config) else 0
+    rules = (config.rl.samples_per_prompt, config.sampling.temperature, oldest)
     return [
         Group(step, group, "train", index, sampling_seed(config.seed, "train", step, group), *rules)
         for group, index in zip(groups, _task_indices(config.seed, groups), strict=True)
     ]
+
+
+def is_fixed(config) -> bool:
+    """Returns True if batch n of a run with this resolved config has the groups of step n, and no others."""
+    return config.rl.batch == "prescribed" and not config.rl.refill and not config.rl.tokens_per_step
+
+
+def group_steps(config) -> range:
+    """Returns the steps that groups of this run may name: those of its batches, if `is_fixed`, else as many as there are tasks."""
+    last = config.rl.num_steps if is_fixed(config) else NUM_TASKS // config.rl.prompts_per_step
+    return range(1, last + 1)
+
+
+def numbered_groups(config, numbers: Iterable[int], version: int) -> list[Group]:
+    """Returns the groups with these numbers, opened when servers had policy `version`, the oldest for them unless `is_fixed`."""
+    P, groups = config.rl.prompts_per_step, []
+    for step, same in itertools.groupby(numbers, lambda number: number // P + 1):
+        prescribed = train_groups(config, step)
+        groups += [prescribed[number % P] for number in same]
+    return groups if is_fixed(config) else [dataclasses.replace(group, min_version=version) for group in groups]
 
 
 @dataclasses.dataclass(frozen=True)

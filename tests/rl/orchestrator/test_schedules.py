@@ -29,7 +29,7 @@ class World:
         self.draw = draw = random.Random(seed)
         lag = draw.choice([0, 1, 1, 2, 3])
         self.rule = batches_lib.BatchRule(
-            kind=draw.choice(batches_lib.RULES),
+            kind=draw.choice(task_schedule.BATCHES),
             num_groups=draw.randint(1, 4),
             num_batches=NUM_BATCHES,
             max_lag=lag,
