@@ -85,7 +85,9 @@ def get_config() -> config_dict.ConfigDict:
     r.batch = "prescribed"
     r.oversampling = 1.0  # groups on their way, as a multiple of those that the open batches need
     r.refill = 0.0  # groups without a signal that others replace, at most, as a multiple of prompts_per_step
-    r.tokens_per_step = 0  # a batch ends with the group that brings its sampled tokens to this number; 0: by groups alone
+    r.tokens_per_step = (
+        0  # a batch ends with the group that brings its sampled tokens to this number; 0: by groups alone
+    )
 
     # Options of the losses, each used by the loss of its name.
     c.loss_options = config_dict.ConfigDict()

@@ -15,6 +15,7 @@ killed, or goes on, may be incomplete; it is left out unless its version was pub
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import hmac
 import pathlib
@@ -42,7 +43,7 @@ RULES = {
     "group": "a group has all samples of one worker, and is in one batch",
     "task": "step, task, and temperature are prescribed",
     "seed": "the noise is prescribed",
-    "staleness": "versions are within rl.max_lag and rl.max_off_policy",
+    "staleness": "versions are as recent as rl.max_lag, rl.max_off_policy, and rl.batch say",
     "version": "versions were published, in the epoch of the rollout",
     "signature": "the worker signed the rollout",
     "joined": "the worker joined before the batch",
@@ -86,6 +87,8 @@ class Audit:
         self._step_of: dict[int, int] = {}  # by group
         self._versions = {version for _, version in history.published}
         self._begin = history.begin or 0
+        self._is_fixed = task_schedule.is_fixed(self.config)
+        self._train_groups = functools.lru_cache(16)(functools.partial(task_schedule.train_groups, self.config))
         has_secret = (workdir / "secret.key").exists()
         self._secret = run_directory.secret(workdir, self.config.seed) if has_secret else b""
 
@@ -121,9 +124,8 @@ class Audit:
         digests = {number: verdict_lib.group_digest(group) for number, group in sorted(groups.items())}
         batch = self.history.batches.get(step)
         self._check("batch", _batch_error(batch, digests), step)
-        prescribed = {group.group: group for group in task_schedule.train_groups(self.config, step)}
         for number, group in groups.items():
-            self._check_group(step, prescribed.get(number), group, batch.epoch if batch else -1)
+            self._check_group(step, self._prescribed(step, number), group, batch.epoch if batch else -1)
             self._check_events(step, number, group[0].worker, digests[number], batch)
         self.num_rollouts += len(rollouts)
 
@@ -178,12 +180,18 @@ class Audit:
         count = group.num_samples if group else self.config.rl.samples_per_prompt
         return None if found == [*range(count)] else f"expected samples 0..{count - 1} once each, got {found[:16]}"
 
+    def _prescribed(self, step: int, number: int) -> task_schedule.Group | None:
+        """Returns the group with this number if batch `step` may have it by rl.batch, else None."""
+        of = number // self.config.rl.prompts_per_step + 1
+        allowed = [step] if self._is_fixed else task_schedule.group_steps(self.config)
+        return {group.group: group for group in self._train_groups(of)}[number] if of in allowed else None
+
     def _task_error(self, step: int, group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
         if group is None:
             return "this step has no such group"
         task = rollout.task
         found = rollout.step, task.env, task.index, task.seed, rollout.temperature
-        expected = step, self.config.env.name, group.index, self.config.seed, group.temperature
+        expected = group.step, self.config.env.name, group.index, self.config.seed, group.temperature
         names = ("step", "environment", "task", "seed of the environment", "temperature")
         differing = (
             f"{name} is {a}, and {b} is prescribed" for name, a, b in zip(names, found, expected, strict=True) if a != b
@@ -193,7 +201,8 @@ class Audit:
     def _staleness_error(self, step: int, rollout: rollout_lib.Rollout) -> str | None:
         self.lags[step - 1 - int(rollout.versions[rollout.sampled_mask].min())] += 1
         low, high = int(rollout.versions.min()), int(rollout.versions.max())
-        oldest = step - 1 - min(self.config.rl.max_lag, self.config.rl.max_off_policy)
+        rl = self.config.rl
+        oldest = step - 1 - (min(rl.max_lag, rl.max_off_policy) if self._is_fixed else rl.max_off_policy)
         if low < oldest:
             return f"version {low} is older than {oldest}, the oldest that this step takes"
         return f"version {high} is newer than {step - 1}, the newest that could be known" if high >= step else None
@@ -222,16 +231,17 @@ class Audit:
         self.bases[basis or "neither"] += 1
         self._check("verdict", _verdict_error(batch, number, worker, digest), *place)
         if self._secret and batch and basis == "trusted":
-            self._check("draw", self._draw_error(step, number, worker, batch), *place)
+            self._check("draw", self._draw_error(number, worker, batch), *place)
 
-    def _draw_error(self, step: int, number: int, worker: str, batch: run_history.BatchHistory) -> str | None:
+    def _draw_error(self, number: int, worker: str, batch: run_history.BatchHistory) -> str | None:
         """Returns why the group needed a verdict: its draw is below the lowest rate that its worker can have had by config.json."""
         trust, record = self.config.trust, float(batch.records.get(worker, 0))
         if worker in self.history.invited:
             record += check_rate.HALF_AT * (1 / trust.invited_rate - 1)
         rate = check_rate.rate(check_rate.reputation(record), trust.min_rate)
         secret = hmac.digest(self._secret, batch.draw_head.encode(), "sha256")
-        draw = check_rate.draw(secret, f"train/{step}/{number}")
+        of = number // self.config.rl.prompts_per_step + 1
+        draw = check_rate.draw(secret, f"train/{of}/{number}")
         return None if draw >= rate else f"its draw is {draw:.3f}, below the rate {rate:.3f} of its worker"
 
 

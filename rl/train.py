@@ -293,7 +293,7 @@ def _ledger(exp, workdir: pathlib.Path, start: int, saved: dict, hosts: hosts_li
     if remote is not None:
         remote.attach(experiment.fields(exp), start, saved.get("rollouts") or {}, saved.get("ledger"))
         return contextlib.nullcontext(remote)
-    ledger = run_directory.open_ledger(workdir, saved.get("ledger"))
+    ledger = run_directory.open_ledger(workdir, saved.get("ledger"), any_step=not task_schedule.is_fixed(exp.config))
     ledger.resumed(start)
     return ledger
 

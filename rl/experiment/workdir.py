@@ -144,10 +144,10 @@ def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE)
     return rollout_lib.WorkerKey.load(file, "the run's signing key")
 
 
-def open_ledger(workdir: pathlib.Path, checkpoint_head: str | None) -> run_ledger.RunLedger:
+def open_ledger(workdir: pathlib.Path, checkpoint_head: str | None, *, any_step: bool = False) -> run_ledger.RunLedger:
     """Opens the run's ledger, or creates it for a run that has none; its keeper's key is generated at first use.
 
-    `checkpoint_head` is the ledger's head in the restored checkpoint. Raises ValueError if the ledger lacks this entry or the
+    With `any_step`, batches may have groups of any step. `checkpoint_head` is the ledger's head in the restored checkpoint. Raises ValueError if the ledger lacks this entry or the
     one that the newest published manifest names: then it is an older copy, or another.
     """
     run, key_file = signing_key(workdir).worker, workdir / "ledger.key"
@@ -170,7 +170,7 @@ def open_ledger(workdir: pathlib.Path, checkpoint_head: str | None) -> run_ledge
         print(f"{text}, and `rl.validator serve --rollouts` needs a new --state file", file=sys.stderr, flush=True)
     atomic_file.secret_key(workdir / "secret.key")  # before the ledger, which shows that it existed
     key = rollout_lib.WorkerKey.load(key_file, "the ledger's key")
-    return run_ledger.RunLedger(workdir / "ledger.db", key, run, anchors=anchors)
+    return run_ledger.RunLedger(workdir / "ledger.db", key, run, anchors=anchors, any_step=any_step)
 
 
 def public_key(workdir: pathlib.Path) -> str | None:

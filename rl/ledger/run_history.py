@@ -108,18 +108,19 @@ class History:
                 self._records.update(other for other, digest in group.submissions if digest == fields["digest"])
 
     def _close(self, number: int, fields: dict) -> None:
-        step, basis = fields["step"], {}
+        step, basis, groups = fields["step"], {}, {}
         for name in ("verified", "trusted"):
             tasks = task_ranges.parse_tasks(fields[name]) if fields[name] else []
             basis |= {group: name for _, group in tasks}
-        groups = {group: self._groups[step].get(group, GroupHistory()) for group in basis}
+            groups |= {group: self._groups[of].pop(group, GroupHistory()) for of, group in tasks}
         distrust = {
             (name, worker, digest): reason
             for name, group in groups.items()
             for (worker, digest), submitted in group.submissions.items()
             if (reason := self._distrust(worker, submitted))
         }
-        self._groups.pop(step, None)
+        for empty in [of for of, rest in self._groups.items() if not rest]:
+            del self._groups[empty]
         rest = self._quorum, fields.get("epoch", -1), distrust, self.draw_head, dict(self._records)
         self.batches[step] = BatchHistory(number, fields["digest"], basis, groups, *rest)
 

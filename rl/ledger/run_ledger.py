@@ -34,7 +34,7 @@ class RunLedger(contextlib.AbstractContextManager):
 
     `key` is the keeper's, `run` the public key of the run. Each head in `anchors` ({where it was found: head}) must be in the ledger. Raises ValueError
     for a bad ledger, one of another key, and one that lacks an anchor. `on_failure` is called once, with the error, if an
-    event cannot be recorded.
+    event cannot be recorded. With `any_step`, a batch may have groups of any step.
     """
 
     def __init__(
@@ -44,9 +44,11 @@ class RunLedger(contextlib.AbstractContextManager):
         run: str,
         *,
         anchors: Mapping[str, str] | None = None,
+        any_step: bool = False,
     ):
         self.on_failure: Callable[[BaseException], Any] = lambda error: None
         self._key, self._keeper, self._run = key, key.worker, run
+        self._order = {"any_step": True} if any_step else {}
         self._ledger = _opened(pathlib.Path(path), key, anchors or {})
         self.refusals = +self._ledger.state.run.refusals  # worker -> refused groups, when the ledger was opened
         self._joined = set(self._ledger.state.workers)
@@ -91,7 +93,7 @@ class RunLedger(contextlib.AbstractContextManager):
 
     def resumed(self, step: int) -> Recorded:
         """Records that the run starts or continues after batch `step`: later batches and versions are void, leases are lost."""
-        return self._record("resume", self._keeper, step=step, run=self._run)
+        return self._record("resume", self._keeper, step=step, run=self._run, **self._order)
 
     def appointed(self, validators: Sequence[str], quorum: int = 1) -> Recorded:
         """Records the validators (public keys) whose later verdicts count, in place of all before, and how many must accept a group."""

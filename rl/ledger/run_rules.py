@@ -3,7 +3,7 @@
 1. A worker joins, leases a group of a step, and hands in its rollouts: the submission names their digest.
 2. Validators sign verdicts on that digest. They count if the validator was appointed (`appoint`, with the quorum) at that time; until
    the first appointment, the run's own key is the only validator.
-3. A batch of step n follows that of step n - 1. Each of its groups was `verified` (accepted by a quorum, not refused later) or `trusted`:
+3. A batch of step n follows that of step n - 1. Its groups are of step n, or, if the resume says so, of any, but in no batch before. Each of its groups was `verified` (accepted by a quorum, not refused later) or `trusted`:
    its worker was invited or has a verified group, was not ejected before it handed in the group, and was not caught since. A worker
    is caught when its group is refused after a rejecting verdict. The batch's digest must be that of its groups' submissions.
 4. Version n of the policy is published after batch n, once per epoch. A batch takes no group that was leased in another epoch than
@@ -63,6 +63,9 @@ class RunState:
         self._caught: dict[str, int] = {}  # worker -> the number of the event
         # Worker -> steps trained on unverified groups of it.
         self._trusted: dict[str, set[int]] = collections.defaultdict(set)
+        self._any_step = False  # batches may have groups of any step, by the last resume
+        self._taken: dict[int, tuple[str, str]] = {}  # batch -> its groups as text, for a resume
+        self._done = task_ranges.Done()  # the same groups
 
     def submission(self, step: int, group: int) -> tuple[str, bool] | None:
         """Returns (digest, has a quorum accepted it) of a submission that no batch has taken; None if there is none, or it was refused."""
@@ -81,8 +84,8 @@ class RunState:
             return "node: the worker was ejected"
         fields = event.fields
         if event.kind in ("lease", "submission") and fields["split"] == "train":
-            if fields["step"] <= self.step:
-                return f"step: batch {fields['step']} was trained on already"
+            if self._is_over(fields["step"], fields["group"]):
+                return f"step: batch {fields['step']} was trained on already, or a batch had this group"
             group = self._group(fields)
             if event.kind == "submission" and (group is None or event.node not in group.holders):
                 return "group: this worker has no lease on it"
@@ -107,20 +110,20 @@ class RunState:
             return f"step: the batch after {self.step} must be {self.step + 1}"
         verified, trusted = set(_groups(fields["verified"])), set(_groups(fields["trusted"]))
         tasks = sorted(verified | trusted)
-        if {task[0] for task in tasks} != {step} or verified & trusted:
+        if not tasks or not (self._any_step or {task[0] for task in tasks} == {step}) or verified & trusted:
             return f"groups: they must be of step {step}, each named once"
-        found = [self._open.get(step, {}).get(number) for _, number in tasks]
-        for (_, number), group in zip(tasks, found, strict=True):
+        found = [self._open.get(of, {}).get(number) for of, number in tasks]
+        for (of, number), group in zip(tasks, found, strict=True):
             if group is None or not group.digest:
                 return f"group: {number} was not handed in"
             if -1 not in (group.epoch, self.epoch) and group.epoch != self.epoch:
                 return f"group: {number} was leased in epoch {group.epoch}, and the policy is of epoch {self.epoch}"
             if group.is_refused:
                 return f"group: {number} was refused"
-            if (step, number) in verified and sum(group.votes.values()) < self.quorum:
+            if (of, number) in verified and sum(group.votes.values()) < self.quorum:
                 num_accepting = sum(group.votes.values())
                 return f"group: {number} has {num_accepting} accepting verdicts; the quorum is {self.quorum}"
-            if (step, number) in trusted and not self._is_trusted(group):
+            if (of, number) in trusted and not self._is_trusted(group):
                 return f"group: {number} is of a worker without trust"
         expected = batch_digest(group.digest for group in found if group)
         return None if fields["digest"] == expected else f"digest: of these groups it is {expected}"
@@ -138,6 +141,7 @@ class RunState:
         self.refusals[worker] += event.kind == "refusal"
         if event.kind == "resume":
             self.run = fields["run"]
+            self._any_step = fields.get("any_step", False)
             self._resume(fields["step"])
         elif event.kind == "appoint":
             self.validators, self.quorum = frozenset(fields["validators"]), fields["quorum"]
@@ -169,7 +173,13 @@ class RunState:
     def _group(self, fields: dict) -> _Group | None:
         return self._open.get(fields["step"], {}).get(fields["group"])
 
+    def _is_over(self, step: int, group: int) -> bool:
+        return ("", step, group) in self._done if self._any_step else step <= self.step
+
     def _resume(self, step: int) -> None:
+        for late in [late for late in self._taken if late > step]:
+            for text in filter(None, self._taken.pop(late)):
+                self._done.remove("", text)
         self._has_begun, self.step, self.batch = True, step, {}
         self._open.clear()
         self.published = {name: digest for name, digest in self.published.items() if name[1] < step}
@@ -179,9 +189,15 @@ class RunState:
     def _take(self, fields: dict) -> None:
         self._has_begun, self.step = True, fields["step"]
         self.batch = {name: basis for basis in ("verified", "trusted") for name in _groups(fields[basis])}
-        groups = self._open.pop(self.step)
-        for _, number in _groups(fields["trusted"]):
-            self._trusted[groups[number].worker].add(self.step)
+        for step, number in _groups(fields["trusted"]):
+            self._trusted[self._open[step][number].worker].add(self.step)
+        for step, number in self.batch:
+            del self._open[step][number]
+        if not self._any_step:  # the rest of them is too late
+            del self._open[self.step]
+        self._taken[self.step] = fields["verified"], fields["trusted"]
+        for text in filter(None, self._taken[self.step]):
+            self._done.add("", text)
 
 
 def _groups(text: str) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from rl.experiment import workdir as run_directory
 from rl.orchestrator import assembly, orchestrator
 from rl.orchestrator.remote import host as host_lib
 from rl.orchestrator.remote import learner_routes
+from rl.protocol import task_schedule
 from rl.reporting import metrics
 from sharding.system import sockets
 
@@ -32,7 +33,8 @@ def main() -> None:
         raise ValueError("topology.mode = 'local' has its orchestrator in the learner; set topology.mode = 'remote'")
     with contextlib.ExitStack() as stack:
         workdir = stack.enter_context(run_directory.open_orchestrator(options.workdir))
-        ledger = stack.enter_context(run_directory.open_ledger(workdir, None))
+        any_step = not task_schedule.is_fixed(exp.config)
+        ledger = stack.enter_context(run_directory.open_ledger(workdir, None, any_step=any_step))
         progress, urls = metrics.Progress(), [""]
         weights = options.weights or str(workdir / "weights")
 

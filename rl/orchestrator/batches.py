@@ -153,7 +153,10 @@ class Batches:
         self.step, self._version = step, -1
         self._num_opened = state["num_opened"] if state else step * self._rule.num_groups
         self._again = sorted(state["waiting"]) if state else []
-        self._waiting, self._taken, self._flat, self._hole = {}, collections.Counter(), {}, None
+        self._waiting, self._flat, self._hole = {}, {}, None
+        self._taken = collections.Counter(
+            {step: self._rule.num_groups} if step else {}
+        )  # until servers have version `step`
 
     def skip(self, step: int, numbers: Collection[int]) -> None:
         """Continues after batch `step`, which took the groups with these numbers before a restart. `restore` gave the batch before it."""

@@ -496,7 +496,12 @@ class Orchestrator:
                 self._health.trained_unverified(entry.worker, step)
                 self._records.trained_unverified(entry.rollouts, step)
                 self._counts["unverified"] += len(entry.rollouts)
-        state = {"batches": self._batches.state(), "standing": self._health.state(), "evidence": self._evidence(step), "servers": self._records.state()}
+        state = {
+            "batches": self._batches.state(),
+            "standing": self._health.state(),
+            "evidence": self._evidence(step),
+            "servers": self._records.state(),
+        }
         self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
 
     def _save_states(self) -> None:

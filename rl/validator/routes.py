@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import re
@@ -22,7 +23,7 @@ from inference.rollouts import rollout as rollout_lib
 from inference.server import metrics_routes, web
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
-from rl.protocol import lease
+from rl.protocol import lease, task_schedule
 from rl.validator import calibrate
 from rl.validator import judge as judge_lib
 from rl.validator import service as validator_service
@@ -135,6 +136,8 @@ def serve(args: argparse.Namespace) -> int:
         pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=trusted)
         rules = dataclasses.replace(verifier.rules_of(config, experiment.tokenizer, stack=stack), tolerance=tolerance)
         keep_steps = config.rl.max_lag + 8
+        if not task_schedule.is_fixed(config):  # groups wait for later batches
+            keep_steps += math.ceil(config.rl.max_off_policy * config.rl.oversampling)
 
         def make_validator(**options) -> verifier.Validator:
             return verifier.Validator(experiment.model, pull, rules, evidence_log.EvidenceLog(bands, **options))

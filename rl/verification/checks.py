@@ -146,7 +146,8 @@ def epoch(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the policy versions that computed the tokens ascend, are recent enough, and are published, or a verdict that rejects.
 
-    Step n trains on rollouts of versions up to n - 1, since the step itself makes version n.
+    Step n trains on rollouts of versions up to n - 1, since the step itself makes version n. In a run whose batches have groups of any
+    step, the newest published version is the bound.
     """
     group, versions = _group(rollout, rules), rollout.versions
     if (low := int(versions.min())) < group.min_version:
@@ -156,7 +157,7 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
     if group.version >= 0 and (low, int(versions[-1])) != (group.version, group.version):
         return Verdict("versions", f"{low} to {versions[-1]}, and the lease pins {group.version}")
     newest = math.inf if rules.newest is None else rules.newest
-    if group.split == "train":
+    if group.split == "train" and rules.is_fixed:
         newest = min(newest, group.step - 1)
     high = int(versions.max())
     detail = f"{high} is newer than {newest}, the newest that step {group.step} can have seen"

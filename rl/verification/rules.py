@@ -54,6 +54,7 @@ class Rules:
     tolerance: Tolerance
     experts: router_replay.RouterReplay  # the experts of the model
     hidden_dim: int = 0  # of the model, which gives proofs their form; 0: proofs are not looked at without a replay
+    is_fixed: bool = True  # batch n has the groups of step n, so that no version from n on can have made them
     router_replay: bool = False  # training rollouts must name the experts that ran
     newest: int | None = None  # newest published version; None: no bound
     stop_ids: tuple[int, ...] = ()
@@ -65,7 +66,7 @@ class Rules:
     @classmethod
     def of(cls, config) -> "Rules":
         """Returns the rules that follow from a resolved config alone: enough for `checks.AT_LEASE` and for a replay."""
-        steps = range(1, config.rl.num_steps + 1)
+        steps = task_schedule.group_steps(config)
         groups = functools.lru_cache(16)(lambda step: task_schedule.train_groups(config, step) if step in steps else [])
         return cls(
             env=config.env.name,
@@ -78,6 +79,7 @@ class Rules:
             tolerance=Tolerance.of(config.trust),
             hidden_dim=config.model.model_dim,
             experts=router_replay.RouterReplay.of(config_lib.ModelConfig(**config.model)),
+            is_fixed=task_schedule.is_fixed(config),
             router_replay=config.train.router_replay,
         )
 

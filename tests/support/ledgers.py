@@ -18,7 +18,9 @@ def train_on(ledger: run_ledger.RunLedger, step: int, num_groups: int = 2):
     for group, digest in enumerate(digests):
         ledger.leased(WORKER, "train", step, group, version=step - 1)
         ledger.submitted(WORKER, "train", step, group, digest)
-    return ledger.batch(step, run_rules.batch_digest(digests), dict.fromkeys(range(num_groups), "trusted"))
+    return ledger.batch(
+        step, run_rules.batch_digest(digests), {(step, group): "trusted" for group in range(num_groups)}
+    )
 
 
 @dataclasses.dataclass

@@ -47,7 +47,7 @@ def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, **sizes)
             groups = [dataclasses.replace(one, epoch=epoch) for one in task_schedule.train_groups(exp.config, step)]
             batch = [make(group, ledger, change, draws) for group in groups]
             digests = run_rules.batch_digest(verdict.group_digest(rollouts) for rollouts, _ in batch)
-            basis = {rollouts[0].task.group: basis for rollouts, basis in batch}
+            basis = {(step, rollouts[0].task.group): basis for rollouts, basis in batch}
             parquet.write(path(folder, step), [rollout for rollouts, _ in batch for rollout in rollouts])
             ledger.batch(step, digests, basis, epoch).result()
             publish(folder, publisher, ledger, step)
