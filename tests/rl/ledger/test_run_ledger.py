@@ -37,7 +37,9 @@ def test_events_are_durable_and_in_order_after_a_flush(tmp_path):
         ledger.resumed(0)
         ledger.joined(ANN.worker, invited=True)
         digests = [submit(ledger, ANN.worker, group) for group in range(3)]
-        batch = ledger.batch(step=1, digest=run_rules.batch_digest(digests), groups=dict.fromkeys(range(3), "trusted"))
+        batch = ledger.batch(
+            step=1, digest=run_rules.batch_digest(digests), groups={(1, n): "trusted" for n in range(3)}
+        )
         assert batch.result() == 10
         assert ledger.published(version=1, digest=work(1)).result() == 11
         ledger.named(ANN.worker, [1])
