@@ -26,13 +26,14 @@ def screened(rollouts, split):
 class Process:
     """One process of an orchestrator on the files in `path`, with `rate` as the rate of replays, and all that it replayed."""
 
-    def __init__(self, path: pathlib.Path, rate: float = 1e-9, ledger=None, **changes):
+    def __init__(self, path: pathlib.Path, rate: float = 1e-9, ledger=None, *, rl=None, ledger_options=None, **changes):
         config = quickstart.get_config()
         config.rl.prompts_per_step, config.rl.samples_per_prompt, config.rl.num_steps = 3, 2, 10
         config.rl.advantage, config.rl.max_lag = "group_mean", 1
+        config.rl.update(rl or {})
         config.trust.min_rate = config.trust.invited_rate = rate
         self.exp, self.replayed, self.path = experiment.resolve(config), [], path
-        self.ledger = ledger or run_ledger.RunLedger(path / "ledger.db", RUN, RUN.worker)
+        self.ledger = ledger or run_ledger.RunLedger(path / "ledger.db", RUN, RUN.worker, **ledger_options or {})
         verdicts = verdict_collector.VerdictCollector(RUN, self._replay)
         options = dict(credit=self.exp.credit, key=RUN, secret=b"secret", invited=(KEY.worker,), ledger=self.ledger)
         options |= {"check_group_without_weights": screened} | changes
@@ -62,6 +63,11 @@ class Process:
         arrays = [tree.prompt for tree in batch.trees]
         arrays += [getattr(b, name) for t in batch.trees for b in t.branches for name in ("tokens", "advantage")]
         return [np.asarray(array).tobytes() for array in arrays]
+
+    def trained(self, step):
+        """The numbers of the groups in the file of batch `step`."""
+        rollouts = parquet.read(self.path / "rollouts" / f"step_{step}" / "accepted.parquet")
+        return sorted({rollout.task.group for rollout in rollouts})
 
     def end(self):
         self.orchestrator._submissions.close()

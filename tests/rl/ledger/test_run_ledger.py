@@ -57,7 +57,7 @@ def test_a_batch_without_trust_is_refused_and_ends_the_ledger(tmp_path):
     with opened(tmp_path) as ledger:
         ledger.on_failure = failures.append
         digest = submit(ledger, BOB.worker, 0)
-        batch = ledger.batch(step=1, digest=run_rules.batch_digest([digest]), groups={0: "trusted"})
+        batch = ledger.batch(step=1, digest=run_rules.batch_digest([digest]), groups={(1, 0): "trusted"})
         with pytest.raises(ValueError, match="group: 0 is of a worker without trust"):
             batch.result()
         with pytest.raises(ValueError, match="without trust"):
@@ -157,7 +157,7 @@ def test_steps_after_the_checkpoint_are_void_and_repeated(tmp_path):
         (lambda ledger: ledger.published(3, work(5)), "version: batch 3 was not trained on"),
         (lambda ledger: ledger.resumed(3), "step: the last batch is 2; entries are missing"),
         (lambda ledger: ledgers.train_on(ledger, 2), "step: batch 2 was trained on already"),
-        (lambda ledger: ledger.batch(3, work(1), {0: "verified"}), "group: 0 was not handed in"),
+        (lambda ledger: ledger.batch(3, work(1), {(3, 0): "verified"}), "group: 0 was not handed in"),
     ):
         with contextlib.ExitStack() as stack:
             ledger = stack.enter_context(opened(tmp_path))

@@ -142,7 +142,7 @@ class Oracle:
             past.log = self.log[:i]
             if e.kind == "batch":
                 for step, number in task_ranges.parse_tasks(e.fields["trusted"]) if e.fields["trusted"] else ():
-                    steps |= {step} if past.group(step, number)[0] == worker else set()
+                    steps |= {e.fields["step"]} if past.group(step, number)[0] == worker else set()
             elif e.kind == "resume":
                 steps = {step for step in steps if step <= e.fields["step"]}
         return steps
@@ -206,7 +206,12 @@ def drawn(rng, oracle, order):
         names = [(of, n) for of in ((1, 2, 3) if order else (step,)) for n in (0, 1)]
         groups = {name: oracle.group(*name) for name in names}
         if order:
-            groups = {name: group for name, group in groups.items() if (group and group[1]) or rng.random() < 0.03}
+            quorum = oracle.appointed(len(oracle.log))[1]
+            rates = {
+                name: 0.02 if not g or not g[1] else 1 if sum(g[4].values()) >= quorum else 0.2
+                for name, g in groups.items()
+            }
+            groups = {name: group for name, group in groups.items() if rng.random() < rates[name]}
         else:
             groups = {name: group for name, group in groups.items() if group or rng.random() < 0.2}
         enough = {
@@ -223,7 +228,7 @@ def drawn(rng, oracle, order):
     if kind == "publish":
         return event("publish", version=int(rng.integers(4)), digest=work(3), epoch=int(rng.integers(2)))
     if kind == "naming":
-        return event("naming", worker, steps=[pick((1, 2, 3))])
+        return event("naming", worker, steps=[pick((1, 2, 3)) if not order else max(1, oracle.step())])
     if kind == "appoint":
         return event(
             "appoint", validators=[j.worker for j in JUDGES if rng.random() < 0.8] or [RUN], quorum=pick((1, 1, 2))

@@ -1,5 +1,6 @@
 """An orchestrator that is killed at any moment: groups that were taken are not made again, and none is trained on twice."""
 
+import math
 import shutil
 
 import pytest
@@ -60,6 +61,29 @@ def test_a_killed_orchestrator_goes_on_with_the_groups_that_it_took(start, rate)
     assert ledgers.verify(third.path / "ledger.db").error is None
     kept = {len(parquet.read(path)) for path in third.path.glob("rollouts/step_*/accepted.parquet")}
     assert kept == {6} and third.orchestrator._log.steps() == [2, 3]
+
+
+def test_a_killed_run_goes_on_with_late_groups_in_later_batches(start):
+    options = {"rl": {"batch": "first", "max_lag": 2, "oversampling": 1.4}, "ledger_options": {"any_step": True}}
+    first = start(**options)
+    first.ledger.resumed(0)
+    first.resume(0, timeline.Policy(4, 0))
+    slow = [first.orchestrator.lease(KEY.worker, 1)[0] for _ in range(2)]
+    assert [group.group for group in slow] == [0, 1] and len(first.answer(99)) == math.ceil(3 * 3 * 1.4) - 2
+    expected = first.batch(1)
+    assert first.trained(1) == [2, 3, 4]
+    second = start(killed=first, **options)
+    second.resume(0, timeline.Policy(4, 0))
+    assert second.batch(1) == expected  # may have been lost
+    second.orchestrator.publish(timeline.Policy(4, 1))
+    assert second.batch(2) and second.trained(2) == [5, 6, 7]
+    assert second.answer(2) == [0, 1]  # opened again, first
+    second.orchestrator.publish(timeline.Policy(4, 2))
+    second.batch(3)
+    assert second.trained(3) == [0, 1, 8]
+    assert second.orchestrator.state(3)["batches"] == {"num_opened": 19, "waiting": [*range(9, 19)]}
+    second.ledger.flush()
+    assert ledgers.verify(second.path / "ledger.db").error is None
 
 
 def test_work_of_an_earlier_epoch_is_made_again(start):
