@@ -15,6 +15,7 @@ or dropped for a counted reason. Batch n trains on
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 
@@ -221,7 +222,7 @@ class Batches:
         if self._version < 0:
             return
         rule = self._rule
-        num_batches = min(1 + rule.max_lag, rule.num_batches - self._version)
+        num_batches = min(self._version + 1 + rule.max_lag, rule.num_batches) - min(self._version, self.step)
         needed = math.ceil(num_batches * rule.num_groups * rule.oversampling)
         num_flat = min(len(self._flat), rule.max_flat)
         count = needed - (len(self._waiting) + self._taken.total() - num_flat)
@@ -236,6 +237,12 @@ class Batches:
         groups = self._make_groups(numbers, version)
         self._queue.add(groups)
         self._waiting.update(dict.fromkeys(group.key for group in groups))
+
+
+def of(config, queue: group_queue.GroupQueue, has_signal: Callable[[group_queue.Entry], bool]) -> Batches:
+    """Returns the batches of a run with this resolved config."""
+    make_groups = functools.partial(task_schedule.numbered_groups, config)
+    return Batches(BatchRule.of(config), queue, make_groups, has_signal)
 
 
 def _lengths(entry: group_queue.Entry) -> list[int]:

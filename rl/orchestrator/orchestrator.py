@@ -94,9 +94,7 @@ class Orchestrator:
         self._version = -1  # the newest version that servers have
         self._published_s = 0.0  # when `_policy` was
         self._queue = group_queue.GroupQueue()
-        make_groups = functools.partial(task_schedule.numbered_groups, config)
-        rule = batches.BatchRule.of(config)
-        self._batches = batches.Batches(rule, self._queue, make_groups, self._has_signal)
+        self._batches = batches.of(config, self._queue, lambda e: credit.has_signal(_rewarded(e)))
         self._invited = frozenset({*invited, *config.topology.workers})
         self._admission = admission.Admission(admission.Policy.of(config), key.worker, self._invited, stake)
         self._health = worker_health.WorkerHealth(
@@ -124,9 +122,7 @@ class Orchestrator:
         attempts = config.trust.max_attempts
         self._records = records or server_records.ServerRecords(config.topology.server_keys, attempts, **rates)
         self._kept: dict[group_queue.Key, submissions.Kept] = {}  # of the log, until the first policy is published
-        self._recorded: dict[
-            int, list[group_queue.Entry]
-        ] = {}  # the ledger's last batch, if it may not have been returned
+        self._recorded: dict[int, list[group_queue.Entry]] = {}  # the ledger's last batch, maybe not returned yet
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
         self._totals: collections.Counter[str] = collections.Counter()  # of `_counts`, until they were taken last
@@ -228,10 +224,8 @@ class Orchestrator:
         if recorded:
             recorded.result()
         self._save_states()
-        groups = [training_batch.rewarded(entry.rollouts, entry.scores) for entry in taken]
+        groups = [*map(_rewarded, taken)]
         counts = diagnostics.of_groups(groups, step=step, max_tokens=self._config.sampling.max_tokens)
-        with self._changed:
-            counts |= self._batches.take_metrics()
         return training_batch.assemble(step, groups, self._credit, counts | self._take_counts())
 
     def state(self, step: int) -> dict:
@@ -265,7 +259,7 @@ class Orchestrator:
                         return []
                 taken = self._queue.take(keys)
                 self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
-        return [training_batch.rewarded(entry.rollouts, entry.scores) for entry in taken]
+        return [*map(_rewarded, taken)]
 
     def fail(self, error: BaseException) -> None:
         """Makes waiting and later calls of the learner raise `error`, such as the death of a child process."""
@@ -276,7 +270,7 @@ class Orchestrator:
     def waiting_for(self) -> str:
         """Returns why the learner waits, as a line for people, or "" if it does not."""
         with self._changed:
-            return self._batch_notice(self._wanted) if self._wanted else ""
+            return self._wait_notice(f"batch {self._wanted}", *self._batches.progress()) if self._wanted else ""
 
     def _values(self) -> role_metrics.Values:
         with self._changed:
@@ -479,15 +473,12 @@ class Orchestrator:
 
         self._wanted = step
         while not self._wait_for(is_complete, WAIT_NOTICE_S):
-            self._on_wait(self._batch_notice(step))  # a long wait is not an error
+            self._on_wait(self._wait_notice(f"batch {step}", *self._batches.progress()))  # a long wait is not an error
         assert taken is not None
         self._mark(step, taken)
         self._wanted = None
         self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
         return taken
-
-    def _has_signal(self, entry: group_queue.Entry) -> bool:
-        return self._credit.has_signal(training_batch.rewarded(entry.rollouts, entry.scores))
 
     def _mark(self, step: int, taken: list[group_queue.Entry]) -> None:
         """Records the unverified groups that batch `step` trains on, and the state as of its hand-off. The caller has the lock."""
@@ -533,9 +524,6 @@ class Orchestrator:
             raise self._failure
         return bool(is_met)
 
-    def _batch_notice(self, step: int) -> str:
-        return self._wait_notice(f"batch {step}", *self._batches.progress())
-
     def _wait_notice(self, waiting: str, num_eligible: int, num_groups: int) -> str:
         count, banned = self._queue.count(), self._health.num_banned(time.monotonic())
         loading = f"; the inference servers are loading policy {self._policy}"
@@ -559,4 +547,16 @@ class Orchestrator:
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
             self._totals += self._counts
             self._counts.clear()
-        return {f"trust/num_{name}": float(number) for name, number in counts.items()}
+            dropped = self._batches.take_metrics()
+        return {f"trust/num_{name}": float(number) for name, number in counts.items()} | dropped
+
+
+def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
+    return training_batch.rewarded(entry.rollouts, entry.scores)
+
+
+def _entry(kept: submissions.Kept, is_verified: bool) -> group_queue.Entry:
+    """Returns a group that a batch had taken before a restart."""
+    entry = group_queue.Entry(kept.group, State.ELIGIBLE, kept.worker, digest=kept.digest, is_verified=is_verified)
+    entry.rollouts, entry.scores = sorted(kept.rollouts, key=lambda rollout: rollout.sample), kept.scores
+    return entry

@@ -3,7 +3,9 @@
 A run here is the quickstart with fewer steps and tasks: same model function, engine, HTTP server, broadcast, proofs.
 """
 
+import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from rl.ledger import ledger as ledger_lib
 from rl.ledger import task_ranges
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
+from tests.rl.swarm.test_swarm import processes_of
 from tests.support import ledgers, tiny_run
 
 

@@ -65,7 +65,7 @@ class Process:
         return [np.asarray(array).tobytes() for array in arrays]
 
     def trained(self, step):
-        """The numbers of the groups in the file of batch `step`."""
+        """Returns the numbers of the groups in the file of batch `step`."""
         rollouts = parquet.read(self.path / "rollouts" / f"step_{step}" / "accepted.parquet")
         return sorted({rollout.task.group for rollout in rollouts})
 
