@@ -3,7 +3,7 @@
 1. A worker joins, leases a group of a step, and hands in its rollouts: the submission names their digest.
 2. Validators sign verdicts on that digest. They count if the validator was appointed (`appoint`, with the quorum) at that time; until
    the first appointment, the run's own key is the only validator.
-3. A batch of step n follows that of step n - 1. Its groups are of step n, or, if the resume says so, of any, but in no batch before. Each of its groups was `verified` (accepted by a quorum, not refused later) or `trusted`:
+3. A batch of step n follows that of step n - 1. Its groups are of step n, or, with any_step in the resume, of any, but in no batch before. Each of its groups was `verified` (accepted by a quorum, not refused later) or `trusted`:
    its worker was invited or has a verified group, was not ejected before it handed in the group, and was not caught since. A worker
    is caught when its group is refused after a rejecting verdict. The batch's digest must be that of its groups' submissions.
 4. Version n of the policy is published after batch n, once per epoch. A batch takes no group that was leased in another epoch than

@@ -547,8 +547,8 @@ class Orchestrator:
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
             self._totals += self._counts
             self._counts.clear()
-            dropped = self._batches.take_metrics()
-        return {f"trust/num_{name}": float(number) for name, number in counts.items()} | dropped
+            metrics = {f"trust/num_{name}": float(number) for name, number in counts.items()}
+            return metrics | self._batches.take_metrics()
 
 
 def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:

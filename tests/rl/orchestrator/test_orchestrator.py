@@ -816,6 +816,7 @@ def test_a_batch_is_its_groups_in_order_with_advantages(make, tmp_path):
 def test_what_is_stale_at_hand_off_is_dropped_and_leased_again(make):
     """Allowed when it was made (max_lag 2), too old when it is used (max_off_policy 1): the oldest token counts."""
     orchestrator = make(rl__max_lag=2, rl__max_off_policy=1)
+    orchestrator.resume(2)
     publish(orchestrator, 0)
     groups = [group for group in lease(orchestrator) if group.step == 3]
     publish(orchestrator, 1)
