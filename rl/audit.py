@@ -43,7 +43,7 @@ RULES = {
     "group": "a group has all samples of one worker, and is in one batch",
     "task": "step, task, and temperature are prescribed",
     "seed": "the noise is prescribed",
-    "staleness": "versions are as recent as rl.max_lag, rl.max_off_policy, and rl.batch say",
+    "staleness": "versions are as recent as rl.max_lag, rl.max_off_policy, and rl.batch allow",
     "version": "versions were published, in the epoch of the rollout",
     "signature": "the worker signed the rollout",
     "joined": "the worker joined before the batch",

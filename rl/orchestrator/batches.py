@@ -195,6 +195,7 @@ class Batches:
             if self._rule.kind == "prescribed":
                 self._queue.drops["stale"] += 1
                 self._dropped += _lengths(self._queue.requeue(key))
+                self._hole = key
             else:
                 self._drop(key, "stale")
 

@@ -219,7 +219,7 @@ class Orchestrator:
             elif step not in self._states:
                 self._mark(step, taken)
         with self._changed:
-            kept = {step, *(entry.group.step for entry in self._queue.entries.values())}
+            kept = {step, *(entry.group.step for entry in (*taken, *self._queue.entries.values()))}
         submissions.write_batch(self._log, self._workdir, step, taken, kept)
         if recorded:
             recorded.result()
@@ -487,12 +487,8 @@ class Orchestrator:
                 self._health.trained_unverified(entry.worker, step)
                 self._records.trained_unverified(entry.rollouts, step)
                 self._counts["unverified"] += len(entry.rollouts)
-        state = {
-            "batches": self._batches.state(),
-            "standing": self._health.state(),
-            "evidence": self._evidence(step),
-            "servers": self._records.state(),
-        }
+        state = {"standing": self._health.state(), "evidence": self._evidence(step), "servers": self._records.state()}
+        state["batches"] = self._batches.state()
         self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
 
     def _save_states(self) -> None:
@@ -510,7 +506,7 @@ class Orchestrator:
             if missing := [key for key in keys if key not in kept]:
                 found = f"batch {run.step} is in the ledger, and {len(missing)} of its groups are not in {self._log.directory}"
                 raise ValueError(f"{found}; put the directory back, or start the learner again")
-            self._recorded[run.step] = [_entry(kept.pop(key), run.batch[key[1:]] == "verified") for key in keys]
+            self._recorded[run.step] = [kept.pop(key).entry(run.batch[key[1:]] == "verified") for key in keys]
             self._batches.skip(run.step, [number for _, number in run.batch])
         oldest = max(0, self._policy.version - self._config.rl.max_lag)
         self._batches.reopen(max((number for _, _, number in kept), default=-1), oldest)
@@ -553,10 +549,3 @@ class Orchestrator:
 
 def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
     return training_batch.rewarded(entry.rollouts, entry.scores)
-
-
-def _entry(kept: submissions.Kept, is_verified: bool) -> group_queue.Entry:
-    """Returns a group that a batch had taken before a restart."""
-    entry = group_queue.Entry(kept.group, State.ELIGIBLE, kept.worker, digest=kept.digest, is_verified=is_verified)
-    entry.rollouts, entry.scores = sorted(kept.rollouts, key=lambda rollout: rollout.sample), kept.scores
-    return entry
