@@ -474,11 +474,10 @@ class Orchestrator:
         self._wanted = step
         while not self._wait_for(is_complete, WAIT_NOTICE_S):
             self._on_wait(self._wait_notice(f"batch {step}", *self._batches.progress()))  # a long wait is not an error
-        assert taken is not None
-        self._mark(step, taken)
         self._wanted = None
-        self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
-        return taken
+        self._mark(step, taken or [])
+        self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken or [])
+        return taken or []
 
     def _mark(self, step: int, taken: list[group_queue.Entry]) -> None:
         """Records the unverified groups that batch `step` trains on, and the state as of its hand-off. The caller has the lock."""
