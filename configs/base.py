@@ -85,6 +85,8 @@ def get_config() -> config_dict.ConfigDict:
     r.batch = "prescribed"
     r.oversampling = 1.0  # groups on their way, as a multiple of those that the open batches need
     r.refill = 0.0  # groups without a signal that others replace, at most, as a multiple of prompts_per_step
+    # Samples that could not be scored are left out of groups in which at least so many were; groups with fewer train nothing.
+    r.min_group = 0  # 0: those samples are worth 0
     r.tokens_per_step = (
         0  # a batch ends with the group that brings its sampled tokens to this number; 0: by groups alone
     )

@@ -22,10 +22,20 @@ class Batch:
     num_micro_batches: int = 0  # of a batch that another process packed
 
 
-def rewarded(rollouts: Sequence[rollout_lib.Rollout], scores: Scores) -> list[rollout_lib.Rollout]:
-    """Returns the rollouts of a group with the rewards that we recomputed, 0 where there was no time; else a claim could break ties."""
+def rewarded(rollouts: Sequence[rollout_lib.Rollout], scores: Scores, min_group: int = 0) -> list[rollout_lib.Rollout]:
+    """Returns the rollouts of a group with the rewards that we recomputed, 0 where there was no time; else a claim could break ties.
+
+    With `min_group` (rl.min_group), rollouts that our scorer could not score are left out. If fewer remain, the group trains nothing:
+    all are returned, with rewards of 0.
+    """
+    failed = (
+        {number for number, own in scores.items() if own is None or own.get("error", 0.0) > 0} if min_group else set()
+    )
+    scored = [one for one in rollouts if one.sample not in failed]
+    if failed and len(scored) < min_group:
+        scores, scored = dict.fromkeys(range(len(rollouts))), list(rollouts)
     out = []
-    for one in rollouts:
+    for one in scored:
         if one.sample in scores:
             own = scores[one.sample] or dict.fromkeys([*one.rewards, "reward"], 0.0)
             one = dataclasses.replace(one, reward=own["reward"], rewards={name: own[name] for name in one.rewards})

@@ -26,7 +26,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
         lambda v: 0 <= v < math.inf,
-        "rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.tokens_per_step warmup.num_steps warmup.learning_rate warmup.eval_every warmup.patience "
+        "rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.min_group rl.tokens_per_step warmup.num_steps warmup.learning_rate warmup.eval_every warmup.patience "
         "optimizer.learning_rate optimizer.warmup_steps optimizer.total_steps optimizer.decay_steps optimizer.weight_decay "
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
@@ -176,6 +176,9 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.rl.oversampling > 1 and task_schedule.is_fixed(c):
         found = f"rl.oversampling = {c.rl.oversampling}, but each batch waits for its own groups"
         yield f"{found}; set rl.batch = 'first' or rl.refill, or raise rl.max_lag instead"
+    if c.rl.min_group and not 2 <= c.rl.min_group <= c.rl.samples_per_prompt:
+        found = f"rl.min_group = {c.rl.min_group} of {c.rl.samples_per_prompt} samples (rl.samples_per_prompt)"
+        yield f"{found}: set it in 2..{c.rl.samples_per_prompt}, or to 0 for groups with all samples"
     if c.evaluation.samples_per_task > 1 and c.evaluation.temperature == 0:
         yield "evaluation.samples_per_task is above 1, but samples at temperature 0 are equal; raise evaluation.temperature"
     if c.warmup.patience > 0 and not c.warmup.eval_every:

@@ -279,7 +279,7 @@ def _reward(rollout: rollout_lib.Rollout, recomputed: rules_lib.Recomputed) -> V
         name for name, score in sorted(recomputed.scores.items()) if not math.isclose(claimed[name], score, **close)
     ]
     if not wrong or (recomputed.slow and not any(claimed.values())):
-        return Verdict("ok", scores=recomputed.scores)
+        return Verdict("ok", scores=None if recomputed.timed_out else recomputed.scores)
     if recomputed.timed_out:
         return Verdict("unscored", "our scorer timed out, and a completion that takes that long is worth 0")
     return Verdict("reward", f"{wrong[0]} is {claimed[wrong[0]]}, recomputed {recomputed.scores[wrong[0]]}")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl.algorithms import advantages
-from rl.batch import credit, packing
+from rl.batch import credit, packing, training_batch
 from tests.support import tiny
 
 
@@ -100,6 +100,22 @@ def test_a_long_answer_is_worth_less():
         credit.Credit(overlong_buffer=5, max_tokens=4)
     with pytest.raises(ValueError, match="rl.average = 'token' is unknown; choose one of tokens, samples, prompts"):
         credit.Credit(average="token")
+
+
+@pytest.mark.parametrize(("failed", "expected"), [([], [0.0, 1.0, 4.0]), ([1], [0.0, 4.0]), ([2, 0], [0.0, 0.0, 0.0])])
+def test_samples_without_a_score_are_left_out_of_a_group_with_enough_others(failed, expected):
+    samples = [dataclasses.replace(one, sample=number) for number, one in enumerate(GROUPS[0])]
+    reasons = (None, {"reward": 0.0, "error": 1.0})  # no time, or the scorer raised
+    scores = {one.sample: {"reward": one.reward} for one in samples}
+    scores |= {number: reasons[i] for i, number in enumerate(failed)}
+    found = training_batch.rewarded(samples, scores, 2)
+    assert [one.reward for one in found] == expected
+    trees, _ = credit.Credit().assign([found])
+    alone, _ = credit.Credit().assign([[one for one in samples if one.sample not in failed]] * (len(expected) > 1))
+    assert trained(trees) == ([] if len(failed) > 1 else trained(alone))
+    assert [one.reward for one in training_batch.rewarded(samples, scores)][:1] == [0.0] and not any(
+        one.reward for one in training_batch.rewarded(samples, scores) if one.sample in failed
+    )
 
 
 def test_averages_are_taken_over_what_trains():

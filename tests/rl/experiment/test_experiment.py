@@ -168,6 +168,7 @@ def resolved(**changes):
         ({"rl__loss": "decoupled_ppo"}, "set objective.old_logprobs = 'learner'"),
         ({"rl__loss": "gspo", "rl__average": "samples"}, "set rl.average = 'tokens'"),
         ({"rl__samples_per_prompt": 1}, "the advantage of a group of one is always 0"),
+        ({"rl__min_group": 9}, r"rl.min_group = 9 of 8 samples .*: set it in 2..8, or to 0"),
         ({"rl__overlong_buffer": 99}, "rl.overlong_buffer = 99 is not in 1..12"),
         ({"evaluation__samples_per_task": 4}, "raise evaluation.temperature"),
         ({"warmup__patience": 2}, "set warmup.eval_every"),
