@@ -13,6 +13,7 @@ from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger
 from rl.orchestrator import nodes, orchestrator, server_records, verdict_collector
+from rl.protocol import task_schedule
 from rl.verification import checks, evidence_log, verifier
 from sharding import mesh as mesh_lib
 from sharding.system import secret_file
@@ -41,7 +42,11 @@ def make(
     if config.topology.mode == "local":
         server_keys.append(rollout_lib.WorkerKey.load(run_directory.worker_key_file(workdir, SERVER)).worker)
     records = server_records.ServerRecords(server_keys, config.trust.max_attempts, **rates)
-    evidence = evidence_log.EvidenceLog(bands, count_once=True, servers=records.keys)
+    open_steps = task_schedule.num_open_steps(config)
+    evidence = evidence_log.EvidenceLog(bands, count_once=True, servers=records.keys, open_steps=open_steps)
+    num_kept = (
+        0 if task_schedule.is_fixed(config) else open_steps
+    )  # a resumed run makes late groups of earlier steps again
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
     params = verifier.published(str(weights), keep=keep, key=run_directory.trusted_key(workdir))
     validator = verifier.Validator(experiment.model, params, rules, evidence)
@@ -52,7 +57,7 @@ def make(
         key=key,
         verdicts=_verdicts(config.trust, validator, key, on_wait, num_hosts),
         check_group_without_weights=validator.check_group_without_weights,
-        evidence=evidence.state,
+        evidence=lambda step: evidence.state(step - num_kept),
         on_verified=evidence.add_verified,
         secret=run_directory.secret(workdir, config.seed),
         invited=[rollout_lib.WorkerKey.load(file).worker for file in worker_keys(config, workdir)],

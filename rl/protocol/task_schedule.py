@@ -10,6 +10,7 @@
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable
 from typing import cast
 
@@ -61,6 +62,14 @@ def train_groups(config, step: int) -> list[Group]:
 def is_fixed(config) -> bool:
     """Returns True if batch n of a run with this resolved config has the groups of step n, and no others."""
     return config.rl.batch == "prescribed" and not config.rl.refill and not config.rl.tokens_per_step
+
+
+def num_open_steps(config) -> int:
+    """Returns after how many further steps the groups of a step are over: trained, or too old unless they are leased again."""
+    rl = config.rl
+    if is_fixed(config):
+        return rl.max_lag + 1
+    return math.ceil((rl.max_off_policy + rl.max_lag + 1) * (rl.oversampling + rl.refill)) + 1
 
 
 def group_steps(config) -> range:

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 import re
@@ -135,12 +134,12 @@ def serve(args: argparse.Namespace) -> int:
         trusted = run_directory.root_file(workdir) or run
         pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=trusted)
         rules = dataclasses.replace(verifier.rules_of(config, experiment.tokenizer, stack=stack), tolerance=tolerance)
-        keep_steps = config.rl.max_lag + 8
-        if not task_schedule.is_fixed(config):  # groups wait for later batches
-            keep_steps += math.ceil(config.rl.max_off_policy * config.rl.oversampling)
+        open_steps = task_schedule.num_open_steps(config)
+        keep_steps = open_steps + 7
 
         def make_validator(**options) -> verifier.Validator:
-            return verifier.Validator(experiment.model, pull, rules, evidence_log.EvidenceLog(bands, **options))
+            evidence = evidence_log.EvidenceLog(bands, open_steps=open_steps, **options)
+            return verifier.Validator(experiment.model, pull, rules, evidence)
 
         key = own_key(args.key or run_directory.worker_key_file(workdir, "validator"))
         memory = workdir / f"evidence-{key.worker[:16]}.json"

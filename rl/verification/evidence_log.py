@@ -20,6 +20,7 @@ class EvidenceLog:
       count_once: ignore a sample that was added before. An orchestrator repeats a group that became stale, was rejected for
         another member, or was lost in a restart; its sampling noise, and so its evidence, is the same.
       servers: public keys of the servers that answer for the samples they sign.
+      open_steps: steps after which the groups of a step are over (`task_schedule.num_open_steps`).
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class EvidenceLog:
         *,
         count_once: bool = False,
         servers: Collection[str] = (),
+        open_steps: int = peers.OPEN_STEPS,
     ):
         self._bands, self._count_once, self._servers = bands, count_once, servers
         self._lock = threading.Lock()
-        self._seen = seen_set.SeenSet()
-        self._peers = peers.Peers()
+        self._open_steps = open_steps
+        self._seen = self._nothing_seen()
+        self._peers = peers.Peers(open_steps)
         self.tests: dict[str, sequential_test.SequentialTest] = {}
 
     def add_claims(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
@@ -108,11 +111,14 @@ class EvidenceLog:
         """Replaces all tests by `records` (from `states` or `state`), and the samples and open groups so far by those of `state`."""
         with self._lock:
             if groups is not None:
-                self._peers = peers.Peers.restored(groups)
+                self._peers = peers.Peers.restored(groups, self._open_steps)
             self.tests = {w: sequential_test.SequentialTest.restored(self._bands, s) for w, s in records.items()}
-            self._seen = seen_set.SeenSet()
+            self._seen = self._nothing_seen()
             for step, *entry in counted:
                 self._seen.add(step, tuple(entry))
+
+    def _nothing_seen(self) -> seen_set.SeenSet:
+        return seen_set.SeenSet(max(16, self._open_steps))
 
     def _mark(self, stream: str, rollout: rollout_lib.Rollout) -> bool:
         """Marks a rollout's sample as counted. Returns False if it was counted before. Without `count_once`, returns True and marks nothing."""

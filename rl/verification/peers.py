@@ -23,7 +23,7 @@ from inference.rollouts import rollout as rollout_lib
 
 TILTS = (4.0, 64.0, -4.0, -64.0)  # per unit of rank, from 0 to 1: gently and steeply, upward and downward
 HETEROGENEITY = 0.25  # nats
-OPEN_STEPS = 3  # a step is over once a group of so many steps later arrives
+OPEN_STEPS = 3  # a step is over once a group of at least so many steps later arrives
 MAX_GROUPS = 4096  # of a step that are kept
 
 
@@ -35,9 +35,13 @@ class _Group:
 
 
 class Peers:
-    """The groups of the steps that are not over, with the statistics of their claims. Not thread-safe."""
+    """The groups of the steps that are not over, with the statistics of their claims. Not thread-safe.
 
-    def __init__(self):
+    A step is over once a group of `open_steps` steps later arrives: a forger that is later than that is not compared.
+    """
+
+    def __init__(self, open_steps: int = OPEN_STEPS):
+        self._open_steps = max(open_steps, OPEN_STEPS)
         self._steps: dict[int, dict[tuple[int, str], _Group]] = {}
         self._over = -1  # the newest step that is over
 
@@ -57,7 +61,7 @@ class Peers:
 
     def bets(self, newest: int) -> Iterator[tuple[str, np.ndarray]]:
         """Yields (worker, `log_bets`) of the steps that are over since a group of step `newest` arrived, and removes them."""
-        for step in sorted(step for step in self._steps if step <= newest - OPEN_STEPS):
+        for step in sorted(step for step in self._steps if step <= newest - self._open_steps):
             groups, self._over = self._steps.pop(step), step
             for worker in sorted({group.worker for group in groups.values()}):
                 own = [group.statistics for group in groups.values() if group.worker == worker]
@@ -75,9 +79,9 @@ class Peers:
         return {"over": self._over, "groups": groups}
 
     @classmethod
-    def restored(cls, state: dict) -> "Peers":
+    def restored(cls, state: dict, open_steps: int = OPEN_STEPS) -> "Peers":
         """Returns the groups of `state`; of an empty one, none."""
-        peers = cls()
+        peers = cls(open_steps)
         peers._over = state.get("over", -1)
         for step, group, worker, statistics, is_verified in state.get("groups", ()):
             peers._steps.setdefault(step, {})[group, worker] = _Group(worker, tuple(statistics), is_verified)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
-from rl.verification import peers, sequential_test
+from rl.protocol import task_schedule
+from rl.verification import evidence_log, peers, sequential_test
 from tests.support import tiny
 
 VALUES = st.lists(st.sampled_from([-1.0, -0.5, -0.4, 0.0]), min_size=2, max_size=7)
@@ -113,3 +115,20 @@ def test_a_step_is_compared_once_and_stragglers_are_not(monkeypatch):
     for step in (0, 1):
         compared.add(group(step, 7, "c", [-1.0]))
     assert compared.state() == {"over": 1, "groups": []} and not list(compared.bets(9))
+
+
+def test_late_groups_are_compared_as_long_as_batches_take_them():
+    """Else a forger among batches of the first groups would only have to be slow."""
+    config = quickstart.get_config()
+    config.rl.update(batch="first", max_lag=1, max_off_policy=8, oversampling=1.5, refill=0.5)
+    num_steps = task_schedule.num_open_steps(config)
+    assert num_steps == 10 * 2 + 1
+    for wait, is_compared in ((num_steps - 1, True), (num_steps, False)):
+        log = evidence_log.EvidenceLog(None, count_once=True, open_steps=num_steps)
+        log.add_claims(group(1, 0, "a", [-1.0]))
+        log.add_verified(group(1, 0, "a", [-1.0]))
+        log.add_claims(group(1 + wait, 1, "a", [-1.0]))
+        before = log.tests["a"].state()["log_wealth"]["peers"]
+        log.add_claims(group(1, 2, "b", [-0.001]))  # late
+        log.add_claims(group(1 + num_steps, 3, "a", [-1.0]))
+        assert (log.tests["b"].state()["log_wealth"]["peers"] != [0.0] * len(before)) == is_compared
