@@ -35,7 +35,7 @@ MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bin
 class Curve:
     """A figure of the report: `lines` maps labels to metrics of the `phase` "rl" or "warm-up". With `zero` the axis includes 0.
 
-    An `optional` figure is left out if the run has no such metric.
+    An `optional` figure is left out if the run has no such metric. With `sparse`, so is a line that is 0 throughout.
     """
 
     title: str
@@ -45,6 +45,7 @@ class Curve:
     log: bool = False
     zero: bool = True
     optional: bool = False
+    sparse: bool = False
 
 
 CURVES = (
@@ -52,7 +53,23 @@ CURVES = (
     Curve("Loss", "policy loss per token", {"loss": "loss/total"}, zero=False),
     Curve("Mismatch KL", "learner against sampler, log scale", {"KL": "loss/mismatch_kl"}, log=True, zero=False),
     Curve("Throughput", "tokens per second", {"tokens/s": "time/tokens_per_s"}),
-    Curve("Response length", "tokens, mean", {"length": "rollout/response_length"}),
+    Curve(
+        "Response length",
+        "tokens, mean",
+        {
+            "length": "rollout/response_length",
+            "of groups for later batches": "batch/length_waiting",  # above the batch's: it prefers short answers
+            "of dropped groups": "batch/length_dropped",
+        },
+        sparse=True,
+    ),
+    Curve(
+        "Dropped",
+        "groups and deliveries per step, by reason",
+        {name: f"batch/num_{name}" for name in ("stale", "flat", "late", "duplicate", "epoch")},
+        optional=True,
+        sparse=True,
+    ),
     Curve(
         "Rollouts",
         "per step",
@@ -179,6 +196,8 @@ def _curve_figure(curve, records):
     records = [r for r in records if r["phase"] == curve.phase]
     series = {label: [(r["step"], r[name]) for r in records if name in r] for label, name in curve.lines.items()}
     found = {label: points for label, points in series.items() if points}
+    if curve.sparse:
+        found = {label: points for label, points in found.items() if any(y for _, y in points)}
     return None if curve.optional and not found else _figure(curve, found or series, {})
 
 
