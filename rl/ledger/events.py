@@ -33,7 +33,8 @@ class Event:
     Of a training run: resume (step, run: its public key), appoint (validators, quorum), invite (), lease (split, step, group, version), submission
     (split, step, group, digest), verdict (the fields of a `SignedVerdict`), refusal (split, step, group, digest, reason), batch
     (step, digest, verified, trusted: groups as text), publish (version, digest, epoch), naming (steps). Lease and batch add the epoch
-    (ledgers of earlier releases lack it), and resume adds any_step: true if batches may have groups of any step.
+    (ledgers of earlier releases lack it), and resume adds any_step: true if batches may have groups of any step. Then batch adds dropped,
+    if there are any: groups that no batch will have.
     """
 
     kind: str
@@ -101,6 +102,8 @@ def form_error(event: Event) -> str | None:
         rules = rules | _TASKS  # optional: ledgers written before these fields existed lack them
     if isinstance(event.fields, dict) and event.kind in ("lease", "batch") and "epoch" in event.fields:
         rules = rules | _EPOCH  # optional, too
+    if isinstance(event.fields, dict) and event.kind == "batch" and "dropped" in event.fields:
+        rules = rules | {"dropped": (_are_tasks, "groups like '3:0-15,17', or absent")}
     if isinstance(event.fields, dict) and event.kind == "resume" and "any_step" in event.fields:
         rules = rules | {"any_step": (lambda value: value is True, "true, or absent")}
     if not isinstance(event.fields, dict) or set(event.fields) != set(rules):

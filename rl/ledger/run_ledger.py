@@ -103,15 +103,24 @@ class RunLedger(contextlib.AbstractContextManager):
         """Records a validator's verdict. It counts for batches if the validator was appointed before."""
         return self._record("verdict", self._keeper, **dataclasses.asdict(signed))
 
-    def batch(self, step: int, digest: str, groups: Mapping[tuple[int, int], str], epoch: int = -1) -> Recorded:
+    def batch(
+        self,
+        step: int,
+        digest: str,
+        groups: Mapping[tuple[int, int], str],
+        epoch: int = -1,
+        dropped: Sequence[tuple[int, int]] = (),
+    ) -> Recorded:
         """Records that batch `step` trains on `groups`: {(step, group): "verified" or "trusted"}. The learner must wait for the future.
 
-        `digest` is `run_rules.batch_digest` over the digests of their submissions, in ascending order of the group.
+        `digest` is `run_rules.batch_digest` over the digests of their submissions, in ascending order of the group. `dropped` are
+        groups that no batch will have.
         """
         names = {
             basis: task_ranges.format_tasks(group for group, other in groups.items() if other == basis)
             for basis in ("verified", "trusted")
         }
+        names |= {"dropped": task_ranges.format_tasks(dropped)} if dropped else {}
         return self._record("batch", self._keeper, step=step, digest=digest, epoch=epoch, **names)
 
     def published(self, version: int, digest: str, epoch: int = 0) -> Recorded:

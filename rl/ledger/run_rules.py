@@ -3,8 +3,8 @@
 1. A worker joins, leases a group of a step, and hands in its rollouts: the submission names their digest.
 2. Validators sign verdicts on that digest. They count if the validator was appointed (`appoint`, with the quorum) at that time; until
    the first appointment, the run's own key is the only validator.
-3. A batch of step n follows that of step n - 1. Its groups are of step n, or, with any_step in the resume, of any, but in no batch before. Each of its groups was `verified` (accepted by a quorum, not refused later) or `trusted`:
-   its worker was invited or has a verified group, was not ejected before it handed in the group, and was not caught since. A worker
+3. A batch of step n follows that of step n - 1. Its groups are of step n, or, with any_step in the resume, of any, but neither in a
+   batch before nor dropped. Each was `verified` (accepted by a quorum, not refused later) or `trusted`: its worker was invited or has a verified group, was not ejected before it handed in the group, and was not caught since. A worker
    is caught when its group is refused after a rejecting verdict. The batch's digest must be that of its groups' submissions.
 4. Version n of the policy is published after batch n, once per epoch. A batch takes no group that was leased in another epoch than
    that of the newest version.
@@ -49,6 +49,7 @@ class RunState:
         self.run = ""  # the public key of the run since the last resume
         self.step = 0  # of the last batch, or of the checkpoint that was resumed from
         self.batch: dict[tuple[int, int], str] = {}  # (step, group) -> "verified" or "trusted", of the last batch
+        self.dropped: list[tuple[int, int]] = []  # (step, group), by the last batch
         self.published: dict[tuple[int, int], str] = {}  # (epoch, version) -> manifest digest; without void ones
         self.epoch = -1  # of the newest version
         self.validators: frozenset[str] = frozenset()
@@ -64,7 +65,9 @@ class RunState:
         # Worker -> steps trained on unverified groups of it.
         self._trusted: dict[str, set[int]] = collections.defaultdict(set)
         self._any_step = False  # batches may have groups of any step, by the last resume
-        self._taken: dict[int, tuple[str, str]] = {}  # batch -> its groups as text, for a resume
+        self._taken: dict[
+            int, tuple[str, ...]
+        ] = {}  # batch -> its groups and those that it dropped, as texts, for a resume
         self._done = task_ranges.Done()  # the same groups
 
     def submission(self, step: int, group: int) -> tuple[str, bool] | None:
@@ -112,6 +115,10 @@ class RunState:
         tasks = sorted(verified | trusted)
         if not tasks or not (self._any_step or {task[0] for task in tasks} == {step}) or verified & trusted:
             return f"groups: they must be of step {step}, each named once"
+        dropped = _groups(fields.get("dropped", ""))
+        is_past = any(self._is_over(*name) for name in dropped)
+        if is_past or (dropped and not self._any_step) or not {*tasks}.isdisjoint(dropped):
+            return "dropped: only groups that no batch had, in a run whose batches have groups of any step"
         found = [self._open.get(of, {}).get(number) for of, number in tasks]
         for (of, number), group in zip(tasks, found, strict=True):
             if group is None or not group.digest:
@@ -180,7 +187,7 @@ class RunState:
         for late in [late for late in self._taken if late > step]:
             for text in filter(None, self._taken.pop(late)):
                 self._done.remove("", text)
-        self._has_begun, self.step, self.batch = True, step, {}
+        self._has_begun, self.step, self.batch, self.dropped = True, step, {}, []
         self._open.clear()
         self.published = {name: digest for name, digest in self.published.items() if name[1] < step}
         for steps in self._trusted.values():
@@ -191,11 +198,12 @@ class RunState:
         self.batch = {name: basis for basis in ("verified", "trusted") for name in _groups(fields[basis])}
         for step, number in _groups(fields["trusted"]):
             self._trusted[self._open[step][number].worker].add(self.step)
-        for step, number in self.batch:
-            del self._open[step][number]
-        if not self._any_step:  # the rest of them is too late
-            del self._open[self.step]
-        self._taken[self.step] = fields["verified"], fields["trusted"]
+        self.dropped = _groups(fields.get("dropped", ""))
+        for step, number in (*self.batch, *self.dropped):
+            self._open[step].pop(number, None)
+            if not self._open[step] or not self._any_step:  # the rest of them is too late
+                del self._open[step]
+        self._taken[self.step] = fields["verified"], fields["trusted"], fields.get("dropped", "")
         for text in filter(None, self._taken[self.step]):
             self._done.add("", text)
 

@@ -47,6 +47,11 @@ class BatchRule:
         return cls(rl.batch, rl.prompts_per_step, rl.num_steps, rl.max_lag, rl.max_off_policy, **sizes)
 
     @property
+    def is_fixed(self) -> bool:
+        """True if batch n has groups (n - 1) P .. n P - 1, and no others."""
+        return self.kind == "prescribed" and not self.refill and not self.tokens
+
+    @property
     def max_flat(self) -> int:
         """The most groups without a signal that are replaced for a batch."""
         return math.floor(self.refill * self.num_groups)
@@ -75,6 +80,7 @@ class Batches:
         self._flat: dict[Key, str] = {}  # eligible groups without a signal, with their digest
         self._taken: collections.Counter[int] = collections.Counter()  # groups by batch that the servers' version lacks
         self._hole: Key | None = None  # the group for which the last `collect` waited
+        self._gone: list[tuple[int, int]] = []  # (step, group) dropped since `take_dropped`
         self._dropped: list[int] = []  # sampled tokens of the rollouts in dropped groups, since `take_metrics`
         self._counted: collections.Counter[str] = collections.Counter()  # drops of the queue at that time
 
@@ -141,6 +147,11 @@ class Batches:
         means = {f"batch/length_{name}": sum(found) / max(1, len(found)) for name, found in lengths.items()}
         return means | {f"batch/num_{reason}": float(number) for reason, number in counts.items()}
 
+    def take_dropped(self) -> list[tuple[int, int]]:
+        """Returns the (step, group) of those dropped since the last call: no batch will have them."""
+        gone, self._gone = self._gone, []
+        return gone
+
     def state(self) -> dict:
         """Returns the position in the order as plain JSON, for `restore`: groups on their way are opened again after a resume."""
         return {"num_opened": self._num_opened, "waiting": [number for _, _, number in self._waiting] + self._again}
@@ -148,23 +159,28 @@ class Batches:
     def restore(self, step: int, state: dict | None) -> None:
         """Continues after batch `step`; the groups on their way, which must be open, are withdrawn.
 
-        Without a state, the batches up to `step` took the first groups of the order, P each.
+        Checkpoints of earlier releases have no state: the batches up to `step` took the first groups of the order, P each. Raises
+        ValueError if the rule allows others.
         """
+        if step and state is None and not self._rule.is_fixed:
+            found = f"the checkpoint of step {step} lacks the groups that its batches took"
+            raise ValueError(f"{found}; resume from another one, or start another --workdir")
         self._queue.withdraw([*self._waiting])
         self.step, self._version = step, -1
         self._num_opened = state["num_opened"] if state else step * self._rule.num_groups
         self._again = sorted(state["waiting"]) if state else []
-        self._waiting, self._flat, self._hole = {}, {}, None
+        self._waiting, self._flat, self._hole, self._gone = {}, {}, None, []
         self._taken = collections.Counter(
             {step: self._rule.num_groups} if step else {}
         )  # until servers have version `step`
 
-    def skip(self, step: int, numbers: Collection[int]) -> None:
-        """Continues after batch `step`, which took the groups with these numbers before a restart. `restore` gave the batch before it."""
+    def skip(self, step: int, numbers: Collection[int], dropped: Collection[int] = ()) -> None:
+        """Continues after batch `step`, which took and dropped groups with these numbers before a restart, after `restore`."""
         self.step, self._taken[step] = step, len(numbers)
-        on_their_way = {*self._again, *range(self._num_opened, max(numbers) + 1)}
-        self._num_opened = max(self._num_opened, max(numbers) + 1)
-        self._again = sorted(on_their_way - {*numbers})
+        gone = {*numbers, *dropped}
+        on_their_way = {*self._again, *range(self._num_opened, max(gone) + 1)}
+        self._num_opened = max(self._num_opened, max(gone) + 1)
+        self._again = sorted(on_their_way - gone)
 
     def reopen(self, last: int, version: int) -> None:
         """Opens the groups up to number `last` again, before servers have a policy; `version` is the oldest that they may have."""
@@ -201,6 +217,7 @@ class Batches:
 
     def _drop(self, key: Key, reason: str) -> None:
         self._forget(key)
+        self._gone.append(key[1:])
         self._dropped += _lengths(self._queue.drop(key, reason))
 
     def _forget(self, key: Key) -> None:

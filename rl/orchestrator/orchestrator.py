@@ -94,7 +94,7 @@ class Orchestrator:
         self._version = -1  # the newest version that servers have
         self._published_s = 0.0  # when `_policy` was
         self._queue = group_queue.GroupQueue()
-        self._batches = batches.of(config, self._queue, lambda e: credit.has_signal(_rewarded(e)))
+        self._batches = batches.of(config, self._queue, lambda e: credit.has_signal(self._rewarded(e)))
         self._invited = frozenset({*invited, *config.topology.workers})
         self._admission = admission.Admission(admission.Policy.of(config), key.worker, self._invited, stake)
         self._health = worker_health.WorkerHealth(
@@ -224,8 +224,9 @@ class Orchestrator:
         if recorded:
             recorded.result()
         self._save_states()
-        groups = [*map(_rewarded, taken)]
+        groups = [*map(self._rewarded, taken)]
         counts = diagnostics.of_groups(groups, step=step, max_tokens=self._config.sampling.max_tokens)
+        counts["batch/num_left_out"] = float(sum(len(e.rollouts) - len(g) for e, g in zip(taken, groups, strict=True)))
         return training_batch.assemble(step, groups, self._credit, counts | self._take_counts())
 
     def state(self, step: int) -> dict:
@@ -259,7 +260,7 @@ class Orchestrator:
                         return []
                 taken = self._queue.take(keys)
                 self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
-        return [*map(_rewarded, taken)]
+        return [*map(self._rewarded, taken)]
 
     def fail(self, error: BaseException) -> None:
         """Makes waiting and later calls of the learner raise `error`, such as the death of a child process."""
@@ -458,7 +459,7 @@ class Orchestrator:
     def _record_batch(self, step: int, taken: list[group_queue.Entry]) -> concurrent.futures.Future:
         basis = {entry.group.key[1:]: "verified" if entry.is_verified else "trusted" for entry in taken}
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
-        return self._ledger.batch(step, digest, basis, self._policy.epoch)
+        return self._ledger.batch(step, digest, basis, self._policy.epoch, self._batches.take_dropped())
 
     def _collect(self, step: int) -> list[group_queue.Entry]:
         """Blocks until batch `step` is complete; takes its groups."""
@@ -506,7 +507,7 @@ class Orchestrator:
                 found = f"batch {run.step} is in the ledger, and {len(missing)} of its groups are not in {self._log.directory}"
                 raise ValueError(f"{found}; put the directory back, or start the learner again")
             self._recorded[run.step] = [kept.pop(key).entry(run.batch[key[1:]] == "verified") for key in keys]
-            self._batches.skip(run.step, [number for _, number in run.batch])
+            self._batches.skip(run.step, *([number for _, number in names] for names in (run.batch, run.dropped)))
         oldest = max(0, self._policy.version - self._config.rl.max_lag)
         self._batches.reopen(max((number for _, _, number in kept), default=-1), oldest)
         for one in kept.values():
@@ -535,16 +536,14 @@ class Orchestrator:
     def _take_counts(self) -> dict[str, float]:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
-            names = "accepted called_back refused checked stale lease_expired lease_void lease_returned unleased"
-            names += (
-                " given_up spare void_epoch server_faults undecided unanswered unverified trained_unverified_of_cheats"
-            )
+            names = "accepted called_back refused checked stale lease_expired lease_void lease_returned unleased spare"
+            names += " given_up void_epoch server_faults undecided unanswered unverified trained_unverified_of_cheats"
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
             self._totals += self._counts
             self._counts.clear()
             metrics = {f"trust/num_{name}": float(number) for name, number in counts.items()}
             return metrics | self._batches.take_metrics()
 
-
-def _rewarded(entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
-    return training_batch.rewarded(entry.rollouts, entry.scores)
+    def _rewarded(self, entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
+        min_group = self._config.rl.min_group if entry.group.split == "train" else 0
+        return training_batch.rewarded(entry.rollouts, entry.scores, min_group)

@@ -66,14 +66,14 @@ class Oracle:
     def is_over(self, f):
         if not self.has_any_step():
             return f["step"] <= self.step()
-        return any(e.kind == "batch" and (f["step"], f["group"]) in tasks(e.fields) for e in self.lives())
+        return any(e.kind == "batch" and (f["step"], f["group"]) in tasks(e.fields, True) for e in self.lives())
 
     def group(self, step, number):
         """Returns (submitter, digest, index of the submission, refused, votes, leaseholders) of a group that no batch took, or None."""
         found = None
         for i, e in self.since("resume"):
             if e.kind == "batch" and (
-                (step, number) in tasks(e.fields) if self.has_any_step() else e.fields["step"] == step
+                (step, number) in tasks(e.fields, True) if self.has_any_step() else e.fields["step"] == step
             ):
                 found = None
             if e.fields.get("split") != "train" or (e.fields["step"], e.fields["group"]) != (step, number):
@@ -162,15 +162,19 @@ class Oracle:
             if basis == "trusted" and not self.is_trusted(group[0], group[2]):
                 return False
             digests[step, number] = bytes.fromhex(group[1])
+        dropped = task_ranges.parse_tasks(f["dropped"]) if "dropped" in f else []
+        if dropped and not self.has_any_step():
+            return False
+        if any(name in digests or self.is_over({"step": name[0], "group": name[1]}) for name in dropped):
+            return False
         joined = b"".join(digests[name] for name in sorted(digests))
         return bool(bases) and f["digest"] == hashlib.sha256(b"intellax/batch/1" + joined).hexdigest()
 
 
-def tasks(fields):
-    """Returns the (step, group) pairs of a batch event."""
-    return [
-        task for basis in ("verified", "trusted") if fields[basis] for task in task_ranges.parse_tasks(fields[basis])
-    ]
+def tasks(fields, with_dropped=False):
+    """Returns the (step, group) pairs of a batch event, on request with those that it dropped."""
+    names = ("verified", "trusted", *["dropped"] * with_dropped)
+    return [task for name in names if fields.get(name) for task in task_ranges.parse_tasks(fields[name])]
 
 
 def drawn(rng, oracle, order):
@@ -224,6 +228,9 @@ def drawn(rng, oracle, order):
         }
         texts |= {"trusted": texts["verified"]} if rng.random() < 0.1 else {}
         digest = run_rules.batch_digest(digests) if rng.random() < 0.9 else work(9)
+        if rng.random() < 0.15 if order else len(oracle.log) % 40 == 39:
+            rest = [name for name in itertools.product((1, 2, 3), (0, 1)) if name not in bases or rng.random() < 0.05]
+            texts |= {"dropped": task_ranges.format_tasks([pick(rest or [(1, 0)])])}
         return event("batch", step=step, digest=digest, **texts)
     if kind == "publish":
         return event("publish", version=int(rng.integers(4)), digest=work(3), epoch=int(rng.integers(2)))
@@ -257,4 +264,7 @@ def test_any_history_is_judged_as_by_the_second_implementation(block, order):
                 name = "trusted batch" if one.fields["trusted"] else "verified batch"
             counts[name if reason is None else (reason.partition(":")[0], name)] += 1
         assert state.step == oracle.step()
+        opened = {(e.fields["step"], e.fields["group"]) for e in oracle.log if e.kind == "lease"}
+        held = {name for name in opened if oracle.group(*name)}
+        assert {(step, number) for step, groups in state._open.items() for number in groups} == held, seed
     assert min(counts["verified batch"], counts["trusted batch"], counts["naming"], counts["publish"]) > 4, counts

@@ -20,19 +20,21 @@ from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
+from rl.ledger import ledger as ledger_lib
+from rl.ledger import task_ranges
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry, task_schedule, timeline
 from tests.support import forger as forger_lib
 from tests.support import ledgers, signed_http, tiny_run
 
-WORKER, SERVER = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
+WORKER, SLOW, SERVER = (rollout_lib.WorkerKey.generate() for _ in range(3))
 OVERRIDES = tiny_run.TINY | {
     "rl.max_lag": 0,
     "rl.prompts_per_step": 3,
     "rl.samples_per_prompt": 2,
     "topology.mode": "remote",
     "topology.server_keys": (SERVER.worker,),
-    "topology.workers": (WORKER.worker,),
+    "topology.workers": (WORKER.worker, SLOW.worker),
     "topology.heartbeat_s": 0.5,
     "trust.min_rate": 1e-9,
     "trust.invited_rate": 1e-9,
@@ -47,13 +49,14 @@ def free_port():
 
 
 class Run:
-    """The processes of a run in `path`, and threads for its worker and its server."""
+    """The processes of a run in `path`, and threads for its workers and its server. The slow worker waits up to `pause_s` per group."""
 
-    def __init__(self, path, num_steps):
-        self.path, self.num_steps, self.acknowledged, self.again = path, num_steps, set(), []
+    def __init__(self, path, num_steps, pause_s=0.0, **rl):
+        self.path, self.num_steps, self.acknowledged, self.again, self.pause_s = path, num_steps, set(), [], pause_s
         (path / "run").mkdir(parents=True)
         (path / "learner").mkdir()
-        overrides = OVERRIDES | {"rl.num_steps": num_steps, "topology.port": free_port()}
+        overrides = OVERRIDES | {f"rl.{name}": value for name, value in rl.items()}
+        overrides |= {"rl.num_steps": num_steps, "topology.port": free_port()}
         config = quickstart.get_config()
         for name, value in overrides.items():
             config.update_from_flattened_dict({name: value})
@@ -86,16 +89,21 @@ class Run:
     def work(self):
         """Answers leases, also across restarts; notes groups that are leased again after they were acknowledged in one epoch."""
         forger = forger_lib.Forger(self.exp, formed=True)
-        self._in_sessions(lambda http, at: self._answer(http, at, forger))
+        self._in_sessions(lambda http, at: self._answer(http, at, forger, WORKER))
 
-    def _answer(self, http, at, forger):
-        reply = http.post("/lease", json=signed_http.lease_body(WORKER, at, 2, wait_s=1.0)).raise_for_status().json()
+    def work_slowly(self):
+        forger, rng = forger_lib.Forger(self.exp, formed=True), random.Random(0)
+        self._in_sessions(lambda http, at: self._answer(http, at, forger, SLOW, rng.uniform(0, self.pause_s)))
+
+    def _answer(self, http, at, forger, key, pause_s=0.0):
+        reply = http.post("/lease", json=signed_http.lease_body(key, at, 2, wait_s=1.0)).raise_for_status().json()
+        time.sleep(pause_s)
         for group in [task_schedule.Group(**group) for group in reply["groups"]]:
             name = (group.epoch, *group.key)
-            if name in self.acknowledged:
+            if name in self.acknowledged and key is WORKER:
                 self.again.append(name)
-            rollouts = forger.forge(group, WORKER, group.min_version)
-            sent = http.post("/submit", **signed_http.submission(WORKER, at, parquet.to_bytes(rollouts)))
+            rollouts = forger.forge(group, key, group.min_version)
+            sent = http.post("/submit", **signed_http.submission(key, at, parquet.to_bytes(rollouts)))
             if set(sent.raise_for_status().json()["verdicts"].values()) == {"taken"}:
                 self.acknowledged.add(name)
 
@@ -131,7 +139,8 @@ class Run:
     def until_done(self, kills, seed):
         """Runs to the end with `kills` at random moments; returns the steps that it trained on in each epoch."""
         rng = random.Random(seed)
-        threads = [threading.Thread(target=target, daemon=True) for target in (self.work, self.serve)]
+        targets = (self.work, self.serve, *[self.work_slowly] * (self.pause_s > 0))
+        threads = [threading.Thread(target=target, daemon=True) for target in targets]
         self.start("orchestrator")
         while not (self.path / "run" / "control.token").exists():
             assert self.processes["orchestrator"].poll() is None, self.log("orchestrator")
@@ -182,3 +191,31 @@ def test_kills_of_both_lose_nothing_and_train_nothing_twice(tmp_path, request, k
             ]
         found[name] = final
     assert found["killed"] == found["calm"]
+
+
+@pytest.mark.slow
+def test_batches_of_the_first_groups_survive_kills_of_both(tmp_path, request):
+    """Late groups come in later batches, and each once; dropped groups are in the ledger."""
+    num_steps = 60
+    options = {"batch": "first", "max_lag": 2, "oversampling": 1.7, "refill": 0.5, "max_off_policy": 3}
+    run = Run(tmp_path, num_steps, pause_s=2.0, **options)
+    request.addfinalizer(run.end)
+    lines = run.until_done(3, seed=1)
+    assert {line["step"] for line in lines} == {*range(1, num_steps + 1)} and run.again == []
+    trained, late = [], 0
+    for step in range(1, num_steps + 1):
+        kept = parquet.read(run.path / "run" / "rollouts" / f"step_{step}" / "accepted.parquet")
+        groups = sorted({rollout.task.group for rollout in kept})
+        assert len(groups) == 3 and len(kept) == 6
+        assert all(step - 4 <= v <= step - 1 for rollout in kept for v in rollout.versions[rollout.sampled_mask])
+        late += min(groups) < max(trained, default=0)
+        trained += groups
+    assert len({*trained}) == len(trained) and late > 5
+    state = ledgers.verify(run.path / "run" / "ledger.db")
+    assert state.error is None
+    with ledger_lib.Ledger(run.path / "run" / "ledger.db") as ledger:
+        batches = {e.event.fields["step"]: e.event.fields for e in ledger.entries() if e.event.kind == "batch"}
+    dropped = [
+        n for fields in batches.values() if "dropped" in fields for _, n in task_ranges.parse_tasks(fields["dropped"])
+    ]
+    assert dropped and not {*dropped} & {*trained}

@@ -86,6 +86,13 @@ def test_a_killed_run_goes_on_with_late_groups_in_later_batches(start):
     assert ledgers.verify(second.path / "ledger.db").error is None
 
 
+def test_a_checkpoint_without_the_groups_that_were_taken_is_refused(start):
+    """The batches of an earlier release took the first groups, which is true of "prescribed" ones only."""
+    start().orchestrator.resume(2, {"standing": {"workers": {}, "expired_with": []}})
+    with pytest.raises(ValueError, match="step 2 lacks the groups that its batches took; resume from another"):
+        start(rl={"batch": "first"}).orchestrator.resume(2, {"standing": {"workers": {}, "expired_with": []}})
+
+
 def test_work_of_an_earlier_epoch_is_made_again(start):
     first = start()
     first.ledger.resumed(0)

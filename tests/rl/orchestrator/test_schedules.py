@@ -40,15 +40,13 @@ class World:
         )
         self.calmness = draw.random()
         self.now_s = 0.0
-        self.queue = group_queue.GroupQueue()
-        self.batches = batches_lib.Batches(
-            self.rule, self.queue, self.make_groups, lambda entry: not entry.rollouts[0].flat
-        )
         self.nodes = registry.Registry(BEAT_S, is_named=lambda key: True)
-        self.share = work_share.WorkShare(LEASE_S)
+        self.begin()
         # The learner: the epoch, batches taken, versions published and loaded, and checkpoints to resume from.
         self.epoch, self.step, self.published, self.loaded, self.trained_s = 0, 0, 0, 0, None
         self.saved = {0: None}
+        # What an orchestrator has after a restart: states of batches, the ledger's last batch, and the log of groups.
+        self.states, self.last, self.log = {0: None}, ([], []), {}
         self.servers = {f"server{i}": Policy(0, 0) for i in range(2)}
         self.hung = set()
         self.jobs = []  # of workers: group, worker, first and last policy of its tokens
@@ -58,15 +56,26 @@ class World:
         self.books = collections.Counter()  # deliveries by fate
         self.trained = {}  # number -> batch
         self.truth = {}  # digest -> its job
-        self.dropped = set()  # numbers of groups that no batch will use
+        self.dropped, self.recorded = (
+            set(),
+            set(),
+        )  # numbers of groups that no batch will use, and those that the ledger has
+        self.old_drops = collections.Counter()  # of orchestrators that were killed
         self.queue.begin_epoch(0)
         self.batches.restore(0, None)
         self.batches.load(0)
+
+    def begin(self):
+        self.queue, self.share = group_queue.GroupQueue(), work_share.WorkShare(LEASE_S)
+        self.batches = batches_lib.Batches(
+            self.rule, self.queue, self.make_groups, lambda entry: not entry.rollouts[0].flat
+        )
 
     def make_groups(self, numbers, version):
         P, lag = self.rule.num_groups, self.rule.max_lag
         oldest = [min(version, max(0, number // P - lag)) for number in numbers]
         assert not {*numbers} & {*self.trained}, "a group that was trained on is opened again"
+        assert not {*numbers} & self.recorded, "a group that the ledger has as dropped is opened again"
         fields = [(1 + n // P, n, "train", n, n, 2, 1.0, low) for n, low in zip(numbers, oldest, strict=True)]
         return [task_schedule.Group(*one) for one in fields]
 
@@ -142,8 +151,9 @@ class World:
         if low < entry.group.min_version or (
             entry.group.version not in (-1, low) or (low < high != entry.group.version > -1)
         ):
-            self.reject(key)
-        elif job.forged or entry.was_decided or self.draw.random() < 0.5:
+            return self.reject(key)
+        self.log[key] = entry.group, entry.worker, entry.rollouts, entry.digest
+        if job.forged or entry.was_decided or self.draw.random() < 0.5:
             self.queue.quarantine(key)
             self.verdicts.append((key, entry.digest))
         else:
@@ -151,7 +161,9 @@ class World:
             self.batches.accepted(key)
 
     def reject(self, key):
-        self.queue.requeue(key)
+        digest = self.queue.requeue(key).digest
+        if key in self.log and self.log[key][3] == digest:
+            del self.log[key]
         self.books["refused"] += 1
         if self.queue.entries[key].state is State.SUBMITTED:  # a spare
             self.screen(key)
@@ -198,7 +210,10 @@ class World:
         if rule.kind == "prescribed":  # no group of the order is left out
             assert {*self.trained} | self.dropped == {*range(len(self.trained) + len(self.dropped))}
         self.check_choice(n, entries, before)
-        self.step, self.trained_s = n, self.now_s
+        self.last = numbers, sorted(number for _, number in self.batches.take_dropped())
+        assert {*self.last[1]} == self.dropped - self.recorded, "the ledger lacks a dropped group"
+        self.recorded |= self.dropped
+        self.step, self.trained_s, self.states[n] = n, self.now_s, self.batches.state()
 
     def note_dropped(self, before, taken):
         self.dropped |= {key[2] for key in before if key not in self.queue.entries} - {*taken}
@@ -225,7 +240,7 @@ class World:
         if self.trained_s is not None:
             self.trained_s, self.published = None, self.step
             if self.step % 2 == 0:
-                self.saved[self.step] = self.batches.state(), dict(self.trained), {*self.dropped}
+                self.saved[self.step] = self.states[self.step], dict(self.trained), {*self.recorded}
 
     def load(self):
         """A server loads the newest policy; the batches that may use it open."""
@@ -246,10 +261,32 @@ class World:
         found = self.saved[step]
         self.epoch, self.step, self.trained_s = self.epoch + 1, step, None
         self.published = self.loaded = step
-        self.trained, self.dropped = (dict(found[1]), {*found[2]}) if found else ({}, set())
+        self.trained, self.recorded = (dict(found[1]), {*found[2]}) if found else ({}, set())
+        self.dropped = {*self.recorded}
         self.queue.begin_epoch(self.epoch)
-        self.batches.restore(step, found and found[0])
+        self.states = {step: found and found[0]}
+        self.batches.restore(step, self.states[step])
         self.batches.load(step)
+
+    def restart(self):
+        """The orchestrator is killed, and continues with its log, the ledger, and the states of its batches."""
+        num_kept, self.old_drops = self.num_kept(), self.old_drops + self.queue.drops
+        self.begin()
+        self.queue.begin_epoch(self.epoch)
+        self.dropped = {*self.recorded}
+        self.batches.restore(self.published, self.states[self.published])
+        if self.step > self.published:
+            self.batches.skip(self.step, *self.last)
+        kept = [one for one in self.log.values() if one[2][0].epoch == self.epoch]
+        last = max((group.group for group, *_ in kept), default=-1)
+        self.batches.reopen(last, max(0, self.published - self.rule.max_lag))
+        for one in kept:
+            if one[0].key in self.queue.entries:
+                self.queue.restore(*one)
+                self.screen(one[0].key)
+        self.books["lost"] += num_kept - self.num_kept()
+        self.loaded = self.published
+        self.batches.load(self.loaded)
 
     # ---- time
 
@@ -302,16 +339,16 @@ class World:
         elif action == "stand still":
             self.now_s += 100.0
             self.queue.extend(100.0)
-        elif action == "resume":
-            self.resume()
+        elif action in ("resume", "restart"):
+            getattr(self, action)()
         self.audit()
 
     def audit(self):
         """Each delivery has one fate, and each group on its way is in the queue once."""
-        kept = sum(entry.is_submitted + len(entry.spares) for entry in self.queue.entries.values())
-        drops = self.queue.drops
+        drops, books = self.old_drops + self.queue.drops, self.books
         assert {*drops} <= {"duplicate", "late", "stale", "epoch", "flat"}
-        assert self.books["delivered"] == self.books["trained"] + self.books["refused"] + drops.total() + kept
+        fates = books["trained"] + books["refused"] + books["lost"] + drops.total() + self.num_kept()
+        assert books["delivered"] == fates
         for entry in self.queue.entries.values():
             assert entry.state is not State.LEASED or entry.leases
         numbers = {key[2] for key in self.queue.entries}
@@ -325,9 +362,12 @@ class World:
         if not self.step == self.published:
             assert self.step == self.published + 1
 
+    def num_kept(self):
+        return sum(entry.is_submitted + len(entry.spares) for entry in self.queue.entries.values())
+
 
 CALM = ["ask", "start", "start", "hand in", "hand in", "renew", "judge", "judge", "beat", "collect", "publish", "load"]
-CHAOS = ["lose", "give back", "twice", "recall", "hang", "join", "leave", "stand still", "resume"]
+CHAOS = ["lose", "give back", "twice", "recall", "hang", "join", "leave", "stand still", "resume", "restart"]
 
 
 def play(seed):
@@ -348,7 +388,7 @@ def test_random_schedules_train_on_no_wrong_token_and_never_stop(block):
     drops, kinds = collections.Counter(), collections.Counter()
     for seed in range(60 * block, 60 * (block + 1)):
         world = play(seed)
-        drops += world.queue.drops
+        drops += world.queue.drops + world.old_drops
         kinds[world.rule.kind] += 1
     assert len(drops) == 5 and len(kinds) == 2  # all were seen
 
