@@ -189,6 +189,17 @@ def test_lag_one_overlaps_and_swaps_weights_in_flight(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_swarm_learns_the_same_bits_at_lag_0(finished, tmp_path):
+    """A relay, two servers, two workers, and a validator are processes: other orders, batches of requests, and copies of groups."""
+    counts = ("--relays=1", "--servers=2", "--workers=2", "--validators=1")
+    command = [*tiny_run.command(tmp_path / "w", module="rl.swarm"), *counts]
+    result = subprocess.run(command, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    found, expected = tiny_run.learned(tmp_path / "w"), tiny_run.learned(finished[0])
+    assert len(found[0]) == 6 and found == expected
+
+
+@pytest.mark.slow
 def test_batches_of_the_first_groups_do_not_wait_for_a_slow_worker(tmp_path):
     fields = dict(rl__batch="first", rl__max_lag=2, rl__oversampling=1.5, rl__refill=0.5, topology__num_workers=2)
     command = tiny_run.command(tmp_path / "w", rl__loss="masked_importance_sampling", **fields)

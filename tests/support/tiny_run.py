@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from rl.reporting import metrics
+from sharding import broadcast
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TINY = {
@@ -57,6 +58,13 @@ def curve(workdir, phases=("rl",)) -> list[dict]:
     lines = [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] in phases]
     varying = ("time/", "trust/num_checked", "trust/num_unverified")
     return [{k: v for k, v in line.items() if not k.startswith(varying)} for line in lines]
+
+
+def learned(workdir) -> tuple[list[dict], list[str]]:
+    """Everything that the learner computed in the steps of a run, and the digests of the weights that it published."""
+    areas = ("loss/", "rollout/", "optimizer/", "grad_norm/", "sync/")
+    found = [{name: value for name, value in line.items() if name.startswith(areas)} for line in lines(workdir)]
+    return found, [broadcast.read_manifest(workdir / "weights", n).digest for n in range(len(found) + 1)]
 
 
 @contextlib.contextmanager
