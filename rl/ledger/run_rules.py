@@ -167,9 +167,9 @@ class RunState:
                 group.votes[fields["validator"]] = fields["accepted"]
             if sum(group.votes.values()) >= self.quorum:
                 self._earned.add(group.worker)
-        elif event.kind == "refusal" and group and (group.worker, group.digest) == (worker, fields["digest"]):
+        elif event.kind == "refusal" and group and group.digest == fields["digest"]:  # of its worker, or of a server
             group.is_refused = True
-            if False in group.votes.values():
+            if group.worker == worker and False in group.votes.values():
                 self._caught[worker] = self._count
         elif event.kind == "batch":
             self._take(fields)

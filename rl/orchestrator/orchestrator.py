@@ -97,13 +97,9 @@ class Orchestrator:
         self._batches = batches.of(config, self._queue, lambda e: credit.has_signal(self._rewarded(e)))
         self._invited = frozenset({*invited, *config.topology.workers})
         self._admission = admission.Admission(admission.Policy.of(config), key.worker, self._invited, stake)
-        self._health = worker_health.WorkerHealth(
-            config.trust.max_attempts,
-            config.topology.lease_s,
-            min_rate=config.trust.min_rate,
-            invited_rate=config.trust.invited_rate,
-            invited=self._invited,
-        )
+        rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
+        attempts, lease_s = config.trust.max_attempts, config.topology.lease_s
+        self._health = worker_health.WorkerHealth(attempts, lease_s, invited=self._invited, **rates)
         self._share = work_share.WorkShare(config.topology.lease_s)
         self._blamed_s: dict[str, float] = {}  # worker -> its last lease that expired and was held against it
         self.nodes = nodes.Nodes(
@@ -118,8 +114,6 @@ class Orchestrator:
             on_served=self._open,
             on_notice=on_wait,
         )
-        rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
-        attempts = config.trust.max_attempts
         self._records = records or server_records.ServerRecords(config.topology.server_keys, attempts, **rates)
         self._kept: dict[group_queue.Key, submissions.Kept] = {}  # of the log, until the first policy is published
         self._recorded: dict[int, list[group_queue.Entry]] = {}  # the ledger's last batch, maybe not returned yet
@@ -190,7 +184,8 @@ class Orchestrator:
                 self._health.restore(newest["standing"])
                 self._records.restore(newest.get("servers", {}))
             # The ledger has the marks since the checkpoint.
-            self._health.remember(self._ledger.refusals, self._ledger.ejected_workers)
+            self._records.remember(self._ledger.refusals)
+            self._health.remember(self._ledger.refusals, self._ledger.ejected_workers, servers=self._records.keys)
 
     # Called by the learner.
 

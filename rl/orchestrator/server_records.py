@@ -6,7 +6,7 @@
 3. A group that fails by its server's fault is void for the worker. The server becomes a suspect, whose rate is 1; `reveal` names the
    steps that trained on its unverified groups. After `max_rejections` such groups it is banned: workers do not get its URL any more.
 
-The records go into the checkpoint, with those of the workers.
+The records go into the checkpoint, with those of the workers. The ledger has the faults since, so that a restart forgives none.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class ServerRecords:
 
     def __init__(self, keys: Collection[str], max_rejections: int, *, min_rate: float, invited_rate: float):
         self.keys = frozenset(keys)  # public, in hex
-        self._max_rejections, self._min_rate = max_rejections, min_rate
+        self.max_rejections, self._min_rate = max_rejections, min_rate
         self._given = check_rate.HALF_AT * (1 / invited_rate - 1)  # as an invited worker
         self._records = {key: _Record() for key in self.keys}
 
     def is_banned(self, key: str) -> bool:
         """Returns True if workers must not use this server any more."""
-        return key in self.keys and self._records[key].num_rejected >= self._max_rejections
+        return key in self.keys and self._records[key].num_rejected >= self.max_rejections
 
     def of(self, rollouts: Sequence[rollout_lib.Rollout]) -> str:
         """Returns the key of the registered server that all samples of a group name, or ""."""
@@ -85,3 +85,8 @@ class ServerRecords:
         for key, (num_rejected, num_verified, num_unverified, steps) in state.items():
             if key in self.keys:
                 self._records[key] = _Record(num_rejected, num_verified, num_unverified, list(steps))
+
+    def remember(self, rejections: Mapping[str, int]) -> None:
+        """Sets the numbers of rejected groups to those that the ledger shows, if these are larger."""
+        for key in self.keys & rejections.keys():
+            self._records[key].num_rejected = max(self._records[key].num_rejected, rejections[key])

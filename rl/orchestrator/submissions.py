@@ -364,7 +364,8 @@ class Submissions:
 
     def _blame(self, key: group_queue.Key, entry: group_queue.Entry, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Counts a rejected group against its worker, or its server; returns the reply."""
-        if server := responsibility.server_at_fault(entry.rollouts, verdict, self._rules, self._servers.keys):
+        rules = self._rules.at_lease(entry.group, self._newest().version)
+        if server := responsibility.server_at_fault(entry.rollouts, verdict, rules, self._servers.keys):
             return self._reject_server(entry, server, verdict)
         worker, group = entry.worker, entry.group
         self._counts["refused"] += len(entry.rollouts)
@@ -396,11 +397,14 @@ class Submissions:
         self._verify(doubtful)
         was_banned = self._servers.is_banned(server)
         self._servers.rejected(server)
+        self._ledger.joined(server)
+        self._ledger.refused(server, *entry.group.key, entry.digest, str(verdict))
         num_groups, steps = self._servers.reveal(server)
         if num_groups:
             where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
             self._on_caught(f"server {server[:16]} failed a check; {where}; an earlier checkpoint is without them")
         if self._servers.is_banned(server) and not was_banned:
+            self._ledger.ejected(server, f"the samples of {self._servers.max_rejections} groups; the last: {verdict}")
             self._on_caught(f"server {server[:16]} gets no more work; its last fault is {verdict}")
         self._changed.notify_all()
         return f"refused: void: the inference server is at fault: {verdict}"

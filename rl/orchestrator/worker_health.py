@@ -228,9 +228,12 @@ class WorkerHealth:
         one.num_unverified, one.steps = 0, []
         return num, steps
 
-    def remember(self, rejections: Mapping[str, int], banned: Collection[str]) -> None:
-        """Sets the marks that the ledger shows: any rejection makes a suspect, as the ledger does not say whether it was a fault."""
-        for name in {*rejections, *banned}:
+    def remember(self, rejections: Mapping[str, int], banned: Collection[str], *, servers: Collection[str] = ()) -> None:
+        """Sets the marks that the ledger shows, of all but `servers`.
+
+        Any rejection makes a suspect, as the ledger does not say whether it was a fault.
+        """
+        for name in {*rejections, *banned} - {*servers}:
             one, least = self._workers[name], self.max_rejections if name in banned else 0
             one.num_rejected, one.is_suspect = max(one.num_rejected, rejections.get(name, 0), least), True
 

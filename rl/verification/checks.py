@@ -154,7 +154,7 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
         return Verdict("versions", f"{low} is older than {group.min_version}, the oldest that step {group.step} takes")
     if np.any(np.diff(versions) < 0):
         return Verdict("versions", "they decrease along the sequence")
-    if group.version >= 0 and (low, int(versions[-1])) != (group.version, group.version):
+    if is_excluded(rollout, rules):
         return Verdict("versions", f"{low} to {versions[-1]}, and the lease pins {group.version}")
     newest = math.inf if rules.newest is None else rules.newest
     if group.split == "train" and rules.is_fixed:
@@ -162,6 +162,12 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
     high = int(versions.max())
     detail = f"{high} is newer than {newest}, the newest that step {group.step} can have seen"
     return _accept_if(high <= newest, "versions", detail)
+
+
+def is_excluded(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> bool:
+    """Returns True if the worker knew from its lease that it must not hand in these policy versions: too old ones, or others than pinned."""
+    group, low, high = _group(rollout, rules), int(rollout.versions.min()), int(rollout.versions.max())
+    return low < group.min_version or (group.version >= 0 and {low, high} != {group.version})
 
 
 def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:

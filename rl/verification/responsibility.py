@@ -4,6 +4,8 @@
 2. A server that the run has registered is responsible for a group if it vouches for every sample, and if the reason is something that a
    server decides. Everything else is the worker's: prompt, reward, task, and samples of a server of its own.
 3. So a worker that forges a sample cannot blame a server, since no signature fits; and it gains nothing by mixing servers in a group.
+4. Versions that the lease excludes are the worker's fault: a server signs what it has, and its client refuses older ones. A server that
+   invents versions, newer than any or in descending order, is at fault.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,7 +32,9 @@ def server_at_fault(
     rules: rules_lib.Rules,
     registered: Collection[str],
 ) -> str:
-    """Returns the server that is at fault for a refused group of well-formed rollouts, or "" if its worker is."""
+    """Returns the server that is at fault for a refused group of well-formed rollouts, or "" if its worker is. `rules` are of its lease."""
     if verdict.reason not in SERVER_REASONS or not (server := server_of(rollouts, registered)):
+        return ""
+    if verdict.reason == "versions" and any(checks.is_excluded(rollout, rules) for rollout in rollouts):
         return ""
     return server if all(checks.vouched(rollout, rules).accepted for rollout in rollouts) else ""

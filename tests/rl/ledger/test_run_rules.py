@@ -85,7 +85,7 @@ class Oracle:
             elif found and e.fields["digest"] == found[1]:
                 if e.kind == "verdict" and e.fields["validator"] in self.appointed(i)[0]:
                     found[4] = found[4] | {e.fields["validator"]: e.fields["accepted"]}
-                elif e.kind == "refusal" and e.node == found[0]:
+                elif e.kind == "refusal":
                     found[3] = True
         return found
 

@@ -1,17 +1,20 @@
 """Servers that sign their samples answer for them: a liar bars no honest worker, and no worker that forges can blame a server."""
 
+import contextlib
 import dataclasses
 import threading
 
+import numpy as np
 import pytest
 
 from configs import quickstart
 from inference.rollouts import attestation, parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
+from rl.ledger import run_ledger
 from rl.orchestrator import nodes, server_records, submissions, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.protocol import registry, timeline
+from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks, evidence_log, responsibility, rules
 from tests.support import proxy, validators
 from tests.support.groups import answers
@@ -48,7 +51,13 @@ def is_of_liar(rollouts):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """An orchestrator with two servers, in which the draw has only group 0 replayed until a node is a suspect."""
+    with started(tmp_path, monkeypatch) as run:
+        yield run
+
+
+@contextlib.contextmanager
+def started(tmp_path, monkeypatch):
+    """A process of an orchestrator with a ledger and two servers. The draw has only group 0 replayed until a node is a suspect."""
     config = quickstart.get_config()
     config.rl.update(prompts_per_step=P, samples_per_prompt=2, num_steps=3, max_lag=0)
     config.trust.update(max_attempts=MAX_ATTEMPTS, min_rate=1e-9, invited_rate=1e-3)
@@ -67,6 +76,7 @@ def run(tmp_path, monkeypatch):
     def screen(rollouts, split):
         return next((v for r in rollouts if not (v := checks.vouched(r, of_run)).accepted), checks.OK), {}
 
+    ledger = run_ledger.RunLedger(tmp_path / "ledger.db", RUN, RUN.worker)
     run = orchestrator_lib.Orchestrator(
         exp.config,
         tmp_path,
@@ -76,18 +86,25 @@ def run(tmp_path, monkeypatch):
         check_group_without_weights=screen,
         secret=b"secret",
         invited=[WORKER.worker],
+        ledger=ledger,
         records=server_records.ServerRecords(keys, MAX_ATTEMPTS, **rates),
         on_wait=found.append,
     )
+    ledger.on_failure = run.fail
     run.lines, run.config, run.may_judge = found, exp.config, may_judge
+    ledger.resumed(0)
+    run.resume(0)
+    ledger.published(POLICY.version, "0" * 64, POLICY.epoch)
     run.publish(POLICY)
     for number, key in enumerate(keys):
         url = f"http://server{number}"
         run.nodes.add(nodes.StaticServer(url, "http://127.0.0.1:9", key=key))
         run.nodes.beat(url, "server", registry.Report(url, POLICY), 0.0)
     run._open(POLICY)
-    yield run
-    run._submissions.close()
+    with ledger:
+        yield run
+        run._submissions.close()
+        run._log.close()
 
 
 def hand_in(run, server, count=P, change=lambda rollouts: rollouts):
@@ -118,6 +135,19 @@ def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
     restored = server_records.ServerRecords([LIAR.worker], MAX_ATTEMPTS, min_rate=0.1, invited_rate=0.5)
     restored.restore(run.state(1)["servers"])
     assert restored.is_banned(LIAR.worker) and restored.state() == {LIAR.worker: run.state(1)["servers"][LIAR.worker]}
+
+
+def test_a_restart_without_a_checkpoint_forgives_no_server(tmp_path, monkeypatch):
+    with started(tmp_path, monkeypatch) as run:
+        hand_in(run, LIAR, 1)
+        assert run._records.state()[LIAR.worker][0] == 1 and not run._failure
+    with started(tmp_path, monkeypatch) as run:
+        assert hand_in(run, LIAR) == ["quarantined"] * P  # it is a suspect
+        proxy.wait_until(lambda: run._records.is_banned(LIAR.worker))
+    with started(tmp_path, monkeypatch) as run:
+        assert run.describe()["server_keys"] == {"http://server1": HONEST.worker}
+        assert run._ledger.ejected_workers == {LIAR.worker} and WORKER.worker not in run._ledger.refusals
+        assert LIAR.worker not in run._health.state()["workers"] and not run._failure
 
 
 def mixed(rollouts):
@@ -180,6 +210,27 @@ def test_a_worker_that_forges_cannot_blame_a_server(run, change, reason):
     assert run._health.rate(WORKER.worker) == 1.0  # a suspect
 
 
+@pytest.mark.parametrize(
+    ("pinned", "versions", "is_server"),
+    [
+        (-1, (3, 3, 3, 3, 3), False),  # too old, which the worker knew; the server may have had no other
+        (7, (6, 6, 6, 6, 6), False),
+        (7, (7, 7, 7, 7, 8), False),
+        (-1, (8, 8, 8, 8, 7), True),
+        (-1, (8, 8, 8, 8, 9), True),  # was not published
+    ],
+)
+def test_a_server_answers_for_invented_versions_and_not_for_those_that_the_lease_excludes(pinned, versions, is_server):
+    config = experiment.resolve(quickstart.get_config()).config
+    group = dataclasses.replace(task_schedule.train_groups(config, 9)[0], num_samples=2, min_version=5, version=pinned)
+    rollouts = [sign(r, HONEST, config) for r in answers(group, versions=np.array(versions, np.int32))]
+    of_lease = rules.Rules.of(config).at_lease(group, newest=8)
+    verdict = checks.check_at_lease(rollouts, of_lease)
+    assert verdict.reason == "versions"
+    found = responsibility.server_at_fault(rollouts, verdict, of_lease, [HONEST.worker])
+    assert found == (HONEST.worker if is_server else "")
+
+
 def test_the_larger_rate_of_worker_and_server_decides():
     records = server_records.ServerRecords([LIAR.worker, HONEST.worker], 3, min_rate=0.1, invited_rate=0.5)
     config = experiment.resolve(quickstart.get_config()).config
@@ -197,8 +248,6 @@ def test_the_larger_rate_of_worker_and_server_decides():
 
 
 def run_group(config):
-    from rl.protocol import task_schedule
-
     return answers(dataclasses.replace(task_schedule.train_groups(config, 1)[0], num_samples=2))
 
 
