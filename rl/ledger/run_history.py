@@ -61,12 +61,14 @@ class History:
         self.draw_head = ""
         self.invited: set[str] = set()
         self._records: collections.Counter[str] = collections.Counter()
-        self._ejected: dict[str, int] = {}  # worker -> entry
+        self.ejected: dict[str, int] = {}  # worker, or server -> entry
+        self.refusals: collections.Counter[str] = collections.Counter()  # by worker, or server
         self._caught: dict[str, int] = {}  # worker -> entry
 
     def add(self, number: int, event: events.Event) -> None:
         """Adds entry `number`, a well-formed event. Events of other splits and kinds change nothing here."""
         self.num_entries = number + 1
+        self.refusals[event.node] += event.kind == "refusal"
         fields, worker = event.fields, event.node
         if event.kind == "resume":
             self._run = fields["run"]
@@ -79,7 +81,7 @@ class History:
         elif event.kind == "invite":
             self.invited.add(worker)
         elif event.kind == "eject":
-            self._ejected.setdefault(worker, number)
+            self.ejected.setdefault(worker, number)
         elif event.kind == "publish":
             self.published[fields["epoch"], fields["version"]] = fields["digest"]
         elif event.kind == "batch":
@@ -128,8 +130,8 @@ class History:
         """Returns why a group that `worker` submitted as entry `submitted` needs a verdict now, or None if its record suffices."""
         if worker not in self.invited and not self._records[worker]:
             return "the worker was neither invited nor had a verified group before"
-        if self._ejected.get(worker, submitted) < submitted:
-            return f"the worker was ejected before, by entry {self._ejected[worker]}"
+        if self.ejected.get(worker, submitted) < submitted:
+            return f"the worker was ejected before, by entry {self.ejected[worker]}"
         if self._caught.get(worker, -1) > submitted:
             return f"the worker was caught since, by entry {self._caught[worker]}"
         return None

@@ -8,10 +8,11 @@
 3. DIRECTORY may be that of the learner. If it is another one, copy the learner's weights.key (and root.json, if it has one) there, and
    name with `--weights` a relay or directory of the run's weights.
 
-It ends when the learner has finished the run.
+It ends when the learner has finished the run, or with an error if the ledger cannot be written: start it again.
 """
 
 import contextlib
+import functools
 
 from absl import flags
 
@@ -35,11 +36,17 @@ def main() -> None:
         workdir = stack.enter_context(run_directory.open_orchestrator(options.workdir))
         any_step = not task_schedule.is_fixed(exp.config)
         ledger = stack.enter_context(run_directory.open_ledger(workdir, None, any_step=any_step))
-        progress, urls = metrics.Progress(), [""]
+        progress, urls, failures = metrics.Progress(), [""], []
         weights = options.weights or str(workdir / "weights")
+
+        def fail(found: orchestrator.Orchestrator, error: BaseException) -> None:
+            found.fail(error)
+            failures.append(error)  # a ledger that failed takes no events any more
+            host.ended.set()
 
         def make(parts: contextlib.ExitStack, known: dict | None) -> orchestrator.Orchestrator:
             found = assembly.make(exp, workdir, weights, parts, progress.say, 1, known, ledger)
+            ledger.on_failure = functools.partial(fail, found)
             urls[0] = assembly.serve(found, exp.config, workdir, parts)
             if options.metrics:
                 health = lambda: {"waiting_for": found.waiting_for()}  # noqa: E731
@@ -68,6 +75,8 @@ def main() -> None:
             f"learner: rl.train with topology.orchestrator = '{sockets.address(listener.sock)}', token in {token_file}"
         )
         host.ended.wait()
+        if failures:
+            raise failures[0]
 
 
 if __name__ == "__main__":

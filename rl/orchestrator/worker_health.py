@@ -228,7 +228,9 @@ class WorkerHealth:
         one.num_unverified, one.steps = 0, []
         return num, steps
 
-    def remember(self, rejections: Mapping[str, int], banned: Collection[str], *, servers: Collection[str] = ()) -> None:
+    def remember(
+        self, rejections: Mapping[str, int], banned: Collection[str], *, servers: Collection[str] = ()
+    ) -> None:
         """Sets the marks that the ledger shows, of all but `servers`.
 
         Any rejection makes a suspect, as the ledger does not say whether it was a fault.

@@ -4,27 +4,32 @@
 
 1. Keys and ports are made, and each node starts, with its own log in WORKDIR/logs.
 2. A node that dies starts again, up to a limit (rl/swarm/supervisor.py). The table shows all of them.
-3. With --chaos=SEED, a node has a fault every ten seconds (rl/swarm/fault_schedule.py), for --minutes or until the end of the run.
-4. The swarm ends with its run (exit code 0), by Ctrl-C (130), or SIGTERM (143), and leaves no process. The same command resumes.
+3. With --chaos=SEED, a node has a fault every ten seconds (rl/swarm/fault_schedule.py) for --minutes; --dry_run lists them. Give the
+   run enough steps (rl.num_steps) to last as long.
+4. The swarm ends with its run, which it audits and sums up. The exit code is 0 if the audit finds nothing, no honest node was barred,
+   and each cheat was; else 1. Ctrl-C (130) and SIGTERM (143) leave no process, and the same command resumes.
 """
 
 import contextlib
+import itertools
 import pathlib
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 from absl import flags
 
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
-from rl.swarm import fault_schedule, faults, processes, supervisor, tcp_link
+from rl.swarm import fault_schedule, faults, processes, summary, supervisor, tcp_link
 from rl.swarm import table as table_lib
 
-TICK_S = 0.2
+TICK_S, MINUTES = 0.2, 10.0
 # Fields that the swarm sets.
 OURS = (
     "topology.mode",
+    "topology.orchestrator",
     "topology.port",
     "topology.relay_port",
     "topology.server",
@@ -40,6 +45,8 @@ def main() -> None:
     experiment = experiment_lib.resolve(values.config)
     counts = processes.Counts(values.relays, values.servers, values.workers, values.validators)
     _check(counts)
+    if values.dry_run:
+        return _list_faults(values.chaos, _roles(counts, values.apart))
     with run_directory.open_workdir(values.workdir, experiment) as workdir:
         run_directory.signing_key(workdir)
     with contextlib.ExitStack() as stack:
@@ -48,7 +55,8 @@ def main() -> None:
         if values.chaos is not None:
             connect = (links := stack.enter_context(tcp_link.Links())).add
         arguments = _config_arguments(sys.argv[1:])
-        swarm = processes.plan(experiment, workdir, counts, arguments, is_chain=values.chain, connect=connect)
+        options = {"is_chain": values.chain, "is_apart": values.apart, "connect": connect}
+        swarm = processes.plan(experiment, workdir, counts, arguments, **options)
         nodes = stack.enter_context(supervisor.Supervisor(workdir / "logs", lambda line: note(line)))
         for spec in swarm.specs:
             nodes.add(spec)
@@ -56,25 +64,35 @@ def main() -> None:
         table = table_lib.Table(nodes.nodes, swarm.servers, workdir, lambda: chaos.active if chaos else {})
         note = stack.enter_context(table_lib.shown(table, sys.stdout))
         if values.chaos is not None:
-            chaos = stack.enter_context(_chaos(values.chaos, nodes, links, swarm, workdir, note, stack))
-        begun_s = time.monotonic()
+            schedule = fault_schedule.schedule(values.chaos, _roles(counts, values.apart))
+            chaos = stack.enter_context(_chaos(schedule, nodes, links, swarm, workdir, note, stack))
+        begun_s, all_run_s = time.monotonic(), None
         while not nodes.is_over and not ended:
-            elapsed_s = time.monotonic() - begun_s
-            nodes.tick(time.monotonic())
+            if all_run_s is None and all(node.child for node in nodes.nodes.values()):
+                all_run_s = time.monotonic()
+            elapsed_s = time.monotonic() - all_run_s if all_run_s else 0.0
+            has_faults = chaos is not None and elapsed_s < 60 * (values.minutes or MINUTES)
+            nodes.tick(time.monotonic(), is_patient=has_faults)
             if chaos:
-                chaos.tick(elapsed_s, begin=values.minutes is None or elapsed_s < 60 * values.minutes)
+                chaos.tick(elapsed_s, begin=has_faults)
             time.sleep(TICK_S)
     if ended and not nodes.is_over:
+        print("stopped; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         sys.exit(128 + ended[0])
-    print(f"the run ended; {workdir / 'report.html'}", flush=True)
+    print(f"the run ended after {time.monotonic() - begun_s:.0f} s; {workdir / 'report.html'}", flush=True)
+    found = summary.of(workdir, swarm, nodes.nodes, chaos.counts if chaos else {})
+    print("\n".join(found.lines), flush=True)
+    if found.problems:
+        sys.exit("\n".join(f"error: {problem}" for problem in found.problems))
 
 
 def _check(counts: processes.Counts) -> None:
     for name, least in (("servers", 1), ("relays", 0), ("workers", 1), ("validators", 0)):
         if not least <= getattr(counts, name) <= 32:
             raise ValueError(f"--{name}={getattr(counts, name)} is not in {least}..32; change it")
-    if flags.FLAGS.minutes is not None and flags.FLAGS.chaos is None:
-        raise ValueError("--minutes is the time of the faults of --chaos; add --chaos=SEED, or leave it out")
+    for name in ("minutes", "dry_run"):
+        if flags.FLAGS[name].value and flags.FLAGS.chaos is None:
+            raise ValueError(f"--{name} is about the faults of --chaos; add --chaos=SEED, or leave it out")
     if flags.FLAGS.chaos is not None and not sys.platform.startswith("linux"):
         raise ValueError(f"--chaos limits processes as only Linux can, and this is {sys.platform}; leave it out")
     given = [
@@ -82,6 +100,21 @@ def _check(counts: processes.Counts) -> None:
     ]
     if given:
         raise ValueError(f"{given[0]} is set by the swarm; leave it out")
+
+
+def _roles(counts: processes.Counts, is_apart: bool) -> dict[str, str]:
+    """Returns the role of each node by name."""
+    roles = {name: role for role in ("relay", "server", "worker", "validator") for name in counts.names(role)}
+    apart = {"orchestrator": "orchestrator"} if is_apart else {}
+    return {"learner": "learner"} | apart | roles | {processes.IMPOSTOR: processes.IMPOSTOR}
+
+
+def _list_faults(seed: int, roles: dict[str, str]) -> None:
+    end_s = 60 * (flags.FLAGS.minutes or MINUTES)
+    print(f"{'at':>6} {'for':>6}  {'fault':<10} node")
+    for fault in itertools.takewhile(lambda fault: fault.at_s < end_s, fault_schedule.schedule(seed, roles)):
+        duration = "" if not fault.duration_s else "end" if fault.duration_s > end_s else f"{fault.duration_s:.0f} s"
+        print(f"{fault.at_s:>4.0f} s {duration:>6}  {fault.kind:<10} {fault.target}")
 
 
 def _config_arguments(argv: list[str]) -> list[str]:
@@ -104,7 +137,7 @@ def _ended_by_signal() -> list[int]:
 
 
 def _chaos(
-    seed: int,
+    schedule: Iterator[fault_schedule.Fault],
     nodes: supervisor.Supervisor,
     links: tcp_link.Links,
     swarm: processes.Swarm,
@@ -112,13 +145,11 @@ def _chaos(
     note,
     stack,
 ) -> faults.Faults:
-    """Returns the faults of `seed`, with a small disk for each relay if this user may mount one."""
+    """Returns the faults of a schedule, with a small disk for each relay if this user may mount one."""
     disks = {name: path for name, path in swarm.mirrors.items() if stack.enter_context(faults.small_disk(path))}
     kind = "file systems of their own" if disks else "a limit on the size of files, as this user may mount none"
-    note(f"chaos: seed {seed}; full disks of relays are {kind}")
-    roles = {spec.name: spec.role for spec in swarm.specs} | {processes.IMPOSTOR: processes.IMPOSTOR}
-    schedule = fault_schedule.schedule(seed, roles)
-    options = {"impostor": swarm.impostor, "disks": disks, "file": workdir / "chaos.jsonl", "note": note}
+    note(f"chaos: full disks of relays are {kind}")
+    options = {"cheats": swarm.cheats, "disks": disks, "file": workdir / "chaos.jsonl", "note": note}
     return faults.Faults(nodes, links, schedule, **options)
 
 
@@ -126,8 +157,10 @@ if __name__ == "__main__":
     flags.DEFINE_integer("servers", 2, "inference servers")
     flags.DEFINE_integer("relays", 2, "relays of the weights between the learner's own and the servers")
     flags.DEFINE_bool("chain", False, "relays read one from another, not all from the learner's")
+    flags.DEFINE_bool("apart", False, "the orchestrator in a process of its own, apart from the learner's")
     flags.DEFINE_integer("workers", 4, "rollout workers")
     flags.DEFINE_integer("validators", 1, "validators; 0: the learner replays")
     flags.DEFINE_integer("chaos", None, "seed of the faults; none without it")
-    flags.DEFINE_float("minutes", None, "minutes of faults, after which the run goes on (default: until its end)")
+    flags.DEFINE_float("minutes", None, f"minutes of faults, after which the run goes on (default: {MINUTES:g})")
+    flags.DEFINE_bool("dry_run", False, "list the faults of --chaos, and start nothing")
     experiment_lib.run(main)

@@ -2,7 +2,8 @@
 
 - refuse: a server that answers each request for rollouts with status 400; OPTIONS are those of `inference.serve`.
 - lie: a server that returns other log-probabilities than its model gave, with its own signature.
-- forge: a worker that changes the sampled tokens of its rollouts, and signs them; OPTIONS are those of `rl.worker`.
+- forge: a worker that changes the sampled tokens of its rollouts, and signs them; OPTIONS are those of `rl.worker`. It drops the
+  signature of the server, as if it had a server of its own, since that would show the change without a replay.
 
 It is the real command with one function replaced, so that it knows all that an honest node knows.
 """
@@ -12,6 +13,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from inference import client as client_lib
 from inference import serve
 from inference.engine import request as request_lib
 from inference.scheduler import scheduler
@@ -62,16 +64,16 @@ def _forge(options: list[str]) -> int:
     make_rollouts = worker.make_rollouts
 
     def forge(run, group, task, prompt, samples):
-        changed = [dataclasses.replace(sample, tokens=_forged(sample.tokens)) for sample in samples]
-        return make_rollouts(run, group, task, prompt, changed)
+        return make_rollouts(run, group, task, prompt, [*map(forged, samples)])
 
     worker.make_rollouts = forge
     return worker.main(options)
 
 
-def _forged(tokens: list[int]) -> list[int]:
-    """Returns the tokens with the order of all but the last, which may be the stop token, reversed."""
-    return [*tokens[-2::-1], tokens[-1]]
+def forged(sample: client_lib.Sample) -> client_lib.Sample:
+    """Returns a sample with its tokens in another order. The last stays: it may be the stop token."""
+    tokens = [*sample.tokens[-2::-1], sample.tokens[-1]]
+    return dataclasses.replace(sample, tokens=tokens, server="", server_signature=b"")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ A full disk is a tmpfs of `DISK_BYTES` on which a relay keeps its mirror, filled
 and for the learner, it is a limit of 0 on the size of files that the process writes: it gets EFBIG in place of ENOSPC.
 """
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -14,7 +15,7 @@ import pathlib
 import resource
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from rl.swarm import fault_schedule, supervisor, tcp_link
 
@@ -35,7 +36,7 @@ class Faults(contextlib.AbstractContextManager):
       processes: the nodes.
       links: their connections.
       faults: the schedule.
-      impostor: the worker that a fault "forge" starts.
+      cheats: the processes of the faults "forge" and "lie", by the name that they run under.
       disks: {relay: mirror on a file system of its own}.
       file: the log of faults.
       note: called with a line for people for each fault.
@@ -47,16 +48,17 @@ class Faults(contextlib.AbstractContextManager):
         links: tcp_link.Links,
         faults: Iterator[fault_schedule.Fault],
         *,
-        impostor: supervisor.Spec,
+        cheats: Mapping[str, supervisor.Spec],
         disks: dict[str, pathlib.Path],
         file: pathlib.Path,
         note: Callable[[str], None],
     ):
         self._processes, self._links, self._faults = processes, links, faults
-        self._impostor, self._disks, self._file, self._note = impostor, disks, file, note
+        self._cheats, self._disks, self._file, self._note = cheats, disks, file, note
         self._next = next(faults)
         self._heals: list[tuple[float, fault_schedule.Fault, Callable[[], None]]] = []
         self.active: dict[str, str] = {}  # {node: kind of its fault}
+        self.counts: collections.Counter[str] = collections.Counter()  # of faults that began, by kind
 
     def tick(self, elapsed_s: float, *, begin: bool = True) -> None:
         """Heals the faults whose time is over; with `begin`, starts those that are due."""
@@ -64,11 +66,16 @@ class Faults(contextlib.AbstractContextManager):
             self._heals.remove(item)
             self._heal(elapsed_s, *item[1:])
         while begin and self._next.at_s <= elapsed_s:
-            fault, self._next = self._next, next(self._faults)
-            if fault.kind != "forge" and not self._processes.nodes[fault.target].child:
+            fault = self._next
+            can_begin = fault.kind == "forge" or self._processes.nodes[fault.target].child
+            if not can_begin and elapsed_s < fault.at_s + fault_schedule.INTERVAL_S:
+                return  # it starts again soon
+            self._next = next(self._faults)
+            if not can_begin:
                 self._log(elapsed_s, "skipped, as it does not run", fault)
                 continue
             heal = self._begin(fault)
+            self.counts[fault.kind] += 1
             self._log(elapsed_s, "begins", fault)
             if fault.duration_s:
                 self.active[fault.target] = fault.kind
@@ -90,11 +97,12 @@ class Faults(contextlib.AbstractContextManager):
         elif fault.kind == "full_disk":
             return self._fill_disk(name)
         elif fault.kind == "forge":
-            processes.add(dataclasses.replace(self._impostor, name=name))
+            processes.add(self._cheats[name])
             return lambda: processes.remove(name)
-        else:  # a server that cheats, with the options of the honest one
+        else:  # another server in the place of this one: its double, or one with its own options
             honest = processes.nodes[name].spec
-            processes.replace(dataclasses.replace(honest, command=["rl.swarm.cheats", fault.kind, *honest.command[1:]]))
+            refusing = dataclasses.replace(honest, command=["rl.swarm.cheats", "refuse", *honest.command[1:]])
+            processes.replace(self._cheats[name] if fault.kind == "lie" else refusing)
             return lambda: processes.replace(honest)
         return lambda: None
 

@@ -1,5 +1,7 @@
 """The commands of a swarm on one machine: a learner in remote mode, relays below its own, servers, workers, and validators.
 
+The orchestrator is part of the learner's process, or apart from it in one of its own.
+
 Ports are chosen once, and keys kept in WORKDIR/keys, so that a node that starts again is the same node. Under test, each
 connection runs over a link that can be broken (rl/swarm/tcp_link.py).
 """
@@ -17,7 +19,7 @@ from rl.experiment import workdir as run_directory
 from rl.swarm import supervisor
 
 Connect = Callable[[frozenset[str], int], str]  # (nodes at both ends, port) -> URL of a connection to it
-IMPOSTOR = "impostor"
+IMPOSTOR, LIAR = "impostor", "-liar"  # the name of a worker; the end of the name of a server's double
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +38,17 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Swarm:
-    """The processes of a swarm. `servers` has the URL of each server, `impostor` is the worker of a fault "forge"."""
+    """The processes of a swarm. `servers` has the URL of each server, `keys` the public key of each node.
+
+    `cheats` has the dishonest processes by the name that they run under: a worker of its own, and a double of each server, which
+    takes its place for a while. A double has a key and an address of its own: a server that lied is barred for good.
+    """
 
     specs: list[supervisor.Spec]
-    impostor: supervisor.Spec
+    cheats: dict[str, supervisor.Spec]
     servers: dict[str, str]
     mirrors: dict[str, pathlib.Path]
+    keys: dict[str, str]
 
 
 def direct(ends: frozenset[str], port: int) -> str:
@@ -56,56 +63,71 @@ def plan(
     config_flags: Sequence[str],
     *,
     is_chain: bool = False,
+    is_apart: bool = False,
     connect: Connect = direct,
 ) -> Swarm:
     """Returns the processes of a swarm that trains in `workdir`, which has the config and the run's key.
 
-    `config_flags` are those of the user. Relays read from the learner's, or with `is_chain` each from the one before.
+    `config_flags` are those of the user. Relays read from the learner's, or with `is_chain` each from the one before. With `is_apart`,
+    the orchestrator has a process of its own.
     """
     relays, servers, workers, validators = (counts.names(f.name[:-1]) for f in dataclasses.fields(counts))
-    names = [*relays, *servers, *workers, *validators, IMPOSTOR]
-    ports = dict(zip(["orchestrator", "weights", *names], _free_ports(len(names) + 2), strict=True))
+    liars = {name: f"{name}{LIAR}" for name in servers}
+    names = [*relays, *servers, *workers, *validators, IMPOSTOR, *liars.values()]
+    named = ["orchestrator", "weights", "control", *names]
+    ports = dict(zip(named, _free_ports(len(named)), strict=True))
     keys = {name: run_directory.worker_key_file(workdir, name) for name in names}
     run, mirrors = run_directory.signing_key(workdir).worker, {name: workdir / "relays" / name for name in relays}
     trusted, sandbox = run_directory.root_file(workdir) or run, experiment.config.trust.sandbox
     urls = {name: connect(frozenset({name}), ports[name]) for name in (*relays, *servers, *validators)}
-    specs = []
+    host = "orchestrator" if is_apart else "learner"  # of the orchestrator
+    specs, cheats = [], {}
 
-    def add(name: str, role: str, command: Sequence[str], after: str, *options: str) -> supervisor.Spec:
-        orchestrator = connect(frozenset({name, "learner"}), ports["orchestrator"])
-        sign_in = ["--orchestrator", orchestrator, "--run", run, "--key", str(keys[name])]
-        specs.append(supervisor.Spec(name, role, [*command, *sign_in, *options], ports[after]))
-        return specs[-1]
+    def spec(name: str, role: str, command: Sequence[str], after: str, *options: str, key: str = "") -> supervisor.Spec:
+        orchestrator = connect(frozenset({name, host}), ports["orchestrator"])
+        sign_in = ["--orchestrator", orchestrator, "--run", run, "--key", str(keys[key or name])]
+        return supervisor.Spec(name, role, [*command, *sign_in, *options], ports[after])
 
     first = source = connect(frozenset({"learner"}), ports["weights"])
     after = "weights"
     for name in relays:
         files = ["--dir", str(mirrors[name]), "--port", str(ports[name]), "--trusted_key", trusted]
-        add(name, "relay", ["sharding.relay", "--upstream", source], after, *files)
+        specs.append(spec(name, "relay", ["sharding.relay", "--upstream", source], after, *files))
         source, after = (urls[name], name) if is_chain else (first, "weights")
     sources, after = [urls[name] for name in relays] or [first], (relays or ["weights"])[-1]
     for name in servers:
         command = [*launch.server_command(experiment, workdir, pathlib.Path("")), "--weights", *sources]
-        add(name, "server", command, after, "--port", str(ports[name]), "--url", urls[name])
+        specs.append(spec(name, "server", command, after, "--port", str(ports[name]), "--url", urls[name]))
+        liar, cheat = liars[name], ["rl.swarm.cheats", "lie", *command[1:]]
+        url = connect(frozenset({name}), ports[liar])
+        cheats[name] = spec(name, "server", cheat, after, "--port", str(ports[liar]), "--url", url, key=liar)
     for name in validators:
         files = ["--workdir", str(workdir), "--weights", sources[0], "--port", str(ports[name])]
-        add(name, "validator", ["rl.validator", "serve"], after, *files)
+        specs.append(spec(name, "validator", ["rl.validator", "serve"], after, *files))
     for name in workers:
-        add(name, "worker", ["rl.worker"], "orchestrator", "--sandbox", sandbox)
-    impostor = add(IMPOSTOR, "worker", ["rl.swarm.cheats", "forge"], "orchestrator", "--sandbox", sandbox)
+        specs.append(spec(name, "worker", ["rl.worker"], "orchestrator", "--sandbox", sandbox))
+    forge = ["rl.swarm.cheats", "forge"]
+    cheats[IMPOSTOR] = spec(IMPOSTOR, "impostor", forge, "orchestrator", "--sandbox", sandbox)
     public = {name: rollout_lib.WorkerKey.load(file).worker for name, file in keys.items()}
     fields = {
         "topology.mode": "remote",
         "topology.port": ports["orchestrator"],
         "topology.relay_port": ports["weights"],
-        "topology.server_keys": tuple(public[name] for name in (*relays, *servers)),
+        "topology.server_keys": tuple(public[name] for name in (*relays, *servers, *liars.values())),
         "topology.workers": tuple(public[name] for name in workers),
         "trust.admission": "open",
         "trust.validators": tuple(f"{urls[name]}#{public[name]}" for name in validators),
     }
-    learner = ["rl.train", *config_flags, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
-    specs = [supervisor.Spec("learner", "learner", learner), *specs[:-1]]
-    return Swarm(specs, impostor, {name: direct(frozenset(), ports[name]) for name in servers}, mirrors)
+    options = [*config_flags, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
+    learner, first = supervisor.Spec("learner", "learner", ["rl.train", *options]), []
+    if is_apart:
+        control = connect(frozenset({"learner", host}), ports["control"])
+        command = ["rl.orchestrator", *options, f"--control=127.0.0.1:{ports['control']}"]
+        first = [supervisor.Spec(host, host, command)]
+        remote = f"--config.topology.orchestrator={control}"
+        learner = dataclasses.replace(learner, command=[*learner.command, remote], after_port=ports["control"])
+    addresses = {name: direct(frozenset(), ports[name]) for name in servers}
+    return Swarm([*first, learner, *specs], cheats, addresses, mirrors, public)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 1. A node starts once the port that it depends on is open, since most commands end without it.
 2. A node that dies starts again after a pause, which doubles with each death in a row. One that dies `MAX_DEATHS` times within
-   `WINDOW_S` ends the swarm, with its last words.
+   `WINDOW_S` ends the swarm, with its last words, unless its nodes have faults.
 3. The learner's exit code 0 is the end of the run.
 
 The caller calls `tick` a few times per second. Each child leads a process group, which goes with it.
@@ -36,11 +36,10 @@ class Deaths:
         """Returns the number of deaths within the last `WINDOW_S` seconds, up to `MAX_DEATHS`."""
         return sum(now_s - died_s <= WINDOW_S for died_s in self._died_s)
 
-    def restart_s(self, now_s: float) -> float | None:
-        """Records a death; returns the time of the next start, or None if there were too many deaths."""
+    def restart_s(self, now_s: float) -> float:
+        """Records a death; returns the time of the next start."""
         self._died_s.append(now_s)
-        num = self.count(now_s)
-        return None if num >= MAX_DEATHS else now_s + min(FIRST_PAUSE_S * 2 ** (num - 1), MAX_PAUSE_S)
+        return now_s + min(FIRST_PAUSE_S * 2 ** (self.count(now_s) - 1), MAX_PAUSE_S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +62,8 @@ class Node:
     deaths: Deaths = dataclasses.field(default_factory=Deaths)
     is_killed: bool = False  # by us: its death is none of its faults
     problem: str = ""  # its last words
+    num_starts: int = 0
+    num_killed: int = 0  # by us
 
 
 class Supervisor(contextlib.AbstractContextManager):
@@ -92,6 +93,7 @@ class Supervisor(contextlib.AbstractContextManager):
         """Kills a process as kill -9 does; it starts again."""
         if child := self.nodes[name].child:
             self.nodes[name].is_killed = True
+            self.nodes[name].num_killed += 1
             child.process.kill()
 
     def signal(self, name: str, number: int) -> None:
@@ -100,17 +102,21 @@ class Supervisor(contextlib.AbstractContextManager):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child.process.pid, number)
 
-    def tick(self, now_s: float) -> None:
-        """Buries the dead, and starts those that are due. Raises ValueError with the obituary of a process that died too often."""
+    def tick(self, now_s: float, *, is_patient: bool = False) -> None:
+        """Buries the dead, and starts those that are due.
+
+        Raises ValueError with the obituary of a process that died too often, unless `is_patient`: others make it die.
+        """
         for node in [*self.nodes.values()]:
             if node.child and (code := node.child.process.poll()) is not None:
-                self._bury(node, node.child, code, now_s)
+                self._bury(node, node.child, code, now_s, is_patient)
             if not self.is_over and node.child is None and now_s >= node.start_s and _is_open(node.spec.after_port):
+                node.num_starts += 1
                 node.child = child_process.ChildProcess(
                     node.spec.name, [*node.spec.command], self._logs, lambda error: None, is_group=True
                 )
 
-    def _bury(self, node: Node, child: child_process.ChildProcess, code: int, now_s: float) -> None:
+    def _bury(self, node: Node, child: child_process.ChildProcess, code: int, now_s: float, is_patient: bool) -> None:
         if code == 0 and node.spec.role == "learner":
             self.is_over = True
         obituary = child.obituary()
@@ -124,10 +130,9 @@ class Supervisor(contextlib.AbstractContextManager):
         node.problem = obituary if not was_killed else "killed"
         node.start_s = now_s + FIRST_PAUSE_S
         if not was_killed:
-            start_s = node.deaths.restart_s(now_s)
-            if start_s is None:
+            node.start_s = node.deaths.restart_s(now_s)
+            if node.deaths.count(now_s) >= MAX_DEATHS and not is_patient:
                 raise ValueError(f"{obituary}. It died {MAX_DEATHS} times within {WINDOW_S:.0f} s")
-            node.start_s = start_s
         self._note(f"{node.problem if not was_killed else f'{node.spec.name} was killed'}; it starts again")
 
     def __exit__(self, *_) -> None:

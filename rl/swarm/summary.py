@@ -1,0 +1,51 @@
+"""Sums up a swarm whose run has ended: faults, starts, scores, the audit, and who was barred. It decides the exit code, too."""
+
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+
+from rl import audit as audit_lib
+from rl import evaluate
+from rl.reporting import metrics
+from rl.swarm import processes, supervisor
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The lines of a summary for people, and those on what must not be: a swarm without any has succeeded."""
+
+    lines: list[str]
+    problems: list[str]
+
+
+def of(
+    workdir: pathlib.Path, swarm: processes.Swarm, nodes: Mapping[str, supervisor.Node], faults: Mapping[str, int]
+) -> Summary:
+    """Audits the run of a swarm, and sums it up. `faults` has the number of faults by kind; without any, nobody cheats."""
+    audit = audit_lib.run(workdir, metrics.Progress())
+    names = {key: name for name, key in swarm.keys.items()}
+    refused = {names.get(key, key[:16]): number for key, number in sorted((+audit.history.refusals).items())}
+    barred = {names.get(key, key[:16]) for key in audit.history.ejected}
+    cheats = {processes.IMPOSTOR, *(f"{name}{processes.LIAR}" for name in swarm.servers)}
+    problems = [str(finding) for finding in audit.findings[: audit_lib.MAX_SHOWN]]
+    problems += [f"{name} is honest, and was barred" for name in sorted(barred - cheats)]
+    if faults.get("forge") and processes.IMPOSTOR not in barred:
+        problems.append(f"{processes.IMPOSTOR} cheated, and was not barred; give it more time")
+    if metrics.read(workdir / "metrics.jsonl")[-1].get("trust/num_validators_excluded"):
+        problems.append("a validator is not asked any more, as it contradicted the others")
+    lines = [f"faults: {_listed(faults)}"] if faults else []
+    lines += [f"starts after the first: {_listed(_restarts(nodes))}", *evaluate.summary(workdir)]
+    lines += [f"refused groups: {_listed(refused)}; barred: {', '.join(sorted(barred)) or 'none'}"]
+    return Summary([*lines, audit_lib.table(audit).splitlines()[-1]], problems)
+
+
+def _restarts(nodes: Mapping[str, supervisor.Node]) -> dict[str, str]:
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for node in nodes.values():
+        counts[node.spec.role].update(all=max(0, node.num_starts - 1), killed=node.num_killed)
+    return {role: f"{count['all']} ({count['killed']} killed)" for role, count in counts.items()}
+
+
+def _listed(counts: Mapping) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"
