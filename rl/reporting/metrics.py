@@ -198,7 +198,7 @@ class Progress:
             if self._is_live:
                 self._display.console.print(rich.text.Text(line), soft_wrap=True)
             else:
-                print(f"{line}\n", end="", file=self._stream, flush=True)  # at once: other threads print, too
+                print(f"{line}\n", end="", file=self._stream, flush=True)  # one write: other threads print, too
         self._display.start() if self._display.tasks else self._display.stop()
 
     def stop(self) -> None:

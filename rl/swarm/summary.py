@@ -13,7 +13,7 @@ from rl.swarm import processes, supervisor
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """The lines of a summary for people, and those on what must not be: a swarm without any has succeeded."""
+    """The lines of a summary for people. A swarm without `problems` has succeeded."""
 
     lines: list[str]
     problems: list[str]
@@ -22,7 +22,7 @@ class Summary:
 def of(
     workdir: pathlib.Path, swarm: processes.Swarm, nodes: Mapping[str, supervisor.Node], faults: Mapping[str, int]
 ) -> Summary:
-    """Audits the run of a swarm, and sums it up. `faults` has the number of faults by kind; without any, nobody cheats."""
+    """Audits the run of a swarm, and sums it up. `faults` has the number of faults by kind; without any, no node cheats."""
     audit = audit_lib.run(workdir, metrics.Progress())
     names = {key: name for name, key in swarm.keys.items()}
     refused = {names.get(key, key[:16]): number for key, number in sorted((+audit.history.refusals).items())}
