@@ -7,7 +7,7 @@
 3. With --chaos=SEED, a node has a fault every ten seconds (rl/swarm/fault_schedule.py) for --minutes; --dry_run lists them. Give the
    run enough steps (rl.num_steps) to last as long.
 4. The swarm ends with its run, which it audits and sums up. The exit code is 0 if the audit finds nothing, no honest node was barred,
-   and each cheat was; else 1. Ctrl-C (130) and SIGTERM (143) leave no process, and the same command resumes.
+   and no group of the worker that cheats was trained on; else 1. Ctrl-C (130) and SIGTERM (143) leave no process, and the same command resumes.
 """
 
 import contextlib
@@ -71,10 +71,10 @@ def main() -> None:
             if all_run_s is None and all(node.child for node in nodes.nodes.values()):
                 all_run_s = time.monotonic()
             elapsed_s = time.monotonic() - all_run_s if all_run_s else 0.0
-            has_faults = chaos is not None and elapsed_s < 60 * (values.minutes or MINUTES)
-            nodes.tick(time.monotonic(), is_patient=has_faults)
+            left_s = 60 * (values.minutes or MINUTES) - elapsed_s  # of the faults
+            nodes.tick(time.monotonic(), is_patient=chaos is not None and left_s > -supervisor.WINDOW_S)
             if chaos:
-                chaos.tick(elapsed_s, begin=has_faults)
+                chaos.tick(elapsed_s, begin=left_s > 0)
             time.sleep(TICK_S)
     if ended and not nodes.is_over:
         print("stopped; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)

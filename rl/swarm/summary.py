@@ -30,13 +30,14 @@ def of(
     cheats = {processes.IMPOSTOR, *(f"{name}{processes.LIAR}" for name in swarm.servers)}
     problems = [str(finding) for finding in audit.findings[: audit_lib.MAX_SHOWN]]
     problems += [f"{name} is honest, and was barred" for name in sorted(barred - cheats)]
-    if faults.get("forge") and processes.IMPOSTOR not in barred:
-        problems.append(f"{processes.IMPOSTOR} cheated, and was not barred; give it more time")
+    if swarm.keys[processes.IMPOSTOR] in audit.workers:
+        problems.append(f"the run was trained on groups of {processes.IMPOSTOR}, which all are forged")
     if metrics.read(workdir / "metrics.jsonl")[-1].get("trust/num_validators_excluded"):
         problems.append("a validator is not asked any more, as it contradicted the others")
     lines = [f"faults: {_listed(faults)}"] if faults else []
     lines += [f"starts after the first: {_listed(_restarts(nodes))}", *evaluate.summary(workdir)]
-    lines += [f"refused groups: {_listed(refused)}; barred: {', '.join(sorted(barred)) or 'none'}"]
+    barred_at = f"barred after {audit.config.trust.max_attempts}: {', '.join(sorted(barred)) or 'none'}"
+    lines += [f"refused groups: {_listed(refused)}; {barred_at}"]
     return Summary([*lines, audit_lib.table(audit).splitlines()[-1]], problems)
 
 

@@ -2,7 +2,7 @@
 
 1. A node starts once the port that it depends on is open, since most commands end without it.
 2. A node that dies starts again after a pause, which doubles with each death in a row. One that dies `MAX_DEATHS` times within
-   `WINDOW_S` ends the swarm, with its last words, unless its nodes have faults.
+   `WINDOW_S` ends the swarm, with its last words, unless its nodes have faults or had some in that time.
 3. The learner's exit code 0 is the end of the run.
 
 The caller calls `tick` a few times per second. Each child leads a process group, which goes with it.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from sharding.system import child_process
 
 MAX_DEATHS, WINDOW_S = 5, 300.0
-FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+FIRST_PAUSE_S = 1.0
 REST_S = 10.0  # after an end without an error
 END_S = 5.0  # that all children together get to end by themselves
 
@@ -39,7 +39,7 @@ class Deaths:
     def restart_s(self, now_s: float) -> float:
         """Records a death; returns the time of the next start."""
         self._died_s.append(now_s)
-        return now_s + min(FIRST_PAUSE_S * 2 ** (self.count(now_s) - 1), MAX_PAUSE_S)
+        return now_s + FIRST_PAUSE_S * 2 ** (self.count(now_s) - 1)
 
 
 @dataclasses.dataclass(frozen=True)

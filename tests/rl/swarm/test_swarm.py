@@ -138,13 +138,11 @@ def test_a_swarm_under_faults_ends_its_run_and_bars_only_cheats(tmp_path, seed, 
     """Nine faults. By these seeds a server lies and another refuses; learner, orchestrator, and validator are killed, or stop."""
     workdir, output = tmp_path / "run", tmp_path / "output"
     with open(output, "w") as file:
-        overrides = {"rl.num_steps": 60, "rl.max_lag": 2, "topology.lease_s": 12.0, "trust.max_attempts": 2}
+        overrides = {"rl.num_steps": 60, "rl.max_lag": 2, "topology.lease_s": 12.0}
         options = (f"--chaos={seed}", "--minutes=1.5", "--workers=2", *apart)
         swarm = start(workdir, file, *options, **overrides)
         assert swarm.wait(900) == 0, output.read_text()[-4000:]
     assert steps(workdir) == list(range(1, 61)) and not processes_of(workdir)
     *_, faults, starts, _, _, refused, audit = output.read_text().splitlines()
-    assert (
-        faults.startswith("faults: ") and "forge 1" in faults and starts.startswith("starts after the first: learner ")
-    )
-    assert "impostor 2" in refused and "barred: impostor" in refused and audit.endswith("no findings")
+    assert faults.startswith("faults: ") and "forge 1" in faults and "learner" in starts
+    assert " barred after 5: " in refused and audit.endswith("no findings")
