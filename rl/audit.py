@@ -2,7 +2,7 @@
 
     python -m rl.audit runs/quickstart
 
-1. The ledger is verified, and its history read (rl/ledger/run_history.py): joins, leases, submissions, verdicts, batches, manifests.
+1. The ledger is verified by its rules for joins, leases, submissions, verdicts, and batches (rl/ledger/run_history.py).
 2. Each manifest that is still in WORKDIR/weights must be the one that the ledger names, and must name an entry of the ledger.
 3. Each batch that the run trained on is read from WORKDIR/rollouts and checked against `RULES`. Tasks and seeds are computed from
    config.json, digests and signatures from the rollouts.
@@ -13,15 +13,14 @@ killed, or goes on, may be incomplete; it is left out unless its version was pub
 """
 
 import collections
-import contextlib
-import dataclasses
 import functools
 import hashlib
 import hmac
 import pathlib
+import sqlite3
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ml_collections import config_dict
 
@@ -46,46 +45,28 @@ RULES = {
     "staleness": "versions are as recent as rl.max_lag, rl.max_off_policy, and rl.batch allow",
     "version": "versions were published, in the epoch of the rollout",
     "signature": "the worker signed the rollout",
-    "joined": "the worker joined before the batch",
-    "leased": "the worker leased the group",
-    "submitted": "the worker handed in these bytes",
-    "verdict": "a quorum accepted the group, or the worker's record allows it",
+    "submitted": "the worker handed in these bytes, and they were verified or trusted",
     "draw": "a group without a verdict was not drawn for one",
 }
 MAX_SHOWN = 100  # findings on the terminal
-LEDGER_LINES = 500  # entries between two updates of the display
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """A broken rule, and its place: step, group, and worker, as far as they are known."""
-
-    rule: str
-    detail: str
-    step: int | None = None
-    group: int | None = None
-    worker: str = ""
-
-    def __str__(self) -> str:
-        named = {"step": self.step, "group": self.group, "worker": self.worker[:16] or None}
-        place = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
-        return f"{place}: {self.rule}: {self.detail}" if place else f"{self.rule}: {self.detail}"
 
 
 class Audit:
-    """The audit of one run. `checked` counts the checks of each rule, `findings` are the broken ones, `lags` counts rollouts by lag."""
+    """The audit of one run. `checked` and `broken` count by rule, `findings` has a line for each broken one, `lags` counts rollouts by lag."""
 
     def __init__(self, workdir: pathlib.Path, history: run_history.History):
         self.workdir, self.history = workdir, history
         self.config = config_dict.ConfigDict(run_directory.saved_config(workdir), type_safe=False)
         self.checked: collections.Counter[str] = collections.Counter()
-        self.findings: list[Finding] = []
+        self.broken: collections.Counter[str] = collections.Counter()
+        self.findings: list[str] = []
         self.lags: collections.Counter[int] = collections.Counter()
         self.bases: collections.Counter[str] = collections.Counter()  # groups by "verified" and "trusted"
         self.workers: set[str] = set()
         self.num_rollouts = 0
         self._step_of: dict[int, int] = {}  # by group
-        self._versions = {version for _, version in history.published}
+        self._published = history.run.published
+        self._versions = {version for _, version in self._published}
         self._begin = history.begin or 0
         self._is_fixed = task_schedule.is_fixed(self.config)
         self._train_groups = functools.lru_cache(16)(functools.partial(task_schedule.train_groups, self.config))
@@ -101,14 +82,12 @@ class Audit:
 
     def check_ledger(self) -> None:
         """Checks the ledger's entries, and the manifests in WORKDIR/weights against it."""
-        self.checked["ledger"] += self.history.num_entries - 1
-        self._check("ledger", self.history.error)
-        if self._begin:
-            self._check(
-                "ledger", f"it begins after step {self._begin}, so that nothing shows who made the earlier batches"
-            )
+        self.checked["ledger"] += len(self.history.heads)
+        late = f"it begins after step {self._begin}, so that nothing shows who made the earlier batches"
+        self._check("ledger", [self.history.error])
+        self._check("ledger", [late if self._begin else None])
         for file in sorted((self.workdir / "weights").glob("v*/manifest.json")):
-            self._check("manifest", self._manifest_error(file))
+            self._check("manifest", [self._manifest_error(file)])
 
     def check_batch(self, step: int) -> None:
         """Checks the batch of one step: its file, its event in the ledger, and each of its groups."""
@@ -116,25 +95,28 @@ class Audit:
         try:
             rollouts = parquet.read(path)
         except (ValueError, OSError) as error:
-            return self._check("file", f"{path}: {error}", step)
-        self._check("file", None)
+            return self._check("file", [f"{path}: {error}"], step=step)
+        self._check("file", [None])
         groups: dict[int, list[rollout_lib.Rollout]] = collections.defaultdict(list)
         for rollout in rollouts:
             groups[rollout.task.group].append(rollout)
         digests = {number: verdict_lib.group_digest(group) for number, group in sorted(groups.items())}
         batch = self.history.batches.get(step)
-        self._check("batch", _batch_error(batch, digests), step)
+        self._check("batch", [_batch_error(batch, digests)], step=step)
         for number, group in groups.items():
-            self._check_group(step, self._prescribed(step, number), group, batch.epoch if batch else -1)
-            self._check_events(step, number, group[0].worker, digests[number], batch)
+            self._check_group(step, self._prescribed(step, number), group)
+            if batch:
+                self._check_events(step, group, digests[number], batch)
         self.num_rollouts += len(rollouts)
 
-    def _check(
-        self, rule: str, error: str | None, step: int | None = None, group: int | None = None, worker=""
-    ) -> None:
-        self.checked[rule] += 1
-        if error:
-            self.findings.append(Finding(rule, error, step, group, worker))
+    def _check(self, rule: str, errors: Sequence[str | None], **place: int | str) -> None:
+        """Counts checks of a rule at one place. The broken ones are one finding, which names the step, group, and worker in `place`."""
+        self.checked[rule] += len(errors)
+        if broken := [error for error in errors if error]:
+            self.broken[rule] += 1
+            where = ", ".join(f"{name} {value}" for name, value in place.items())
+            more = f" (and {len(broken) - 1} more of its rollouts)" if broken[1:] else ""
+            self.findings.append(f"{where}{': ' * bool(where)}{rule}: {broken[0]}{more}")
 
     def _manifest_error(self, file: pathlib.Path) -> str | None:
         try:
@@ -145,31 +127,36 @@ class Audit:
         digest, epoch = hashlib.sha256(data).hexdigest(), found.epoch or 0
         if found.version < self._begin:
             return None
-        if (expected := self.history.published.get((epoch, found.version), "none")) != digest:
+        if (expected := self._published.get((epoch, found.version), "none")) != digest:
             return f"{file} has the digest {digest}; the ledger's for version {found.version} of epoch {epoch} is {expected}"
-        number, _, hash_ = str(found.metadata.get("ledger", "")).partition(":")
-        known = self.history.hashes.get(int(number)) if number.isdecimal() else None
-        return None if known == hash_ else f"{file} names the ledger's entry {number or 'none'}, which has another hash"
+        anchor = str(found.metadata.get("ledger", "none"))
+        return None if anchor in self.history.heads else f"{file} names {anchor}, which never was the ledger's head"
 
     def _check_group(
-        self, step: int, group: task_schedule.Group | None, rollouts: Sequence[rollout_lib.Rollout], epoch: int
+        self, step: int, group: task_schedule.Group | None, rollouts: Sequence[rollout_lib.Rollout]
     ) -> None:
         """Checks the rollouts of one group of a batch: they are whole, prescribed, recent, and signed."""
-        worker, number = rollouts[0].worker, rollouts[0].task.group
-        self.workers.add(worker)
-        place = step, number, worker
-        self._check("group", self._group_error(step, group, rollouts), *place)
-        for rule, errors in (
-            ("task", [self._task_error(step, group, rollout) for rollout in rollouts]),
-            ("seed", [_seed_error(group, rollout) for rollout in rollouts]),
-            ("staleness", [self._staleness_error(step, rollout) for rollout in rollouts]),
-            ("version", [self._version_error(epoch, rollout) for rollout in rollouts]),
-            ("signature", [_signature_error(rollout) for rollout in rollouts]),
-        ):
-            self.checked[rule] += len(errors)
-            if broken := [error for error in errors if error]:
-                more = f" (and {len(broken) - 1} more of its rollouts)" if broken[1:] else ""
-                self.findings.append(Finding(rule, broken[0] + more, *place))
+        place = _place(step, rollouts)
+        self.workers.add(rollouts[0].worker)
+        self._check("group", [self._group_error(step, group, rollouts)], **place)
+        self._check("task", [self._task_error(step, group, rollout) for rollout in rollouts], **place)
+        self._check("seed", [_seed_error(group, rollout) for rollout in rollouts], **place)
+        self._check("staleness", [self._staleness_error(step, rollout) for rollout in rollouts], **place)
+        self._check("signature", [_signature_error(rollout) for rollout in rollouts], **place)
+
+    def _check_events(
+        self, step: int, rollouts: Sequence[rollout_lib.Rollout], digest: str, batch: run_history.Batch
+    ) -> None:
+        """Checks the rollouts of one group of a batch against the ledger's events."""
+        number, worker, place = rollouts[0].task.group, rollouts[0].worker, _place(step, rollouts)
+        self._check("version", [self._version_error(batch.epoch, rollout) for rollout in rollouts], **place)
+        owner, submitted = batch.submissions.get(number, ("none", "none"))
+        found = f"the ledger has {submitted[:16]} of {owner[:16]}, and the digest is {digest[:16]}"
+        self._check("submitted", [None if (owner, submitted) == (worker, digest) else found], **place)
+        basis = batch.basis.get(number, "neither")
+        self.bases[basis] += 1
+        if self._secret and basis == "trusted":
+            self._check("draw", [self._draw_error(number, worker, batch)], **place)
 
     def _group_error(self, step, group, rollouts) -> str | None:
         number, found = rollouts[0].task.group, sorted(rollout.sample for rollout in rollouts)
@@ -211,32 +198,14 @@ class Audit:
         if epoch >= 0 and rollout.epoch != epoch:
             return f"it is of epoch {rollout.epoch}, and the batch of epoch {epoch}"
         for version in sorted({version for version in rollout.versions.tolist() if version >= self._begin}):
-            if version not in self._versions if epoch < 0 else (epoch, version) not in self.history.published:
+            if version not in self._versions if epoch < 0 else (epoch, version) not in self._published:
                 return f"version {version} of epoch {max(epoch, 0)} was not published"
         return None
 
-    def _check_events(self, step: int, number: int, worker: str, digest: str, batch) -> None:
-        """Checks the events of one group in the ledger: its worker joined, leased, and submitted it, and a verdict or record let it pass."""
-        place, group = (step, number, worker), batch.groups.get(number) if batch else None
-        group = group or run_history.GroupHistory()
-        last = batch.number if batch else self.history.num_entries
-        is_joined = self.history.joined.get(worker, last) < last
-        self._check("joined", None if is_joined else "the ledger has no join event of it before the batch", *place)
-        self._check("leased", None if worker in group.leased else "the ledger has no lease of the group to it", *place)
-        is_submitted = (worker, digest) in group.submissions
-        others = sorted(other[:16] for _, other in group.submissions)
-        found = f"the digest is {digest[:16]}, and the ledger's submissions are {', '.join(others) or 'none'}"
-        self._check("submitted", None if is_submitted else found, *place)
-        basis = batch.basis.get(number) if batch else None
-        self.bases[basis or "neither"] += 1
-        self._check("verdict", _verdict_error(batch, number, worker, digest), *place)
-        if self._secret and batch and basis == "trusted":
-            self._check("draw", self._draw_error(number, worker, batch), *place)
-
-    def _draw_error(self, number: int, worker: str, batch: run_history.BatchHistory) -> str | None:
+    def _draw_error(self, number: int, worker: str, batch: run_history.Batch) -> str | None:
         """Returns why the group needed a verdict: its draw is below the lowest rate that its worker can have had by config.json."""
         trust, record = self.config.trust, float(batch.records.get(worker, 0))
-        if worker in self.history.invited:
+        if worker in self.history.run.invited:
             record += check_rate.HALF_AT * (1 / trust.invited_rate - 1)
         rate = check_rate.rate(check_rate.reputation(record), trust.min_rate)
         secret = hmac.digest(self._secret, batch.draw_head.encode(), "sha256")
@@ -245,7 +214,11 @@ class Audit:
         return None if draw >= rate else f"its draw is {draw:.3f}, below the rate {rate:.3f} of its worker"
 
 
-def _batch_error(batch: run_history.BatchHistory | None, digests: dict[int, str]) -> str | None:
+def _place(step: int, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, int | str]:
+    return {"step": step, "group": rollouts[0].task.group, "worker": rollouts[0].worker[:16]}
+
+
+def _batch_error(batch: run_history.Batch | None, digests: dict[int, str]) -> str | None:
     if batch is None:
         return "the ledger has no such batch"
     if others := sorted(batch.basis.keys() ^ digests.keys()):
@@ -266,22 +239,10 @@ def _signature_error(rollout: rollout_lib.Rollout) -> str | None:
     return None if is_signed else f"its key did not sign sample {rollout.sample}"
 
 
-def _verdict_error(batch: run_history.BatchHistory | None, number: int, worker: str, digest: str) -> str | None:
-    if batch is None or number not in batch.basis:
-        return "the ledger does not state why it was trained on"
-    group = batch.groups[number]
-    if digest in group.refused:
-        return "the submission was refused"
-    if batch.basis[number] == "trusted":
-        return batch.distrust.get((number, worker, digest))
-    votes = sum(group.votes.get(digest, {}).values())
-    return None if votes >= batch.quorum else f"{votes} accepting verdicts; the quorum is {batch.quorum}"
-
-
 def run(workdir: pathlib.Path, progress: metrics.Progress) -> Audit:
     """Audits the run in `workdir`, and shows the progress. Raises ValueError or OSError for a directory that is not a run's."""
-    with _ledger_bar(progress) as on_entry:
-        audit = Audit(workdir, run_history.read(workdir / "ledger.db", on_entry))
+    progress.note(f"verifying {workdir / 'ledger.db'}")
+    audit = Audit(workdir, run_history.read(workdir / "ledger.db"))
     audit.check_ledger()
     steps = audit.steps()
     begun_s = time.monotonic()
@@ -293,26 +254,10 @@ def run(workdir: pathlib.Path, progress: metrics.Progress) -> Audit:
     return audit
 
 
-@contextlib.contextmanager
-def _ledger_bar(progress: metrics.Progress) -> Iterator:
-    """Yields the function `on_entry` of `run_history.read`, which shows a progress bar from the first entry on."""
-    with contextlib.ExitStack() as stack:
-        bar: metrics.Bar | None = None
-
-        def on_entry(number: int, count: int) -> None:
-            nonlocal bar
-            bar = bar or stack.enter_context(progress.phase("ledger", total=count))
-            if (number + 1) % LEDGER_LINES == 0 or number + 1 == count:
-                bar.update(number + 1, {})
-
-        yield on_entry
-
-
 def table(audit: Audit) -> str:
     """Returns the result of an audit as text: per rule the checks and the findings, then lags and verdicts."""
-    broken = collections.Counter(finding.rule for finding in audit.findings)
     lines = [f"{'rule':<10} {'checked':>9} {'broken':>7}"]
-    lines += [f"{rule:<10} {audit.checked[rule]:>9,} {broken[rule]:>7,}  {text}" for rule, text in RULES.items()]
+    lines += [f"{rule:<10} {audit.checked[rule]:>9,} {audit.broken[rule]:>7,}  {text}" for rule, text in RULES.items()]
     lags = ", ".join(f"{lag}: {count:,}" for lag, count in sorted(audit.lags.items()))
     bases = ", ".join(f"{name}: {count:,}" for name, count in sorted(audit.bases.items()))
     lines += [f"rollouts by lag in versions: {lags or 'none'}; groups by verdict: {bases or 'none'}"]
@@ -329,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
     progress = metrics.Progress()
     try:
         audit = run(workdir, progress)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, sqlite3.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for finding in audit.findings[:MAX_SHOWN]:

@@ -9,6 +9,7 @@ import time
 
 from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
+from rl.ledger import storage
 from sharding.system import cli
 
 POLL_S = 0.3
@@ -62,8 +63,8 @@ class _Progress:
     def __init__(self):
         self._begun_s = self._shown_s = time.monotonic()
 
-    def __call__(self, num_entries: int) -> None:
-        now_s = time.monotonic()
+    def __call__(self, entry: storage.Entry, state: object) -> None:
+        now_s, num_entries = time.monotonic(), entry.seq + 1
         if now_s >= self._shown_s + NOTICE_S:
             self._shown_s = now_s
             rate = num_entries / (now_s - self._begun_s)

@@ -98,14 +98,9 @@ def form_error(event: Event) -> str | None:
     if not _is_hex(event.nonce, 32):
         return "nonce: must be 32 lower-case hex digits"
     rules = _FIELDS[event.kind]
-    if isinstance(event.fields, dict) and event.kind in ("accept", "invalidate") and "tasks" in event.fields:
-        rules = rules | _TASKS  # optional: ledgers written before these fields existed lack them
-    if isinstance(event.fields, dict) and event.kind in ("lease", "batch") and "epoch" in event.fields:
-        rules = rules | _EPOCH  # optional, too
-    if isinstance(event.fields, dict) and event.kind == "batch" and "dropped" in event.fields:
-        rules = rules | {"dropped": (_are_tasks, "groups like '3:0-15,17', or absent")}
-    if isinstance(event.fields, dict) and event.kind == "resume" and "any_step" in event.fields:
-        rules = rules | {"any_step": (lambda value: value is True, "true, or absent")}
+    for optional in _OPTIONAL.get(event.kind, ()):
+        if isinstance(event.fields, dict) and optional.keys() & event.fields.keys():
+            rules = rules | optional
     if not isinstance(event.fields, dict) or set(event.fields) != set(rules):
         return f"fields: {event.kind} has exactly {', '.join(rules) or 'none'}; add or remove fields"
     broken = (f"{name}: must be {rule}" for name, (is_ok, rule) in rules.items() if not is_ok(event.fields[name]))
@@ -188,3 +183,8 @@ _TASKS: dict[str, _Rule] = {
     "run": (lambda value: _is_hex(value, 16), "16 lower-case hex digits"),
     "tasks": (_are_tasks, f"tasks like '3:0-15,17 4:32', ascending, in at most {task_ranges.MAX_CHARS} characters"),
 }
+_DROPPED: dict[str, _Rule] = {"dropped": (_are_tasks, "groups like '3:0-15,17', or absent")}
+_ANY_STEP: dict[str, _Rule] = {"any_step": (lambda value: value is True, "true, or absent")}
+# Fields that an event has all of, or none: ledgers of earlier releases lack them.
+_OPTIONAL = {"accept": (_TASKS,), "invalidate": (_TASKS,), "lease": (_EPOCH,), "batch": (_EPOCH, _DROPPED)}
+_OPTIONAL |= {"resume": (_ANY_STEP,)}

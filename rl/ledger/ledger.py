@@ -34,7 +34,7 @@ class Ledger(contextlib.AbstractContextManager):
     """An open ledger file: the append-only, signed record of submitted work and verdicts.
 
     Opening verifies all entries (two signatures each). `keeper` is the private key of the ledger's owner; only appending needs
-    the key. `on_checked` is called with the number of entries that are checked, after each. Raises FileNotFoundError without a file, and ValueError for a bad ledger or if `keeper` is not the key of entry 0.
+    the key. `on_checked` is called with each entry and the state after it. Raises FileNotFoundError without a file, and ValueError for a bad ledger or if `keeper` is not the key of entry 0.
     Any thread may call the methods, and several processes may append to one file. `close` or `with` closes the file.
     """
 
@@ -42,7 +42,7 @@ class Ledger(contextlib.AbstractContextManager):
         self,
         path: str | pathlib.Path,
         keeper: rollout_lib.WorkerKey | None = None,
-        on_checked: Callable[[int], object] = lambda num_entries: None,
+        on_checked: Callable[[storage.Entry, balances.State], object] = lambda entry, state: None,
     ):
         self._path, self.key, self._lock, self._on_checked = pathlib.Path(path), keeper, threading.Lock(), on_checked
         self._connection = storage.connect(self._path)
@@ -162,7 +162,7 @@ class Ledger(contextlib.AbstractContextManager):
         with self._named_in_errors():
             for entry in storage.checked(self._connection, self.state, self._next, self._hash):
                 self._next, self._hash = entry.seq + 1, entry.hash
-                self._on_checked(self._next)
+                self._on_checked(entry, self.state)
 
     @contextlib.contextmanager
     def _named_in_errors(self) -> Iterator[None]:

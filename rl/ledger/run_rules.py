@@ -4,8 +4,9 @@
 2. Validators sign verdicts on that digest. They count if the validator was appointed (`appoint`, with the quorum) at that time; until
    the first appointment, the run's own key is the only validator.
 3. A batch of step n follows that of step n - 1. Its groups are of step n, or, with any_step in the resume, of any, but neither in a
-   batch before nor dropped. Each was `verified` (accepted by a quorum, not refused later) or `trusted`: its worker was invited or has a verified group, was not ejected before it handed in the group, and was not caught since. A worker
-   is caught when its group is refused after a rejecting verdict. The batch's digest must be that of its groups' submissions.
+   batch before nor dropped. Each was `verified` (accepted by a quorum, not refused later) or `trusted`: its worker was invited or has
+   a verified group, was not ejected before it handed in the group, and was not caught since. A worker is caught when its group is
+   refused after a rejecting verdict. The batch's digest must be that of its groups' submissions.
 4. Version n of the policy is published after batch n, once per epoch. A batch takes no group that was leased in another epoch than
    that of the newest version.
 5. `naming` lists steps that trained on trusted groups of a worker that was caught later.
@@ -34,6 +35,7 @@ class _Group:
     digest: str = ""
     submitted: int = 0  # the number of the submission among all events
     is_refused: bool = False
+    is_counted: bool = False  # in the record of the worker
     votes: dict[str, bool] = dataclasses.field(default_factory=dict)  # validator -> accepted
 
 
@@ -49,6 +51,7 @@ class RunState:
         self.run = ""  # the public key of the run since the last resume
         self.step = 0  # of the last batch, or of the checkpoint that was resumed from
         self.batch: dict[tuple[int, int], str] = {}  # (step, group) -> "verified" or "trusted", of the last batch
+        self.submissions: dict[tuple[int, int], tuple[str, str]] = {}  # of the same groups: worker and digest
         self.dropped: list[tuple[int, int]] = []  # (step, group), by the last batch
         self.published: dict[tuple[int, int], str] = {}  # (epoch, version) -> manifest digest; without void ones
         self.epoch = -1  # of the newest version
@@ -58,16 +61,14 @@ class RunState:
         self._count = 0  # events so far
         self._open: dict[int, dict[int, _Group]] = collections.defaultdict(dict)  # step -> group
         self.invited: set[str] = set()
-        self._earned: set[str] = set()  # workers with a verified group
-        self._ejected: dict[str, int] = {}  # as _caught
+        self.records: collections.Counter[str] = collections.Counter()  # by worker: groups that a quorum accepted
+        self.ejected: dict[str, int] = {}  # as _caught, and servers
         self.refusals: collections.Counter[str] = collections.Counter()  # by worker
         self._caught: dict[str, int] = {}  # worker -> the number of the event
         # Worker -> steps trained on unverified groups of it.
         self._trusted: dict[str, set[int]] = collections.defaultdict(set)
         self._any_step = False  # batches may have groups of any step, by the last resume
-        self._taken: dict[
-            int, tuple[str, ...]
-        ] = {}  # batch -> its groups and those that it dropped, as texts, for a resume
+        self._taken: dict[int, tuple[str, ...]] = {}  # batch -> its groups, and those that it dropped, for a resume
         self._done = task_ranges.Done()  # the same groups
 
     def submission(self, step: int, group: int) -> tuple[str, bool] | None:
@@ -83,7 +84,7 @@ class RunState:
             return f"author: {event.kind} must be signed by the keeper"
         if event.kind not in events.WORKER_KINDS and event.node != keeper:
             return f"node: of a {event.kind} it must be the keeper"
-        if event.kind == "lease" and event.node in self._ejected:
+        if event.kind == "lease" and event.node in self.ejected:
             return "node: the worker was ejected"
         fields = event.fields
         if event.kind in ("lease", "submission") and fields["split"] == "train":
@@ -136,8 +137,8 @@ class RunState:
         return None if fields["digest"] == expected else f"digest: of these groups it is {expected}"
 
     def _is_trusted(self, group: _Group) -> bool:
-        has_trust = group.worker in self.invited or group.worker in self._earned
-        is_late = group.submitted > self._ejected.get(group.worker, group.submitted)
+        has_trust = group.worker in self.invited or self.records[group.worker] > 0
+        is_late = group.submitted > self.ejected.get(group.worker, group.submitted)
         return has_trust and not is_late and group.submitted > self._caught.get(group.worker, -1)
 
     def apply(self, event: events.Event) -> None:
@@ -155,18 +156,19 @@ class RunState:
         elif event.kind == "invite":
             self.invited.add(worker)
         elif event.kind == "eject":
-            self._ejected.setdefault(worker, self._count)
+            self.ejected.setdefault(worker, self._count)
         elif event.kind == "lease" and fields["split"] == "train":
             holders = group.holders if group else set()
             self._open[fields["step"]][fields["group"]] = _Group(holders | {worker}, epoch=fields.get("epoch", -1))
         elif event.kind == "submission" and group:
             group.worker, group.digest, group.submitted = worker, fields["digest"], self._count
-            group.is_refused, group.votes = False, {}
+            group.is_refused, group.is_counted, group.votes = False, False, {}
         elif event.kind == "verdict" and group and group.digest == fields["digest"]:
             if fields["validator"] in (self.validators or {self.run}):
                 group.votes[fields["validator"]] = fields["accepted"]
-            if sum(group.votes.values()) >= self.quorum:
-                self._earned.add(group.worker)
+            if sum(group.votes.values()) >= self.quorum and not group.is_counted:
+                group.is_counted = True
+                self.records[group.worker] += 1
         elif event.kind == "refusal" and group and group.digest == fields["digest"]:  # of its worker, or of a server
             group.is_refused = True
             if group.worker == worker and False in group.votes.values():
@@ -196,8 +198,10 @@ class RunState:
     def _take(self, fields: dict) -> None:
         self._has_begun, self.step = True, fields["step"]
         self.batch = {name: basis for basis in ("verified", "trusted") for name in _groups(fields[basis])}
-        for step, number in _groups(fields["trusted"]):
-            self._trusted[self._open[step][number].worker].add(self.step)
+        groups = {(step, number): self._open[step][number] for step, number in self.batch}
+        self.submissions = {name: (group.worker, group.digest) for name, group in groups.items()}
+        for name in _groups(fields["trusted"]):
+            self._trusted[groups[name].worker].add(self.step)
         self.dropped = _groups(fields.get("dropped", ""))
         for step, number in (*self.batch, *self.dropped):
             self._open[step].pop(number, None)

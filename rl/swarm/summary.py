@@ -25,8 +25,8 @@ def of(
     """Audits the run of a swarm, and sums it up. `faults` has the number of faults by kind; without any, no node cheats."""
     audit = audit_lib.run(workdir, metrics.Progress())
     names = {key: name for name, key in swarm.keys.items()}
-    refused = {names.get(key, key[:16]): number for key, number in sorted((+audit.history.refusals).items())}
-    barred = {names.get(key, key[:16]) for key in audit.history.ejected}
+    refused = {names.get(key, key[:16]): number for key, number in sorted((+audit.history.run.refusals).items())}
+    barred = {names.get(key, key[:16]) for key in audit.history.run.ejected}
     cheats = {processes.IMPOSTOR, *(f"{name}{processes.LIAR}" for name in swarm.servers)}
     problems = [str(finding) for finding in audit.findings[: audit_lib.MAX_SHOWN]]
     problems += [f"{name} is honest, and was barred" for name in sorted(barred - cheats)]
