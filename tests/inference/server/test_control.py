@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 import stat
-import time
+import subprocess
 import types
 
 import grpc
@@ -49,6 +49,7 @@ def publish(root, version, key=KEY, seed=None):
 class Server:
     """The process, its folder of weights, and its addresses."""
 
+    pid: int
     folder: str
     data: str
     control: str
@@ -62,6 +63,13 @@ class Server:
             headers = {"content-type": "application/json"} | headers
         headers = {name: value for name, value in headers.items() if value is not None}
         return httpx.post((url or self.control) + path, headers=headers, timeout=60, **options)
+
+    def cpu_s(self):
+        """Returns the CPU time of the process, in whole seconds: a time by the clock is not that of the server alone."""
+        *_, minutes, seconds = re.split(
+            "[-:]", subprocess.check_output(["ps", "-o", "time=", "-p", str(self.pid)], text=True)
+        )
+        return 60 * int(minutes) + float(seconds)
 
     def update(self, **body):
         return self.post("/update_weights", body)
@@ -90,7 +98,7 @@ def server(tmp_path_factory):
     command += ["--num_slots", 2, "--prefill_batch", 1, "--max_model_len", 32, "--steps_per_call", 4]
     with serving.child(folder, *command) as (process, data):
         found = re.search(r"control routes on (\S+)\n.*Decode on (\S+)\n", (folder / "output").read_text())
-        yield Server(str(folder), data, *found.groups())
+        yield Server(process.pid, str(folder), data, *found.groups())
         assert process.poll() is None
 
 
@@ -382,7 +390,7 @@ def test_a_listener_without_a_token_is_a_private_socket(tmp_path, monkeypatch, c
 def test_a_logit_bias_of_500000_entries_is_refused_by_its_length(server):
     bias = dict.fromkeys(map(str, range(500_000)), "x")
     body = GENERATE | {"sampling_params": {"logit_bias": bias}}
-    begun_s = time.monotonic()
+    begun_s = server.cpu_s()
     reply = server.post("/inference/v1/generate", body, url=server.data, headers={"authorization": f"Bearer {API_KEY}"})
     assert "500000 logit_bias entries given; at most 300" in refusal(reply, 400)
-    assert time.monotonic() - begun_s < 5  # 8 s of pydantic's errors before, on an idle machine
+    assert server.cpu_s() - begun_s < 5  # 8 s of pydantic's errors before
