@@ -87,9 +87,7 @@ def get_config() -> config_dict.ConfigDict:
     r.refill = 0.0  # groups without a signal that others replace, at most, as a multiple of prompts_per_step
     # Samples that could not be scored are left out of groups in which at least so many were; groups with fewer train nothing.
     r.min_group = 0  # 0: those samples are worth 0
-    r.tokens_per_step = (
-        0  # a batch ends with the group that brings its sampled tokens to this number; 0: by groups alone
-    )
+    r.tokens_per_step = 0  # a batch ends with the group that brings its sampled tokens to this; 0: by groups alone
 
     # Options of the losses, each used by the loss of its name.
     c.loss_options = config_dict.ConfigDict()

@@ -30,7 +30,7 @@ from rl.experiment import workdir as run_directory
 from rl.learner import train_step
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.remote import client
-from rl.protocol import task_schedule
+from rl.protocol import task_schedule, timeline
 from rl.reporting import metrics
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
@@ -205,8 +205,11 @@ def main() -> None:
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout system reads it
         options = broadcast.PublishOptions(key=key.private, dtype=exp.config.broadcast.dtype or None)
         broadcast.publish(params, step, str(weights), options, metadata=exp.broadcast_metadata)
+        entry = broadcast.entry_of(weights, step, key=key.worker)
+        assert entry is not None  # just signed
+        policy = timeline.Policy(entry.epoch, step, entry.sha256)
         progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
-        with launch.start_rollout_system(exp, pathlib.Path(scratch), weights, step, progress.say) as orchestrator:
+        with launch.start_rollout_system(exp, pathlib.Path(scratch), weights, policy, progress.say) as orchestrator:
             with Evaluations(exp, orchestrator, workdir, writer, progress, changed) as evaluations:
                 evaluations.begin(step, names=[""])
                 collections.deque(evaluations.finished(wait=True), maxlen=0)

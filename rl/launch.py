@@ -22,7 +22,6 @@ from rl.ledger import run_ledger
 from rl.orchestrator import assembly, nodes, orchestrator
 from rl.orchestrator.remote import client
 from rl.protocol import timeline
-from sharding import broadcast
 from sharding.system import child_process, sockets
 
 START_TIMEOUT_S = 600.0
@@ -42,7 +41,7 @@ def start_rollout_system(
     experiment: experiment_lib.Experiment,
     workdir: pathlib.Path,
     weights: pathlib.Path,
-    version: int,
+    policy: timeline.Policy,
     on_wait: Callable[[str], None],
     num_hosts: int = 1,
     known: dict | None = None,
@@ -50,7 +49,7 @@ def start_rollout_system(
 ) -> Iterator[orchestrator.Orchestrator | client.RemoteOrchestrator]:
     """Starts all processes that generate and check rollouts; yields the orchestrator and stops them at the end of the block.
 
-    The first policy is `version`, already published in the directory `weights`; `known` is the `Orchestrator.state` saved in its
+    The first policy is `policy`, already published in the directory `weights`; `known` is the `Orchestrator.state` saved in its
     checkpoint, if any. `on_wait` receives lines for people during waits. With `num_hosts` learner hosts, this runs on the first.
     Events are recorded in `ledger`, if there is one. If that is an orchestrator in another process, none starts here.
     """
@@ -59,7 +58,7 @@ def start_rollout_system(
             rollouts = ledger
         else:
             rollouts = assembly.make(experiment, workdir, weights, stack, on_wait, num_hosts, known, ledger)
-            rollouts.resume(version, known)
+            rollouts.resume(policy.version, known)
 
         def start(name: str, command: list[str]) -> child_process.ChildProcess:
             return stack.enter_context(child_process.ChildProcess(name, command, workdir / "logs", rollouts.fail))
@@ -71,12 +70,7 @@ def start_rollout_system(
         else:
             url = assembly.serve(rollouts, experiment.config, workdir, stack)
             _say_elsewhere(experiment, workdir, weights, url, start, on_wait)
-        entry = broadcast.entry_of(weights, version, key=run_directory.trusted_key(workdir))
-        if entry is None:
-            raise ValueError(
-                f"version {version} under {weights} is not in the signed head; publish it before the start"
-            )
-        rollouts.publish(timeline.Policy(entry.epoch, version, entry.sha256))
+        rollouts.publish(policy)
         yield rollouts
         if experiment.config.topology.mode == "remote":
             rollouts.end()

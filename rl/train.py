@@ -66,7 +66,7 @@ def train(
 ) -> pathlib.Path | None:
     """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than host 0."""
     num_steps = exp.config.rl.num_steps
-    adviser = diagnostics.Adviser()
+    adviser, scored = diagnostics.Adviser(), task_schedule.evaluation_sets(exp.config)[0]
     with _started(exp, mesh, workdir, hosts) as run:
         orchestrator, checkpointer = run.orchestrator, run.checkpointer
         with run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
@@ -90,14 +90,14 @@ def train(
                         orchestrator.publish(policy)
                         run.evaluations.begin(step)
                 with _timed(times, "checkpoint"):
-                    checkpointer.save(step, run.state, run.host_state(step), force=_is_scored(exp.config, step))
+                    checkpointer.save(step, run.state, run.host_state(step), force=scored.is_due(step, num_steps))
                 if batch is None:  # not the first host
                     continue
                 with _timed(times, "eval"):
                     for version, score in run.evaluations.finished():
                         checkpointer.score(version, score)
                 times |= {"time/step_s": time.perf_counter() - begun, "time/unix": time.time()}
-                values = _metrics(exp, step, values | {"optimizer/learning_rate": rate}, batch, times)
+                values = _metrics(values | {"optimizer/learning_rate": rate}, batch, times)
                 run.writer.write(step, "rl", values)
                 bar.update(step, _shown(values))
                 if line := adviser.after(step, values):
@@ -148,8 +148,8 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         ledger = stack.enter_context(_ledger(exp, workdir, start, saved, hosts, remote))
         _forget_after(start, publisher, writer, hosts)  # then the manifests that anchor the ledger are gone
         publish = functools.partial(_publish, exp, workdir, publisher, ledger)
-        publish(train_step.policy(learner, state), start)
-        orchestrator = stack.enter_context(_rollout_system(exp, workdir, start, saved, progress, hosts, ledger))
+        policy = publish(train_step.policy(learner, state), start)
+        orchestrator = stack.enter_context(_rollout_system(exp, workdir, policy, saved, progress, hosts, ledger))
         if orchestrator and exp.config.topology.metrics:
             stack.enter_context(_metrics_served(exp.config.topology.metrics, writer, orchestrator))
         host_state = functools.partial(_host_state, orchestrator, ledger)
@@ -312,13 +312,13 @@ def _publish(
     return policy
 
 
-def _rollout_system(exp, workdir: pathlib.Path, start: int, saved: dict, progress, hosts, ledger) -> Any:
+def _rollout_system(exp, workdir: pathlib.Path, policy: timeline.Policy, saved: dict, progress, hosts, ledger) -> Any:
     """Returns a context that runs the rollout system and yields its orchestrator, or on hosts other than the first yields None."""
     if not hosts.is_first:
         return contextlib.nullcontext()
     progress.note("starting the rollout system")
     options = {"num_hosts": hosts.count, "known": saved.get("rollouts"), "ledger": ledger}
-    return launch.start_rollout_system(exp, workdir, workdir / "weights", start, progress.say, **options)
+    return launch.start_rollout_system(exp, workdir, workdir / "weights", policy, progress.say, **options)
 
 
 def _compile_in_background(learner, batch, stack: contextlib.ExitStack) -> futures.Future:
@@ -346,17 +346,11 @@ def _metrics_served(address: str, writer: metrics.MetricsWriter, orchestrator) -
     return metrics_routes.serving(address, health, learned, *here)
 
 
-def _metrics(exp, step: int, learned: dict[str, float], batch, times: dict[str, float]) -> dict[str, float]:
+def _metrics(learned: dict[str, float], batch, times: dict[str, float]) -> dict[str, float]:
     """Returns all metrics of a step: of the train step (`learned`), its batch and the clock, and those derived from them."""
     per_s = batch.metrics["rollout/num_tokens"] / times["time/step_s"]
     values = learned | batch.metrics | times | {"time/tokens_per_s": per_s}
-    values |= diagnostics.derived(values)
-    return values
-
-
-def _is_scored(config, step: int) -> bool:
-    """Returns True if the held-out tasks are scored after `step` by the config's interval; the first and last step always are."""
-    return task_schedule.evaluation_sets(config)[0].is_due(step, config.rl.num_steps)
+    return values | diagnostics.derived(values)
 
 
 def _check_finite(step, values, packed, run: _Run, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> None:

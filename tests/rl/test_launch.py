@@ -13,6 +13,7 @@ from rl.experiment import workdir as run_directory
 from rl.ledger import events
 from rl.ledger import ledger as ledger_lib
 from rl.orchestrator import assembly
+from rl.protocol import timeline
 from rl.verification import verifier
 from tests.support import doubles
 
@@ -39,7 +40,7 @@ def test_the_learners_own_validator_replays_signed_weights_only(tmp_path, monkey
     monkeypatch.setattr(verifier, "published", published)
     key, exp = run_directory.signing_key(tmp_path).worker, experiment.resolve(quickstart.get_config())
     with pytest.raises(ValueError, match=f"{tmp_path} is read with {key}"):
-        with launch.start_rollout_system(exp, tmp_path, tmp_path, 0, print):
+        with launch.start_rollout_system(exp, tmp_path, tmp_path, timeline.Policy(0, 0), print):
             pass
 
 
