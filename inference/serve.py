@@ -134,7 +134,9 @@ def main(argv: list[str] | None = None) -> int:
             api_key = secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
             listener = control_listener.opened(args.control, args.control_token_file, args.control_hosts)
             control = stack.enter_context(listener)
+            signer = rollout_lib.WorkerKey.load_or_create(args.key) if args.key else None
             sock, server = _start(args)
+            server.signer = signer
             stack.callback(server.close)
             grpc_port = _start_grpc(args, server, api_key, stack)
         except (ValueError, OSError) as error:
@@ -145,9 +147,11 @@ def main(argv: list[str] | None = None) -> int:
         stack.enter_context(web.in_thread(web.server(control_app), control.sock))
         if args.exit_with_parent:
             cli.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
-        if args.orchestrator:
-            key, url = rollout_lib.WorkerKey.load(args.key).private, args.url or sockets.address(sock)
-            stack.callback(membership.sign_in_server(args.orchestrator, key, server, url, args.run).stop)
+        if signer:
+            print(f"samples are signed by {signer.worker}", flush=True)
+        if signer and args.orchestrator:
+            url = args.url or sockets.address(sock)
+            stack.callback(membership.sign_in_server(args.orchestrator, signer.private, server, url, args.run).stop)
         if args.watch:
             threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
         print(f"serving policy version {server.scheduler.version} on {sockets.address(sock)}", flush=True)
@@ -232,6 +236,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--address_file {args.address_file} is in a directory that does not exist; create that first")
     if args.weights_floor and not args.weights_key:
         raise ValueError(f"--weights_floor {args.weights_floor} keeps signed heads; add --weights_key, or leave it out")
+    for name in ("orchestrator", "url"):
+        if (url := getattr(args, name)) and not sockets.is_url(url):
+            raise ValueError(f"--{name} {url!r} is not a URL; write http://HOST:PORT")
     if args.orchestrator and not (args.key and args.weights):
         found = f"--orchestrator {args.orchestrator} needs --key, by which a server signs in, and --weights"
         raise ValueError(f"{found}; add {'--weights' if args.key else '--key FILE'}")
@@ -257,9 +264,6 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
     else:
         server = inference_server.start_model(args.model, make_config({}), **options)
     server.model_name, server.sources = args.served_model_name, [*server.sources, *args.weights_allow]
-    if args.key:
-        server.signer = rollout_lib.WorkerKey.load_or_create(args.key)
-        print(f"samples are signed by {server.signer.worker}", flush=True)
     return sock, server
 
 

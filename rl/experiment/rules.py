@@ -7,7 +7,6 @@ unused: a user who types it expects an effect.
 import math
 import re
 import sqlite3
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from inference.engine import request
 from inference.server import web
 from rl.ledger import ledger
 from rl.protocol import lease, task_schedule
+from sharding.system import sockets
 
 # Losses that correct the sampler's policy to the learner's old one.
 SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
@@ -75,10 +75,10 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     _check_evaluation_sets(config.evaluation)
     for name in ("servers", "control_servers"):
         for url in config.topology[name]:
-            if not _is_url(url):
+            if not sockets.is_url(url):
                 raise ValueError(f"topology.{name} contains {url!r}, which is not a URL; write http://HOST:PORT")
     address = config.topology.orchestrator
-    if address and not (_is_url(address) or address.startswith("unix:/")):
+    if address and not (sockets.is_url(address) or address.startswith("unix:/")):
         raise ValueError(f"topology.orchestrator = {address!r} is not a URL; write http://HOST:PORT, or unix:PATH")
     for name in ("workers", "server_keys"):
         for key in config.topology[name]:
@@ -87,7 +87,7 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
 
     keys = [validator.rpartition("#")[2] for validator in config.trust.validators]
     for validator, key in zip(config.trust.validators, keys, strict=True):
-        if not (_is_url(validator) and re.fullmatch("[0-9a-f]{64}", key)) or keys.count(key) > 1:
+        if not (sockets.is_url(validator) and re.fullmatch("[0-9a-f]{64}", key)) or keys.count(key) > 1:
             found = f"trust.validators contains {validator!r}; write http://HOST:PORT#KEY with its public key of 64 hex digits"
             raise ValueError(f"{found}, each key once")
     if config.trust.quorum > len(config.trust.validators):
@@ -100,14 +100,15 @@ def _check_evaluation_sets(evaluation: config_dict.ConfigDict) -> None:
     for name, fields in evaluation.sets.items():
         if not re.fullmatch("[a-z0-9_]+", name):
             raise ValueError(f"evaluation.sets has {name!r}; name sets by lower-case letters, digits, and _")
+        if not isinstance(fields, config_dict.ConfigDict):
+            raise ValueError(f"evaluation.sets.{name} = {fields!r} is not a set; write dict({', '.join(least)})")
         for field, value in fields.items():
             if field not in least:
                 raise ValueError(f"evaluation.sets.{name} has a field {field!r}; a set has {', '.join(least)}")
             kind = (int, float) if field == "temperature" else int
             if not (isinstance(value, kind) and least[field] <= value < math.inf):
-                raise ValueError(
-                    f"evaluation.sets.{name}.{field} = {value!r} must be at least {least[field]}; raise it"
-                )
+                rule = f"must be a number of at least {least[field]}; correct it"
+                raise ValueError(f"evaluation.sets.{name}.{field} = {value!r} {rule}")
 
 
 def check_tolerances(config: config_dict.ConfigDict) -> None:
@@ -266,11 +267,3 @@ def _group_bytes(config: config_dict.ConfigDict) -> int:
     num_tokens = config.rl.samples_per_prompt * config.inference.max_model_len
     experts = config.model.num_layers * config.model.experts_per_token * (1 + (config.model.num_experts > 256))
     return num_tokens * (experts + 21)
-
-
-def _is_url(text: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0  # a port may be malformed
-    except ValueError:
-        return False

@@ -18,7 +18,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding.system import signed_message
+from sharding.system import signed_message, sockets
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 TIMEOUT_S = 10.0
@@ -37,6 +37,8 @@ class SignIn:
       run: the public key of the run in hex; "": that of the first reply.
       on_reply: called with each reply.
       on_notice: called with lines for people, when the orchestrator is lost or found again.
+
+    Raises ValueError if `orchestrator` is not a URL.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class SignIn:
         on_reply: Callable[[dict], None] = lambda reply: None,
         on_notice: Callable[[str], None] = lambda line: None,
     ):
+        if not sockets.is_url(orchestrator):
+            raise ValueError(f"--orchestrator {orchestrator!r} is not a URL; write http://HOST:PORT")
         self._url, self._private, self._role, self._report = orchestrator.rstrip("/"), private, role, report
         self._run, self._on_reply, self._on_notice, self._session = run, on_reply, on_notice, ""
         self._key, self._last_us = private.public_key().public_bytes_raw().hex(), 0

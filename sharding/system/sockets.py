@@ -9,6 +9,7 @@ import socket
 import stat
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Iterator
 
 from sharding.system import atomic_file
@@ -85,6 +86,15 @@ def address(sock: socket.socket) -> str:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_url(text: str) -> bool:
+    """Returns True for a URL such as http://HOST:PORT."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0  # a port may be malformed
+    except ValueError:
+        return False
 
 
 def announce(path: str, sock: socket.socket) -> None:

@@ -1,0 +1,68 @@
+"""A mistake on the command line of a node ends it before it works: one line with the value and a remedy, and no traceback."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import commands, tiny_run
+
+URL, NONE = "http://127.0.0.1:1", "/nowhere"
+SERVE = ["inference.serve", "--weights", NONE, "--port", "0"]
+RELAY = ["sharding.relay", "--upstream", NONE, "--dir", "mirror", "--port", "0"]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["rl.audit", NONE], "no ledger at /nowhere/ledger.db; that of a run is WORKDIR/ledger.db; correct the path"),
+        (["rl.audit", "file"], "no ledger at file/ledger.db"),
+        (["rl.audit", "."], "config.json is not a run's config .* use another"),
+        ([*SERVE, "--orchestrator", URL], f"--orchestrator {URL} needs --key, .* add --key FILE"),
+        (
+            [*SERVE, "--orchestrator", "host:1", "--key", "k"],
+            "--orchestrator 'host:1' is not a URL; write http://HOST:",
+        ),
+        ([*SERVE, "--url", "host:1"], "--url 'host:1' is not a URL; write http://HOST:PORT"),
+        ([*SERVE, "--key", "."], r"worker key . cannot be read: Is a directory; name a file"),
+        ([*SERVE, "--key", "file"], "worker key file is not an unencrypted PEM private key .* name another file"),
+        (
+            [*RELAY, "--orchestrator", URL, "--key", "none"],
+            "no file none: pass a PEM file with a private key, or make a key",
+        ),
+        ([*RELAY, "--orchestrator", URL, "--key", "file"], "file is not an unencrypted PEM private key"),
+        (["rl.worker", "--orchestrator", "host:1"], "--orchestrator 'host:1' is not a URL; write http://HOST:PORT"),
+        (
+            ["rl.worker", "--orchestrator", URL, "--run", "zz"],
+            "--run 'zz' is not a public key; write the 64 hex digits",
+        ),
+        (
+            ["rl.worker", "--orchestrator", URL, "--key", "."],
+            "worker key . cannot be read: Is a directory; name a file",
+        ),
+    ],
+)
+def test_a_mistake_ends_a_node_with_one_line(tmp_path, monkeypatch, capfd, command, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("no key")
+    (tmp_path / "ledger.db").write_text("no ledger" * 100)
+    assert commands.run(*command) == 1
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert re.search(words, line), line
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["rl.orchestrator"], "set topology.mode = 'remote'"),
+        (["rl.swarm", "--servers=0"], "--servers=0 is not in 1..32; change it"),
+        (["rl.swarm", "--minutes=1"], "add --chaos=SEED, or leave it out"),
+        (["rl.swarm", "--config.topology.port=1"], "--config.topology.port=1 is set by the swarm; leave it out"),
+    ],
+)
+def test_a_mistake_ends_a_command_of_a_config_with_one_line(tmp_path, command, words):
+    module, *options = command
+    argv = [sys.executable, "-m", module, "--config=configs/quickstart.py", f"--workdir={tmp_path}", *options]
+    found = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 1 and found.stderr.startswith("error: ") and found.stderr.strip().endswith(words)
