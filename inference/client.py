@@ -128,7 +128,7 @@ class Client:
             if url is not None:
                 tried[url] += 1
                 try:
-                    samples = await self._try(url, body, gone, refused, (policy_version, policy_epoch, oldest_version))
+                    samples = await self._try(url, body, gone, refused, oldest_version)
                     for other, message in refused.items():  # without a cause
                         self.servers.fail(other, clock(), message)
                     return samples
@@ -149,7 +149,7 @@ class Client:
                 await asyncio.sleep(WAIT_S)
 
     async def _try(
-        self, url: str, body: dict, gone: dict[str, str], refused: dict[str, str], versions: tuple[int, int, int]
+        self, url: str, body: dict, gone: dict[str, str], refused: dict[str, str], oldest_version: int
     ) -> list[Sample]:
         """Sends a request to one server; returns its completions. Raises MalformedReply, _Failed, or httpx.RequestError without them."""
         problem, is_busy = None, False  # None: cancelled
@@ -165,15 +165,11 @@ class Client:
                 elif not (is_busy := response.status_code == 429):
                     refused[url] = f"{response.request.url} rejected the request: {message}"
                 raise _Failed(f"HTTP {response.status_code}: {message}")
-            tokens, sampling = body["token_ids"], body["sampling_params"]
-            samples = _read_reply(response, sampling, len(tokens), *versions[:2])
-            if body["proofs"] and (key := self.servers.key(url)):
-                samples = _read_signatures(response.json()["choices"], samples, key, tokens, sampling)
-            oldest = min(version for sample in samples for version in (sample.prompt_version, *sample.versions))
-            problem = ""
-            if oldest < versions[2]:
+            samples = _read_reply(response, body, self.servers.key(url) if body["proofs"] else "")
+            oldest, problem = min(map(min, map(_versions, samples))), ""
+            if oldest < oldest_version:
                 self.servers.lags(url, oldest)
-                raise MalformedReply(f"server sent policy version {oldest}; {versions[2]} or newer was requested")
+                raise MalformedReply(f"server sent policy version {oldest}; {oldest_version} or newer was requested")
             return samples
         except (MalformedReply, _Failed, httpx.RequestError) as error:  # no connection, a wrong content-encoding
             problem = f"{type(error).__name__}: {error}" if problem is None else problem
@@ -239,7 +235,6 @@ class Control:
         `digest` is the SHA-256 of the version's manifest ("": not compared).
         Returns once all serve it. Raises ValueError if one rejects it, and ConnectionError if one cannot be reached or ends meanwhile.
         """
-
         body = {"version": version, "epoch": epoch, "digest": digest, "rollback": rollback}
 
         async def update(address: str) -> None:
@@ -268,59 +263,63 @@ def _raise_for(response: httpx.Response) -> None:
         raise ValueError(f"{response.request.url} rejected the request: {error_message(response)}")
 
 
-def _read_reply(
-    response: httpx.Response, sampling: dict, num_prompt: int, policy_version: int, policy_epoch: int
-) -> list[Sample]:
-    """Returns the completions in a server's reply. Raises MalformedReply if the reply is invalid or not as `sampling` requested."""
+def _versions(sample: Sample) -> set[int]:
+    return {sample.prompt_version, *sample.versions}
+
+
+def _read_reply(response: httpx.Response, body: dict, key: str) -> list[Sample]:
+    """Returns the completions in a server's reply to the request `body`.
+
+    Raises MalformedReply if one is invalid, not as requested, or not signed by `key`, unless that is "".
+    """
+    sampling, num_prompt = body["sampling_params"], len(body["token_ids"])
     try:
         reply = response.json()
         epoch = reply.get("policy_epoch", 0)
-        if type(epoch) is not int or not 0 <= epoch < 2**48 or policy_epoch not in (-1, epoch):
-            raise ValueError(f"server sent policy epoch {str(epoch)[:80]}; {policy_epoch} was requested")
+        if type(epoch) is not int or not 0 <= epoch < 2**48 or epoch != body.get("policy_epoch", epoch):
+            raise ValueError(f"server sent policy epoch {str(epoch)[:80]}; {body.get('policy_epoch')} was requested")
         samples = [_read_choice(choice, sampling, num_prompt, epoch) for choice in reply["choices"]]
+        if len(samples) != sampling.get("n", 1):
+            raise ValueError(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were requested")
+        if (
+            wrong := set().union(*map(_versions, samples)) - {body["policy_version"]}
+            if "policy_version" in body
+            else ()
+        ):
+            raise ValueError(f"server sent policy versions {sorted(wrong)[:4]}; {body['policy_version']} was requested")
+        if key:
+            signed = enumerate(zip(samples, reply["choices"], strict=True))
+            samples = [_read_signature(sample, choice, index, body, key) for index, (sample, choice) in signed]
+        return samples
     except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise MalformedReply(f"server sent a malformed reply: {type(error).__name__}: {str(error)[:200]}") from error
     except ValueError as error:
         raise MalformedReply(str(error)[:500]) from error
-    if len(samples) != sampling.get("n", 1):
-        raise MalformedReply(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were requested")
-    versions = {version for sample in samples for version in (sample.prompt_version, *sample.versions)}
-    if policy_version >= 0 and versions != {policy_version}:
-        raise MalformedReply(f"server sent policy versions {sorted(versions)[:4]}; {policy_version} was requested")
-    return samples
 
 
-def _read_signatures(
-    choices: list[dict], samples: list[Sample], server: str, token_ids: Sequence[int], sampling: dict
-) -> list[Sample]:
-    """Returns the samples with the signatures of `server`. Raises MalformedReply unless it signed each, as an answer to this request."""
-    settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False} | sampling
-    out = []
-    for index, (choice, sample) in enumerate(zip(choices, samples, strict=True)):
-        try:
-            signature = bytes.fromhex(choice["server_signature"])
-        except (KeyError, TypeError, ValueError):
-            signature = b""
-        is_signed = attestation.is_signed(
-            server,
-            signature,
-            tokens=[*token_ids, *sample.tokens],
-            num_prompt=len(token_ids),
-            logprobs=sample.logprobs,
-            versions=sample.versions,
-            prompt_version=sample.prompt_version,
-            epoch=sample.epoch,
-            temperature=sampling.get("temperature", 1.0),
-            seed=(sampling.get("seed", 0) + index) % 2**32,
-            finish_reason=sample.finish_reason,
-            proofs=sample.proofs,
-            experts=sample.experts,
-            settings=settings,
-        )
-        if not is_signed:
-            raise MalformedReply(f"server sent a sample without a signature of its key {server[:16]} that fits")
-        out.append(dataclasses.replace(sample, server=server, server_signature=signature))
-    return out
+def _read_signature(sample: Sample, choice: dict, index: int, body: dict, server: str) -> Sample:
+    """Returns a sample with the signature of `server`. Raises ValueError unless it signed sample `index` as an answer to `body`."""
+    sampling, settings = body["sampling_params"], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    signature = bytes.fromhex(choice.get("server_signature", ""))
+    is_signed = attestation.is_signed(
+        server,
+        signature,
+        tokens=[*body["token_ids"], *sample.tokens],
+        num_prompt=len(body["token_ids"]),
+        logprobs=sample.logprobs,
+        versions=sample.versions,
+        prompt_version=sample.prompt_version,
+        epoch=sample.epoch,
+        temperature=sampling.get("temperature", 1.0),
+        seed=(sampling.get("seed", 0) + index) % 2**32,
+        finish_reason=sample.finish_reason,
+        proofs=sample.proofs,
+        experts=sample.experts,
+        settings=settings | {"return_routed_experts": False} | sampling,
+    )
+    if not is_signed:
+        raise ValueError(f"server sent a sample without a signature of its key {server[:16]} that fits")
+    return dataclasses.replace(sample, server=server, server_signature=signature)
 
 
 def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> Sample:

@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from inference import client as client_lib
+from inference.rollouts import attestation
+from inference.rollouts import rollout as rollout_lib
 from inference.server import web
 from inference.swarm import server_choice
 from sharding.system import sockets
@@ -41,11 +43,11 @@ def choice(**changes):
 FOUR = {"token_ids": [5] * 4, "policy_versions": [[3, 4]], "logprobs": scores(-1, -1, -1, -1)}
 
 
-def run(handler, use, urls=(A, B), give_up_s=60.0):
+def run(handler, use, urls=(A, B), give_up_s=60.0, keys=None):
     """`use(client)` against servers that `handler(request)` speaks for; returns (result or exception, client)."""
 
     async def main():
-        async with client_lib.Client(urls, give_up_s=give_up_s) as client:
+        async with client_lib.Client(urls, give_up_s=give_up_s, keys=keys) as client:
             await client._http.aclose()
             client._http = httpx.AsyncClient(transport=httpx.MockTransport(handler))  # asked for health after 5 s only
             try:
@@ -106,6 +108,28 @@ def test_samples_of_another_epoch_or_an_older_version_are_sought_elsewhere(pause
 
     samples, client = run(handler, lambda client: client.generate((1, 2), {"max_tokens": 3}, **pins))
     assert (samples[0].prompt_version, samples[0].epoch, client.num_retries) == (3, 7, 1)
+
+
+@pytest.mark.parametrize("change", [{"server_signature": ...}, {"server_signature": "zz"}, {"proofs": ""}, {}])
+def test_a_sample_that_its_server_did_not_sign_is_sought_elsewhere(pauses, change):
+    key, sampling = rollout_lib.WorkerKey.generate(), {"max_tokens": 3, "temperature": 0.7, "seed": 2**32 - 1, "n": 2}
+    answer = {"logprobs": [-0.5] * 3, "versions": [3, 4, 4], "prompt_version": 2, "epoch": 7, "finish_reason": "stop"}
+    answer |= {"proofs": b"proof", "experts": None, "temperature": 0.7, "tokens": [1, 2, 5, 6, 258], "num_prompt": 2}
+    answer |= {"settings": sampling | {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}}
+    signed = [attestation.sign(key, seed=seed, **answer).hex() for seed in (2**32 - 1, 0)]
+
+    def handler(request):
+        changes = [change, {}] if request.url.host == "a" else [{}, {}]
+        choices = [choice(**{"server_signature": one} | other) for one, other in zip(signed, changes, strict=True)]
+        return httpx.Response(200, json={"choices": choices, "policy_epoch": 7})
+
+    def ask(client):
+        return client.generate((1, 2), sampling, proofs=True)
+
+    samples, client = run(handler, ask, keys={A: key.worker, B: key.worker})
+    assert [sample.server_signature.hex() for sample in samples] == signed and client.num_retries == bool(change)
+    error, _ = run(handler, ask, urls=(A,), keys={A: rollout_lib.WorkerKey.generate().worker}, give_up_s=-1.0)
+    assert isinstance(error, client_lib.Unavailable)
 
 
 @pytest.mark.parametrize(("has_b", "versions"), [(True, [[3, 3]]), (False, [[3, 3]]), (True, [[3, 2], [4, 1]])])
