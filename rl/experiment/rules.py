@@ -187,20 +187,9 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     steps, num_updates = c.optimizer.total_steps, c.rl.num_steps * objective.optimizer_steps
     if c.optimizer.schedule != "constant" and steps < num_updates:
         yield f"optimizer.total_steps = {steps} leaves the rate at its floor for the rest of the run; set it to {num_updates}"
-    if c.topology.mode == "remote" and not (c.topology.servers or c.topology.server_keys):
-        remedy = "set topology.server_keys to the keys of servers that sign in, or topology.servers to URLs"
-        yield f"topology.mode = 'remote' needs inference servers; {remedy}"
-    if c.topology.mode == "remote" and len(c.topology.control_servers) != len(c.topology.servers):
-        found = (
-            f"topology.control_servers has {len(c.topology.control_servers)} URLs for {len(c.topology.servers)} servers"
-        )
-        yield f"{found}; set it to the URL of each server's control listener (python -m inference.serve --control HOST:PORT)"
     if c.trust.admission == "stake" and not c.trust.stake_ledger:
         yield "trust.admission = 'stake' needs a ledger with stakes; set trust.stake_ledger to its file"
-    if c.topology.mode == "local" and c.topology.servers:
-        yield "topology.mode = 'local' starts its own server; set topology.mode = 'remote' to use topology.servers"
-    if c.topology.mode == "local" and c.topology.workers:
-        yield "topology.mode = 'local' invites the workers that it starts; set topology.mode = 'remote' to invite topology.workers"
+    yield from _contradictions_of(c.topology)
     length, row, completion = inference.max_model_len, c.train.row_length, c.sampling.max_tokens
     limit = f"inference.max_model_len = {length}"
     if length > row:
@@ -223,6 +212,20 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.train.router_replay and (num_bytes := _group_bytes(c)) > web.MAX_BODY_BYTES:
         found = f"train.router_replay = True: a group has {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} of a submission"
         yield f"{found}; lower rl.samples_per_prompt or inference.max_model_len"
+
+
+def _contradictions_of(topology: config_dict.ConfigDict) -> Iterator[str]:
+    servers, controls = topology.servers, topology.control_servers
+    if topology.mode == "remote" and not (servers or topology.server_keys):
+        remedy = "set topology.server_keys to the keys of servers that sign in, or topology.servers to URLs"
+        yield f"topology.mode = 'remote' needs inference servers; {remedy}"
+    if topology.mode == "remote" and len(controls) != len(servers):
+        found = f"topology.control_servers has {len(controls)} URLs for {len(servers)} servers"
+        yield f"{found}; set it to the URL of each server's control listener (python -m inference.serve --control HOST:PORT)"
+    if topology.mode == "local" and servers:
+        yield "topology.mode = 'local' starts its own server; set topology.mode = 'remote' to use topology.servers"
+    if topology.mode == "local" and topology.workers:
+        yield "topology.mode = 'local' invites the workers that it starts; set topology.mode = 'remote' to invite topology.workers"
 
 
 def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, str]]:
