@@ -281,7 +281,8 @@ class _Protocol(h11_impl.H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        self._write_timer = self._write_timer or self.loop.call_later(WRITE_PAUSE_S, self.transport.abort)
+        if self._write_timer is None:
+            self._expect_read()
         super().pause_writing()
 
     def resume_writing(self) -> None:
@@ -294,6 +295,18 @@ class _Protocol(h11_impl.H11Protocol):
 
     def _expect_head(self) -> None:
         self._head_timer = self._head_timer or self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _expect_read(self) -> None:
+        """Aborts if the client reads nothing for WRITE_PAUSE_S. Writing resumes only once nearly all is read, so its size tells."""
+        unsent = self.transport.get_write_buffer_size()
+
+        def check() -> None:
+            if self.transport.get_write_buffer_size() < unsent:
+                self._expect_read()
+            else:
+                self.transport.abort()
+
+        self._write_timer = self.loop.call_later(WRITE_PAUSE_S, check)
 
     def _stop(self, name: str) -> None:
         with contextlib.suppress(AttributeError):

@@ -82,7 +82,7 @@ def test_honest_claims_of_every_variant_pass_at_the_default_limits():
             assert measured[name].num_refused == 0 and measured[name].routing < 1e-3, measured
     assert 1e-3 < measured["bfloat16"].routing < 0.2, measured
     tolerance, _ = calibrate.limits(list(measured.values()))
-    assert tolerance.routing == calibrate.SAFETY * measured["bfloat16"].routing
+    assert tolerance.routing == calibrate.TOKEN_SAFETY * measured["bfloat16"].routing
 
 
 @pytest.mark.slow

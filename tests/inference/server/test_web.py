@@ -219,6 +219,54 @@ def test_a_pause_in_a_body_is_408_on_any_server(run, monkeypatch):
     run(main)
 
 
+def test_a_client_that_sends_no_head_or_reads_no_reply_is_closed(monkeypatch):
+    """Both waits count from the last head or the last byte read; a reply in work, or a slow reader, is left alone."""
+    monkeypatch.setattr(web, "HEAD_S", 0.5)
+    monkeypatch.setattr(web, "WRITE_PAUSE_S", 0.5)
+    app, size = fastapi.FastAPI(), 2**24  # more than the buffers of two sockets hold
+
+    @app.get("/slow")
+    async def slow():
+        await asyncio.sleep(1.0)
+        return {}
+
+    @app.get("/long")
+    async def long():
+        return fastapi.Response(bytes(size))
+
+    async def ended_after(url, *parts, read_every_s=None):
+        """Returns (seconds until the server closed, bytes read) of a client that sends `parts` with pauses."""
+        reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"), limit=2**20)
+        num_bytes, begun_s = 0, time.monotonic()
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.2)
+        if read_every_s is None:
+            while app.state.connections.used:
+                await asyncio.sleep(0.01)
+        with contextlib.suppress(ConnectionError):
+            while chunk := await reader.read(2**20):
+                num_bytes += len(chunk)
+                await asyncio.sleep(read_every_s or 0)
+        writer.close()
+        return time.monotonic() - begun_s, num_bytes
+
+    async def main(url):
+        for parts in ([], [b"GET /slow HTTP/1.1\r\n"], [b"G", b"E", b"T", b" ", b"/"]):
+            passed_s, num_bytes = await asyncio.wait_for(ended_after(url, *parts), WAIT_S)
+            assert passed_s >= 0.5 and not num_bytes
+        get = "GET /{} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+        _, num_bytes = await asyncio.wait_for(ended_after(url, get.format("slow").encode()), WAIT_S)
+        assert num_bytes > 0
+        _, num_bytes = await asyncio.wait_for(ended_after(url, get.format("long").encode()), WAIT_S)
+        assert num_bytes < size
+        _, num_bytes = await asyncio.wait_for(ended_after(url, get.format("long").encode(), read_every_s=0.1), WAIT_S)
+        assert num_bytes > size
+
+    with serving.in_thread(app) as url:
+        asyncio.run(main(url))
+
+
 def test_an_address_leaves_connections_to_others():
     """Connections past the limit are closed, another client is served, and closed connections can be replaced."""
 
