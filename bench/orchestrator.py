@@ -1,198 +1,241 @@
 """Measures the orchestrator's HTTP side: idle workers that wait for work, and groups handed in by busy ones.
 
-    python -m bench.orchestrator --idle 10000 --seconds 120     CPU of the orchestrator's process, memory, lease latency
-    python -m bench.orchestrator --idle 0 --busy 8 --seconds 60  groups per second that it takes
+    python -m bench.orchestrator --idle 10000 --seconds 120               CPU of the orchestrator's process, memory, lease latency
+    python -m bench.orchestrator --idle 0 --busy 16 --rate 500 --seconds 600   small groups at a rate, with ledger, log and learner
 
-Clients run in a second process, each worker with its own key and connection. Groups are pre-made and checked as to signatures and
-leases; the checks of content and the replay are left out (bench/cheats.py has them). A tenth of the time is warm-up.
+Clients run in processes of their own: one for the busy workers, one for the idle ones and for one that takes a group now and then and
+whose leases are timed. Groups are of real form (prompt, rewards, proofs). A part of them (`--screened`) is checked as in a run without
+a replay; the others as to signatures and leases only. A tenth of the time is warm-up. Each 10 s a line; at the end JSON, and a verdict.
 """
 
 import argparse
-import asyncio
-import hashlib
 import json
 import multiprocessing
+import os
 import pathlib
+import queue as queue_lib
 import random
 import resource
 import sys
 import tempfile
+import threading
 import time
 
-import httpx
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric import ed25519
+from ml_collections import config_dict
 
+from bench import fake_workers
 from configs import quickstart
-from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
+from rl.ledger import run_ledger
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import routes, verdict_collector
-from rl.protocol import lease, task_schedule, timeline
-from rl.verification import checks
+from rl.orchestrator import verdict_collector
+from rl.protocol import timeline
+from rl.verification import checks, evidence_log, verifier
 
-POLL_S = 50.0  # as rl/worker.py
-SAMPLES = 8
+LINE_S = 10.0
+FILE_GROUPS = 8  # in a submission of a busy worker
+MAX_LEASE_P99_S, MAX_GROWTH = 0.1, 0.05  # of the verdict; growth of the memory over the last half
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark and prints one line of JSON; returns the exit code."""
+    """Runs the benchmark, and prints its figures and a verdict; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.orchestrator", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--idle", type=int, default=1000, help="workers that wait for work")
-    parser.add_argument("--busy", type=int, default=0, help="workers that hand in groups as fast as they can")
+    parser.add_argument("--busy", type=int, default=0, help="workers that hand in groups")
+    parser.add_argument(
+        "--rate", type=float, default=500.0, help="groups per second of all busy workers; 0: any number"
+    )
+    parser.add_argument("--screened", type=float, default=0.1, help="part of the groups checked without a replay")
     parser.add_argument("--probes", type=float, default=5.0, help="lease requests per second of one worker, timed")
     parser.add_argument("--seconds", type=float, default=60.0)
     args = parser.parse_args(argv)
     _open_files()
-    workers = [rollout_lib.WorkerKey.generate() for _ in range(args.idle + args.busy + 1)]
+    keys = [rollout_lib.WorkerKey.generate() for _ in range(args.busy + 1 + args.idle)]
+    raw = [key.private.private_bytes_raw() for key in keys]
     with tempfile.TemporaryDirectory() as folder:
-        run = _orchestrator(pathlib.Path(folder), [key.worker for key in workers], num_steps=10**6 if args.busy else 0)
-        queue = multiprocessing.get_context("spawn").Queue()
-        raw = [key.private.private_bytes_raw() for key in workers]
-        client = multiprocessing.get_context("spawn").Process(target=_clients, args=(run.serve(), raw, args, queue))
-        client.start()
-        queue.get()  # all are connected
-        time.sleep(args.seconds / 10)
-        cpu_s, begun_s = time.process_time(), time.monotonic()
-        taken = _take(run, args) if args.busy else 0
-        time.sleep(max(0.0, args.seconds - (time.monotonic() - begun_s)))
-        share = (time.process_time() - cpu_s) / (time.monotonic() - begun_s)
-        found = queue.get()
-        client.join()
+        run = _orchestrator(pathlib.Path(folder), [key.worker for key in keys], args)
+        url, queue, config = run.serve(), SPAWN.Queue(), _config()
+        parts = [(raw[args.busy :], config, 1, 1, args.probes)]  # the timed one, and the idle ones
+        parts += [(raw[: args.busy], config, args.busy, FILE_GROUPS, args.rate)] * bool(args.busy)
+        clients = [SPAWN.Process(target=fake_workers.run, args=(url, *part, queue), daemon=True) for part in parts]
+        for client in clients:
+            client.start()
+        if args.busy:
+            threading.Thread(target=_learn, args=[run], name="learner", daemon=True).start()
+        for _ in clients:
+            _get(queue, clients)  # all are connected
+        figures = _watch(run, queue, clients, args)
+        for client in clients:
+            client.terminate()
+        run.fail(EOFError("the benchmark is over"))
         run.close()
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-    found |= {"idle": args.idle, "busy": args.busy, "cores": round(share, 3), "peak_mib": round(peak_mib)}
-    print(json.dumps(found | {"groups_per_s": round(taken / args.seconds, 1)}))
-    return 0
+    print(json.dumps(figures))
+    return _judge(figures, args)
 
 
-def _orchestrator(folder: pathlib.Path, invited: list[str], num_steps: int) -> orchestrator_lib.Orchestrator:
-    config = quickstart.get_config()
-    config.rl.update(prompts_per_step=256, samples_per_prompt=SAMPLES, num_steps=max(num_steps, 1), max_lag=8)
-    config.trust.update(min_rate=1e-9, invited_rate=1e-9)
-    config.topology.lease_s = 3600.0
-    exp, key = experiment.resolve(config), rollout_lib.WorkerKey.generate()
-    verdicts = verdict_collector.VerdictCollector(key, lambda groups: [checks.OK] * len(groups))
-    run = orchestrator_lib.Orchestrator(
-        exp.config, folder, credit=exp.credit, key=key, verdicts=verdicts, secret=b"secret", invited=invited
+def _orchestrator(folder: pathlib.Path, invited: list[str], args) -> orchestrator_lib.Orchestrator:
+    exp, key = experiment.resolve(_config(is_ended=not args.busy)), rollout_lib.WorkerKey.generate()
+    config = config_dict.ConfigDict(exp.config)
+    config.sampling.temperature = 0.0  # without noise any tokens fit any log-probabilities, so that no model is needed
+    validator = verifier.Validator(
+        exp.model,
+        _no_weights,
+        verifier.rules_of(config, exp.tokenizer),
+        evidence_log.EvidenceLog(None, count_once=True),
     )
-    if num_steps:
+    ledger = run_ledger.RunLedger(folder / "ledger.db", rollout_lib.WorkerKey.generate(), key.worker)
+
+    def screen(rollouts, split):
+        is_drawn = random.random() < args.screened
+        return validator.check_group_without_weights(rollouts, split) if is_drawn else (checks.OK, {})
+
+    run = orchestrator_lib.Orchestrator(
+        config,
+        folder,
+        credit=exp.credit,
+        key=key,
+        verdicts=verdict_collector.VerdictCollector(key, lambda groups: [checks.OK] * len(groups)),
+        check_group_without_weights=screen,
+        evidence=validator.evidence.state,
+        secret=b"secret",
+        invited=invited,
+        ledger=ledger,
+    )
+    ledger.on_failure = run.fail
+    ledger.resumed(0)
+    run.resume(0)
+    if args.busy:
         run.publish(timeline.Policy(0, 0))
     return run
 
 
-def _take(run: orchestrator_lib.Orchestrator, args: argparse.Namespace) -> int:
-    """Takes batches, as a learner does, for `args.seconds`; returns the number of groups."""
-    begun_s, step = time.monotonic(), 0
-    while time.monotonic() < begun_s + args.seconds:
+def _config(*, is_ended: bool = False):
+    config = quickstart.get_config()
+    config.rl.update(prompts_per_step=256, num_steps=1 if is_ended else 10**6, max_lag=8)
+    config.trust.update(min_rate=1e-9, invited_rate=1e-9)
+    config.topology.lease_s = 3600.0
+    return config
+
+
+def _no_weights(version: int, epoch: int):
+    raise AssertionError("nothing is replayed here")
+
+
+def _learn(run: orchestrator_lib.Orchestrator) -> None:
+    """Takes batches, as a learner does, until the run fails."""
+    step = 0
+    while True:
         step += 1
-        run.next_batch(step)
+        try:
+            run.next_batch(step)
+        except EOFError:
+            return
         run.publish(timeline.Policy(0, step))
-    return step * 256
+
+
+def _get(queue, clients) -> dict:
+    while True:
+        try:
+            return queue.get(timeout=1.0)
+        except queue_lib.Empty:
+            if dead := [client for client in clients if client.exitcode is not None]:
+                raise RuntimeError(f"a client ended with exit code {dead[0].exitcode}; its error is above") from None
+
+
+def _watch(run: orchestrator_lib.Orchestrator, queue, clients, args) -> dict:
+    """Prints a line per `LINE_S`; returns the figures after the warm-up."""
+    begun_s, warm_s = time.monotonic(), args.seconds / 10
+    marks: list[tuple[float, float, float]] = []  # time, CPU, MiB
+    found = {"groups": 0, "polls": 0}
+    leases: list[float] = []
+    threads: dict[str, float] = {}
+    while not marks or marks[-1][0] < begun_s + warm_s + args.seconds:
+        report = _get(queue, clients)
+        now_s = time.monotonic()
+        if now_s < begun_s + warm_s:
+            continue
+        if not marks:
+            marks, threads = [(now_s, time.process_time(), _mib())], _thread_s()
+            continue
+        for name in found:
+            found[name] += report.pop(name, 0)
+        leases += report.pop("leases", [])
+        if now_s - marks[-1][0] >= LINE_S:
+            marks.append((now_s, time.process_time(), _mib()))
+            p99_ms, passed_s = 1e3 * _p99(leases), now_s - marks[0][0]
+            line = f"{passed_s:5.0f} s: {found['groups'] / passed_s:5.0f} groups/s, lease p99 {p99_ms:5.1f} ms"
+            print(f"{line}, {_cores(marks[-2:]):.2f} cores, {marks[-1][2]:.0f} MiB", flush=True)
+    seconds, cpu_s = marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]
+    spent = {name: s - threads.get(name, 0.0) for name, s in _thread_s().items()}
+    per_group = 1e3 / max(found["groups"], 1)
+    half = [mib for _, _, mib in marks[len(marks) // 2 :]]
+    return {
+        "idle": args.idle,
+        "busy": args.busy,
+        "groups_per_s": round(found["groups"] / seconds, 1),
+        "polls_per_s": round(found["polls"] / seconds, 1),
+        "lease_p99_ms": round(1e3 * _p99(leases), 1),
+        "cores": round(cpu_s / seconds, 3),
+        "cpu_ms_per_group": round(cpu_s * per_group, 2) if args.busy else None,
+        "threads_ms_per_group": {name: round(s * per_group, 2) for name, s in spent.items() if s * per_group >= 0.01},
+        "mib": [round(marks[0][2]), round(half[0]), round(half[-1])],
+        "growth": round(float(np.mean(half[-3:]) / np.mean(half[:3])) - 1, 3),
+    }
+
+
+def _judge(figures: dict, args) -> int:
+    """Prints whether the figures keep the limits; returns the exit code."""
+    rules = {
+        f"lease p99 {figures['lease_p99_ms']} ms, at most {1e3 * MAX_LEASE_P99_S:.0f}": figures["lease_p99_ms"]
+        <= 1e3 * MAX_LEASE_P99_S,
+        f"memory {figures['growth']:+.1%} over the last half, at most {MAX_GROWTH:+.0%}": figures["growth"]
+        <= MAX_GROWTH,
+    }
+    if args.busy:
+        rate = figures["groups_per_s"]
+        rules[f"{rate} groups/s, at least {0.98 * args.rate:.0f}"] = rate >= 0.98 * args.rate
+        rules[f"{figures['cores']} cores, at most 2"] = figures["cores"] <= 2
+    else:
+        rules[f"{figures['cores']} cores, at most 0.1"] = figures["cores"] <= 0.1
+    print(
+        "PASS" if all(rules.values()) else "FAIL",
+        "; ".join(f"{'ok' if ok else 'NOT'}: {text}" for text, ok in rules.items()),
+    )
+    return 0 if all(rules.values()) else 1
+
+
+def _p99(seconds: list[float]) -> float:
+    return float(np.quantile(seconds, 0.99)) if seconds else 0.0
+
+
+def _cores(marks: list[tuple[float, float, float]]) -> float:
+    (begun_s, begun_cpu_s, _), (end_s, end_cpu_s, _) = marks
+    return (end_cpu_s - begun_cpu_s) / (end_s - begun_s)
+
+
+def _mib() -> float:
+    """Returns the memory of this process; elsewhere than on Linux, its peak."""
+    if sys.platform != "linux":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def _thread_s() -> dict[str, float]:
+    """Returns the CPU seconds of each thread so far, on Linux."""
+    out = {}
+    for thread in threading.enumerate() if sys.platform == "linux" else []:
+        fields = pathlib.Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+        name = thread.name.rstrip("-_0123456789") or thread.name
+        out[name] = out.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return out
 
 
 def _open_files() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _clients(url: str, raw: list[bytes], args: argparse.Namespace, queue) -> None:
-    _open_files()
-    queue.put(asyncio.run(_run_clients(url, raw, args, queue)))
-
-
-async def _run_clients(url: str, raw: list[bytes], args: argparse.Namespace, queue) -> dict:
-    keys = [rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(one)) for one in raw]
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        body = (await http.get("/run", params={"nonce": "00"})).json()
-        session = lease.Session(body["id"], body["session"])
-        host, port = url.removeprefix("http://").split(":")
-        entry, connected, latencies, num_polls = asyncio.Semaphore(20), asyncio.Semaphore(0), [], 0
-
-        async def idle(key, number: int) -> None:
-            nonlocal num_polls
-            own = f"127.0.{1 + number % 200}.1", 0  # a network may have half of the connections that are left
-            await entry.acquire()  # until its first request is sent: a connection without one is closed
-            reader, writer = await asyncio.open_connection(host, int(port), local_addr=own)
-            is_in, wait_s = (
-                False,
-                random.uniform(0.0, max(POLL_S, args.idle / routes.MAX_POLLS_PER_S)),
-            )  # as if they had come one after the other
-            while True:
-                fields = {"capacity": 1, "returned": [], "work": "", "wait_s": wait_s}
-                data = json.dumps(lease.request(key, session, **fields)).encode()
-                head = f"POST /lease HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-                writer.write(head.encode() + data)
-                if not is_in:
-                    is_in = True
-                    entry.release()
-                    connected.release()
-                reply = await reader.readuntil(b"\r\n\r\n")
-                assert reply.startswith(b"HTTP/1.1 200"), reply
-                size = next(line for line in reply.lower().split(b"\r\n") if line.startswith(b"content-length"))
-                reply = json.loads(await reader.readexactly(int(size.partition(b":")[2])))
-                num_polls, wait_s = num_polls + 1, max(POLL_S, reply["wait_s"]) * random.uniform(0.8, 1.2)
-
-        async def probe(key) -> None:
-            while True:
-                await asyncio.sleep(1 / args.probes)
-                begun_s = time.perf_counter()
-                fields = {"capacity": 0, "returned": [], "work": ""}
-                (await http.post("/lease", json=lease.request(key, session, **fields))).raise_for_status()
-                latencies.append(time.perf_counter() - begun_s)
-
-        async def busy(key) -> None:
-            while True:
-                fields = {"capacity": 8, "returned": [], "work": "", "wait_s": 1.0}
-                reply = (await http.post("/lease", json=lease.request(key, session, **fields))).json()
-                groups = [task_schedule.Group(**group) for group in reply["groups"]]
-                if not groups:
-                    continue
-                data = parquet.to_bytes([_rollout(group, sample, key) for group in groups for sample in range(SAMPLES)])
-                header = json.dumps(lease.request(key, session, digest=hashlib.sha256(data).hexdigest()))
-                reply = await http.post("/submit", content=data, headers={lease.HEADER: header})
-                assert all(one == "taken" for one in reply.json()["verdicts"].values()), reply.text
-
-        tasks = [asyncio.create_task(idle(key, number)) for number, key in enumerate(keys[: args.idle])]
-        for _ in tasks:
-            await asyncio.wait_for(connected.acquire(), 120)
-        tasks += [asyncio.create_task(busy(key)) for key in keys[args.idle : -1]]
-        tasks.append(asyncio.create_task(probe(keys[-1])))
-        queue.put(None)
-        stop_s = time.monotonic() + args.seconds * 1.1
-        while time.monotonic() < stop_s:
-            await asyncio.sleep(0.5)
-            if failed := [task for task in tasks if task.done()]:
-                failed[0].result()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    slow_s = float(np.quantile(latencies, 0.99)) if latencies else 0.0
-    return {"lease_p99_ms": round(1e3 * slow_s, 1), "polls_per_s": round(num_polls / args.seconds / 1.1, 1)}
-
-
-def _rollout(group: task_schedule.Group, sample: int, key: rollout_lib.WorkerKey) -> rollout_lib.Rollout:
-    mask = np.arange(52) >= 40
-    rollout = rollout_lib.Rollout(
-        tokens=np.arange(52, dtype=np.int32) % 250,
-        sampled_mask=mask,
-        logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
-        versions=np.full(52, max(group.version, group.min_version), np.int32),
-        temperature=group.temperature,
-        seed=(group.seed + sample) % 2**32,
-        task=rollout_lib.TaskRef("reverse_text", group.index, group.group, 0),
-        sample=sample,
-        step=group.step,
-        reward=float(sample % 2),
-        rewards={"reward": float(sample % 2)},
-        finish_reason="length",
-        proofs=b"",
-        worker="",
-        signature=b"",
-        epoch=max(group.epoch, 0),
-    )
-    return rollout_lib.sign(rollout, key)
 
 
 if __name__ == "__main__":
