@@ -5,6 +5,7 @@ sampled: at temperature 0 any log-probability may be claimed. Samples alternate 
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import random
@@ -25,6 +26,7 @@ from rl.protocol import lease, task_schedule
 
 POLL_S = 50.0  # as rl/worker.py
 REPORT_S = 2.0
+NUM_NETWORKS = 4  # of the workers that hand in groups
 Make = Callable[[task_schedule.Group, rollout_lib.WorkerKey], list[rollout_lib.Rollout]]
 
 
@@ -39,16 +41,25 @@ def run(url: str, raw: Sequence[bytes], config, count: int, size: int, groups_pe
 
 async def _run(url: str, raw: Sequence[bytes], config, count: int, size: int, groups_per_s: float, queue) -> None:
     keys = [rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(one)) for one in raw]
-    async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=None)) as http:
-        body = (await http.get("/run", params={"nonce": "00"})).json()
-        swarm = _Swarm(http, lease.Session(body["id"], body["session"]), num_idle=len(keys) - count)
+    async with contextlib.AsyncExitStack() as stack:
+        networks = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(base_url=url, timeout=60, transport=_from(f"127.0.{n}.2"))
+            )
+            for n in range(NUM_NETWORKS)
+        ]
+        body = (await networks[0].get("/run", params={"nonce": "00"})).json()
+        swarm = _Swarm(networks[0].base_url, lease.Session(body["id"], body["session"]), num_idle=len(keys) - count)
         tasks = [asyncio.create_task(swarm.wait(key, n)) for n, key in enumerate(keys[count:])]
         for _ in tasks:
             await asyncio.wait_for(swarm.connected.acquire(), 120)
         if count:
             make = _maker(config)
             pause_s = count * size / groups_per_s if groups_per_s else 0.0
-            tasks += [asyncio.create_task(swarm.work(key, make, size, pause_s)) for key in keys[:count]]
+            tasks += [
+                asyncio.create_task(swarm.work(networks[n % NUM_NETWORKS], key, make, size, pause_s))
+                for n, key in enumerate(keys[:count])
+            ]
         queue.put({})
         while True:
             await asyncio.sleep(REPORT_S)
@@ -57,10 +68,13 @@ async def _run(url: str, raw: Sequence[bytes], config, count: int, size: int, gr
                 failed[0].result()
 
 
+def _from(address: str) -> httpx.AsyncHTTPTransport:
+    return httpx.AsyncHTTPTransport(local_address=address, limits=httpx.Limits(max_connections=None))
+
+
 class _Swarm:
-    def __init__(self, http: httpx.AsyncClient, session: lease.Session, num_idle: int):
-        self._http, self._session, self._num_idle = http, session, num_idle
-        self._address = str(http.base_url.host), http.base_url.port
+    def __init__(self, url: httpx.URL, session: lease.Session, num_idle: int):
+        self._session, self._num_idle, self._address = session, num_idle, (url.host, url.port)
         self._entry, self.connected = asyncio.Semaphore(20), asyncio.Semaphore(0)
         self.take_report()
 
@@ -70,7 +84,9 @@ class _Swarm:
         self._report: dict = {"groups": 0, "polls": 0, "leases": []}
         return report
 
-    async def work(self, key: rollout_lib.WorkerKey, make: Make, size: int, pause_s: float) -> None:
+    async def work(
+        self, http: httpx.AsyncClient, key: rollout_lib.WorkerKey, make: Make, size: int, pause_s: float
+    ) -> None:
         """Leases, makes, and hands in `size` groups each `pause_s`, for ever."""
         next_s = time.monotonic() + random.random() * pause_s
         while True:
@@ -78,14 +94,14 @@ class _Swarm:
             next_s += pause_s
             fields = {"capacity": size, "returned": [], "work": "", "wait_s": 0.0 if size == 1 else 1.0}
             begun_s = time.perf_counter()
-            reply = await self._http.post("/lease", json=lease.request(key, self._session, **fields))
+            reply = await http.post("/lease", json=lease.request(key, self._session, **fields))
             self._report["leases"] += [time.perf_counter() - begun_s] * (size == 1)
             if not (groups := reply.raise_for_status().json()["groups"]):
                 continue
             rollouts = [one for group in groups for one in make(task_schedule.Group(**group), key)]
             data = parquet.table_bytes([parquet.to_table(rollouts)])
             header = json.dumps(lease.request(key, self._session, digest=hashlib.sha256(data).hexdigest()))
-            reply = await self._http.post("/submit", content=data, headers={lease.HEADER: header})
+            reply = await http.post("/submit", content=data, headers={lease.HEADER: header})
             verdicts = reply.raise_for_status().json()["verdicts"]
             if not all(one == "taken" for one in verdicts.values()):
                 raise ValueError(f"groups were not taken: {verdicts}")

@@ -6,6 +6,7 @@
 Clients run in processes of their own: one for the busy workers, one for the idle ones and for one that takes a group now and then and
 whose leases are timed. Groups are of real form (prompt, rewards, proofs). A part of them (`--screened`) is checked as in a run without
 a replay; the others as to signatures and leases only. A tenth of the time is warm-up. Each 10 s a line; at the end JSON, and a verdict.
+`signature_us` is the CPU time of one signature check meanwhile: on a shared machine all CPU times grow with it.
 """
 
 import argparse
@@ -37,6 +38,8 @@ from rl.verification import checks, evidence_log, verifier
 LINE_S = 10.0
 FILE_GROUPS = 8  # in a submission of a busy worker
 MAX_LEASE_P99_S, MAX_GROWTH = 0.1, 0.05  # of the verdict; growth of the memory over the last half
+KEY = rollout_lib.WorkerKey.generate()
+SIGNATURE = KEY.private.sign(b"")
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -152,8 +155,10 @@ def _watch(run: orchestrator_lib.Orchestrator, queue, clients, args) -> dict:
     found = {"groups": 0, "polls": 0}
     leases: list[float] = []
     threads: dict[str, float] = {}
+    checks_s: list[float] = []
     while not marks or marks[-1][0] < begun_s + warm_s + args.seconds:
         report = _get(queue, clients)
+        checks_s.append(_signature_s())
         now_s = time.monotonic()
         if now_s < begun_s + warm_s:
             continue
@@ -181,6 +186,7 @@ def _watch(run: orchestrator_lib.Orchestrator, queue, clients, args) -> dict:
         "cores": round(cpu_s / seconds, 3),
         "cpu_ms_per_group": round(cpu_s * per_group, 2) if args.busy else None,
         "threads_ms_per_group": {name: round(s * per_group, 2) for name, s in spent.items() if s * per_group >= 0.01},
+        "signature_us": round(1e6 * float(np.mean(checks_s)), 1),
         "mib": [round(marks[0][2]), round(half[0]), round(half[-1])],
         "growth": round(float(np.mean(half[-3:]) / np.mean(half[:3])) - 1, 3),
     }
@@ -205,6 +211,13 @@ def _judge(figures: dict, args) -> int:
         "; ".join(f"{'ok' if ok else 'NOT'}: {text}" for text, ok in rules.items()),
     )
     return 0 if all(rules.values()) else 1
+
+
+def _signature_s() -> float:
+    key, begun_s = KEY.worker, time.thread_time()
+    for _ in range(20):
+        rollout_lib.signed(key, SIGNATURE, b"")
+    return (time.thread_time() - begun_s) / 20
 
 
 def _p99(seconds: list[float]) -> float:

@@ -147,7 +147,7 @@ class Simulation:
 
     def make_groups(self, numbers, version):
         """Returns the groups with these numbers, which draws their lengths."""
-        while len(self.lengths) <= max(numbers):
+        for _ in range(len(self.lengths), max(numbers) + 1):
             self.lengths.append(self.length() * self.scale)
         P = self.swarm.groups
         return [task_schedule.Group(1 + n // P, n, "train", n, n, 1, 1.0, 0) for n in numbers]

@@ -142,8 +142,8 @@ def _widened(table: pa.Table) -> pa.Table:
 
 def to_record(table: pa.Table) -> pa.Buffer:
     """Returns the rows of a table of valid rollouts as one Arrow message, for `from_record`."""
-    (batch,) = table.combine_chunks().to_batches()
-    return batch.serialize()
+    batches = table.to_batches()
+    return (batches[0] if len(batches) == 1 else table.combine_chunks().to_batches()[0]).serialize()
 
 
 def from_record(data: bytes | pa.Buffer, *, has_experts: bool) -> "Rows":
@@ -234,6 +234,8 @@ def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
 
 def _checked_schema(schema: pa.Schema) -> pa.Schema:
     """Returns the schema of rollout files, with routed experts if the file has them. Raises ValueError if the file's differs."""
+    if schema.equals(SCHEMA):
+        return SCHEMA
     wanted = ALL_SCHEMA if "routed_experts" in schema.names else SCHEMA
     if not {*_ADDED} & {*schema.names}:
         wanted = pa.schema([field for field in wanted if field.name not in _ADDED])

@@ -123,7 +123,10 @@ def _thrift_struct(data: bytes, at: int, depth: int = 0) -> tuple[dict, int]:
         if number in fields:
             raise ValueError("rollout file: not readable as Parquet: a field appears twice; write the file again")
         kind = head & 15
-        fields[number], at = (kind == 1, at) if kind in (1, 2) else _thrift_value(data, at, kind, depth)
+        if 4 <= kind <= 6 and data[at] < 0x80:  # most are small integers
+            fields[number], at = (data[at] >> 1) ^ -(data[at] & 1), at + 1
+        else:
+            fields[number], at = (kind == 1, at) if kind in (1, 2) else _thrift_value(data, at, kind, depth)
     return fields, at + 1
 
 
@@ -134,7 +137,7 @@ def _thrift_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int
         value, at = _varint(data, at)
         return (value >> 1) ^ -(value & 1), at
     if kind in (7, 8):  # double, binary
-        length, at = (8, at) if kind == 7 else _varint(data, at)
+        length, at = (8, at) if kind == 7 else (data[at], at + 1) if data[at] < 0x80 else _varint(data, at)
         if length > len(data) - at:
             raise IndexError
         return data[at : at + length], at + length

@@ -185,22 +185,25 @@ def digest(rollout: Rollout) -> bytes:
     set_names = [name for name, value in added if isinstance(value, np.ndarray) or value]
     parts = [b"intellax/rollout/1"]
     for name in (*_DIGESTED, *set_names):
-        payload = _payload(name, _GET[name](rollout))
-        parts += (_NAMES[name], _LENGTH.pack(len(payload)), payload)
+        value = _GET[name](rollout)
+        if name in _NUMBERS:
+            head, pack = _NUMBERS[name]
+            parts += (head, pack(value))
+        else:
+            payload = _payload(name, value)
+            parts += (_NAMES[name], _LENGTH.pack(len(payload)), payload)
     return hashlib.sha256(b"".join(parts)).digest()
 
 
 def _payload(name: str, value) -> bytes:
     if name in _ARRAYS:
-        return value.astype(_ARRAYS[name]).tobytes()
+        return value.astype(_ARRAYS[name], copy=False).tobytes()
     if name == "rewards":
         parts = sorted((part.encode(), float(number)) for part, number in value.items())
         return b"".join(_framed(part) + struct.pack("<d", number) for part, number in parts)
     if name == "routed_experts":
         return struct.pack("<4q", *value.shape, value.itemsize) + little_endian(value)
-    if isinstance(value, str | bytes):
-        return value.encode() if isinstance(value, str) else value
-    return struct.pack("<q" if name in LIMITS else "<d", value)
+    return value.encode() if isinstance(value, str) else value
 
 
 def _framed(payload: bytes) -> bytes:
@@ -210,6 +213,10 @@ def _framed(payload: bytes) -> bytes:
 _LENGTH = struct.Struct("<Q")
 _GET = {name: operator.attrgetter(name) for name in (*_DIGESTED, *_ADDED, *LIMITS)}
 _NAMES = {name: _framed(name.encode()) for name in _GET}
+_NUMBERS = {  # name and length, and the function that makes the payload
+    name: (_NAMES[name] + _LENGTH.pack(8), struct.Struct("<q" if name in LIMITS else "<d").pack)
+    for name in (*LIMITS, "temperature", "reward")
+}
 
 
 def num_bytes(rollout: Rollout) -> int:

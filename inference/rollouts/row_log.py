@@ -23,7 +23,6 @@ from typing import Any
 
 from inference.rollouts import parquet
 
-MAX_AT_ONCE = 1024  # records
 _HEAD = struct.Struct("<4sIQI")  # magic, bytes of the object, bytes of the rows, CRC-32 of both
 _MAGIC = b"RLG1"
 
@@ -58,8 +57,9 @@ class RowLog:
         written: futures.Future[None] = futures.Future()
         with self._lock:
             record = b"".join([_HEAD.pack(_MAGIC, len(text), len(memoryview(body)), crc), text, memoryview(body)])
+            if not self._waiting:  # else a call that will take this one, too, has not begun
+                self._writer.submit(self._write)
             self._waiting.append((step, record, after, written))
-            self._writer.submit(self._write)
         return written
 
     def steps(self) -> list[int]:
@@ -82,9 +82,9 @@ class RowLog:
         return self.directory / f"step_{step}.log"
 
     def _write(self) -> None:
-        """Writes the records that wait; called once for each, it often finds none."""
+        """Writes the records that wait."""
         with self._lock:
-            items, self._waiting = self._waiting[:MAX_AT_ONCE], self._waiting[MAX_AT_ONCE:]
+            items, self._waiting = self._waiting, []
         try:
             if self._failure:
                 raise self._failure

@@ -69,7 +69,8 @@ class FairPool:
                 self._num_running[client] -= 1
                 if not self._num_running[client]:
                     del self._num_running[client]
-                self._changed.notify_all()
+                if self._queues:
+                    self._changed.notify_all()
 
     def _next(self) -> str | None:
         """Returns the client whose call runs next, or None if every waiting client already has its fair share of threads."""

@@ -12,9 +12,11 @@ ledger are signed with the run's key, so that a reader who trusts that key needs
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
@@ -25,7 +27,7 @@ from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_rules, storage, task_ranges
 from rl.protocol import verdict as verdict_lib
 
-MAX_COMMIT = 1024  # events
+MIN_COMMIT_S = 0.02
 Recorded = futures.Future[int | None]  # the number of the event, once it is durable
 
 
@@ -57,6 +59,7 @@ class RunLedger(contextlib.AbstractContextManager):
         self._lock = threading.RLock()  # of the three sets, and of `_waiting`
         self._failure: BaseException | None = None
         self._waiting: list[tuple[tuple[str, str, dict] | None, Recorded]] = []  # None: a wait for earlier events
+        self._next_s = -math.inf  # the earliest time of the next commit
         self._writer = futures.ThreadPoolExecutor(1, "ledger")
 
     def __exit__(self, *_) -> None:
@@ -170,7 +173,8 @@ class RunLedger(contextlib.AbstractContextManager):
         recorded: Recorded = futures.Future()
         with self._lock:
             try:
-                self._writer.submit(self._commit)
+                if not self._waiting:  # else a commit that will take this one, too, has not begun
+                    self._writer.submit(self._commit)
                 self._waiting.append((event, recorded))
             except RuntimeError:
                 found = f"{event[0] if event else 'a wait'} came after the run's ledger was closed"
@@ -178,9 +182,11 @@ class RunLedger(contextlib.AbstractContextManager):
         return recorded
 
     def _commit(self) -> None:
-        """Commits the events that wait; called once for each, it often finds none."""
+        """Commits the events that wait, at most once in `MIN_COMMIT_S`: a commit costs as much as twenty events in it."""
+        time.sleep(max(0.0, self._next_s - time.monotonic()))
+        self._next_s = time.monotonic() + MIN_COMMIT_S
         with self._lock:
-            items, self._waiting = self._waiting[:MAX_COMMIT], self._waiting[MAX_COMMIT:]
+            items, self._waiting = self._waiting, []
         entries: list[storage.Entry] = []
         try:
             signed = [ledger_events.sign(*item[:2], self._key, **item[2]) for item, _ in items if item]

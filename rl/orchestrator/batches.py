@@ -119,7 +119,7 @@ class Batches:
                 flat.append(key)
             else:
                 taken.append(key)
-                num_tokens += sum(_lengths(entry))
+                num_tokens += sum(entry.lengths)
                 if len(taken) == self._rule.num_groups or 0 < self._rule.tokens <= num_tokens:
                     return self._take(step, taken, flat, stale)
         self._drop_stale(stale)
@@ -141,7 +141,7 @@ class Batches:
         drops, dropped = self._queue.drops - self._counted, self._dropped
         self._counted, self._dropped = self._queue.drops.copy(), []
         entries = [self._queue.entries[key] for key in self._waiting]
-        waiting = [n for entry in entries if entry.state is State.ELIGIBLE for n in _lengths(entry)]
+        waiting = [n for entry in entries if entry.state is State.ELIGIBLE for n in entry.lengths]
         counts = dict.fromkeys(REASONS, 0) | drops
         lengths = {"dropped": dropped, "waiting": waiting}
         means = {f"batch/length_{name}": sum(found) / max(1, len(found)) for name, found in lengths.items()}
@@ -210,7 +210,7 @@ class Batches:
         for key in reversed(stale):
             if self._rule.kind == "prescribed":
                 self._queue.drops["stale"] += 1
-                self._dropped += _lengths(self._queue.requeue(key))
+                self._dropped += self._queue.requeue(key).lengths
                 self._hole = key
             else:
                 self._drop(key, "stale")
@@ -218,7 +218,7 @@ class Batches:
     def _drop(self, key: Key, reason: str) -> None:
         self._forget(key)
         self._gone.append(key[1:])
-        self._dropped += _lengths(self._queue.drop(key, reason))
+        self._dropped += self._queue.drop(key, reason).lengths
 
     def _forget(self, key: Key) -> None:
         del self._waiting[key]
@@ -261,7 +261,3 @@ def of(config, queue: group_queue.GroupQueue, has_signal: Callable[[group_queue.
     """Returns the batches of a run with this resolved config."""
     make_groups = functools.partial(task_schedule.numbered_groups, config)
     return Batches(BatchRule.of(config), queue, make_groups, has_signal)
-
-
-def _lengths(entry: group_queue.Entry) -> list[int]:
-    return [int(rollout.sampled_mask.sum()) for rollout in entry.rollouts]

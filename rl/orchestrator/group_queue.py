@@ -97,11 +97,17 @@ class Entry:
     since_s: float = -math.inf  # of the lease that the rollouts answer
     spares: list[tuple[Lease, list[rollout_lib.Rollout], str]] = dataclasses.field(default_factory=list)  # with digests
     indexed: tuple[State | None, frozenset[str]] = (None, frozenset())  # as the queue's indexes have it
+    measured: tuple[list | None, tuple[int, list[int]]] = (None, (0, []))  # these rollouts: batches ask again and again
 
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token of the submitted rollouts."""
-        return min(int(r.versions[r.sampled_mask].min()) for r in self.rollouts)
+        return self._measure()[0]
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of sampled tokens of each submitted rollout."""
+        return self._measure()[1]
 
     @property
     def earlier(self) -> frozenset[tuple[str, int]]:
@@ -112,6 +118,12 @@ class Entry:
     def is_submitted(self) -> bool:
         """True if rollouts were delivered and not rejected."""
         return self.state not in (State.OPEN, State.LEASED)
+
+    def _measure(self) -> tuple[int, list[int]]:
+        if self.measured[0] is not self.rollouts:
+            oldest = min((int(r.versions[r.sampled_mask].min()) for r in self.rollouts), default=0)
+            self.measured = self.rollouts, (oldest, [int(r.sampled_mask.sum()) for r in self.rollouts])
+        return self.measured[1]
 
 
 class GroupQueue:

@@ -9,10 +9,12 @@ leased to its signer. So queued groups take no more memory than the open batches
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import hashlib
+import itertools
 import time
+from collections.abc import Collection
+from concurrent.futures import Future
 
 import fastapi
 from fastapi import responses
@@ -80,7 +82,7 @@ def make_app(
         if orchestrator.is_ended:
             orchestrator.nodes.leave(worker)
         # Signed over the request, so that no third party can send a worker to other tasks.
-        reply = {"groups": [dataclasses.asdict(group) for group in groups], "request": message["signature"]}
+        reply = {"groups": [vars(group) for group in groups], "request": message["signature"]}
         reply["wait_s"] = len(waiters) / MAX_POLLS_PER_S  # at least, of the next request
         # As a response: FastAPI would look at each value of a dict before it encodes them, in a third of the time of a poll.
         return responses.JSONResponse(lease_lib.sign(key, reply | _news(orchestrator, worker if groups else None)))
@@ -110,12 +112,13 @@ def make_app(
             work = decoders.submit(network, _decode_and_submit, orchestrator, body, message["digest"], worker)
             futures = await asyncio.wrap_future(work)
         del body
-        # Shielded: a group whose checks were cancelled with its request would never be requeued.
-        pending = {key: asyncio.shield(asyncio.wrap_future(future)) for key, future in futures.items()}
-        await asyncio.gather(*pending.values(), return_exceptions=True)  # where several fail, each is asked
-        verdicts = {key: future.result() for key, future in pending.items()}
+        await asyncio.shield(asyncio.wrap_future(_last(futures.values())))
+        if any(future.cancelled() for future in futures.values()):  # the server is closing
+            raise asyncio.CancelledError
+        verdicts = {key: future.result() for key, future in futures.items()}
         # Workers must not learn which groups are replayed.
-        return {"verdicts": {key: v if v.startswith("refused") else "taken" for key, v in verdicts.items()}}
+        taken = {key: found if found.startswith("refused") else "taken" for key, found in verdicts.items()}
+        return responses.JSONResponse({"verdicts": taken})
 
     return app
 
@@ -197,6 +200,16 @@ def _decode_and_submit(orchestrator, body: bytes, digest: str, worker: str) -> d
             f"rollouts are of worker {min(others)[:16]!r}, and the request of {worker[:16]}; submit your own"
         )
     return orchestrator.submit(rows)
+
+
+def _last(pending: Collection[Future]) -> Future[None]:
+    """Returns a future that is set when all of these are done: one wake-up of the event loop, and not one for each group."""
+    done, count = Future(), itertools.count(1)
+    for future in pending:
+        future.add_done_callback(lambda _: done.set_result(None) if next(count) == len(pending) else None)
+    if not pending:
+        done.set_result(None)
+    return done
 
 
 def _add_error_handlers(app: fastapi.FastAPI) -> None:

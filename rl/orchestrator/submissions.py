@@ -35,6 +35,7 @@ NOT_LEASED = "not leased (or already submitted)"
 VOID = "refused: void: the run was resumed, and this work is of another epoch"
 Future = concurrent.futures.Future
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
+TURN_S = 0.05  # of a worker's groups in one of these threads
 # (group, split) -> its verdict, and recomputed rewards to train on by sample; None: worth 0, as there was no time
 CheckGroupWithoutWeights = Callable[
     [Sequence[rollout_lib.Rollout], str], tuple[checks.Verdict, Mapping[int, Mapping[str, float] | None]]
@@ -53,7 +54,7 @@ class Kept:
 
     def to_json(self) -> dict:
         """Returns all but the rollouts as a JSON object, for `read`."""
-        named = {"group": dataclasses.asdict(self.group), "worker": self.worker, "digest": self.digest}
+        named = {"group": vars(self.group), "worker": self.worker, "digest": self.digest}
         return named | {"scores": [*self.scores.items()]}
 
     def entry(self, is_verified: bool) -> group_queue.Entry:
@@ -61,6 +62,16 @@ class Kept:
         entry = group_queue.Entry(self.group, State.ELIGIBLE, self.worker, digest=self.digest, is_verified=is_verified)
         entry.rollouts, entry.scores = sorted(self.rollouts, key=lambda rollout: rollout.sample), self.scores
         return entry
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A submitted group to be checked without weights; `recorded` is the future of its event in the ledger."""
+
+    entry: group_queue.Entry
+    rows: parquet.Rows
+    recorded: Future
+    reply: Future[str]
 
 
 def write_batch(
@@ -164,9 +175,13 @@ class Submissions:
         A training group that is not refused is on disk when its future is set.
         """
         by_key: dict[group_queue.Key, list[int]] = collections.defaultdict(list)
-        for row, rollout in sorted(enumerate(rows.rollouts), key=lambda one: one[1].sample):
-            by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(row)
-        return {"/".join(map(str, key)): self._deliver(key, rows.take(group)) for key, group in by_key.items()}
+        with self._changed:
+            for row, rollout in sorted(enumerate(rows.rollouts), key=lambda one: one[1].sample):
+                by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(row)
+        jobs: list[_Job] = []
+        replies = {"/".join(map(str, key)): self._deliver(key, rows.take(of), jobs) for key, of in by_key.items()}
+        self._queue_checks(jobs)
+        return replies
 
     def begin_epoch(self, epoch: int) -> None:
         """Voids all work of other epochs, without blame: its workers could not know. The caller has the lock."""
@@ -200,12 +215,11 @@ class Submissions:
 
     def _split(self, rollout: rollout_lib.Rollout) -> str:
         """Returns "train" or "held_out". A rollout does not name its split, but only one of them uses its step and group now."""
-        with self._changed:
-            held_out = self._queue.entries.get(("held_out", rollout.step, rollout.task.group))
-            return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
+        held_out = self._queue.entries.get(("held_out", rollout.step, rollout.task.group))
+        return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
 
-    def _deliver(self, key: group_queue.Key, rows: parquet.Rows) -> Future[str]:
-        """Checks a submitted group against its lease and queues its other checks; returns a future of the reply.
+    def _deliver(self, key: group_queue.Key, rows: parquet.Rows, jobs: list[_Job]) -> Future[str]:
+        """Checks a submitted group against its lease, and adds its other checks to `jobs`; returns a future of the reply.
 
         A group that its signer has not leased is rejected and changes nothing.
         """
@@ -230,7 +244,7 @@ class Submissions:
                 self._health.lost(holder, key, time.monotonic(), blame=False)
                 return _known(VOID)
             if fate is group_queue.Delivery.TAKEN:
-                return self._screen(self._queue.entries[key], rows)
+                return self._screen(self._queue.entries[key], rows, jobs)
             if fate is group_queue.Delivery.SPARE:
                 self._spares = {name: old for name, old in self._spares.items() if self._is_spare(*name)}
                 self._spares[key, digest] = rows
@@ -241,8 +255,8 @@ class Submissions:
         entry = self._queue.entries.get(key)
         return entry is not None and digest in [spare[2] for spare in entry.spares]
 
-    def _screen(self, entry: group_queue.Entry, rows: parquet.Rows) -> Future[str]:
-        """Checks a group that is SUBMITTED now; returns a future of the reply. The caller has the lock."""
+    def _screen(self, entry: group_queue.Entry, rows: parquet.Rows, jobs: list[_Job]) -> Future[str]:
+        """Checks a group that is SUBMITTED now, but for `jobs`; returns a future of the reply. The caller has the lock."""
         key = entry.group.key
         recorded = self._ledger.submitted(entry.worker, *key, entry.digest)
         verdict = checks.check_at_lease(rows.rollouts, self._rules.at_lease(entry.group, self._newest().version))
@@ -252,29 +266,44 @@ class Submissions:
             return _known(found)
         if not verdict.accepted:
             return _known(self._reject(key, verdict, is_fault=False))
-        reply: Future[str] = Future()
-        self._checkers.submit(entry.worker, self._check, entry, rows, recorded, reply).add_done_callback(
-            lambda check: reply.cancel() if check.cancelled() else None
-        )
-        return reply
+        jobs.append(_Job(entry, rows, recorded, Future()))
+        return jobs[-1].reply
 
     def _screen_spare(self, key: group_queue.Key) -> None:
         """Checks the rollouts of another holder that took the place of rejected ones, if there are any."""
         if (entry := self._queue.entries[key]).state is State.SUBMITTED:
-            self._screen(entry, self._spares.pop((key, entry.digest)))
+            jobs: list[_Job] = []
+            self._screen(entry, self._spares.pop((key, entry.digest)), jobs)
+            self._queue_checks(jobs)
 
     def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason: str = NOT_LEASED):
         with self._changed:
             self._counts["unleased"] += len(rollouts)
         return _known(f"refused: {reason}")
 
-    def _check(self, entry: group_queue.Entry, rows: parquet.Rows, recorded: Future, reply: Future) -> None:
+    def _queue_checks(self, jobs: Sequence[_Job]) -> None:
+        """Has groups of one worker checked in a thread, which costs less for several at once."""
+
+        def end(check: Future) -> None:
+            for job in jobs if check.cancelled() else ():
+                job.reply.cancel()
+
+        if jobs:
+            self._checkers.submit(jobs[0].entry.worker, self._check_some, jobs).add_done_callback(end)
+
+    def _check_some(self, jobs: Sequence[_Job]) -> None:
+        """Checks groups for `TURN_S`, and queues the others again: a slow scorer must not hold up other workers."""
+        end_s, left = time.monotonic() + TURN_S, collections.deque(jobs)
+        while left and time.monotonic() < end_s:
+            self._check(left.popleft())
+        self._queue_checks(left)
+
+    def _check(self, job: _Job) -> None:
         """Checks a submitted group without weights, and has it decided on when that is recorded and the group is on disk.
 
         The thread does not wait for the disk: one write may take many groups.
         """
-
-        key = entry.group.key
+        entry, recorded, reply, key = job.entry, job.recorded, job.reply, job.entry.group.key
 
         def decide(durable: Future) -> None:
             try:
@@ -293,7 +322,7 @@ class Submissions:
             verdict, scores = self._check_group_without_weights(entry.rollouts, key[0])
             if verdict.accepted and key[0] == "train":
                 kept = Kept(entry.group, entry.worker, entry.digest, scores, [])
-                recorded = self._log.append(key[1], kept.to_json(), rows, after=recorded)
+                recorded = self._log.append(key[1], kept.to_json(), job.rows, after=recorded)
             recorded.add_done_callback(decide)
         except BaseException as error:  # ends the run: no worker is to blame for it
             self._fail(error)

@@ -152,14 +152,14 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
     group, versions = _group(rollout, rules), rollout.versions
     if (low := int(versions.min())) < group.min_version:
         return Verdict("versions", f"{low} is older than {group.min_version}, the oldest that step {group.step} takes")
-    if np.any(np.diff(versions) < 0):
+    high = int(versions.max())
+    if low != high and np.any(versions[1:] < versions[:-1]):
         return Verdict("versions", "they decrease along the sequence")
     if is_excluded(rollout, rules):
         return Verdict("versions", f"{low} to {versions[-1]}, and the lease pins {group.version}")
     newest = math.inf if rules.newest is None else rules.newest
     if group.split == "train" and rules.is_fixed:
         newest = min(newest, group.step - 1)
-    high = int(versions.max())
     detail = f"{high} is newer than {newest}, the newest that step {group.step} can have seen"
     return _accept_if(high <= newest, "versions", detail)
 
@@ -202,7 +202,7 @@ def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     The last token must be sampled. With one turn, no earlier token may be a stop token; with several, earlier ones are not checked.
     """
     sampled = rollout.tokens[rollout.sampled_mask]
-    stops = np.isin(sampled, rules.stop_ids)
+    stops = np.logical_or.reduce([sampled == stop for stop in rules.stop_ids] or [np.zeros(len(sampled), bool)])
     if not rollout.sampled_mask[-1]:
         return Verdict("termination", "tokens follow the last sampled token")
     if stops[:-1].any() and _has_one_turn(rollout):
@@ -227,7 +227,8 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 AT_LEASE = (task, epoch, limits, version_window, experts_named)
-WITHOUT_WEIGHTS = (form, signature, vouched, *AT_LEASE, experts_exist, logprob_range, ending, proof_form, prompt)
+IF_SIGNED = (vouched, *AT_LEASE, experts_exist, logprob_range, ending, proof_form, prompt)
+WITHOUT_WEIGHTS = (form, signature, *IF_SIGNED)
 
 
 def exponential_noise(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarray]:

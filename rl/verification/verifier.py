@@ -63,17 +63,23 @@ class Validator:
         self.rules, self.evidence = rules, evidence or evidence_log.EvidenceLog(None)
 
     def check_without_weights(
-        self, rollouts: Sequence[rollout_lib.Rollout], *, newest: int | None = None, split: str = "train"
+        self,
+        rollouts: Sequence[rollout_lib.Rollout],
+        *,
+        newest: int | None = None,
+        split: str = "train",
+        is_signed: bool = False,
     ) -> list[checks.Verdict]:
         """Runs all checks that need no model, the environment's scorer included, on rollouts of any groups. Returns a verdict per rollout.
 
         `newest` is the newest published policy version; None: versions are limited by the rollout's step only. `split` ("train" or
-        "held_out") names the tasks that the rollouts must belong to.
+        "held_out") names the tasks that the rollouts must belong to. With `is_signed`, fields and signatures were checked before.
         """
         rules = dataclasses.replace(self.rules, newest=newest)
         if split == "held_out" and rules.held_out:
             rules = dataclasses.replace(rules, groups=rules.held_out)
-        out = [checks.first_failure(checks.WITHOUT_WEIGHTS, rollout, rules) for rollout in rollouts]
+        table = checks.IF_SIGNED if is_signed else checks.WITHOUT_WEIGHTS
+        out = [checks.first_failure(table, rollout, rules) for rollout in rollouts]
         passed = [i for i, verdict in enumerate(out) if verdict.accepted]
         groups = collections.defaultdict(list)
         for i, verdict in zip(passed, checks.claimed_logprobs([rollouts[i] for i in passed]), strict=True):
@@ -115,10 +121,11 @@ class Validator:
     ) -> tuple[checks.Verdict, dict[int, Mapping[str, float] | None]]:
         """Checks a group of one lease without running the model, and adds the claims of a training group to the evidence.
 
+        Whoever took the rollouts has checked their fields and signatures, which costs as much as all checks here.
         Returns (verdict on the group, the reward components that we computed by sample, {} if it is rejected). They are None where
         our scorer timed out. That does not reject the group: it sets the sample's reward to 0, as when the worker's own scorer times out.
         """
-        found = self.check_without_weights(rollouts, split=split)
+        found = self.check_without_weights(rollouts, split=split, is_signed=True)
         verdict = _first_rejection(one for one in found if one.reason != "unscored")
         if not verdict.accepted:
             return verdict, {}
