@@ -10,6 +10,7 @@ Left out: prompt and completion as text, which follow from the tokens. No jax he
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
 import numbers
@@ -100,7 +101,7 @@ class WorkerKey:
 
     private: ed25519.Ed25519PrivateKey = dataclasses.field(repr=False)
 
-    @property
+    @functools.cached_property
     def worker(self) -> str:
         """The worker's name everywhere: its public key in hex."""
         return self.private.public_key().public_bytes_raw().hex()

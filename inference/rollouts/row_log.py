@@ -48,15 +48,14 @@ class RowLog:
             os.close(self._files.popitem()[1])
 
     def append(
-        self, step: int, head: dict, rows: parquet.Rows | None = None, *, after: futures.Future | None = None
+        self, step: int, head: dict, rows: parquet.Rows, *, after: futures.Future | None = None
     ) -> futures.Future[None]:
         """Appends a record to the file of a step, once the future `after` has a result; returns a future that is set when it is durable."""
-        body = parquet.to_record(rows.table) if rows else b""
-        text = json.dumps(head | {"has_experts": bool(rows and rows.has_experts)}).encode()
-        crc = zlib.crc32(memoryview(body), zlib.crc32(text))
+        body = memoryview(parquet.to_record(rows.table))
+        text = json.dumps(head | {"has_experts": rows.has_experts}).encode()
+        record = b"".join([_HEAD.pack(_MAGIC, len(text), len(body), zlib.crc32(body, zlib.crc32(text))), text, body])
         written: futures.Future[None] = futures.Future()
         with self._lock:
-            record = b"".join([_HEAD.pack(_MAGIC, len(text), len(memoryview(body)), crc), text, memoryview(body)])
             if not self._waiting:  # else a call that will take this one, too, has not begun
                 self._writer.submit(self._write)
             self._waiting.append((step, record, after, written))
@@ -67,12 +66,12 @@ class RowLog:
         names = (re.fullmatch(r"step_(\d+)\.log", path.name) for path in self.directory.glob("step_*.log"))
         return sorted(int(name[1]) for name in names if name)
 
-    def read(self, step: int) -> Iterator[tuple[dict, parquet.Rows | None]]:
+    def read(self, step: int) -> Iterator[tuple[dict, parquet.Rows]]:
         """Yields the records of a step: their objects and rows. Those that `append` has not finished may be missing."""
         for text, body in _whole(self._path(step)):
             head = json.loads(text)
             has_experts = head.pop("has_experts")
-            yield head, parquet.from_record(body, has_experts=has_experts) if body else None
+            yield head, parquet.from_record(body, has_experts=has_experts)
 
     def remove(self, step: int) -> None:
         """Deletes the file of a step after the records before; later ones begin a new file."""

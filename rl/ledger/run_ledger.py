@@ -12,11 +12,9 @@ ledger are signed with the run's key, so that a reader who trusts that key needs
 
 import contextlib
 import dataclasses
-import math
 import pathlib
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
@@ -27,7 +25,6 @@ from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_rules, storage, task_ranges
 from rl.protocol import verdict as verdict_lib
 
-MIN_COMMIT_S = 0.02
 Recorded = futures.Future[int | None]  # the number of the event, once it is durable
 
 
@@ -59,7 +56,6 @@ class RunLedger(contextlib.AbstractContextManager):
         self._lock = threading.RLock()  # of the three sets, and of `_waiting`
         self._failure: BaseException | None = None
         self._waiting: list[tuple[tuple[str, str, dict] | None, Recorded]] = []  # None: a wait for earlier events
-        self._next_s = -math.inf  # the earliest time of the next commit
         self._writer = futures.ThreadPoolExecutor(1, "ledger")
 
     def __exit__(self, *_) -> None:
@@ -182,9 +178,7 @@ class RunLedger(contextlib.AbstractContextManager):
         return recorded
 
     def _commit(self) -> None:
-        """Commits the events that wait, at most once in `MIN_COMMIT_S`: a commit costs as much as twenty events in it."""
-        time.sleep(max(0.0, self._next_s - time.monotonic()))
-        self._next_s = time.monotonic() + MIN_COMMIT_S
+        """Commits the events that wait."""
         with self._lock:
             items, self._waiting = self._waiting, []
         entries: list[storage.Entry] = []

@@ -80,7 +80,7 @@ def write_batch(
     """Writes the rollouts of a batch as they were signed, from the log of their groups; removes earlier steps that are not `kept`."""
     steps, wanted = {entry.group.step for entry in taken}, {entry.digest for entry in taken}
     records = itertools.chain.from_iterable(map(log.read, steps))
-    found = {head["digest"]: rows.table for head, rows in records if rows and head["digest"] in wanted}
+    found = {head["digest"]: rows.table for head, rows in records if head["digest"] in wanted}
     tables = [found[e.digest] if e.digest in found else parquet.to_table(e.rollouts) for e in taken]
     path = workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,8 +95,8 @@ def read_kept(log: row_log.RowLog) -> dict[group_queue.Key, Kept]:
     found = {}
     for step in log.steps():
         for head, rows in log.read(step):
-            group, rollouts = task_schedule.Group(**head["group"]), rows.rollouts if rows else []
-            found[group.key] = Kept(group, head["worker"], head["digest"], dict(head["scores"]), rollouts)
+            group = task_schedule.Group(**head["group"])
+            found[group.key] = Kept(group, head["worker"], head["digest"], dict(head["scores"]), rows.rollouts)
     return found
 
 
@@ -294,6 +294,7 @@ class Submissions:
     def _check_some(self, jobs: Sequence[_Job]) -> None:
         """Checks groups for `TURN_S`, and queues the others again: a slow scorer must not hold up other workers."""
         end_s, left = time.monotonic() + TURN_S, collections.deque(jobs)
+        self._check(left.popleft())
         while left and time.monotonic() < end_s:
             self._check(left.popleft())
         self._queue_checks(left)
