@@ -282,7 +282,7 @@ class Submissions:
         return _known(f"refused: {reason}")
 
     def _queue_checks(self, jobs: Sequence[_Job]) -> None:
-        """Has groups of one worker checked in a thread, which costs less for several at once."""
+        """Has groups of one worker checked in a thread, which costs less for several together."""
 
         def end(check: Future) -> None:
             for job in jobs if check.cancelled() else ():
