@@ -152,10 +152,7 @@ def _watch(run: orchestrator_lib.Orchestrator, queue, clients, args) -> dict:
     """Prints a line per `LINE_S`; returns the figures after the warm-up."""
     begun_s, warm_s = time.monotonic(), args.seconds / 10
     marks: list[tuple[float, float, float]] = []  # time, CPU, MiB
-    found = {"groups": 0, "polls": 0}
-    leases: list[float] = []
-    threads: dict[str, float] = {}
-    checks_s: list[float] = []
+    found, leases, checks_s, threads = {"groups": 0, "polls": 0}, [], [], {}
     while not marks or marks[-1][0] < begun_s + warm_s + args.seconds:
         report = _get(queue, clients)
         checks_s.append(_signature_s())
@@ -175,7 +172,7 @@ def _watch(run: orchestrator_lib.Orchestrator, queue, clients, args) -> dict:
             print(f"{line}, {_cores(marks[-2:]):.2f} cores, {marks[-1][2]:.0f} MiB", flush=True)
     seconds, cpu_s = marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]
     spent = {name: s - threads.get(name, 0.0) for name, s in _thread_s().items()}
-    per_group = 1e3 / max(found["groups"], 1)
+    per_group = 1e3 / found["groups"] if found["groups"] else 0.0
     half = [mib for _, _, mib in marks[len(marks) // 2 :]]
     return {
         "idle": args.idle,
@@ -184,7 +181,7 @@ def _watch(run: orchestrator_lib.Orchestrator, queue, clients, args) -> dict:
         "polls_per_s": round(found["polls"] / seconds, 1),
         "lease_p99_ms": round(1e3 * _p99(leases), 1),
         "cores": round(cpu_s / seconds, 3),
-        "cpu_ms_per_group": round(cpu_s * per_group, 2) if args.busy else None,
+        "cpu_ms_per_group": round(cpu_s * per_group, 2),
         "threads_ms_per_group": {name: round(s * per_group, 2) for name, s in spent.items() if s * per_group >= 0.01},
         "signature_us": round(1e6 * float(np.mean(checks_s)), 1),
         "mib": [round(marks[0][2]), round(half[0]), round(half[-1])],
