@@ -117,7 +117,7 @@ class Machine(stateful.RuleBasedStateMachine):
                 del self.leases[key][worker]
                 self.past.setdefault(key, set()).add(worker)
             elif held:
-                self.leases[key][worker] = held[0], self.now_s + LEASE_S
+                self.leases[key][worker] = held[0], max(held[1], self.now_s + LEASE_S)
 
     @stateful.rule(number=NUMBER, worker=WORKERS)
     def give_back(self, number, worker):
