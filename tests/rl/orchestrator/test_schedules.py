@@ -6,6 +6,7 @@ own: which policy made each token, which groups were trained, and the fate of ea
 
 import collections
 import copy
+import dataclasses
 import random
 import types
 
@@ -38,6 +39,8 @@ class World:
             refill=draw.choice([0.0, 0.0, 0.7, 2.0]),
             tokens=draw.choice([0, 0, 9]),
         )
+        if self.rule.is_fixed:  # a config with more is refused
+            self.rule = dataclasses.replace(self.rule, oversampling=1.0)
         self.calmness = draw.random()
         self.now_s = 0.0
         self.nodes = registry.Registry(BEAT_S, is_named=lambda key: True)
@@ -66,6 +69,7 @@ class World:
         self.batches.load(0)
 
     def begin(self):
+        self.rights, self.decided = collections.Counter(), set()  # leases whose work may come; keys with a draw
         self.queue, self.share = group_queue.GroupQueue(), work_share.WorkShare(LEASE_S)
         self.batches = batches_lib.Batches(
             self.rule, self.queue, self.make_groups, lambda entry: not entry.rollouts[0].flat
@@ -75,6 +79,8 @@ class World:
         P, lag = self.rule.num_groups, self.rule.max_lag
         oldest = [min(version, max(0, number // P - lag)) for number in numbers]
         assert not {*numbers} & {*self.trained}, "a group that was trained on is opened again"
+        if self.rule.is_fixed:
+            assert max(numbers, default=0) // P - lag <= self.published, "a batch opens too early"
         assert not {*numbers} & self.recorded, "a group that the ledger has as dropped is opened again"
         fields = [(1 + n // P, n, "train", n, n, 2, 1.0, low) for n, low in zip(numbers, oldest, strict=True)]
         return [task_schedule.Group(*one) for one in fields]
@@ -108,6 +114,8 @@ class World:
             groups = self.queue.back_up(worker, room, is_late=self.is_late, **until)
         for group in groups:
             assert len(self.queue.entries[group.key].leases) <= group_queue.MAX_HOLDERS
+            assert (group.epoch, group.version) == (self.epoch, pin)
+            self.rights[group.key, worker] += 1
             self.jobs.append(types.SimpleNamespace(group=group, worker=worker, since_s=self.now_s, policies=None))
         self.share.seen(worker, len(self.queue.held(worker)), self.now_s)
 
@@ -123,9 +131,13 @@ class World:
                 job.policies = [first, first]
             elif self.draw.random() < 0.5:  # no server may ever generate it again
                 self.jobs.remove(job)
-                self.queue.give_back(job.group.key, job.worker)
+                self.give_back(job)
             if job.policies and job.group.version == -1 and self.draw.random() < 0.3 and first.version < self.loaded:
                 job.policies[1] = Policy(first.epoch, first.version + 1)
+
+    def give_back(self, job):
+        if self.queue.give_back(job.group.key, job.worker):
+            self.rights[job.group.key, job.worker] -= 1
 
     def hand_in(self, job):
         self.expire()
@@ -139,6 +151,11 @@ class World:
         self.truth[digest] = copy.copy(job)
         self.books["delivered"] += 1
         fate = self.queue.deliver(job.group.key, job.worker, rollouts, digest)
+        if fate in (Delivery.TAKEN, Delivery.SPARE):
+            assert self.rights[job.group.key, job.worker] > 0, "nobody leased it"
+            assert epoch == self.epoch
+        if fate not in (Delivery.LATE, Delivery.EPOCH):
+            self.rights[job.group.key, job.worker] -= 1
         if fate is Delivery.TAKEN:
             self.share.finished(job.worker, job.since_s, self.now_s)
             self.screen(job.group.key)
@@ -152,6 +169,8 @@ class World:
             entry.group.version not in (-1, low) or (low < high != entry.group.version > -1)
         ):
             return self.reject(key)
+        assert entry.was_decided == (key in self.decided)
+        self.decided.add(key)
         self.log[key] = entry.group, entry.worker, entry.rollouts, entry.digest
         if job.forged or entry.was_decided or self.draw.random() < 0.5:
             self.queue.quarantine(key)
@@ -191,7 +210,8 @@ class World:
             return
         n, rule = self.step + 1, self.rule
         before = {k: (e.state, e.digest) for k, e in self.queue.entries.items()}
-        entries = self.batches.collect(n)
+        entries, expected = self.batches.collect(n), self.choice(n, before)
+        assert expected == (entries and [entry.group.key for entry in entries])
         if entries is None:
             return self.note_dropped(before, [])
         self.books["trained"] += len(entries)
@@ -209,7 +229,6 @@ class World:
         assert numbers == sorted(numbers)
         if rule.kind == "prescribed":  # no group of the order is left out
             assert {*self.trained} | self.dropped == {*range(len(self.trained) + len(self.dropped))}
-        self.check_choice(n, entries, before)
         self.last = numbers, sorted(number for _, number in self.batches.take_dropped())
         assert {*self.last[1]} == self.dropped - self.recorded, "the ledger lacks a dropped group"
         self.recorded |= self.dropped
@@ -218,23 +237,24 @@ class World:
     def note_dropped(self, before, taken):
         self.dropped |= {key[2] for key in before if key not in self.queue.entries} - {*taken}
 
-    def check_choice(self, n, entries, before):
-        """The batch is a prefix of the order: of all groups, or of those that were eligible and fresh."""
+    def choice(self, n, before):
+        """Returns batch n, a prefix of the order: of all groups, or of those that were eligible and fresh. None: it is not complete."""
         rule, oldest = self.rule, n - 1 - self.rule.max_off_policy
         chosen, num_flat, num_tokens = [], 0, 0
         for key in sorted(before, key=lambda key: key[2]):
             state, digest = before[key]
             is_eligible = state is State.ELIGIBLE
             if not is_eligible or min(p.version for p in self.truth[digest].policies) < oldest:
-                assert rule.kind == "first", "a prescribed batch skips a group"
+                if rule.kind == "prescribed":
+                    return None
             elif self.truth[digest].flat and num_flat < int(rule.refill * rule.num_groups):
                 num_flat += 1
             else:
                 chosen.append(key)
                 num_tokens += 4
                 if len(chosen) == rule.num_groups or 0 < rule.tokens <= num_tokens:
-                    break
-        assert chosen == [entry.group.key for entry in entries]
+                    return chosen
+        return None
 
     def publish(self):
         if self.trained_s is not None:
@@ -264,6 +284,8 @@ class World:
         self.trained, self.recorded = (dict(found[1]), {*found[2]}) if found else ({}, set())
         self.dropped = {*self.recorded}
         self.queue.begin_epoch(self.epoch)
+        self.rights.clear()
+        self.decided.clear()
         self.states = {step: found and found[0]}
         self.batches.restore(step, self.states[step])
         self.batches.load(step)
@@ -318,16 +340,28 @@ class World:
                 self.beat(server)
         elif action in ("collect", "publish", "load"):
             getattr(self, action)()
+            if self.trained_s == self.now_s and not calm and draw.random() < 0.3:  # before the learner publishes
+                self.restart()
         elif action == "lose" and job:  # its worker died
             self.jobs.remove(job)
         elif action == "give back" and job:
             self.jobs.remove(job)
-            self.queue.give_back(job.group.key, job.worker)
+            self.give_back(job)
+        elif action == "race" and job:  # all holders of a group hand it in
+            for one in [other for other in self.jobs if other.group.key == job.group.key]:
+                self.start(one)
+                if one.policies and one in self.jobs:
+                    self.jobs.remove(one)
+                    self.hand_in(one)
         elif action == "twice" and self.done:
             self.hand_in(draw.choice(self.done))
         elif action == "recall":
             worker = draw.choice(workers)
-            self.verdicts += [(entry.group.key, entry.digest) for entry in self.queue.recall(worker)]
+            recalled = self.queue.recall(worker)
+            assert not any(entry.is_verified for entry in recalled)
+            eligible = [one for one in self.queue.entries.values() if one.state is State.ELIGIBLE]
+            assert all(entry.is_verified for entry in eligible if entry.worker == worker)
+            self.verdicts += [(entry.group.key, entry.digest) for entry in recalled]
         elif action == "hang":
             self.hung.symmetric_difference_update([draw.choice([*self.servers])])
         elif action == "join" and len(self.servers) < 4:
@@ -357,8 +391,12 @@ class World:
         assert numbers <= waiting and waiting | self.trained.keys() | self.dropped == {*range(state["num_opened"])}
         assert not numbers & self.trained.keys() and len(numbers) == len(self.queue.entries)
         on_their_way = len(numbers) - sum(entry.is_submitted for entry in self.queue.entries.values())
-        most = (1 + self.rule.max_lag) * self.rule.num_groups * self.rule.oversampling
-        assert on_their_way <= np.ceil(most) + self.rule.max_flat  # one that had no signal may be taken back
+        batch_size, lag = self.rule.num_groups * self.rule.oversampling, self.rule.max_lag
+        assert (
+            on_their_way <= np.ceil((1 + lag) * batch_size) + self.rule.max_flat
+        )  # one that had no signal may be taken back
+        num_opened = len(waiting) + sum(n > self.loaded for n in self.trained.values())
+        assert num_opened >= np.ceil((min(self.loaded + 1 + lag, NUM_BATCHES) - self.loaded) * batch_size)
         if not self.step == self.published:
             assert self.step == self.published + 1
 
@@ -367,7 +405,20 @@ class World:
 
 
 CALM = ["ask", "start", "start", "hand in", "hand in", "renew", "judge", "judge", "beat", "collect", "publish", "load"]
-CHAOS = ["lose", "give back", "twice", "recall", "hang", "join", "leave", "stand still", "resume", "restart"]
+CHAOS = [
+    "race",
+    "race",
+    "lose",
+    "give back",
+    "twice",
+    "recall",
+    "hang",
+    "join",
+    "leave",
+    "stand still",
+    "resume",
+    "restart",
+]
 
 
 def play(seed):
