@@ -27,13 +27,13 @@ def train(folder: pathlib.Path, options: Sequence[str]) -> None:
     """Runs or resumes a run of the quickstart in `folder`, unless it has ended. Raises ValueError if it fails."""
     if (folder / "report.html").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "rl.train", "--config=configs/quickstart.py", f"--workdir={folder}"]
-    with open(folder / "output", "a") as output:
+    with open(log := folder.with_suffix(".log"), "a") as output:
         flags = [f"--config.{option}" for option in options]
         code = subprocess.run([*command, *flags], stdout=output, stderr=subprocess.STDOUT).returncode
     if code:
-        raise ValueError(f"the run in {folder} ended with code {code}; its output is in {folder / 'output'}")
+        raise ValueError(f"the run in {folder} ended with code {code}; its output is in {log}")
 
 
 def figures(folder: pathlib.Path) -> dict[str, float]:

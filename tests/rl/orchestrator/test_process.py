@@ -197,8 +197,8 @@ def test_kills_of_both_lose_nothing_and_train_nothing_twice(tmp_path, request, k
 def test_batches_of_the_first_groups_survive_kills_of_both(tmp_path, request):
     """Late groups come in later batches, and each once; dropped groups are in the ledger."""
     num_steps = 60
-    options = {"batch": "first", "max_lag": 2, "oversampling": 1.7, "refill": 0.5, "max_off_policy": 3}
-    run = Run(tmp_path, num_steps, pause_s=2.0, **options)
+    options = {"batch": "first", "max_lag": 2, "oversampling": 1.7, "refill": 0.5, "max_off_policy": 2}
+    run = Run(tmp_path, num_steps, pause_s=3.0, **options)
     request.addfinalizer(run.end)
     lines = run.until_done(3, seed=1)
     assert {line["step"] for line in lines} == {*range(1, num_steps + 1)} and run.again == []
@@ -207,10 +207,10 @@ def test_batches_of_the_first_groups_survive_kills_of_both(tmp_path, request):
         kept = parquet.read(run.path / "run" / "rollouts" / f"step_{step}" / "accepted.parquet")
         groups = sorted({rollout.task.group for rollout in kept})
         assert len(groups) == 3 and len(kept) == 6
-        assert all(step - 4 <= v <= step - 1 for rollout in kept for v in rollout.versions[rollout.sampled_mask])
+        assert all(step - 3 <= v <= step - 1 for rollout in kept for v in rollout.versions[rollout.sampled_mask])
         late += min(groups) < max(trained, default=0)
         trained += groups
-    assert len({*trained}) == len(trained) and late > 5
+    assert len({*trained}) == len(trained) and late > 0
     state = ledgers.verify(run.path / "run" / "ledger.db")
     assert state.error is None
     with ledger_lib.Ledger(run.path / "run" / "ledger.db") as ledger:

@@ -374,11 +374,13 @@ def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
             for r in batch()[:8]
         ]
 
-    assert not any(any(r.rewards.values()) for r in batch()[4:5])  # a claim of 0 agrees
+    assert not any(
+        any(r.rewards.values()) for r in batch()[4:5]
+    )  # a claim of 0 agrees, and changes nothing: the worker cannot choose
     validator.rules = dataclasses.replace(validator.rules, score=gives_up)
     verdict, scores = validator.check_group_without_weights(claims(1))
-    assert verdict == checks.OK and [sample for sample, found in scores.items() if found is None] == [1]
-    assert scores[0] == {"reward": batch()[0].reward} | batch()[0].rewards and not any(scores[4].values())
+    assert verdict == checks.OK and [sample for sample, found in scores.items() if found is None] == [1, 4]
+    assert scores[0] == {"reward": batch()[0].reward} | batch()[0].rewards
     assert validator.check_groups_with_weights([claims(1)])[0].accepted and len(asked) == 1
     verdict, scores = validator.check_group_without_weights(claims(1, 3))  # the other claim is false, and found
     assert verdict.reason == "reward" and "is 0.5, recomputed" in verdict.detail and not scores
