@@ -16,6 +16,8 @@ The worker survives a restart of the orchestrator or a server: it repeats reques
 """
 
 import asyncio
+import collections
+import contextlib
 import dataclasses
 import functools
 import os
@@ -34,13 +36,13 @@ import numpy as np
 from inference import client as client_lib
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from inference.server import web
+from inference.server import metrics_routes, web
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.envs import environment
 from rl.envs import scorer as scorer_lib
 from rl.protocol import lease, registry, signed_session
-from sharding.system import cli
+from sharding.system import cli, role_metrics, sign_in, signed_message
 from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
@@ -70,18 +72,8 @@ class Run:
     server_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by URL, of servers that sign samples
 
 
-async def work(
-    orchestrator: str,
-    key: rollout_lib.WorkerKey,
-    trusted: str | None = None,
-    *,
-    concurrency: int,
-    give_up_s: float,
-    sandbox: str = "auto",
-    servers: Sequence[str] = (),
-    stopping: asyncio.Event | None = None,
-) -> None:
-    """Leases, generates, and submits up to `concurrency` groups at the same time; returns when the run ends, or soon after `stopping`.
+class Worker:
+    """A worker for one run: `work` does the work, the other members show it to /metrics and /health, from any thread.
 
     Args:
       orchestrator: its URL.
@@ -91,76 +83,109 @@ async def work(
       give_up_s: seconds without the orchestrator, or without a server that completes a group.
       sandbox: of scorers.
       servers: URLs of inference servers to use instead of those of the run.
-      stopping: set to hand back all groups and return.
-
-    Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
-    signed by the expected run.
     """
-    stopping = stopping or asyncio.Event()
-    options = {"concurrency": concurrency, "give_up_s": give_up_s, "sandbox": sandbox, "servers": servers}
-    working = asyncio.ensure_future(_work(orchestrator, key, trusted, stopping=stopping, **options))
-    stop = asyncio.ensure_future(stopping.wait())
-    try:
-        await asyncio.wait((working, stop), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            await asyncio.wait((working,), timeout=DRAIN_S)
-        if working.done():
-            working.result()
-    finally:
-        for task in (working, stop):
-            task.cancel()
-        await asyncio.gather(working, stop, return_exceptions=True)
 
+    def __init__(
+        self,
+        orchestrator: str,
+        key: rollout_lib.WorkerKey,
+        trusted: str | None = None,
+        *,
+        concurrency: int,
+        give_up_s: float,
+        sandbox: str = "auto",
+        servers: Sequence[str] = (),
+    ):
+        self._orchestrator, self._trusted, self._give_up_s, self._sandbox = orchestrator, trusted, give_up_s, sandbox
+        self.key, self.concurrency, self.servers = key, concurrency, servers
+        self.counts: collections.Counter[str] = collections.Counter()  # groups, by their fate
+        self.num_tokens = 0  # sampled
+        self.metrics = role_metrics.RoleMetrics("worker", self._values, ("group", "submit"))
+        self._groups: _Groups | None = None  # of the session now
+        self._connection: signed_session.Connection | None = None
 
-async def _work(
-    orchestrator: str, key, trusted: str | None, *, concurrency, give_up_s, sandbox, servers: Sequence[str], stopping
-) -> None:
-    has_trust, run, described, begun_us = trusted is not None, None, None, int(time.time() * 1e6)
-    async with httpx.AsyncClient(base_url=orchestrator, timeout=60) as http:
-        while True:  # a pass per process of the orchestrator
-            session, description = await signed_session.open_session(http, trusted, give_up_s)
-            if trusted is None:
-                trusted = session.run
-                note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
-            lasting = {name: value for name, value in description.items() if name not in signed_session.CHANGING}
-            if run is None or lasting != described:  # else the environment and its scorer stay
-                if run is not None:
-                    await asyncio.to_thread(run.scorer.close)
-                run, described = _read_run(description, sandbox), lasting
-            if run.work_bits:
-                note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
-            proof = lease.find_work(session.run, key.worker, run.work_bits)  # blocks: nothing else can be done yet
-            signed = signed_session.SignedSession(http, key, session, proof, give_up_s, begun_us)
-            api_key = None if has_trust else ""
-            try:
-                options = {"give_up_s": min(give_up_s, SERVERS_S), "api_key": api_key, "keys": run.server_keys}
-                async with client_lib.Client(servers or run.servers, **options) as client:
-                    groups = _Groups(signed, client, run, concurrency, own_servers=bool(servers))
-                    return await groups.work(stopping)
-            except* lease.StaleSession as error:  # its leases are void
-                note(f"a new session of the orchestrator: {error.exceptions[0]}")
-                await asyncio.sleep(0.5)
+    async def work(self, stopping: asyncio.Event | None = None) -> None:
+        """Leases, generates, and submits groups; returns when the run ends. After `stopping` is set, hands back all groups and returns soon.
+
+        Raises ConnectionError after `give_up_s` seconds without the orchestrator, and ValueError if it rejects a request or is not
+        signed by the expected run.
+        """
+        stopping = stopping or asyncio.Event()
+        working, stop = asyncio.ensure_future(self._work(stopping)), asyncio.ensure_future(stopping.wait())
+        try:
+            await asyncio.wait((working, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                await asyncio.wait((working,), timeout=DRAIN_S)
+            if working.done():
+                working.result()
+        finally:
+            for task in (working, stop):
+                task.cancel()
+            await asyncio.gather(working, stop, return_exceptions=True)
+
+    def waiting_for(self) -> str:
+        """Returns why this worker waits, as a line for people, or "" if it generates."""
+        if self._connection and self._connection.problem:
+            return self._connection.problem
+        return self._groups.waiting_for() if self._groups else "the orchestrator's description of the run"
+
+    def _values(self) -> role_metrics.Values:
+        running, finished = self._groups.load() if self._groups else (0, 0)
+        groups = {"running": running, "finished": finished}
+        return {"groups": groups, "groups_total": dict(self.counts), "tokens_total": self.num_tokens}
+
+    async def _work(self, stopping: asyncio.Event) -> None:
+        trusted, run, described, begun_us = self._trusted, None, None, int(time.time() * 1e6)
+        async with httpx.AsyncClient(base_url=self._orchestrator, timeout=60) as http:
+            self._connection = signed_session.Connection(http, self._give_up_s)
+            while True:  # a pass per process of the orchestrator
+                session, description = await self._connection.open_session(trusted)
+                if trusted is None:
+                    trusted = session.run
+                    note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
+                lasting = {name: value for name, value in description.items() if name not in signed_session.CHANGING}
+                if run is None or lasting != described:  # else the environment and its scorer stay
+                    if run is not None:
+                        await asyncio.to_thread(run.scorer.close)
+                    run, described = _read_run(description, self._sandbox), lasting
+                if run.work_bits:
+                    note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
+                proof = lease.find_work(
+                    session.run, self.key.worker, run.work_bits
+                )  # blocks: nothing else can be done yet
+                signed = signed_session.SignedSession(self._connection, self.key, session, proof, begun_us)
+                options = {"give_up_s": min(self._give_up_s, SERVERS_S), "keys": run.server_keys}
+                options["api_key"] = None if self._trusted else ""
+                try:
+                    async with client_lib.Client(self.servers or run.servers, **options) as client:
+                        self._groups = _Groups(self, signed, client, run)
+                        return await self._groups.work(stopping)
+                except* lease.StaleSession as error:  # its leases are void
+                    note(f"a new session of the orchestrator: {error.exceptions[0]}")
+                    await asyncio.sleep(0.5)
 
 
 class _Groups:
     """The groups of a worker in one session of the orchestrator, from their lease until their submission is answered."""
 
-    def __init__(
-        self,
-        signed: signed_session.SignedSession,
-        client: client_lib.Client,
-        run: Run,
-        concurrency: int,
-        *,
-        own_servers,
-    ):
-        self._signed, self._client, self._run, self._concurrency = signed, client, run, concurrency
+    def __init__(self, worker: Worker, signed: signed_session.SignedSession, client: client_lib.Client, run: Run):
+        self._worker, self._signed, self._client, self._run = worker, signed, client, run
         self._ended = asyncio.Event()
-        self._own_server = registry.OWN_SERVER if own_servers else ""
+        self._own_server = registry.OWN_SERVER if worker.servers else ""
         self._running: dict[Key, asyncio.Task] = {}
         self._held: set[Key] = set()  # leased, and neither answered nor given back
         self._finished: asyncio.Queue[tuple[Key, list[rollout_lib.Rollout]]] = asyncio.Queue()
-        self._num_failures, self._problem, self._num_tokens = 0, "", 0
+        self._num_failures, self._problem = 0, ""
+
+    def load(self) -> tuple[int, int]:
+        """Returns (number of groups in progress, number of finished ones that wait to be submitted)."""
+        return len(self._running), self._finished.qsize()
+
+    def waiting_for(self) -> str:
+        """Returns why no group makes progress, as a line for people, or ""."""
+        if not self._running:
+            return "" if self._held else "a group from the orchestrator"
+        return f"an inference server: {outage}" if (outage := self._client.servers.outage()) else ""
 
     async def work(self, stopping: asyncio.Event) -> None:
         """Works until the run ends, or until `stopping`: then gives back groups in progress, and submits finished ones."""
@@ -180,17 +205,18 @@ class _Groups:
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
         pause_s, least_s = FIRST_PAUSE_S, POLL_S
         while True:
-            if len(self._running) >= self._concurrency:
+            if len(self._running) >= self._worker.concurrency:
                 await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
                 continue
             wait_s, begun_s = min(max(POLL_S, least_s), MAX_POLL_S) * random.uniform(0.8, 1.2), time.monotonic()
-            reply = await self._signed.lease(self._concurrency - len(self._running), wait_s=wait_s)
+            reply = await self._signed.lease(self._worker.concurrency - len(self._running), wait_s=wait_s)
             self._hear(reply)
             least_s = float(reply.get("wait_s", 0.0))
             for group in reply["groups"]:
                 key = _key(group)
                 if key not in self._held:  # else its lease ran out, and it is still in progress
                     self._held.add(key)
+                    self._worker.counts["leased"] += 1
                     self._running[key] = task = tasks.create_task(self._complete(group))
                     task.add_done_callback(functools.partial(self._forget, key))
             pause_s = min(pause_s * 1.5, MAX_PAUSE_S) if time.monotonic() - begun_s < 1.0 else FIRST_PAUSE_S
@@ -201,25 +227,22 @@ class _Groups:
             del self._running[key]
 
     async def _beat(self) -> None:
-        interval_s, is_first = FIRST_PAUSE_S, True
+        interval_s, is_first, before = FIRST_PAUSE_S, True, self._worker.num_tokens
         while True:
             await asyncio.sleep(interval_s * random.uniform(0.8, 1.2))
             if not (self._held or is_first):
                 continue  # the request that waits for work shows that this worker is there
-            num_tokens, self._num_tokens = self._num_tokens, 0
-            load = registry.Load(
-                running=len(self._running),
-                waiting=self._finished.qsize(),
-                tokens_per_s=0.0 if is_first else num_tokens / interval_s,
-            )
-            problem = self._client.servers.problems() or self._problem
-            problem = "".join(c if c.isprintable() else " " for c in problem[: registry.MAX_PROBLEM])
-            reply = await self._signed.beat(
-                registry.Report(self._own_server, load=load, problem=problem), [*map(list, self._held)]
-            )
+            running, finished = self.load()
+            tokens_per_s = (self._worker.num_tokens - before) / interval_s
+            before = self._worker.num_tokens
+            load = registry.Load(running=running, waiting=finished, tokens_per_s=0.0 if is_first else tokens_per_s)
+            problem = sign_in.one_line(self._client.servers.problems() or self._problem)
+            report = registry.Report(self._own_server, load=load, problem=problem)
+            reply = await self._signed.beat(report, [*map(list, self._held)])
             self._hear(reply)
             for key in map(tuple, reply["void"]):
                 if task := self._running.get(key):
+                    self._worker.counts["void"] += 1
                     task.cancel()
                     self._held.discard(key)
             interval_s, is_first = float(reply["interval_s"]), False
@@ -233,9 +256,11 @@ class _Groups:
     async def _complete(self, group: dict) -> None:
         """Generates a group and queues it for submission, or gives it back."""
         try:
-            rollouts = await _roll_out(self._client, self._run, self._signed.key, group)
+            with self._worker.metrics.seconds["group"].time():
+                rollouts = await _roll_out(self._client, self._run, self._worker.key, group)
             self._num_failures, self._problem = 0, ""
-            self._num_tokens += sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
+            self._worker.counts["generated"] += 1
+            self._worker.num_tokens += sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
             return self._finished.put_nowait((_key(group), rollouts))
         except client_lib.VersionGone:  # a newer one replaced it, which this group may not use
             pause_s = VOID_PAUSE_S  # the next one may have the same fate
@@ -245,6 +270,7 @@ class _Groups:
             self._problem, self._num_failures = str(error), self._num_failures + 1
             pause_s = min(VOID_PAUSE_S * 2 ** min(self._num_failures, 10), MAX_FAILURE_PAUSE_S)
         self._held.discard(_key(group))
+        self._worker.counts["returned"] += 1
         await self._signed.lease(0, [list(_key(group))])
         await asyncio.sleep(pause_s)
 
@@ -263,8 +289,12 @@ class _Groups:
             if len(body) > web.MAX_BODY_BYTES:
                 found = f"group {rollouts[0].task.group} of step {rollouts[0].step} has {len(body)} bytes, more than the {web.MAX_BODY_BYTES}"
                 raise ValueError(f"{found} of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
-            for name, verdict in (await self._signed.submit(body)).items():
+            with self._worker.metrics.seconds["submit"].time():
+                verdicts = await self._signed.submit(body)
+            self._worker.counts["submitted"] += len(verdicts)
+            for name, verdict in verdicts.items():
                 if verdict.startswith("refused"):
+                    self._worker.counts["refused"] += 1
                     note(f"{name} {verdict}")
             self._held.difference_update(keys)
             for _ in keys:
@@ -331,14 +361,14 @@ def _read_run(body: dict, sandbox: str) -> Run:
         work_bits = int(admission["work_bits"]) if admission.get("kind") == "work" else 0
         keys = {str(url): str(key) for url, key in dict(body.get("server_keys", {})).items()}
     except (KeyError, TypeError, ValueError) as error:
-        raise signed_session.not_an_orchestrator(body) from error
+        raise signed_message.not_an_orchestrator(body) from error
     env = envs.load(name, seed=seed, **options)
     scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S, sandbox=sandbox)
     loaded = tokenizer_lib.load(tokenizer, date=date)
     return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys)
 
 
-async def _work_until_sigterm(*args, **options) -> None:
+async def _work_until_sigterm(worker: Worker) -> None:
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
@@ -347,7 +377,7 @@ async def _work_until_sigterm(*args, **options) -> None:
 
     if threading.current_thread() is threading.main_thread():  # not in tests
         loop.add_signal_handler(signal.SIGTERM, stop)
-    await work(*args, stopping=stopping, **options)
+    await worker.work(stopping)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -369,6 +399,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     helps = "scorers run without files and network: auto (as far as this machine can), require, or off"
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help=helps)
+    add("--metrics", metavar="[HOST:]PORT", help="serve /metrics and /health there")
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
     if args.exit_with_parent:
@@ -384,7 +415,12 @@ def main(argv: list[str] | None = None) -> int:
             rollout_lib.WorkerKey.generate().save(args.key)
         key = rollout_lib.WorkerKey.load(args.key) if args.key else rollout_lib.WorkerKey.generate()
         options = {"concurrency": args.concurrency, "give_up_s": args.give_up_s, "sandbox": args.sandbox}
-        asyncio.run(_work_until_sigterm(args.orchestrator, key, args.run, servers=args.server, **options))
+        worker = Worker(args.orchestrator, key, args.run, servers=args.server, **options)
+        with contextlib.ExitStack() as stack:
+            if args.metrics:
+                health = lambda: {"waiting_for": worker.waiting_for()}  # noqa: E731
+                stack.enter_context(metrics_routes.serving(args.metrics, health, worker.metrics))
+            asyncio.run(_work_until_sigterm(worker))
     except (ValueError, OSError, ExceptionGroup) as error:
         while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause
             if error.split((ValueError, OSError, client_lib.Unavailable))[1]:

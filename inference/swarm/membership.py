@@ -1,10 +1,11 @@
 """Makes an inference server a node of a run: heartbeats to its orchestrator, whose replies name the policy to load.
 
-A failed pull is repeated with growing pauses, and reported. So a server that lags is left out by the orchestrator, and comes back.
+After each pull it reports at once. A failed one is repeated with growing pauses: a server that lags is left out, and comes back.
 """
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -24,7 +25,6 @@ def sign_in_server(
     run: str = "",
 ) -> sign_in.SignIn:
     """Starts the heartbeats of `server`, which workers reach at `url`, and makes it follow the policies of the run; returns them."""
-    follower = PolicyFollower(server)
     before = time.monotonic(), 0.0
 
     def report() -> dict[str, Any]:
@@ -41,47 +41,40 @@ def sign_in_server(
             follower.follow(reply["policy"])
 
     options = {"run": run, "on_reply": hear, "on_notice": inference_server.log}
-    return sign_in.SignIn(orchestrator, private, "server", report, **options).start()
+    node = sign_in.SignIn(orchestrator, private, "server", report, **options)
+    follower = PolicyFollower(server, node.beat_now)
+    return node.start()
 
 
 class PolicyFollower:
-    """The thread that updates `server` to the policy given to `follow` last. `problem` is the error of the last update, or ""."""
+    """Updates `server` in a thread of its own to the policies given to `follow`. `problem` is the error of the last update, or "".
 
-    def __init__(self, server: inference_server.InferenceServer):
-        self._server, self._wanted, self.problem = server, None, ""
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="follow-policy", daemon=True)
-        self._thread.start()
+    `on_update` is called after each update, also a failed one.
+    """
+
+    def __init__(self, server: inference_server.InferenceServer, on_update: Callable[[], None]):
+        self._server, self._on_update, self.problem = server, on_update, ""
+        self._thread: threading.Thread | None = None
+        self._failed: dict[str, Any] = {}  # the policy of a failed update, which is tried again
+        self._retry_s, self._pause_s = 0.0, FIRST_PAUSE_S
 
     def follow(self, policy: dict[str, Any]) -> None:
-        """Names the newest policy: {"epoch", "version", "digest"}."""
-        with self._changed:
-            if policy != self._wanted:
-                self._wanted = policy
-                self._changed.notify()
-
-    def _is_current(self) -> bool:
+        """Starts the update to a policy {"epoch", "version", "digest"}, unless it is here, another one is on, or this one just failed."""
         scheduler = self._server.scheduler
-        return self._wanted is None or (self._wanted["epoch"], self._wanted["version"]) == (
-            scheduler.epoch,
-            scheduler.version,
-        )
+        is_here = (policy["epoch"], policy["version"]) == (scheduler.epoch, scheduler.version)
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if not (is_here or is_busy or (policy == self._failed and time.monotonic() < self._retry_s)):
+            self._thread = threading.Thread(target=self._load, args=(policy,), name="follow-policy", daemon=True)
+            self._thread.start()
 
-    def _work(self) -> None:
-        pause_s = FIRST_PAUSE_S
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._is_current())
-                wanted = self._wanted
-            assert wanted is not None
-            try:
-                self._server.update(wanted["version"], epoch=wanted["epoch"], digest=wanted["digest"])
-                self.problem, pause_s = "", FIRST_PAUSE_S
-            except (ValueError, OSError) as error:
-                inference_server.log(f"weights not updated: {error}; the weights in use keep serving")
-                self.problem = f"weights not updated: {error}"
-                with self._changed:  # a newer policy is tried at once
-                    self._changed.wait_for(lambda wanted=wanted: self._wanted != wanted, pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
-            except scheduler_lib.Closed:
-                return
+    def _load(self, policy: dict[str, Any]) -> None:
+        try:
+            self._server.update(policy["version"], epoch=policy["epoch"], digest=policy["digest"])
+            self.problem, self._pause_s = "", FIRST_PAUSE_S
+        except (ValueError, OSError) as error:
+            inference_server.log(f"weights not updated: {error}; the weights in use keep serving")
+            self.problem, self._failed = f"weights not updated: {error}", policy
+            self._retry_s, self._pause_s = time.monotonic() + self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
+        except scheduler_lib.Closed:
+            return
+        self._on_update()

@@ -126,6 +126,11 @@ class ServerChoice:
         if url in self._servers:
             self._servers[url].version = version
 
+    def outage(self) -> str:
+        """Returns a line with the error of each server if all fail, or if there is none; else ""."""
+        told = [server.problem for server in [*self._servers.values()] if server.is_told]
+        return "" if told and not all(told) else self.problems() or "none is named by the orchestrator"
+
     def problems(self) -> str:
         """Returns a line on the servers that fail, "" if none does."""
-        return "; ".join(f"{url}: {server.problem}" for url, server in self._servers.items() if server.problem)
+        return "; ".join(f"{url}: {server.problem}" for url, server in [*self._servers.items()] if server.problem)

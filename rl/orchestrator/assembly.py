@@ -12,7 +12,7 @@ from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger
-from rl.orchestrator import nodes, orchestrator, server_records, verdict_collector
+from rl.orchestrator import nodes, orchestrator, verdict_collector
 from rl.protocol import task_schedule
 from rl.verification import checks, evidence_log, verifier
 from sharding import mesh as mesh_lib
@@ -37,16 +37,13 @@ def make(
     if file := verifier.bands_file(config):
         tolerance, bands = verifier.load_bands(file)
         rules = dataclasses.replace(rules, tolerance=tolerance)
-    rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
     server_keys = list(config.topology.server_keys)
     if config.topology.mode == "local":
         server_keys.append(rollout_lib.WorkerKey.load(run_directory.worker_key_file(workdir, SERVER)).worker)
-    records = server_records.ServerRecords(server_keys, config.trust.max_attempts, **rates)
     open_steps = task_schedule.num_open_steps(config)
-    evidence = evidence_log.EvidenceLog(bands, count_once=True, servers=records.keys, open_steps=open_steps)
-    num_kept = (
-        0 if task_schedule.is_fixed(config) else open_steps
-    )  # a resumed run makes late groups of earlier steps again
+    evidence = evidence_log.EvidenceLog(bands, count_once=True, servers=frozenset(server_keys), open_steps=open_steps)
+    # A resumed run makes late groups of earlier steps again.
+    num_kept = 0 if task_schedule.is_fixed(config) else open_steps
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
     params = verifier.published(str(weights), keep=keep, key=run_directory.trusted_key(workdir))
     validator = verifier.Validator(experiment.model, params, rules, evidence)
@@ -63,7 +60,7 @@ def make(
         invited=[rollout_lib.WorkerKey.load(file).worker for file in worker_keys(config, workdir)],
         stake=_stakes(config.trust.stake_ledger, stack),
         ledger=ledger,
-        records=records,
+        server_keys=server_keys,
         on_wait=on_wait,
     )
     if ledger:

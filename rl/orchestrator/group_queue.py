@@ -110,11 +110,6 @@ class Entry:
         return self._measure()[1]
 
     @property
-    def earlier(self) -> frozenset[tuple[str, int]]:
-        """Leases before the current ones that expired: worker, pinned version."""
-        return frozenset((lease.worker, lease.group.version) for lease in self.past.values())
-
-    @property
     def is_submitted(self) -> bool:
         """True if rollouts were delivered and not rejected."""
         return self.state not in (State.OPEN, State.LEASED)
@@ -244,12 +239,6 @@ class GroupQueue:
                     ended.append(lease)
                 self._end_lease(key, worker)
         return ended
-
-    def extend(self, seconds: float) -> None:
-        """Moves all deadlines, after a time in which the caller stood still and could not take deliveries."""
-        for entry in self.entries.values():
-            for worker, lease in entry.leases.items():
-                entry.leases[worker] = dataclasses.replace(lease, deadline_s=lease.deadline_s + seconds)
 
     # Rollouts.
 

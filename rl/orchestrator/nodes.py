@@ -26,6 +26,7 @@ import httpx
 from inference import client as client_lib
 from rl.protocol import registry as registry_lib
 from rl.protocol import request_limit, timeline
+from sharding.system import sign_in
 
 TICK_S = 0.2
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # after a failed update
@@ -58,7 +59,7 @@ class Nodes:
       server_keys: public keys that may sign in as servers, relays, and validators.
       validators: public keys that may sign in as validators only.
       is_known: returns True for a worker whose place in the table no stranger may take.
-      is_banned: returns True for the key of a server that workers must not use any more.
+      is_banned: returns True for the key of a server that workers must not use any more, and of a worker that gets no more work.
       on_served: called with each policy that servers have.
       on_notice: called with lines for people.
     """
@@ -117,12 +118,11 @@ class Nodes:
         """Names the newest policy for servers to load. Without servers, workers bring their own, and it counts as served at once."""
         with self._lock:
             self._newest, self._announced_s = policy, time.monotonic()
-            has_servers, loop = self._has_servers(), self._loop
-        if not has_servers:
+            has_servers = self._has_servers()
+        if has_servers:
+            self._notify()
+        else:
             self._on_served(policy)
-        elif loop:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
-                loop.call_soon_threadsafe(self._notify)
 
     @contextlib.contextmanager
     def holding(self, policy: timeline.Policy) -> Iterator[None]:
@@ -137,10 +137,7 @@ class Nodes:
                 if not self._held[policy]:
                     del self._held[policy]
                     self._holders.pop(policy, None)
-                loop = self._loop
-            if loop:
-                with contextlib.suppress(RuntimeError):  # closed meanwhile
-                    loop.call_soon_threadsafe(self._notify)
+            self._notify()
 
     def target(self, key: str) -> timeline.Policy | None:
         """Returns the policy that a server should have: the newest, or an older one that it holds for an evaluation."""
@@ -197,7 +194,7 @@ class Nodes:
             return [
                 {
                     "url": node.report.url,
-                    "key": self._key(node),
+                    "key": self._key(node.key),
                     "limit": math.ceil(self._limit(node) * share),  # of requests at the same time; 0: none
                     "version": node.report.policy.version if node.report.policy else 0,
                     "load": node.report.load.running + node.report.load.waiting,
@@ -229,12 +226,14 @@ class Nodes:
     def table(self) -> list[dict[str, Any]]:
         """Returns a row per node for people."""
         with self._lock:
-            return self._registry.table()
+            rows = self._registry.table()
+            return [row | {"state": "banned"} if self._is_banned(self._key(row["key"])) else row for row in rows]
 
     def notice(self) -> str:
         """Returns a line on all servers if workers can use none of them, else ""."""
         with self._lock:
-            return self._line("server") if self._has_servers() and not self._serving() else ""
+            is_without = self._has_servers() and not self._serving()
+        return self._line("server") if is_without else ""
 
     async def run(self, has_work: Callable[[], bool], on_tick: Callable[[float], None]) -> None:
         """Polls static servers and applies the passing of time, for ever. Raises ValueError if nobody is left to wait for.
@@ -300,16 +299,13 @@ class Nodes:
         with self._lock:
             if self._newest is None or not self._has_servers() or self._serving():
                 self._well_s["server"] = now_s
-            if not has_work or self._registry.count("worker")[registry_lib.State.HEALTHY]:
+            if not has_work or any(not self._is_banned(node.key) for node in self._registry.healthy("worker")):
                 self._well_s["worker"] = now_s
-            lines = {
-                role: self._line(role) for role, well_s in self._well_s.items() if now_s - well_s > self._patience_s
-            }
-        for role, line in lines.items():
-            found = (
-                f"the run had no {role} that it could use for {self._patience_s:.0f} s (topology.patience_s): {line}"
-            )
-            raise ValueError(f"{found}. Start {ROLES[role]}, or mend one of these; then continue with the same command")
+            missing = [role for role, well_s in self._well_s.items() if now_s - well_s > self._patience_s]
+        for role in missing:
+            found = f"the run had no {role} that it could use for {self._patience_s:.0f} s (topology.patience_s)"
+            remedy = f"Start {ROLES[role]}, or mend one of these; then continue with the same command"
+            raise ValueError(f"{found}: {self._line(role)}. {remedy}")
 
     def _has_servers(self) -> bool:
         return bool(self._static or self._server_keys)
@@ -320,7 +316,7 @@ class Nodes:
         oldest = 0 if is_old_allowed else max(0, self._newest.version - self._max_lag)
         oldest = min([oldest, *(policy.version for policy in self._held)])
         found = self._registry.serving(timeline.Policy(self._newest.epoch, oldest), self._newest)
-        return [node for node in found if not self._is_banned(self._key(node))]
+        return [node for node in found if not self._is_banned(self._key(node.key))]
 
     def _observe(self, key: str, load: registry_lib.Load, now_s: float) -> None:
         state = self._limits.get(key) or request_limit.start(load.capacity, 1)
@@ -332,16 +328,23 @@ class Nodes:
         """Returns the number of requests that a server should run (0: unknown)."""
         return int(self._limits[node.key].limit) if node.key in self._limits and node.report.load.capacity else 0
 
-    def _key(self, node: registry_lib.Node) -> str:
-        """Returns the key by which a server signs samples, "" if it signs none."""
-        return self._static[node.key].key if node.key in self._static else node.key
+    def _key(self, key: str) -> str:
+        """Returns the key by which a node signs, "" if it signs nothing; static servers are known by their URL."""
+        return self._static[key].key if key in self._static else key
 
     def _line(self, role: str) -> str:
-        return self._registry.line(role)[:MAX_LINE]
+        return registry_lib.line(self.table(), role)[:MAX_LINE]
 
     def _notify(self) -> None:
-        announced, self._announced = self._announced, asyncio.Event()
-        announced.set()
+        """Wakes the tasks of static servers."""
+
+        def wake() -> None:
+            announced, self._announced = self._announced, asyncio.Event()
+            announced.set()
+
+        if self._loop:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._loop.call_soon_threadsafe(wake)
 
     async def _follow(self, server: StaticServer) -> None:
         """Polls the health of a static server, and sends it new policies; for ever."""
@@ -376,7 +379,7 @@ def _problem(update: asyncio.Future) -> str:
         update.result()
         return ""
     except (ValueError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
-        return f"weights not updated: {str(error) or type(error).__name__}"[: registry_lib.MAX_PROBLEM]
+        return sign_in.one_line(f"weights not updated: {str(error) or type(error).__name__}")
 
 
 async def _poll(http: httpx.AsyncClient, url: str, before: registry_lib.Report) -> registry_lib.Report:
@@ -392,7 +395,7 @@ async def _poll(http: httpx.AsyncClient, url: str, before: registry_lib.Report) 
             "url": url,
             "policy": policy | {"version": body["policy_version"]},
             "load": body.get("load", {"running": running, "waiting": max(pending - running, 0)}),
-            "problem": "".join(c if c.isprintable() else " " for c in before.problem),
+            "problem": before.problem,
         }
         return registry_lib.Report.from_json(report)
     except (AttributeError, KeyError, TypeError) as error:

@@ -24,6 +24,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
@@ -61,7 +62,8 @@ class Orchestrator:
     """Serves groups to workers over HTTP, has their rollouts checked, and returns batches. All methods are thread-safe.
 
     Rollouts are kept in `workdir`; `credit` turns rewards into advantages. `key` is the run's, which signs replies to workers;
-    `invited` are public keys of workers to trust in addition to `topology.workers`; `stake` returns a key's stake in the ledger.
+    `invited` are public keys of workers to trust in addition to `topology.workers`, `server_keys` those of inference servers in
+    addition to `topology.server_keys`; `stake` returns a key's stake in the ledger.
     `verdicts` replays groups; `check_group_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the
     validator's evidence against workers as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are
     verified: workers must not know it. `on_verified` is called with each group that a verdict accepted. Events go to `ledger`, if
@@ -83,7 +85,7 @@ class Orchestrator:
         invited: Collection[str] = (),
         stake: Callable[[str], int] = lambda worker: 0,
         ledger: run_ledger.RunLedger | run_ledger.NoLedger | None = None,
-        records: server_records.ServerRecords | None = None,
+        server_keys: Collection[str] = (),
         on_verified: Callable[[Sequence[rollout_lib.Rollout]], None] = lambda rollouts: None,
         on_wait: Callable[[str], None] = lambda line: None,
     ):
@@ -98,24 +100,24 @@ class Orchestrator:
         self._batches = batches.of(config, self._queue, lambda e: credit.has_signal(self._rewarded(e)))
         self._invited = frozenset({*invited, *config.topology.workers})
         self._admission = admission.Admission(admission.Policy.of(config), key.worker, self._invited, stake)
-        rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
         attempts, lease_s = config.trust.max_attempts, config.topology.lease_s
+        rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
         self._health = worker_health.WorkerHealth(attempts, lease_s, invited=self._invited, **rates)
-        self._share = work_share.WorkShare(config.topology.lease_s)
+        self._records = server_records.ServerRecords({*server_keys, *config.topology.server_keys}, attempts, **rates)
+        self._share = work_share.WorkShare(lease_s)
         self._blamed_s: dict[str, float] = {}  # worker -> its last lease that expired and was held against it
         self.nodes = nodes.Nodes(
             heartbeat_s=config.topology.heartbeat_s,
-            lease_s=config.topology.lease_s,
+            lease_s=lease_s,
             patience_s=config.topology.patience_s,
             max_lag=config.rl.max_lag,
             server_keys=config.topology.server_keys,
             validators=verdicts.validators,
             is_known=self._health.is_known,
-            is_banned=lambda key: self._records.is_banned(key),
+            is_banned=lambda key: self._records.is_banned(key) or self._health.is_banned(key),
             on_served=self._open,
             on_notice=on_wait,
         )
-        self._records = records or server_records.ServerRecords(config.topology.server_keys, attempts, **rates)
         self._kept: dict[group_queue.Key, submissions.Kept] = {}  # of the log, until the first policy is published
         self._recorded: dict[int, list[group_queue.Entry]] = {}  # the ledger's last batch, maybe not returned yet
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
@@ -283,6 +285,12 @@ class Orchestrator:
                 "nodes": collections.Counter(f"{node['role']}_{node['state']}" for node in self.nodes.table()),
             }
 
+    def table(self) -> list[dict[str, Any]]:
+        """Returns a row per node for people, with the number of groups that a worker has leased or that are being checked."""
+        rows = self.nodes.table()
+        with self._changed:
+            return [row | {"groups": len(self._queue.held(row["key"])) or row["running"]} for row in rows]
+
     # Called by workers over HTTP.
 
     def describe(self) -> dict:
@@ -330,10 +338,8 @@ class Orchestrator:
         now_s = time.monotonic()
         self.nodes.seen([worker], now_s)
         with self.metrics.seconds["lease"].time(), self._changed:
-            self._expire(now_s)
-            for key in self._queue.orphans(worker, begun_us):
-                if lease := self._queue.give_back(key, worker):
-                    self._lose_returned(lease, now_s)
+            self.tick(now_s)
+            self._take_back(worker, self._queue.orphans(worker, begun_us), now_s)
             for key in returned:
                 if lease := self._queue.give_back(key, worker):
                     is_gone = 0 <= lease.group.version < self._policy.version  # it is not served any more
@@ -353,7 +359,7 @@ class Orchestrator:
                 room = int(min(room, max(1 - held, self.nodes.max_leases() - self._queue.num_leases())))
             pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, self._health.is_stranger(worker))
             count, until_s = 0 if self.is_ended else min(room, capacity), now_s + self._health.lease_s(worker)
-            may_lease = functools.partial(self._may_lease, worker, now_s)
+            may_lease = functools.partial(self._health.may_lease, worker, now_s=now_s)
             version = self._version if pins else -1
             groups = self._queue.lease(worker, count, until_s, may_lease, version, now_s=now_s, begun_us=begun_us)
             if is_known and not groups and count > 0:
@@ -385,9 +391,7 @@ class Orchestrator:
             if not leaving:
                 return self._queue.renew(key, holding, lambda lease: self._health.renewed_s(key, lease.since_s, now_s))
             self._share.left(key)
-            for held in self._queue.held(key):
-                if lease := self._queue.give_back(held, key):
-                    self._lose_returned(lease, now_s)
+            self._take_back(key, self._queue.held(key), now_s)
             return []
 
     def servers(self, worker: str) -> list[dict]:
@@ -399,7 +403,16 @@ class Orchestrator:
     def tick(self, now_s: float) -> None:
         """Reopens expired leases."""
         with self._changed:
-            self._expire(now_s)
+            for lease in self._queue.expire(now_s):
+                # Several leases that end in one outage are one fault, and none if the worker could not reach a server.
+                is_first = now_s - self._blamed_s.get(lease.worker, -math.inf) > self._config.topology.lease_s
+                blame = is_first and not self.nodes.was_away(lease.since_s)
+                if blame:
+                    recent = {
+                        name: s for name, s in self._blamed_s.items() if now_s - s <= self._config.topology.lease_s
+                    }
+                    self._blamed_s = recent | {lease.worker: now_s}
+                self._lose(lease, now_s, "lease_expired", blame=blame)
 
     def has_work(self) -> bool:
         """Returns True if groups wait for a worker, or for another one than theirs."""
@@ -407,25 +420,14 @@ class Orchestrator:
             is_late = functools.partial(self._is_late, time.monotonic())
             return self._queue.count()[State.OPEN] > 0 or self._queue.has_late(is_late)
 
-    def _may_lease(self, worker: str, now_s: float, key: group_queue.Key) -> bool:
-        return self._health.may_lease(worker, key, now_s)
-
     def _is_late(self, now_s: float, lease: group_queue.Lease) -> bool:
         return self._share.is_late(lease.worker, lease.since_s, now_s)
 
-    def _expire(self, now_s: float) -> None:
-        for lease in self._queue.expire(now_s):
-            # Several leases that end in one outage are one fault, and none if the worker could not reach a server.
-            is_first = now_s - self._blamed_s.get(lease.worker, -math.inf) > self._config.topology.lease_s
-            blame = is_first and not self.nodes.was_away(lease.since_s)
-            if blame:
-                recent = {name: s for name, s in self._blamed_s.items() if now_s - s <= self._config.topology.lease_s}
-                self._blamed_s = recent | {lease.worker: now_s}
-            self._lose(lease, now_s, "lease_expired", blame=blame)
-
-    def _lose_returned(self, lease: group_queue.Lease, now_s: float) -> None:
-        # A newcomer could keep groups from others by taking and returning them.
-        self._lose(lease, now_s, "lease_returned", blame=not self._health.is_known(lease.worker))
+    def _take_back(self, worker: str, keys: Sequence[group_queue.Key], now_s: float) -> None:
+        """Ends the leases of a worker that leaves or has started again. A newcomer could keep groups from others by this means."""
+        for key in keys:
+            if lease := self._queue.give_back(key, worker):
+                self._lose(lease, now_s, "lease_returned", blame=not self._health.is_known(worker))
 
     def _lose(self, lease: group_queue.Lease, now_s: float, count: str, *, blame: bool) -> None:
         """Counts a lease that ended without rollouts, also against its worker if it is to `blame`."""
@@ -462,22 +464,14 @@ class Orchestrator:
 
     def _collect(self, step: int) -> list[group_queue.Entry]:
         """Blocks until batch `step` is complete; takes its groups."""
-        taken: list[group_queue.Entry] | None = None
-
-        def is_complete() -> bool:
-            nonlocal taken
-            num_stale = self._queue.drops["stale"]
-            taken = self._batches.collect(step)
-            self._counts["stale"] += (self._queue.drops["stale"] - num_stale) * self._config.rl.samples_per_prompt
-            return taken is not None
-
+        taken: list[group_queue.Entry] = []
         self._wanted = step
-        while not self._wait_for(is_complete, WAIT_NOTICE_S):
+        while not self._wait_for(lambda: taken.extend(self._batches.collect(step) or []) or taken, WAIT_NOTICE_S):
             self._on_wait(self._wait_notice(f"batch {step}", *self._batches.progress()))  # a long wait is not an error
         self._wanted = None
-        self._mark(step, taken or [])
-        self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken or [])
-        return taken or []
+        self._mark(step, taken)
+        self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
+        return taken
 
     def _mark(self, step: int, taken: list[group_queue.Entry]) -> None:
         """Records the unverified groups that batch `step` trains on, and the state as of its hand-off. The caller has the lock."""
@@ -512,7 +506,7 @@ class Orchestrator:
         for one in kept.values():
             self._submissions.restore(one)
 
-    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+    def _wait_for(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:
         """Returns True if `condition` became true in time; raises the error given to `fail`, if any. Call it under the lock."""
         is_met = self._changed.wait_for(lambda: self._failure or condition(), timeout_s)
         if self._failure:
@@ -535,13 +529,15 @@ class Orchestrator:
     def _take_counts(self) -> dict[str, float]:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
+            batch = self._batches.take_metrics()
+            self._counts["stale"] += round(batch["batch/num_stale"]) * self._config.rl.samples_per_prompt
             names = "accepted called_back refused checked stale lease_expired lease_void lease_returned unleased spare"
             names += " given_up void_epoch server_faults undecided unanswered unverified trained_unverified_of_cheats"
             counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
             self._totals += self._counts
             self._counts.clear()
             metrics = {f"trust/num_{name}": float(number) for name, number in counts.items()}
-            return metrics | self._batches.take_metrics()
+            return metrics | batch
 
     def _rewarded(self, entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
         min_group = self._config.rl.min_group if entry.group.split == "train" else 0

@@ -1,7 +1,7 @@
-"""The HTTP routes of an orchestrator: GET /run; POST /lease, /heartbeat, /submit, with signed requests (rl/protocol/lease.py).
+"""The HTTP routes of an orchestrator: GET /run; POST /lease, /heartbeat, /submit, /nodes, with signed requests (rl/protocol/lease.py).
 
 A lease request may wait until there is work (rl/orchestrator/gate/lease_waiters.py). Heartbeats of all roles get the newest policy;
-workers also get the servers that they may use.
+workers also get the servers that they may use. The holder of the run's key gets the table of all nodes.
 
 Two threads decode submissions, which bounds the memory; networks take turns there. A group that is then queued for its checks was
 leased to its signer. So queued groups take no more memory than the open batches, and slow submissions delay only their sender.
@@ -29,6 +29,7 @@ from rl.orchestrator import submissions, worker_health
 from rl.orchestrator.gate import lease_waiters, request_rate
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry
+from sharding.system import signed_message
 
 MAX_LEASE_BYTES = 8192  # of a request's JSON; 64 returned groups take 3 KB
 MAX_HEARTBEAT_BYTES = 2**18  # 4096 held groups take 150 KB
@@ -62,7 +63,7 @@ def make_app(
         if len(nonce) > MAX_NONCE:
             raise ValueError(f"nonce has {len(nonce)} characters; send at most {MAX_NONCE}")
         bound = {"id": session.run, "session": session.id, "nonce": nonce}
-        return lease_lib.sign(key, bound | {"run": orchestrator.describe()})
+        return signed_message.sign(key.private, bound | {"run": orchestrator.describe()})
 
     @app.post("/lease")
     async def lease(request: fastapi.Request):
@@ -85,7 +86,9 @@ def make_app(
         reply = {"groups": [vars(group) for group in groups], "request": message["signature"]}
         reply["wait_s"] = len(waiters) / MAX_POLLS_PER_S  # at least, of the next request
         # As a response: FastAPI would look at each value of a dict before it encodes them, in a third of the time of a poll.
-        return responses.JSONResponse(lease_lib.sign(key, reply | _news(orchestrator, worker if groups else None)))
+        return responses.JSONResponse(
+            signed_message.sign(key.private, reply | _news(orchestrator, worker if groups else None))
+        )
 
     @app.post("/heartbeat")
     async def heartbeat(request: fastapi.Request):
@@ -99,7 +102,18 @@ def make_app(
         reply |= _news(orchestrator, node if role == "worker" else None)
         if role == "server" and (policy := orchestrator.nodes.target(node)):
             reply["policy"] = policy.to_json()
-        return responses.JSONResponse(lease_lib.sign(key, reply))
+        return responses.JSONResponse(signed_message.sign(key.private, reply))
+
+    @app.post("/nodes")
+    async def nodes(request: fastapi.Request):
+        network = gate.limit_rate(request)
+        message = await web.read_json(request, MAX_LEASE_BYTES)
+        if (signer := gate.verify(message, "nodes", network)) != session.run:
+            raise ValueError(
+                f"the nodes are shown to the operator of the run, not to {signer[:16]}; sign with the run's key"
+            )
+        reply = {"nodes": orchestrator.table(), "waiting_for": orchestrator.waiting_for()}
+        return responses.JSONResponse(signed_message.sign(key.private, reply | {"request": message["signature"]}))
 
     @app.post("/submit")
     async def submit(request: fastapi.Request):
@@ -140,12 +154,13 @@ async def _run_swarm(orchestrator, waiters: lease_waiters.LeaseWaiters) -> None:
     try:
         await orchestrator.nodes.run(orchestrator.has_work, tick)
     except asyncio.CancelledError:
-        waiters.close()
         raise
     except BaseExceptionGroup as errors:  # of one task; no other code reads the result of this one
         orchestrator.fail(errors.exceptions[0])
     except BaseException as error:
         orchestrator.fail(error)
+    finally:
+        waiters.close()  # or the web server waits for them
 
 
 def _news(orchestrator, worker: str | None) -> dict:
@@ -162,6 +177,8 @@ class _Gate:
         self, session: lease_lib.Session, admission, health: worker_health.WorkerHealth, nodes: nodes_lib.Nodes
     ):
         def admit(key: str, message: dict) -> None:
+            if key == session.run:
+                return  # the operator
             if message.get("role", "worker") == "worker":
                 admission.admit(key, message)
             elif not nodes.may_sign_in(key, message["role"]):

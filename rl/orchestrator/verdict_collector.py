@@ -36,7 +36,7 @@ from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
-from sharding.system import role_metrics
+from sharding.system import role_metrics, signed_message
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 GREETING_S = 10.0  # that a validator has for its first sign of life
@@ -327,7 +327,7 @@ class VerdictCollector:
         try:
             answer = json.loads(bytes(reply))
             verdicts = {one.digest: one for one in map(verdict_lib.SignedVerdict.read, answer["verdicts"])}
-            is_fresh = answer["request"] == signed["signature"] and lease.is_signed(validator.key, answer)
+            is_fresh = answer["request"] == signed["signature"] and signed_message.is_signed(validator.key, answer)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"its reply has no verdicts: {error}") from error
         if not is_fresh:  # a copy of an earlier "weights" would fail the run

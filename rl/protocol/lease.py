@@ -26,14 +26,12 @@ from inference.rollouts import rollout as rollout_lib
 from rl.protocol import registry
 from sharding.system import signed_message
 
-MAX_CLOCK_SKEW_S = 300.0
 MAX_CAPACITY = 4096
 MAX_RETURNED = 64
 MAX_WAIT_S = 600.0  # that a lease request may wait for work
 MAX_REMEMBERED = 2**16  # workers whose previous request is known
 MAX_WORK_BITS = 40  # days of one CPU core
 HEADER = "x-intellax-request"  # the signed request as JSON, where the body is a file of rollouts
-_last_s = 0.0  # returned last by `steady_time`
 
 
 class Replayed(ValueError):
@@ -57,28 +55,9 @@ class Session:
         return cls(run, secrets.token_hex(16))
 
 
-def steady_time() -> float:
-    """Returns the Unix time in seconds, but later than in the previous call, unless the clock was set back by minutes.
-
-    The monotonic clock is not used: it stops while a laptop sleeps, and the worker's requests would be too old forever.
-    """
-    global _last_s
-    now_s = time.time()
-    if now_s < _last_s - MAX_CLOCK_SKEW_S:  # corrected: requests with the old time are refused
-        _last_s = now_s
-    _last_s = max(_last_s + 2e-6, now_s)  # two: float64 resolves 0.24 us, so one could round to the same us
-    return _last_s
-
-
-def request(key: rollout_lib.WorkerKey, session: Session, *, clock=steady_time, **fields) -> dict:
+def request(key: rollout_lib.WorkerKey, session: Session, **fields) -> dict:
     """Returns the signed JSON body of a worker's request with these fields of `_FIELDS`, all but the first five."""
-    bound = {"run": session.run, "session": session.id, "worker": key.worker, "time_us": int(clock() * 1e6)}
-    return sign(key, bound | fields)
-
-
-def sign(key: rollout_lib.WorkerKey, message: dict) -> dict:
-    """Returns a copy of a JSON object with the field `signature`, made by `key` over all other fields."""
-    return signed_message.sign(key.private, message)
+    return signed_message.request(key.private, session.run, session.id, **fields)
 
 
 def read_header(text: str) -> dict:
@@ -90,11 +69,6 @@ def read_header(text: str) -> dict:
     if not isinstance(message, dict):
         raise ValueError(f"the header {HEADER} is not a JSON object; send the signed request")
     return message
-
-
-def is_signed(signer: str, message: object) -> bool:
-    """Returns True if `message`, maybe any JSON value, is an object that was signed by the key with this public half. Never raises."""
-    return signed_message.is_signed(signer, message)
 
 
 class RequestVerifier:
@@ -133,12 +107,12 @@ class RequestVerifier:
             found = f"run {message['run'][:16]}, session {message['session'][:16]}"
             raise StaleSession(f"{kind} request is for {found}, which is not this orchestrator; fetch /run again")
         now_us = int(self._clock() * 1e6)
-        if abs(time_us - now_us) > MAX_CLOCK_SKEW_S * 1e6:
+        if abs(time_us - now_us) > signed_message.MAX_CLOCK_SKEW_S * 1e6:
             off = f"{(time_us - now_us) / 1e6:+.0f} s off our clock, {_date(now_us)}"
-            found = f"{kind} request is dated {_date(time_us)}, {off}; at most {MAX_CLOCK_SKEW_S:.0f} s are allowed"
+            found = f"{kind} request is dated {_date(time_us)}, {off}; at most {signed_message.MAX_CLOCK_SKEW_S:.0f} s are allowed"
             raise ValueError(f"{found}; synchronize the clocks")
         self._admit(worker, message)
-        if not is_signed(worker, message):
+        if not signed_message.is_signed(worker, message):
             raise ValueError(f"{kind} request is not signed by the key it names, {worker[:16]}; sign it with that key")
         if kind != "submit":
             before_us = self._last_us.get((kind, worker), 0)
@@ -148,7 +122,9 @@ class RequestVerifier:
                 raise Replayed(f"{kind} request rejected as a replay: {found}; {remedy}")
             self._last_us[kind, worker] = time_us
             self._last_us.move_to_end((kind, worker))
-            self._forget(now_us - MAX_CLOCK_SKEW_S * 1e6)  # a copy of anything older is rejected by its date
+            self._forget(
+                now_us - signed_message.MAX_CLOCK_SKEW_S * 1e6
+            )  # a copy of anything older is rejected by its date
         return worker
 
     def _forget(self, oldest_us: float) -> None:
@@ -245,6 +221,7 @@ _FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
         "leaving": (lambda value: type(value) is bool, "true with the last heartbeat, else false"),
         "work": (_is_hex("0,32"), "the proof of work in hex, or an empty string"),
     },
+    "nodes": {},
     "submit": {"digest": (_is_hex("64"), "the SHA-256 of the body in hex")},
     "verdicts": {"rollouts": (_is_hex("64"), "the SHA-256 of the body in hex")},
 }

@@ -16,17 +16,18 @@ import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl.protocol import timeline
+from sharding.system import sign_in
 
 ROLES = ("server", "worker", "relay", "validator")
 SUSPECT_BEATS, DEAD_BEATS, GONE_BEATS = 2.5, 6.0, 60.0  # intervals of silence; a lost beat alone changes nothing
 FAULT_BEATS = 2.0
 MAX_STRANGERS = 4096
 MAX_CHANGES = 4096  # kept until the next sweep
-MAX_URL, MAX_PROBLEM = 256, 200  # characters
+MAX_URL = 256  # characters
 OWN_SERVER = "http://own.invalid"  # the URL of a worker that uses no server of the run
 
 
@@ -87,8 +88,10 @@ class Report:
         url, problem = body["url"], body["problem"]
         if not isinstance(url, str) or len(url) > MAX_URL or not (url == "" or url.startswith(("http://", "https://"))):
             raise ValueError(f"report has url = {url!r:.80}; send an http URL of at most {MAX_URL} characters, or ''")
-        if not isinstance(problem, str) or len(problem) > MAX_PROBLEM or not problem.isprintable():
-            raise ValueError(f"report has problem = {problem!r:.80}; send a line of at most {MAX_PROBLEM} characters")
+        if not isinstance(problem, str) or len(problem) > sign_in.MAX_PROBLEM or not problem.isprintable():
+            raise ValueError(
+                f"report has problem = {problem!r:.80}; send a line of at most {sign_in.MAX_PROBLEM} characters"
+            )
         for name, value in load.items():
             is_count, most = type(getattr(Load, name)) is int, 1.0 if name == "kv_used" else 1e12
             is_number = type(value) is int or (type(value) is float and not is_count)
@@ -126,7 +129,6 @@ class Registry:
     """The nodes of a run by public key. They are expected to beat every `interval_s` seconds.
 
     `is_named` returns True for keys that the run named or knows by their work: they are always taken, and shown when GONE.
-    `transitions` counts the changes since the start, by (role, new state).
     """
 
     def __init__(self, interval_s: float, *, is_named: Callable[[str], bool] = lambda key: False):
@@ -138,7 +140,6 @@ class Registry:
         self._now_s = -math.inf
         self.worker_interval_s = interval_s  # other nodes may have to beat more often
         self._away_s = -math.inf  # the last time at which servers were away
-        self.transitions: collections.Counter[tuple[str, State]] = collections.Counter()
 
     def beat(self, key: str, role: str, now_s: float, report: Report | None = None) -> Node | None:
         """Records a heartbeat; returns the node, or None if it is a stranger and there are too many. Without `report`, its last one stays.
@@ -171,7 +172,7 @@ class Registry:
         """Records that a call of ours to a node failed: it is SUSPECT for at least `FAULT_BEATS` intervals."""
         self._look(now_s)
         if node := self._nodes.get(key):
-            problem = "".join(c if c.isprintable() else " " for c in problem[:MAX_PROBLEM])
+            problem = sign_in.one_line(problem)
             state = State.SUSPECT if State.SUSPECT in NEXT[node.state] else node.state
             until_s = now_s + FAULT_BEATS * self._interval_s
             report = dataclasses.replace(node.report, problem=problem)
@@ -198,14 +199,14 @@ class Registry:
         self._changes.clear()
         return changes
 
+    def healthy(self, role: str) -> list[Node]:
+        """Returns the HEALTHY nodes of a role, by key."""
+        found = [node for node in self._nodes.values() if node.role == role and node.state is State.HEALTHY]
+        return sorted(found, key=lambda node: node.key)
+
     def serving(self, oldest: timeline.Policy, newest: timeline.Policy | None = None) -> list[Node]:
         """Returns the servers that workers may use: HEALTHY, with a policy of this epoch from `oldest` to `newest`, by key."""
-        found = [
-            node
-            for node in self._nodes.values()
-            if node.role == "server" and node.state is State.HEALTHY and _is_allowed(node.report.policy, oldest, newest)
-        ]
-        return sorted(found, key=lambda node: node.key)
+        return [node for node in self.healthy("server") if _is_allowed(node.report.policy, oldest, newest)]
 
     def was_away(self, since_s: float) -> bool:
         """Returns True if servers were away at some time from `since_s` on: none was HEALTHY, or as many were SUSPECT as HEALTHY."""
@@ -236,15 +237,6 @@ class Registry:
             }
             for node in order
         ]
-
-    def line(self, role: str) -> str:
-        """Returns a line that lists each node of a role with its state and last error, for "why is it waiting"."""
-        found = (row for row in self.table() if row["role"] == role)
-        parts = [
-            f"{row['url'] or row['key'][:16]} {row['state']}" + (f" ({row['problem']})" if row["problem"] else "")
-            for row in found
-        ]
-        return "; ".join(parts) or f"no {role} has signed in"
 
     def _look(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)
@@ -285,8 +277,14 @@ class Registry:
         self._count[node.role, node.state] += 1
         if node.state is not old:
             assert node.state in NEXT[old], (old, node.state)
-            self.transitions[node.role, node.state] += 1
             self._changes.append(Change(node.key, node.role, old, node.state, reason))
+
+
+def line(rows: Sequence[Mapping[str, Any]], role: str) -> str:
+    """Returns a line that lists each node of a role in a table with its state and last error, for "why is it waiting"."""
+    found = ((row["url"] or row["key"][:16], row["state"], row["problem"]) for row in rows if row["role"] == role)
+    parts = [f"{name} {state}" + (f" ({problem})" if problem else "") for name, state, problem in found]
+    return "; ".join(parts) or f"no {role} has signed in"
 
 
 def _is_allowed(policy: timeline.Policy | None, oldest: timeline.Policy, newest: timeline.Policy | None) -> bool:

@@ -5,21 +5,20 @@ After PRIME-RL's controller, per server and poll:
 1. The limit grows per turnover of the running requests by the factor that would fill the KV cache to `TARGET`, from `GROWTH` to
    `FAST_GROWTH` (each finished request multiplies it by factor^(1 / running)), while the cache is below `GROW_BELOW`, no request
    waits, and the limit is nearly used. A failed request is not a finished one.
-2. A KV cache above `DRAIN_ABOVE` lowers the limit to the number of requests that would fill it to `TARGET`. Above `CANCEL_ABOVE`,
-   `State.num_cancelled` names how many of the youngest requests to give back: their leases go to other workers.
+2. A KV cache above `DRAIN_ABOVE` lowers the limit to the number of requests that would fill it to `TARGET`.
 3. A preemption cuts the limit by `PREEMPTED`, and a long queue over `PATIENCE` polls by `QUEUED`. After a cut, `PATIENCE` polls pass
    until the next one, unless a preemption shows that it was not enough: that one cuts by `REPEATED`.
 4. After `BLIND_S` seconds without a report the limit stays as it is until there is another one.
 
 PRIME-RL's levels (0.6, 0.8, 0.9, 0.7), growth (1.25) and cuts (0.8, 0.5) reached 0.69 to 0.77 of the best fixed limit where the cache
-is the bound, in the simulation of tests/rl/protocol/test_request_limit.py; these reach 0.92 to 1.07.
+is the bound, in the simulation of tests/rl/protocol/test_request_limit.py; these reach 0.93 to 1.07.
 """
 
 import dataclasses
 
-GROWTH, FAST_GROWTH, GROW_BELOW, USED = 1.5, 4.0, 0.92, 0.9
-DRAIN_ABOVE, CANCEL_ABOVE, TARGET = 0.98, 0.995, 0.95
-PREEMPTED, QUEUED, REPEATED = 0.95, 0.9, 0.9
+GROWTH, FAST_GROWTH, GROW_BELOW, USED = 1.5, 4.0, 0.95, 0.9
+DRAIN_ABOVE, TARGET = 0.99, 0.98
+PREEMPTED, QUEUED, REPEATED = 0.97, 0.9, 0.95
 LONG_QUEUE = 0.5  # waiting requests per running one
 PATIENCE = 6  # polls
 BLIND_S = 15.0
@@ -46,7 +45,6 @@ class State:
     last: Sample | None = None
     num_queued: int = 0  # polls in a row with a long queue
     cooldown: int = 0  # polls until the next cut
-    num_cancelled: int = 0  # requests to give back now
 
 
 def start(kv_tokens: int, max_model_len: int) -> State:
@@ -64,15 +62,13 @@ def observe(state: State, sample: Sample, blind_s: float = BLIND_S) -> tuple[Sta
     is_blind = last is None or sample.now_s - last.now_s > blind_s
     running, limit = max(1, sample.running), state.limit
     num_queued = state.num_queued + 1 if sample.waiting > LONG_QUEUE * running else 0
-    cut, num_cancelled = 1.0, 0
+    cut = 1.0
     if was_preempted:
         cut = REPEATED if state.cooldown else PREEMPTED
     elif not state.cooldown and sample.kv_used > DRAIN_ABOVE:
         cut = min(1.0, running * TARGET / sample.kv_used / limit)
     elif not state.cooldown and num_queued >= PATIENCE:
         cut = QUEUED
-    if sample.kv_used > CANCEL_ABOVE:
-        num_cancelled = max(0, running - round(running * TARGET / sample.kv_used))
     grows = cut == 1 and not is_blind and not state.cooldown
     if grows and sample.kv_used < GROW_BELOW and not sample.waiting and running >= USED * int(limit):
         growth = min(max(GROWTH, TARGET / max(sample.kv_used, 0.01)), FAST_GROWTH)
@@ -80,4 +76,4 @@ def observe(state: State, sample: Sample, blind_s: float = BLIND_S) -> tuple[Sta
     limit = min(max(1.0, limit * cut), MAX_LIMIT)
     is_cut = cut < 1
     cooldown = PATIENCE if is_cut else max(0, state.cooldown - 1)
-    return State(limit, sample, 0 if is_cut else num_queued, cooldown, num_cancelled), int(limit)
+    return State(limit, sample, 0 if is_cut else num_queued, cooldown), int(limit)

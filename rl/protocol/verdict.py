@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from inference.rollouts import rollout as rollout_lib
-from rl.protocol import lease
+from sharding.system import signed_message
 
 MAX_DETAIL = 500  # characters
 
@@ -37,12 +37,14 @@ class SignedVerdict:
         """Returns this verdict with `validator`, the time, and the signature set from `key`; shortens a long detail."""
         named = dict(validator=key.worker, time_us=time.time_ns() // 1000, detail=self.detail[:MAX_DETAIL])
         return SignedVerdict(
-            **lease.sign(key, {name: v for name, v in (vars(self) | named).items() if name != "signature"})
+            **signed_message.sign(
+                key.private, {name: v for name, v in (vars(self) | named).items() if name != "signature"}
+            )
         )
 
     def check(self) -> bool:
         """Returns True if `validator` signed exactly these fields. Never raises."""
-        return lease.is_signed(self.validator, vars(self))
+        return signed_message.is_signed(self.validator, vars(self))
 
     @classmethod
     def read(cls, body: Any) -> "SignedVerdict":

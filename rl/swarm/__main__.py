@@ -11,6 +11,7 @@
 """
 
 import contextlib
+import functools
 import itertools
 import pathlib
 import signal
@@ -24,6 +25,7 @@ from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.swarm import fault_schedule, faults, processes, summary, supervisor, tcp_link
 from rl.swarm import table as table_lib
+from sharding.system import sign_in
 
 TICK_S, MINUTES = 0.2, 10.0
 # Fields that the swarm sets.
@@ -48,7 +50,7 @@ def main() -> None:
     if values.dry_run:
         return _list_faults(values.chaos, _roles(counts, values.apart))
     with run_directory.open_workdir(values.workdir, experiment) as workdir:
-        run_directory.signing_key(workdir)
+        key = run_directory.signing_key(workdir)
     with contextlib.ExitStack() as stack:
         ended = _ended_by_signal()
         connect = processes.direct
@@ -61,7 +63,9 @@ def main() -> None:
         for spec in swarm.specs:
             nodes.add(spec)
         chaos = None
-        table = table_lib.Table(nodes.nodes, swarm.servers, workdir, lambda: chaos.active if chaos else {})
+        orchestrator = sign_in.Orchestrator(swarm.orchestrator, key.private, key.worker, timeout_s=table_lib.ASK_S)
+        ask, active = functools.partial(orchestrator.ask, "/nodes"), lambda: chaos.active if chaos else {}
+        table = table_lib.Table(nodes.nodes, swarm.keys, ask, workdir / "metrics.jsonl", active)
         note = stack.enter_context(table_lib.shown(table, sys.stdout))
         if values.chaos is not None:
             schedule = fault_schedule.schedule(values.chaos, _roles(counts, values.apart))

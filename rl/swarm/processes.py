@@ -38,7 +38,7 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Swarm:
-    """The processes of a swarm. `servers` has the URL of each server, `keys` the public key of each node.
+    """The processes of a swarm. `keys` has the public key of each node, `orchestrator` is its URL for workers.
 
     `cheats` has the dishonest processes by the name that they run under: a worker of its own, and a double of each server, which
     takes its place for a while. A double has a key and an address of its own: a server that lied is barred for good.
@@ -46,7 +46,7 @@ class Swarm:
 
     specs: list[supervisor.Spec]
     cheats: dict[str, supervisor.Spec]
-    servers: dict[str, str]
+    orchestrator: str
     mirrors: dict[str, pathlib.Path]
     keys: dict[str, str]
 
@@ -126,8 +126,7 @@ def plan(
         first = [supervisor.Spec(host, host, command)]
         remote = f"--config.topology.orchestrator={control}"
         learner = dataclasses.replace(learner, command=[*learner.command, remote], after_port=ports["control"])
-    addresses = {name: direct(frozenset(), ports[name]) for name in servers}
-    return Swarm([*first, learner, *specs], cheats, addresses, mirrors, public)
+    return Swarm([*first, learner, *specs], cheats, direct(frozenset(), ports["orchestrator"]), mirrors, public)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -27,7 +27,7 @@ def of(
     names = {key: name for name, key in swarm.keys.items()}
     refused = {names.get(key, key[:16]): number for key, number in sorted((+audit.history.run.refusals).items())}
     barred = {names.get(key, key[:16]) for key in audit.history.run.ejected}
-    cheats = {processes.IMPOSTOR, *(f"{name}{processes.LIAR}" for name in swarm.servers)}
+    cheats = {processes.IMPOSTOR, *(f"{name}{processes.LIAR}" for name in swarm.cheats)}
     problems = [str(finding) for finding in audit.findings[: audit_lib.MAX_SHOWN]]
     problems += [f"{name} is honest, and was barred" for name in sorted(barred - cheats)]
     if swarm.keys[processes.IMPOSTOR] in audit.workers:

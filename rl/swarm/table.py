@@ -1,6 +1,7 @@
-"""The table of a swarm for people: a row per node with its state, version, requests, speed, and last line.
+"""The table of a swarm for people: a row per node with its state, version, groups, speed, and last error or line.
 
-It is drawn again and again on a terminal; elsewhere a line per node is printed every `PLAIN_S` seconds.
+The orchestrator's table of nodes (POST /nodes) is joined with the processes here; nodes that came from elsewhere have rows, too. It is
+drawn again and again on a terminal; elsewhere a line per node is printed every `PLAIN_S` seconds.
 """
 
 import contextlib
@@ -11,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
-import httpx
 import rich.console
 import rich.live
 import rich.table
@@ -19,47 +19,66 @@ import rich.table
 from rl.reporting import metrics
 from rl.swarm import supervisor
 
-COLUMNS = ("node", "state", "version", "running", "tok/s", "last line")
+COLUMNS = ("node", "state", "version", "groups", "tok/s", "last line")
 PERIOD_S, PLAIN_S = 2.0, 30.0
-ASK_S = 1.0  # that a server may take to reply
+ASK_S = 1.0  # that the orchestrator may take to reply
+MAX_CELL = 100  # characters
 
 
 class Table:
-    """The rows of a swarm. `servers` has the URL of each server; `faults()` the kind of the fault that a node has now, if any."""
+    """The rows of a swarm.
+
+    Args:
+      nodes: the processes by name.
+      keys: their public keys.
+      ask: returns the orchestrator's reply to POST /nodes. Raises OSError or ValueError if it is away.
+      steps: the learner's file of metrics.
+      faults: returns the kind of the fault that a node has now, if any.
+    """
 
     def __init__(
         self,
         nodes: Mapping[str, supervisor.Node],
-        servers: Mapping[str, str],
-        workdir: pathlib.Path,
+        keys: Mapping[str, str],
+        ask: Callable[[], dict[str, Any]],
+        steps: pathlib.Path,
         faults: Callable[[], Mapping[str, str]],
     ):
-        self._nodes, self._servers, self._workdir, self._faults = nodes, servers, workdir, faults
-        self._generated: dict[str, tuple[float, int]] = {}  # {server: (time, tokens so far)}
+        self._nodes, self._keys, self._ask, self._steps, self._faults = nodes, keys, ask, steps, faults
+        self.waiting_for = ""  # why the learner waits, as of the last `rows`
 
-    def rows(self, now_s: float) -> list[dict[str, str]]:
-        """Returns {column: text} per node; asks each server for its health."""
-        faults, found = self._faults(), []
-        for name, node in [*self._nodes.items()]:
-            state = faults.get(name) or ("running" if node.child else "waiting")
-            row = dict.fromkeys(COLUMNS, "") | {"node": name, "state": state}
-            row["last line"] = (node.child.last_line if node.child else node.problem)[:100]
-            if node.spec.role == "learner" and (steps := _steps(self._workdir / "metrics.jsonl")):
-                row |= {"version": str(steps[-1]["step"]), "tok/s": _shown(steps[-1].get("time/tokens_per_s", 0.0))}
-            elif name in self._servers and node.child and state != "stop":
-                row |= self._ask(name, now_s)
-            found.append(row)
-        return found
-
-    def _ask(self, name: str, now_s: float) -> dict[str, str]:
+    def rows(self) -> list[dict[str, str]]:
+        """Returns {column: text} per node."""
+        faults, processes = self._faults(), [*self._nodes.items()]
         try:
-            body = httpx.get(f"{self._servers[name]}/health", timeout=ASK_S).json()
-            version, tokens, running = body["policy_version"], body["stats"]["tokens"], body["running"]
-        except (httpx.HTTPError, ValueError, KeyError):
-            return {}
-        then_s, before = self._generated.get(name, (now_s - PERIOD_S, tokens))
-        self._generated[name] = now_s, tokens
-        return {"version": str(version), "running": str(running), "tok/s": _shown((tokens - before) / (now_s - then_s))}
+            reply: dict[str, Any] = self._ask() if any(node.child for _, node in processes) else {}
+        except (OSError, ValueError):
+            reply = {"waiting_for": "the orchestrator does not reply"}
+        told: dict[str, dict[str, Any]] = {row["key"]: row for row in reply.get("nodes", [])}
+        self.waiting_for = reply.get("waiting_for", "")
+        found = []
+        for name, node in processes:
+            row = dict.fromkeys(COLUMNS, "") | {"node": name, "state": "running" if node.child else "waiting"}
+            row["last line"] = node.child.last_line if node.child else node.problem
+            known = told.pop(self._keys.get(name, ""), None)
+            if node.spec.role == "learner" and (steps := _steps(self._steps)):
+                row |= {"version": str(steps[-1]["step"]), "tok/s": _shown(steps[-1].get("time/tokens_per_s", 0.0))}
+            elif node.child and known:
+                row |= _cells(known, row["last line"])
+            found.append(row | ({"state": faults[name]} if name in faults else {}))
+        found += [{"node": f"{row['role']} {key[:8]}"} | _cells(row, "") for key, row in told.items()]
+        return [{column: row[column][:MAX_CELL] for column in COLUMNS} for row in found]
+
+
+def _cells(row: Mapping[str, Any], last_line: str) -> dict[str, str]:
+    """Returns the cells of a row of the orchestrator's table."""
+    numbers = {"groups": str(row["groups"]), "tok/s": _shown(row["tokens_per_s"])}
+    shown = numbers if row["role"] in ("server", "worker") else dict.fromkeys(numbers, "")
+    return {
+        "state": row["state"],
+        "version": row["policy"].removeprefix("version "),
+        "last line": row["problem"] or last_line,
+    } | shown
 
 
 @contextlib.contextmanager
@@ -73,15 +92,18 @@ def shown(table: Table, stream: TextIO) -> Iterator[Callable[[str], None]]:
         shown_s = time.monotonic()
         while not is_ended.wait(PERIOD_S):
             if live:
-                drawn = rich.table.Table(*COLUMNS, box=None)
-                for row in table.rows(time.monotonic()):
+                rows = table.rows()
+                drawn = rich.table.Table(*COLUMNS, box=None, caption=table.waiting_for, caption_justify="left")
+                for row in rows:
                     drawn.add_row(*row.values())
                 live.update(drawn, refresh=True)
             elif time.monotonic() - shown_s >= PLAIN_S:
                 shown_s = time.monotonic()
-                for row in table.rows(shown_s):
+                for row in table.rows():
                     node, *cells = row.items()
                     note("  ".join([f"{node[1]:<10}", *(f"{column} {text}" for column, text in cells if text)]))
+                if table.waiting_for:
+                    note(f"learner    waits: {table.waiting_for}")
 
     def note(line: str) -> None:
         console.print(line) if live else print(line, file=stream, flush=True)

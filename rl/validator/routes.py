@@ -31,7 +31,7 @@ from rl.validator import status as validator_status
 from rl.verification import evidence_log, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast
-from sharding.system import cli, role_metrics, sign_in, sockets
+from sharding.system import cli, role_metrics, sign_in, signed_message, sockets
 
 MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
 REPORT_S = 30.0  # between two lines about verdicts
@@ -72,7 +72,7 @@ def _add_verdicts(app: fastapi.FastAPI, judge: judge_lib.Judge, seconds: prometh
             found = await asyncio.to_thread(judge.judge, body, message["rollouts"])
         # Signed over the request, so that no third party can answer with what held earlier.
         reply = {"verdicts": [dataclasses.asdict(verdict) for verdict in found], "request": message["signature"]}
-        return lease.sign(judge.key, reply)
+        return signed_message.sign(judge.key.private, reply)
 
 
 def _add_files(app: fastapi.FastAPI, service: validator_service.Service) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import signal
 import sys
+from typing import Any
 
 from sharding.relay import server as server_lib
 from sharding.relay import throttle
@@ -58,8 +59,10 @@ def main(argv: list[str] | None = None) -> int:
             if args.orchestrator:
                 key = signed_message.load_key(args.key or "")
 
-                def report() -> dict[str, str]:
-                    return {"url": relay.url, "problem": relay.mirror.health()["error"]}
+                def report() -> dict[str, Any]:
+                    health, held = relay.mirror.health(), relay.store.complete()
+                    policy = {"epoch": max(0, health["epoch"]), "version": held[-1], "digest": ""} if held else None
+                    return {"url": relay.url, "policy": policy, "problem": health["error"]}
 
                 node = sign_in.SignIn(args.orchestrator, key, "relay", report, run=args.run, on_notice=_notice)
             with node:

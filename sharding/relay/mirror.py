@@ -30,7 +30,7 @@ class Mirror:
         trusted: head_lib.HeadVerifier | None = None,
     ):
         plan = plan_lib.Plan(store, len(sources), keep, trusted)
-        self.log, share = plan.log, max(2, NUM_DOWNLOADS // len(sources))
+        self._plan, self.log, share = plan, plan.log, max(2, NUM_DOWNLOADS // len(sources))
         self.upstreams = [upstream_lib.Upstream(name, opened, plan, share) for name, opened in sources.items()]
 
     @property
@@ -39,11 +39,14 @@ class Mirror:
         return any(upstream.is_alive for upstream in self.upstreams)
 
     def health(self) -> dict:
-        """Returns {"upstream": True if one is alive, "error": the last one, "since": the Unix time since which threads fail, or None}."""
+        """Returns {"upstream": True if one is alive, "error": the last, "since": when threads began to fail, "epoch": the newest head's}.
+
+        "since" is a Unix time, or None; "epoch" is -1 without a head.
+        """
         ended = [u.thread for u in self.upstreams if u.thread.since is not None]
         since = min((t.since for t in ended if t.since is not None), default=None)
         error = "; ".join(t.error for t in ended) or self.log.last
-        return {"upstream": self.is_upstream_alive, "error": error, "since": since}
+        return {"upstream": self.is_upstream_alive, "error": error, "since": since, "epoch": self._plan.epoch}
 
     def stop(self) -> None:
         """Stops the threads and closes the upstreams. Blocks for at most 30 s."""

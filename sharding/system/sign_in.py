@@ -1,4 +1,4 @@
-"""Signs a server, relay, or validator in at the orchestrator of a run, by heartbeats from a thread. Imports no jax.
+"""Asks the orchestrator of a run by signed requests, and signs servers, relays, and validators in by heartbeats. Imports no jax.
 
 1. `GET /run` names the run and the session of its orchestrator, signed by the run's key.
 2. Each heartbeat reports the state of this node; the signed reply names the newest policy and the interval.
@@ -10,7 +10,6 @@ import math
 import random
 import secrets
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -22,8 +21,44 @@ from sharding.system import signed_message, sockets
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 TIMEOUT_S = 10.0
-MAX_REPLY_BYTES = 2**20
+MAX_REPLY_BYTES = 2**24  # a row of 10,000 nodes takes 400 bytes
 MAX_PROBLEM = 200  # characters
+
+
+class Orchestrator:
+    """The orchestrator at a URL as the holder of a key asks it. `run` is the public key of its run in hex; "": that of the first reply."""
+
+    def __init__(self, url: str, private: ed25519.Ed25519PrivateKey, run: str = "", *, timeout_s: float = TIMEOUT_S):
+        self.url, self._private, self._run, self._session = url.rstrip("/"), private, run, ""
+        self._timeout_s = timeout_s
+
+    def ask(self, path: str, **fields: Any) -> dict:
+        """Returns the reply to a signed request. Raises ValueError or OSError if it is refused, unsigned, or missing."""
+        try:
+            if not self._session:
+                nonce = secrets.token_hex(16)
+                reply = self._post(f"/run?nonce={nonce}")
+                self._run, self._session, _ = signed_message.open_session(reply, nonce, self._run)
+            message = signed_message.request(self._private, self._run, self._session, **fields)
+            reply = self._post(path, message)
+            signed_message.check_reply(self._run, reply, message)
+            return reply
+        except (OSError, ValueError):  # it is away, or was started again
+            self._session = ""
+            raise
+
+    def _post(self, path: str, message: dict | None = None) -> dict:
+        data = None if message is None else json.dumps(message).encode()
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+                body = json.loads(response.read(MAX_REPLY_BYTES))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ValueError(error.read(500).decode(errors="replace")) from error
+        if not isinstance(body, dict):
+            raise ValueError(f"it sent {str(body)[:80]!r}, which is not the reply of an orchestrator")
+        return body
 
 
 class SignIn:
@@ -54,10 +89,9 @@ class SignIn:
     ):
         if not sockets.is_url(orchestrator):
             raise ValueError(f"--orchestrator {orchestrator!r} is not a URL; write http://HOST:PORT")
-        self._url, self._private, self._role, self._report = orchestrator.rstrip("/"), private, role, report
-        self._run, self._on_reply, self._on_notice, self._session = run, on_reply, on_notice, ""
-        self._key, self._last_us = private.public_key().public_bytes_raw().hex(), 0
-        self._is_stopping = threading.Event()
+        self._orchestrator = Orchestrator(orchestrator, private, run)
+        self._role, self._report, self._on_reply, self._on_notice = role, report, on_reply, on_notice
+        self._is_stopping, self._is_due = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="sign-in", daemon=True)
 
     def start(self) -> "SignIn":
@@ -74,66 +108,48 @@ class SignIn:
     def stop(self) -> None:
         """Sends a last heartbeat, by which the node leaves, and ends the thread."""
         self._is_stopping.set()
+        self._is_due.set()
         self._thread.join(2 * TIMEOUT_S)
 
+    def beat_now(self) -> None:
+        """Sends the next heartbeat at once: this node changed."""
+        self._is_due.set()
+
     def _work(self) -> None:
-        pause_s, problem = FIRST_PAUSE_S, ""
+        pause_s, problem, url = FIRST_PAUSE_S, "", self._orchestrator.url
         while True:
+            self._is_due.clear()
             is_last = self._is_stopping.is_set()
             try:
-                reply = self._beat(is_last)
+                fields = {
+                    "role": self._role,
+                    "report": self._whole_report(),
+                    "holding": [],
+                    "leaving": is_last,
+                    "work": "",
+                }
+                reply = self._orchestrator.ask("/heartbeat", **fields)
                 wait_s, pause_s = float(reply["interval_s"]), FIRST_PAUSE_S
+                if not 0 < wait_s < math.inf:
+                    raise ValueError(f"the reply has interval_s = {wait_s}")
                 if problem:
-                    self._on_notice(f"signed in at {self._url} again")
+                    self._on_notice(f"signed in at {url} again")
                 problem = ""
                 self._on_reply(reply)
             except (OSError, ValueError, KeyError, TypeError) as error:  # it is away, or no orchestrator
                 if not problem:
-                    self._on_notice(f"not signed in at {self._url}: {error}; it is asked again")
-                self._session, problem = "", str(error) or type(error).__name__
+                    self._on_notice(f"not signed in at {url}: {error}; it is asked again")
+                problem = str(error) or type(error).__name__
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
             if is_last:
                 return
-            self._is_stopping.wait(min(wait_s, MAX_PAUSE_S) * random.uniform(0.8, 1.0))
-
-    def _beat(self, leaving: bool) -> dict:
-        """Returns the reply to a heartbeat. Raises ValueError or OSError if it is refused, unsigned, or missing."""
-        if not self._session:
-            self._open_session()
-        self._last_us = max(self._last_us + 2, int(time.time() * 1e6))
-        fields = {"run": self._run, "session": self._session, "worker": self._key, "time_us": self._last_us}
-        fields |= {"role": self._role, "report": self._whole_report(), "holding": [], "leaving": leaving, "work": ""}
-        message = signed_message.sign(self._private, fields)
-        reply = self._ask("/heartbeat", message)
-        if not signed_message.is_signed(self._run, reply) or reply.get("request") != message["signature"]:
-            raise ValueError(f"the reply is not signed by run {self._run}; correct --orchestrator or --run")
-        if not 0 < float(reply["interval_s"]) < math.inf:
-            raise ValueError(f"the reply has interval_s = {reply['interval_s']}")
-        return reply
+            self._is_due.wait(min(wait_s, MAX_PAUSE_S) * random.uniform(0.8, 1.0))
 
     def _whole_report(self) -> dict[str, Any]:
         found = {"url": "", "policy": None, "load": {}, "problem": ""} | self._report()
-        problem = "".join(c if c.isprintable() else " " for c in found["problem"][:MAX_PROBLEM])
-        return found | {"problem": problem}
+        return found | {"problem": one_line(found["problem"])}
 
-    def _open_session(self) -> None:
-        nonce = secrets.token_hex(16)
-        body = self._ask(f"/run?nonce={nonce}")
-        if self._run not in ("", body["id"]):
-            raise ValueError(f"it serves run {body['id']}, and --run is {self._run}; correct one of them")
-        if body["nonce"] != nonce or not signed_message.is_signed(body["id"], body):
-            raise ValueError(f"the reply to GET /run is not signed by run {body['id']}; correct --orchestrator")
-        self._run, self._session = body["id"], body["session"]
 
-    def _ask(self, path: str, message: dict | None = None) -> dict:
-        data = None if message is None else json.dumps(message).encode()
-        request = urllib.request.Request(self._url + path, data, {"content-type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
-                body = json.loads(response.read(MAX_REPLY_BYTES))
-        except urllib.error.HTTPError as error:
-            with error:
-                raise ValueError(error.read(500).decode(errors="replace")) from error
-        if not isinstance(body, dict):
-            raise ValueError(f"it sent {str(body)[:80]!r}, which is not the reply of an orchestrator")
-        return body
+def one_line(problem: str) -> str:
+    """Returns an error as a report may have it: short, and without control characters."""
+    return "".join(c if c.isprintable() else " " for c in problem[:MAX_PROBLEM])

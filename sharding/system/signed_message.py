@@ -1,12 +1,19 @@
-"""Signs and verifies JSON objects with ed25519 keys. Imports no jax."""
+"""Signs and verifies JSON objects with ed25519 keys, and requests to the orchestrator of a run. Imports no jax.
+
+A request is signed over run, session, signer, and time: it is worth nothing to another orchestrator, nor to this one after a restart.
+"""
 
 import json
 import os
 import pathlib
+import time
 
 from cryptography import exceptions
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
+
+MAX_CLOCK_SKEW_S = 300.0
+_last_s = 0.0  # returned last by `steady_time`
 
 
 def sign(private: ed25519.Ed25519PrivateKey, message: dict) -> dict:
@@ -24,6 +31,55 @@ def is_signed(signer: str, message: object) -> bool:
         return True
     except (exceptions.InvalidSignature, AssertionError, KeyError, TypeError, ValueError, RecursionError):
         return False
+
+
+def steady_time() -> float:
+    """Returns the Unix time in seconds, but later than in the previous call, unless the clock was set back by minutes.
+
+    The monotonic clock is not used: it stops while a laptop sleeps, and the requests of a node would be too old forever.
+    """
+    global _last_s
+    now_s = time.time()
+    if now_s < _last_s - MAX_CLOCK_SKEW_S:  # corrected: requests with the old time are refused
+        _last_s = now_s
+    _last_s = max(_last_s + 2e-6, now_s)  # two: float64 resolves 0.24 us, so one could round to the same us
+    return _last_s
+
+
+def request(private: ed25519.Ed25519PrivateKey, run: str, session: str, *, clock=steady_time, **fields) -> dict:
+    """Returns the signed JSON body of a request with these fields besides those that bind it."""
+    signer = private.public_key().public_bytes_raw().hex()
+    bound = {"run": run, "session": session, "worker": signer, "time_us": int(clock() * 1e6)}
+    return sign(private, bound | fields)
+
+
+def check_reply(run: str, reply: object, sent: dict) -> None:
+    """Raises ValueError unless `reply` is signed by `run`, as the reply to the request `sent`."""
+    if not is_signed(run, reply) or not isinstance(reply, dict) or reply.get("request") != sent["signature"]:
+        raise ValueError(f"the reply is not signed by run {run}; correct --orchestrator or --run")
+
+
+def open_session(reply: dict, nonce: str, trusted: str) -> tuple[str, str, dict]:
+    """Returns (run, session, description of the run) of a reply to GET /run. Raises ValueError if another run than `trusted` signed it.
+
+    "" trusts any run. `nonce` is that of the request.
+    """
+    try:
+        run, session, described = str(reply["id"]), str(reply["session"]), {**reply["run"]}
+        is_valid = reply["nonce"] == nonce and is_signed(run, reply)
+    except (KeyError, TypeError) as error:
+        raise not_an_orchestrator(reply) from error
+    if trusted not in ("", run):
+        raise ValueError(f"it serves run {run}, and --run is {trusted}; correct one of them")
+    if not is_valid:
+        raise ValueError(f"the reply to GET /run is not signed by run {run} for this request; correct --orchestrator")
+    return run, session, described
+
+
+def not_an_orchestrator(reply: object) -> ValueError:
+    """Returns the error about a reply to GET /run of another kind of server."""
+    found = f"GET /run returned {str(reply)[:200]}, which is not the reply of an orchestrator"
+    return ValueError(f"{found}; correct --orchestrator")
 
 
 def load_key(path: str | os.PathLike) -> ed25519.Ed25519PrivateKey:

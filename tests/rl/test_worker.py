@@ -6,6 +6,7 @@ The played server answers each prompt with the right text for even seeds and wit
 import asyncio
 import base64
 import collections
+import concurrent.futures
 import hashlib
 import itertools
 import json
@@ -32,7 +33,7 @@ from rl.orchestrator import nodes, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease, timeline
 from rl.verification import checks
-from sharding.system import sockets
+from sharding.system import signed_message, sockets
 from tests.support import proxy, tiny
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ class Played:
             tokenizer = {"tokenizer": "byte_chatml", "tokenizer_date": "2026-01-01"}
             run = tokenizer | {"env": env, "servers": [self.url], "sampling": SAMPLING, "step": 2} | self.described
             reply = {"id": RUN.worker, "session": self.session.id, "nonce": nonce, "run": run}
-            return lease.sign(RUN, reply) | self.forged_run
+            return signed_message.sign(RUN.private, reply) | self.forged_run
 
         @app.post("/lease")
         async def lease_groups(request: fastapi.Request):
@@ -81,14 +82,17 @@ class Played:
             self.leases.append(body)
             groups = [self.groups.popleft() for _ in range(min(body["capacity"], len(self.groups)))]
             reply = {"groups": groups, "request": body["signature"], "ended": self.ended}
-            return lease.sign(RUN, reply | ({"servers": self.servers} if self.servers else {})) | self.forged_lease
+            return (
+                signed_message.sign(RUN.private, reply | ({"servers": self.servers} if self.servers else {}))
+                | self.forged_lease
+            )
 
         @app.post("/heartbeat")
         async def heartbeat(request: fastapi.Request):
             self.beats.append(body := await request.json())
             void = [key for key in body["holding"] if key in self.void]
             reply = {"interval_s": 0.1, "void": void, "ended": self.ended, "request": body["signature"]}
-            return lease.sign(RUN, reply | {"servers": self.servers or [{"url": self.url}]})
+            return signed_message.sign(RUN.private, reply | {"servers": self.servers or [{"url": self.url}]})
 
         @app.get("/health")
         async def health():
@@ -97,7 +101,7 @@ class Played:
         @app.post("/submit")
         async def submit(request: fastapi.Request):
             body, header = await request.body(), json.loads(request.headers[lease.HEADER])
-            assert lease.is_signed(header["worker"], header) and header["session"] == self.session.id
+            assert signed_message.is_signed(header["worker"], header) and header["session"] == self.session.id
             assert hashlib.sha256(body).hexdigest() == header["digest"]
             self.submitted += parquet.from_bytes(body)
             self.submission.set()
@@ -156,7 +160,7 @@ def work_until(played: Played | str, done, *, concurrency=4, key=None, give_up_s
     async def main():
         url, own = getattr(played, "url", played), key or rollout_lib.WorkerKey.generate()
         task = asyncio.create_task(
-            worker.work(url, own, run, concurrency=concurrency, give_up_s=give_up_s, servers=servers)
+            worker.Worker(url, own, run, concurrency=concurrency, give_up_s=give_up_s, servers=servers).work()
         )
         deadline = time.monotonic() + WAIT_S
         while not done() and not task.done():
@@ -288,8 +292,8 @@ OTHER_RUN = rollout_lib.WorkerKey.generate()
         (dict(forged_run={"id": OTHER_RUN.worker}), f"serves run {OTHER_RUN.worker}, and --run is"),
         (dict(forged_run={"id": 5}), "serves run 5, and --run is"),
         (dict(forged_run={"run": []}), "which is not the reply of an orchestrator"),
-        (dict(forged_lease={"groups": [GROUP | {"seed": 1}]}), "the reply to /lease is not signed by run"),
-        (dict(forged_lease={"request": "00" * 64}), "the reply to /lease is not signed by run"),
+        (dict(forged_lease={"groups": [GROUP | {"seed": 1}]}), "the reply is not signed by run"),
+        (dict(forged_lease={"request": "00" * 64}), "the reply is not signed by run"),
     ],
 )
 def test_replies_that_the_trusted_run_did_not_sign_are_refused(play, capsys, forged, words):
@@ -429,6 +433,33 @@ def refusal(message):
     return {"error": {"message": message, "type": "invalid_request_error", "code": 400, "param": None}}
 
 
+def test_metrics_show_its_groups_and_health_why_it_waits(play):
+    played = play(GROUP, GROUP | {"group": 8})
+    with sockets.listen("127.0.0.1", 0) as sock:
+        address = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    failed = [("/run", 503, {})] * 3
+    played.failures += failed
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        options = ("--metrics", address.rpartition(":")[2], "--give_up_s", "60")
+        running, said = pool.submit(run_main, played.url, *options), set()
+
+        def is_idle():
+            try:
+                said.add(httpx.get(f"{address}/health").json()["waiting_for"])
+            except httpx.TransportError:
+                return running.done()
+            return len(played.submitted) == 8 and "a group from the orchestrator" in said
+
+        proxy.wait_until(is_idle, WAIT_S)
+        lines = httpx.get(f"{address}/metrics").text.splitlines()
+        played.ended = True
+        assert running.result(WAIT_S) == 0
+    assert any(line.startswith(f"the orchestrator at {played.url}") for line in said)
+    counts = {'groups_total{name="generated"} 2.0', 'groups_total{name="leased"} 2.0', 'groups{name="running"} 0.0'}
+    counts |= {"group_seconds_count 2.0", f"tokens_total {sum(r.sampled_mask.sum() for r in played.submitted):.1f}"}
+    assert {f"intellax_worker_{line}" for line in counts} <= {*lines}, lines
+
+
 @pytest.mark.parametrize("path", ["/run", "/lease", "/submit", "/heartbeat"])
 def test_an_orchestrator_that_refuses_ends_it_with_its_words(play, capsys, path):
     played = play(GROUP)
@@ -456,7 +487,8 @@ def test_a_request_that_another_overtook_is_signed_again():
     async def ask():
         async with httpx.AsyncClient(base_url="http://orchestrator", transport=httpx.MockTransport(answer)) as http:
             count = itertools.count()
-            return await worker.signed_session.exchange(http, "/lease", 1.0, lambda: {"json": {"n": next(count)}})
+            connection = worker.signed_session.Connection(http, 1.0)
+            return await connection.exchange("/lease", lambda: {"json": {"n": next(count)}})
 
     assert asyncio.run(ask()) == {"ok": True} and sent == [0, 1, 2]
 
@@ -495,8 +527,10 @@ def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
             return httpx.Response(200, json={"verdicts": {}})
 
         async with httpx.AsyncClient(transport=httpx.MockTransport(take), base_url="http://o") as http:
-            signed = worker.signed_session.SignedSession(http, RUN, lease.Session.open(RUN.worker), "", 0.0)
-            held = worker._Groups(signed, None, None, 1, own_servers=False)
+            signed = worker.signed_session.SignedSession(
+                worker.signed_session.Connection(http, 0.0), RUN, lease.Session.open(RUN.worker), ""
+            )
+            held = worker._Groups(worker.Worker("", RUN, concurrency=1, give_up_s=0.0), signed, None, None)
             for number, group in enumerate(groups):
                 held._finished.put_nowait((("train", 3, number), group))
                 held._held.add(("train", 3, number))

@@ -9,12 +9,13 @@ import httpx
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease, task_schedule
+from sharding.system import signed_message
 
 
 def session(http: httpx.Client) -> lease.Session:
     """Returns the session of the orchestrator at the client's base URL."""
     reply = http.get("/run", params={"nonce": "00"}).json()
-    assert lease.is_signed(reply["id"], reply) and reply["nonce"] == "00"
+    assert signed_message.is_signed(reply["id"], reply) and reply["nonce"] == "00"
     return lease.Session(reply["id"], reply["session"])
 
 
@@ -46,7 +47,7 @@ class Worker:
     def lease(self, key, capacity=1) -> list[task_schedule.Group]:
         """Returns the groups that `key` got."""
         reply = self.post("/lease", lambda: {"json": lease_body(key, self.session, capacity)})
-        assert lease.is_signed(self.session.run, reply), reply
+        assert signed_message.is_signed(self.session.run, reply), reply
         return [task_schedule.Group(**group) for group in reply["groups"]]
 
     def submit(self, key, rollouts) -> list[str]:

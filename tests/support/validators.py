@@ -15,6 +15,7 @@ from inference.server import web
 from rl.orchestrator import group_queue
 from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
+from sharding.system import signed_message
 from tests.support import serving
 
 
@@ -80,7 +81,9 @@ def served(*doubles):
 
 def reply(found, key, request):
     """The body of a reply to the request with this signature."""
-    return lease.sign(key, {"verdicts": [dataclasses.asdict(one) for one in found], "request": request})
+    return signed_message.sign(
+        key.private, {"verdicts": [dataclasses.asdict(one) for one in found], "request": request}
+    )
 
 
 def copied(found, key):
@@ -97,7 +100,7 @@ def changed(**fields):
 def _dated(verdict, key, time_us):
     fields = vars(verdict) | {"time_us": time_us}
     del fields["signature"]
-    return verdict_lib.SignedVerdict(**lease.sign(key, fields))
+    return verdict_lib.SignedVerdict(**signed_message.sign(key.private, fields))
 
 
 async def silence(found, key):

@@ -21,6 +21,7 @@ from rl.orchestrator.gate import request_rate
 from rl.protocol import lease as lease_lib
 from rl.protocol import timeline
 from rl.verification import checks
+from sharding.system import signed_message
 from tests.support import signed_http, validators
 from tests.support.groups import answers
 
@@ -282,7 +283,7 @@ def test_a_held_out_group_is_no_record(make, clock):
 
 def test_thousands_of_keys_leave_no_trace(make, clock, monkeypatch):
     orchestrator, session = make(), lease_lib.Session.open(RUN.worker)
-    monkeypatch.setattr(lease_lib, "is_signed", lambda worker, message: True)
+    monkeypatch.setattr(signed_message, "is_signed", lambda worker, message: True)
     now = [1e9]
     health, rate = orchestrator._health, request_rate.RequestRate()
     verifier = lease_lib.RequestVerifier(
@@ -359,7 +360,7 @@ def test_floods_and_old_sessions_over_http(make, monkeypatch):
         assert "is not a proof of work of 8 bits for this run" in refused
         work = lease_lib.find_work(session.run, key.worker, 8)
         reply = evil.post("/lease", json=signed_http.lease_body(key, session, 9, work=work)).json()
-        assert lease_lib.is_signed(session.run, reply) and len(reply["groups"]) == 1
+        assert signed_message.is_signed(session.run, reply) and len(reply["groups"]) == 1
         stale = signed_http.lease_body(key, lease_lib.Session.open(session.run), work=work)
         assert evil.post("/lease", json=stale).status_code == 409
         submission = signed_http.submission(key, lease_lib.Session.open(session.run), b"body")

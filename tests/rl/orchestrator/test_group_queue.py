@@ -128,13 +128,9 @@ class Machine(stateful.RuleBasedStateMachine):
         if held and key in self.sets[State.LEASED]:
             self.reopen(key, State.LEASED)
 
-    @stateful.rule(seconds=st.floats(0, 8), stands_still=st.booleans())
-    def time_passes(self, seconds, stands_still):
+    @stateful.rule(seconds=st.floats(0, 8))
+    def time_passes(self, seconds):
         self.now_s += seconds
-        if stands_still:
-            self.queue.extend(seconds)
-            for leases in self.leases.values():
-                leases.update({worker: (since, until + seconds) for worker, (since, until) in leases.items()})
         late = {(k, w) for k, leases in self.leases.items() for w, (_, until) in leases.items() if until < self.now_s}
         expired = self.queue.expire(self.now_s)
         unsubmitted = self.sets[State.LEASED]

@@ -5,6 +5,7 @@ Servers are played by apps with the two routes that an orchestrator calls.
 
 import concurrent.futures
 import dataclasses
+import re
 import socket
 import time
 import typing
@@ -22,7 +23,7 @@ from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry, request_limit, task_schedule, timeline
 from rl.verification import checks
-from sharding.system import sign_in
+from sharding.system import sign_in, signed_message
 from tests.support import proxy, serving, signed_http
 
 RUN, KEY, OTHER, SERVER, STRANGER = (rollout_lib.WorkerKey.generate() for _ in range(5))
@@ -105,7 +106,7 @@ class Node:
         report = registry.Report(policy=policy, **report).to_json()
         fields = {"role": self.role, "report": report, "holding": [*map(list, holding)], "leaving": leaving, "work": ""}
         reply = self.http.post("/heartbeat", json=lease_lib.request(self.key, self.session, **fields))
-        assert reply.status_code != 200 or lease_lib.is_signed(RUN.worker, reply.json())
+        assert reply.status_code != 200 or signed_message.is_signed(RUN.worker, reply.json())
         return reply.json()
 
     def lease(self, capacity=1, **fields):
@@ -192,18 +193,24 @@ def test_the_only_server_goes_on_after_an_evaluation(make, server):
     proxy.wait_until(lambda: server.version == orchestrator._version == 1)
 
 
-@pytest.mark.parametrize("role", ["server", "worker"])
-def test_without_any_server_or_worker_the_run_ends_with_a_line_on_each(make, server, role):
-    server.is_up = role == "worker"
+@pytest.mark.parametrize("missing", ["server", "worker", "worker that is not banned"])
+def test_without_any_server_or_worker_the_run_ends_with_a_line_on_each(make, server, missing):
+    """The run waited for ever for a worker that asked for work, and that was banned."""
+    role, is_banned, server.is_up = missing.partition(" ")[0], "banned" in missing, missing != "server"
     orchestrator = make("http://127.0.0.1:9", server.url, patience_s=1.0)
-    orchestrator.publish(timeline.Policy(0, 0))
-    with pytest.raises(ValueError, match=f"the run had no {role} .* for 1 s .topology.patience_s.: ") as caught:
-        orchestrator.next_batch(1)
-    parts = (
-        ["no worker has signed in"],
-        [f"{server.url} suspect (no health: the scheduler stopped)", ":9 suspect (no h"],
-    )
-    assert all(part in str(caught.value) for part in parts[role == "server"])
+    orchestrator._health.remember({}, [KEY.worker] if is_banned else [])
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        asking = pool.submit(Node(orchestrator, KEY).lease, wait_s=WAIT_S) if is_banned else None
+        orchestrator.publish(timeline.Policy(0, 0))
+        with pytest.raises(ValueError, match=f"the run had no {role} .* for 1 s .topology.patience_s.: ") as caught:
+            orchestrator.next_batch(1)
+        assert asking is None or asking.result(5) == []
+    parts = {
+        "server": [f"{server.url} STATE (no health: the scheduler stopped)", "127.0.0.1:9 STATE (no health: "],
+        "worker": ["no worker has signed in"],
+    }
+    line = re.sub("suspect|dead", "STATE", str(caught.value))  # it is dead after 1.2 s
+    assert all(part in line for part in parts.get(missing, [f"{KEY.worker[:16]} banned"])), line
 
 
 def test_servers_sign_in_pull_and_leave(make):
@@ -249,6 +256,34 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
     assert other.lease(6) == []
     other.beat(url=registry.OWN_SERVER)
     assert len(other.lease(6)) == 1  # the last one
+
+
+def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make):
+    orchestrator = make(mode="remote", server_keys=(SERVER.worker,))
+    orchestrator.publish(timeline.Policy(0, 3))
+    load = registry.Load(running=5, tokens_per_s=70.0)
+    Node(orchestrator, SERVER, "server").beat(url="http://s:1", policy=timeline.Policy(0, 3), load=load)
+    node = Node(orchestrator, KEY)
+    node.beat(problem="no disk")
+    assert len(node.lease(2)) == 2
+    Node(orchestrator, OTHER).beat()
+    orchestrator._health.remember({}, [OTHER.worker])
+    reply = sign_in.Orchestrator(orchestrator.url, RUN.private, RUN.worker).ask("/nodes")
+    fields = ("role", "state", "policy", "groups", "tokens_per_s", "problem")
+    assert {row["key"]: [row[field] for field in fields] for row in reply["nodes"]} == {
+        SERVER.worker: ["server", "healthy", "version 3", 5, 70.0, ""],
+        KEY.worker: ["worker", "healthy", "", 2, 0.0, "no disk"],
+        OTHER.worker: ["worker", "banned", "", 0, 0.0, ""],
+    }
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        batch = pool.submit(orchestrator.next_batch, 1)
+        operator = sign_in.Orchestrator(orchestrator.url, RUN.private, RUN.worker)
+        proxy.wait_until(lambda: "batch 1 has 0 of 3 groups; " in operator.ask("/nodes")["waiting_for"])
+        orchestrator.fail(ValueError("the end"))
+        assert batch.exception(5)
+    for key in (KEY, STRANGER):
+        with pytest.raises(ValueError, match="shown to the operator of the run.*sign with the run's key"):
+            sign_in.Orchestrator(orchestrator.url, key.private).ask("/nodes")
 
 
 class Stub:

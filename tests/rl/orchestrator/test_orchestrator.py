@@ -30,6 +30,7 @@ from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule, timeline
 from rl.verification import checks
+from sharding.system import signed_message
 from tests.support import ledgers, proxy, signed_http, validators
 from tests.support.groups import answers
 
@@ -886,7 +887,7 @@ def test_the_routes(make):
         assert "8192 bytes" in http.post("/lease", content=b" " * 8193).json()["error"]["message"]
 
         reply = http.post("/lease", json=good).json()
-        assert lease_lib.is_signed(session.run, reply) and reply["request"] == good["signature"]
+        assert signed_message.is_signed(session.run, reply) and reply["request"] == good["signature"]
         groups = [task_schedule.Group(**group) for group in reply["groups"]]
         assert groups == scheduled(orchestrator, 1)[:2]
         stranger = http.post("/lease", json=signed_http.lease_body(STRANGER, session))

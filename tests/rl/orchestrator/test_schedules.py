@@ -372,7 +372,6 @@ class World:
             self.nodes.leave(server)
         elif action == "stand still":
             self.now_s += 100.0
-            self.queue.extend(100.0)
         elif action in ("resume", "restart"):
             getattr(self, action)()
         self.audit()

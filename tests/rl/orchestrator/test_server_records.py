@@ -70,7 +70,7 @@ def started(tmp_path, monkeypatch):
         return [WRONG if is_of_liar(g) else checks.OK for g in groups]
 
     source = verdict_collector.VerdictCollector(RUN, judge)
-    keys, rates = (LIAR.worker, HONEST.worker), dict(min_rate=1e-9, invited_rate=1e-3)
+    keys = (LIAR.worker, HONEST.worker)
     found, of_run = [], rules.Rules.of(exp.config)
 
     def screen(rollouts, split):
@@ -87,7 +87,7 @@ def started(tmp_path, monkeypatch):
         secret=b"secret",
         invited=[WORKER.worker],
         ledger=ledger,
-        records=server_records.ServerRecords(keys, MAX_ATTEMPTS, **rates),
+        server_keys=keys,
         on_wait=found.append,
     )
     ledger.on_failure = run.fail

@@ -8,6 +8,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease
+from sharding.system import signed_message
 from tests.support import signed_http
 
 RUN, KEY, OTHER = (
@@ -62,7 +63,7 @@ def test_a_copy_is_refused_for_as_long_as_its_date_would_pass(clock, is_known, m
     for _ in range(10):
         with pytest.raises(ValueError, match="as a replay|off our clock"):
             verifier.verify(first, "lease")
-        clock.now_s += lease.MAX_CLOCK_SKEW_S / 4
+        clock.now_s += signed_message.MAX_CLOCK_SKEW_S / 4
     for _ in range(4):
         verifier.verify(asked(OTHER, clock), "lease")
         clock.now_s += 0.001
@@ -128,12 +129,12 @@ def test_one_kind_of_message_is_not_another(clock):
         verifier.verify(body, "submit")
     with pytest.raises(ValueError, match="lease request without capacity, "):
         verifier.verify(lease.request(KEY, SESSION, clock=clock, digest="0" * 64), "lease")
-    described = lease.sign(
-        RUN, {"id": RUN.worker, "session": SESSION.id, "nonce": "a", "run": {"servers": ["http://a"]}}
+    described = signed_message.sign(
+        RUN.private, {"id": RUN.worker, "session": SESSION.id, "nonce": "a", "run": {"servers": ["http://a"]}}
     )
-    assert lease.is_signed(RUN.worker, described) and not lease.is_signed(KEY.worker, described)
+    assert signed_message.is_signed(RUN.worker, described) and not signed_message.is_signed(KEY.worker, described)
     for change in ({"nonce": "b"}, {"run": {"servers": ["http://b"]}}, {"session": ""}, {"more": 1}):
-        assert not lease.is_signed(RUN.worker, described | change)
+        assert not signed_message.is_signed(RUN.worker, described | change)
 
 
 def test_odd_messages_are_not_signed_and_raise_nothing():
@@ -148,17 +149,19 @@ def test_odd_messages_are_not_signed_and_raise_nothing():
         {"signature": "é"},
         {"signature": "00"},
     ):
-        assert not lease.is_signed(RUN.worker, message)
+        assert not signed_message.is_signed(RUN.worker, message)
     for value in (float("nan"), deep, {1, 2}, "\ud800"):
-        assert not lease.is_signed(RUN.worker, {"a": value, "signature": "00" * 64})
-    assert not lease.is_signed(5, lease.sign(RUN, {})) and lease.is_signed(RUN.worker, lease.sign(RUN, {}))
+        assert not signed_message.is_signed(RUN.worker, {"a": value, "signature": "00" * 64})
+    assert not signed_message.is_signed(5, signed_message.sign(RUN.private, {})) and signed_message.is_signed(
+        RUN.worker, signed_message.sign(RUN.private, {})
+    )
 
 
 def test_an_uninvited_key_is_refused_before_its_signature_is_checked(clock, monkeypatch):
     def admit(worker, message):
         raise ValueError(f"{worker[:4]} may not")
 
-    monkeypatch.setattr(lease, "is_signed", None)
+    monkeypatch.setattr(signed_message, "is_signed", None)
     with pytest.raises(ValueError, match="may not"):
         verifier_of(clock, admit=admit).verify(asked(KEY, clock), "lease")
 
@@ -177,21 +180,21 @@ def test_a_proof_of_work_is_of_its_run_and_key():
 
 
 def test_a_workers_own_clock_never_runs_back():
-    times_us = [int(lease.steady_time() * 1e6) for _ in range(1000)]
+    times_us = [int(signed_message.steady_time() * 1e6) for _ in range(1000)]
     assert times_us == sorted(set(times_us))  # each is newer, in the unit that is sent
 
 
 def test_a_workers_own_clock_is_right_after_a_sleep(monkeypatch):
     """While a laptop sleeps the monotonic clock stands still, and the date goes on."""
-    now_s = lease.steady_time()
-    monkeypatch.setattr(lease, "_last_s", now_s)
-    monkeypatch.setattr(lease.time, "monotonic", lambda: 5.0)
-    monkeypatch.setattr(lease.time, "time", lambda: now_s + 360)
+    now_s = signed_message.steady_time()
+    monkeypatch.setattr(signed_message, "_last_s", now_s)
+    monkeypatch.setattr(signed_message.time, "monotonic", lambda: 5.0)
+    monkeypatch.setattr(signed_message.time, "time", lambda: now_s + 360)
     verifier = verifier_of(lambda: now_s + 360)
     assert verifier.verify(signed_http.lease_body(KEY, SESSION), "lease") == KEY.worker
-    monkeypatch.setattr(lease.time, "time", lambda: now_s + 350)  # set back a little
+    monkeypatch.setattr(signed_message.time, "time", lambda: now_s + 350)  # set back a little
     assert verifier.verify(signed_http.lease_body(KEY, SESSION), "lease") == KEY.worker
-    monkeypatch.setattr(lease.time, "time", lambda: now_s - 3600)  # a wrong clock was corrected
+    monkeypatch.setattr(signed_message.time, "time", lambda: now_s - 3600)  # a wrong clock was corrected
     assert verifier_of(lambda: now_s - 3600).verify(signed_http.lease_body(KEY, SESSION), "lease") == KEY.worker
     with pytest.raises(
         ValueError, match="its time, .*Z, is not later than .*Z of the previous .* synchronize it and re"

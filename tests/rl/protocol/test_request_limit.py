@@ -29,7 +29,7 @@ class Server:
         self.waiting = 0
         self.now_s, self.tokens, self.preemptions, self.finished = 0.0, 0.0, 0, 0
 
-    def step(self, limit, num_cancelled=0):
+    def step(self, limit):
         """Lets one poll pass, and admits requests up to `limit`; there are always more."""
         self.now_s += POLL_S
         spent = min(self.prefill, self.peak * POLL_S)
@@ -42,7 +42,6 @@ class Server:
             is_done = self.done >= self.total
             self.finished += int(is_done.sum())
             self.keep(~is_done)
-        self.keep(slice(max(0, len(self.done) - num_cancelled)))
         while self.used() > 1:
             self.preemptions += 1
             self.lost.append((self.total[-1], self.done[-1]))
@@ -101,7 +100,7 @@ def adaptive(server, seconds=1200, warm=0):
     for i in range(seconds):
         if i == warm:
             server.tokens = 0.0
-        server.step(limit, state.num_cancelled)
+        server.step(limit)
         state, limit = request_limit.observe(state, server.sample())
         limits.append(limit)
     return server.tokens, limits
@@ -128,11 +127,9 @@ def survives(seed):
         if i == restart_s:
             fresh = Server(kv_tokens, server.lengths, each=server.each)
             fresh.now_s, server = server.now_s, fresh
-        server.step(limit, state.num_cancelled)
+        server.step(limit)
         if draw.random() < 0.95:  # else the report is lost
             state, limit = request_limit.observe(state, server.sample())
-        else:
-            state = dataclasses.replace(state, num_cancelled=0)
         assert 1 <= limit <= request_limit.MAX_LIMIT
         fits = 0.5 * kv_tokens / (PROMPT + MAX_TOKENS)  # half of those that fit at any lengths
         low = low + 1 if limit < min(fits, 1024) else 0
@@ -160,16 +157,15 @@ def test_each_rule_of_the_controller():
         return request_limit.observe(first, dataclasses.replace(quiet, **changes))
 
     assert after()[1] == 19 and after(kv_used=0.1)[1] == 40 and after(kv_used=0.8)[1] == 15  # a turnover
-    for change in ({"finished": 100}, {"waiting": 1}, {"kv_used": 0.92}, {"running": 8}, {"now_s": 16.0}):
+    for change in ({"finished": 100}, {"waiting": 1}, {"kv_used": 0.95}, {"running": 8}, {"now_s": 16.0}):
         assert after(**change)[1] == 10, change
     full = {"running": 100, "finished": 100}
     hundred = request_limit.State(100.0)
-    assert after(hundred, kv_used=0.99, **full)[1] == 95 and not after(hundred, kv_used=0.99, **full)[0].num_cancelled
-    assert after(hundred, kv_used=1.0, **full)[0].num_cancelled == 5
+    assert after(hundred, kv_used=1.0, **full)[1] == 98
     state, limit = after(preemptions=6)
     assert limit == 9 and state.cooldown == request_limit.PATIENCE
     again = dataclasses.replace(quiet, now_s=2.0, running=8, preemptions=7, finished=110)
-    assert request_limit.observe(state, again)[1] == 8
+    assert request_limit.observe(state, again)[0].limit == pytest.approx(10 * 0.97 * 0.95)
     drains = dataclasses.replace(again, preemptions=6, kv_used=1.0)
     assert request_limit.observe(state, drains)[1] == 9
     assert after(preemptions=0, finished=0)[1] == 10  # a restart

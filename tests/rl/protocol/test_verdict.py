@@ -7,8 +7,8 @@ import json
 import pytest
 
 from inference.rollouts import rollout as rollout_lib
-from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
+from sharding.system import signed_message
 from tests.support import rollouts
 
 RUN, VALIDATOR, OTHER = (rollout_lib.WorkerKey.generate() for _ in range(3))
@@ -57,9 +57,9 @@ def test_what_a_validator_signs_itself_must_fit_the_ledger(change, match):
     """An event that the ledger refuses ends the run: one lying validator must not be able to cause one."""
     body = dataclasses.asdict(PLAIN.sign(VALIDATOR))
     del body["signature"]
-    assert verdict_lib.SignedVerdict.read(lease.sign(VALIDATOR, body)).check()
+    assert verdict_lib.SignedVerdict.read(signed_message.sign(VALIDATOR.private, body)).check()
     with pytest.raises(ValueError, match=match):
-        verdict_lib.SignedVerdict.read(lease.sign(VALIDATOR, body | change))
+        verdict_lib.SignedVerdict.read(signed_message.sign(VALIDATOR.private, body | change))
 
 
 def test_a_signature_has_one_spelling():
