@@ -346,25 +346,16 @@ class Orchestrator:
                     self._lose(lease, now_s, "lease_void" if is_gone else "lease_expired", blame=not is_gone)
                     self._health.returned(key, now_s)
             self._health.seen(worker, now_s)
-            count = self._queue.count()
-            num_unfinished = count.total() - count[State.ELIGIBLE]
-            room = self._health.room(worker, network, num_unfinished, now_s, self._queue.held)
             is_known = self._health.is_known(worker) and not self._health.is_banned(worker)
-            if is_known and (capacity or self._queue.num_leases(worker)):  # one that asks for nothing has no share
-                num_leases, num_open = self._queue.num_leases(worker), count[State.OPEN] + count[State.LEASED]
-                self._share.seen(worker, num_leases, now_s)
-                room = min(room, self._share.room(worker, num_leases, num_open, now_s))
-            if not self.nodes.has_own_servers(worker):  # each worker may hold one
-                held = self._queue.num_leases(worker)
-                room = int(min(room, max(1 - held, self.nodes.max_leases() - self._queue.num_leases())))
+            count = 0 if self.is_ended else self._room(worker, network, capacity, now_s, is_known=is_known)
             pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, self._health.is_stranger(worker))
-            count, until_s = 0 if self.is_ended else min(room, capacity), now_s + self._health.lease_s(worker)
+            until_s, version = now_s + self._health.lease_s(worker), self._version if pins else -1
             may_lease = functools.partial(self._health.may_lease, worker, now_s=now_s)
-            version = self._version if pins else -1
-            groups = self._queue.lease(worker, count, until_s, may_lease, version, now_s=now_s, begun_us=begun_us)
+            options = {"now_s": now_s, "begun_us": begun_us}
+            groups = self._queue.lease(worker, count, until_s, may_lease, version, **options)
             if is_known and not groups and count > 0:
-                options = {"now_s": now_s, "begun_us": begun_us, "is_late": functools.partial(self._is_late, now_s)}
-                groups = self._queue.back_up(worker, count, until_s, may_lease, version, **options)
+                is_late = functools.partial(self._is_late, now_s)
+                groups = self._queue.back_up(worker, count, until_s, may_lease, version, **options, is_late=is_late)
             if is_known and groups:
                 self._share.seen(worker, self._queue.num_leases(worker), now_s)
             self._health.leased(worker, network, [group.key for group in groups], now_s)
@@ -373,6 +364,18 @@ class Orchestrator:
             for group in groups:
                 self._ledger.leased(worker, *group.key, group.version, group.epoch)
             return groups
+
+    def _room(self, worker: str, network: str, capacity: int, now_s: float, *, is_known: bool) -> int:
+        """Returns how many more groups a worker gets, by its standing, its share of the work, and the limits of the servers."""
+        count, held = self._queue.count(), self._queue.num_leases(worker)
+        num_unfinished = count.total() - count[State.ELIGIBLE]
+        room = self._health.room(worker, network, num_unfinished, now_s, self._queue.held)
+        if is_known and (capacity or held):  # one that asks for nothing has no share
+            self._share.seen(worker, held, now_s)
+            room = min(room, self._share.room(worker, held, count[State.OPEN] + count[State.LEASED], now_s))
+        if not self.nodes.has_own_servers(worker):  # each worker may hold one
+            room = int(min(room, max(1 - held, self.nodes.max_leases() - self._queue.num_leases())))
+        return min(room, capacity)
 
     def beat(self, key: str, role: str, report: registry.Report, holding: Sequence[group_queue.Key], *, leaving: bool):
         """Records a heartbeat; renews the leases of a worker that it still works on, or takes all back if it is `leaving`.

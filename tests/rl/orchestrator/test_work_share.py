@@ -81,6 +81,7 @@ SIZES = pytest.mark.parametrize(("num_groups", "lag"), [(32, 0), (32, 2), (16, 1
 
 @SIZES
 def test_four_equal_workers_make_a_quarter_each(num_groups, lag):
+    """D5: the first to ask took all; of 30 batches of three workers, one worker made 29."""
     seconds, shares = play([2.0] * 4, num_groups=num_groups, max_lag=lag)
     assert all(0.15 <= share <= 0.35 for share in shares), shares
     assert seconds < 1.35 * num_groups / 8
