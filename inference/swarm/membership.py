@@ -1,6 +1,6 @@
 """Makes an inference server a node of a run: heartbeats to its orchestrator, whose replies name the policy to load.
 
-After each pull it reports at once. A failed one is repeated with growing pauses: a server that lags is left out, and comes back.
+It reports after each pull. A failed one is repeated with growing pauses: a server that lags is left out, and comes back.
 """
 
 import threading

@@ -112,7 +112,7 @@ class SignIn:
         self._thread.join(2 * TIMEOUT_S)
 
     def beat_now(self) -> None:
-        """Sends the next heartbeat at once: this node changed."""
+        """Sends the next heartbeat without delay: this node changed."""
         self._is_due.set()
 
     def _work(self) -> None:
