@@ -238,7 +238,7 @@ class Nodes:
     async def run(self, has_work: Callable[[], bool], on_tick: Callable[[float], None]) -> None:
         """Polls static servers and applies the passing of time, for ever. Raises ValueError if nobody is left to wait for.
 
-        `has_work()` tells if groups wait for workers; `on_tick(now_s)` is called every `TICK_S` seconds.
+        `has_work()` is true if groups wait for workers; `on_tick(now_s)` is called every `TICK_S` seconds.
         """
         self._loop, followed, swept_s = asyncio.get_running_loop(), set(), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
