@@ -197,9 +197,9 @@ class _Groups:
                 task.cancel()
             if not self._ended.is_set():
                 await self._finished.join()
-            await self._signed.beat(registry.Report(), [], leaving=True)
-            for task in (*loops, *ends):
+            for task in (*loops, *ends):  # a beat after the last one would sign this worker in again
                 task.cancel()
+            await self._signed.beat(registry.Report(), [], leaving=True)
         note("the run ended" if self._ended.is_set() else "stopped; groups in progress were given back")
 
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
