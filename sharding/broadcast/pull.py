@@ -249,8 +249,10 @@ def _target(
         if order is None:
             raise FileNotFoundError(f"no version under {opened.stats()['source']} yet: call wait_for() first")
         version = order[1]
-    elif opened.trusted is not None and (opened.trusted.head is None or version not in opened.trusted.head.versions):
-        opened.head()
+    elif opened.trusted is not None:
+        listed = opened.trusted.head and opened.trusted.head.versions.get(version)
+        if not digest or listed is None or listed.sha256 != digest:
+            opened.head()  # of another source or an earlier time: a resumed run may have published the number again since
     data, found = opened.manifest(version)
     sha256 = hashlib.sha256(data).hexdigest()
     if epoch not in (None, found.epoch or 0) or digest not in ("", sha256):
