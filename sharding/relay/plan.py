@@ -4,6 +4,7 @@ With a trusted key every manifest is the publisher's: the newest `keep` versions
 upstream may invent versions, so each has places and a share of the disk of its own. Objects that no manifest lists are deleted first.
 """
 
+import functools
 import shutil
 import sys
 import threading
@@ -53,55 +54,60 @@ class Plan:
         with self.lock:
             if data is not None:
                 self._heads[upstream] = data
-            head = None if self._trusted is None else self._trusted.head
-            doomed = [n for n in self.store.complete() if not self._is_named(n, self.store.versions[n].sha256)]
-            self.log.count("replaced_versions", len(doomed))
-            if head is not None and head.epoch != self._epoch and self.store.head is not None:
-                doomed += self.store.partial()
-            for number in doomed:
-                self.store.remove(number)
-            if head is not None:
+            if self._trusted is None:
+                self._remove_replaced(None)
+            else:
                 self.serve_head()
 
     def serve_head(self) -> None:
         """Serves the newest head that `trusted` has accepted, once its newest version is here, or if it begins an epoch.
 
-        Without `trusted`, the newest one cannot be known: the first upstream that delivered one decides.
+        The versions that it replaces are deleted first. Without `trusted`, the newest one cannot be known: the first upstream that
+        delivered one decides.
         """
         with self.lock:
-            head = None if self._trusted is None else self._trusted.head
+            head = self._head
+            self._remove_replaced(head)
             if self._trusted is None and self._heads:
                 self.store.set_head(next(iter(self._heads.values())), write=True)
             elif head is not None:
                 newest = None if self.store.head is None or head.epoch != self._epoch else head.newest
-                held = newest and self.store.versions.get(newest.version)
-                # Not the version that had this number before.
-                if newest is None or (held and held.sha256 == newest.sha256):
+                if newest is None or self.store.is_complete(newest.version):
                     self._epoch = head.epoch
                     self.store.set_head(head.data, write=False)
 
+    def _remove_replaced(self, head: head_lib.Head | None) -> None:
+        named = self._is_named if self._trusted is None else functools.partial(_is_listed, head)
+        doomed = [n for n in self.store.complete() if not named(n, self.store.versions[n].sha256)]
+        self.log.count("replaced_versions", len(doomed))
+        if head is not None and head.epoch != self._epoch and self.store.head is not None:
+            doomed += self.store.partial()
+        for number in doomed:
+            self.store.remove(number)
+
     def _is_named(self, number: int, sha256: str) -> bool:
-        """Returns False if a head contradicts this version: the trusted one, or without it, those of all upstreams."""
-        if self._trusted is not None:
-            return self.is_current(number, sha256)
+        """Returns False if no upstream's head names this version, and all have one."""
         return len(self._heads) < self._num_upstreams or any(sha256.encode() in data for data in self._heads.values())
+
+    @property
+    def _head(self) -> head_lib.Head | None:
+        return self._trusted and self._trusted.head
 
     @property
     def epoch(self) -> int:
         """The epoch of the newest head that `trusted` has accepted, or -1."""
-        head = None if self._trusted is None else self._trusted.head
+        head = self._head
         return -1 if head is None else head.epoch
 
     def is_current(self, number: int, sha256: str) -> bool:
         """Returns True if the newest head, if there is one, lists version `number` with the manifest of that hash."""
-        head = None if self._trusted is None else self._trusted.head
-        return head is None or (number in head.versions and head.versions[number].sha256 == sha256)
+        return _is_listed(self._head, number, sha256)
 
     def update(self, upstream: str, claims: dict[int, version_search.Proof], followed: int | None) -> None:
         """Takes the versions that `upstream` has proven, and the one it is publishing, as its state; deletes versions not needed.
 
-        A version was published again, and the copy is deleted, if the head lists another manifest. Without a head, if all upstreams
-        deliver the same other manifest: one that lacks the version for a moment must not leave the decision to a liar.
+        Without a head, a version was published again, and the copy is deleted, if all upstreams deliver the same other manifest: one
+        that lacks the version for a moment must not leave the decision to a liar.
         """
         with self.lock:
             self._claims[upstream], self._followed[upstream] = claims, followed
@@ -111,7 +117,7 @@ class Plan:
             for number in self.store.complete():
                 held, found = self.store.versions[number].sha256, [claim.sha256 for claim in self._of(number)]
                 is_unanimous = len(found) == self._num_upstreams and len({*found}) == 1
-                if (is_unanimous and held not in found) or not self.is_current(number, held):
+                if is_unanimous and held not in found:
                     self.store.remove(number)
                     self.log.count("replaced_versions")
             self.drop()
@@ -193,3 +199,7 @@ class Plan:
             chain.append(number)
             number = base
         return chain
+
+
+def _is_listed(head: head_lib.Head | None, number: int, sha256: str) -> bool:
+    return head is None or (number in head.versions and head.versions[number].sha256 == sha256)

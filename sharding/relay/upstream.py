@@ -61,10 +61,7 @@ class Upstream:
         self._followed: _Followed | None = None
         self._follow_from_s = self._follow_pause_s = 0.0
         self._is_idle, self._pause_s = False, 0.0
-        self._epoch, self._is_stale = (
-            -1,
-            False,
-        )  # of the listing of this step; True if a resumed run begins another meanwhile
+        self._epoch, self._is_stale = -1, False  # when this step began; True if a resumed run begins another meanwhile
         self._paid_s = 0.0  # until when the costs of refuted versions are paid
         self.thread = lasting_thread.LastingThread(f"mirror {name}", self._step, self._fail)
         self.thread.start()
@@ -119,7 +116,7 @@ class Upstream:
             self._followed = None
         if self._followed is not None:
             moved |= self._try(self._follow, self._followed.number)
-        self._is_idle = not moved and self._followed is None and not self._is_stale
+        self._is_idle = not moved and self._followed is None
         if not self._can_pay():
             self.thread.stopped.wait(min(self._paid_s - time.monotonic(), LONGEST_PAUSE_S))
 
@@ -193,7 +190,8 @@ class Upstream:
             goes_on = not self.thread.stopped.wait(0.02)  # other upstreams deliver the rest
         with self._plan.lock:
             missing = self._missing(number, claim)
-            if not missing and not self._store.is_complete(number):
+            is_current = self._plan.is_current(number, claim.sha256)  # another upstream may have brought a newer head
+            if not missing and is_current and not self._store.is_complete(number):
                 self._store.finish(number, claim.manifest, claim.data)
                 self._log.count("versions")
         if missing and len(missing) >= num_missing and self._is_offered(number):

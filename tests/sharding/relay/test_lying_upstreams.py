@@ -14,6 +14,7 @@ import pytest
 
 from sharding.download import range_get, source
 from sharding.format import head as head_lib
+from sharding.format import journal
 from sharding.relay import plan, upstream
 from tests.support import lying_upstream, proxy
 from tests.support.lying_upstream import Behavior
@@ -303,6 +304,58 @@ def test_a_head_without_its_version_is_not_handed_on(pub, tmp_path):
             shutil.copy(ahead / "head.jsonl", pub / "head.jsonl")
             mirrored(relay, 3)
             proxy.wait_until(lambda: relay.store.head == after)
+
+
+def test_a_resume_in_the_middle_of_a_step_is_not_held_against_the_upstream(pub, tmp_path, monkeypatch):
+    def resume(number):
+        monkeypatch.undo()
+        shutil.rmtree(pub / "v00000003")
+        proxy.publish(pub, 3, proxy.contents(33))
+        head = proxy.sign(pub, epoch=1, epochs={0: 0, 1: 0, 2: 0})
+        proxy.wait_until(lambda: origin.store.head == head)
+        raise journal.CorruptSource(f"the manifest of version {number} has changed")
+
+    proxy.sign(pub)
+    with proxy.running(pub, trusted_key=TRUSTED) as origin:
+        with proxy.running(origin.url, tmp_path / "a", trusted_key=TRUSTED) as relay:
+            proxy.wait_until(proxy.holds(relay, 0, 1, 2))
+            monkeypatch.setattr(relay.mirror.upstreams[0].source, "manifest", resume)
+            proxy.publish(pub, 3, proxy.contents(3))
+            proxy.sign(pub)
+            mirrored(relay, 3)
+            assert relay.store.manifest(3) == (pub / "v00000003" / "manifest.json").read_bytes()
+            assert relay.mirror.log.counters["errors_CorruptSource"] == 0
+            monkeypatch.setattr(relay.store, "finish", lambda *_: None)  # the next epoch's versions take time
+            for number in (2, 3):
+                shutil.rmtree(pub / f"v{number:08d}")
+            proxy.publish(pub, 2, proxy.contents(22))
+            head = proxy.sign(pub, epoch=2, epochs={0: 0, 1: 0})
+            proxy.wait_until(lambda: relay.store.head == head)  # is handed on at once
+            assert relay.store.complete() == [0, 1]
+
+
+def test_what_another_upstream_withdraws_is_not_completed(pub, tmp_path, monkeypatch):
+    proxy.sign(pub)
+    other = shutil.copytree(pub, tmp_path / "other")
+    with proxy.running(pub, trusted_key=TRUSTED) as origin:
+        with proxy.running(origin.url, tmp_path / "a", trusted_key=TRUSTED) as relay:
+            proxy.wait_until(proxy.holds(relay, 0, 1, 2))
+            one, finished, heads, turns = relay.mirror.upstreams[0], [], [], iter([True])
+            read, finish = one.source.read, relay.store.finish
+
+            def read_during_a_resume(*arguments):
+                if next(turns, False):  # in the thread of another upstream
+                    heads.append(proxy.sign(other, epoch=1, epochs={0: 0, 1: 0, 2: 0}))
+                    one._plan._trusted.accept(heads[0])
+                    one._plan.withdraw("another", heads[0])
+                read(*arguments)
+
+            monkeypatch.setattr(one.source, "read", read_during_a_resume)
+            monkeypatch.setattr(relay.store, "finish", lambda *a: (finished.append(a[0]), finish(*a)))
+            proxy.publish(pub, 3, proxy.contents(3))
+            proxy.sign(pub)
+            proxy.wait_until(lambda: heads and relay.store.partial() == [] and relay.store.head == heads[0])
+            assert finished == [] and relay.store.complete() == [0, 1, 2]
 
 
 def test_a_resumed_run_replaces_the_versions_that_a_relay_is_downloading(pub, tmp_path):
