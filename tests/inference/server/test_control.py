@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import pathlib
 import re
 import shutil
 import socket
@@ -312,6 +313,21 @@ def test_without_a_key_numbers_alone_decide(tmp_path, monkeypatch):
     with pytest.raises(TimeoutError, match="not of epoch 7"):  # the digest proves which manifest is meant
         server.update(2, epoch=7, digest=server.policy_digest)
     assert server.update(2, epoch=0, digest=server.policy_digest) == scheduler.version  # it is in use
+    read = broadcast.read_manifest
+
+    def publish_again(seed):
+        broadcast.remove(tmp_path, 3)
+        publish(tmp_path, 3, seed=seed)
+
+    monkeypatch.setattr(broadcast, "read_manifest", lambda *a, **options: (read(*a, **options), publish_again(9))[0])
+    manifest = pathlib.Path(publish(tmp_path, 3), "v00000003", "manifest.json").read_bytes()
+    with pytest.raises(FileNotFoundError, match="version 3 .* is of epoch"):
+        server.update(3, digest=hashlib.sha256(manifest).hexdigest())
+    monkeypatch.setattr(broadcast, "read_manifest", read)
+    assert server.update(3) == 3
+    publish_again(10)
+    with pytest.raises(ValueError, match="version 3 has other weights than version 3"):
+        server.update(3)
 
 
 def test_no_request_leaves_the_server_for_an_address_that_is_not_allowed(server):
