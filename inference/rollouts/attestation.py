@@ -19,13 +19,8 @@ import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
 
-SETTINGS = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_tokens",
-    "return_routed_experts",
-)  # of a request, which a rollout does not name
+# Of a request, which a rollout does not name.
+SETTINGS = ("top_k", "top_p", "min_p", "max_tokens", "return_routed_experts")
 
 
 def message(
