@@ -152,7 +152,7 @@ class World:
         self.books["delivered"] += 1
         fate = self.queue.deliver(job.group.key, job.worker, rollouts, digest)
         if fate in (Delivery.TAKEN, Delivery.SPARE):
-            assert self.rights[job.group.key, job.worker] > 0, "nobody leased it"
+            assert self.rights[job.group.key, job.worker] > 0, "work without a lease"
             assert epoch == self.epoch
         if fate not in (Delivery.LATE, Delivery.EPOCH):
             self.rights[job.group.key, job.worker] -= 1
