@@ -15,7 +15,7 @@ from inference import serve
 from inference.rollouts import rollout as rollout_lib
 from inference.server import inference_server
 from rl import worker
-from rl.orchestrator import nodes, orchestrator, server_records, verdict_collector
+from rl.orchestrator import nodes, orchestrator, verdict_collector
 from rl.protocol import timeline
 from rl.verification import verifier
 from sharding import broadcast
@@ -73,7 +73,6 @@ class Lives:
     def live(self, policy, num_batches):
         """One process of the learner: takes batches, publishes after each, and ends while workers make the next."""
         verdicts = verdict_collector.VerdictCollector(self.run, self.validator.check_groups_with_weights)
-        records = server_records.ServerRecords([self.signer.worker], 1, min_rate=1.0, invited_rate=1.0)
         run = orchestrator.Orchestrator(
             self.config,
             self.folder,
@@ -83,7 +82,7 @@ class Lives:
             check_group_without_weights=self.validator.check_group_without_weights,
             secret=b"secret",
             invited=[self.worker.worker],
-            records=records,
+            server_keys=[self.signer.worker],
         )
         run.resume(self.step)
         run.nodes.add(self.server)
