@@ -30,6 +30,7 @@ from sharding.system import sign_in
 
 TICK_S = 0.2
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # after a failed update
+HOLD, MAX_HOLD_S = 0.8, 5.0  # of an interval, and seconds, that the reply to a server's heartbeat waits for a policy
 HEALTH_S = 10.0  # for the reply to a request for health
 MAX_LINE = 2000  # characters of a line that lists nodes
 LEASE_BEATS = 16.0  # least heartbeats per lease of a known worker, so four per lease of a newcomer
@@ -163,6 +164,15 @@ class Nodes:
                 self._observe(key, report.load, now_s)
         if role == "server":
             self._look(now_s)
+
+    async def await_news(self, key: str, report: registry_lib.Report, is_over: Callable[[], bool]) -> None:
+        """Returns when a server should have another policy than it reported, or after a part of its interval.
+
+        So it loads a policy when that is published. A beat per interval would delay each step of a fast run.
+        """
+        end_s = time.monotonic() + min(HOLD * self.interval_s("server"), MAX_HOLD_S)
+        while self.target(key) in (None, report.policy) and not is_over() and (left_s := end_s - time.monotonic()) > 0:
+            await _first_of(min(left_s, 5 * TICK_S), self._announced.wait())
 
     def fault(self, key: str, problem: str) -> None:
         """Records that a call to a node failed."""

@@ -98,6 +98,8 @@ def make_app(
         report = registry.Report.from_json(message["report"])
         holding = [tuple(key) for key in message["holding"]]
         void = orchestrator.beat(node, role, report, holding, leaving=message["leaving"])
+        if role == "server" and not message["leaving"]:
+            await orchestrator.nodes.await_news(node, report, lambda: orchestrator.is_ended or orchestrator.is_closing)
         reply = {"interval_s": orchestrator.nodes.interval_s(role), "void": void, "request": message["signature"]}
         reply |= _news(orchestrator, node if role == "worker" else None)
         if role == "server" and (policy := orchestrator.nodes.target(node)):

@@ -10,6 +10,7 @@ import math
 import random
 import secrets
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -119,7 +120,7 @@ class SignIn:
         pause_s, problem, url = FIRST_PAUSE_S, "", self._orchestrator.url
         while True:
             self._is_due.clear()
-            is_last = self._is_stopping.is_set()
+            is_last, begun_s = self._is_stopping.is_set(), time.monotonic()
             try:
                 fields = {
                     "role": self._role,
@@ -132,6 +133,7 @@ class SignIn:
                 wait_s, pause_s = float(reply["interval_s"]), FIRST_PAUSE_S
                 if not 0 < wait_s < math.inf:
                     raise ValueError(f"the reply has interval_s = {wait_s}")
+                wait_s -= time.monotonic() - begun_s  # a reply to a server may wait for news
                 if problem:
                     self._on_notice(f"signed in at {url} again")
                 problem = ""
@@ -143,7 +145,7 @@ class SignIn:
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
             if is_last:
                 return
-            self._is_due.wait(min(wait_s, MAX_PAUSE_S) * random.uniform(0.8, 1.0))
+            self._is_due.wait(max(0.0, min(wait_s, MAX_PAUSE_S)) * random.uniform(0.8, 1.0))
 
     def _whole_report(self) -> dict[str, Any]:
         found = {"url": "", "policy": None, "load": {}, "problem": ""} | self._report()

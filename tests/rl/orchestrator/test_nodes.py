@@ -301,6 +301,18 @@ class Stub:
         self.version, self.epoch = version, epoch
 
 
+def test_a_server_loads_and_reports_a_policy_long_before_its_next_heartbeat(make):
+    orchestrator, stub = make(mode="remote", server_keys=(SERVER.worker,), heartbeat_s=5.0), Stub()
+    stub.updates.append(None)  # no update fails
+    node = membership.sign_in_server(orchestrator.url, SERVER.private, stub, "http://s:1", RUN.worker)
+    begun_s = time.monotonic()
+    for version in range(1, 9):
+        orchestrator.publish(timeline.Policy(0, version, "ab" * 32))
+        proxy.wait_until(lambda version=version: orchestrator._version == version)
+    assert time.monotonic() - begun_s < 15.0  # 60 with a heartbeat to hear of each, and one to report it
+    node.stop()
+
+
 def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_restart(make, monkeypatch, capsys):
     monkeypatch.setattr(sign_in, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(membership, "FIRST_PAUSE_S", 1.0)
