@@ -67,8 +67,13 @@ class Lives:
         self.server = nodes.StaticServer(*urls, key=self.signer.worker)
         options = {"concurrency": 2, "give_up_s": 120, "sandbox": "off"}
         url = f"http://127.0.0.1:{self.config.topology.port}"
-        work = worker.Worker(url, self.worker, self.run.worker, **options).work()
-        threading.Thread(target=asyncio.run, args=(work,), daemon=True).start()
+        work = worker.Worker(url, self.worker, self.run.worker, **options).work
+
+        def run():
+            with contextlib.suppress(ConnectionError):  # after `give_up_s` without another learner
+                asyncio.run(work())
+
+        threading.Thread(target=run, daemon=True).start()
 
     def live(self, policy, num_batches):
         """One process of the learner: takes batches, publishes after each, and ends while workers make the next."""
@@ -99,9 +104,7 @@ class Lives:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("depth", "delay_s", "lag", "num_lives"), [(1, 0.0, 2, 6), (2, 0.0, 1, 6), (2, 0.1, 1, 2), (1, 0.3, 2, 3)]
-)
+@pytest.mark.parametrize(("depth", "delay_s", "lag", "num_lives"), [(1, 0.0, 2, 6), (2, 0.0, 1, 6), (2, 0.1, 1, 2)])
 def test_resumes_above_relays_refuse_no_honest_rollout(tmp_path, depth, delay_s, lag, num_lives):
     root = tmp_path / "weights"
     lives = Lives(tmp_path, root, lag, seed=f"{depth} {delay_s} {lag}")
