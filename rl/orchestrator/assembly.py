@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -53,7 +54,8 @@ def make(
         credit=experiment.credit,
         key=key,
         verdicts=_verdicts(config.trust, validator, key, on_wait, num_hosts),
-        check_group_without_weights=validator.check_group_without_weights,
+        # Submissions are checked for fields and signatures when they arrive.
+        check_group_without_weights=functools.partial(validator.check_group_without_weights, is_signed=True),
         evidence=lambda step: evidence.state(step - num_kept),
         on_verified=evidence.add_verified,
         secret=run_directory.secret(workdir, config.seed),

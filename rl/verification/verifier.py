@@ -117,15 +117,15 @@ class Validator:
         return [self.evidence.verdict(rollout.worker) if one.accepted else one for rollout, (one, _) in judged]
 
     def check_group_without_weights(
-        self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train"
+        self, rollouts: Sequence[rollout_lib.Rollout], split: str = "train", *, is_signed: bool = False
     ) -> tuple[checks.Verdict, dict[int, Mapping[str, float] | None]]:
         """Checks a group of one lease without running the model, and adds the claims of a training group to the evidence.
 
-        Whoever took the rollouts has checked their fields and signatures, which costs as much as all checks here.
+        `is_signed` leaves out fields and signatures, which the caller has checked: they cost as much as all other checks.
         Returns (verdict on the group, the reward components that we computed by sample, {} if it is rejected). They are None where
         our scorer timed out. That does not reject the group: it sets the sample's reward to 0, as when the worker's own scorer times out.
         """
-        found = self.check_without_weights(rollouts, split=split, is_signed=True)
+        found = self.check_without_weights(rollouts, split=split, is_signed=is_signed)
         verdict = _first_rejection(one for one in found if one.reason != "unscored")
         if not verdict.accepted:
             return verdict, {}

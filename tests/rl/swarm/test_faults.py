@@ -11,7 +11,7 @@ import pytest
 from rl.swarm import fault_schedule, tcp_link
 from tests.support import proxy
 
-ROLES = {"learner": "learner", "impostor": "impostor"} | {
+ROLES = {name: name for name in ("learner", "orchestrator", "impostor")} | {
     f"{role}{i}": role for role in ("relay", "server", "worker", "validator") for i in range(2)
 }
 
