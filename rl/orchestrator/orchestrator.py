@@ -39,7 +39,6 @@ from rl.orchestrator import (
     group_queue,
     nodes,
     routes,
-    server_records,
     submissions,
     verdict_collector,
     work_share,
@@ -103,7 +102,8 @@ class Orchestrator:
         attempts, lease_s = config.trust.max_attempts, config.topology.lease_s
         rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
         self._health = worker_health.WorkerHealth(attempts, lease_s, invited=self._invited, **rates)
-        self._records = server_records.ServerRecords({*server_keys, *config.topology.server_keys}, attempts, **rates)
+        registered = {*server_keys, *config.topology.server_keys}
+        self._servers = worker_health.WorkerHealth(attempts, lease_s, invited=registered, **rates)  # of those that sign
         self._share = work_share.WorkShare(lease_s)
         self._blamed_s: dict[str, float] = {}  # worker -> its last lease that expired and was held against it
         self.nodes = nodes.Nodes(
@@ -114,7 +114,7 @@ class Orchestrator:
             server_keys=config.topology.server_keys,
             validators=verdicts.validators,
             is_known=self._health.is_known,
-            is_banned=lambda key: self._records.is_banned(key) or self._health.is_banned(key),
+            is_banned=lambda key: self._servers.is_banned(key) or self._health.is_banned(key),
             on_served=self._open,
             on_notice=on_wait,
         )
@@ -133,7 +133,7 @@ class Orchestrator:
             self._queue,
             self._health,
             self._share,
-            self._records,
+            self._servers,
             self._counts,
             self._ledger,
             self._log,
@@ -188,10 +188,13 @@ class Orchestrator:
             self._states = {n: s for n, s in ((step, state), (step + 1, later)) if s}
             if newest := later or state:
                 self._health.restore(newest["standing"])
-                self._records.restore(newest.get("servers", {}))
+                if "servers" in newest:
+                    self._servers.restore(newest["servers"])
             # The ledger has the marks since the checkpoint.
-            self._records.remember(self._ledger.refusals)
-            self._health.remember(self._ledger.refusals, self._ledger.ejected_workers, servers=self._records.keys)
+            refusals, ejected = self._ledger.refusals, self._ledger.ejected_workers
+            names = refusals.keys() | ejected
+            self._servers.remember(names & self._servers.invited, refusals, ejected)
+            self._health.remember(names - self._servers.invited, refusals, ejected)
 
     # Called by the learner.
 
@@ -480,10 +483,10 @@ class Orchestrator:
         """Records the unverified groups that batch `step` trains on, and the state as of its hand-off. The caller has the lock."""
         for entry in taken:
             if not entry.is_verified:
-                self._health.trained_unverified(entry.worker, step)
-                self._records.trained_unverified(entry.rollouts, step)
+                for health, name in self._submissions.answering(entry):
+                    health.trained_unverified(name, step)
                 self._counts["unverified"] += len(entry.rollouts)
-        state = {"standing": self._health.state(), "evidence": self._evidence(step), "servers": self._records.state()}
+        state = {"standing": self._health.state(), "evidence": self._evidence(step), "servers": self._servers.state()}
         state["batches"] = self._batches.state()
         self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
 

@@ -23,7 +23,7 @@ from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool
 from rl.ledger import run_ledger
-from rl.orchestrator import group_queue, server_records, verdict_collector, work_share, worker_health
+from rl.orchestrator import group_queue, verdict_collector, work_share, worker_health
 from rl.orchestrator.group_queue import State
 from rl.protocol import check_rate, task_schedule, timeline
 from rl.protocol import verdict as verdict_lib
@@ -108,7 +108,7 @@ class Submissions:
       queue: the groups of the run.
       health: the marks of its workers.
       share: their speeds.
-      servers: those of the servers that answer for the samples they sign.
+      servers: those of the servers that answer for the samples they sign: invited keys.
       counts: rollouts by outcome, under the end of their metric's name.
       ledger: gets the events.
       log: gets the training groups that passed the checks without weights.
@@ -129,7 +129,7 @@ class Submissions:
         queue: group_queue.GroupQueue,
         health: worker_health.WorkerHealth,
         share: work_share.WorkShare,
-        servers: server_records.ServerRecords,
+        servers: worker_health.WorkerHealth,
         counts: collections.Counter[str],
         ledger: run_ledger.RunLedger | run_ledger.NoLedger,
         log: row_log.RowLog,
@@ -182,6 +182,11 @@ class Submissions:
         replies = {"/".join(map(str, key)): self._deliver(key, rows.take(of), jobs) for key, of in by_key.items()}
         self._queue_checks(jobs)
         return replies
+
+    def answering(self, entry: group_queue.Entry) -> list[tuple[worker_health.WorkerHealth, str]]:
+        """Returns who answers for a group, with the marks: its worker, and the registered server that all of its samples name."""
+        server = responsibility.server_of(entry.rollouts, self._servers.invited)
+        return [(self._health, entry.worker), *([(self._servers, server)] if server else [])]
 
     def begin_epoch(self, epoch: int) -> None:
         """Voids all work of other epochs, without blame: its workers could not know. The caller has the lock."""
@@ -342,7 +347,7 @@ class Submissions:
         """Quarantines a checked group, or lets it pass: a held-out group, or one of a trusted worker that is not drawn."""
         key = entry.group.key
         # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
-        rate = max(self._health.rate(entry.worker), self._servers.rate(entry.rollouts))
+        rate = max(health.rate(key) for health, key in self.answering(entry))
         if key[0] == "train" and (entry.was_decided or self._draw(key) < rate):
             self._queue.quarantine(key)
             self._verdicts.ask(key, entry.rollouts, entry.digest)
@@ -370,8 +375,8 @@ class Submissions:
             self._counts["checked"] += len(entry.rollouts)
             if verdict.accepted:
                 self._queue.accept(key)
-                self._health.verified(entry.worker)
-                self._servers.verified(entry.rollouts)
+                for health, name in self.answering(entry):
+                    health.verified(name)
                 self._on_verified(entry.rollouts)
                 self._accepted(entry)
             else:
@@ -395,15 +400,16 @@ class Submissions:
     def _blame(self, key: group_queue.Key, entry: group_queue.Entry, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Counts a rejected group against its worker, or its server; returns the reply."""
         rules = self._rules.at_lease(entry.group, self._newest().version)
-        if server := responsibility.server_at_fault(entry.rollouts, verdict, rules, self._servers.keys):
+        if server := responsibility.server_at_fault(entry.rollouts, verdict, rules, self._servers.invited):
             return self._reject_server(entry, server, verdict)
         worker, group = entry.worker, entry.group
         self._counts["refused"] += len(entry.rollouts)
         self._counts[f"refused_{verdict.reason}"] += 1
         self._ledger.refused(worker, *key, entry.digest, str(verdict))
         self._health.rejected(worker, key, time.monotonic(), is_fault=is_fault)
-        if is_fault:
-            self._distrust(worker)
+        if is_fault:  # all of its groups that passed without a verdict are quarantined
+            self._verify(self._queue.recall(worker))
+            self._reveal("worker", self._health, worker)
         if self._health.is_banned(worker):
             self._share.left(worker)
             self._ledger.ejected(worker, f"{self._health.max_rejections} rejected groups; the last: {verdict}")
@@ -421,18 +427,15 @@ class Submissions:
         self._counts["server_faults"] += len(entry.rollouts)
         self._health.lost(entry.worker, entry.group.key, time.monotonic(), blame=False)
         doubtful = [e for e in self._queue.entries.values() if e.state is State.ELIGIBLE and not e.is_verified]
-        doubtful = [e for e in doubtful if e.group.split == "train" and self._servers.of(e.rollouts) == server]
+        doubtful = [e for e in doubtful if e.group.split == "train" and self.answering(e)[-1][1] == server]
         for one in doubtful:
             self._queue.doubt(one.group.key)
         self._verify(doubtful)
         was_banned = self._servers.is_banned(server)
-        self._servers.rejected(server)
+        self._servers.rejected(server, entry.group.key, time.monotonic(), is_fault=True)
         self._ledger.joined(server)
         self._ledger.refused(server, *entry.group.key, entry.digest, str(verdict))
-        num_groups, steps = self._servers.reveal(server)
-        if num_groups:
-            where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
-            self._on_caught(f"server {server[:16]} failed a check; {where}; an earlier checkpoint is without them")
+        self._reveal("server", self._servers, server)
         if self._servers.is_banned(server) and not was_banned:
             self._ledger.ejected(server, f"the samples of {self._servers.max_rejections} groups; the last: {verdict}")
             self._on_caught(f"server {server[:16]} gets no more work; its last fault is {verdict}")
@@ -444,15 +447,15 @@ class Submissions:
             self._counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
             self._verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
 
-    def _distrust(self, worker: str) -> None:
-        """Quarantines all groups of a caught worker that passed without a verdict, and names the steps that trained on such groups."""
-        self._verify(self._queue.recall(worker))
-        num_groups, steps = self._health.reveal(worker)
+    def _reveal(self, role: str, health: worker_health.WorkerHealth, key: str) -> None:
+        """Names the steps that trained on groups of a caught node without a verdict."""
+        num_groups, steps = health.reveal(key)
         if num_groups:
-            self._counts["trained_unverified_of_cheats"] += num_groups
-            self._ledger.named(worker, steps)
+            if health is self._health:
+                self._counts["trained_unverified_of_cheats"] += num_groups
+                self._ledger.named(key, steps)
             where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
-            self._on_caught(f"worker {worker[:16]} failed a check; {where}; an earlier checkpoint is without them")
+            self._on_caught(f"{role} {key[:16]} failed a check; {where}; an earlier checkpoint is without them")
 
 
 def _known(reply: str) -> Future[str]:

@@ -18,6 +18,8 @@ Keys cost nothing, so a new key must gain nothing. Invited are the keys that con
    many keys gain nothing. An invited worker starts as if it had a record that gives it `invited_rate`.
 6. A failed check makes a worker a suspect: its rate is 1 from then on. `reveal` names the steps trained on its unverified groups.
    After `max_rejections` rejected groups the worker is banned: it gets no more work.
+7. Registered inference servers, which answer for the samples that they sign, have such marks of their own: as invited keys that take no
+   leases, and whose groups are those in which they signed all samples (rl/verification/responsibility.py).
 
 Marks go into the checkpoint; otherwise a worker could gain by provoking a restart. Pure: the caller provides the lock, the time,
 and which leases still hold. Memory grows with accepted and rejected groups, not with keys.
@@ -77,11 +79,8 @@ class WorkerHealth:
         invited: Collection[str] = (),
     ):
         self.max_rejections, self._lease_s = max_rejections, lease_s
-        self._min_rate, self._invited, self._given = (
-            min_rate,
-            frozenset(invited),
-            check_rate.HALF_AT * (1 / invited_rate - 1),
-        )
+        self._min_rate, self._given = min_rate, check_rate.HALF_AT * (1 / invited_rate - 1)
+        self.invited = frozenset(invited)  # public keys in hex
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
         self._seen_s: dict[str, float] = {}  # of known and banned workers that are active; the latest last
         self._places: list[_Place] = []
@@ -91,11 +90,11 @@ class WorkerHealth:
 
     def is_stranger(self, worker: str) -> bool:
         """Returns True unless config or launcher invited this key."""
-        return worker not in self._invited
+        return worker not in self.invited
 
     def is_known(self, worker: str) -> bool:
         """Returns True for an invited key, and for a stranger with a record."""
-        return worker in self._invited or self._of(worker).record > 0
+        return worker in self.invited or self._of(worker).record > 0
 
     def seen(self, worker: str, now_s: float) -> None:
         """Records that a worker requested work now. A key that only asks leaves no trace."""
@@ -126,7 +125,7 @@ class WorkerHealth:
         if self.is_banned(worker):
             return 0
         one = self._of(worker)
-        if worker in self._invited:
+        if worker in self.invited:
             halvings = one.num_halvings if self.has_others(worker, now_s) else 0
             return max(1, num_unfinished >> halvings) - len(held(worker))
         if one.record:
@@ -142,8 +141,8 @@ class WorkerHealth:
         if now_s < self._pauses.get(key, (0, 0.0))[1]:
             return False
         holder, until_s = self._lost.get(key, ("", 0.0))
-        if key[0] == "held_out" and self._invited:
-            return worker in self._invited and (worker != holder or not self.has_others(worker, now_s))
+        if key[0] == "held_out" and self.invited:
+            return worker in self.invited and (worker != holder or not self.has_others(worker, now_s))
         is_kept = now_s < until_s or key[0] == "held_out"
         return not (worker == holder or (is_kept and not self.is_known(worker))) or not self.has_others(holder, now_s)
 
@@ -171,7 +170,7 @@ class WorkerHealth:
             soon_s = now_s + self._lease_s / NEWCOMER_FRACTION**2
             for place in self._places:
                 place.until_s = min(place.until_s, soon_s) if place.worker == worker else place.until_s
-        elif worker in self._invited:
+        elif worker in self.invited:
             self._workers[worker].num_halvings = min(self._of(worker).num_halvings + 1, MOST_HALVINGS)
         elif self.is_known(worker):
             self._set_record(worker, self._of(worker).record // 2)
@@ -187,7 +186,7 @@ class WorkerHealth:
         self._lost.pop(key, None)
         self._pauses.pop(key, None)
         self._places = [place for place in self._places if place.worker != worker]
-        if worker in self._invited:
+        if worker in self.invited:
             self._workers[worker].num_halvings = max(self._of(worker).num_halvings - 1, 0)
         elif key[0] == "train":
             self._set_record(worker, self._of(worker).record + 1)
@@ -197,7 +196,7 @@ class WorkerHealth:
         one = self._of(worker)
         if one.is_suspect or self.is_banned(worker):
             return 1.0
-        record = one.num_verified + (self._given if worker in self._invited else 0)
+        record = one.num_verified + (self._given if worker in self.invited else 0)
         return check_rate.rate(check_rate.reputation(record), self._min_rate)
 
     def verified(self, worker: str) -> None:
@@ -228,14 +227,9 @@ class WorkerHealth:
         one.num_unverified, one.steps = 0, []
         return num, steps
 
-    def remember(
-        self, rejections: Mapping[str, int], banned: Collection[str], *, servers: Collection[str] = ()
-    ) -> None:
-        """Sets the marks that the ledger shows, of all but `servers`.
-
-        Any rejection makes a suspect, as the ledger does not say whether it was a fault.
-        """
-        for name in {*rejections, *banned} - {*servers}:
+    def remember(self, names: Collection[str], rejections: Mapping[str, int], banned: Collection[str]) -> None:
+        """Sets the marks of `names` that the ledger shows. Any rejection makes a suspect: maybe it was a fault."""
+        for name in names:
             one, least = self._workers[name], self.max_rejections if name in banned else 0
             one.num_rejected, one.is_suspect = max(one.num_rejected, rejections.get(name, 0), least), True
 

@@ -198,7 +198,7 @@ def test_without_any_server_or_worker_the_run_ends_with_a_line_on_each(make, ser
     """The run waited for ever for a worker that asked for work, and that was banned."""
     role, is_banned, server.is_up = missing.partition(" ")[0], "banned" in missing, missing != "server"
     orchestrator = make("http://127.0.0.1:9", server.url, patience_s=1.0)
-    orchestrator._health.remember({}, [KEY.worker] if is_banned else [])
+    orchestrator._health.remember([KEY.worker] * is_banned, {}, [KEY.worker])
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asking = pool.submit(Node(orchestrator, KEY).lease, wait_s=WAIT_S) if is_banned else None
         orchestrator.publish(timeline.Policy(0, 0))
@@ -267,7 +267,7 @@ def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make):
     node.beat(problem="no disk")
     assert len(node.lease(2)) == 2
     Node(orchestrator, OTHER).beat()
-    orchestrator._health.remember({}, [OTHER.worker])
+    orchestrator._health.remember([OTHER.worker], {}, [OTHER.worker])
     reply = sign_in.Orchestrator(orchestrator.url, RUN.private, RUN.worker).ask("/nodes")
     fields = ("role", "state", "policy", "groups", "tokens_per_s", "problem")
     assert {row["key"]: [row[field] for field in fields] for row in reply["nodes"]} == {

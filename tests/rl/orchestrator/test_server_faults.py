@@ -12,7 +12,7 @@ from inference.rollouts import attestation, parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.ledger import run_ledger
-from rl.orchestrator import nodes, server_records, submissions, verdict_collector
+from rl.orchestrator import group_queue, nodes, submissions, verdict_collector, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks, evidence_log, responsibility, rules
@@ -125,25 +125,25 @@ def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
     proxy.wait_until(
         lambda: run._queue.count()[orchestrator_lib.State.OPEN] == P
     )  # all of it was called back, and is void
-    assert run._records.is_banned(LIAR.worker) and run.describe()["server_keys"] == {"http://server1": HONEST.worker}
+    assert run._servers.is_banned(LIAR.worker) and run.describe()["server_keys"] == {"http://server1": HONEST.worker}
     assert "gets no more work" in run.lines[-1] and not run._failure
     assert not run._health.is_banned(WORKER.worker) and run._health.rate(WORKER.worker) < 0.9  # not even a suspect
     assert run._counts["refused"] == 0 and run._counts["server_faults"] == 2 * P
     assert hand_in(run, HONEST) == ["quarantined"] * P  # the draws of these groups are known
     batch = run.next_batch(1)
     assert batch.metrics["trust/num_server_faults"] == 2 * P and len(batch.groups) == P
-    restored = server_records.ServerRecords([LIAR.worker], MAX_ATTEMPTS, min_rate=0.1, invited_rate=0.5)
+    restored = worker_health.WorkerHealth(MAX_ATTEMPTS, 60, min_rate=0.1, invited_rate=0.5, invited=[LIAR.worker])
     restored.restore(run.state(1)["servers"])
-    assert restored.is_banned(LIAR.worker) and restored.state() == {LIAR.worker: run.state(1)["servers"][LIAR.worker]}
+    assert restored.is_banned(LIAR.worker) and restored.state() == run.state(1)["servers"]
 
 
 def test_a_restart_without_a_checkpoint_forgives_no_server(tmp_path, monkeypatch):
     with started(tmp_path, monkeypatch) as run:
         hand_in(run, LIAR, 1)
-        assert run._records.state()[LIAR.worker][0] == 1 and not run._failure
+        assert run._servers.state()["workers"][LIAR.worker]["num_rejected"] == 1 and not run._failure
     with started(tmp_path, monkeypatch) as run:
         assert hand_in(run, LIAR) == ["quarantined"] * P  # it is a suspect
-        proxy.wait_until(lambda: run._records.is_banned(LIAR.worker))
+        proxy.wait_until(lambda: run._servers.is_banned(LIAR.worker))
     with started(tmp_path, monkeypatch) as run:
         assert run.describe()["server_keys"] == {"http://server1": HONEST.worker}
         assert run._ledger.ejected_workers == {LIAR.worker} and WORKER.worker not in run._ledger.refusals
@@ -206,7 +206,7 @@ def asked(**settings):
 def test_a_worker_that_forges_cannot_blame_a_server(run, change, reason):
     hand_in(run, HONEST, 1, change)  # group 0, which is replayed
     proxy.wait_until(lambda: run._counts[f"refused_{reason}"] == 1, what=dict(run._counts))
-    assert run._counts["server_faults"] == 0 and run._records.state() == {}
+    assert run._counts["server_faults"] == 0 and run._servers.state()["workers"] == {}
     assert run._health.rate(WORKER.worker) == 1.0  # a suspect
 
 
@@ -231,20 +231,20 @@ def test_a_server_answers_for_invented_versions_and_not_for_those_that_the_lease
     assert found == (HONEST.worker if is_server else "")
 
 
-def test_the_larger_rate_of_worker_and_server_decides():
-    records = server_records.ServerRecords([LIAR.worker, HONEST.worker], 3, min_rate=0.1, invited_rate=0.5)
-    config = experiment.resolve(quickstart.get_config()).config
-    group = run_group(config)
-    by = {key: [sign(r, key, config) for r in group] for key in (LIAR, HONEST, OWN)}
-    assert records.rate(by[HONEST]) == pytest.approx(0.5) and records.rate(by[OWN]) == records.rate(group) == 0.0
-    assert records.rate([by[HONEST][0], by[LIAR][1]]) == 0.0  # the worker's alone: it chose to mix
-    for number in range(1, 10**4):
-        records.verified(by[HONEST])
-        assert records.rate(by[HONEST]) == pytest.approx(max(0.1, 32 / (32 + 32 + number)))
-    records.trained_unverified(by[LIAR], 4)
-    records.rejected(LIAR.worker)
-    assert records.rate(by[LIAR]) == 1.0 and records.reveal(LIAR.worker) == (1, [4])
-    assert records.reveal(LIAR.worker) == (0, []) and not records.is_banned(LIAR.worker)
+def test_a_group_is_replayed_at_the_larger_rate_of_its_worker_and_its_server(run):
+    group = run_group(run.config)
+    by = {key: [sign(r, key, run.config) for r in group] for key in (LIAR, HONEST, OWN)}
+
+    def answering(rollouts):
+        entry = group_queue.Entry(None, worker=WORKER.worker, rollouts=rollouts)
+        return [name for _, name in run._submissions.answering(entry)]
+
+    assert answering(by[HONEST]) == [WORKER.worker, HONEST.worker]
+    mixed = [by[HONEST][0], by[LIAR][1]]  # the worker's alone: it chose to mix
+    assert answering(by[OWN]) == answering(group) == answering(mixed) == [WORKER.worker]
+    assert not run._health.invited & run._servers.invited
+    run._servers.rejected(LIAR.worker, ("train", 1, 0), 0.0, is_fault=True)
+    assert hand_in(run, HONEST, 2) == ["quarantined", "accepted"] and hand_in(run, LIAR, 2) == ["quarantined"] * 2
 
 
 def run_group(config):
