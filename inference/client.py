@@ -30,17 +30,12 @@ MAX_NATS = 1e30  # of a log-probability; larger ones may not be finite in float3
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """One completion that an inference server returned. Lists have one entry per generated token, the stop token included."""
+class Sample(attestation.Answer):
+    """One completion that an inference server returned."""
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    prompt_version: int
-    finish_reason: str
-    proofs: bytes
-    experts: np.ndarray | None = None  # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token]
-    epoch: int = 0  # of all versions; 0 from servers of releases before epochs
     server: str = ""  # public key of the server that vouches for this sample; "" if none does
     server_signature: bytes = b""
 
@@ -301,23 +296,9 @@ def _read_signature(sample: Sample, choice: dict, index: int, body: dict, server
     """Returns a sample with the signature of `server`. Raises ValueError unless it signed sample `index` as an answer to `body`."""
     sampling, settings = body["sampling_params"], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     signature = bytes.fromhex(choice.get("server_signature", ""))
-    is_signed = attestation.is_signed(
-        server,
-        signature,
-        tokens=[*body["token_ids"], *sample.tokens],
-        num_prompt=len(body["token_ids"]),
-        logprobs=sample.logprobs,
-        versions=sample.versions,
-        prompt_version=sample.prompt_version,
-        epoch=sample.epoch,
-        temperature=sampling.get("temperature", 1.0),
-        seed=(sampling.get("seed", 0) + index) % 2**32,
-        finish_reason=sample.finish_reason,
-        proofs=sample.proofs,
-        experts=sample.experts,
-        settings=settings | {"return_routed_experts": False} | sampling,
-    )
-    if not is_signed:
+    asked = {"temperature": sampling.get("temperature", 1.0), "seed": (sampling.get("seed", 0) + index) % 2**32}
+    asked["settings"] = settings | {"return_routed_experts": False} | sampling
+    if not rollout_lib.signed(server, signature, attestation.message(body["token_ids"], sample, **asked)):
         raise ValueError(f"server sent a sample without a signature of its key {server[:16]} that fits")
     return dataclasses.replace(sample, server=server, server_signature=signature)
 

@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import pathlib
 import random
 import re
 import signal
@@ -411,9 +410,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--run {args.run!r} is not a public key; write the 64 hex digits that the run prints")
         if args.concurrency < 1:
             raise ValueError(f"--concurrency = {args.concurrency} must be at least 1; raise it")
-        if args.key and not pathlib.Path(args.key).exists():
-            rollout_lib.WorkerKey.generate().save(args.key)
-        key = rollout_lib.WorkerKey.load(args.key) if args.key else rollout_lib.WorkerKey.generate()
+        key = rollout_lib.WorkerKey.load_or_create(args.key) if args.key else rollout_lib.WorkerKey.generate()
         options = {"concurrency": args.concurrency, "give_up_s": args.give_up_s, "sandbox": args.sandbox}
         worker = Worker(args.orchestrator, key, args.run, servers=args.server, **options)
         with contextlib.ExitStack() as stack:

@@ -9,6 +9,7 @@
 Left out: requests with a bias, stops of their own, or without proofs. They cannot be replayed, so no signature is given.
 """
 
+import dataclasses
 import hashlib
 import json
 import struct
@@ -23,74 +24,66 @@ from inference.rollouts import rollout as rollout_lib
 SETTINGS = ("top_k", "top_p", "min_p", "max_tokens", "return_routed_experts")
 
 
-def message(
-    *,
-    tokens: Sequence[int] | np.ndarray,
-    num_prompt: int,
-    logprobs: Sequence[float] | np.ndarray,
-    versions: Sequence[int] | np.ndarray,
-    prompt_version: int,
-    epoch: int,
-    temperature: float,
-    seed: int,
-    finish_reason: str,
-    proofs: bytes,
-    experts: np.ndarray | None,
-    settings: Mapping[str, Any],
-) -> bytes:
-    """Returns the bytes that a server signs for one sample: SHA-256 over all arguments. `settings` has the values of `SETTINGS`.
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One completion of a prompt. Lists have one entry per generated token, the stop token included."""
 
-    `tokens` are prompt and completion; `logprobs` and `versions` have an entry per token of the completion. `experts` are of
-    all tokens but the last, or None.
-    """
+    tokens: Sequence[int] | np.ndarray
+    logprobs: Sequence[float] | np.ndarray
+    versions: Sequence[int] | np.ndarray
+    prompt_version: int
+    finish_reason: str
+    proofs: bytes
+    experts: np.ndarray | None = None  # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token]
+    epoch: int = 0  # of all versions; 0 from servers of releases before epochs
+
+
+def message(
+    prompt: Sequence[int] | np.ndarray, answer: Answer, *, temperature: float, seed: int, settings: Mapping[str, Any]
+) -> bytes:
+    """Returns the bytes that a server signs for one sample: SHA-256 over all arguments. `settings` has the values of `SETTINGS`."""
     hasher = hashlib.sha256(b"intellax/sample/1")
-    arrays = [np.asarray(tokens, "<i4"), np.asarray(versions, "<i4"), _capped(logprobs)]
-    parts = [array.tobytes() for array in arrays]
-    parts += [struct.pack("<3q", num_prompt, prompt_version, epoch), struct.pack("<dq", temperature, seed)]
+    tokens = np.concatenate([np.asarray(prompt, "<i4"), np.asarray(answer.tokens, "<i4")])
+    parts = [array.tobytes() for array in (tokens, np.asarray(answer.versions, "<i4"), _capped(answer.logprobs))]
+    parts += [
+        struct.pack("<3q", len(prompt), answer.prompt_version, answer.epoch),
+        struct.pack("<dq", temperature, seed),
+    ]
     fixed = {name: settings[name] for name in SETTINGS}
     fixed |= {name: float(fixed[name]) for name in ("top_p", "min_p")} | {"top_k": max(fixed["top_k"], 0)}
-    parts += [json.dumps(fixed, sort_keys=True).encode(), finish_reason.encode(), proofs]
-    if experts is not None:
+    parts += [json.dumps(fixed, sort_keys=True).encode(), answer.finish_reason.encode(), answer.proofs]
+    if (experts := answer.experts) is not None:
         parts.append(struct.pack("<4q", *experts.shape, experts.itemsize) + rollout_lib.little_endian(experts))
     for part in parts:
         hasher.update(struct.pack("<Q", len(part)) + part)
     return hasher.digest()
 
 
-def sign(key: rollout_lib.WorkerKey, **fields: Any) -> bytes:
-    """Returns the signature of a sample by the server's key. The fields are the arguments of `message`."""
-    return key.private.sign(message(**fields))
-
-
-def is_signed(server: str, signature: bytes, **fields: Any) -> bool:
-    """Returns True if `server`, a public key in hex, signed the sample with these arguments of `message`."""
-    return rollout_lib.signed(server, signature, message(**fields))
+def of_rollout(rollout: rollout_lib.Rollout, settings: Mapping[str, Any]) -> bytes:
+    """Returns the message for a well-formed rollout of one turn by one version of the prompt."""
+    P, versions = rollout.prompt_length, rollout.versions
+    answer = Answer(
+        rollout.tokens[P:],
+        rollout.logprobs[P:],
+        versions[P:],
+        int(versions[0]),
+        rollout.finish_reason,
+        rollout.proofs,
+        rollout.routed_experts,
+        int(rollout.epoch),
+    )
+    asked = {"temperature": float(rollout.temperature), "seed": int(rollout.seed), "settings": settings}
+    return message(rollout.tokens[:P], answer, **asked)
 
 
 def fits(rollout: rollout_lib.Rollout, settings: Mapping[str, Any]) -> bool:
     """Returns True if the server that a well-formed rollout names vouches for all of it under the `settings` of a run. Never raises."""
-    P = rollout.prompt_length
-    versions = rollout.versions
+    P, versions = rollout.prompt_length, rollout.versions
     if not rollout.sampled_mask[P:].all() or (versions[:P] != versions[0]).any():
         return False
-    return is_signed(
-        rollout.server,
-        rollout.server_signature,
-        tokens=rollout.tokens,
-        num_prompt=P,
-        logprobs=rollout.logprobs[P:],
-        versions=versions[P:],
-        prompt_version=int(versions[0]),
-        epoch=int(rollout.epoch),
-        temperature=float(rollout.temperature),
-        seed=int(rollout.seed),
-        finish_reason=rollout.finish_reason,
-        proofs=rollout.proofs,
-        experts=rollout.routed_experts,
-        settings=settings,
-    )
+    return rollout_lib.signed(rollout.server, rollout.server_signature, of_rollout(rollout, settings))
 
 
-def _capped(logprobs: Sequence[float] | np.ndarray) -> bytes | np.ndarray:
+def _capped(logprobs: Sequence[float] | np.ndarray) -> np.ndarray:
     """Returns log-probabilities as a worker stores them: float32, at most 0, and without a negative 0."""
     return (np.minimum(np.asarray(logprobs, "<f4"), 0) + 0).astype("<f4")

@@ -178,23 +178,13 @@ class InferenceServer:
         is_plain = request.proofs and own_stops and not (request.stop_texts or request.logit_bias)
         if self.signer is None or not is_plain:
             return b""
-        experts = completion.experts
+        answer = {field.name: getattr(completion, field.name) for field in dataclasses.fields(attestation.Answer)}
+        if answer["experts"] is not None:
+            answer["experts"] = routed_experts.with_all_layers(answer["experts"], self.engine.model)
         settings = {name: getattr(request, name) for name in ("top_k", "top_p", "min_p", "max_tokens")}
-        return attestation.sign(
-            self.signer,
-            tokens=[*request.tokens, *completion.tokens],
-            num_prompt=len(request.tokens),
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            prompt_version=completion.prompt_version,
-            epoch=completion.epoch,
-            temperature=request.temperature,
-            seed=(request.seed + index) % 2**32,
-            finish_reason=completion.finish_reason,
-            proofs=completion.proofs,
-            experts=None if experts is None else routed_experts.with_all_layers(experts, self.engine.model),
-            settings=settings | {"return_routed_experts": request.routed_experts},
-        )
+        asked = {"temperature": request.temperature, "seed": (request.seed + index) % 2**32}
+        asked["settings"] = settings | {"return_routed_experts": request.routed_experts}
+        return self.signer.private.sign(attestation.message(request.tokens, attestation.Answer(**answer), **asked))
 
     def close(self) -> None:
         """Stops the server's scheduler and closes its connections to relays."""

@@ -295,16 +295,10 @@ class GroupQueue:
         entry.is_verified = True
         self._win(key)
 
-    def doubt(self, key: Key) -> None:
-        """Quarantines an eligible group again, which has no verdict."""
-        entry = self.entries[key]
-        assert entry.state is State.ELIGIBLE and not entry.is_verified, (key, entry.state)
-        self._move(key, State.QUARANTINED)
-
-    def recall(self, worker: str) -> list[Entry]:
-        """Quarantines the eligible training groups of `worker` that have no verdict; returns their entries."""
-        eligible = [e for e in self.entries.values() if e.state is State.ELIGIBLE and e.worker == worker]
-        found = [e for e in eligible if e.group.split == "train" and not e.is_verified]
+    def recall(self, is_doubtful: Callable[[Entry], bool]) -> list[Entry]:
+        """Quarantines the eligible training groups that have no verdict, and that are doubtful; returns their entries."""
+        trusted = (e for e in self.entries.values() if e.state is State.ELIGIBLE and not e.is_verified)
+        found = [e for e in trusted if e.group.split == "train" and is_doubtful(e)]
         for entry in found:
             self._move(entry.group.key, State.QUARANTINED)
         return found

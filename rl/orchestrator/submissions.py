@@ -407,9 +407,8 @@ class Submissions:
         self._counts[f"refused_{verdict.reason}"] += 1
         self._ledger.refused(worker, *key, entry.digest, str(verdict))
         self._health.rejected(worker, key, time.monotonic(), is_fault=is_fault)
-        if is_fault:  # all of its groups that passed without a verdict are quarantined
-            self._verify(self._queue.recall(worker))
-            self._reveal("worker", self._health, worker)
+        if is_fault:
+            self._distrust("worker", self._health, worker)
         if self._health.is_banned(worker):
             self._share.left(worker)
             self._ledger.ejected(worker, f"{self._health.max_rejections} rejected groups; the last: {verdict}")
@@ -426,29 +425,22 @@ class Submissions:
         """Counts a group that failed by the fault of `server` against it; the group is void for its worker. Returns the reply."""
         self._counts["server_faults"] += len(entry.rollouts)
         self._health.lost(entry.worker, entry.group.key, time.monotonic(), blame=False)
-        doubtful = [e for e in self._queue.entries.values() if e.state is State.ELIGIBLE and not e.is_verified]
-        doubtful = [e for e in doubtful if e.group.split == "train" and self.answering(e)[-1][1] == server]
-        for one in doubtful:
-            self._queue.doubt(one.group.key)
-        self._verify(doubtful)
         was_banned = self._servers.is_banned(server)
         self._servers.rejected(server, entry.group.key, time.monotonic(), is_fault=True)
         self._ledger.joined(server)
         self._ledger.refused(server, *entry.group.key, entry.digest, str(verdict))
-        self._reveal("server", self._servers, server)
+        self._distrust("server", self._servers, server)
         if self._servers.is_banned(server) and not was_banned:
             self._ledger.ejected(server, f"the samples of {self._servers.max_rejections} groups; the last: {verdict}")
             self._on_caught(f"server {server[:16]} gets no more work; its last fault is {verdict}")
         self._changed.notify_all()
         return f"refused: void: the inference server is at fault: {verdict}"
 
-    def _verify(self, recalled: Sequence[group_queue.Entry]) -> None:
-        for entry in recalled:
+    def _distrust(self, role: str, health: worker_health.WorkerHealth, key: str) -> None:
+        """Quarantines all groups of a caught node that passed without a verdict, and names the steps that trained on such groups."""
+        for entry in self._queue.recall(lambda entry: (health, key) in self.answering(entry)):
             self._counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
             self._verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
-
-    def _reveal(self, role: str, health: worker_health.WorkerHealth, key: str) -> None:
-        """Names the steps that trained on groups of a caught node without a verdict."""
         num_groups, steps = health.reveal(key)
         if num_groups:
             if health is self._health:

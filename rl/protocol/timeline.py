@@ -11,7 +11,6 @@ import re
 from typing import Any
 
 MAX_NUMBER = 2**48  # of an epoch or a version, as in sharding/format/head.py
-ANY = -1  # the epoch or version of a request that names none
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -113,10 +113,10 @@ def test_samples_of_another_epoch_or_an_older_version_are_sought_elsewhere(pause
 @pytest.mark.parametrize("change", [{"server_signature": ...}, {"server_signature": "zz"}, {"proofs": ""}, {}])
 def test_a_sample_that_its_server_did_not_sign_is_sought_elsewhere(pauses, change):
     key, sampling = rollout_lib.WorkerKey.generate(), {"max_tokens": 3, "temperature": 0.7, "seed": 2**32 - 1, "n": 2}
-    answer = {"logprobs": [-0.5] * 3, "versions": [3, 4, 4], "prompt_version": 2, "epoch": 7, "finish_reason": "stop"}
-    answer |= {"proofs": b"proof", "experts": None, "temperature": 0.7, "tokens": [1, 2, 5, 6, 258], "num_prompt": 2}
-    answer |= {"settings": sampling | {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}}
-    signed = [attestation.sign(key, seed=seed, **answer).hex() for seed in (2**32 - 1, 0)]
+    answer = attestation.Answer([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof", epoch=7)
+    asked = {"settings": sampling | {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}}
+    messages = [attestation.message([1, 2], answer, temperature=0.7, seed=seed, **asked) for seed in (2**32 - 1, 0)]
+    signed = [key.private.sign(message).hex() for message in messages]
 
     def handler(request):
         changes = [change, {}] if request.url.host == "a" else [{}, {}]

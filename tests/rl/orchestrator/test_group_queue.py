@@ -235,7 +235,7 @@ class Machine(stateful.RuleBasedStateMachine):
         found = {
             key for key in self.sets[State.ELIGIBLE] if self.delivered[key][0] == worker and key not in self.verified
         }
-        assert {entry.group.key for entry in self.queue.recall(worker)} == found
+        assert {entry.group.key for entry in self.queue.recall(lambda entry: entry.worker == worker)} == found
         for key in found:
             self.move(key, State.ELIGIBLE, State.QUARANTINED)
 
@@ -323,5 +323,5 @@ def test_held_out_groups_are_not_recalled_and_the_oldest_sampled_token_counts():
     for group in queue.lease("a", P, LEASE_S):
         assert queue.deliver(group.key, "a", rollouts(version=4), "digest")
         queue.let_pass(group.key)
-    assert queue.recall("a") == []
+    assert queue.recall(lambda entry: True) == []
     assert queue.take([group.key for group in batch(1, "held_out")])[0].oldest_version == 4

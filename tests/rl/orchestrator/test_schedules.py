@@ -357,7 +357,7 @@ class World:
             self.hand_in(draw.choice(self.done))
         elif action == "recall":
             worker = draw.choice(workers)
-            recalled = self.queue.recall(worker)
+            recalled = self.queue.recall(lambda entry: entry.worker == worker)
             assert not any(entry.is_verified for entry in recalled)
             eligible = [one for one in self.queue.entries.values() if one.state is State.ELIGIBLE]
             assert all(entry.is_verified for entry in eligible if entry.worker == worker)

@@ -28,18 +28,8 @@ P, MAX_ATTEMPTS = 8, 3
 def sign(rollout, server=HONEST, config=None, **asked):
     """The rollout as `server` signed it and WORKER hands it in. `asked` are settings of the request other than the run's."""
     settings = {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")}
-    prompt = rollout.prompt_length
-    signature = attestation.sign(
-        server,
-        tokens=rollout.tokens,
-        num_prompt=prompt,
-        logprobs=rollout.logprobs[prompt:],
-        versions=rollout.versions[prompt:],
-        prompt_version=int(rollout.versions[0]),
-        **{name: getattr(rollout, name) for name in ("epoch", "temperature", "seed", "finish_reason", "proofs")},
-        experts=None,
-        settings=settings | {"return_routed_experts": False} | asked,
-    )
+    message = attestation.of_rollout(rollout, settings | {"return_routed_experts": False} | asked)
+    signature = server.private.sign(message)
     named = dataclasses.replace(rollout, server=server.worker, server_signature=signature)
     return rollout_lib.sign(named, WORKER)
 
