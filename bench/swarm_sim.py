@@ -186,7 +186,7 @@ class Simulation:
         until: dict[str, Any] = {"deadline_s": self.now_s + self.lease_s, "now_s": self.now_s}
         groups = self.queue.lease(name, room, **until)
         if not groups and self.swarm.backups and len(self.jobs[node]) < self.swarm.slots:
-            groups = self.queue.back_up(name, max(room, free), is_late=self.is_late, **until)
+            groups = self.queue.lease(name, max(room, free), is_late=self.is_late, **until)
         for group in groups:
             seconds = self.lengths[group.group] / self.speeds[node]
             job = types.SimpleNamespace(node=node, key=group.key, since_s=self.now_s, version=self.version)

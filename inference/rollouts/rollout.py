@@ -25,7 +25,7 @@ from cryptography import exceptions
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding.system import atomic_file
+from sharding.system import atomic_file, signed_message
 
 FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
@@ -113,23 +113,8 @@ class WorkerKey:
 
     @classmethod
     def load(cls, path: str | os.PathLike, role: str = "worker key") -> "WorkerKey":
-        """Returns the key pair in a file, which errors call `role`. Raises ValueError if it is not an unencrypted ed25519 PEM file."""
-        try:
-            data = pathlib.Path(path).read_bytes()
-        except (PermissionError, IsADirectoryError) as error:
-            raise ValueError(
-                f"{role} {path} cannot be read: {error.strerror}; name a file that this user may read"
-            ) from error
-        try:
-            private = serialization.load_pem_private_key(data, password=None)
-        except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
-            cause = error if data.strip() else "it is empty"
-            found = f"{role} {path} is not an unencrypted PEM private key ({cause})"
-            raise ValueError(f"{found}; name another file, or put this one back from a backup") from error
-        if not isinstance(private, ed25519.Ed25519PrivateKey):
-            kind = type(private).__name__
-            raise ValueError(f"{role} {path} is a {kind}, but must be ed25519; name another file")
-        return cls(private)
+        """Returns the key pair in a file, as `signed_message.load_key` does."""
+        return cls(signed_message.load_key(path, role))
 
     @classmethod
     def load_or_create(cls, path: str | os.PathLike) -> "WorkerKey":

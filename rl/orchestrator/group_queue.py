@@ -5,7 +5,7 @@
 Only a verdict (`accept`) makes a quarantined group ELIGIBLE. A submitted group may skip the quarantine (`let_pass`) if the caller
 trusts its worker; `recall` quarantines such groups when that trust is gone. Every move is checked against `NEXT`.
 
-1. A group may have several holders: `lease` gives open groups, `back_up` copies of the oldest leased ones to workers without work.
+1. A group may have several holders: `lease` gives open groups, or copies of the oldest leased ones to workers without work.
    Seeds are prescribed, so a copy changes nothing but the time.
 2. The first delivery that is accepted wins. Until then, one of another holder is kept as a spare and takes the place of a delivery
    that is rejected. Later ones are duplicates, which count against no worker.
@@ -22,7 +22,7 @@ import enum
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
@@ -160,40 +160,20 @@ class GroupQueue:
         *,
         now_s: float = -math.inf,
         begun_us: int = 0,
+        is_late: Callable[[Lease], bool] | None = None,
     ) -> list[task_schedule.Group]:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
 
-        They pin the epoch of the queue, and the policy version `version` unless it is -1.
+        With `is_late`, leases copies instead: of those of the `MAX_LOOKS` oldest leased groups whose holders are all late. Leases pin
+        the epoch of the queue, and the policy version `version` unless it is -1.
         """
-        keys = itertools.islice(filter(may_lease, self._open), max(0, count))
-        return [self._lease(key, worker, deadline_s, version, now_s, begun_us) for key in [*keys]]
-
-    def back_up(
-        self,
-        worker: str,
-        count: int,
-        deadline_s: float,
-        may_lease: Allows = lambda key: True,
-        version: int = -1,
-        *,
-        now_s: float,
-        begun_us: int = 0,
-        is_late: Callable[[Lease], bool],
-    ) -> list[task_schedule.Group]:
-        """Leases up to `count` groups whose holders are all late to `worker` as well, of the `MAX_LOOKS` oldest leased ones."""
-        found: list[Key] = []
-        for key in itertools.islice(self._aging, MAX_LOOKS):
-            leases = self.entries[key].leases
-            if len(found) >= count:
-                break
-            if len(leases) < MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
-                found += [key] if may_lease(key) else []
+        keys = self._late(MAX_LOOKS, is_late, worker) if is_late else self._open
+        found = [*itertools.islice(filter(may_lease, keys), max(0, count))]
         return [self._lease(key, worker, deadline_s, version, now_s, begun_us) for key in found]
 
     def has_late(self, is_late: Callable[[Lease], bool]) -> bool:
-        """Returns True if `back_up` may find a group among the few oldest leased ones."""
-        oldest = (self.entries[key].leases for key in itertools.islice(self._aging, FEW_LOOKS))
-        return any(len(leases) < MAX_HOLDERS and all(map(is_late, leases.values())) for leases in oldest)
+        """Returns True if there is a group to copy among the few oldest leased ones."""
+        return any(True for _ in self._late(FEW_LOOKS, is_late))
 
     def renew(self, worker: str, keys: Sequence[Key], deadline_s: Callable[[Lease], float]) -> list[Key]:
         """Moves deadlines of leases of `worker` to `deadline_s(lease)`, if that is later; returns the keys that it need not finish.
@@ -380,6 +360,12 @@ class GroupQueue:
     def count(self) -> collections.Counter[State]:
         """Returns the number of groups in each state."""
         return collections.Counter({state: number for state, number in self._count.items() if number})
+
+    def _late(self, num_looks: int, is_late: Callable[[Lease], bool], worker: str = "") -> Iterator[Key]:
+        for key in itertools.islice(self._aging, num_looks):
+            leases = self.entries[key].leases
+            if len(leases) < MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
+                yield key
 
     # Every change ends in `_update`.
 

@@ -53,11 +53,8 @@ class Nodes:
     """The nodes of a run, and the policies of its servers.
 
     Args:
-      heartbeat_s: seconds between two heartbeats of a node.
-      lease_s: seconds of a lease, which several heartbeats must renew.
-      patience_s: seconds without any server or worker after which the run ends.
+      topology: of the run's config. Its server keys may sign in as servers, relays, and validators.
       max_lag: versions by which the policy of a server may be older than the newest.
-      server_keys: public keys that may sign in as servers, relays, and validators.
       validators: public keys that may sign in as validators only.
       is_known: returns True for a worker whose place in the table no stranger may take.
       is_banned: returns True for the key of a server that workers must not use any more, and of a worker that gets no more work.
@@ -67,25 +64,24 @@ class Nodes:
 
     def __init__(
         self,
-        *,
-        heartbeat_s: float,
-        lease_s: float = math.inf,
-        patience_s: float,
+        topology,
         max_lag: int,
-        server_keys: Collection[str] = (),
-        validators: Collection[str] = (),
-        is_known: Callable[[str], bool] = lambda worker: False,
-        is_banned: Callable[[str], bool] = lambda key: False,
+        validators: Collection[str],
+        *,
+        is_known: Callable[[str], bool],
+        is_banned: Callable[[str], bool],
         on_served: Callable[[timeline.Policy], None],
-        on_notice: Callable[[str], None] = lambda line: None,
+        on_notice: Callable[[str], None],
     ):
-        self.heartbeat_s, self._patience_s, self._max_lag = heartbeat_s, patience_s, max_lag
-        self._validators, self._most_s = frozenset(validators), lease_s / LEASE_BEATS
-        self._server_keys, self._on_served, self._on_notice = frozenset(server_keys), on_served, on_notice
-        self._is_banned = is_banned
+        self.heartbeat_s, self._patience_s, self._max_lag = topology.heartbeat_s, topology.patience_s, max_lag
+        self._most_s = topology.lease_s / LEASE_BEATS  # of an interval: several heartbeats must renew a lease
+        self._server_keys, self._validators = frozenset(topology.server_keys), frozenset(validators)
+        self._is_banned, self._on_served, self._on_notice = is_banned, on_served, on_notice
         self._lock = threading.Lock()  # guards everything below
         self._static: dict[str, StaticServer] = {}  # by URL
-        self._registry = registry_lib.Registry(heartbeat_s, is_named=lambda key: self.is_named(key) or is_known(key))
+        self._registry = registry_lib.Registry(
+            self.heartbeat_s, is_named=lambda key: self.is_named(key) or is_known(key)
+        )
         self._newest: timeline.Policy | None = None
         self._served: timeline.Policy | None = None
         self._announced_s = 0.0
@@ -329,10 +325,9 @@ class Nodes:
         return [node for node in found if not self._is_banned(self._key(node.key))]
 
     def _observe(self, key: str, load: registry_lib.Load, now_s: float) -> None:
-        state = self._limits.get(key) or request_limit.start(load.capacity, 1)
-        counts = load.running, load.waiting, load.kv_used, load.preemptions, load.finished
+        state = self._limits.get(key) or request_limit.start(load.capacity)
         blind_s = max(request_limit.BLIND_S, registry_lib.SUSPECT_BEATS * self.heartbeat_s)
-        self._limits[key], _ = request_limit.observe(state, request_limit.Sample(now_s, *counts), blind_s)
+        self._limits[key] = request_limit.observe(state, load, now_s, blind_s)
 
     def _limit(self, node: registry_lib.Node) -> int:
         """Returns the number of requests that a server should run (0: unknown)."""

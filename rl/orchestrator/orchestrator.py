@@ -39,6 +39,7 @@ from rl.orchestrator import (
     group_queue,
     nodes,
     routes,
+    status,
     submissions,
     verdict_collector,
     work_share,
@@ -97,22 +98,19 @@ class Orchestrator:
         self._published_s = 0.0  # when `_policy` was
         self._queue = group_queue.GroupQueue()
         self._batches = batches.of(config, self._queue, lambda e: credit.has_signal(self._rewarded(e)))
-        self._invited = frozenset({*invited, *config.topology.workers})
-        self._admission = admission.Admission(admission.Policy.of(config), key.worker, self._invited, stake)
+        invited = frozenset({*invited, *config.topology.workers})
+        self._admission = admission.Admission(admission.Policy.of(config), key.worker, invited, stake)
         attempts, lease_s = config.trust.max_attempts, config.topology.lease_s
         rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
-        self._health = worker_health.WorkerHealth(attempts, lease_s, invited=self._invited, **rates)
+        self._health = worker_health.WorkerHealth(attempts, lease_s, invited=invited, **rates)
         registered = {*server_keys, *config.topology.server_keys}
         self._servers = worker_health.WorkerHealth(attempts, lease_s, invited=registered, **rates)  # of those that sign
         self._share = work_share.WorkShare(lease_s)
         self._blamed_s: dict[str, float] = {}  # worker -> its last lease that expired and was held against it
         self.nodes = nodes.Nodes(
-            heartbeat_s=config.topology.heartbeat_s,
-            lease_s=lease_s,
-            patience_s=config.topology.patience_s,
-            max_lag=config.rl.max_lag,
-            server_keys=config.topology.server_keys,
-            validators=verdicts.validators,
+            config.topology,
+            config.rl.max_lag,
+            verdicts.validators,
             is_known=self._health.is_known,
             is_banned=lambda key: self._servers.is_banned(key) or self._health.is_banned(key),
             on_served=self._open,
@@ -122,21 +120,21 @@ class Orchestrator:
         self._recorded: dict[int, list[group_queue.Entry]] = {}  # the ledger's last batch, maybe not returned yet
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
-        self._totals: collections.Counter[str] = collections.Counter()  # of `_counts`, until they were taken last
         self._wanted: int | None = None  # the batch that the learner waits for
         self._failure: BaseException | None = None
-        self.metrics = role_metrics.RoleMetrics("orchestrator", self._values, LATENCIES)  # not for workers
+        self.metrics = role_metrics.RoleMetrics("orchestrator", self._metrics, LATENCIES)  # not for workers
         self.metrics.seconds["verdict"] = verdicts.seconds
+        self._status = status.Status(self._queue, self._health, self.nodes, verdicts, self._counts)
         self._log = row_log.RowLog(workdir / "rollouts" / "open", self.fail)
         self._submissions = submissions.Submissions(
-            self._changed,
-            self._queue,
-            self._health,
-            self._share,
-            self._servers,
-            self._counts,
-            self._ledger,
-            self._log,
+            changed=self._changed,
+            queue=self._queue,
+            health=self._health,
+            servers=self._servers,
+            share=self._share,
+            counts=self._counts,
+            ledger=self._ledger,
+            log=self._log,
             rules=rules_lib.Rules.of(config),
             newest=lambda: self._policy,
             check_group_without_weights=check_group_without_weights,
@@ -257,7 +255,7 @@ class Orchestrator:
                 self._queue.add(groups, first=True)  # before training groups, which any newer version may generate
                 notice_s = min(WAIT_NOTICE_S, self._config.evaluation.hold_s)
                 while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), notice_s):
-                    self._on_wait(self._wait_notice("the evaluation", self._queue.num_eligible(keys), len(keys)))
+                    self._on_wait(self._waiting("the evaluation", (self._queue.num_eligible(keys), len(keys))))
                     if time.monotonic() > end_s and self._policy.version > version:
                         for key in keys:
                             self._queue.drop(key, "evaluation")
@@ -275,18 +273,7 @@ class Orchestrator:
     def waiting_for(self) -> str:
         """Returns why the learner waits, as a line for people, or "" if it does not."""
         with self._changed:
-            return self._wait_notice(f"batch {self._wanted}", *self._batches.progress()) if self._wanted else ""
-
-    def _values(self) -> role_metrics.Values:
-        with self._changed:
-            count = self._queue.count()
-            return {
-                "groups": {state.name.lower(): count[state] for state in State},
-                "policy_version": self._version,
-                "rollouts_total": self._totals + self._counts,
-                "drops_total": dict(self._queue.drops),
-                "nodes": collections.Counter(f"{node['role']}_{node['state']}" for node in self.nodes.table()),
-            }
+            return self._waiting(f"batch {self._wanted}", self._batches.progress()) if self._wanted else ""
 
     def table(self) -> list[dict[str, Any]]:
         """Returns a row per node for people, with the number of groups that a worker has leased or that are being checked."""
@@ -349,24 +336,32 @@ class Orchestrator:
                     self._lose(lease, now_s, "lease_void" if is_gone else "lease_expired", blame=not is_gone)
                     self._health.returned(key, now_s)
             self._health.seen(worker, now_s)
-            is_known = self._health.is_known(worker) and not self._health.is_banned(worker)
-            count = 0 if self.is_ended else self._room(worker, network, capacity, now_s, is_known=is_known)
-            pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, self._health.is_stranger(worker))
-            until_s, version = now_s + self._health.lease_s(worker), self._version if pins else -1
-            may_lease = functools.partial(self._health.may_lease, worker, now_s=now_s)
-            options = {"now_s": now_s, "begun_us": begun_us}
-            groups = self._queue.lease(worker, count, until_s, may_lease, version, **options)
-            if is_known and not groups and count > 0:
-                is_late = functools.partial(self._is_late, now_s)
-                groups = self._queue.back_up(worker, count, until_s, may_lease, version, **options, is_late=is_late)
-            if is_known and groups:
-                self._share.seen(worker, self._queue.num_leases(worker), now_s)
-            self._health.leased(worker, network, [group.key for group in groups], now_s)
+            groups = [] if self.is_ended else self._lease(worker, capacity, network, now_s, begun_us)
             if groups:
-                self._ledger.joined(worker, worker in self._invited)
+                self._ledger.joined(worker, worker in self._health.invited)
             for group in groups:
                 self._ledger.leased(worker, *group.key, group.version, group.epoch)
             return groups
+
+    def _lease(
+        self, worker: str, capacity: int, network: str, now_s: float, begun_us: int
+    ) -> list[task_schedule.Group]:
+        """Leases open groups or, to a worker that is known, copies of late ones; returns them. The caller has the lock."""
+        is_known = self._health.is_known(worker) and not self._health.is_banned(worker)
+        count = self._room(worker, network, capacity, now_s, is_known=is_known)
+        pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, self._health.is_stranger(worker))
+        until_s, version = now_s + self._health.lease_s(worker), self._version if pins else -1
+        may_lease = functools.partial(self._health.may_lease, worker, now_s=now_s)
+        take = functools.partial(
+            self._queue.lease, worker, count, until_s, may_lease, version, now_s=now_s, begun_us=begun_us
+        )
+        groups = take()
+        if is_known and not groups:
+            groups = take(is_late=functools.partial(self._is_late, now_s))
+        if is_known and groups:
+            self._share.seen(worker, self._queue.num_leases(worker), now_s)
+        self._health.leased(worker, network, [group.key for group in groups], now_s)
+        return groups
 
     def _room(self, worker: str, network: str, capacity: int, now_s: float, *, is_known: bool) -> int:
         """Returns how many more groups a worker gets, by its standing, its share of the work, and the limits of the servers."""
@@ -408,15 +403,14 @@ class Orchestrator:
 
     def tick(self, now_s: float) -> None:
         """Reopens expired leases."""
+        lease_s = self._config.topology.lease_s
         with self._changed:
             for lease in self._queue.expire(now_s):
                 # Several leases that end in one outage are one fault, and none if the worker could not reach a server.
-                is_first = now_s - self._blamed_s.get(lease.worker, -math.inf) > self._config.topology.lease_s
+                is_first = now_s - self._blamed_s.get(lease.worker, -math.inf) > lease_s
                 blame = is_first and not self.nodes.was_away(lease.since_s)
                 if blame:
-                    recent = {
-                        name: s for name, s in self._blamed_s.items() if now_s - s <= self._config.topology.lease_s
-                    }
+                    recent = {name: s for name, s in self._blamed_s.items() if now_s - s <= lease_s}
                     self._blamed_s = recent | {lease.worker: now_s}
                 self._lose(lease, now_s, "lease_expired", blame=blame)
 
@@ -473,7 +467,7 @@ class Orchestrator:
         taken: list[group_queue.Entry] = []
         self._wanted = step
         while not self._wait_for(lambda: taken.extend(self._batches.collect(step) or []) or taken, WAIT_NOTICE_S):
-            self._on_wait(self._wait_notice(f"batch {step}", *self._batches.progress()))  # a long wait is not an error
+            self._on_wait(self._waiting(f"batch {step}", self._batches.progress()))  # a long wait is not an error
         self._wanted = None
         self._mark(step, taken)
         self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
@@ -519,31 +513,19 @@ class Orchestrator:
             raise self._failure
         return bool(is_met)
 
-    def _wait_notice(self, waiting: str, num_eligible: int, num_groups: int) -> str:
-        count, banned = self._queue.count(), self._health.num_banned(time.monotonic())
-        loading = f"; the inference servers are loading policy {self._policy}"
-        return (
-            f"{waiting} has {num_eligible} of {num_groups} groups; "
-            f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
-            f"{count[State.SUBMITTED]} are being checked, {count[State.QUARANTINED]} wait for a verdict"
-            f"{loading if self._policy.version > self._version else ''}"
-            f"{f'; workers banned after trust.max_attempts rejections: {banned}' if banned else ''}"
-            f"{f'; {silent}' if (silent := self._verdicts.notice()) else ''}"
-            f"{f'; no server can be used: {servers}' if (servers := self.nodes.notice()) else ''}"
-        )
+    def _waiting(self, name: str, progress: tuple[int, int]) -> str:
+        loading = self._policy if self._policy.version > self._version else None
+        return self._status.waiting(name, progress, loading, time.monotonic())
 
     def _take_counts(self) -> dict[str, float]:
-        """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
         with self._changed:
             batch = self._batches.take_metrics()
             self._counts["stale"] += round(batch["batch/num_stale"]) * self._config.rl.samples_per_prompt
-            names = "accepted called_back refused checked stale lease_expired lease_void lease_returned unleased spare"
-            names += " given_up void_epoch server_faults undecided unanswered unverified trained_unverified_of_cheats"
-            counts = dict.fromkeys(names.split(), 0) | self._verdicts.counts() | dict(self._counts)
-            self._totals += self._counts
-            self._counts.clear()
-            metrics = {f"trust/num_{name}": float(number) for name, number in counts.items()}
-            return metrics | batch
+            return self._status.take_counts() | batch
+
+    def _metrics(self) -> role_metrics.Values:
+        with self._changed:
+            return self._status.values(self._version)
 
     def _rewarded(self, entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
         min_group = self._config.rl.min_group if entry.group.split == "train" else 0

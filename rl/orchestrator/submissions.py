@@ -100,74 +100,48 @@ def read_kept(log: row_log.RowLog) -> dict[group_queue.Key, Kept]:
     return found
 
 
+@dataclasses.dataclass(kw_only=True)
 class Submissions:
-    """Checks the groups that workers hand in, and decides which of them may be trained on. All methods are thread-safe.
+    """Checks the groups that workers hand in, and decides which of them may be trained on. All methods are thread-safe."""
 
-    Args:
-      changed: guards the next three, and is notified when a group may be trained on or is open again.
-      queue: the groups of the run.
-      health: the marks of its workers.
-      share: their speeds.
-      servers: those of the servers that answer for the samples they sign: invited keys.
-      counts: rollouts by outcome, under the end of their metric's name.
-      ledger: gets the events.
-      log: gets the training groups that passed the checks without weights.
-      rules: those of the run.
-      newest: returns the newest policy that a server may have; called under the lock.
-      check_group_without_weights: runs in a few threads, which workers share in turns.
-      verdicts: replays groups.
-      secret: decides which groups are verified; workers must not know it.
-      on_verified: called with each group that a verdict accepted.
-      on_accepted: called under the lock with the key of each group that may be trained on.
-      on_caught: called with a line for people on the steps that a caught worker spoiled.
-      fail: ends the run with an error.
-    """
+    changed: (
+        threading.Condition
+    )  # guards the next five, and is notified when a group may be trained on or is open again
+    queue: group_queue.GroupQueue
+    health: worker_health.WorkerHealth  # the marks of workers
+    servers: worker_health.WorkerHealth  # those of the servers that answer for the samples they sign: invited keys
+    share: work_share.WorkShare
+    counts: collections.Counter[str]  # rollouts by outcome, under the end of their metric's name
+    ledger: run_ledger.RunLedger | run_ledger.NoLedger  # gets the events
+    log: row_log.RowLog  # gets the training groups that passed the checks without weights
+    rules: rules_lib.Rules  # those of the run
+    newest: Callable[[], timeline.Policy]  # returns the newest policy that a server may have; called under the lock
+    check_group_without_weights: CheckGroupWithoutWeights  # runs in a few threads, which workers share in turns
+    verdicts: verdict_collector.VerdictCollector  # replays groups
+    secret: bytes  # decides which groups are verified; workers must not know it
+    on_verified: Callable[[Sequence[rollout_lib.Rollout]], None]  # called with each group that a verdict accepted
+    on_accepted: Callable[[group_queue.Key], None]  # called under the lock for each group that may be trained on
+    on_caught: Callable[[str], None]  # called with a line for people on the steps that a caught worker spoiled
+    fail: Callable[[BaseException], None]  # ends the run
 
-    def __init__(
-        self,
-        changed: threading.Condition,
-        queue: group_queue.GroupQueue,
-        health: worker_health.WorkerHealth,
-        share: work_share.WorkShare,
-        servers: worker_health.WorkerHealth,
-        counts: collections.Counter[str],
-        ledger: run_ledger.RunLedger | run_ledger.NoLedger,
-        log: row_log.RowLog,
-        *,
-        rules: rules_lib.Rules,
-        newest: Callable[[], timeline.Policy],
-        check_group_without_weights: CheckGroupWithoutWeights,
-        verdicts: verdict_collector.VerdictCollector,
-        secret: bytes,
-        on_verified: Callable[[Sequence[rollout_lib.Rollout]], None],
-        on_accepted: Callable[[group_queue.Key], None],
-        on_caught: Callable[[str], None],
-        fail: Callable[[BaseException], None],
-    ):
-        self._changed, self._queue, self._health, self._share = changed, queue, health, share
-        self._servers, self._counts = servers, counts
-        self._ledger, self._log, self._rules, self._newest, self._secret = ledger, log, rules, newest, secret
-        self._spares: dict[
-            tuple[group_queue.Key, str], parquet.Rows
-        ] = {}  # of spares in the queue, by group and digest
-        self._check_group_without_weights, self._verdicts = check_group_without_weights, verdicts
-        self._on_verified, self._on_accepted, self._on_caught, self._fail = on_verified, on_accepted, on_caught, fail
+    def __post_init__(self) -> None:
+        self._spares: dict[tuple[group_queue.Key, str], parquet.Rows] = {}  # in the queue, by group and digest
         self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
-        verdicts.start(self._decide, fail)
+        self.verdicts.start(self._decide, self.fail)
 
     def resume(self) -> None:
         """Continues the run of a ledger, with fresh draws."""
         # The workers of batches that are made again may know which groups were not replayed the first time. The ledger has the head
         # from which an auditor with the secret repeats the draws.
-        head = self._ledger.head()  # without the lock: it waits for a thread that may call `fail`
-        with self._changed:
-            self._secret = hmac.digest(self._secret, head.encode(), "sha256")
-            self._ledger.appointed(self._verdicts.validators, self._verdicts.quorum)
+        head = self.ledger.head()  # without the lock: it waits for a thread that may call `fail`
+        with self.changed:
+            self.secret = hmac.digest(self.secret, head.encode(), "sha256")
+            self.ledger.appointed(self.verdicts.validators, self.verdicts.quorum)
 
     def close(self) -> None:
         """Waits for running replays, but not for other checks; cancels the rest."""
         self._checkers.close()
-        self._verdicts.close()
+        self.verdicts.close()
 
     def submit(self, rows: parquet.Rows) -> dict[str, Future[str]]:
         """Starts the checks of submitted rollouts; returns per group a future of "accepted", "quarantined", or "refused: REASON".
@@ -175,7 +149,7 @@ class Submissions:
         A training group that is not refused is on disk when its future is set.
         """
         by_key: dict[group_queue.Key, list[int]] = collections.defaultdict(list)
-        with self._changed:
+        with self.changed:
             for row, rollout in sorted(enumerate(rows.rollouts), key=lambda one: one[1].sample):
                 by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(row)
         jobs: list[_Job] = []
@@ -185,12 +159,12 @@ class Submissions:
 
     def answering(self, entry: group_queue.Entry) -> list[tuple[worker_health.WorkerHealth, str]]:
         """Returns who answers for a group, with the marks: its worker, and the registered server that all of its samples name."""
-        server = responsibility.server_of(entry.rollouts, self._servers.invited)
-        return [(self._health, entry.worker), *([(self._servers, server)] if server else [])]
+        server = responsibility.server_of(entry.rollouts, self.servers.invited)
+        return [(self.health, entry.worker), *([(self.servers, server)] if server else [])]
 
     def begin_epoch(self, epoch: int) -> None:
         """Voids all work of other epochs, without blame: its workers could not know. The caller has the lock."""
-        for entry in self._queue.begin_epoch(epoch):
+        for entry in self.queue.begin_epoch(epoch):
             self._void(entry)
 
     def restore(self, kept: Kept) -> None:
@@ -198,29 +172,29 @@ class Submissions:
 
         Groups without a verdict are drawn again: the restart has other draws, by which an auditor judges the batch.
         """
-        known = self._ledger.run.submission(kept.group.step, kept.group.group)
-        entry = self._queue.entries.get(kept.group.key)
+        known = self.ledger.run.submission(kept.group.step, kept.group.group)
+        entry = self.queue.entries.get(kept.group.key)
         if known and known[0] == kept.digest and entry and entry.state is State.OPEN:
-            entry = self._queue.restore(kept.group, kept.worker, kept.rollouts, kept.digest)
+            entry = self.queue.restore(kept.group, kept.worker, kept.rollouts, kept.digest)
             entry.scores = kept.scores
             if not known[1]:
                 self._quarantine_or_pass(entry)
                 return
-            self._queue.quarantine(kept.group.key)
-            self._queue.accept(kept.group.key)
+            self.queue.quarantine(kept.group.key)
+            self.queue.accept(kept.group.key)
             self._accepted(entry)
 
     def _void(self, entry: group_queue.Entry) -> str:
         """Counts a group whose work is of another epoch; the queue has opened it again. Returns the reply."""
-        self._counts["void_epoch"] += len(entry.rollouts)
+        self.counts["void_epoch"] += len(entry.rollouts)
         for worker in {entry.worker, *entry.leases} - {""}:
-            self._health.lost(worker, entry.group.key, time.monotonic(), blame=False)
-        self._changed.notify_all()
+            self.health.lost(worker, entry.group.key, time.monotonic(), blame=False)
+        self.changed.notify_all()
         return VOID
 
     def _split(self, rollout: rollout_lib.Rollout) -> str:
         """Returns "train" or "held_out". A rollout does not name its split, but only one of them uses its step and group now."""
-        held_out = self._queue.entries.get(("held_out", rollout.step, rollout.task.group))
+        held_out = self.queue.entries.get(("held_out", rollout.step, rollout.task.group))
         return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
 
     def _deliver(self, key: group_queue.Key, rows: parquet.Rows, jobs: list[_Job]) -> Future[str]:
@@ -229,8 +203,8 @@ class Submissions:
         A group that its signer has not leased is rejected and changes nothing.
         """
         rollouts, holder = rows.rollouts, rows.rollouts[0].worker
-        with self._changed:
-            entry = self._queue.entries.get(key)
+        with self.changed:
+            entry = self.queue.entries.get(key)
             if entry is None or not {holder} & {*entry.leases, *entry.past}:
                 return self._not_leased(rollouts)
             num_samples = entry.group.num_samples
@@ -240,33 +214,33 @@ class Submissions:
         if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.is_signed, signed, digests)):
             return self._not_leased(rollouts, "signature: not signed by the leaseholder; sign with its key")
         digest = verdict_lib.group_digest(rollouts, digests)
-        with self._changed:
-            fate = self._queue.deliver(key, holder, rollouts, digest)
+        with self.changed:
+            fate = self.queue.deliver(key, holder, rollouts, digest)
             if fate is group_queue.Delivery.LATE:
                 return self._not_leased(rollouts)
             if fate is group_queue.Delivery.EPOCH:
-                self._counts["void_epoch"] += len(rollouts)
-                self._health.lost(holder, key, time.monotonic(), blame=False)
+                self.counts["void_epoch"] += len(rollouts)
+                self.health.lost(holder, key, time.monotonic(), blame=False)
                 return _known(VOID)
             if fate is group_queue.Delivery.TAKEN:
-                return self._screen(self._queue.entries[key], rows, jobs)
+                return self._screen(self.queue.entries[key], rows, jobs)
             if fate is group_queue.Delivery.SPARE:
                 self._spares = {name: old for name, old in self._spares.items() if self._is_spare(*name)}
                 self._spares[key, digest] = rows
-            self._counts["spare"] += len(rollouts)
+            self.counts["spare"] += len(rollouts)
             return _known("spare")  # also for a duplicate: the reply must not reveal whether the group passed
 
     def _is_spare(self, key: group_queue.Key, digest: str) -> bool:
-        entry = self._queue.entries.get(key)
+        entry = self.queue.entries.get(key)
         return entry is not None and digest in [spare[2] for spare in entry.spares]
 
     def _screen(self, entry: group_queue.Entry, rows: parquet.Rows, jobs: list[_Job]) -> Future[str]:
         """Checks a group that is SUBMITTED now, but for `jobs`; returns a future of the reply. The caller has the lock."""
         key = entry.group.key
-        recorded = self._ledger.submitted(entry.worker, *key, entry.digest)
-        verdict = checks.check_at_lease(rows.rollouts, self._rules.at_lease(entry.group, self._newest().version))
+        recorded = self.ledger.submitted(entry.worker, *key, entry.digest)
+        verdict = checks.check_at_lease(rows.rollouts, self.rules.at_lease(entry.group, self.newest().version))
         if verdict.reason == "epoch":
-            found = self._void(self._queue.requeue(key))
+            found = self._void(self.queue.requeue(key))
             self._screen_spare(key)
             return _known(found)
         if not verdict.accepted:
@@ -276,14 +250,14 @@ class Submissions:
 
     def _screen_spare(self, key: group_queue.Key) -> None:
         """Checks the rollouts of another holder that took the place of rejected ones, if there are any."""
-        if (entry := self._queue.entries[key]).state is State.SUBMITTED:
+        if (entry := self.queue.entries[key]).state is State.SUBMITTED:
             jobs: list[_Job] = []
             self._screen(entry, self._spares.pop((key, entry.digest)), jobs)
             self._queue_checks(jobs)
 
     def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason: str = NOT_LEASED):
-        with self._changed:
-            self._counts["unleased"] += len(rollouts)
+        with self.changed:
+            self.counts["unleased"] += len(rollouts)
         return _known(f"refused: {reason}")
 
     def _queue_checks(self, jobs: Sequence[_Job]) -> None:
@@ -314,29 +288,29 @@ class Submissions:
         def decide(durable: Future) -> None:
             try:
                 durable.result()
-                with self._changed:
+                with self.changed:
                     reply.set_result(self._conclude(key, entry, verdict, scores))
             except BaseException as error:
-                self._fail(error)
+                self.fail(error)
                 reply.set_exception(error)
 
         try:
-            with self._changed:
-                is_void = self._queue.entries.get(key) is not entry
+            with self.changed:
+                is_void = self.queue.entries.get(key) is not entry
             if is_void:
                 return reply.set_result(VOID)
-            verdict, scores = self._check_group_without_weights(entry.rollouts, key[0])
+            verdict, scores = self.check_group_without_weights(entry.rollouts, key[0])
             if verdict.accepted and key[0] == "train":
                 kept = Kept(entry.group, entry.worker, entry.digest, scores, [])
-                recorded = self._log.append(key[1], kept.to_json(), job.rows, after=recorded)
+                recorded = self.log.append(key[1], kept.to_json(), job.rows, after=recorded)
             recorded.add_done_callback(decide)
         except BaseException as error:  # ends the run: no worker is to blame for it
-            self._fail(error)
+            self.fail(error)
             reply.set_exception(error)
 
     def _conclude(self, key: group_queue.Key, entry: group_queue.Entry, verdict: checks.Verdict, scores) -> str:
         """Rejects a group that was checked without weights, quarantines it, or lets it pass. Returns the reply. The caller has the lock."""
-        if self._queue.entries.get(key) is not entry:
+        if self.queue.entries.get(key) is not entry:
             return VOID
         if not verdict.accepted:
             return self._reject(key, verdict, is_fault=True)
@@ -349,105 +323,105 @@ class Submissions:
         # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
         rate = max(health.rate(key) for health, key in self.answering(entry))
         if key[0] == "train" and (entry.was_decided or self._draw(key) < rate):
-            self._queue.quarantine(key)
-            self._verdicts.ask(key, entry.rollouts, entry.digest)
+            self.queue.quarantine(key)
+            self.verdicts.ask(key, entry.rollouts, entry.digest)
             return "quarantined"
-        self._queue.let_pass(key)
+        self.queue.let_pass(key)
         return self._accepted(entry)
 
     def _draw(self, key: group_queue.Key) -> float:
-        return check_rate.draw(self._secret, "/".join(map(str, key)))
+        return check_rate.draw(self.secret, "/".join(map(str, key)))
 
     def _decide(self, key, digest, verdict, signed: Sequence[verdict_lib.SignedVerdict]) -> None:
         """Accepts or rejects a quarantined group by `verdict`, or requeues it if the group is void."""
-        with self._changed:
+        with self.changed:
             for one in signed:
-                self._ledger.verdict(one)
-            entry = self._queue.entries.get(key)
+                self.ledger.verdict(one)
+            entry = self.queue.entries.get(key)
             if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
                 return
             if verdict.reason in verdict_collector.VOID:
-                self._counts[verdict.reason] += len(self._queue.requeue(key).rollouts)
-                self._health.lost(entry.worker, key, time.monotonic(), blame=False)
+                self.counts[verdict.reason] += len(self.queue.requeue(key).rollouts)
+                self.health.lost(entry.worker, key, time.monotonic(), blame=False)
                 self._screen_spare(key)
-                self._changed.notify_all()
+                self.changed.notify_all()
                 return
-            self._counts["checked"] += len(entry.rollouts)
+            self.counts["checked"] += len(entry.rollouts)
             if verdict.accepted:
-                self._queue.accept(key)
+                self.queue.accept(key)
                 for health, name in self.answering(entry):
                     health.verified(name)
-                self._on_verified(entry.rollouts)
+                self.on_verified(entry.rollouts)
                 self._accepted(entry)
             else:
                 self._reject(key, verdict, is_fault=True)
 
     def _accepted(self, entry: group_queue.Entry) -> str:
-        self._counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
-        self._health.accepted(entry.worker, entry.group.key)
-        self._share.finished(entry.worker, entry.since_s, time.monotonic())
-        self._on_accepted(entry.group.key)
-        self._changed.notify_all()
+        self.counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
+        self.health.accepted(entry.worker, entry.group.key)
+        self.share.finished(entry.worker, entry.since_s, time.monotonic())
+        self.on_accepted(entry.group.key)
+        self.changed.notify_all()
         return "accepted"
 
     def _reject(self, key: group_queue.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Reopens a group and counts it against its worker; after a failed check (`is_fault`), ends the trust in it. Returns the reply."""
-        entry = self._queue.requeue(key)
+        entry = self.queue.requeue(key)
         reply = self._blame(key, entry, verdict, is_fault=is_fault)
         self._screen_spare(key)
         return reply
 
     def _blame(self, key: group_queue.Key, entry: group_queue.Entry, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Counts a rejected group against its worker, or its server; returns the reply."""
-        rules = self._rules.at_lease(entry.group, self._newest().version)
-        if server := responsibility.server_at_fault(entry.rollouts, verdict, rules, self._servers.invited):
+        rules = self.rules.at_lease(entry.group, self.newest().version)
+        if server := responsibility.server_at_fault(entry.rollouts, verdict, rules, self.servers.invited):
             return self._reject_server(entry, server, verdict)
         worker, group = entry.worker, entry.group
-        self._counts["refused"] += len(entry.rollouts)
-        self._counts[f"refused_{verdict.reason}"] += 1
-        self._ledger.refused(worker, *key, entry.digest, str(verdict))
-        self._health.rejected(worker, key, time.monotonic(), is_fault=is_fault)
+        self.counts["refused"] += len(entry.rollouts)
+        self.counts[f"refused_{verdict.reason}"] += 1
+        self.ledger.refused(worker, *key, entry.digest, str(verdict))
+        self.health.rejected(worker, key, time.monotonic(), is_fault=is_fault)
         if is_fault:
-            self._distrust("worker", self._health, worker)
-        if self._health.is_banned(worker):
-            self._share.left(worker)
-            self._ledger.ejected(worker, f"{self._health.max_rejections} rejected groups; the last: {verdict}")
+            self._distrust("worker", self.health, worker)
+        if self.health.is_banned(worker):
+            self.share.left(worker)
+            self.ledger.ejected(worker, f"{self.health.max_rejections} rejected groups; the last: {verdict}")
             # A stranger must not be able to end the run, even before others have joined.
-            if not self._health.is_stranger(worker) and not self._health.has_others(worker, time.monotonic()):
-                found = f"worker {worker[:16]} was rejected {self._health.max_rejections} times and no other worker is active"
+            if not self.health.is_stranger(worker) and not self.health.has_others(worker, time.monotonic()):
+                found = f"worker {worker[:16]} was rejected {self.health.max_rejections} times and no other worker is active"
                 last = f"the last reason, for group {group.group} of step {group.step}: {verdict}"
                 remedy = "Look at that worker and its server, or raise trust.max_attempts"
-                self._fail(ValueError(f"{found}; {last}. {remedy}"))
-        self._changed.notify_all()
+                self.fail(ValueError(f"{found}; {last}. {remedy}"))
+        self.changed.notify_all()
         return f"refused: {verdict}"
 
     def _reject_server(self, entry: group_queue.Entry, server: str, verdict: checks.Verdict) -> str:
         """Counts a group that failed by the fault of `server` against it; the group is void for its worker. Returns the reply."""
-        self._counts["server_faults"] += len(entry.rollouts)
-        self._health.lost(entry.worker, entry.group.key, time.monotonic(), blame=False)
-        was_banned = self._servers.is_banned(server)
-        self._servers.rejected(server, entry.group.key, time.monotonic(), is_fault=True)
-        self._ledger.joined(server)
-        self._ledger.refused(server, *entry.group.key, entry.digest, str(verdict))
-        self._distrust("server", self._servers, server)
-        if self._servers.is_banned(server) and not was_banned:
-            self._ledger.ejected(server, f"the samples of {self._servers.max_rejections} groups; the last: {verdict}")
-            self._on_caught(f"server {server[:16]} gets no more work; its last fault is {verdict}")
-        self._changed.notify_all()
+        self.counts["server_faults"] += len(entry.rollouts)
+        self.health.lost(entry.worker, entry.group.key, time.monotonic(), blame=False)
+        was_banned = self.servers.is_banned(server)
+        self.servers.rejected(server, entry.group.key, time.monotonic(), is_fault=True)
+        self.ledger.joined(server)
+        self.ledger.refused(server, *entry.group.key, entry.digest, str(verdict))
+        self._distrust("server", self.servers, server)
+        if self.servers.is_banned(server) and not was_banned:
+            self.ledger.ejected(server, f"the samples of {self.servers.max_rejections} groups; the last: {verdict}")
+            self.on_caught(f"server {server[:16]} gets no more work; its last fault is {verdict}")
+        self.changed.notify_all()
         return f"refused: void: the inference server is at fault: {verdict}"
 
     def _distrust(self, role: str, health: worker_health.WorkerHealth, key: str) -> None:
         """Quarantines all groups of a caught node that passed without a verdict, and names the steps that trained on such groups."""
-        for entry in self._queue.recall(lambda entry: (health, key) in self.answering(entry)):
-            self._counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
-            self._verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
+        for entry in self.queue.recall(lambda entry: (health, key) in self.answering(entry)):
+            self.counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
+            self.verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
         num_groups, steps = health.reveal(key)
         if num_groups:
-            if health is self._health:
-                self._counts["trained_unverified_of_cheats"] += num_groups
-                self._ledger.named(key, steps)
+            if health is self.health:
+                self.counts["trained_unverified_of_cheats"] += num_groups
+                self.ledger.named(key, steps)
             where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
-            self._on_caught(f"{role} {key[:16]} failed a check; {where}; an earlier checkpoint is without them")
+            self.on_caught(f"{role} {key[:16]} failed a check; {where}; an earlier checkpoint is without them")
 
 
 def _known(reply: str) -> Future[str]:

@@ -80,11 +80,11 @@ class Report:
     @classmethod
     def from_json(cls, body: Any) -> "Report":
         """Returns the report in a JSON object of any origin. Raises ValueError for any other value."""
-        _check_fields(body, cls, "report")
+        timeline.check_fields(body, cls, "report")
         load = body["load"]
         if isinstance(load, dict):  # of an earlier release, it lacks some
             load = dataclasses.asdict(Load()) | load
-        _check_fields(load, Load, "load")
+        timeline.check_fields(load, Load, "load")
         url, problem = body["url"], body["problem"]
         if not isinstance(url, str) or len(url) > MAX_URL or not (url == "" or url.startswith(("http://", "https://"))):
             raise ValueError(f"report has url = {url!r:.80}; send an http URL of at most {MAX_URL} characters, or ''")
@@ -293,9 +293,3 @@ def _is_allowed(policy: timeline.Policy | None, oldest: timeline.Policy, newest:
     # A server that serves other weights under the number of one that we know is of an abandoned timeline.
     known = [one.digest for one in (oldest, newest) if one and one == policy and one.digest]
     return not (known and policy.digest) or policy.digest in known
-
-
-def _check_fields(body: Any, kind: type, name: str) -> None:
-    fields = sorted(field.name for field in dataclasses.fields(kind))
-    if not isinstance(body, dict) or sorted(map(str, body)) != fields:
-        raise ValueError(f"{name} is {str(body)[:80]!r}; send an object with exactly the fields {', '.join(fields)}")

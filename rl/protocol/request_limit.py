@@ -16,6 +16,8 @@ is the bound, in the simulation of tests/rl/protocol/test_request_limit.py; thes
 
 import dataclasses
 
+from rl.protocol import registry
+
 GROWTH, FAST_GROWTH, GROW_BELOW, USED = 1.5, 4.0, 0.95, 0.9
 DRAIN_ABOVE, TARGET = 0.99, 0.98
 PREEMPTED, QUEUED, REPEATED = 0.97, 0.9, 0.95
@@ -26,54 +28,43 @@ MAX_LIMIT = 1024.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """One report of a server."""
-
-    now_s: float
-    running: int
-    waiting: int
-    kv_used: float  # fraction of the KV cache
-    preemptions: int  # since the server started
-    finished: int  # requests without an error, since the server started
-
-
-@dataclasses.dataclass(frozen=True)
 class State:
     """The limit of one server, and the state of its controller."""
 
     limit: float
-    last: Sample | None = None
+    last: registry.Load | None = None
+    last_s: float = 0.0  # when it was reported
     num_queued: int = 0  # polls in a row with a long queue
     cooldown: int = 0  # polls until the next cut
 
 
-def start(kv_tokens: int, max_model_len: int) -> State:
+def start(capacity: float) -> State:
     """Returns the first state: as many requests as fit in the KV cache at their greatest length."""
-    return State(min(max(1.0, kv_tokens / max_model_len), MAX_LIMIT))
+    return State(min(max(1.0, capacity), MAX_LIMIT))
 
 
-def observe(state: State, sample: Sample, blind_s: float = BLIND_S) -> tuple[State, int]:
-    """Returns the state after a report, and the number of requests that the server should run. Reports come well within `blind_s`."""
-    last = state.last
+def observe(state: State, load: registry.Load, now_s: float, blind_s: float = BLIND_S) -> State:
+    """Returns the state after a report; the server should run `int(state.limit)` requests. Reports come well within `blind_s`."""
+    last = state.last or load
     # A server that restarted counts from 0 again.
-    is_new = last is None or sample.finished < last.finished or sample.preemptions < last.preemptions
-    num_finished = 0 if is_new or last is None else sample.finished - last.finished
-    was_preempted = not is_new and last is not None and sample.preemptions > last.preemptions
-    is_blind = last is None or sample.now_s - last.now_s > blind_s
-    running, limit = max(1, sample.running), state.limit
-    num_queued = state.num_queued + 1 if sample.waiting > LONG_QUEUE * running else 0
+    is_new = load.finished < last.finished or load.preemptions < last.preemptions
+    num_finished = 0 if is_new else load.finished - last.finished
+    was_preempted = not is_new and load.preemptions > last.preemptions
+    is_blind = state.last is None or now_s - state.last_s > blind_s
+    running, limit = max(1, load.running), state.limit
+    num_queued = state.num_queued + 1 if load.waiting > LONG_QUEUE * running else 0
     cut = 1.0
     if was_preempted:
         cut = REPEATED if state.cooldown else PREEMPTED
-    elif not state.cooldown and sample.kv_used > DRAIN_ABOVE:
-        cut = min(1.0, running * TARGET / sample.kv_used / limit)
+    elif not state.cooldown and load.kv_used > DRAIN_ABOVE:
+        cut = min(1.0, running * TARGET / load.kv_used / limit)
     elif not state.cooldown and num_queued >= PATIENCE:
         cut = QUEUED
     grows = cut == 1 and not is_blind and not state.cooldown
-    if grows and sample.kv_used < GROW_BELOW and not sample.waiting and running >= USED * int(limit):
-        growth = min(max(GROWTH, TARGET / max(sample.kv_used, 0.01)), FAST_GROWTH)
+    if grows and load.kv_used < GROW_BELOW and not load.waiting and running >= USED * int(limit):
+        growth = min(max(GROWTH, TARGET / max(load.kv_used, 0.01)), FAST_GROWTH)
         limit *= growth ** (num_finished / running)
     limit = min(max(1.0, limit * cut), MAX_LIMIT)
     is_cut = cut < 1
     cooldown = PATIENCE if is_cut else max(0, state.cooldown - 1)
-    return State(limit, sample, 0 if is_cut else num_queued, cooldown), int(limit)
+    return State(limit, load, now_s, 0 if is_cut else num_queued, cooldown)

@@ -28,9 +28,7 @@ class Policy:
     @classmethod
     def from_json(cls, body: Any) -> "Policy":
         """Returns the policy in a JSON object of any origin. Raises ValueError for any other value."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(body, dict) or sorted(body) != sorted(names):
-            raise ValueError(f"policy is {str(body)[:80]!r}; send an object with exactly the fields {', '.join(names)}")
+        check_fields(body, cls, "policy")
         for name in ("epoch", "version"):
             if type(body[name]) is not int or not 0 <= body[name] <= MAX_NUMBER:
                 raise ValueError(f"policy has {name} = {body[name]!r:.80}; send an integer in 0..2^48")
@@ -42,3 +40,10 @@ class Policy:
 
     def __str__(self) -> str:
         return f"version {self.version}" + (f" of epoch {self.epoch}" if self.epoch else "")
+
+
+def check_fields(body: Any, kind: type, name: str) -> None:
+    """Raises ValueError, which calls `body` `name`, unless it is a JSON object with exactly the fields of the dataclass `kind`."""
+    fields = sorted(field.name for field in dataclasses.fields(kind))
+    if not isinstance(body, dict) or sorted(map(str, body)) != fields:
+        raise ValueError(f"{name} is {str(body)[:80]!r}; send an object with exactly the fields {', '.join(fields)}")

@@ -5,6 +5,7 @@
 3. An orchestrator that is away or was started again is asked for ever, with growing pauses: a node outlives its learner.
 """
 
+import dataclasses
 import json
 import math
 import random
@@ -62,36 +63,23 @@ class Orchestrator:
         return body
 
 
+@dataclasses.dataclass
 class SignIn:
-    """Heartbeats of one node, from `start` until `stop`.
+    """Heartbeats of one node, from `start` until `stop`. Raises ValueError if `orchestrator` is not a URL."""
 
-    Args:
-      orchestrator: its URL.
-      private: key of this node.
-      role: "server", "relay", or "validator".
-      report: returns the fields of a heartbeat's report that are not empty: "url", "policy", "load", "problem" (rl/protocol/registry.py).
-      run: the public key of the run in hex; "": that of the first reply.
-      on_reply: called with each reply.
-      on_notice: called with lines for people, when the orchestrator is lost or found again.
+    orchestrator: str  # its URL
+    private: ed25519.Ed25519PrivateKey  # of this node
+    role: str  # "server", "relay", or "validator"
+    report: Callable[[], dict[str, Any]]  # returns the fields of a report that are not empty (rl/protocol/registry.py)
+    _: dataclasses.KW_ONLY
+    run: str = ""  # its public key in hex; "": that of the first reply
+    on_reply: Callable[[dict], None] = lambda reply: None
+    on_notice: Callable[[str], None] = lambda line: None  # for people: the orchestrator is lost, or found again
 
-    Raises ValueError if `orchestrator` is not a URL.
-    """
-
-    def __init__(
-        self,
-        orchestrator: str,
-        private: ed25519.Ed25519PrivateKey,
-        role: str,
-        report: Callable[[], dict[str, Any]],
-        *,
-        run: str = "",
-        on_reply: Callable[[dict], None] = lambda reply: None,
-        on_notice: Callable[[str], None] = lambda line: None,
-    ):
-        if not sockets.is_url(orchestrator):
-            raise ValueError(f"--orchestrator {orchestrator!r} is not a URL; write http://HOST:PORT")
-        self._orchestrator = Orchestrator(orchestrator, private, run)
-        self._role, self._report, self._on_reply, self._on_notice = role, report, on_reply, on_notice
+    def __post_init__(self) -> None:
+        if not sockets.is_url(self.orchestrator):
+            raise ValueError(f"--orchestrator {self.orchestrator!r} is not a URL; write http://HOST:PORT")
+        self._orchestrator = Orchestrator(self.orchestrator, self.private, self.run)
         self._is_stopping, self._is_due = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="sign-in", daemon=True)
 
@@ -122,34 +110,26 @@ class SignIn:
             self._is_due.clear()
             is_last, begun_s = self._is_stopping.is_set(), time.monotonic()
             try:
-                fields = {
-                    "role": self._role,
-                    "report": self._whole_report(),
-                    "holding": [],
-                    "leaving": is_last,
-                    "work": "",
-                }
+                report = {"url": "", "policy": None, "load": {}, "problem": ""} | self.report()
+                report["problem"] = one_line(report["problem"])
+                fields = {"role": self.role, "report": report, "holding": [], "leaving": is_last, "work": ""}
                 reply = self._orchestrator.ask("/heartbeat", **fields)
                 wait_s, pause_s = float(reply["interval_s"]), FIRST_PAUSE_S
                 if not 0 < wait_s < math.inf:
                     raise ValueError(f"the reply has interval_s = {wait_s}")
                 wait_s -= time.monotonic() - begun_s  # a reply to a server may wait for news
                 if problem:
-                    self._on_notice(f"signed in at {url} again")
+                    self.on_notice(f"signed in at {url} again")
                 problem = ""
-                self._on_reply(reply)
+                self.on_reply(reply)
             except (OSError, ValueError, KeyError, TypeError) as error:  # it is away, or no orchestrator
                 if not problem:
-                    self._on_notice(f"not signed in at {url}: {error}; it is asked again")
+                    self.on_notice(f"not signed in at {url}: {error}; it is asked again")
                 problem = str(error) or type(error).__name__
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
             if is_last:
                 return
             self._is_due.wait(max(0.0, min(wait_s, MAX_PAUSE_S)) * random.uniform(0.8, 1.0))
-
-    def _whole_report(self) -> dict[str, Any]:
-        found = {"url": "", "policy": None, "load": {}, "problem": ""} | self._report()
-        return found | {"problem": one_line(found["problem"])}
 
 
 def one_line(problem: str) -> str:

@@ -82,18 +82,28 @@ def not_an_orchestrator(reply: object) -> ValueError:
     return ValueError(f"{found}; correct --orchestrator")
 
 
-def load_key(path: str | os.PathLike) -> ed25519.Ed25519PrivateKey:
-    """Returns the private key in a file. Raises FileNotFoundError, or ValueError if it is not an unencrypted ed25519 PEM file."""
-    if not os.path.isfile(path):
-        make = f"make a key with `openssl genpkey -algorithm ed25519 -out {path}`"
-        raise FileNotFoundError(f"no file {path}: pass a PEM file with a private key, or {make}")
+def load_key(path: str | os.PathLike, role: str = "key") -> ed25519.Ed25519PrivateKey:
+    """Returns the private key in a file, which errors call `role`.
+
+    Raises FileNotFoundError, or ValueError if it is not an unencrypted ed25519 PEM file.
+    """
     try:
-        key = serialization.load_pem_private_key(pathlib.Path(path).read_bytes(), password=None)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not an unencrypted PEM private key ({error}): pass such a file") from error
-    if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise ValueError(f"{path} contains {type(key).__name__}: pass an ed25519 key")
-    return key
+        data = pathlib.Path(path).read_bytes()
+    except FileNotFoundError as error:
+        make = f"make a key with `openssl genpkey -algorithm ed25519 -out {path}`"
+        raise FileNotFoundError(f"no file {path}: pass a PEM file with a private key, or {make}") from error
+    except (PermissionError, IsADirectoryError) as error:
+        raise ValueError(
+            f"{role} {path} cannot be read: {error.strerror}; name a file that this user may read"
+        ) from error
+    try:
+        private = serialization.load_pem_private_key(data, password=None)
+    except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:
+        found = f"{role} {path} is not an unencrypted PEM private key ({error if data.strip() else 'it is empty'})"
+        raise ValueError(f"{found}; name another file, or put this one back from a backup") from error
+    if not isinstance(private, ed25519.Ed25519PrivateKey):
+        raise ValueError(f"{role} {path} is a {type(private).__name__}, but must be ed25519; name another file")
+    return private
 
 
 def _bytes(message: dict) -> bytes:

@@ -34,28 +34,21 @@ class AnotherLearner(ValueError):
     """Raised for the call of a learner that another one has replaced."""
 
 
+@dataclasses.dataclass
 class Host:
-    """Runs the orchestrator of a run for the learner that attached last. Any thread may call the methods.
+    """Runs the orchestrator of a run for the learner that attached last. Any thread may call the methods."""
 
-    Args:
-      directory: the log's, which also keeps `learner.json` and the states of the last batches in `states_file`.
-      ledger: that of the run.
-      make: returns an orchestrator that serves until the end of the stack, from the state of a step, if any.
-      layout: packs batches; the learner names its sizes.
-      check: raises ValueError for a learner with these config fields.
-    """
+    directory: pathlib.Path  # the log's, which also keeps `learner.json`
+    states_file: str  # there: the states of the last batches
+    ledger: run_ledger.RunLedger
+    make: Callable[
+        [contextlib.ExitStack, dict | None], Any
+    ]  # an orchestrator that serves during the stack, from a state
+    layout: Callable[..., packing.Layout]  # packs batches; the learner names its sizes
+    check: Callable[[dict], None]  # raises ValueError for a learner with these config fields
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        states_file: str,
-        ledger: run_ledger.RunLedger,
-        make: Callable[[contextlib.ExitStack, dict | None], Any],
-        layout: Callable[..., packing.Layout],
-        check: Callable[[dict], None],
-    ):
-        self._file, self._states_file = directory / "learner.json", directory / states_file
-        self._ledger, self._make, self._layout, self._check = ledger, make, layout, check
+    def __post_init__(self) -> None:
+        self._file, self._states_file = self.directory / "learner.json", self.directory / self.states_file
         self._lock = threading.RLock()  # guards everything below
         self._saved: dict[str, Any] = atomic_file.read_json(self._file, dict)
         self._orchestrator: Any = None
@@ -77,8 +70,8 @@ class Host:
                 return False
             policy = self._saved["policy"] and timeline.Policy.from_json(self._saved["policy"])
             step = policy.version if policy else self._saved["step"]
-            self._ledger.flush()
-            recorded = self._ledger.run.step
+            self.ledger.flush()
+            recorded = self.ledger.run.step
             if recorded not in (step, step + 1):
                 return False
             saved = atomic_file.read_json(self._states_file, dict)
@@ -90,14 +83,14 @@ class Host:
 
     def attach(self, learner: str, fields: dict, step: int, state: dict, head: str | None) -> None:
         """Begins or continues the run after batch `step` for a learner that has started. Raises ValueError for another config or ledger."""
-        self._check(fields)
+        self.check(fields)
         with self._lock:
             if self._orchestrator is not None and self._saved.get("learner") == learner:
                 return  # the reply was lost
             if head:
-                self._ledger.check_contains(head, "the restored checkpoint")
+                self.ledger.check_contains(head, "the restored checkpoint")
             self._end("another learner continues this run")
-            self._ledger.resumed(step).result()
+            self.ledger.resumed(step).result()
             self._states_file.unlink(missing_ok=True)
             self._save(learner=learner, step=step, state=state, policy=None)
             self._begin(step, state, None)
@@ -106,15 +99,15 @@ class Host:
         """Records a published policy, once, and names it to the servers."""
         with self._lock:
             orchestrator = self._of(learner)
-            if (policy.epoch, policy.version) not in self._ledger.run.published:
-                self._ledger.published(policy.version, policy.digest, policy.epoch).result()
+            if (policy.epoch, policy.version) not in self.ledger.run.published:
+                self.ledger.published(policy.version, policy.digest, policy.epoch).result()
             self._save(policy=policy.to_json())
             orchestrator.publish(policy)
 
     def head(self, learner: str) -> str:
         """Returns the ledger's head."""
         self._of(learner)
-        return self._ledger.head()
+        return self.ledger.head()
 
     def state(self, learner: str, step: int) -> dict:
         """Returns the orchestrator's state as of batch `step`, for the checkpoint."""
@@ -138,7 +131,7 @@ class Host:
         if packed is None:
             return None
         blocks = [(slice(*rows), slice(*columns)) for rows, columns in regions]
-        return b"".join(x.tobytes() for x in host_feed.cut(packed[0], self._layout(**sizes), blocks))
+        return b"".join(x.tobytes() for x in host_feed.cut(packed[0], self.layout(**sizes), blocks))
 
     def evaluate(self, learner: str, version: int, set_name: str = "") -> bytes | None:
         """Returns the rollouts of an evaluation set as a Parquet file, with the rewards that we computed; None while some are missing.
@@ -168,7 +161,7 @@ class Host:
     def _packed(self, learner: str, step: int, sizes: dict) -> tuple[packing.TrainBatch, dict] | None:
         def make(orchestrator) -> tuple[packing.TrainBatch, dict]:
             batch = orchestrator.next_batch(step)
-            return packing.pack(batch.trees, self._layout(**sizes)), batch.metrics
+            return packing.pack(batch.trees, self.layout(**sizes)), batch.metrics
 
         return self._job(learner, ("batch", step), make)
 
@@ -188,7 +181,7 @@ class Host:
             return None
 
     def _begin(self, step: int, state: dict | None, later: dict | None) -> None:
-        self._orchestrator = self._make(self._stack, later or state)
+        self._orchestrator = self.make(self._stack, later or state)
         self._orchestrator.resume(step, state, later)
 
     def _end(self, reason: str) -> None:

@@ -100,7 +100,7 @@ class Machine(stateful.RuleBasedStateMachine):
         may = {key for key in may if len(self.leases[key]) < group_queue.MAX_HOLDERS}
         times = {"deadline_s": self.now_s + LEASE_S, "now_s": self.now_s}
         is_late = {"is_late": lambda lease: self.now_s - lease.since_s > after_s}
-        found = [group.key for group in self.queue.back_up(worker, count, **times, **is_late)]
+        found = [group.key for group in self.queue.lease(worker, count, **times, **is_late)]
         assert len(found) == min(count, len(may)) and may.issuperset(found)
         for key in found:
             self.leases[key][worker] = self.now_s, self.now_s + LEASE_S

@@ -112,8 +112,8 @@ def test_a_group_that_only_trust_let_pass_is_replayed_once_its_worker_is_caught(
     first.answer(2)
     (third,) = first.orchestrator.lease(KEY.worker, 1)
     bad = [rollout_lib.sign(r, KEY) for r in answers(third)]
-    first.orchestrator._submissions._verdicts.ask = lambda *_: None  # killed before any verdict
-    first.orchestrator._submissions._check_group_without_weights = lambda *_: (checks.Verdict("prompt", "bad"), {})
+    first.orchestrator._submissions.verdicts.ask = lambda *_: None  # killed before any verdict
+    first.orchestrator._submissions.check_group_without_weights = lambda *_: (checks.Verdict("prompt", "bad"), {})
     (reply,) = first.orchestrator.submit(parquet.decode(parquet.to_bytes(bad))).values()
     assert reply.result(WAIT_S).startswith("refused")
     second = start(killed=first)

@@ -111,7 +111,7 @@ class World:
         until = {"deadline_s": self.now_s + LEASE_S, "version": pin, "now_s": self.now_s}
         groups = self.queue.lease(worker, room, **until)
         if not groups:
-            groups = self.queue.back_up(worker, room, is_late=self.is_late, **until)
+            groups = self.queue.lease(worker, room, is_late=self.is_late, **until)
         for group in groups:
             assert len(self.queue.entries[group.key].leases) <= group_queue.MAX_HOLDERS
             assert (group.epoch, group.version) == (self.epoch, pin)

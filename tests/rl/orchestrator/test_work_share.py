@@ -62,7 +62,7 @@ def play(speeds, *, num_groups=32, num_steps=40, max_lag=0, concurrency=64, seed
         until = {"deadline_s": now_s + LEASE_S, "now_s": now_s}
         groups = queue.lease(name, room, **until)
         if not groups and not jobs:
-            groups = queue.back_up(name, max(room, 1), is_late=is_late, **until)
+            groups = queue.lease(name, max(room, 1), is_late=is_late, **until)
         share.seen(name, len(queue.held(name)), now_s)
         for group in groups:
             jobs[group.key] = [draw.uniform(0.8, 1.2), now_s]

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rl.protocol import request_limit
+from rl.protocol import registry, request_limit
 
 PROMPT, MAX_TOKENS, POLL_S = 200, 8000, 1.0
 WATERMARK = 0.95  # of the KV cache, above which no request is admitted
@@ -62,9 +62,10 @@ class Server:
     def used(self):
         return float((self.done + PROMPT).sum()) / self.kv_tokens
 
-    def sample(self):
+    def observed(self, state):
         counts = {"preemptions": self.preemptions, "finished": self.finished}
-        return request_limit.Sample(self.now_s, len(self.done), self.waiting, min(1.0, self.used()), **counts)
+        load = registry.Load(len(self.done), self.waiting, min(1.0, self.used()), **counts)
+        return request_limit.observe(state, load, self.now_s)
 
 
 def spread(draw, mean, sigma=0.5):
@@ -95,14 +96,13 @@ def fixed(server, limit, seconds=1200, warm=0):
 
 
 def adaptive(server, seconds=1200, warm=0):
-    state, limits = request_limit.start(server.kv_tokens, PROMPT + MAX_TOKENS), []
-    limit = int(state.limit)
+    state, limits = request_limit.start(server.kv_tokens / (PROMPT + MAX_TOKENS)), []
     for i in range(seconds):
         if i == warm:
             server.tokens = 0.0
-        server.step(limit)
-        state, limit = request_limit.observe(state, server.sample())
-        limits.append(limit)
+        server.step(int(state.limit))
+        state = server.observed(state)
+        limits.append(int(state.limit))
     return server.tokens, limits
 
 
@@ -121,15 +121,15 @@ def survives(seed):
     kv_tokens, mean, sigma = draw.uniform(3e4, 4e5), draw.uniform(200, 3000), draw.uniform(0, 1.5)
     kinds = [*KINDS.values(), lambda draw: spread(draw, mean, sigma)]
     server = Server(kv_tokens, kinds[draw.integers(len(kinds))](draw), each=draw.uniform(10, 100))
-    state = request_limit.start(int(kv_tokens), PROMPT + MAX_TOKENS)
-    limit, low, restart_s = int(state.limit), 0, draw.integers(100, 500)
+    state, low, restart_s = request_limit.start(int(kv_tokens) / (PROMPT + MAX_TOKENS)), 0, draw.integers(100, 500)
     for i in range(500):
         if i == restart_s:
             fresh = Server(kv_tokens, server.lengths, each=server.each)
             fresh.now_s, server = server.now_s, fresh
-        server.step(limit)
+        server.step(int(state.limit))
         if draw.random() < 0.95:  # else the report is lost
-            state, limit = request_limit.observe(state, server.sample())
+            state = server.observed(state)
+        limit = int(state.limit)
         assert 1 <= limit <= request_limit.MAX_LIMIT
         fits = 0.5 * kv_tokens / (PROMPT + MAX_TOKENS)  # half of those that fit at any lengths
         low = low + 1 if limit < min(fits, 1024) else 0
@@ -149,29 +149,29 @@ def test_none_of_a_thousand_random_traces_ends_in_a_collapse():
 
 
 def test_each_rule_of_the_controller():
-    quiet = request_limit.Sample(0.0, 10, 0, 0.5, 5, 100)
+    quiet = registry.Load(10, 0, 0.5, preemptions=5, finished=100)
 
-    def after(state=None, **changes):
-        first, _ = request_limit.observe(state or request_limit.State(10.0), quiet)
-        changes = {"now_s": 1.0, "finished": 110} | changes
-        return request_limit.observe(first, dataclasses.replace(quiet, **changes))
+    def after(state=None, now_s=1.0, **changes):
+        first = request_limit.observe(state or request_limit.State(10.0), quiet, 0.0)
+        return request_limit.observe(first, dataclasses.replace(quiet, **{"finished": 110} | changes), now_s)
 
-    assert after()[1] == 19 and after(kv_used=0.1)[1] == 40 and after(kv_used=0.8)[1] == 15  # a turnover
+    def limit(*args, **changes):
+        return int(after(*args, **changes).limit)
+
+    assert limit() == 19 and limit(kv_used=0.1) == 40 and limit(kv_used=0.8) == 15  # a turnover
     for change in ({"finished": 100}, {"waiting": 1}, {"kv_used": 0.95}, {"running": 8}, {"now_s": 16.0}):
-        assert after(**change)[1] == 10, change
-    full = {"running": 100, "finished": 100}
-    hundred = request_limit.State(100.0)
-    assert after(hundred, kv_used=1.0, **full)[1] == 98
-    state, limit = after(preemptions=6)
-    assert limit == 9 and state.cooldown == request_limit.PATIENCE
-    again = dataclasses.replace(quiet, now_s=2.0, running=8, preemptions=7, finished=110)
-    assert request_limit.observe(state, again)[0].limit == pytest.approx(10 * 0.97 * 0.95)
+        assert limit(**change) == 10, change
+    assert limit(request_limit.State(100.0), kv_used=1.0, running=100, finished=100) == 98
+    state = after(preemptions=6)
+    assert int(state.limit) == 9 and state.cooldown == request_limit.PATIENCE
+    again = dataclasses.replace(quiet, running=8, preemptions=7, finished=110)
+    assert request_limit.observe(state, again, 2.0).limit == pytest.approx(10 * 0.97 * 0.95)
     drains = dataclasses.replace(again, preemptions=6, kv_used=1.0)
-    assert request_limit.observe(state, drains)[1] == 9
-    assert after(preemptions=0, finished=0)[1] == 10  # a restart
+    assert int(request_limit.observe(state, drains, 2.0).limit) == 9
+    assert limit(preemptions=0, finished=0) == 10  # a restart
     state = request_limit.State(10.0)
     for i in range(request_limit.PATIENCE):
         assert state.limit == 10
-        state, limit = request_limit.observe(state, dataclasses.replace(quiet, now_s=float(i), waiting=6))
-    assert limit == 9
-    assert request_limit.start(10**9, 100).limit == 1024 and request_limit.start(10, 100).limit == 1
+        state = request_limit.observe(state, dataclasses.replace(quiet, waiting=6), float(i))
+    assert int(state.limit) == 9
+    assert request_limit.start(10**7).limit == 1024 and request_limit.start(0.1).limit == 1

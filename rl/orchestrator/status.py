@@ -1,0 +1,55 @@
+"""The status of a run for people: why its learner waits, the values of /metrics, and the counts of rollouts by outcome."""
+
+import collections
+import dataclasses
+
+from rl.orchestrator import group_queue, nodes, verdict_collector, worker_health
+from rl.orchestrator.group_queue import State
+from rl.protocol import timeline
+from sharding.system import role_metrics
+
+COUNTS = """accepted called_back refused checked stale lease_expired lease_void lease_returned unleased spare given_up void_epoch
+    server_faults undecided unanswered unverified trained_unverified_of_cheats""".split()
+
+
+@dataclasses.dataclass
+class Status:
+    """The status of a run from the parts of its orchestrator. The caller has the lock."""
+
+    queue: group_queue.GroupQueue
+    health: worker_health.WorkerHealth
+    nodes: nodes.Nodes
+    verdicts: verdict_collector.VerdictCollector
+    counts: collections.Counter[str]  # of rollouts by outcome, since they were taken last
+    totals: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # until then
+
+    def waiting(self, name: str, progress: tuple[int, int], loading: timeline.Policy | None, now_s: float) -> str:
+        """Returns why the batch or evaluation `name` waits, which has the first of `progress` groups and needs the second."""
+        count, banned = self.queue.count(), self.health.num_banned(now_s)
+        return (
+            f"{name} has {progress[0]} of {progress[1]} groups; "
+            f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
+            f"{count[State.SUBMITTED]} are being checked, {count[State.QUARANTINED]} wait for a verdict"
+            f"{f'; the inference servers are loading policy {loading}' if loading else ''}"
+            f"{f'; workers banned after trust.max_attempts rejections: {banned}' if banned else ''}"
+            f"{f'; {silent}' if (silent := self.verdicts.notice()) else ''}"
+            f"{f'; no server can be used: {servers}' if (servers := self.nodes.notice()) else ''}"
+        )
+
+    def values(self, version: int) -> role_metrics.Values:
+        """Returns the values of /metrics; servers have policy `version`."""
+        count = self.queue.count()
+        return {
+            "groups": {state.name.lower(): count[state] for state in State},
+            "policy_version": version,
+            "rollouts_total": self.totals + self.counts,
+            "drops_total": dict(self.queue.drops),
+            "nodes": collections.Counter(f"{node['role']}_{node['state']}" for node in self.nodes.table()),
+        }
+
+    def take_counts(self) -> dict[str, float]:
+        """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
+        counts = dict.fromkeys(COUNTS, 0) | self.verdicts.counts() | dict(self.counts)
+        self.totals += self.counts
+        self.counts.clear()
+        return {f"trust/num_{name}": float(number) for name, number in counts.items()}
