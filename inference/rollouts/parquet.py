@@ -5,7 +5,6 @@
    file is a ValueError that names the column and the rule.
 3. `decode` also keeps the table, whose rows are written again (`table_bytes`, `to_record`) without another encoding or check.
 
-Fields are checked by column, over all rows at once. Only a file that fails is looked through row by row, for the error's text.
 
 The columns include those of INTELLECT-2's files. Five are written for its readers only and ignored here (the orchestrator
 assigns advantages). `input_*` is the stream before the first sampled token and `output_*` the rest, gaps included. `rewards`
@@ -80,9 +79,8 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
 ALL_SCHEMA = pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in _COLUMNS.items()])
 SCHEMA = pa.schema(list(ALL_SCHEMA)[:-2])  # without routed experts
 _ADDED = ("epoch", "server", "server_signature")
-_MAX_BYTES: dict[str, int] = dict.fromkeys(
-    ("worker", "finish_reason", "signature", "server", "server_signature"), 64
-)  # of texts and bytes
+# Of texts and bytes.
+_MAX_BYTES: dict[str, int] = dict.fromkeys("worker finish_reason signature server server_signature".split(), 64)
 _MAX_BYTES |= {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
 _SAME = "sampled_mask versions temperature seed sample step finish_reason proofs worker signature".split()
 
@@ -200,10 +198,10 @@ def decode(data: bytes, *, max_rows: int | None = None, max_tokens: int = rollou
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise ValueError(f"rollout file: not readable as Parquet: {error}; write the file again") from error
     columns = _columns(table)
-    if not _are_valid(columns, table.num_rows):
-        rollouts = [_row(columns, row) for row in range(table.num_rows)]  # names the first error
-    else:
-        rollouts = _rollouts(columns, table.num_rows)
+    rollouts = _rollouts(columns, table.num_rows)
+    for row, rollout in enumerate(rollouts):
+        if reason := _error(columns, row, rollout):
+            raise ValueError(f"rollout file, row {row}: {reason}")
     return Rows(table if {*_ADDED} <= {*schema.names} else to_table(rollouts), rollouts)
 
 
@@ -299,76 +297,20 @@ def _column(name: str, chunked: pa.ChunkedArray) -> Any:
     )
 
 
-def _joined(first: _Lists, second: _Lists) -> tuple[_Lists, np.ndarray]:
-    """Returns lists that are each a list of `first` and then one of `second`, and True per value that is from `first`."""
+def _joined(first: _Lists, second: _Lists) -> _Lists:
+    """Returns lists that are each a list of `first` and then one of `second`."""
     lengths = np.stack([first.lengths, second.lengths], axis=1)
     is_first = np.repeat(np.tile([True, False], len(lengths)), lengths.ravel())
     values = np.empty(len(is_first), first.values.dtype)
     for mask, lists in ((is_first, first), (~is_first, second)):
         values[mask] = lists.values[lists.offsets[0] : lists.offsets[-1]]
-    return _Lists(values, np.concatenate([[0], np.cumsum(lengths.sum(axis=1))])), is_first
-
-
-def _are_valid(columns: dict[str, Any], num_rows: int) -> bool:
-    """Returns True if `_row` accepts each row, without a rollout as an object. False may also mean that rows name their experts."""
-    if "routed_experts" in columns or not num_rows:
-        return not num_rows
-    get = columns.get
-    names = {name for parts in columns["reward_parts"] for name, _ in parts} | {*columns["task_type"]}
-    sizes = {*map(len, columns["signature"])}
-    num_proof_bytes = max(map(len, columns["proofs"]))
-    servers = {*zip(get("server", [""]), map(len, get("server_signature", [b""])), strict=True)}
-    numbers = [*columns["rewards"], *(value for parts in columns["reward_parts"] for _, value in parts)]
-    return (
-        _are_streams_valid(columns)
-        and all(
-            columns[name].min() >= 0 for name in ("task_index", "task_group", "task_seed", "sample", "step", "seed")
-        )
-        and columns["seed"].max() < rollout_lib.LIMITS["seed"]
-        and all(0 <= epoch < rollout_lib.LIMITS["epoch"] for epoch in {*columns.get("epoch", ())})
-        and columns["temperature"].min() >= 0
-        and bool(np.isfinite(columns["temperature"]).all() and np.isfinite(numbers).all())
-        and all(map(rollout_lib.is_name, names))
-        and all(len(dict(parts)) == len(parts) for parts in columns["reward_parts"])
-        and {*columns["finish_reason"]} <= {*rollout_lib.FINISH_REASONS}
-        and all(map(rollout_lib.is_key, {*columns["worker"]}))
-        and sizes <= {0, 64}
-        and num_proof_bytes <= rollout_lib.MAX_PROOF_BYTES
-        and all(rollout_lib.is_key(server) and size == (64 if server else 0) for server, size in servers)
-    )
-
-
-def _are_streams_valid(columns: dict[str, Any]) -> bool:
-    """Returns True if the token streams of all rows obey the rules of `rollout.validate`, and are split at the first sampled token."""
-    prompts, rest = columns["input_tokens"], columns["output_tokens"]
-    (tokens, is_prompt), mask, versions = _joined(prompts, rest), columns["sampled_mask"], columns["versions"]
-    sizes = [
-        (tokens, mask),
-        (tokens, versions),
-        (prompts, columns["input_logprobs"]),
-        (rest, columns["output_logprobs"]),
-    ]
-    if not all(np.array_equal(a.lengths, b.lengths) for a, b in sizes):
-        return False
-    if not prompts.lengths.all() or not rest.lengths.all() or tokens.lengths.max() > rollout_lib.MAX_TOKENS:
-        return False
-    logprobs, _ = _joined(columns["input_logprobs"], columns["output_logprobs"])
-    is_sampled = mask.values[mask.offsets[0] : mask.offsets[-1]]
-    return bool(
-        not is_sampled[is_prompt].any()
-        and is_sampled[tokens.offsets[:-1] + prompts.lengths].all()  # the split is redundant, but one file has one form
-        and tokens.values.min() >= 0
-        and versions.values[versions.offsets[0] : versions.offsets[-1]].min() >= 0
-        and np.isfinite(logprobs.values).all()
-        and logprobs.values.max() <= rollout_lib.LOGPROB_SLACK
-        and not logprobs.values[~is_sampled].any()
-    )
+    return _Lists(values, np.concatenate([[0], np.cumsum(lengths.sum(axis=1))]))
 
 
 def _rollouts(columns: dict[str, Any], num_rows: int) -> list[rollout_lib.Rollout]:
-    """Returns the rollouts of rows that are valid. Those of a file share its arrays."""
-    tokens, _ = _joined(columns["input_tokens"], columns["output_tokens"])
-    logprobs, _ = _joined(columns["input_logprobs"], columns["output_logprobs"])
+    """Returns the rollouts of rows, valid or not. Those of a file share its arrays."""
+    tokens = _joined(columns["input_tokens"], columns["output_tokens"])
+    logprobs = _joined(columns["input_logprobs"], columns["output_logprobs"])
     same = {name: columns[name] for name in (*_SAME, *_ADDED) if name in columns}
     same = {name: column.tolist() if isinstance(column, np.ndarray) else column for name, column in same.items()}
     numbers = ("task_index", "task_group", "task_seed", "rewards")
@@ -387,31 +329,19 @@ def _rollouts(columns: dict[str, Any], num_rows: int) -> list[rollout_lib.Rollou
     ]
 
 
-def _row(columns: dict[str, Any], row: int) -> rollout_lib.Rollout:
-    """Returns the rollout of one row. Raises ValueError if it breaks a rule."""
-    get = {name: column[row] for name, column in columns.items()}
-    get = {name: value.item() if isinstance(value, np.generic) else value for name, value in get.items()}
-    parts = dict(get["reward_parts"])
-    if len(parts) != len(get["reward_parts"]):
-        raise ValueError(f"rollout file, row {row}: reward_parts: names must differ; merge or rename them")
-    rollout = rollout_lib.Rollout(
-        tokens=np.concatenate([get["input_tokens"], get["output_tokens"]]),
-        logprobs=np.concatenate([get["input_logprobs"], get["output_logprobs"]]),
-        task=rollout_lib.TaskRef(get["task_type"], get["task_index"], get["task_group"], get["task_seed"]),
-        reward=get["rewards"],
-        rewards=parts,
-        routed_experts=_experts(row, columns),
-        **{name: get[name] for name in (*_SAME, *_ADDED) if name in get},
-    )
-    reason = rollout_lib.validate(rollout)
+def _error(columns: dict[str, Any], row: int, rollout: rollout_lib.Rollout) -> str | None:
+    """Returns the first rule that a row breaks, None if it is valid."""
+    if len(rollout.rewards) != len(columns["reward_parts"][row]):
+        return "reward_parts: names must differ; merge or rename them"
+    if reason := rollout_lib.validate(rollout):
+        return reason
     # The split is redundant with the mask, but a signed rollout should have one file only.
-    if not reason and len(get["input_tokens"]) != rollout.prompt_length:
-        reason = "input_tokens: must end where the first sampled token begins"
-    if not reason and len(get["input_logprobs"]) != len(get["input_tokens"]):
-        reason = "input_logprobs: must have one entry per input token"
-    if reason:
-        raise ValueError(f"rollout file, row {row}: {reason}")
-    return rollout
+    num_prompt = rollout.prompt_length
+    if len(columns["input_tokens"][row]) != num_prompt:
+        return "input_tokens: must end where the first sampled token begins"
+    if len(columns["input_logprobs"][row]) != num_prompt:
+        return "input_logprobs: must have one entry per input token"
+    return None
 
 
 def _experts(row: int, columns: dict[str, Any]) -> np.ndarray | None:

@@ -197,7 +197,8 @@ def _framed(payload: bytes) -> bytes:
 
 
 _LENGTH = struct.Struct("<Q")
-_GET = {name: operator.attrgetter(name) for name in (*_DIGESTED, *_ADDED, *LIMITS)}
+_GET = {name: operator.attrgetter(name) for name in (*_DIGESTED, *_ADDED, *LIMITS, "signature")}
+_RULES = {name: f"an integer in [0, {most})" for name, most in LIMITS.items()}
 _NAMES = {name: _framed(name.encode()) for name in _GET}
 _NUMBERS = {  # name and length, and the function that makes the payload
     name: (_NAMES[name] + _LENGTH.pack(8), struct.Struct("<q" if name in LIMITS else "<d").pack)
@@ -261,7 +262,7 @@ def _scalar_error(rollout: Rollout) -> str | None:
         if not is_name(name) or not _is_finite(value):
             return f"rewards: must map printable names to finite numbers, got {_shown(name)}: {_shown(value)}"
     for name, is_valid, rule in (
-        *((name, _is_index(_get(rollout, name), most), f"an integer in [0, {most})") for name, most in LIMITS.items()),
+        *((name, _is_index(_GET[name](rollout), most), _RULES[name]) for name, most in LIMITS.items()),
         ("temperature", _is_finite(rollout.temperature) and rollout.temperature >= 0, "finite and >= 0"),
         ("reward", _is_finite(rollout.reward), "finite"),
         ("task.env", is_name(task.env), f"1 to {MAX_NAME} printable characters"),
@@ -277,16 +278,13 @@ def _scalar_error(rollout: Rollout) -> str | None:
         ),
     ):
         if not is_valid:
-            return f"{name}: must be {rule}, got {_shown(_get(rollout, name))}"
+            return f"{name}: must be {rule}, got {_shown(_GET[name](rollout))}"
     return None
 
 
-def _get(rollout: Rollout, name: str):
-    return operator.attrgetter(name)(rollout)
-
-
 def _is_index(value, limit: int) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= int(value) < limit
+    is_integer = type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
+    return is_integer and 0 <= int(value) < limit
 
 
 def _is_text(value, pattern: str) -> bool:
