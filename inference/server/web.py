@@ -24,7 +24,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from typing import TypeVar
 
 import fastapi
@@ -203,6 +203,16 @@ async def handle_disconnect(request: fastapi.Request, error: Exception) -> respo
 async def _reply_error(request: fastapi.Request, problem: Exception) -> responses.Response:
     assert isinstance(problem, fastapi.HTTPException)
     return responses.JSONResponse({"error": problem.detail}, problem.status_code, problem.headers)
+
+
+def reply_errors(app: fastapi.FastAPI, kinds: Mapping[type[Exception], tuple[int, str]]) -> None:
+    """Makes errors of these kinds replies with their text, and the status and type that `kinds` has."""
+
+    async def reply(status: int, kind: str, request: fastapi.Request, problem: Exception):
+        return error(status, str(problem) or type(problem).__name__, kind)
+
+    for kind, rule in kinds.items():
+        app.add_exception_handler(kind, functools.partial(reply, *rule))
 
 
 def error(status: int, message: str, kind: str, headers: dict[str, str] | None = None) -> responses.JSONResponse:

@@ -18,7 +18,6 @@ from concurrent.futures import Future
 
 import fastapi
 from fastapi import responses
-from starlette import requests
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
@@ -55,7 +54,15 @@ def make_app(
         decoders.close()
 
     app = fastapi.FastAPI(title="Intellax orchestrator", docs_url=None, redoc_url=None, lifespan=lifespan)
-    _add_error_handlers(app)
+    web.reply_errors(
+        app,
+        {
+            lease_lib.StaleSession: (409, "stale_session"),
+            lease_lib.Replayed: (400, "replayed"),
+            ValueError: (400, "invalid_request_error"),
+            OSError: (503, "server_error"),  # of the ledger: the run, which got the same error, is about to end with it
+        },
+    )
 
     @app.get("/run")
     async def run(request: fastapi.Request, nonce: str = ""):
@@ -86,9 +93,8 @@ def make_app(
         reply = {"groups": [vars(group) for group in groups], "request": message["signature"]}
         reply["wait_s"] = len(waiters) / MAX_POLLS_PER_S  # at least, of the next request
         # As a response: FastAPI would look at each value of a dict before it encodes them, in a third of the time of a poll.
-        return responses.JSONResponse(
-            signed_message.sign(key.private, reply | _news(orchestrator, worker if groups else None))
-        )
+        reply |= _news(orchestrator, worker if groups else None)
+        return responses.JSONResponse(signed_message.sign(key.private, reply))
 
     @app.post("/heartbeat")
     async def heartbeat(request: fastapi.Request):
@@ -112,7 +118,7 @@ def make_app(
         message = await web.read_json(request, MAX_LEASE_BYTES)
         if (signer := gate.verify(message, "nodes", network)) != session.run:
             raise ValueError(
-                f"the nodes are shown to the operator of the run, not to {signer[:16]}; sign with the run's key"
+                f"nodes are shown to the operator of the run, not to {signer[:16]}; sign with the run's key"
             )
         reply = {"nodes": orchestrator.table(), "waiting_for": orchestrator.waiting_for()}
         return responses.JSONResponse(signed_message.sign(key.private, reply | {"request": message["signature"]}))
@@ -229,23 +235,3 @@ def _last(pending: Collection[Future]) -> Future[None]:
     if not pending:
         done.set_result(None)
     return done
-
-
-def _add_error_handlers(app: fastapi.FastAPI) -> None:
-    app.add_exception_handler(requests.ClientDisconnect, web.handle_disconnect)
-
-    @app.exception_handler(lease_lib.StaleSession)
-    async def reject_session(request, error):
-        return web.error(409, str(error), "stale_session")
-
-    @app.exception_handler(lease_lib.Replayed)
-    async def reject_replay(request, error):
-        return web.error(400, str(error), "replayed")
-
-    @app.exception_handler(ValueError)
-    async def reject(request, error):
-        return web.error(400, str(error), "invalid_request_error")
-
-    @app.exception_handler(OSError)
-    async def fail(request, error):  # of the ledger: the run, which got the same error, is about to end with it
-        return web.error(503, str(error), "server_error")

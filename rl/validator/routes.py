@@ -56,10 +56,7 @@ def make_app(service: validator_service.Service | None, judge: judge_lib.Judge |
     if judge:
         _add_verdicts(app, judge, metrics.seconds["verdict"])
 
-    @app.exception_handler(ValueError)
-    async def refuse(request, error):
-        return web.error(400, str(error), "invalid_request_error")
-
+    web.reply_errors(app, {ValueError: (400, "invalid_request_error")})
     return app
 
 

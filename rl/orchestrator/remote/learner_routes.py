@@ -49,14 +49,7 @@ def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str |
             status, reply = 202, {"waiting_for": await asyncio.to_thread(host.waiting_for, body["learner"])}
         return responses.Response(json.dumps(reply), status, media_type="application/json")  # metrics may be NaN
 
-    @app.exception_handler(host_lib.AnotherLearner)
-    async def refuse(request, error):
-        return web.error(410, str(error), "another_learner")
-
-    @app.exception_handler(ValueError)
-    @app.exception_handler(OSError)
-    async def reject(request, error):  # also the error that ends the run
-        return web.error(400, str(error) or type(error).__name__, "invalid_request_error")
-
+    refused = 400, "invalid_request_error"  # also by the error that ends the run
+    web.reply_errors(app, {host_lib.AnotherLearner: (410, "another_learner"), ValueError: refused, OSError: refused})
     app.add_middleware(guard.Guard, key=token, key_name="control token", hosts=hosts)
     return app
