@@ -276,11 +276,8 @@ def _read_reply(response: httpx.Response, body: dict, key: str) -> list[Sample]:
         samples = [_read_choice(choice, sampling, num_prompt, epoch) for choice in reply["choices"]]
         if len(samples) != sampling.get("n", 1):
             raise ValueError(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were requested")
-        if (
-            wrong := set().union(*map(_versions, samples)) - {body["policy_version"]}
-            if "policy_version" in body
-            else ()
-        ):
+        wrong = set().union(*map(_versions, samples)) - {body.get("policy_version")}
+        if "policy_version" in body and wrong:
             raise ValueError(f"server sent policy versions {sorted(wrong)[:4]}; {body['policy_version']} was requested")
         if key:
             signed = enumerate(zip(samples, reply["choices"], strict=True))

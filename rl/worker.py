@@ -149,9 +149,8 @@ class Worker:
                     run, described = _read_run(description, self._sandbox), lasting
                 if run.work_bits:
                     note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
-                proof = lease.find_work(
-                    session.run, self.key.worker, run.work_bits
-                )  # blocks: nothing else can be done yet
+                # It blocks: nothing else can be done yet.
+                proof = lease.find_work(session.run, self.key.worker, run.work_bits)
                 signed = signed_session.SignedSession(self._connection, self.key, session, proof, begun_us)
                 options = {"give_up_s": min(self._give_up_s, SERVERS_S), "keys": run.server_keys}
                 options["api_key"] = None if self._trusted else ""

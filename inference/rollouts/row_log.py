@@ -22,6 +22,7 @@ from concurrent import futures
 from typing import Any
 
 from inference.rollouts import parquet
+from sharding.system import atomic_file
 
 _HEAD = struct.Struct("<4sIQI")  # magic, bytes of the object, bytes of the rows, CRC-32 of both
 _MAGIC = b"RLG1"
@@ -110,7 +111,7 @@ class RowLog:
             self._files[step] = file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             os.ftruncate(file, size)
             os.lseek(file, size, os.SEEK_SET)
-            _sync_directory(path.parent)
+            atomic_file.sync_directory(path.parent)
         return self._files[step]
 
     def _remove(self, step: int) -> None:
@@ -124,14 +125,6 @@ def _append(file: int, data: bytes) -> None:
     while view:  # a disk that fills up may take a few bytes first and raise only at the next write
         view = view[os.write(file, view) :]
     os.fsync(file)
-
-
-def _sync_directory(path: pathlib.Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _whole(path: pathlib.Path) -> Iterator[tuple[bytes, bytes]]:

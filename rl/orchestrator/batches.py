@@ -170,9 +170,8 @@ class Batches:
         self._num_opened = state["num_opened"] if state else step * self._rule.num_groups
         self._again = sorted(state["waiting"]) if state else []
         self._waiting, self._flat, self._hole, self._gone = {}, {}, None, []
-        self._taken = collections.Counter(
-            {step: self._rule.num_groups} if step else {}
-        )  # until servers have version `step`
+        # Until servers have version `step`.
+        self._taken = collections.Counter({step: self._rule.num_groups} if step else {})
 
     def skip(self, step: int, numbers: Collection[int], dropped: Collection[int] = ()) -> None:
         """Continues after batch `step`, which took and dropped groups with these numbers before a restart, after `restore`."""

@@ -89,36 +89,20 @@ class Entry:
     past: dict[str, Lease] = dataclasses.field(default_factory=dict)  # the newest expired lease of each worker
     rollouts: list[rollout_lib.Rollout] = dataclasses.field(default_factory=list)
     digest: str = ""  # of the rollouts
-    scores: Mapping[int, Mapping[str, float] | None] = dataclasses.field(
-        default_factory=dict
-    )  # ours, by sample; None: timed out
+    # Ours, by sample; None: timed out.
+    scores: Mapping[int, Mapping[str, float] | None] = dataclasses.field(default_factory=dict)
     is_verified: bool = False  # a verdict accepted the rollouts
     was_decided: bool = False  # an earlier submission was quarantined or let pass, which its worker may have found out
     since_s: float = -math.inf  # of the lease that the rollouts answer
     spares: list[tuple[Lease, list[rollout_lib.Rollout], str]] = dataclasses.field(default_factory=list)  # with digests
     indexed: tuple[State | None, frozenset[str]] = (None, frozenset())  # as the queue's indexes have it
-    measured: tuple[list | None, tuple[int, list[int]]] = (None, (0, []))  # these rollouts: batches ask again and again
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token of the submitted rollouts."""
-        return self._measure()[0]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of sampled tokens of each submitted rollout."""
-        return self._measure()[1]
+    oldest_version: int = 0  # that sampled a token of the submitted rollouts
+    lengths: Sequence[int] = ()  # sampled tokens of each
 
     @property
     def is_submitted(self) -> bool:
         """True if rollouts were delivered and not rejected."""
         return self.state not in (State.OPEN, State.LEASED)
-
-    def _measure(self) -> tuple[int, list[int]]:
-        if self.measured[0] is not self.rollouts:
-            oldest = min((int(r.versions[r.sampled_mask].min()) for r in self.rollouts), default=0)
-            self.measured = self.rollouts, (oldest, [int(r.sampled_mask.sum()) for r in self.rollouts])
-        return self.measured[1]
 
 
 class GroupQueue:
@@ -157,9 +141,9 @@ class GroupQueue:
         deadline_s: float,
         may_lease: Allows = lambda key: True,
         version: int = -1,
-        *,
         now_s: float = -math.inf,
         begun_us: int = 0,
+        *,
         is_late: Callable[[Lease], bool] | None = None,
     ) -> list[task_schedule.Group]:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
@@ -414,7 +398,8 @@ class GroupQueue:
     def _submit(self, key: Key, lease: Lease, rollouts: list[rollout_lib.Rollout], digest: str) -> None:
         entry = self.entries[key]
         entry.worker, entry.group, entry.rollouts, entry.digest = lease.worker, lease.group, rollouts, digest
-        entry.since_s = lease.since_s
+        entry.since_s, entry.lengths = lease.since_s, [int(r.sampled_mask.sum()) for r in rollouts]
+        entry.oldest_version = min((int(r.versions[r.sampled_mask].min()) for r in rollouts), default=0)
         self._move(key, State.SUBMITTED)
 
     def _win(self, key: Key) -> None:

@@ -79,9 +79,8 @@ class Nodes:
         self._is_banned, self._on_served, self._on_notice = is_banned, on_served, on_notice
         self._lock = threading.Lock()  # guards everything below
         self._static: dict[str, StaticServer] = {}  # by URL
-        self._registry = registry_lib.Registry(
-            self.heartbeat_s, is_named=lambda key: self.is_named(key) or is_known(key)
-        )
+        is_kept = lambda key: self.is_named(key) or is_known(key)  # noqa: E731
+        self._registry = registry_lib.Registry(self.heartbeat_s, is_named=is_kept)
         self._newest: timeline.Policy | None = None
         self._served: timeline.Policy | None = None
         self._announced_s = 0.0
@@ -169,11 +168,6 @@ class Nodes:
         end_s = time.monotonic() + min(HOLD * self.interval_s("server"), MAX_HOLD_S)
         while self.target(key) in (None, report.policy) and not is_over() and (left_s := end_s - time.monotonic()) > 0:
             await _first_of(min(left_s, 5 * TICK_S), self._announced.wait())
-
-    def fault(self, key: str, problem: str) -> None:
-        """Records that a call to a node failed."""
-        with self._lock:
-            self._registry.fault(key, time.monotonic(), problem)
 
     def seen(self, workers: Iterable[str], now_s: float) -> None:
         """Records that workers ask for work, or wait for it. Raises ValueError for a key of another role."""
@@ -368,7 +362,9 @@ class Nodes:
                     report = await _poll(http, server.url, report)
                     self.beat(server.url, "server", report, time.monotonic())
                 except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-                    self.fault(server.url, f"no health: {str(error) or type(error).__name__}")
+                    with self._lock:
+                        problem = f"no health: {str(error) or type(error).__name__}"
+                        self._registry.fault(server.url, time.monotonic(), problem)
                 announced, newest = self._announced, self.target(server.url)
                 is_due = newest != told or time.monotonic() >= retry_s
                 if newest and report.policy != newest and update is None and is_due:

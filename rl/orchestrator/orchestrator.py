@@ -242,9 +242,7 @@ class Orchestrator:
         Returns a list of rollouts per task. Training goes on meanwhile. A server keeps this version for up to `evaluation.hold_s`;
         after this time the evaluation is given up as soon as there is a newer one, and the result is [].
         """
-        sets = {one.name: one for one in task_schedule.evaluation_sets(self._config)}
-        numbers = range(sets[name].first, sets[name].first + sets[name].num_tasks)
-        groups = [group for group in task_schedule.held_out_groups(self._config, version) if group.group in numbers]
+        groups = task_schedule.held_out_groups(self._config, version, name)
         keys, end_s = [group.key for group in groups], time.monotonic() + self._config.evaluation.hold_s
         with self._changed:
             is_newest = self._policy.version == version
@@ -352,12 +350,10 @@ class Orchestrator:
         pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, self._health.is_stranger(worker))
         until_s, version = now_s + self._health.lease_s(worker), self._version if pins else -1
         may_lease = functools.partial(self._health.may_lease, worker, now_s=now_s)
-        take = functools.partial(
-            self._queue.lease, worker, count, until_s, may_lease, version, now_s=now_s, begun_us=begun_us
-        )
-        groups = take()
+        terms = worker, count, until_s, may_lease, version, now_s, begun_us
+        groups = self._queue.lease(*terms)
         if is_known and not groups:
-            groups = take(is_late=functools.partial(self._is_late, now_s))
+            groups = self._queue.lease(*terms, is_late=functools.partial(self._is_late, now_s))
         if is_known and groups:
             self._share.seen(worker, self._queue.num_leases(worker), now_s)
         self._health.leased(worker, network, [group.key for group in groups], now_s)

@@ -104,9 +104,7 @@ def read_kept(log: row_log.RowLog) -> dict[group_queue.Key, Kept]:
 class Submissions:
     """Checks the groups that workers hand in, and decides which of them may be trained on. All methods are thread-safe."""
 
-    changed: (
-        threading.Condition
-    )  # guards the next five, and is notified when a group may be trained on or is open again
+    changed: threading.Condition  # guards the next five; notified when a group may be trained on, or is open again
     queue: group_queue.GroupQueue
     health: worker_health.WorkerHealth  # the marks of workers
     servers: worker_health.WorkerHealth  # those of the servers that answer for the samples they sign: invited keys
@@ -125,7 +123,6 @@ class Submissions:
     fail: Callable[[BaseException], None]  # ends the run
 
     def __post_init__(self) -> None:
-        self._spares: dict[tuple[group_queue.Key, str], parquet.Rows] = {}  # in the queue, by group and digest
         self._checkers = fair_pool.FairPool(NUM_CHECKS, "check")
         self.verdicts.start(self._decide, self.fail)
 
@@ -224,15 +221,8 @@ class Submissions:
                 return _known(VOID)
             if fate is group_queue.Delivery.TAKEN:
                 return self._screen(self.queue.entries[key], rows, jobs)
-            if fate is group_queue.Delivery.SPARE:
-                self._spares = {name: old for name, old in self._spares.items() if self._is_spare(*name)}
-                self._spares[key, digest] = rows
             self.counts["spare"] += len(rollouts)
             return _known("spare")  # also for a duplicate: the reply must not reveal whether the group passed
-
-    def _is_spare(self, key: group_queue.Key, digest: str) -> bool:
-        entry = self.queue.entries.get(key)
-        return entry is not None and digest in [spare[2] for spare in entry.spares]
 
     def _screen(self, entry: group_queue.Entry, rows: parquet.Rows, jobs: list[_Job]) -> Future[str]:
         """Checks a group that is SUBMITTED now, but for `jobs`; returns a future of the reply. The caller has the lock."""
@@ -252,7 +242,7 @@ class Submissions:
         """Checks the rollouts of another holder that took the place of rejected ones, if there are any."""
         if (entry := self.queue.entries[key]).state is State.SUBMITTED:
             jobs: list[_Job] = []
-            self._screen(entry, self._spares.pop((key, entry.digest)), jobs)
+            self._screen(entry, parquet.Rows(parquet.to_table(entry.rollouts), entry.rollouts), jobs)
             self._queue_checks(jobs)
 
     def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason: str = NOT_LEASED):

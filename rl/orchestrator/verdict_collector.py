@@ -95,9 +95,8 @@ class _Case:
     since_s: float
     verdicts: dict[str, verdict_lib.SignedVerdict] = dataclasses.field(default_factory=dict)  # by key of the validator
     lack_weights: set[str] = dataclasses.field(default_factory=set)  # validators
-    failed_s: dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # first request with it without an answer, by validator
+    # By validator: the first request with it without an answer.
+    failed_s: dict[str, float] = dataclasses.field(default_factory=dict)
     num_alone: int = 0  # requests
     failures: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # alone, by validator
 

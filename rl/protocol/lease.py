@@ -122,9 +122,8 @@ class RequestVerifier:
                 raise Replayed(f"{kind} request rejected as a replay: {found}; {remedy}")
             self._last_us[kind, worker] = time_us
             self._last_us.move_to_end((kind, worker))
-            self._forget(
-                now_us - signed_message.MAX_CLOCK_SKEW_S * 1e6
-            )  # a copy of anything older is rejected by its date
+            # A copy of anything older is rejected by its date.
+            self._forget(now_us - signed_message.MAX_CLOCK_SKEW_S * 1e6)
         return worker
 
     def _forget(self, oldest_us: float) -> None:

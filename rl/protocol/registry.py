@@ -90,7 +90,7 @@ class Report:
             raise ValueError(f"report has url = {url!r:.80}; send an http URL of at most {MAX_URL} characters, or ''")
         if not isinstance(problem, str) or len(problem) > sign_in.MAX_PROBLEM or not problem.isprintable():
             raise ValueError(
-                f"report has problem = {problem!r:.80}; send a line of at most {sign_in.MAX_PROBLEM} characters"
+                f"report has problem = {problem!r:.80}; send a line of {sign_in.MAX_PROBLEM} characters at most"
             )
         for name, value in load.items():
             is_count, most = type(getattr(Load, name)) is int, 1.0 if name == "kv_used" else 1e12

@@ -114,11 +114,12 @@ def evaluation_sets(config) -> list[EvaluationSet]:
     return sets
 
 
-def held_out_groups(config, version: int) -> list[Group]:
-    """Returns the groups of all evaluation sets for policy `version`: the same tasks and seeds at every evaluation."""
+def held_out_groups(config, version: int, name: str | None = None) -> list[Group]:
+    """Returns the groups of the evaluation set `name` (None: of all) for a policy: the same tasks and seeds at every evaluation."""
     return [
         Group(version, number, "held_out", number - one.first, seed, one.samples_per_task, one.temperature, version)
         for one in evaluation_sets(config)
+        if name in (None, one.name)
         for number in range(one.first, one.first + one.num_tasks)
         for seed in [sampling_seed(config.seed, "held_out", 0, number)]
     ]

@@ -36,11 +36,8 @@ class SignedVerdict:
     def sign(self, key: rollout_lib.WorkerKey) -> "SignedVerdict":
         """Returns this verdict with `validator`, the time, and the signature set from `key`; shortens a long detail."""
         named = dict(validator=key.worker, time_us=time.time_ns() // 1000, detail=self.detail[:MAX_DETAIL])
-        return SignedVerdict(
-            **signed_message.sign(
-                key.private, {name: v for name, v in (vars(self) | named).items() if name != "signature"}
-            )
-        )
+        unsigned = {name: value for name, value in (vars(self) | named).items() if name != "signature"}
+        return SignedVerdict(**signed_message.sign(key.private, unsigned))
 
     def check(self) -> bool:
         """Returns True if `validator` signed exactly these fields. Never raises."""

@@ -98,9 +98,8 @@ def vouched(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the server that a rollout names vouches for it, under the run's settings, or a verdict that rejects. OK without one."""
     asked = {"max_tokens": rules.max_tokens, "return_routed_experts": rules.router_replay}
     is_vouched = not rollout.server or attestation.fits(rollout, dict(rules.filters) | asked)
-    return _accept_if(
-        is_vouched, "attestation", f"the signature of server {rollout.server[:16]} does not fit the samples"
-    )
+    found = f"the signature of server {rollout.server[:16]} does not fit the samples"
+    return _accept_if(is_vouched, "attestation", found)
 
 
 def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:

@@ -14,9 +14,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 
-SERVER_REASONS = frozenset(
-    "versions length tokens routing logprob termination toploc sampling shape statistics".split()
-)
+SERVER_REASONS = "versions length tokens routing logprob termination toploc sampling shape statistics".split()
 
 
 def server_of(rollouts: Sequence[rollout_lib.Rollout], registered: Collection[str]) -> str:

@@ -256,12 +256,10 @@ def _target(
     data, found = opened.manifest(version)
     sha256 = hashlib.sha256(data).hexdigest()
     if epoch not in (None, found.epoch or 0) or digest not in ("", sha256):
-        place = opened.stats()["source"]
         wanted = f"epoch {'any' if epoch is None else epoch}, manifest {digest[:16] or 'any'}"
         text = (
-            f"version {version} under {place} is of epoch {found.epoch or 0}, manifest {sha256[:16]}, not of {wanted}"
+            f"version {version} under {opened.stats()['source']} is of epoch {found.epoch or 0}, manifest {sha256[:16]}"
         )
-        raise FileNotFoundError(
-            f"{text}: a resumed run has published it again; wait for its source, or use the run's newest"
-        )
+        remedy = "a resumed run has published it again; wait for its source, or use the run's newest"
+        raise FileNotFoundError(f"{text}, not of {wanted}: {remedy}")
     return found, sha256

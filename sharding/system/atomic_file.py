@@ -47,15 +47,20 @@ def replacing(path: str | os.PathLike, *, exclusive: bool = False) -> Iterator[p
         yield temporary
         if exclusive:
             os.link(temporary, path)
-            directory = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            sync_directory(path.parent)
         else:
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_directory(path: str | os.PathLike) -> None:
+    """Waits until the names in a directory are on disk."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def secret_key(path: pathlib.Path, num_bytes: int = 32) -> bytes:

@@ -41,9 +41,8 @@ class Host:
     directory: pathlib.Path  # the log's, which also keeps `learner.json`
     states_file: str  # there: the states of the last batches
     ledger: run_ledger.RunLedger
-    make: Callable[
-        [contextlib.ExitStack, dict | None], Any
-    ]  # an orchestrator that serves during the stack, from a state
+    # An orchestrator that serves until the end of the stack, from the state of a step, if any.
+    make: Callable[[contextlib.ExitStack, dict | None], Any]
     layout: Callable[..., packing.Layout]  # packs batches; the learner names its sizes
     check: Callable[[dict], None]  # raises ValueError for a learner with these config fields
 
