@@ -118,24 +118,13 @@ def to_table(rollouts: Sequence[rollout_lib.Rollout]) -> pa.Table:
 
 def table_bytes(tables: Sequence[pa.Table]) -> bytes:
     """Returns the bytes of a Parquet file with the rows of these tables of valid rollouts, in order."""
-    schema = max((table.schema for table in tables), key=len)
-    rows = pa.concat_tables(table if len(table.schema) == len(schema) else _widened(table) for table in tables)
+    if len({len(table.schema) for table in tables}) > 1:  # some name their experts
+        tables = [to_table([rollout for table in tables for rollout in Rows(table).rollouts])]
     sink = pa.BufferOutputStream()
     # An embedded Arrow schema is one more thing to parse, and the Parquet types suffice.
     off: dict[str, Any] = {"use_dictionary": False, "write_statistics": False, "store_schema": False}
-    pq.write_table(rows.combine_chunks(), sink, compression="zstd", write_page_checksum=True, **off)
+    pq.write_table(pa.concat_tables(tables).combine_chunks(), sink, compression="zstd", write_page_checksum=True, **off)
     return sink.getvalue().to_pybytes()
-
-
-def _widened(table: pa.Table) -> pa.Table:
-    """Returns the table with empty columns of routed experts."""
-    empty = {
-        name: [b""] * table.num_rows if name == "routed_experts" else [[]] * table.num_rows
-        for name in ALL_SCHEMA.names[-2:]
-    }
-    for name, values in empty.items():
-        table = table.append_column(ALL_SCHEMA.field(name), pa.array(values, ALL_SCHEMA.field(name).type))
-    return table
 
 
 def to_record(table: pa.Table) -> pa.Buffer:

@@ -15,7 +15,6 @@ or dropped for a counted reason. Batch n trains on
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 
@@ -254,9 +253,3 @@ class Batches:
         groups = self._make_groups(numbers, version)
         self._queue.add(groups)
         self._waiting.update(dict.fromkeys(group.key for group in groups))
-
-
-def of(config, queue: group_queue.GroupQueue, has_signal: Callable[[group_queue.Entry], bool]) -> Batches:
-    """Returns the batches of a run with this resolved config."""
-    make_groups = functools.partial(task_schedule.numbered_groups, config)
-    return Batches(BatchRule.of(config), queue, make_groups, has_signal)

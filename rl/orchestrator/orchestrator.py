@@ -97,7 +97,9 @@ class Orchestrator:
         self._version = -1  # the newest version that servers have
         self._published_s = 0.0  # when `_policy` was
         self._queue = group_queue.GroupQueue()
-        self._batches = batches.of(config, self._queue, lambda e: credit.has_signal(self._rewarded(e)))
+        make_groups = functools.partial(task_schedule.numbered_groups, config)
+        has_signal = lambda entry: credit.has_signal(self._rewarded(entry))  # noqa: E731
+        self._batches = batches.Batches(batches.BatchRule.of(config), self._queue, make_groups, has_signal)
         invited = frozenset({*invited, *config.topology.workers})
         self._admission = admission.Admission(admission.Policy.of(config), key.worker, invited, stake)
         attempts, lease_s = config.trust.max_attempts, config.topology.lease_s

@@ -427,6 +427,12 @@ def test_signature_covers_every_field_but_itself():
     assert rollout_lib.digest(again) == rollout_lib.digest(signed)
 
 
+def test_tables_with_and_without_experts_make_one_file():
+    rollouts = [make(sample=number, routed_experts=e) for number, e in enumerate((None, np.zeros((9, 1, 1), np.uint8)))]
+    found = parquet.from_bytes(parquet.table_bytes([parquet.to_table([one]) for one in rollouts]))
+    assert [*map(rollout_lib.digest, found)] == [*map(rollout_lib.digest, rollouts)]
+
+
 def test_digest_is_pinned():
     # A change here invalidates every signature in every ledger: it wants a new preimage tag.
     tokens = np.arange(4, dtype=np.int32)
