@@ -29,33 +29,22 @@ CONDITIONS = {
 }
 
 
+@dataclasses.dataclass(eq=False)
 class Faults(contextlib.AbstractContextManager):
-    """Applies faults during a `with` block, and heals all of them at its end.
+    """Applies faults during a `with` block, and heals all of them at its end."""
 
-    Args:
-      processes: the nodes.
-      links: their connections.
-      faults: the schedule.
-      cheats: the processes of the faults "forge" and "lie", by the name that they run under.
-      disks: {relay: mirror on a file system of its own}.
-      file: the log of faults.
-      note: called with a line for people for each fault.
-    """
+    processes: supervisor.Supervisor
+    links: tcp_link.Links
+    faults: Iterator[fault_schedule.Fault]  # the schedule
+    cheats: Mapping[
+        str, supervisor.Spec
+    ]  # the processes of the faults "forge" and "lie", by the name that they run under
+    disks: dict[str, pathlib.Path]  # {relay: mirror on a file system of its own}
+    file: pathlib.Path  # the log of faults
+    note: Callable[[str], None]  # called with a line for people for each fault
 
-    def __init__(
-        self,
-        processes: supervisor.Supervisor,
-        links: tcp_link.Links,
-        faults: Iterator[fault_schedule.Fault],
-        *,
-        cheats: Mapping[str, supervisor.Spec],
-        disks: dict[str, pathlib.Path],
-        file: pathlib.Path,
-        note: Callable[[str], None],
-    ):
-        self._processes, self._links, self._faults = processes, links, faults
-        self._cheats, self._disks, self._file, self._note = cheats, disks, file, note
-        self._next = next(faults)
+    def __post_init__(self) -> None:
+        self._next = next(self.faults)
         self._heals: list[tuple[float, fault_schedule.Fault, Callable[[], None]]] = []
         self.active: dict[str, str] = {}  # {node: kind of its fault}
         self.counts: collections.Counter[str] = collections.Counter()  # of faults that began, by kind
@@ -67,10 +56,10 @@ class Faults(contextlib.AbstractContextManager):
             self._heal(elapsed_s, *item[1:])
         while begin and self._next.at_s <= elapsed_s:
             fault = self._next
-            can_begin = fault.kind == "forge" or self._processes.nodes[fault.target].child
+            can_begin = fault.kind == "forge" or self.processes.nodes[fault.target].child
             if not can_begin and elapsed_s < fault.at_s + fault_schedule.INTERVAL_S:
                 return  # it starts again soon
-            self._next = next(self._faults)
+            self._next = next(self.faults)
             if not can_begin:
                 self._log(elapsed_s, "skipped, as it does not run", fault)
                 continue
@@ -83,7 +72,7 @@ class Faults(contextlib.AbstractContextManager):
 
     def _begin(self, fault: fault_schedule.Fault) -> Callable[[], None]:
         """Begins a fault; returns the function that heals it."""
-        processes, links, name = self._processes, self._links, fault.target
+        processes, links, name = self.processes, self.links, fault.target
         if fault.kind == "kill":
             processes.kill(name)
         elif fault.kind == "stop":
@@ -97,23 +86,23 @@ class Faults(contextlib.AbstractContextManager):
         elif fault.kind == "full_disk":
             return self._fill_disk(name)
         elif fault.kind == "forge":
-            processes.add(self._cheats[name])
+            processes.add(self.cheats[name])
             return lambda: processes.remove(name)
         else:  # another server in the place of this one: its double, or one with its own options
             honest = processes.nodes[name].spec
             refusing = dataclasses.replace(honest, command=["rl.swarm.cheats", "refuse", *honest.command[1:]])
-            processes.replace(self._cheats[name] if fault.kind == "lie" else refusing)
+            processes.replace(self.cheats[name] if fault.kind == "lie" else refusing)
             return lambda: processes.replace(honest)
         return lambda: None
 
     def _fill_disk(self, name: str) -> Callable[[], None]:
-        if folder := self._disks.get(name):
+        if folder := self.disks.get(name):
             ballast = folder / "ballast"
             with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
                 while file.write(bytes(2**20)):
                     pass
             return lambda: ballast.unlink(missing_ok=True)
-        child = self._processes.nodes[name].child
+        child = self.processes.nodes[name].child
         assert child is not None, name
         pid, (_, hard) = child.process.pid, resource.prlimit(child.process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
@@ -137,9 +126,9 @@ class Faults(contextlib.AbstractContextManager):
             "event": event,
             **dataclasses.asdict(fault),
         }
-        with open(self._file, "a") as file:
+        with open(self.file, "a") as file:
             file.write(json.dumps(line) + "\n")
-        self._note(f"chaos: {fault.kind} of {fault.target} {event}")
+        self.note(f"chaos: {fault.kind} of {fault.target} {event}")
 
     def __exit__(self, *_) -> None:
         for _, fault, heal in self._heals:

@@ -5,6 +5,7 @@ drawn again and again on a terminal; elsewhere a line per node is printed every 
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import threading
@@ -25,33 +26,22 @@ ASK_S = 1.0  # that the orchestrator may take to reply
 MAX_CELL = 100  # characters
 
 
+@dataclasses.dataclass
 class Table:
-    """The rows of a swarm.
+    """The rows of a swarm."""
 
-    Args:
-      nodes: the processes by name.
-      keys: their public keys.
-      ask: returns the orchestrator's reply to POST /nodes. Raises OSError or ValueError if it is away.
-      steps: the learner's file of metrics.
-      faults: returns the kind of the fault that a node has now, if any.
-    """
-
-    def __init__(
-        self,
-        nodes: Mapping[str, supervisor.Node],
-        keys: Mapping[str, str],
-        ask: Callable[[], dict[str, Any]],
-        steps: pathlib.Path,
-        faults: Callable[[], Mapping[str, str]],
-    ):
-        self._nodes, self._keys, self._ask, self._steps, self._faults = nodes, keys, ask, steps, faults
-        self.waiting_for = ""  # why the learner waits, as of the last `rows`
+    nodes: Mapping[str, supervisor.Node]  # the processes by name
+    keys: Mapping[str, str]  # their public keys
+    ask: Callable[[], dict[str, Any]]  # the orchestrator's reply to POST /nodes; OSError or ValueError if it is away
+    steps: pathlib.Path  # the learner's file of metrics
+    faults: Callable[[], Mapping[str, str]]  # the kind of the fault that a node has now, if any
+    waiting_for: str = ""  # why the learner waits, as of the last `rows`
 
     def rows(self) -> list[dict[str, str]]:
         """Returns {column: text} per node."""
-        faults, processes = self._faults(), [*self._nodes.items()]
+        faults, processes = self.faults(), [*self.nodes.items()]
         try:
-            reply: dict[str, Any] = self._ask() if any(node.child for _, node in processes) else {}
+            reply: dict[str, Any] = self.ask() if any(node.child for _, node in processes) else {}
         except (OSError, ValueError):
             reply = {"waiting_for": "the orchestrator does not reply"}
         told: dict[str, dict[str, Any]] = {row["key"]: row for row in reply.get("nodes", [])}
@@ -60,8 +50,8 @@ class Table:
         for name, node in processes:
             row = dict.fromkeys(COLUMNS, "") | {"node": name, "state": "running" if node.child else "waiting"}
             row["last line"] = node.child.last_line if node.child else node.problem
-            known = told.pop(self._keys.get(name, ""), None)
-            if node.spec.role == "learner" and (steps := _steps(self._steps)):
+            known = told.pop(self.keys.get(name, ""), None)
+            if node.spec.role == "learner" and (steps := _steps(self.steps)):
                 row |= {"version": str(steps[-1]["step"]), "tok/s": _shown(steps[-1].get("time/tokens_per_s", 0.0))}
             elif node.child and known:
                 row |= _cells(known, row["last line"])
