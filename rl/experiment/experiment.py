@@ -142,7 +142,8 @@ def run(main: Callable[[], None], *, needs_workdir: bool = True) -> None:
 
 
 # Errors of a disk or a path, which are not bugs even where a library raised them.
-OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OUTSIDE = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 def explain(error: BaseException) -> tuple[str, int, int]:

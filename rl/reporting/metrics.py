@@ -97,7 +97,8 @@ class MetricsWriter:
         if self._active:
             self._file.close()
         for writer in self._writers.values():
-            writer.close()
+            with contextlib.suppress(OSError):  # a full disk, which must not hide the error that ended the run
+                writer.close()
 
     def _open(self):
         if self.path.exists():

@@ -1,6 +1,7 @@
 """metrics.jsonl survives kills and resumes; the display is right about rate and time left."""
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -79,6 +80,20 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
         path.write_text('{"phase": "rl", "step": 1}\n' + broken + "\n")
         with pytest.raises(ValueError, match=r"metrics\.jsonl:2: .* delete it"):
             metrics.read(path)
+
+
+def test_charts_that_a_full_disk_cuts_hide_no_other_error(tmp_path, monkeypatch):
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(1, "rl", {"loss/total": 1.0})
+    (chart,) = writer._writers.values()
+
+    def fail():
+        raise OSError(errno.EFBIG, "File too large")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chart, "close", fail)
+        writer.close()
+    chart.close()
 
 
 def test_other_hosts_write_and_print_nothing(tmp_path, capsys):
