@@ -71,32 +71,20 @@ class Run:
     server_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by URL, of servers that sign samples
 
 
+@dataclasses.dataclass(eq=False)
 class Worker:
-    """A worker for one run: `work` does the work, the other members show it to /metrics and /health, from any thread.
+    """A worker for one run: `work` does the work, the other members show it to /metrics and /health, from any thread."""
 
-    Args:
-      orchestrator: its URL.
-      key: of this worker.
-      trusted: the public key (hex) of the run to work for; None: of the first that answers.
-      concurrency: groups at the same time.
-      give_up_s: seconds without the orchestrator, or without a server that completes a group.
-      sandbox: of scorers.
-      servers: URLs of inference servers to use instead of those of the run.
-    """
+    orchestrator: str  # its URL
+    key: rollout_lib.WorkerKey
+    trusted: str | None = None  # the public key (hex) of the run to work for; None: of the first that answers
+    _: dataclasses.KW_ONLY
+    concurrency: int  # groups at the same time
+    give_up_s: float  # seconds without the orchestrator, or without a server that completes a group
+    sandbox: str = "auto"  # of scorers
+    servers: Sequence[str] = ()  # URLs of inference servers to use instead of those of the run
 
-    def __init__(
-        self,
-        orchestrator: str,
-        key: rollout_lib.WorkerKey,
-        trusted: str | None = None,
-        *,
-        concurrency: int,
-        give_up_s: float,
-        sandbox: str = "auto",
-        servers: Sequence[str] = (),
-    ):
-        self._orchestrator, self._trusted, self._give_up_s, self._sandbox = orchestrator, trusted, give_up_s, sandbox
-        self.key, self.concurrency, self.servers = key, concurrency, servers
+    def __post_init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()  # groups, by their fate
         self.num_tokens = 0  # sampled
         self.metrics = role_metrics.RoleMetrics("worker", self._values, ("group", "submit"))
@@ -134,9 +122,9 @@ class Worker:
         return {"groups": groups, "groups_total": dict(self.counts), "tokens_total": self.num_tokens}
 
     async def _work(self, stopping: asyncio.Event) -> None:
-        trusted, run, described, begun_us = self._trusted, None, None, int(time.time() * 1e6)
-        async with httpx.AsyncClient(base_url=self._orchestrator, timeout=60) as http:
-            self._connection = signed_session.Connection(http, self._give_up_s)
+        trusted, run, described, begun_us = self.trusted, None, None, int(time.time() * 1e6)
+        async with httpx.AsyncClient(base_url=self.orchestrator, timeout=60) as http:
+            self._connection = signed_session.Connection(http, self.give_up_s)
             while True:  # a pass per process of the orchestrator
                 session, description = await self._connection.open_session(trusted)
                 if trusted is None:
@@ -146,14 +134,14 @@ class Worker:
                 if run is None or lasting != described:  # else the environment and its scorer stay
                     if run is not None:
                         await asyncio.to_thread(run.scorer.close)
-                    run, described = _read_run(description, self._sandbox), lasting
+                    run, described = _read_run(description, self.sandbox), lasting
                 if run.work_bits:
                     note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
                 # It blocks: nothing else can be done yet.
                 proof = lease.find_work(session.run, self.key.worker, run.work_bits)
                 signed = signed_session.SignedSession(self._connection, self.key, session, proof, begun_us)
-                options = {"give_up_s": min(self._give_up_s, SERVERS_S), "keys": run.server_keys}
-                options["api_key"] = None if self._trusted else ""
+                options = {"give_up_s": min(self.give_up_s, SERVERS_S), "keys": run.server_keys}
+                options["api_key"] = None if self.trusted else ""
                 try:
                     async with client_lib.Client(self.servers or run.servers, **options) as client:
                         self._groups = _Groups(self, signed, client, run)
