@@ -34,7 +34,8 @@ MAX_ROUTED_BYTES = 2**27  # per stream: 16,000 tokens of 48 layers with 8 expert
 MAX_REWARD_PARTS = 64
 MAX_NAME = 256  # characters of an environment's or a reward's name
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
-_ARRAYS = {"tokens": "<i4", "sampled_mask": "|b1", "logprobs": "<f4", "versions": "<i4"}
+_ARRAYS = {"tokens": np.dtype("<i4"), "sampled_mask": np.dtype(bool), "logprobs": np.dtype("<f4")}
+_ARRAYS |= {"versions": np.dtype("<i4")}
 LIMITS = {"seed": 2**32, "task.index": 2**63, "task.group": 2**63, "task.seed": 2**63, "sample": 2**31, "step": 2**31}
 LIMITS |= {"epoch": 2**48}
 _ADDED = ("routed_experts", "epoch", "server", "server_signature")  # by later releases: digested only if they are set
@@ -198,6 +199,7 @@ def _framed(payload: bytes) -> bytes:
 
 _LENGTH = struct.Struct("<Q")
 _GET = {name: operator.attrgetter(name) for name in (*_DIGESTED, *_ADDED, *LIMITS, "signature")}
+_KEY = re.compile("([0-9a-f]{64})?")
 _RULES = {name: f"an integer in [0, {most})" for name, most in LIMITS.items()}
 _NAMES = {name: _framed(name.encode()) for name in _GET}
 _NUMBERS = {  # name and length, and the function that makes the payload
@@ -219,8 +221,8 @@ def little_endian(array: np.ndarray | None) -> bytes:
 def _array_error(rollout: Rollout) -> str | None:
     for name, dtype in _ARRAYS.items():
         array = getattr(rollout, name)
-        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.dtype(dtype):
-            return f"{name}: must be a numpy {np.dtype(dtype)} [T], got {_shown(array)}"
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
+            return f"{name}: must be a numpy {dtype} [T], got {_shown(array)}"
         if len(array) != len(rollout.tokens):
             return f"{name}: must have one entry per token, got {len(array)} for {len(rollout.tokens)}"
     if len(rollout.tokens) > MAX_TOKENS:
@@ -261,19 +263,21 @@ def _scalar_error(rollout: Rollout) -> str | None:
     for name, value in rollout.rewards.items():
         if not is_name(name) or not _is_finite(value):
             return f"rewards: must map printable names to finite numbers, got {_shown(name)}: {_shown(value)}"
+    has_server = isinstance(rollout.server, str) and rollout.server != ""
+    is_finished = isinstance(rollout.finish_reason, str) and rollout.finish_reason in FINISH_REASONS
     for name, is_valid, rule in (
         *((name, _is_index(_GET[name](rollout), most), _RULES[name]) for name, most in LIMITS.items()),
         ("temperature", _is_finite(rollout.temperature) and rollout.temperature >= 0, "finite and >= 0"),
         ("reward", _is_finite(rollout.reward), "finite"),
         ("task.env", is_name(task.env), f"1 to {MAX_NAME} printable characters"),
-        ("finish_reason", _is_text(rollout.finish_reason, "|".join(FINISH_REASONS)), f"one of {FINISH_REASONS}"),
+        ("finish_reason", is_finished, f"one of {FINISH_REASONS}"),
         ("worker", is_key(worker), "a public key as 64 lower-case hex digits, or empty"),
         ("proofs", isinstance(proofs, bytes) and len(proofs) <= MAX_PROOF_BYTES, f"at most {MAX_PROOF_BYTES} bytes"),
         ("signature", isinstance(signature, bytes) and len(signature) in (0, 64), "64 bytes, or empty"),
         ("server", is_key(rollout.server), "a public key as 64 lower-case hex digits, or empty"),
         (
             "server_signature",
-            isinstance(vouched, bytes) and len(vouched) == (0 if _is_text(rollout.server, "") else 64),
+            isinstance(vouched, bytes) and len(vouched) == 64 * has_server,
             "64 bytes with a server, else empty",
         ),
     ):
@@ -287,19 +291,15 @@ def _is_index(value, limit: int) -> bool:
     return is_integer and 0 <= int(value) < limit
 
 
-def _is_text(value, pattern: str) -> bool:
-    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
-
-
 def _is_finite(value) -> bool:
-    if isinstance(value, numbers.Integral):
+    if type(value) is not float and isinstance(value, numbers.Integral):
         return not isinstance(value, bool) and abs(int(value)) <= 2**53  # exact in float64
     return isinstance(value, float | np.floating) and math.isfinite(value)
 
 
 def is_key(value) -> bool:
     """Returns True for a public key as a rollout names it: 64 lower-case hex digits, or an empty text."""
-    return _is_text(value, "([0-9a-f]{64})?")
+    return isinstance(value, str) and _KEY.fullmatch(value) is not None
 
 
 def is_name(value) -> bool:
