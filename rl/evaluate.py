@@ -11,6 +11,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import json
 import math
 import pathlib
@@ -39,49 +40,46 @@ from sharding.system import atomic_file
 NUM_SAMPLES_SHOWN = 12
 
 
+@dataclasses.dataclass(eq=False)
 class Evaluations(contextlib.AbstractContextManager):
     """The evaluations of a run, which go on while it trains. Scores, samples, and metrics are written when they arrive.
 
     Results are taken in the order of their beginning, so that files grow in order.
     """
 
-    def __init__(
-        self,
-        exp: experiment.Experiment,
-        orchestrator: orchestrator_lib.Orchestrator | client.RemoteOrchestrator,
-        workdir: pathlib.Path,
-        writer: metrics.MetricsWriter,
-        progress: metrics.Progress,
-        changed: dict | None = None,
-    ):
-        """`changed` has the fields that differ from the run's config; then results are saved in a file of its own."""
-        self._exp, self._orchestrator, self._workdir = exp, orchestrator, workdir
-        self._writer, self._progress, self._changed = writer, progress, changed
-        self._sets = task_schedule.evaluation_sets(exp.config)
+    exp: experiment.Experiment
+    orchestrator: orchestrator_lib.Orchestrator | client.RemoteOrchestrator
+    workdir: pathlib.Path
+    writer: metrics.MetricsWriter
+    progress: metrics.Progress
+    changed: dict | None = (
+        None  # fields that differ from the run's config: results are then saved in a file of their own
+    )
+
+    def __post_init__(self) -> None:
+        self._sets = task_schedule.evaluation_sets(self.exp.config)
         self._threads = futures.ThreadPoolExecutor(16, "evaluation")
-        self._running: collections.deque[tuple[int, task_schedule.EvaluationSet, float, futures.Future]] = (
-            collections.deque()
-        )
+        self._running = collections.deque[tuple[int, task_schedule.EvaluationSet, float, futures.Future]]()
 
     def begin(self, version: int, *, names: Collection[str] | None = None) -> None:
         """Begins the evaluations that are due at a version just published, or those of the sets in `names`."""
-        num_steps = self._exp.config.rl.num_steps
+        num_steps = self.exp.config.rl.num_steps
         for one in self._sets:
             if one.is_due(version, num_steps) if names is None else one.name in names:
-                result = self._threads.submit(self._orchestrator.evaluate, version, one.name)
+                result = self._threads.submit(self.orchestrator.evaluate, version, one.name)
                 self._running.append((version, one, time.perf_counter(), result))
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[int, float]]:
         """Writes results; yields (version, avg@k) of those of the default set. With `wait`, waits for all that were begun."""
         if wait and self._running:
-            self._progress.note(f"evaluating version {self._running[-1][0]} on held-out tasks")
+            self.progress.note(f"evaluating version {self._running[-1][0]} on held-out tasks")
         while self._running and (wait or self._running[0][-1].done()):
             version, one, begun, result = self._running[0]
             groups = result.result()
             self._running.popleft()
             if not groups:
-                limit = f"evaluation.hold_s = {self._exp.config.evaluation.hold_s:.0f} s"
-                self._progress.say(f"held-out, version {version}: given up after {limit}")
+                limit = f"evaluation.hold_s = {self.exp.config.evaluation.hold_s:.0f} s"
+                self.progress.say(f"held-out, version {version}: given up after {limit}")
                 continue
             score = self._write(version, one, groups, time.perf_counter() - begun)
             if not one.name:
@@ -90,22 +88,22 @@ class Evaluations(contextlib.AbstractContextManager):
     def _write(self, version: int, one: task_schedule.EvaluationSet, groups: list, seconds: float) -> float:
         """Saves the scores of a set, and samples for the report; returns avg@k."""
         result, suffix = scores(groups), f"_{one.name}" if one.name else ""
-        samples = [_shown(self._exp, group[0]) for group in groups[:NUM_SAMPLES_SHOWN]]
+        samples = [_shown(self.exp, group[0]) for group in groups[:NUM_SAMPLES_SHOWN]]
         entry = {"step": version, "phase": "rl", "scores": result, "samples": samples}
-        if self._changed:
-            _keep(self._workdir / "other_evaluations.json", entry | {"changed": self._changed})
+        if self.changed:
+            _keep(self.workdir / "other_evaluations.json", entry | {"changed": self.changed})
         else:
-            _keep(self._workdir / f"evaluations{suffix}.json", entry)
-            self._writer.truncate(f"evaluation{suffix}", version - 1)
+            _keep(self.workdir / f"evaluations{suffix}.json", entry)
+            self.writer.truncate(f"evaluation{suffix}", version - 1)
             values = {f"held_out{suffix}/{name.replace('@', '_at_')}": value for name, value in result.items()}
-            self._writer.write(version, f"evaluation{suffix}", values | {"time/eval_s": seconds})
+            self.writer.write(version, f"evaluation{suffix}", values | {"time/eval_s": seconds})
         shown = "  ".join(f"{name} {metrics.format_value(value)}" for name, value in result.items())
-        self._progress.say(f"held-out{f' {one.name}' if one.name else ''}, version {version}: {shown}")
+        self.progress.say(f"held-out{f' {one.name}' if one.name else ''}, version {version}: {shown}")
         return _mean_reward(result)
 
     def __exit__(self, *_) -> None:
         if self._running:  # the run failed
-            self._orchestrator.fail(ValueError("the run ends"))
+            self.orchestrator.fail(ValueError("the run ends"))
         self._threads.shutdown(cancel_futures=True)
 
 
