@@ -49,37 +49,23 @@ class StaticServer:
     key: str = ""  # public, by which it signs samples; "": it signs none
 
 
+@dataclasses.dataclass(eq=False)
 class Nodes:
-    """The nodes of a run, and the policies of its servers.
+    """The nodes of a run, and the policies of its servers."""
 
-    Args:
-      topology: of the run's config. Its server keys may sign in as servers, relays, and validators.
-      max_lag: versions by which the policy of a server may be older than the newest.
-      validators: public keys that may sign in as validators only.
-      is_known: returns True for a worker whose place in the table no stranger may take.
-      is_banned: returns True for the key of a server that workers must not use any more, and of a worker that gets no more work.
-      on_served: called with each policy that servers have.
-      on_notice: called with lines for people.
-    """
+    topology: Any  # of the run's config; its server keys may sign in as servers, relays, and validators
+    max_lag: int  # versions by which the policy of a server may be older than the newest
+    validators: Collection[str]  # public keys that may sign in as validators only
+    is_known: Callable[[str], bool]  # True for a worker whose place in the table no stranger may take
+    is_banned: Callable[[str], bool]  # True for a server that workers must not use, and a worker that gets no more work
+    on_served: Callable[[timeline.Policy], None]  # called with each policy that servers have
+    on_notice: Callable[[str], None]  # called with lines for people
 
-    def __init__(
-        self,
-        topology,
-        max_lag: int,
-        validators: Collection[str],
-        *,
-        is_known: Callable[[str], bool],
-        is_banned: Callable[[str], bool],
-        on_served: Callable[[timeline.Policy], None],
-        on_notice: Callable[[str], None],
-    ):
-        self.heartbeat_s, self._patience_s, self._max_lag = topology.heartbeat_s, topology.patience_s, max_lag
-        self._most_s = topology.lease_s / LEASE_BEATS  # of an interval: several heartbeats must renew a lease
-        self._server_keys, self._validators = frozenset(topology.server_keys), frozenset(validators)
-        self._is_banned, self._on_served, self._on_notice = is_banned, on_served, on_notice
+    def __post_init__(self) -> None:
+        self.heartbeat_s, self._server_keys = self.topology.heartbeat_s, frozenset(self.topology.server_keys)
         self._lock = threading.Lock()  # guards everything below
         self._static: dict[str, StaticServer] = {}  # by URL
-        is_kept = lambda key: self.is_named(key) or is_known(key)  # noqa: E731
+        is_kept = lambda key: self.is_named(key) or self.is_known(key)  # noqa: E731
         self._registry = registry_lib.Registry(self.heartbeat_s, is_named=is_kept)
         self._newest: timeline.Policy | None = None
         self._served: timeline.Policy | None = None
@@ -99,11 +85,11 @@ class Nodes:
 
     def is_named(self, key: str) -> bool:
         """Returns True for a key that the run's config names, and for the URL of a static server."""
-        return key in self._server_keys or key in self._validators or key in self._static
+        return key in self._server_keys or key in self.validators or key in self._static
 
     def may_sign_in(self, key: str, role: str) -> bool:
         """Returns True for a key that may sign in as a server, relay, or validator."""
-        return key in self._server_keys or (role == "validator" and key in self._validators)
+        return key in self._server_keys or (role == "validator" and key in self.validators)
 
     @property
     def newest(self) -> timeline.Policy | None:
@@ -118,7 +104,7 @@ class Nodes:
         if has_servers:
             self._notify()
         else:
-            self._on_served(policy)
+            self.on_served(policy)
 
     @contextlib.contextmanager
     def holding(self, policy: timeline.Policy) -> Iterator[None]:
@@ -227,7 +213,7 @@ class Nodes:
         """Returns a row per node for people."""
         with self._lock:
             rows = self._registry.table()
-            return [row | {"state": "banned"} if self._is_banned(self._key(row["key"])) else row for row in rows]
+            return [row | {"state": "banned"} if self.is_banned(self._key(row["key"])) else row for row in rows]
 
     def notice(self) -> str:
         """Returns a line on all servers if workers can use none of them, else ""."""
@@ -259,7 +245,7 @@ class Nodes:
     def _sweep(self, now_s: float) -> None:
         with self._lock:
             num_workers = self._registry.count("worker")[registry_lib.State.HEALTHY]
-            wanted_s = min(num_workers / MAX_BEATS_PER_S, self._most_s)
+            wanted_s = min(num_workers / MAX_BEATS_PER_S, self.topology.lease_s / LEASE_BEATS)
             # It falls slowly: workers keep to the last interval of which they know.
             wanted_s = max(self.heartbeat_s, wanted_s, 0.95 * self._registry.worker_interval_s)
             self._registry.worker_interval_s = wanted_s
@@ -267,7 +253,7 @@ class Nodes:
         for change in changes:
             bad = (registry_lib.State.SUSPECT, registry_lib.State.DEAD)
             if change.role == "server" and (change.new in bad or change.old in bad):
-                self._on_notice(f"server {change.key[:80]} is {change.new.value}: {change.reason}")
+                self.on_notice(f"server {change.key[:80]} is {change.new.value}: {change.reason}")
 
     def _look(self, now_s: float) -> None:
         """Calls `on_served` if servers have a newer policy than before."""
@@ -276,7 +262,7 @@ class Nodes:
             if served is None or (self._served is not None and served <= self._served):
                 return
             self._served = served
-        self._on_served(served)
+        self.on_served(served)
 
     def _find_served(self, now_s: float) -> timeline.Policy | None:
         """Returns the newest policy that all servers without a problem have, or a newer one that others may still load for too long."""
@@ -296,14 +282,15 @@ class Nodes:
         return min((report.policy for report in reports if report.policy and not report.problem), default=first)
 
     def _check_patience(self, now_s: float, has_work: bool) -> None:
+        patience_s = self.topology.patience_s
         with self._lock:
             if self._newest is None or not self._has_servers() or self._serving():
                 self._well_s["server"] = now_s
-            if not has_work or any(not self._is_banned(node.key) for node in self._registry.healthy("worker")):
+            if not has_work or any(not self.is_banned(node.key) for node in self._registry.healthy("worker")):
                 self._well_s["worker"] = now_s
-            missing = [role for role, well_s in self._well_s.items() if now_s - well_s > self._patience_s]
+            missing = [role for role, well_s in self._well_s.items() if now_s - well_s > patience_s]
         for role in missing:
-            found = f"the run had no {role} that it could use for {self._patience_s:.0f} s (topology.patience_s)"
+            found = f"the run had no {role} that it could use for {patience_s:.0f} s (topology.patience_s)"
             remedy = f"Start {ROLES[role]}, or mend one of these; then continue with the same command"
             raise ValueError(f"{found}: {self._line(role)}. {remedy}")
 
@@ -313,10 +300,10 @@ class Nodes:
     def _serving(self, *, is_old_allowed: bool = False) -> list[registry_lib.Node]:
         if self._newest is None:
             return []
-        oldest = 0 if is_old_allowed else max(0, self._newest.version - self._max_lag)
+        oldest = 0 if is_old_allowed else max(0, self._newest.version - self.max_lag)
         oldest = min([oldest, *(policy.version for policy in self._held)])
         found = self._registry.serving(timeline.Policy(self._newest.epoch, oldest), self._newest)
-        return [node for node in found if not self._is_banned(self._key(node.key))]
+        return [node for node in found if not self.is_banned(self._key(node.key))]
 
     def _observe(self, key: str, load: registry_lib.Load, now_s: float) -> None:
         state = self._limits.get(key) or request_limit.start(load.capacity)

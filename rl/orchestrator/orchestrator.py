@@ -110,9 +110,9 @@ class Orchestrator:
         self._share = work_share.WorkShare(lease_s)
         self._blamed_s: dict[str, float] = {}  # worker -> its last lease that expired and was held against it
         self.nodes = nodes.Nodes(
-            config.topology,
-            config.rl.max_lag,
-            verdicts.validators,
+            topology=config.topology,
+            max_lag=config.rl.max_lag,
+            validators=verdicts.validators,
             is_known=self._health.is_known,
             is_banned=lambda key: self._servers.is_banned(key) or self._health.is_banned(key),
             on_served=self._open,
