@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import httpx
 import numpy as np
@@ -54,6 +54,10 @@ class MalformedReply(ValueError):
 
 class _Failed(RuntimeError):
     """Raised when a server did not answer a request: it hangs, is busy or broken, or rejected it."""
+
+
+# The last two are of URLs that only look like one. Also no connection, and a wrong content-encoding.
+_FAULTS = (MalformedReply, _Failed, httpx.RequestError, httpx.InvalidURL, UnicodeError)
 
 
 class Client:
@@ -127,7 +131,7 @@ class Client:
                     for other, message in refused.items():  # without a cause
                         self.servers.fail(other, clock(), message)
                     return samples
-                except (MalformedReply, _Failed, httpx.RequestError) as error:
+                except _FAULTS as error:
                     reason = f"{url}: {str(error) or type(error).__name__}"
                 self.num_retries += 1
             urls = set(self.servers.urls())
@@ -160,13 +164,13 @@ class Client:
                 elif not (is_busy := response.status_code == 429):
                     refused[url] = f"{response.request.url} rejected the request: {message}"
                 raise _Failed(f"HTTP {response.status_code}: {message}")
-            samples = _read_reply(response, body, self.servers.key(url) if body["proofs"] else "")
+            samples = _read_reply(response, body, self.servers.keys(url) if body["proofs"] else frozenset())
             oldest, problem = min(map(min, map(_versions, samples))), ""
             if oldest < oldest_version:
                 self.servers.lags(url, oldest)
                 raise MalformedReply(f"server sent policy version {oldest}; {oldest_version} or newer was requested")
             return samples
-        except (MalformedReply, _Failed, httpx.RequestError) as error:  # no connection, a wrong content-encoding
+        except _FAULTS as error:
             problem = f"{type(error).__name__}: {error}" if problem is None else problem
             raise
         finally:
@@ -200,8 +204,8 @@ class Client:
                 response = await self._http.get(f"{url}/health", timeout=HEALTH_S)
                 heard_s, found = clock(), response.json()["stats"]["tokens"]
                 moved_s, num_tokens = (moved_s, found) if found == num_tokens else (heard_s, found)
-            except (httpx.HTTPError, ValueError, KeyError, TypeError):  # silent, or without such a health
-                num_tokens = None
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, RecursionError):
+                num_tokens = None  # silent, or without such a health
             if clock() - heard_s > SILENT_S:
                 return f"the server is silent for {SILENT_S:.0f} s"
             if num_tokens is not None and clock() - moved_s > STALLED_S:
@@ -248,8 +252,8 @@ class Control:
 def error_message(response: httpx.Response) -> str:
     """Returns the error message in a server's JSON reply; of a reply in another format, the start of its body."""
     try:
-        return response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return f"HTTP {response.status_code}: {response.text[:500]}"
 
 
@@ -262,10 +266,10 @@ def _versions(sample: Sample) -> set[int]:
     return {sample.prompt_version, *sample.versions}
 
 
-def _read_reply(response: httpx.Response, body: dict, key: str) -> list[Sample]:
+def _read_reply(response: httpx.Response, body: dict, keys: Collection[str]) -> list[Sample]:
     """Returns the completions in a server's reply to the request `body`.
 
-    Raises MalformedReply if one is invalid, not as requested, or not signed by `key`, unless that is "".
+    Raises MalformedReply if one is invalid, not as requested, or not signed by one of `keys`, unless these are none.
     """
     sampling, num_prompt = body["sampling_params"], len(body["token_ids"])
     try:
@@ -279,9 +283,9 @@ def _read_reply(response: httpx.Response, body: dict, key: str) -> list[Sample]:
         wrong = set().union(*map(_versions, samples)) - {body.get("policy_version")}
         if "policy_version" in body and wrong:
             raise ValueError(f"server sent policy versions {sorted(wrong)[:4]}; {body['policy_version']} was requested")
-        if key:
+        if keys:
             signed = enumerate(zip(samples, reply["choices"], strict=True))
-            samples = [_read_signature(sample, choice, index, body, key) for index, (sample, choice) in signed]
+            samples = [_read_signature(sample, choice, index, body, keys) for index, (sample, choice) in signed]
         return samples
     except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise MalformedReply(f"server sent a malformed reply: {type(error).__name__}: {str(error)[:200]}") from error
@@ -289,15 +293,22 @@ def _read_reply(response: httpx.Response, body: dict, key: str) -> list[Sample]:
         raise MalformedReply(str(error)[:500]) from error
 
 
-def _read_signature(sample: Sample, choice: dict, index: int, body: dict, server: str) -> Sample:
-    """Returns a sample with the signature of `server`. Raises ValueError unless it signed sample `index` as an answer to `body`."""
+def _read_signature(sample: Sample, choice: dict, index: int, body: dict, servers: Collection[str]) -> Sample:
+    """Returns a sample with the signature of one of `servers`, or without one if "" is among them.
+
+    Raises ValueError unless it signed sample `index` as an answer to `body`.
+    """
     sampling, settings = body["sampling_params"], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     signature = bytes.fromhex(choice.get("server_signature", ""))
     asked = {"temperature": sampling.get("temperature", 1.0), "seed": (sampling.get("seed", 0) + index) % 2**32}
     asked["settings"] = settings | {"return_routed_experts": False} | sampling
-    if not rollout_lib.signed(server, signature, attestation.message(body["token_ids"], sample, **asked)):
-        raise ValueError(f"server sent a sample without a signature of its key {server[:16]} that fits")
-    return dataclasses.replace(sample, server=server, server_signature=signature)
+    answer = attestation.message(body["token_ids"], sample, **asked)
+    for server in servers:
+        if server and rollout_lib.signed(server, signature, answer):
+            return dataclasses.replace(sample, server=server, server_signature=signature)
+    if "" in servers:
+        return sample
+    raise ValueError(f"server sent a sample without a signature of its key {min(servers)[:16]} that fits")
 
 
 def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> Sample:

@@ -20,7 +20,7 @@ SLACK = 1.25  # servers with up to this times the least load, and one request mo
 
 @dataclasses.dataclass
 class _Server:
-    key: str = ""  # public key, "": unknown
+    keys: frozenset[str] = frozenset()  # public; "" if one of those who name this URL has none
     limit: int = 0  # of requests of this client at the same time; 0: none
     version: float = math.inf  # of the policy that it has at least; infinity: unknown
     load_of_others: float = 0.0
@@ -38,16 +38,23 @@ class ServerChoice:
         """Starts with the servers at `urls`; `keys` has the public keys of some."""
         by_url = {url.rstrip("/"): key for url, key in (keys or {}).items()}
         urls = [url.rstrip("/") for url in urls]
-        self._servers: dict[str, _Server] = {url: _Server(by_url.get(url, "")) for url in urls}
+        self._servers: dict[str, _Server] = {
+            url: _Server(frozenset({by_url[url]} if url in by_url else ())) for url in urls
+        }
 
     def tell(self, servers: Sequence[Mapping]) -> None:
-        """Replaces the servers by those of a list: each has "url", maybe "key", "limit", "version", and "load" of all clients."""
+        """Replaces the servers by those of a list: each has "url", maybe "key", "limit", "version", and "load" of all clients.
+
+        Several may name one URL. Any of their keys may sign its samples then: a liar could else take the place of an honest server.
+        """
         known, self._servers = self._servers, {}
         for told in servers:
             url = str(told["url"]).rstrip("/")
-            server = self._servers[url] = known.pop(url, _Server())
-            server.key = str(told.get("key", "")) or server.key
-            server.limit, server.is_told = int(told.get("limit", 0)), True
+            key, limit, is_first = str(told.get("key", "")), int(told.get("limit", 0)), url not in self._servers
+            server = self._servers[url] = known.pop(url, _Server()) if is_first else self._servers[url]
+            if key or not is_first:
+                server.keys = frozenset({key}) if is_first else (server.keys or frozenset({""})) | {key}
+            server.limit, server.is_told = limit if is_first else max(server.limit, limit), True
             if "version" in told:
                 known_version = -1 if math.isinf(server.version) else server.version
                 server.version = max(known_version, int(told["version"]))
@@ -60,9 +67,9 @@ class ServerChoice:
         """Returns the URLs of the servers in the newest list."""
         return [url for url, server in self._servers.items() if server.is_told]
 
-    def key(self, url: str) -> str:
-        """Returns the public key of a server, "" if it is unknown."""
-        return self._servers[url].key if url in self._servers else ""
+    def keys(self, url: str) -> frozenset[str]:
+        """Returns the public keys that may sign the samples of a server: none if it signs none, and "" if it need not."""
+        return self._servers[url].keys if url in self._servers else frozenset()
 
     def choose(
         self,

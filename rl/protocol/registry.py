@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl.protocol import timeline
-from sharding.system import sign_in
+from sharding.system import sign_in, sockets
 
 ROLES = ("server", "worker", "relay", "validator")
 SUSPECT_BEATS, DEAD_BEATS, GONE_BEATS = 2.5, 6.0, 60.0  # intervals of silence; a lost beat alone changes nothing
@@ -86,7 +86,11 @@ class Report:
             load = dataclasses.asdict(Load()) | load
         timeline.check_fields(load, Load, "load")
         url, problem = body["url"], body["problem"]
-        if not isinstance(url, str) or len(url) > MAX_URL or not (url == "" or url.startswith(("http://", "https://"))):
+        # Workers open it, terminals show it, and replies encode it as UTF-8.
+        is_text = (
+            isinstance(url, str) and len(url) <= MAX_URL and url.isascii() and url.isprintable() and " " not in url
+        )
+        if not is_text or not (url == "" or sockets.is_url(url)):
             raise ValueError(f"report has url = {url!r:.80}; send an http URL of at most {MAX_URL} characters, or ''")
         if not isinstance(problem, str) or len(problem) > sign_in.MAX_PROBLEM or not problem.isprintable():
             raise ValueError(

@@ -132,6 +132,27 @@ def test_a_sample_that_its_server_did_not_sign_is_sought_elsewhere(pauses, chang
     assert isinstance(error, client_lib.Unavailable)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_liar_that_names_the_url_of_another_server_takes_no_samples_from_it(pauses, order, has_key):
+    """Attack: samples of the honest server were compared with the liar's key."""
+    liar, honest = (rollout_lib.WorkerKey.generate() for _ in range(2))
+    answer = {"logprobs": [-0.5] * 3, "versions": [3, 4, 4], "prompt_version": 2, "epoch": 0, "finish_reason": "stop"}
+    answer |= {"proofs": b"proof", "experts": None, "temperature": 0.7, "tokens": [1, 2, 5, 6, 258], "num_prompt": 2}
+    settings = {"max_tokens": 3, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}
+    signature = attestation.sign(honest, seed=0, **answer, settings=settings).hex() if has_key else ...
+    told = [{"url": A, "key": honest.worker if has_key else "", "limit": 9}, {"url": A, "key": liar.worker, "limit": 1}]
+
+    def ask(client):
+        client.servers.tell([told[number] for number in order])
+        return generate(client)
+
+    reply = {"choices": [choice(server_signature=signature)]}
+    (sample,), client = run(lambda request: httpx.Response(200, json=reply), ask, urls=())
+    assert sample.server == (honest.worker if has_key else "") and client.num_retries == 0
+    assert client.servers._servers[A].limit == 9
+
+
 @pytest.mark.parametrize(("has_b", "versions"), [(True, [[3, 3]]), (False, [[3, 3]]), (True, [[3, 2], [4, 1]])])
 def test_a_pinned_version_is_sought_on_every_server(pauses, has_b, versions):
     def handler(request):
@@ -293,6 +314,19 @@ def test_a_malformed_reply_is_a_failed_server(pauses, reply, message):
     assert len(samples) == 1 and client.num_retries == 1 and pauses == []  # the other one answered
     error, _ = run(handler, generate, urls=(A,), give_up_s=-1.0)
     assert isinstance(error, client_lib.Unavailable) and re.search(message, str(error)), error
+
+
+@pytest.mark.parametrize("url", [A, "http://\0", "http://h\ud800"])
+def test_no_url_and_no_error_of_a_server_ends_its_client(pauses, url):
+    """Attack: an error in 100,000 brackets, or a URL that is none, ended the worker."""
+
+    def handler(request):
+        if request.url.host == "b":
+            return httpx.Response(200, json={"choices": [choice()]})
+        return httpx.Response(400, content=b"[" * 100_000)
+
+    samples, client = run(handler, generate, urls=(url, B))
+    assert len(samples) == 1 and client.num_retries == 1 and url in client.servers.problems()
 
 
 def test_a_broken_encoding_is_a_failed_server(pauses):

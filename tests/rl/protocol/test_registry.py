@@ -149,6 +149,9 @@ def test_reports_are_read_as_they_were_written_and_no_other_value_is():
     assert registry.Report.from_json(registry.Report().to_json()) == registry.Report()
     bad = [None, [], 1, "x", {}, body | {"more": 1}, {1: 2}]
     bad += [body | {"url": url} for url in (1, "ftp://x", "http://" + "x" * 256)]
+    # Attacks: a worker that opens them ends, a reply with one cannot be encoded for any worker, and a terminal obeys one.
+    odd = "http://", "http://[", "http://\0", "http://h:99999", "http://h\ud800", "http://h/\x1b[2J", "http://h/a b"
+    bad += [body | {"url": url} for url in odd]
     bad += [body | {"problem": text} for text in (None, "x" * 201, "two\nlines", "\x1b[2J")]
     bad += [body | {"policy": policy} for policy in (3, {}, {"epoch": -1, "version": 0, "digest": ""})]
     values = (-1, True, None, "3", float("nan"), float("inf"), 10**13)
