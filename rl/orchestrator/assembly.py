@@ -42,7 +42,8 @@ def make(
     if config.topology.mode == "local":
         server_keys.append(rollout_lib.WorkerKey.load(run_directory.worker_key_file(workdir, SERVER)).worker)
     open_steps = task_schedule.num_open_steps(config)
-    evidence = evidence_log.EvidenceLog(bands, count_once=True, servers=frozenset(server_keys), open_steps=open_steps)
+    of_servers = {"servers": frozenset(server_keys), "on_flagged": on_wait}
+    evidence = evidence_log.EvidenceLog(bands, count_once=True, open_steps=open_steps, **of_servers)
     # A resumed run makes late groups of earlier steps again.
     num_kept = 0 if task_schedule.is_fixed(config) else open_steps
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions

@@ -1,12 +1,13 @@
 """The evidence against all workers of a run: one sequential test per worker, fed with every checked rollout.
 
-A registered server that vouches for a group (rl/verification/responsibility.py) has a test of its own in place of the worker's.
+A registered server that vouches for a group (rl/verification/responsibility.py) has a test of its own in place of the worker's. Its
+flag is for people and refuses nothing: workers choose which samples they hand in with its signature, after they have seen them.
 """
 
 import collections
 import dataclasses
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from inference.rollouts import rollout as rollout_lib
 from rl.verification import checks, peers, responsibility, seen_set, sequential_test
@@ -21,6 +22,7 @@ class EvidenceLog:
         another member, or was lost in a restart; its sampling noise, and so its evidence, is the same.
       servers: public keys of the servers that answer for the samples they sign.
       open_steps: steps after which the groups of a step are over (`task_schedule.num_open_steps`).
+      on_flagged: called with a line for people on each server that is flagged.
     """
 
     def __init__(
@@ -30,10 +32,11 @@ class EvidenceLog:
         count_once: bool = False,
         servers: Collection[str] = (),
         open_steps: int = peers.OPEN_STEPS,
+        on_flagged: Callable[[str], None] = lambda line: None,
     ):
         self._bands, self._count_once, self._servers = bands, count_once, servers
         self._lock = threading.Lock()
-        self._open_steps = open_steps
+        self._open_steps, self._on_flagged, self._told = open_steps, on_flagged, set()
         self._seen = self._nothing_seen()
         self._peers = peers.Peers(open_steps)
         self.tests: dict[str, sequential_test.SequentialTest] = {}
@@ -135,4 +138,10 @@ class EvidenceLog:
 
     def _verdict(self, worker: str) -> checks.Verdict:
         flag = self.tests[worker].flag if worker in self.tests else None
+        if worker in self._servers:
+            if flag and worker not in self._told:
+                self._told.add(worker)
+                found = f"server {worker[:16]} or the workers that use it may cheat, by statistics over their groups: {flag}"
+                self._on_flagged(f"{found}; replay samples that you request from it, or remove its key")
+            return checks.OK
         return checks.Verdict("statistics", flag) if flag else checks.OK

@@ -137,10 +137,10 @@ def test_a_sample_that_its_server_did_not_sign_is_sought_elsewhere(pauses, chang
 def test_a_liar_that_names_the_url_of_another_server_takes_no_samples_from_it(pauses, order, has_key):
     """Attack: samples of the honest server were compared with the liar's key."""
     liar, honest = (rollout_lib.WorkerKey.generate() for _ in range(2))
-    answer = {"logprobs": [-0.5] * 3, "versions": [3, 4, 4], "prompt_version": 2, "epoch": 0, "finish_reason": "stop"}
-    answer |= {"proofs": b"proof", "experts": None, "temperature": 0.7, "tokens": [1, 2, 5, 6, 258], "num_prompt": 2}
+    answer = attestation.Answer([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof", epoch=0)
     settings = {"max_tokens": 3, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}
-    signature = attestation.sign(honest, seed=0, **answer, settings=settings).hex() if has_key else ...
+    message = attestation.message([1, 2], answer, temperature=0.7, seed=0, settings=settings)
+    signature = honest.private.sign(message).hex() if has_key else ...
     told = [{"url": A, "key": honest.worker if has_key else "", "limit": 9}, {"url": A, "key": liar.worker, "limit": 1}]
 
     def ask(client):

@@ -15,7 +15,7 @@ from rl.ledger import run_ledger
 from rl.orchestrator import group_queue, nodes, submissions, verdict_collector, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import registry, task_schedule, timeline
-from rl.verification import checks, evidence_log, responsibility, rules
+from rl.verification import checks, evidence_log, responsibility, rules, sequential_test
 from tests.support import proxy, validators
 from tests.support.groups import answers
 
@@ -115,6 +115,8 @@ def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
     proxy.wait_until(
         lambda: run._queue.count()[orchestrator_lib.State.OPEN] == P
     )  # all of it was called back, and is void
+    with pytest.raises(ValueError, match="make another key"):  # the ledger takes no lease of it: the run ended
+        run.lease(LIAR.worker, 1)
     assert run._servers.is_banned(LIAR.worker) and run.describe()["server_keys"] == {"http://server1": HONEST.worker}
     assert "gets no more work" in run.lines[-1] and not run._failure
     assert not run._health.is_banned(WORKER.worker) and run._health.rate(WORKER.worker) < 0.9  # not even a suspect
@@ -250,3 +252,25 @@ def test_evidence_is_against_the_server_that_signed_the_whole_group():
     log.add_claims([group[0], *mixed(group)[1:]])
     assert [*log.tests] == [HONEST.worker, WORKER.worker]
     assert responsibility.server_of(group, [LIAR.worker]) == ""
+
+
+def test_a_worker_that_chooses_which_samples_it_hands_in_signed_bars_no_server():
+    """Attack: the signature of the server is left out, but where its noise happens to look bad."""
+    config = experiment.resolve(quickstart.get_config()).config
+    rng, lines = np.random.default_rng(0), []
+    log = evidence_log.EvidenceLog(None, servers=[HONEST.worker], on_flagged=lines.append)
+    group = dataclasses.replace(task_schedule.train_groups(config, 1)[0], num_samples=1)
+    for number in range(600):
+        (rollout,) = answers(dataclasses.replace(group, seed=number), logprobs=np.zeros(5, np.float32))
+        (noise_N,) = checks.exponential_noise([rollout])
+        y_N = rng.exponential(size=len(noise_N))  # an honest server's
+        rollout.logprobs[rollout.sampled_mask] = np.log(noise_N / y_N)
+        looks_bad = sequential_test.claims_ratio(y_N)[-1] > 0
+        assert log.add_claims([sign(rollout, HONEST, config) if looks_bad else rollout]) == [checks.OK]
+    flagged = log.tests[HONEST.worker].flag
+    assert flagged and len(lines) == 1 and flagged in lines[0]
+    verdict, of_run = (
+        checks.Verdict("statistics", flagged),
+        rules.Rules.of(config),
+    )  # of a validator that knows no servers
+    assert not responsibility.server_at_fault([sign(rollout, HONEST, config)], verdict, of_run, [HONEST.worker])
