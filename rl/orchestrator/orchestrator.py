@@ -326,6 +326,8 @@ class Orchestrator:
         `begun_us` is the start of its process, which holds none of the groups that an earlier one leased.
         """
         now_s = time.monotonic()
+        if worker in self._servers.invited:  # the ledger takes no lease of a server that is banned, so the run would end
+            raise ValueError(f"key {worker[:16]} is a server's; make another key for a worker")
         self.nodes.seen([worker], now_s)
         with self.metrics.seconds["lease"].time(), self._changed:
             self.tick(now_s)
@@ -355,7 +357,7 @@ class Orchestrator:
         terms = worker, count, until_s, may_lease, version, now_s, begun_us
         groups = self._queue.lease(*terms)
         if is_known and not groups:
-            groups = self._queue.lease(*terms, is_late=functools.partial(self._is_late, now_s))
+            groups = self._queue.lease(*terms, **self._late(now_s))
         if is_known and groups:
             self._share.seen(worker, self._queue.num_leases(worker), now_s)
         self._health.leased(worker, network, [group.key for group in groups], now_s)
@@ -415,17 +417,18 @@ class Orchestrator:
     def has_work(self) -> bool:
         """Returns True if groups wait for a worker, or for another one than theirs."""
         with self._changed:
-            is_late = functools.partial(self._is_late, time.monotonic())
-            return self._queue.count()[State.OPEN] > 0 or self._queue.has_late(is_late)
+            return self._queue.count()[State.OPEN] > 0 or self._queue.has_late(**self._late(time.monotonic()))
 
-    def _is_late(self, now_s: float, lease: group_queue.Lease) -> bool:
-        return self._share.is_late(lease.worker, lease.since_s, now_s)
+    def _late(self, now_s: float) -> dict[str, Any]:
+        is_late = lambda lease: self._share.is_late(lease.worker, lease.since_s, now_s)  # noqa: E731
+        return {"is_late": is_late, "old_s": now_s - self._config.topology.lease_s}
 
     def _take_back(self, worker: str, keys: Sequence[group_queue.Key], now_s: float) -> None:
-        """Ends the leases of a worker that leaves or has started again. A newcomer could keep groups from others by this means."""
-        for key in keys:
-            if lease := self._queue.give_back(key, worker):
-                self._lose(lease, now_s, "lease_returned", blame=not self._health.is_known(worker))
+        """Ends the leases of a worker that leaves or has started again."""
+        lost = [lease for key in keys if (lease := self._queue.give_back(key, worker))]
+        blame = bool(lost) and self._health.left(worker, now_s)
+        for lease in lost:
+            self._lose(lease, now_s, "lease_returned", blame=blame)
 
     def _lose(self, lease: group_queue.Lease, now_s: float, count: str, *, blame: bool) -> None:
         """Counts a lease that ended without rollouts, also against its worker if it is to `blame`."""

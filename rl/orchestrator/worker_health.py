@@ -83,6 +83,7 @@ class WorkerHealth:
         self.invited = frozenset(invited)  # public keys in hex
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
         self._seen_s: dict[str, float] = {}  # of known and banned workers that are active; the latest last
+        self._left_s: dict[str, float] = {}  # of workers that gave all groups back in the last `lease_s`
         self._places: list[_Place] = []
         # Group -> its last holder, and until when newcomers do not get it.
         self._lost: dict[Key, tuple[str, float]] = {}
@@ -174,6 +175,15 @@ class WorkerHealth:
             self._workers[worker].num_halvings = min(self._of(worker).num_halvings + 1, MOST_HALVINGS)
         elif self.is_known(worker):
             self._set_record(worker, self._of(worker).record // 2)
+
+    def left(self, worker: str, now_s: float) -> bool:
+        """Records that a worker gives all groups back; returns True if that counts against it, as for a newcomer.
+
+        So it does for a stranger that left in the last `lease_s`: two of them could else lease the same groups as often as they ask.
+        """
+        self._left_s = {name: left_s for name, left_s in self._left_s.items() if now_s - left_s <= self._lease_s}
+        is_again, self._left_s[worker] = worker in self._left_s, now_s
+        return not self.is_known(worker) or (self.is_stranger(worker) and is_again)
 
     def returned(self, key: Key, now_s: float) -> None:
         """Records that a worker gave a group back, such as for want of a server: from the second time on it rests, longer each time."""

@@ -19,7 +19,7 @@ from rl.orchestrator import group_queue, submissions, verdict_collector, worker_
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.gate import request_rate
 from rl.protocol import lease as lease_lib
-from rl.protocol import timeline
+from rl.protocol import registry, timeline
 from rl.verification import checks
 from sharding.system import signed_message
 from tests.support import signed_http, validators
@@ -243,6 +243,36 @@ def test_a_newcomer_waits_for_its_place_unless_its_version_was_replaced(make, cl
     assert len(orchestrator.lease(key.worker, 4)) == is_void
     clock.now_s += LEASE_S / 4
     assert is_void or len(orchestrator.lease(key.worker, 4)) == 1
+
+
+def test_two_strangers_that_beat_for_ever_hold_up_no_batch(make, clock):
+    """Attack: one renews its lease, the other that on the copy; a group had two holders at most."""
+    orchestrator, (honest, one, other) = make(num_groups=4), (rollout_lib.WorkerKey.generate() for _ in range(3))
+    for key in (honest, one, other):
+        earn(orchestrator, key, 1)
+    ((group,), report, since_s) = orchestrator.lease(one.worker, 1), registry.Report(), clock.now_s
+    while not (found := orchestrator.lease(honest.worker, 1)):
+        clock.now_s += LEASE_S / 8
+        orchestrator.lease(other.worker, 1)
+        for key in (one, other):
+            orchestrator.beat(key.worker, "worker", report, [group.key], leaving=False)
+        assert clock.now_s < since_s + 2 * LEASE_S
+    assert found[0].key == group.key and deliver(orchestrator, honest, group) in ("accepted", "quarantined")
+    assert num_left(orchestrator) == 0 and orchestrator._health._of(one.worker).record == 1  # it may only be slow
+
+
+def test_strangers_that_leave_again_and_again_lose_their_records(make, clock):
+    """Attack: without blame, two filled the ledger with leases of the same groups, as often as they asked."""
+    orchestrator, keys = make(), [rollout_lib.WorkerKey.generate() for _ in range(2)]
+    for key in keys:
+        earn(orchestrator, key, 1)
+    leases = 0
+    for _ in range(50):
+        for key in keys:
+            leases += len(orchestrator.lease(key.worker, 16))
+            orchestrator.beat(key.worker, "worker", registry.Report(), [], leaving=True)
+            clock.now_s += 0.001
+    assert 4 <= leases <= 12 and not any(orchestrator._health.is_known(key.worker) for key in keys)
 
 
 def test_no_one_holds_a_group_by_letting_others_lose_it(make, clock):
