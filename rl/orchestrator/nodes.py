@@ -348,7 +348,7 @@ class Nodes:
                 try:
                     report = await _poll(http, server.url, report)
                     self.beat(server.url, "server", report, time.monotonic())
-                except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+                except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
                     with self._lock:
                         problem = f"no health: {str(error) or type(error).__name__}"
                         self._registry.fault(server.url, time.monotonic(), problem)

@@ -98,9 +98,10 @@ def make_app(
 
     @app.post("/heartbeat")
     async def heartbeat(request: fastapi.Request):
-        network = gate.limit_rate(request)
+        count = 1 + _num_bytes(request, MAX_HEARTBEAT_BYTES) / MAX_LEASE_BYTES  # 4096 keys take 15 ms
+        network = gate.limit_rate(request, count)
         message = await web.read_json(request, MAX_HEARTBEAT_BYTES)
-        node, role = gate.verify(message, "heartbeat", network), message["role"]
+        node, role = gate.verify(message, "heartbeat", network, count), message["role"]
         report = registry.Report.from_json(message["report"])
         holding = [tuple(key) for key in message["holding"]]
         void = orchestrator.beat(node, role, report, holding, leaving=message["leaving"])
@@ -154,7 +155,9 @@ async def _run_swarm(orchestrator, waiters: lease_waiters.LeaseWaiters) -> None:
         orchestrator.tick(now_s)
         if now_s - seen_s > orchestrator.nodes.interval_s("worker"):
             seen_s = now_s
-            orchestrator.nodes.seen(waiters.workers(), now_s)
+            for worker in waiters.workers():
+                with contextlib.suppress(ValueError):  # it has left, and signed in in another role
+                    orchestrator.nodes.seen([worker], now_s)
         waiters.wake()
         if orchestrator.is_ended or orchestrator.is_closing:
             waiters.close()
@@ -193,26 +196,38 @@ class _Gate:
                 found = f"{message['role']} {key[:16]} is not in topology.server_keys"
                 raise ValueError(f"{found}; ask the operator of the run to add it")
 
-        self._rate, self._health, self._nodes = request_rate.RequestRate(), health, nodes
+        self._rate, self._known_rate = request_rate.RequestRate(), request_rate.RequestRate()
+        self._health, self._nodes = health, nodes
         self._verifier = lease_lib.RequestVerifier(session, admit=admit, is_known=self._is_known)
 
     def _is_known(self, key: str) -> bool:
         return self._health.is_known(key) or self._nodes.is_named(key)
 
-    def limit_rate(self, request: fastapi.Request) -> str:
-        """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many."""
+    def limit_rate(self, request: fastapi.Request, count: float = 1.0) -> str:
+        """Counts a request against its client's network, which is returned. Raises HTTPException 429 if there were too many.
+
+        It counts as `count` small ones.
+        """
         network = web.client_network(request)
-        if not self._rate.take(network, time.monotonic()):
+        if not self._rate.take(network, time.monotonic(), count):
             message = f"your network sent more than {request_rate.RATE:.0f} requests per second; send fewer"
             raise fastapi.HTTPException(429, web.error_body(429, message, "overloaded"), {"retry-after": "1"})
         return network
 
-    def verify(self, message: dict, kind: str, network: str) -> str:
+    def verify(self, message: dict, kind: str, network: str, count: float = 1.0) -> str:
         """Returns the node that signed a request. Raises ValueError, as `RequestVerifier.verify` does."""
         worker = self._verifier.verify(message, kind)
-        if self._is_known(worker):  # such as many workers on one machine
-            self._rate.give_back(network)
+        is_invited = not self._health.is_stranger(worker)
+        # Such as many workers on one machine. A record is cheap, so strangers that have one have limits of their own.
+        if is_invited or (self._is_known(worker) and self._known_rate.take(worker, time.monotonic(), count)):
+            self._rate.give_back(network, count)
         return worker
+
+
+def _num_bytes(request: fastapi.Request, most: int) -> int:
+    """Returns the size of a request's body by its head, which the HTTP server enforces; `most` if the head does not tell."""
+    text = request.headers.get("content-length", "")
+    return min(int(text), most) if text.isdecimal() else most
 
 
 def _decode_and_submit(orchestrator, body: bytes, digest: str, worker: str) -> dict:

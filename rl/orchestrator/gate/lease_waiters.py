@@ -15,6 +15,7 @@ from rl.protocol import task_schedule
 
 Attempt = Callable[[], list[task_schedule.Group]]
 _Queue = collections.OrderedDict[asyncio.Future, tuple[str, Attempt]]
+MAX_STRANGERS = 4096  # that wait; others get their reply, and poll: a connection costs a stranger nothing
 MAX_FAILURES = 32  # attempts without a group, until the next call; more would hold up the loop
 
 
@@ -36,8 +37,13 @@ class LeaseWaiters:
     async def wait(
         self, worker: str, attempt: Attempt, timeout_s: float, *, is_known: bool, gone: asyncio.Future
     ) -> list[task_schedule.Group]:
-        """Returns the groups of the first `attempt()` that gets some, or [] after `timeout_s`, after `close`, or when `gone` is done."""
+        """Returns the groups of the first `attempt()` that gets some, or [] after `timeout_s`, after `close`, or when `gone` is done.
+
+        It is [] without a wait if too many strangers wait already.
+        """
         queue, groups = self._queues[not is_known], asyncio.get_running_loop().create_future()
+        if not is_known and len(queue) >= MAX_STRANGERS:
+            return []
         queue[groups] = worker, attempt
         gone.add_done_callback(lambda _: self._finish(groups))
         timer = asyncio.get_running_loop().call_later(timeout_s, self._finish, groups)

@@ -20,6 +20,7 @@ from inference.swarm import membership
 from rl.experiment import experiment
 from rl.orchestrator import nodes, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator.gate import request_rate
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry, request_limit, task_schedule, timeline
 from rl.verification import checks
@@ -232,6 +233,34 @@ def test_servers_sign_in_pull_and_leave(make):
     assert worker.beat()["servers"] == []
     for key in (STRANGER, KEY):
         assert "is not in topology.server_keys; ask" in Node(orchestrator, key, "server").beat()["error"]["message"]
+
+
+@pytest.mark.parametrize("role", ["server", "validator"])
+def test_a_node_that_waits_for_work_and_changes_its_role_ends_no_run(make, role):
+    """Attack: the tick that counts the waiting workers failed."""
+    orchestrator = make(mode="remote", server_keys=(SERVER.worker,))
+    orchestrator.nodes._validators = frozenset({OTHER.worker})
+    key = {"server": SERVER, "validator": OTHER}[role]
+    node, worker = Node(orchestrator, key, role), Node(orchestrator, key)
+    body = signed_http.lease_body(key, node.session, 1, wait_s=1.5)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        reply = pool.submit(worker.http.post, "/lease", json=body)
+        time.sleep(0.3)
+        worker.beat(leaving=True)
+        assert "policy" in node.beat(url="http://s:1")
+        assert reply.result(WAIT_S).status_code == (400 if role == "server" else 200)
+    assert orchestrator._failure is None
+
+
+@pytest.mark.parametrize("record", [0, 1])
+def test_heartbeats_with_thousands_of_groups_count_as_many(make, monkeypatch, record):
+    """Attack: 100 of them per second, which a network may send, or any number with a record, kept out all other requests."""
+    monkeypatch.setattr(request_rate, "RATE", 0.01)
+    orchestrator = make()
+    orchestrator._health._set_record(STRANGER.worker, record)
+    node = Node(orchestrator, STRANGER)
+    replies = [node.beat([("train", 2**62, n) for n in range(4000)]) for _ in range(24)]
+    assert "void" in replies[0] and "send fewer" in replies[-1]["error"]["message"]
 
 
 def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
