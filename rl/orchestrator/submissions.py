@@ -91,10 +91,12 @@ def write_batch(
 
 
 def read_kept(log: row_log.RowLog) -> dict[group_queue.Key, Kept]:
-    """Returns the last record of each group in a log."""
+    """Returns the last record of each group in a log, without those whose rows have another digest than they were verified by."""
     found = {}
     for step in log.steps():
         for head, rows in log.read(step):
+            if verdict_lib.group_digest(rows.rollouts) != head["digest"]:
+                continue
             group = task_schedule.Group(**head["group"])
             found[group.key] = Kept(group, head["worker"], head["digest"], dict(head["scores"]), rows.rollouts)
     return found

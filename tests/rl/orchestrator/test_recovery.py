@@ -1,8 +1,10 @@
 """An orchestrator that is killed at any moment: groups that were taken are not made again, and none is trained on twice."""
 
+import dataclasses
 import math
 import shutil
 
+import numpy as np
 import pytest
 
 from inference.rollouts import parquet
@@ -132,3 +134,21 @@ def test_a_log_that_lacks_the_ledgers_batch_is_refused(start):
     second.orchestrator._log.remove(1)
     with pytest.raises(ValueError, match="batch 1 is in the ledger, and 3 of its groups are not in"):
         second.resume(0, timeline.Policy(4, 0))
+
+
+def test_groups_whose_rows_were_changed_between_two_starts_are_made_again(start):
+    """Attack: other tokens under the digest that a verdict had accepted, by who can write the log and no key."""
+    first = start()
+    first.ledger.resumed(0)
+    first.resume(0, timeline.Policy(4, 0))
+    first.answer(2)
+    validators.settled(first.orchestrator)
+    second = start(killed=first)
+    log = second.orchestrator._log
+    records = [*log.read(1)]
+    log.remove(1)
+    for head, rows in records:
+        changed = [dataclasses.replace(r, tokens=np.where(r.tokens == 20, 7, r.tokens)) for r in rows.rollouts]
+        log.append(1, head, parquet.decode(parquet.to_bytes(changed))).result(WAIT_S)
+    second.resume(0, timeline.Policy(4, 0))
+    assert second.answer(9) == [0, 1, 2, 3, 4, 5]
