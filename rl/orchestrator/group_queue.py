@@ -347,9 +347,7 @@ class GroupQueue:
         """Returns the number of groups in each state."""
         return collections.Counter({state: number for state, number in self._count.items() if number})
 
-    def _late(
-        self, num_looks: int, is_late: Callable[[Lease], bool], old_s: float, worker: str = ""
-    ) -> Iterator[Key]:
+    def _late(self, num_looks: int, is_late: Callable[[Lease], bool], old_s: float, worker: str = "") -> Iterator[Key]:
         for key in itertools.islice(self._aging, num_looks):
             leases = self.entries[key].leases
             num_young = sum(lease.since_s >= old_s for lease in leases.values())

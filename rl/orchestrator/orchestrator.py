@@ -326,7 +326,9 @@ class Orchestrator:
         `begun_us` is the start of its process, which holds none of the groups that an earlier one leased.
         """
         now_s = time.monotonic()
-        if worker in self._servers.invited:  # the ledger takes no lease of a server that is banned, so the run would end
+        if (
+            worker in self._servers.invited
+        ):  # the ledger takes no lease of a server that is banned, so the run would end
             raise ValueError(f"key {worker[:16]} is a server's; make another key for a worker")
         self.nodes.seen([worker], now_s)
         with self.metrics.seconds["lease"].time(), self._changed:
