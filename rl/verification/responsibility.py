@@ -4,7 +4,7 @@
 2. A server that the run has registered is responsible for a group if it vouches for every sample, and if the reason is something that a
    server decides. Everything else is the worker's: prompt, reward, task, and samples of a server of its own.
 3. So a worker that forges a sample cannot blame a server, since no signature fits; and it gains nothing by mixing servers in a group.
-4. "statistics" is no reason: it sums up earlier groups, of which a worker may have hidden the server, or chosen those that look bad.
+4. "statistics" never counts: it sums up earlier groups, of which a worker may have hidden the server, or chosen those that look bad.
 5. Versions that the lease excludes are the worker's fault: a server signs those that it has, and its client refuses older ones. A server that
    invents versions, newer than any or in descending order, is at fault.
 """

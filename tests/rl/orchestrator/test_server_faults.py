@@ -266,11 +266,9 @@ def test_a_worker_that_chooses_which_samples_it_hands_in_signed_bars_no_server()
         y_N = rng.exponential(size=len(noise_N))  # an honest server's
         rollout.logprobs[rollout.sampled_mask] = np.log(noise_N / y_N)
         looks_bad = sequential_test.claims_ratio(y_N)[-1] > 0
-        assert log.add_claims([sign(rollout, HONEST, config) if looks_bad else rollout]) == [checks.OK]
+        assert log.add_claims([dataclasses.replace(rollout, server=HONEST.worker if looks_bad else "")]) == [checks.OK]
     flagged = log.tests[HONEST.worker].flag
     assert flagged and len(lines) == 1 and flagged in lines[0]
-    verdict, of_run = (
-        checks.Verdict("statistics", flagged),
-        rules.Rules.of(config),
-    )  # of a validator that knows no servers
-    assert not responsibility.server_at_fault([sign(rollout, HONEST, config)], verdict, of_run, [HONEST.worker])
+    verdict = checks.Verdict("statistics", flagged)  # of a validator that knows no servers
+    signed = [sign(one, HONEST, config) for one in answers(group)]
+    assert not responsibility.server_at_fault(signed, verdict, rules.Rules.of(config), [HONEST.worker])
