@@ -24,6 +24,7 @@ class ObjectDownload:
     selector: relay_selector.RelaySelector
     version: int
     path: str
+    digest: str
     target: range_get.Target
     range_bytes: int
     deadline_s: float
@@ -74,7 +75,7 @@ class ObjectDownload:
         target, origin = self.target, start
         if rival is not None:  # memory of its own: until one of the two is aborted, both write
             target, origin = range_get.Target([memoryview(bytearray(stop - start))]), 0
-        get = range_get.Get(relay, self.path, start, stop, len(self.target), target, origin, rival)
+        get = range_get.Get(relay, self.path, start, stop, len(self.target), target, origin, rival, digest=self.digest)
         if rival is not None:
             rival.rival = get
         self._running[self.pool.submit(get)] = get

@@ -17,7 +17,7 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sharding.format import journal
+from sharding.format import digests, journal
 
 SLICE_BYTES = 256 << 10  # written to the buffer between two checks for an abort
 HEDGE_FLOOR_S = 0.3  # no range is hedged earlier: a second request costs the relays as much as the first
@@ -79,7 +79,7 @@ class Failed(Exception):
 
 
 class Missing(Failed):
-    """Raised by a request that a relay answered with 404: the relay does not have the file, or not yet."""
+    """Raised by a request that a relay answered with 404, or with the digest of another file: it does not have the file, or not yet."""
 
 
 class TooLong(Failed):
@@ -140,6 +140,7 @@ class Get:
 
     Byte `start` is written to `origin` of `target`. Without a `target`, `run` returns the reply. `rival` is the other
     request for the same bytes if one of the two hedges the other. `extra_s` is added to the time that the relay may be silent.
+    `digest` is that of the object in `target`: a relay whose ETag names another one may have a version that a resumed run published.
     """
 
     relay: Relay
@@ -152,6 +153,7 @@ class Get:
     rival: "Get | None" = None
     limit: int = 0
     extra_s: float = 0.0
+    digest: str = ""
 
     def __post_init__(self):
         self.is_hedge, self.received = self.rival is not None, 0
@@ -228,6 +230,9 @@ class Get:
         headers = {"Range": f"bytes={self.start}-{self.stop - 1}"} if self.target is not None else {}
         connection.request("GET", self.relay.prefix + self.path, headers=headers)
         with connection.getresponse() as response:  # it may own the socket: then `connection.close` would not close it
+            etag = response.headers.get("ETag", "").strip('"')
+            if self.digest and digests.is_digest(etag) and etag != self.digest:  # others are of no relay of ours
+                raise Missing(f"the relay has another {self.path}, with digest {etag}, not {self.digest}")
             if response.status not in (200, 206):
                 raise _refusal(response)
             body = self._read_body(response) if self.target is None else self._receive(response, self.target)

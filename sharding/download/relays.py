@@ -6,6 +6,7 @@ An object is read in two steps:
 2. The digest of the whole is compared. If it is wrong and one relay delivered everything, that relay is at fault. If several
    did, one relay at a time is asked for the whole, and the relays whose ranges differ from the right bytes are at fault.
    Such a relay is counted and suspended. It cannot make an object wrong, nor a read fail while an honest relay works.
+   One that names the digest of another object is only late, or early: a resumed run publishes numbers again.
 
 Every wait has an end: connecting, silence, and the read as a whole (`patience_s` plus the size at `MIN_BYTES_PER_S`).
 """
@@ -228,7 +229,15 @@ class Relays:
         num_corrupt, only, late, until_s = collections.Counter(), None, set(), deadline_s
         while True:
             download = object_download.ObjectDownload(
-                self._pool, self._selector, version, path, target, self._options.range_bytes, until_s, only
+                self._pool,
+                self._selector,
+                version,
+                path,
+                entry.digest,
+                target,
+                self._options.range_bytes,
+                until_s,
+                only,
             )
             try:
                 received = download.run()

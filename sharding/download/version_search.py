@@ -188,7 +188,9 @@ class _Examination:
                 self.relay.reason, num_refused = str(error), num_refused + 1
             except journal.CorruptSource as error:
                 self.error, num_refused = type(error)(f"{self.relay.url}: {error}"), num_refused + 1
-                search.selector.record_corrupt(self.relay, str(error))
+                self.relay.reason = str(error)
+                if not (search.trusted and search.trusted.has_signed(data, self.number)):
+                    search.selector.record_corrupt(self.relay, str(error))
             except range_get.Failed as error:
                 if not self.is_aborted.is_set():
                     search.selector.record_failure(get, error)

@@ -6,6 +6,7 @@ and every byte of a broadcast is hashed by its publisher, each relay, and each c
 
 import hashlib
 import os
+import re
 from typing import Annotated
 
 import blake3
@@ -29,3 +30,8 @@ def of_file(path: str | os.PathLike) -> str:
     """Returns the BLAKE3 digest (64 hex digits) of a file's bytes. Raises OSError if the file cannot be read."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, Hasher).hexdigest()  # pyright: ignore[reportArgumentType]  # its names differ
+
+
+def is_digest(text: str) -> bool:
+    """Returns True if `text` has the form of a digest."""
+    return re.fullmatch("[0-9a-f]{64}", text) is not None

@@ -206,6 +206,13 @@ class HeadVerifier:
         _require(found.public_key in self.keys, text)
         return found
 
+    def has_signed(self, data: bytes, version: int) -> bool:
+        """Returns True for a manifest of `version` by the trusted keys, such as one of an epoch before or after that of the head."""
+        try:
+            return manifest_lib.parse(data, version=version).public_key in self.keys
+        except journal.CorruptSource:
+            return False
+
     def _accept(self, data: bytes) -> None:
         _require(len(data) <= MAX_HEAD_BYTES, f"the head has {len(data)} bytes: at most {MAX_HEAD_BYTES} are allowed")
         lines = data.split(b"\n", roots_lib.MAX_ROOTS + 4)

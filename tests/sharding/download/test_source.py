@@ -13,7 +13,7 @@ import time
 import pytest
 
 from sharding.download import range_get, source
-from sharding.format import journal
+from sharding.format import head, journal
 from tests.support import proxy
 
 TRUSTED = proxy.public(proxy.KEY)
@@ -234,6 +234,28 @@ def test_a_liar_is_found_and_named(root, origin, opening, tmp_path, options):
         assert stats[liar.url]["num_lies"] >= 1 and stats[origin.url]["num_lies"] == 0
         # a corrupt reply costs the relay its later requests
         assert stats[origin.url]["num_bytes"] > stats[liar.url]["num_bytes"]
+
+
+@pytest.mark.parametrize("size", [70_000, 71_000])
+def test_a_relay_that_has_a_number_of_a_resumed_run_already_is_no_liar(root, origin, opening, tmp_path, size):
+    """Readers of the old objects suspended it for up to a minute: its bytes are not the old ones, and it says so."""
+    resumed, trusted = tmp_path / "resumed", head.HeadVerifier(TRUSTED)
+    proxy.publish(resumed, 0, proxy.contents(1, (5, 6, 300, size, 200_001)))
+    trusted.accept(proxy.sign(root))
+    with proxy.running(resumed) as early:
+        proxy.wait_until(proxy.holds(early, 0))
+        objects, path = proxy.contents(0), "tensors/t3/c.0"
+        for seed in range(4):
+            opened = opening([early.url, origin.url], options=dataclasses.replace(SMALL_RANGES, seed=seed))
+            assert read(opened, objects, path) == objects[path]
+            found = opened.stats()["relays"][early.url]
+            assert (found["num_lies"], found["num_failures"], found["success"]) == (0, 0, 1.0)
+        with pytest.raises(FileNotFoundError, match="is on none of the relays .* pull the newest version"):
+            read(opening(early.url), objects, path)
+        opened = opening(early.url, trusted_key=trusted)
+        with pytest.raises(journal.CorruptSource, match="version 0"):
+            opened.manifest(0)  # a valid one, and not that of the head from before the resume
+        assert opened.stats()["relays"][early.url]["num_lies"] == 0
 
 
 def test_only_liars_is_an_error_in_bounded_time(root, opening, tmp_path):
