@@ -6,7 +6,8 @@
    until it is well again. So no server ends a run.
 3. A policy counts as served when all servers without a problem have it. One that is slow delays the others no longer than the
    first of them took.
-4. A run that has no server for `patience_s`, or no worker while groups wait, ends with one line on each node.
+4. A run that has no server for `patience_s`, or no worker while groups wait, ends with one line on each node. It ends at once if all
+   workers are banned that its process started: no other is expected.
 
 `run` is a coroutine for the event loop of the HTTP server; the other methods are thread-safe.
 """
@@ -36,6 +37,7 @@ MAX_LINE = 2000  # characters of a line that lists nodes
 LEASE_BEATS = 16.0  # least heartbeats per lease of a known worker, so four per lease of a newcomer
 MAX_BEATS_PER_S = 40.0  # of all workers
 LEASES_PER_REQUEST = 2.0  # a worker also scores and submits groups, and should have the next one at hand
+EARLIER = "in an earlier process; the ledger has the reason"
 ROLES = {"server": "an inference server", "worker": "a worker"}
 
 
@@ -57,6 +59,7 @@ class Nodes:
     max_lag: int  # versions by which the policy of a server may be older than the newest
     validators: Collection[str]  # public keys that may sign in as validators only
     is_known: Callable[[str], bool]  # True for a worker whose place in the table no stranger may take
+    own_workers: Collection[str]  # public keys of the workers that this process starts
     is_banned: Callable[[str], bool]  # True for a server that workers must not use, and a worker that gets no more work
     on_served: Callable[[timeline.Policy], None]  # called with each policy that servers have
     on_notice: Callable[[str], None]  # called with lines for people
@@ -74,6 +77,7 @@ class Nodes:
         self._well_s = dict.fromkeys(ROLES, time.monotonic())  # when there was one last
         self._held: collections.Counter[timeline.Policy] = collections.Counter()  # policies that evaluations need
         self._holders: dict[timeline.Policy, str] = {}  # the server that keeps one of them
+        self._bans: dict[str, str] = {}  # key -> why it is banned
         self._limits: dict[str, request_limit.State] = {}  # by key of a server
         self._loop: asyncio.AbstractEventLoop | None = None
         self._announced = asyncio.Event()  # replaced at each announcement
@@ -155,6 +159,11 @@ class Nodes:
         while self.target(key) in (None, report.policy) and not is_over() and (left_s := end_s - time.monotonic()) > 0:
             await _first_of(min(left_s, 5 * TICK_S), self._announced.wait())
 
+    def banned(self, key: str, reason: str) -> None:
+        """Records why a key is banned, for people."""
+        with self._lock:
+            self._bans[key] = sign_in.one_line(reason)
+
     def seen(self, workers: Iterable[str], now_s: float) -> None:
         """Records that workers ask for work, or wait for it. Raises ValueError for a key of another role."""
         with self._lock:
@@ -212,8 +221,9 @@ class Nodes:
     def table(self) -> list[dict[str, Any]]:
         """Returns a row per node for people."""
         with self._lock:
-            rows = self._registry.table()
-            return [row | {"state": "banned"} if self.is_banned(self._key(row["key"])) else row for row in rows]
+            rows = [(self._key(row["key"]), row) for row in self._registry.table()]
+            bans = {key: self._bans.get(key, EARLIER) for key, _ in rows if self.is_banned(key)}
+        return [row | {"state": "banned", "problem": bans[key]} if key in bans else row for key, row in rows]
 
     def notice(self) -> str:
         """Returns a line on all servers if workers can use none of them, else ""."""
@@ -289,6 +299,11 @@ class Nodes:
             if not has_work or any(not self.is_banned(node.key) for node in self._registry.healthy("worker")):
                 self._well_s["worker"] = now_s
             missing = [role for role, well_s in self._well_s.items() if now_s - well_s > patience_s]
+            are_banned = self.own_workers and all(map(self.is_banned, self.own_workers))
+            is_over = are_banned and self._well_s["worker"] < now_s
+        if is_over:
+            remedy = "Look at these workers and their servers, or raise trust.max_attempts"
+            raise ValueError(f"all workers of this run are banned: {self._line('worker')}. {remedy}")
         for role in missing:
             found = f"the run had no {role} that it could use for {patience_s:.0f} s (topology.patience_s)"
             remedy = f"Start {ROLES[role]}, or mend one of these; then continue with the same command"

@@ -100,6 +100,7 @@ class Orchestrator:
         make_groups = functools.partial(task_schedule.numbered_groups, config)
         has_signal = lambda entry: credit.has_signal(self._rewarded(entry))  # noqa: E731
         self._batches = batches.Batches(batches.BatchRule.of(config), self._queue, make_groups, has_signal)
+        own_workers = invited if config.topology.mode == "local" else ()
         invited = frozenset({*invited, *config.topology.workers})
         self._admission = admission.Admission(admission.Policy.of(config), key.worker, invited, stake)
         attempts, lease_s = config.trust.max_attempts, config.topology.lease_s
@@ -114,6 +115,7 @@ class Orchestrator:
             max_lag=config.rl.max_lag,
             validators=verdicts.validators,
             is_known=self._health.is_known,
+            own_workers=own_workers,
             is_banned=lambda key: self._servers.is_banned(key) or self._health.is_banned(key),
             on_served=self._open,
             on_notice=on_wait,
@@ -145,6 +147,7 @@ class Orchestrator:
             on_verified=on_verified,
             on_accepted=self._batches.accepted,
             on_caught=on_wait,
+            on_banned=self.nodes.banned,
             fail=self.fail,
         )
         self.is_ended = self.is_closing = False

@@ -122,6 +122,9 @@ class Submissions:
     on_verified: Callable[[Sequence[rollout_lib.Rollout]], None]  # called with each group that a verdict accepted
     on_accepted: Callable[[group_queue.Key], None]  # called under the lock for each group that may be trained on
     on_caught: Callable[[str], None]  # called with a line for people on the steps that a caught worker spoiled
+    on_banned: Callable[
+        [str, str], None
+    ]  # called with the key of a worker or server that gets no more work, and the reason
     fail: Callable[[BaseException], None]  # ends the run
 
     def __post_init__(self) -> None:
@@ -377,13 +380,9 @@ class Submissions:
             self._distrust("worker", self.health, worker)
         if self.health.is_banned(worker):
             self.share.left(worker)
-            self.ledger.ejected(worker, f"{self.health.max_rejections} rejected groups; the last: {verdict}")
-            # A stranger must not be able to end the run, even before others have joined.
-            if not self.health.is_stranger(worker) and not self.health.has_others(worker, time.monotonic()):
-                found = f"worker {worker[:16]} was rejected {self.health.max_rejections} times and no other worker is active"
-                last = f"the last reason, for group {group.group} of step {group.step}: {verdict}"
-                remedy = "Look at that worker and its server, or raise trust.max_attempts"
-                self.fail(ValueError(f"{found}; {last}. {remedy}"))
+            found = f"{self.health.max_rejections} rejected groups; the last"
+            self.ledger.ejected(worker, f"{found}: {verdict}")
+            self.on_banned(worker, f"{found}, group {group.group} of step {group.step}: {verdict}")
         self.changed.notify_all()
         return f"refused: {verdict}"
 
@@ -397,7 +396,9 @@ class Submissions:
         self.ledger.refused(server, *entry.group.key, entry.digest, str(verdict))
         self._distrust("server", self.servers, server)
         if self.servers.is_banned(server) and not was_banned:
-            self.ledger.ejected(server, f"the samples of {self.servers.max_rejections} groups; the last: {verdict}")
+            found = f"the samples of {self.servers.max_rejections} groups; the last: {verdict}"
+            self.ledger.ejected(server, found)
+            self.on_banned(server, found)
             self.on_caught(f"server {server[:16]} gets no more work; its last fault is {verdict}")
         self.changed.notify_all()
         return f"refused: void: the inference server is at fault: {verdict}"

@@ -78,7 +78,7 @@ def running(folder, exp, *, source=None, **hooks):
         stack.callback(client.http.close)
         stack.callback(run.close)
         run.publish(timeline.Policy(0, 0))
-        client.lease(HONEST, 0)  # an invited worker that is banned while it is alone would end the run
+        client.lease(HONEST, 0)  # it is active
         yield run, client
         assert run._failure is None
     found = ledgers.verify(folder / "ledger.db", keeper=RUN.worker)

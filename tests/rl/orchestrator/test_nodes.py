@@ -214,6 +214,21 @@ def test_without_any_server_or_worker_the_run_ends_with_a_line_on_each(make, ser
     assert all(part in line for part in parts.get(missing, [f"{KEY.worker[:16]} banned"])), line
 
 
+def test_a_run_ends_at_once_with_the_reason_if_all_workers_are_banned_that_it_started(make):
+    orchestrator = make(patience_s=15.0)
+    orchestrator.publish(timeline.Policy(0, 0))
+    for key in (KEY, OTHER):
+        assert len(Node(orchestrator, key).lease()) == 1
+        time.sleep(0.5)
+        assert orchestrator._failure is None  # the other one may come
+        orchestrator._health.remember([key.worker], {}, [key.worker])
+        orchestrator.nodes.banned(key.worker, "5 rejected groups; the last: reward")
+    with pytest.raises(ValueError, match="all workers of this run are banned: .*raise trust.max_attempts") as caught:
+        orchestrator.next_batch(1)
+    for key in (KEY, OTHER):
+        assert f"{key.worker[:16]} banned (5 rejected groups; the last: reward)" in str(caught.value)
+
+
 def test_servers_sign_in_pull_and_leave(make):
     orchestrator = make(mode="remote", server_keys=(SERVER.worker,))
     orchestrator.publish(timeline.Policy(0, 3))
@@ -302,7 +317,7 @@ def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make):
     assert {row["key"]: [row[field] for field in fields] for row in reply["nodes"]} == {
         SERVER.worker: ["server", "healthy", "version 3", 5, 70.0, ""],
         KEY.worker: ["worker", "healthy", "", 2, 0.0, "no disk"],
-        OTHER.worker: ["worker", "banned", "", 0, 0.0, ""],
+        OTHER.worker: ["worker", "banned", "", 0, 0.0, nodes.EARLIER],
     }
     with concurrent.futures.ThreadPoolExecutor() as pool:
         batch = pool.submit(orchestrator.next_batch, 1)
