@@ -191,6 +191,12 @@ class GroupQueue:
         entry = self.entries.get(key)
         return self._end_lease(key, worker) if entry and worker in entry.leases else None
 
+    def extend(self, by_s: float) -> None:
+        """Moves the deadlines of all leases back, which the orchestrator could not renew for so long."""
+        for entry in self.entries.values():
+            for worker, lease in entry.leases.items():
+                entry.leases[worker] = dataclasses.replace(lease, deadline_s=lease.deadline_s + by_s)
+
     def expire(self, now_s: float) -> list[Lease]:
         """Ends the leases whose deadline was before `now_s`; returns those of groups that were not delivered meanwhile."""
         ended = []

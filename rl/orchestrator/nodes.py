@@ -30,6 +30,7 @@ from rl.protocol import request_limit, timeline
 from sharding.system import sign_in
 
 TICK_S = 0.2
+STOPPED_S = 1.0  # without a tick: this process was stopped, or starved
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # after a failed update
 HOLD, MAX_HOLD_S = 0.8, 5.0  # of an interval, and seconds, that the reply to a server's heartbeat waits for a policy
 HEALTH_S = 10.0  # for the reply to a request for health
@@ -77,6 +78,7 @@ class Nodes:
         self._well_s = dict.fromkeys(ROLES, time.monotonic())  # when there was one last
         self._held: collections.Counter[timeline.Policy] = collections.Counter()  # policies that evaluations need
         self._holders: dict[timeline.Policy, str] = {}  # the server that keeps one of them
+        self._ticked_s = math.inf  # the last tick of `run`
         self._bans: dict[str, str] = {}  # key -> why it is banned
         self._limits: dict[str, request_limit.State] = {}  # by key of a server
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -175,6 +177,19 @@ class Nodes:
         with self._lock:
             self._registry.leave(key)
 
+    def stopped_s(self, now_s: float) -> float:
+        """Returns for how long this process was stopped until `now_s`; 0 if it was not. Nodes count as heard in that time."""
+        with self._lock:
+            stopped_s = now_s - self._ticked_s
+            if stopped_s <= STOPPED_S:
+                return 0.0
+            self._ticked_s = now_s
+            self._registry.extend(stopped_s, now_s)
+            self._well_s = {role: min(now_s, well_s + stopped_s) for role, well_s in self._well_s.items()}
+        if stopped_s > self.heartbeat_s:
+            self.on_notice(f"the orchestrator was stopped for {stopped_s:.0f} s; all leases are as much longer")
+        return stopped_s
+
     def was_away(self, since_s: float) -> bool:
         """Returns True if too many servers were away at some time from `since_s` on, so that workers could not finish."""
         with self._lock:
@@ -244,12 +259,13 @@ class Nodes:
                         followed.add(url)
                         tasks.create_task(self._follow(self._static[url]))
                 now_s = time.monotonic()
+                self._look(now_s)
+                on_tick(now_s)  # first, as this process may have been stopped
+                self._ticked_s = now_s
                 if now_s - swept_s > self.heartbeat_s / 4:
                     swept_s = now_s
                     self._sweep(now_s)
                     self._check_patience(now_s, has_work())
-                self._look(now_s)
-                on_tick(now_s)
                 await asyncio.sleep(TICK_S)
 
     def _sweep(self, now_s: float) -> None:

@@ -109,7 +109,6 @@ class Orchestrator:
         registered = {*server_keys, *config.topology.server_keys}
         self._servers = worker_health.WorkerHealth(attempts, lease_s, invited=registered, **rates)  # of those that sign
         self._share = work_share.WorkShare(lease_s)
-        self._blamed_s: dict[str, float] = {}  # worker -> its last lease that expired and was held against it
         self.nodes = nodes.Nodes(
             topology=config.topology,
             max_lag=config.rl.max_lag,
@@ -393,6 +392,7 @@ class Orchestrator:
         if role != "worker":
             return []
         with self._changed:
+            self.tick(now_s)  # a renewal after a pause is of this time
             self._health.seen(key, now_s)
             if not leaving:
                 return self._queue.renew(key, holding, lambda lease: self._health.renewed_s(key, lease.since_s, now_s))
@@ -408,16 +408,13 @@ class Orchestrator:
 
     def tick(self, now_s: float) -> None:
         """Reopens expired leases."""
-        lease_s = self._config.topology.lease_s
         with self._changed:
+            if stopped_s := self.nodes.stopped_s(now_s):
+                self._queue.extend(stopped_s)
             for lease in self._queue.expire(now_s):
-                # Several leases that end in one outage are one fault, and none if the worker could not reach a server.
-                is_first = now_s - self._blamed_s.get(lease.worker, -math.inf) > lease_s
-                blame = is_first and not self.nodes.was_away(lease.since_s)
-                if blame:
-                    recent = {name: s for name, s in self._blamed_s.items() if now_s - s <= lease_s}
-                    self._blamed_s = recent | {lease.worker: now_s}
-                self._lose(lease, now_s, "lease_expired", blame=blame)
+                self._counts["lease_expired"] += 1
+                was_away = self.nodes.was_away(lease.since_s)  # no fault of a worker that could not reach a server
+                self._health.expired(lease.worker, lease.group.key, now_s, blame=not was_away)
 
     def has_work(self) -> bool:
         """Returns True if groups wait for a worker, or for another one than theirs."""

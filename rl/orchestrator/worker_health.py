@@ -84,6 +84,7 @@ class WorkerHealth:
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
         self._seen_s: dict[str, float] = {}  # of known and banned workers that are active; the latest last
         self._left_s: dict[str, float] = {}  # of workers that gave all groups back in the last `lease_s`
+        self._blamed_s: dict[str, float] = {}  # of workers: the last lease that expired and was held against them
         self._places: list[_Place] = []
         # Group -> its last holder, and until when newcomers do not get it.
         self._lost: dict[Key, tuple[str, float]] = {}
@@ -184,6 +185,13 @@ class WorkerHealth:
         self._left_s = {name: left_s for name, left_s in self._left_s.items() if now_s - left_s <= self._lease_s}
         is_again, self._left_s[worker] = worker in self._left_s, now_s
         return not self.is_known(worker) or (self.is_stranger(worker) and is_again)
+
+    def expired(self, worker: str, key: Key, now_s: float, *, blame: bool) -> None:
+        """Records that a lease ended by its deadline. Several that end in one outage of a worker are one fault."""
+        if blame and self.is_known(worker):  # the marks of others do not change
+            recent = {name: s for name, s in self._blamed_s.items() if now_s - s <= self._lease_s}
+            blame, self._blamed_s = worker not in recent, {worker: now_s} | recent
+        self.lost(worker, key, now_s, blame=blame)
 
     def returned(self, key: Key, now_s: float) -> None:
         """Records that a worker gave a group back, such as for want of a server: from the second time on it rests, longer each time."""

@@ -187,6 +187,11 @@ class Registry:
         if (node := self._nodes.get(key)) and node.state is not State.GONE:
             self._end(node, "it left")
 
+    def extend(self, by_s: float, now_s: float) -> None:
+        """Counts the last `by_s` seconds as no silence: beats could not be heard."""
+        for key, node in self._nodes.items():
+            self._nodes[key] = dataclasses.replace(node, beat_s=min(now_s, node.beat_s + by_s))
+
     def sweep(self, now_s: float) -> list[Change]:
         """Applies the passing of time; returns all changes since the last sweep, the first first."""
         self._look(now_s)

@@ -15,7 +15,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import group_queue, submissions, verdict_collector, worker_health
+from rl.orchestrator import group_queue, nodes, submissions, verdict_collector, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.gate import request_rate
 from rl.protocol import lease as lease_lib
@@ -68,6 +68,38 @@ def make(tmp_path, clock):
 
 def publish(orchestrator, version):
     orchestrator.publish(timeline.Policy(0, version))
+
+
+@pytest.mark.parametrize("first", ["tick", "lease", "heartbeat"])
+def test_a_stop_of_the_orchestrator_costs_no_lease_and_no_node(make, clock, monkeypatch, first):
+    """Each worker lost its leases, and was blamed; a stop for longer than topology.patience_s was the end of the run."""
+    monkeypatch.setattr(nodes, "time", clock)
+    worker, other = (rollout_lib.WorkerKey.generate().worker for _ in range(2))
+    orchestrator = make([worker, other])
+    held = [group.key for group in orchestrator.lease(worker, 16)]
+    clock.now_s += 2.0
+    orchestrator.lease(other, 0)
+
+    def tick(seconds):
+        for _ in range(round(5 * seconds)):
+            clock.now_s += 0.2
+            orchestrator.tick(clock.now_s)
+            orchestrator.nodes._ticked_s = clock.now_s  # as its loop does
+
+    tick(4.0)
+    clock.now_s += 10_000.0
+    if first == "lease":
+        assert orchestrator.lease(other, 16) == []
+    elif first == "heartbeat":
+        assert orchestrator.beat(worker, "worker", registry.Report(), held, leaving=False) == []
+    orchestrator.tick(clock.now_s)
+    orchestrator.nodes._sweep(clock.now_s)
+    orchestrator.nodes._check_patience(clock.now_s, has_work=True)
+    assert {row["state"] for row in orchestrator.table()} == {"healthy"}
+    tick(LEASE_S - 0.4 if first == "heartbeat" else 1.6)
+    assert orchestrator._queue.num_leases(worker) == len(held) > 0 == orchestrator._counts["lease_expired"]
+    tick(1.0)  # since then, it had the time that was left
+    assert orchestrator._queue.num_leases(worker) == 0 and orchestrator._health._of(worker).num_halvings == 1
 
 
 def deliver(orchestrator, key, group, **changes):
