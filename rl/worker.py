@@ -41,7 +41,7 @@ from rl import envs
 from rl.envs import environment
 from rl.envs import scorer as scorer_lib
 from rl.protocol import lease, registry, signed_session
-from sharding.system import cli, role_metrics, sign_in, signed_message
+from sharding.system import cli, role_metrics, sign_in, signed_message, sockets
 from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
@@ -391,8 +391,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.exit_with_parent:
         cli.stop_at_eof(lambda: os._exit(0))  # nothing to save: groups that were not submitted are requeued
     try:
-        if not args.orchestrator.startswith(("http://", "https://")):
-            raise ValueError(f"--orchestrator {args.orchestrator!r} is not a URL; write http://HOST:PORT")
+        for option, url in [("orchestrator", args.orchestrator), *(("server", url) for url in args.server)]:
+            if not sockets.is_url(url):
+                raise ValueError(f"--{option} {url!r} is not a URL; write http://HOST:PORT")
         if args.run and not re.fullmatch("[0-9a-f]{64}", args.run):
             raise ValueError(f"--run {args.run!r} is not a public key; write the 64 hex digits that the run prints")
         if args.concurrency < 1:

@@ -35,7 +35,11 @@ def opened(control: str, token_file: str | None, hosts: Collection[str]) -> Iter
     Raises ValueError if it cannot listen there, or if HOST:PORT has no host or no token.
     """
     host, colon, port = control.rpartition(":")
-    is_unix = "/" in control or not (colon and port.isdecimal())  # a port alone would mean all addresses
+    is_unix = "/" in control or not colon  # a port alone would mean all addresses
+    if not is_unix and not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+        raise ValueError(
+            f"--control {control} has the port {port!r}, not one in 0..65535; write HOST:PORT, or ./{control} for a path"
+        )
     if not (is_unix or host):
         raise ValueError(f"--control {control} names no host; write 127.0.0.1:{port}, or HOST:PORT for other machines")
     if not is_unix and token_file is None:

@@ -94,6 +94,8 @@ def _check(counts: processes.Counts) -> None:
     for name, least in (("servers", 1), ("relays", 0), ("workers", 1), ("validators", 0)):
         if not least <= getattr(counts, name) <= 32:
             raise ValueError(f"--{name}={getattr(counts, name)} is not in {least}..32; change it")
+    if (minutes := flags.FLAGS.minutes) is not None and not 0 < minutes < float("inf"):
+        raise ValueError(f"--minutes={minutes:g} must be above 0; change it, or leave it out for {MINUTES:g}")
     for name in ("minutes", "dry_run"):
         if flags.FLAGS[name].value and flags.FLAGS.chaos is None:
             raise ValueError(f"--{name} is about the faults of --chaos; add --chaos=SEED, or leave it out")

@@ -10,6 +10,7 @@ from tests.support import commands, tiny_run
 
 URL, NONE = "http://127.0.0.1:1", "/nowhere"
 SERVE = ["inference.serve", "--weights", NONE, "--port", "0"]
+APART = ["rl.orchestrator", "--config.topology.mode=remote", "--config.topology.server_keys=('" + 64 * "a" + "',)"]
 RELAY = ["sharding.relay", "--upstream", NONE, "--dir", "mirror", "--port", "0"]
 
 
@@ -27,12 +28,18 @@ RELAY = ["sharding.relay", "--upstream", NONE, "--dir", "mirror", "--port", "0"]
         ([*SERVE, "--url", "host:1"], "--url 'host:1' is not a URL; write http://HOST:PORT"),
         ([*SERVE, "--key", "."], r"worker key . cannot be read: Is a directory; name a file"),
         ([*SERVE, "--key", "file"], "worker key file is not an unencrypted PEM private key .* name another file"),
+        ([*RELAY, "--orchestrator", URL], f"--orchestrator {URL} needs --key, .* add --key FILE"),
+        ([*SERVE, "--control", "a:xx"], r"--control a:xx has the port 'xx', .* write HOST:PORT, or ./a:xx for a path"),
         (
             [*RELAY, "--orchestrator", URL, "--key", "none"],
             "no file none: pass a PEM file with a private key, or make a key",
         ),
         ([*RELAY, "--orchestrator", URL, "--key", "file"], "file is not an unencrypted PEM private key"),
         (["rl.worker", "--orchestrator", "host:1"], "--orchestrator 'host:1' is not a URL; write http://HOST:PORT"),
+        (
+            ["rl.worker", "--orchestrator", URL, "--server", URL, "nonsense"],
+            "--server 'nonsense' is not a URL; write http://HOST:PORT",
+        ),
         (
             ["rl.worker", "--orchestrator", URL, "--run", "zz"],
             "--run 'zz' is not a public key; write the 64 hex digits",
@@ -56,6 +63,9 @@ def test_a_mistake_ends_a_node_with_one_line(tmp_path, monkeypatch, capfd, comma
     ("command", "words"),
     [
         (["rl.orchestrator"], "set topology.mode = 'remote'"),
+        ([*APART, "--metrics=x"], "the address of metrics is 'x'; give PORT, or HOST:PORT"),
+        ([*APART, "--control=nonsense:70000"], "write HOST:PORT, or ./nonsense:70000 for a path"),
+        (["rl.swarm", "--chaos=1", "--minutes=-1"], "--minutes=-1 must be above 0; change it, or leave it out for 10"),
         (["rl.swarm", "--servers=0"], "--servers=0 is not in 1..32; change it"),
         (["rl.swarm", "--minutes=1"], "add --chaos=SEED, or leave it out"),
         (["rl.swarm", "--config.topology.port=1"], "--config.topology.port=1 is set by the swarm; leave it out"),
