@@ -40,6 +40,7 @@ RULES = {
     "file": "a batch's rollouts are in a readable file",
     "batch": "the ledger has the batch, of these groups and this digest",
     "group": "a group has all samples of one worker, and is in one batch",
+    "dropped": "a group that was dropped is in no batch, before or after",
     "task": "step, task, and temperature are prescribed",
     "seed": "the noise is prescribed",
     "staleness": "versions are as recent as rl.max_lag, rl.max_off_policy, and rl.batch allow",
@@ -65,6 +66,7 @@ class Audit:
         self.workers: set[str] = set()
         self.num_rollouts = 0
         self._step_of: dict[int, int] = {}  # by group
+        self._dropped = {group: step for step, batch in history.batches.items() for group in batch.dropped}
         self._published = history.run.published
         self._versions = {version for _, version in self._published}
         self._begin = history.begin or 0
@@ -103,6 +105,9 @@ class Audit:
         digests = {number: verdict_lib.group_digest(group) for number, group in sorted(groups.items())}
         batch = self.history.batches.get(step)
         self._check("batch", [_batch_error(batch, digests)], step=step)
+        for number in sorted({*groups, *(batch.basis if batch else ())}):
+            late = f"it was dropped with the batch of step {self._dropped.get(number)}"
+            self._check("dropped", [late if number in self._dropped else None], step=step, group=number)
         for number, group in groups.items():
             self._check_group(step, self._prescribed(step, number), group)
             if batch:

@@ -21,6 +21,7 @@ class Batch:
     submissions: dict[int, tuple[str, str]]  # group -> worker and digest
     draw_head: str  # of the ledger when this start of the run began, from which the draws of its groups follow
     records: dict[str, int]  # worker -> its groups that a quorum had accepted
+    dropped: list[int]  # groups that no batch may have
 
 
 class History:
@@ -45,7 +46,7 @@ class History:
         elif entry.event.kind == "batch":
             basis = {group: basis for (_, group), basis in self.run.batch.items()}
             submissions = {group: submitted for (_, group), submitted in self.run.submissions.items()}
-            rest = basis, submissions, self._draw_head, dict(self.run.records)
+            rest = basis, submissions, self._draw_head, dict(self.run.records), [group for _, group in self.run.dropped]
             self.batches[fields["step"]] = Batch(fields["digest"], fields.get("epoch", -1), *rest)
         self.heads.add(f"{entry.seq}:{entry.hash.hex()}")
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rl import audit
+from rl.ledger import run_ledger, run_rules
 from tests.support import recorded_run
 
 STEPS, P, G = 4, 32, 8
@@ -162,6 +163,22 @@ def test_groups_that_were_drawn_for_a_verdict_and_have_none_are_named(tmp_path, 
     code, found, captured = findings(workdir, capsys)
     assert code == 1 and set().union(*found.values()) == {"draw"} and "below the rate 0." in captured.err
     assert {group % 2 for _, group in found} == {0}  # of the invited worker
+
+
+@pytest.mark.parametrize("of", [1, 2, 3])
+def test_a_dropped_group_that_is_in_a_batch_is_named(tmp_path, capsys, monkeypatch, of):
+    """A ledger whose own rules let it through drops a group with batch 2 that batch `of` has."""
+    record = run_ledger.RunLedger.batch
+
+    def batch(self, step, *fields):
+        return record(self, step, *fields, dropped=[(of, 2 * of - 1)] if step == 2 else ())
+
+    monkeypatch.setattr(run_ledger.RunLedger, "batch", batch)
+    monkeypatch.setattr(run_rules.RunState, "_batch_error", lambda self, fields: None)
+    workdir = recorded_run.write(tmp_path, 3, prompts_per_step=2)
+    code, found, captured = findings(workdir, capsys)
+    assert (code, found) == (1, {(of, 2 * of - 1): {"dropped"}})
+    assert "it was dropped with the batch of step 2" in captured.err
 
 
 def test_a_batch_that_was_not_trained_on_is_left_out(tmp_path, capsys, honest):
