@@ -6,6 +6,7 @@ Readers of all kinds pull all the time. The weights name the attempt that made t
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import json
 import random
@@ -21,7 +22,7 @@ from sharding import broadcast
 from sharding.download import range_get, source
 from sharding.format import head, journal
 from sharding.relay import store
-from tests.support import learner_double, proxy
+from tests.support import doubles, learner_double, proxy, tiny
 from tests.test_rollback import Scheduler
 
 OPTIONS = range_get.Options(patience_s=5.0, connect_s=5.0, stall_s=5.0)
@@ -163,6 +164,56 @@ def test_numbers_that_a_resume_publishes_again_bring_its_weights(tmp_path, key):
                     with pytest.raises(TimeoutError, match="no version|is of epoch"):
                         broadcast.wait_for(opened, 3, 0.1, **wrong)
         server.weights.close()
+
+
+def resume(root, attempt):
+    """Publishes version 1 again, in a new epoch; returns its manifest."""
+    publisher = broadcast.Publisher(root, broadcast.PublishOptions(key=learner_double.KEY, keep=12))
+    publisher.forget(1)
+    return publisher.publish(learner_double.weights(attempt, 1), 1)
+
+
+def test_a_number_that_is_published_again_while_a_server_reads_it_is_refused(tmp_path, monkeypatch):
+    """Between the check of its manifest and the pull; the epoch alone names it, and the order holds to the end."""
+    first, read, pull = resume(tmp_path, 0), broadcast.read_manifest, broadcast.pull
+    server = server_of(str(tmp_path), head.HeadVerifier(TRUSTED))
+    with monkeypatch.context() as patch:
+        patch.setattr(broadcast, "read_manifest", lambda *a, **options: (read(*a, **options), resume(tmp_path, 1))[0])
+        with pytest.raises(FileNotFoundError, match=f"version 1 under .*, not of epoch {first.epoch}"):
+            server.update(1, epoch=first.epoch)
+    assert server.have is None and server.update(1) == 1
+    assert (epoch := server.have.epoch) > first.epoch
+    resume(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(broadcast, "pull", lambda *a, **options: dataclasses.replace(pull(*a, **options), epoch=1))
+        with pytest.raises(ValueError, match="version 1 of epoch 1 is older than version 1 of epoch"):
+            server.update(1)
+    assert server.have.epoch == epoch
+
+
+def test_a_server_starts_in_the_epoch_of_its_weights(tmp_path, monkeypatch):
+    exp, started = doubles.experiment(prompts=2), {}
+    publisher = broadcast.Publisher(tmp_path, broadcast.PublishOptions(key=learner_double.KEY))
+    epoch = publisher.publish(tiny.params(exp.model, 1), 0, metadata=exp.broadcast_metadata).epoch
+
+    def run(*args, **options):
+        started.update(options)
+        return server_of(str(tmp_path), None)
+
+    monkeypatch.setattr(inference_server, "_run", run)
+    assert inference_server.start(str(tmp_path), exp.engine, key=TRUSTED).have.epoch == started["epoch"] == epoch
+
+
+def test_a_wait_for_a_named_version_outlasts_a_damaged_manifest(tmp_path):
+    resume(tmp_path, 0)
+    file = tmp_path / journal.dirname(1) / "manifest.json"
+    data = file.read_bytes()
+    file.write_bytes(data[:-9])
+    digest, key = hashlib.sha256(data).hexdigest(), head.HeadVerifier(TRUSTED)
+    with pytest.raises(TimeoutError, match="signed head lists .* compare the source with the one that the run"):
+        broadcast.wait_for(str(tmp_path), 1, 0.1, key=key, digest=digest)
+    threading.Timer(0.3, file.write_bytes, [data]).start()
+    assert broadcast.wait_for(str(tmp_path), 1, 30, key=key, digest=digest) == 1
 
 
 CASES = [(depth, delay_s, lag) for depth in (1, 2) for delay_s in (0.0, 0.3, 2.0) for lag in (1, 2)]
