@@ -51,7 +51,7 @@ from inference.swarm import membership
 from sharding import broadcast
 from sharding import mesh as mesh_lib
 from sharding.format import head
-from sharding.system import cli, secret_file, sockets
+from sharding.system import cli, secret_file, sockets, status_line
 
 # Options of the engine with their defaults, which the sizes that a run publishes with its weights replace.
 SIZES = {
@@ -142,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:  # while it waits for weights, or compiles
+            return 130
         uvicorn_server = web.server(make_app(server, api_key=api_key), drain_s=args.drain_s)
         control_app = make_control_app(server, token=control.token, hosts=control.hosts)
         stack.enter_context(web.in_thread(web.server(control_app), control.sock))
@@ -168,8 +170,16 @@ def main(argv: list[str] | None = None) -> int:
         # Existing objects are permanent. Without this, each full collection would stop all requests for 0.2 s.
         gc.collect()
         gc.freeze()
-        web.run(uvicorn_server, sock)
+        with status_line.printed(lambda: _progress(server)):
+            web.run(uvicorn_server, sock)
     return 0
+
+
+def _progress(server: inference_server.InferenceServer) -> tuple[dict[str, float], str]:
+    """Returns ({name: count so far}, the thing that the server waits for or "")."""
+    stats = server.scheduler.stats
+    counts = {name.replace("_", " "): stats[name] for name in ("requests", "tokens", "weight_updates")}
+    return counts, status_routes.waiting_for(server)
 
 
 def _start_grpc(

@@ -340,7 +340,7 @@ def _metrics_served(address: str, writer: metrics.MetricsWriter, orchestrator) -
     learned = role_metrics.RoleMetrics("learner", lambda: {"metric": writer.last})
 
     def health() -> dict:
-        return {"step": writer.last.get("step", 0.0), "waiting_for": orchestrator.waiting_for()}
+        return {"step": int(writer.last.get("step", 0)), "waiting_for": orchestrator.waiting_for()}
 
     here = [orchestrator.metrics] if orchestrator.metrics else []  # else its own process serves them
     return metrics_routes.serving(address, health, learned, *here)

@@ -41,7 +41,7 @@ from rl import envs
 from rl.envs import environment
 from rl.envs import scorer as scorer_lib
 from rl.protocol import lease, registry, signed_session
-from sharding.system import cli, role_metrics, sign_in, signed_message, sockets
+from sharding.system import cli, role_metrics, sign_in, signed_message, sockets, status_line
 from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
@@ -101,7 +101,8 @@ class Worker:
         working, stop = asyncio.ensure_future(self._work(stopping)), asyncio.ensure_future(stopping.wait())
         try:
             await asyncio.wait((working, stop), return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
+            is_heard = not (self._connection and self._connection.problem)  # else no submission would be answered
+            if not working.done() and is_heard:
                 await asyncio.wait((working,), timeout=DRAIN_S)
             if working.done():
                 working.result()
@@ -115,6 +116,11 @@ class Worker:
         if self._connection and self._connection.problem:
             return self._connection.problem
         return self._groups.waiting_for() if self._groups else "the orchestrator's description of the run"
+
+    def progress(self) -> tuple[dict[str, float], str]:
+        """Returns ({name: count so far}, the thing that this worker waits for or "")."""
+        counts = {f"groups {fate}": self.counts[fate] for fate in ("submitted", "refused") if self.counts[fate]}
+        return {"groups leased": self.counts["leased"], **counts, "tokens": self.num_tokens}, self.waiting_for()
 
     def _values(self) -> role_metrics.Values:
         running, finished = self._groups.load() if self._groups else (0, 0)
@@ -398,6 +404,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--run {args.run!r} is not a public key; write the 64 hex digits that the run prints")
         if args.concurrency < 1:
             raise ValueError(f"--concurrency = {args.concurrency} must be at least 1; raise it")
+        if not args.give_up_s >= 0:
+            raise ValueError(f"--give_up_s = {args.give_up_s:g} must be at least 0; raise it")
         key = rollout_lib.WorkerKey.load_or_create(args.key) if args.key else rollout_lib.WorkerKey.generate()
         options = {"concurrency": args.concurrency, "give_up_s": args.give_up_s, "sandbox": args.sandbox}
         worker = Worker(args.orchestrator, key, args.run, servers=args.server, **options)
@@ -405,6 +413,8 @@ def main(argv: list[str] | None = None) -> int:
             if args.metrics:
                 health = lambda: {"waiting_for": worker.waiting_for()}  # noqa: E731
                 stack.enter_context(metrics_routes.serving(args.metrics, health, worker.metrics))
+            print(f"worker {key.worker}, for the orchestrator at {args.orchestrator}", flush=True)
+            stack.enter_context(status_line.printed(worker.progress))
             asyncio.run(_work_until_sigterm(worker))
     except (ValueError, OSError, ExceptionGroup) as error:
         while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause

@@ -42,7 +42,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
             "running": len(scheduler.slots.running),
             "pending": scheduler.num_pending,
             "load": server.load(),
-            "waiting_for": _waiting_for(server),
+            "waiting_for": waiting_for(server),
             "stats": dict(scheduler.stats),
         }
         return responses.JSONResponse(body, status_code=200 if alive else 503)
@@ -55,7 +55,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
     metrics_routes.add(app, _Collector(server))
 
 
-def _waiting_for(server: inference_server.InferenceServer) -> str:
+def waiting_for(server: inference_server.InferenceServer) -> str:
     """Returns why an idle server waits, as a line for people, or "" if it generates."""
     if server.scheduler.is_paused:
         return "POST /resume, after a POST /pause"

@@ -228,10 +228,10 @@ class Nodes:
         """Returns the seconds between two heartbeats of a node; the more workers there are, the longer is that of a worker."""
         return self._registry.worker_interval_s if role == "worker" else self.heartbeat_s
 
-    def num_workers(self) -> int:
-        """Returns the number of workers that are there."""
+    def num_workers(self, state: registry_lib.State = registry_lib.State.HEALTHY) -> int:
+        """Returns the number of workers in a state: by default of those that are there."""
         with self._lock:
-            return self._registry.count("worker")[registry_lib.State.HEALTHY]
+            return self._registry.count("worker")[state]
 
     def table(self) -> list[dict[str, Any]]:
         """Returns a row per node for people."""

@@ -352,7 +352,7 @@ class Orchestrator:
     def _lease(
         self, worker: str, capacity: int, network: str, now_s: float, begun_us: int
     ) -> list[task_schedule.Group]:
-        """Leases open groups or, to a worker that is known, copies of late ones; returns them. The caller has the lock."""
+        """Leases open groups or, if there are none, copies of late ones; returns them. The caller has the lock."""
         is_known = self._health.is_known(worker) and not self._health.is_banned(worker)
         count = self._room(worker, network, capacity, now_s, is_known=is_known)
         pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, self._health.is_stranger(worker))
@@ -360,7 +360,7 @@ class Orchestrator:
         may_lease = functools.partial(self._health.may_lease, worker, now_s=now_s)
         terms = worker, count, until_s, may_lease, version, now_s, begun_us
         groups = self._queue.lease(*terms)
-        if is_known and not groups:
+        if not groups and count > 0:
             groups = self._queue.lease(*terms, **self._late(now_s))
         if is_known and groups:
             self._share.seen(worker, self._queue.num_leases(worker), now_s)

@@ -5,7 +5,7 @@ import dataclasses
 
 from rl.orchestrator import group_queue, nodes, verdict_collector, worker_health
 from rl.orchestrator.group_queue import State
-from rl.protocol import timeline
+from rl.protocol import registry, timeline
 from sharding.system import role_metrics
 
 COUNTS = """accepted called_back refused checked stale lease_expired lease_void lease_returned unleased spare given_up void_epoch
@@ -25,15 +25,17 @@ class Status:
 
     def waiting(self, name: str, progress: tuple[int, int], loading: timeline.Policy | None, now_s: float) -> str:
         """Returns why the batch or evaluation `name` waits, which has the first of `progress` groups and needs the second."""
-        count, banned = self.queue.count(), self.health.num_banned(now_s)
+        count, banned, servers = self.queue.count(), self.health.num_banned(now_s), self.nodes.notice()
+        num_silent = sum(map(self.nodes.num_workers, (registry.State.SUSPECT, registry.State.DEAD)))
         return (
             f"{name} has {progress[0]} of {progress[1]} groups; "
             f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
             f"{count[State.SUBMITTED]} are being checked, {count[State.QUARANTINED]} wait for a verdict"
-            f"{f'; the inference servers are loading policy {loading}' if loading else ''}"
+            f"{f'; the inference servers are loading policy {loading}' if loading and not servers else ''}"
+            f"{f'; silent workers, whose leases end after topology.lease_s: {num_silent}' if num_silent else ''}"
             f"{f'; workers banned after trust.max_attempts rejections: {banned}' if banned else ''}"
             f"{f'; {silent}' if (silent := self.verdicts.notice()) else ''}"
-            f"{f'; no server can be used: {servers}' if (servers := self.nodes.notice()) else ''}"
+            f"{f'; no server can be used: {servers}' if servers else ''}"
         )
 
     def values(self, version: int) -> role_metrics.Values:

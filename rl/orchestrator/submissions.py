@@ -31,7 +31,7 @@ from rl.verification import checks, responsibility
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file
 
-NOT_LEASED = "not leased (or already submitted)"
+NOT_LEASED = "not leased (or already submitted); late work has no consequences"
 VOID = "refused: void: the run was resumed, and this work is of another epoch"
 Future = concurrent.futures.Future
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process

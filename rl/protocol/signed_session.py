@@ -58,14 +58,16 @@ class Connection:
                 self.problem = ""
                 return response.json()
             except httpx.HTTPError as error:
-                waited, reason = time.monotonic() - begun, str(error) or type(error).__name__
+                waited, reason = time.monotonic() - begun, _reason(error)
                 self.problem = f"the orchestrator at {self._http.base_url}: {reason}"
                 if waited > self._give_up_s:
                     found = f"no reply from the orchestrator at {self._http.base_url} for {waited:.0f} s: {reason}"
-                    raise ConnectionError(f"{found}; check that it runs") from error
+                    raise ConnectionError(f"{found}; check the URL, and that the run is on") from error
                 if waited > NOTICE_S and not is_noticed:
                     is_noticed = True
-                    note(f"waiting for {self.problem}")
+                    note(
+                        f"waiting for {self.problem}; for up to {self._give_up_s:g} s: check the URL, and that the run is on"
+                    )
                 await asyncio.sleep(0.5)
 
 
@@ -112,6 +114,13 @@ class SignedSession:
         reply = await self.connection.exchange(path, make_body)
         signed_message.check_reply(self.session.run, reply, sent)
         return reply
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    """Returns an error in one line: httpx adds a second one with a link to a page about the status."""
+    if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (404, 405, 501):
+        return f"{error.request.url.path} is answered with {error.response.status_code}, as by another program"
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _is_replay(response: httpx.Response) -> bool:

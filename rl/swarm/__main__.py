@@ -70,6 +70,7 @@ def main() -> None:
         if values.chaos is not None:
             schedule = fault_schedule.schedule(values.chaos, _roles(counts, values.apart))
             chaos = stack.enter_context(_chaos(schedule, nodes, links, swarm, workdir, note, stack))
+        note(f"starting {len(nodes.nodes)} nodes; their logs are in {workdir / 'logs'}")
         begun_s, all_run_s = time.monotonic(), None
         while not nodes.is_over and not ended:
             if all_run_s is None and all(node.child for node in nodes.nodes.values()):

@@ -8,7 +8,7 @@ from typing import Any
 
 from sharding.relay import server as server_lib
 from sharding.relay import throttle
-from sharding.system import cli, sign_in, signed_message, sockets
+from sharding.system import cli, sign_in, signed_message, sockets, status_line
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
                     return {"url": relay.url, "policy": policy, "problem": health["error"]}
 
                 node = sign_in.SignIn(args.orchestrator, key, "relay", report, run=args.run, on_notice=_notice)
-            with node:
+            with node, status_line.printed(relay.progress):
                 relay.run()
             relay.close()
     except (ValueError, OSError) as error:

@@ -121,6 +121,11 @@ class Relay:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def progress(self) -> tuple[dict[str, int], str]:
+        """Returns ({name: count so far}, the thing that the mirror waits for)."""
+        counts = {"versions": self.mirror.log.counters["versions"], "requests": self.counters["requests_200"]}
+        return counts, "a newer version" if self.mirror.health()["upstream"] else "an upstream that answers"
+
     def _serve(self, client: "_Client") -> None:
         """Answers the requests of one connection, until either side ends it."""
         with self._lock:
@@ -184,8 +189,7 @@ class Relay:
         elif path == "/health":
             mirror = self.mirror.health()
             status = "failing" if mirror["since"] else "recovering" if self.store.is_recovering else "ok"
-            wanted = "a newer version" if mirror["upstream"] else "an upstream that answers"
-            lines = {"status": status, "complete": self.store.complete(), "waiting_for": wanted}
+            lines = {"status": status, "complete": self.store.complete(), "waiting_for": self.progress()[1]}
             body = json.dumps(lines | mirror).encode()
         elif number is not None and name == "manifest.json":
             body = self.store.manifest(number)

@@ -25,6 +25,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2**24  # a row of 10,000 nodes takes 400 bytes
 MAX_PROBLEM = 200  # characters
+MAX_REFUSAL = 2000  # bytes
+REPEAT_S = 60.0  # between two notices of the same problem
 
 
 class Orchestrator:
@@ -57,7 +59,9 @@ class Orchestrator:
                 body = json.loads(response.read(MAX_REPLY_BYTES))
         except urllib.error.HTTPError as error:
             with error:
-                raise ValueError(error.read(500).decode(errors="replace")) from error
+                raise ValueError(_refusal(error.code, error.read(MAX_REFUSAL))) from error
+        except urllib.error.URLError as error:
+            raise OSError(str(error.reason)) from error
         if not isinstance(body, dict):
             raise ValueError(f"it sent {str(body)[:80]!r}, which is not the reply of an orchestrator")
         return body
@@ -105,7 +109,7 @@ class SignIn:
         self._is_due.set()
 
     def _work(self) -> None:
-        pause_s, problem, url = FIRST_PAUSE_S, "", self._orchestrator.url
+        pause_s, problem, url, noticed_s = FIRST_PAUSE_S, "", self._orchestrator.url, 0.0
         while True:
             self._is_due.clear()
             is_last, begun_s = self._is_stopping.is_set(), time.monotonic()
@@ -118,18 +122,27 @@ class SignIn:
                 if not 0 < wait_s < math.inf:
                     raise ValueError(f"the reply has interval_s = {wait_s}")
                 wait_s -= time.monotonic() - begun_s  # a reply to a server may wait for news
-                if problem:
-                    self.on_notice(f"signed in at {url} again")
+                if problem and not is_last:
+                    self.on_notice(f"signed in at {url}")
                 problem = ""
                 self.on_reply(reply)
             except (OSError, ValueError, KeyError, TypeError) as error:  # it is away, or no orchestrator
-                if not problem:
-                    self.on_notice(f"not signed in at {url}: {error}; it is asked again")
-                problem = str(error) or type(error).__name__
+                before, problem = problem, str(error) or type(error).__name__
+                if not is_last and (problem != before or begun_s - noticed_s > REPEAT_S):
+                    noticed_s = begun_s
+                    self.on_notice(f"not signed in at {url}: {problem}; it is asked again until it replies")
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
             if is_last:
                 return
             self._is_due.wait(max(0.0, min(wait_s, MAX_PAUSE_S)) * random.uniform(0.8, 1.0))
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """Returns the message of an error reply: that of an orchestrator, or the status if another program replied."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"status {status}, which is not the reply of an orchestrator; check the URL"
 
 
 def one_line(problem: str) -> str:

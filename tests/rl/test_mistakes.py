@@ -48,6 +48,15 @@ RELAY = ["sharding.relay", "--upstream", NONE, "--dir", "mirror", "--port", "0"]
             ["rl.worker", "--orchestrator", URL, "--key", "."],
             "worker key . cannot be read: Is a directory; name a file",
         ),
+        (
+            ["rl.worker", "--orchestrator", URL, "--server", "h:1"],
+            "--server 'h:1' is not a URL; write http://HOST:PORT",
+        ),
+        (["rl.worker", "--orchestrator", URL, "--give_up_s", "-1"], "--give_up_s = -1 must be at least 0; raise it"),
+        (
+            ["rl.worker", "--orchestrator", URL, "--give_up_s", "0"],
+            f"no reply from the orchestrator at {URL}.* for 0 s: .*; check the URL, and that the run is on",
+        ),
     ],
 )
 def test_a_mistake_ends_a_node_with_one_line(tmp_path, monkeypatch, capfd, command, words):

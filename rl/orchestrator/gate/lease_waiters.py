@@ -1,8 +1,9 @@
 """The workers that wait for work: each is woken when there is some for it, in the order of arrival.
 
 A worker that polls costs its orchestrator a millisecond per request, and an idle one asks for nothing else. So its request waits
-here (a long poll), and costs nothing until a group is open. Known workers come before strangers, because keys cost nothing. Only
-for use in the event loop of the HTTP server.
+here (a long poll), and costs nothing until a group is open. Known workers come before newcomers, because keys cost nothing. But a
+newcomer is first once per `NEWCOMER_S`: a single known worker may take all groups of each batch, and no other would get any.
+Only for use in the event loop of the HTTP server.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from rl.protocol import task_schedule
 Attempt = Callable[[], list[task_schedule.Group]]
 _Queue = collections.OrderedDict[asyncio.Future, tuple[str, Attempt]]
 MAX_STRANGERS = 4096  # that wait; others get their reply, and poll: a connection costs a stranger nothing
+NEWCOMER_S = 10.0
 MAX_FAILURES = 32  # attempts without a group, until the next call; more would hold up the loop
 
 
@@ -23,7 +25,7 @@ class LeaseWaiters:
     """Waiting lease requests by order of arrival. `has_work()` returns True if groups wait for workers."""
 
     def __init__(self, has_work: Callable[[], bool]):
-        self._has_work, self._is_closed = has_work, False
+        self._has_work, self._is_closed, self._turn_s = has_work, False, 0.0
         # {result: (worker, its attempt)} by arrival; first those of known workers.
         self._queues = tuple[_Queue, _Queue](collections.OrderedDict() for _ in range(2))
 
@@ -55,21 +57,29 @@ class LeaseWaiters:
 
     def wake(self) -> None:
         """Lets waiters try to lease, one after the other, as long as there is work."""
-        for queue in self._queues:
-            num_failures = 0
-            while queue and num_failures < MAX_FAILURES and self._has_work():
-                groups, (worker, attempt) = queue.popitem(last=False)
-                if groups.done():
-                    continue
-                try:
-                    if found := attempt():
-                        groups.set_result(found)
-                        continue
-                except (ValueError, OSError) as error:  # the reply of that request
-                    groups.set_exception(error)
-                    continue
-                queue[groups] = worker, attempt  # at the end, or the same ones would be tried each time
-                num_failures += 1
+        known, newcomers = self._queues
+        now_s = asyncio.get_running_loop().time()
+        if newcomers and now_s > self._turn_s and self._has_work() and self._try_next(newcomers):
+            self._turn_s = now_s + NEWCOMER_S
+        for queue in (known, newcomers):
+            num_failures, most = 0, min(MAX_FAILURES, len(queue))
+            while queue and num_failures < most and self._has_work():
+                num_failures += not self._try_next(queue)
+
+    def _try_next(self, queue: _Queue) -> bool:
+        """Lets the next waiter of a queue try to lease; returns False if it got nothing, and waits on."""
+        groups, (worker, attempt) = queue.popitem(last=False)
+        try:
+            if groups.done():
+                return True
+            if found := attempt():
+                groups.set_result(found)
+                return True
+        except (ValueError, OSError) as error:  # the reply of that request
+            groups.set_exception(error)
+            return True
+        queue[groups] = worker, attempt  # at the end, or the same ones would be tried each time
+        return False
 
     def close(self) -> None:
         """Ends all waits, and those that begin later, without groups."""

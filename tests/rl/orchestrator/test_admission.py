@@ -195,6 +195,17 @@ def test_fresh_keys_and_fresh_addresses_delay_workers_with_a_record_little(make,
     assert periods(orchestrator, clock, honest, rate=rate, network=str, per_s=per_s, act=act) < 1.5
 
 
+def test_a_newcomer_copies_a_group_of_the_only_worker_when_that_is_late(make, clock):
+    """The only worker was killed with all groups: the next one got none before these leases ended."""
+    orchestrator, (key, other, *_) = make(), KEYS
+    earn(orchestrator, key, 8)
+    assert len(orchestrator.lease(key.worker, 64, "a")) == 8 and orchestrator.lease(other.worker, 64, "b") == []
+    clock.now_s += LEASE_S / 2
+    (copy,) = orchestrator.lease(other.worker, 64, "b")
+    deliver(orchestrator, other, copy)
+    assert len(orchestrator.lease(other.worker, 64, "b")) == 2  # it has a record now
+
+
 def test_a_newcomer_holds_one_group_until_one_is_accepted_then_more(make, clock):
     orchestrator, (key, other, *_) = make(), KEYS
     held = orchestrator.lease(key.worker, 64, "a")
@@ -429,7 +440,7 @@ def test_floods_and_old_sessions_over_http(make, monkeypatch):
         assert evil.post("/submit", **submission).status_code == 409
         monkeypatch.setattr(parquet, "decode", lambda body, **limits: pytest.fail("decoded"))
         reply = evil.post("/submit", **signed_http.submission(STRANGER, session, b"PAR1"))  # a key without a lease
-        assert reply.json() == {"verdicts": {"every group": "refused: not leased (or already submitted)"}}
+        assert reply.json() == {"verdicts": {"every group": f"refused: {submissions.NOT_LEASED}"}}
         deep = '{"returned": ' + "[" * 4000 + "]" * 4000 + "}"  # nothing but the size and the form is read
         assert evil.post("/lease", content=deep).status_code == 400
         assert [evil.post("/lease", json={}).status_code for _ in range(40)][-20:] == [429] * 20

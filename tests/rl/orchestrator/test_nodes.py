@@ -490,6 +490,18 @@ def test_as_many_waiters_are_woken_as_there_is_work_in_order(make):
         assert Node(orchestrator, keys[3]).lease(1, wait_s=0.5) == [] and time.monotonic() - begun_s > 0.4
 
 
+def test_a_newcomer_gets_a_group_although_one_worker_could_take_all(make):
+    """A worker that joined a run with one worker got nothing as long as that one was there."""
+    orchestrator = make()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        calls = []
+        for key in (KEY, STRANGER):
+            calls.append(pool.submit(Node(orchestrator, key).lease, 6, wait_s=4.0))
+            time.sleep(0.2)
+        orchestrator.publish(timeline.Policy(0, 0))
+        assert [len(call.result(WAIT_S)) for call in calls] == [5, 1]
+
+
 def test_a_waiter_that_is_gone_gets_no_group(make):
     orchestrator = make()
     node = Node(orchestrator, KEY)

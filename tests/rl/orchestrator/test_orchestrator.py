@@ -397,8 +397,8 @@ def test_a_long_wait_is_told(make, monkeypatch):
     orchestrator.nodes.add(nodes.StaticServer("http://127.0.0.1:9", "http://127.0.0.1:9"))
     orchestrator.publish(timeline.Policy(0, 0))
     batch = later(orchestrator.next_batch, 1)
-    loading = "; the inference servers are loading policy version 0; no server can be used: no server has signed in"
-    proxy.wait_until(lambda: any(line.endswith(loading) for line in lines))
+    without = "0 wait for a verdict; no server can be used: no server has signed in"
+    proxy.wait_until(lambda: any(line.endswith(without) for line in lines))
     orchestrator._open(timeline.Policy(0, 0))
     groups = lease(orchestrator)
     for group in groups[1:]:
