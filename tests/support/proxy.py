@@ -115,7 +115,7 @@ def read_all(source, version, objects) -> dict[str, bytes]:
     return {o["path"]: source_lib.read(source, version, journal.Object(**o)) for o in listed}
 
 
-def wait_until(condition, timeout_s=60.0, what=""):
+def wait_until(condition, timeout_s=10.0, what=""):
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
