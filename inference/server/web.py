@@ -307,7 +307,10 @@ class _Protocol(h11_impl.H11Protocol):
         self._head_timer = self._head_timer or self.loop.call_later(HEAD_S, self.transport.abort)
 
     def _expect_read(self) -> None:
-        """Aborts if the client reads nothing for WRITE_PAUSE_S. Writing resumes only once nearly all is read, so its size tells."""
+        """Closes the connection if the client reads nothing for WRITE_PAUSE_S: if the buffer of unsent bytes does not shrink.
+
+        `resume_writing` does not show it, since it comes only after nearly all bytes are sent.
+        """
         unsent = self.transport.get_write_buffer_size()
 
         def check() -> None:

@@ -135,13 +135,12 @@ class SequentialTest:
         gains["shape"] = np.sum([one.shape - bands.shape * one.num_tokens for one in group], axis=0)
         gains["ties"] = np.sum([_tie_gains(bands, one) for one in group], axis=0)
         signs = np.array([bands.signs(one.error_N).sum() for one in group])
-        root = math.sqrt(_tree_squares(trees, np.ones(len(group))))
+        weights = _advantages([one.reward for one in group], counts)
+        root, scale = np.sqrt(_tree_squares(trees, np.stack([np.ones(len(group)), weights], axis=1))).tolist()
         total = sum(one.logprob * one.num_tokens for one in group)
         gains["error"] = _slope_gains(total, bands.logprob * counts.sum(), bands.scatter * root)
         gains["bias"] = _signed_gains(signs.sum(), bands.bias * counts.sum(), bands.spread * root)
-        weights = _advantages([one.reward for one in group], counts)
-        scale = bands.spread * math.sqrt(_tree_squares(trees, weights))
-        gains["advantage"] = _signed_gains(float(weights @ signs), 0.0, scale)
+        gains["advantage"] = _signed_gains(float(weights @ signs), 0.0, bands.spread * scale)
         self._add("rollouts", gains, len(group))
         return self.flag
 
@@ -196,26 +195,24 @@ def _advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
     return advantages - advantages @ counts / max(counts.sum(), 1)
 
 
-def _tree_squares(completions: Sequence[np.ndarray], weights: np.ndarray, depth: int = 0) -> float:
-    """Returns a bound on the variance of a weighted sum of errors, one per token, each of variance 1.
+def _tree_squares(completions: Sequence[np.ndarray], weights_SW: np.ndarray, depth: int = 0) -> np.ndarray:
+    """Returns bounds [W] on the variance of W weighted sums over S completions of errors, one per token, each of variance 1.
 
     Completions that agree up to a token have errors there that may be the same, or independent, or anything between: the square of the
     sum of their weights, or the sum of the squares, whichever is larger. Summed over the tree of shared prefixes.
     """
-    if not len(completions):
-        return 0.0
     end = min(map(len, completions))
     rows = np.stack([tokens[depth:end] for tokens in completions])
     differs = (rows != rows[0]).any(axis=0)
     shared = int(differs.argmax()) if differs.any() else end - depth
-    total = shared * max(float(weights @ weights), float(weights.sum()) ** 2)
+    total_W = shared * np.maximum((weights_SW**2).sum(axis=0), weights_SW.sum(axis=0) ** 2)
     depth += shared
     following = np.array([tokens[depth] if len(tokens) > depth else -1 for tokens in completions])
     for token in np.unique(following[following >= 0]):
         is_own = following == token
         own = [tokens for tokens, has_it in zip(completions, is_own, strict=True) if has_it]
-        total += _tree_squares(own, weights[is_own], depth)
-    return total
+        total_W = total_W + _tree_squares(own, weights_SW[is_own], depth)
+    return total_W
 
 
 def _mean_gains(group: Sequence[Evidence], name: str, m: float) -> np.ndarray:

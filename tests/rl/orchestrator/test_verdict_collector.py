@@ -144,7 +144,7 @@ def test_an_outage_whose_health_check_answers_is_a_pause(misdeed):
     doubles = [double(act=validators.MISDEEDS[misdeed]) for _ in range(3)]
     with validators.served(*doubles) as names, Collected(names, verdict_s=0.3) as collected:
         collected.ask(groups(2))
-        proxy.wait_until(lambda: min(len(one.asked) for one in doubles) > 8)
+        proxy.wait_until(lambda: min(len(one.asked) for one in doubles) > 8, timeout_s=60)
         assert not collected.decisions.found
         for one in doubles:
             one.act = None

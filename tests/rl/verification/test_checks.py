@@ -493,7 +493,7 @@ def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_token
     weights = [r - per_token for r in rewards]
     favored = sum(w * sign for w, sign in zip(weights, signs, strict=True))
     expected = two_sided(favored, 0, 0.8 * scale(weights))
-    np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-6)
+    np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-9)
     test.add(
         [
             in_group(text, error_N, 1 + 1e-6 * (n == 1))
@@ -501,7 +501,7 @@ def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_token
         ]
     )
     # No advantage beyond the tolerance of claims, no bet.
-    np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-6)
+    np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-9)
 
 
 def test_equal_completions_share_one_bet_on_their_mean():
