@@ -71,13 +71,15 @@ class Client:
         give_up_s: float = 60,
         api_key: str | None = None,
         keys: Mapping[str, str] | None = None,
+        run: str = "",
     ):
         """Creates a client of the servers at `urls`. An attempt may take `timeout_s`; a request is retried for `give_up_s`.
 
         All servers are sent `api_key`, unless it is empty; None sends $INTELLAX_API_KEY, if it is set. A server with a public key
-        in `keys`, by its URL, must sign each sample with proofs: another reply is malformed.
+        in `keys`, by its URL, must sign each sample with proofs for the run with the key `run`: another reply is malformed.
         """
         self.servers, self._give_up_s = server_choice.ServerChoice(urls, keys or {}), give_up_s
+        self._run = run
         self._watches: dict[str, tuple[asyncio.Task, set[object]]] = {}  # by URL: of its health, with its requests
         key = os.environ.get("INTELLAX_API_KEY") if api_key is None else api_key
         self._http = httpx.AsyncClient(
@@ -164,7 +166,8 @@ class Client:
                 elif not (is_busy := response.status_code == 429):
                     refused[url] = f"{response.request.url} rejected the request: {message}"
                 raise _Failed(f"HTTP {response.status_code}: {message}")
-            samples = _read_reply(response, body, self.servers.keys(url) if body["proofs"] else frozenset())
+            keys = self.servers.keys(url) if body["proofs"] else frozenset()
+            samples = _read_reply(response, body, keys, self._run)
             oldest, problem = min(map(min, map(_versions, samples))), ""
             if oldest < oldest_version:
                 self.servers.lags(url, oldest)
@@ -266,10 +269,10 @@ def _versions(sample: Sample) -> set[int]:
     return {sample.prompt_version, *sample.versions}
 
 
-def _read_reply(response: httpx.Response, body: dict, keys: Collection[str]) -> list[Sample]:
+def _read_reply(response: httpx.Response, body: dict, keys: Collection[str], run: str) -> list[Sample]:
     """Returns the completions in a server's reply to the request `body`.
 
-    Raises MalformedReply if one is invalid, not as requested, or not signed by one of `keys`, unless these are none.
+    Raises MalformedReply if one is invalid, not as requested, or not signed for `run` by one of `keys`, unless these are none.
     """
     sampling, num_prompt = body["sampling_params"], len(body["token_ids"])
     try:
@@ -285,7 +288,7 @@ def _read_reply(response: httpx.Response, body: dict, keys: Collection[str]) -> 
             raise ValueError(f"server sent policy versions {sorted(wrong)[:4]}; {body['policy_version']} was requested")
         if keys:
             signed = enumerate(zip(samples, reply["choices"], strict=True))
-            samples = [_read_signature(sample, choice, index, body, keys) for index, (sample, choice) in signed]
+            samples = [_read_signature(sample, choice, index, body, keys, run) for index, (sample, choice) in signed]
         return samples
     except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise MalformedReply(f"server sent a malformed reply: {type(error).__name__}: {str(error)[:200]}") from error
@@ -293,7 +296,7 @@ def _read_reply(response: httpx.Response, body: dict, keys: Collection[str]) -> 
         raise MalformedReply(str(error)[:500]) from error
 
 
-def _read_signature(sample: Sample, choice: dict, index: int, body: dict, servers: Collection[str]) -> Sample:
+def _read_signature(sample: Sample, choice: dict, index: int, body: dict, servers: Collection[str], run: str) -> Sample:
     """Returns a sample with the signature of one of `servers`, or without one if "" is among them.
 
     Raises ValueError unless it signed sample `index` as an answer to `body`.
@@ -301,7 +304,7 @@ def _read_signature(sample: Sample, choice: dict, index: int, body: dict, server
     sampling, settings = body["sampling_params"], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     signature = bytes.fromhex(choice.get("server_signature", ""))
     asked = {"temperature": sampling.get("temperature", 1.0), "seed": (sampling.get("seed", 0) + index) % 2**32}
-    asked["settings"] = settings | {"return_routed_experts": False} | sampling
+    asked["settings"] = settings | {"return_routed_experts": False} | sampling | {"run": run}
     answer = attestation.message(body["token_ids"], sample, **asked)
     for server in servers:
         if server and rollout_lib.signed(server, signature, answer):

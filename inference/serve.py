@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
             control = stack.enter_context(listener)
             signer = rollout_lib.WorkerKey.load_or_create(args.key) if args.key else None
             sock, server = _start(args)
-            server.signer = signer
+            server.signer, server.run = signer, args.run
             stack.callback(server.close)
             grpc_port = _start_grpc(args, server, api_key, stack)
         except (ValueError, OSError) as error:
@@ -205,7 +205,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--weights_floor", metavar="FILE", help="keeps the newest signed head, also across restarts")
     add("--weights_allow", nargs="+", default=[], metavar="PREFIX", help="sources that updates may name besides")
     add("--orchestrator", metavar="URL", help="sign in at this orchestrator with --key, and follow its policies")
-    add("--run", default="", help="public key (hex) of the run of --orchestrator (default: the first that answers)")
+    add(
+        "--run",
+        default="",
+        help="public key (hex) of the run of --orchestrator (default: the first that answers), and of --key",
+    )
     add("--url", help="URL at which workers reach this server, for --orchestrator (default: that of --host and --port)")
     add("--key", metavar="FILE", help="key that signs samples, created if absent; its public half is printed")
     add("--host", default="127.0.0.1")
@@ -252,6 +256,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.orchestrator and not (args.key and args.weights):
         found = f"--orchestrator {args.orchestrator} needs --key, by which a server signs in, and --weights"
         raise ValueError(f"{found}; add {'--weights' if args.key else '--key FILE'}")
+    if args.key and not (args.orchestrator or args.run):
+        raise ValueError(f"--key {args.key} signs samples for one run; add --run with the run's public key")
     if args.model and (args.weights_key or args.watch):
         name = "weights_key" if args.weights_key else "watch"
         raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")

@@ -82,10 +82,11 @@ def _start_here(experiment, workdir, weights, rollouts, start: Callable, stack: 
     stack.callback(rollouts.close)
     control = stack.enter_context(sockets.private_path())
     file = run_directory.worker_key_file(workdir, assembly.SERVER)
-    command = [*server_command(experiment, workdir, weights), "--control", control, "--key", str(file)]
+    command = [*server_command(experiment, workdir, weights), "--control", control]
+    run = run_directory.signing_key(workdir).worker
+    command += ["--key", str(file), "--run", run]
     server, key = _address(start, assembly.SERVER, command, workdir), rollout_lib.WorkerKey.load(file).worker
     rollouts.nodes.add(nodes.StaticServer(server, f"unix:{control}", key=key))
-    run = run_directory.signing_key(workdir).worker
     options = ["--orchestrator", url, "--run", run, "--sandbox", experiment.config.trust.sandbox]
     for file in assembly.worker_keys(experiment.config, workdir):
         start(file.stem, ["rl.worker", *options, "--key", str(file)])

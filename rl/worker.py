@@ -146,7 +146,7 @@ class Worker:
                 # It blocks: nothing else can be done yet.
                 proof = lease.find_work(session.run, self.key.worker, run.work_bits)
                 signed = signed_session.SignedSession(self._connection, self.key, session, proof, begun_us)
-                options = {"give_up_s": min(self.give_up_s, SERVERS_S), "keys": run.server_keys}
+                options = {"give_up_s": min(self.give_up_s, SERVERS_S), "keys": run.server_keys, "run": session.run}
                 options["api_key"] = None if self.trusted else ""
                 try:
                     async with client_lib.Client(self.servers or run.servers, **options) as client:

@@ -38,7 +38,8 @@ class Lives:
         self.config, self.stack, self.batches = config, contextlib.ExitStack(), []
         self.run, self.worker, self.signer = (rollout_lib.WorkerKey.generate() for _ in range(3))
         rules = dataclasses.replace(
-            verifier.rules_of(config, self.exp.tokenizer, stack=self.stack), tolerance=doubles.FLOAT32
+            verifier.rules_of(config, self.exp.tokenizer, stack=self.stack, run=self.run.worker),
+            tolerance=doubles.FLOAT32,
         )
         published = verifier.published(str(root), key=TRUSTED)
         self.validator = verifier.Validator(self.exp.model, published, rules)
@@ -58,7 +59,7 @@ class Lives:
     def serve(self, url):
         """The inference server and the worker, which outlive the learners."""
         server = inference_server.start([url], self.exp.engine, key=TRUSTED)
-        server.signer = self.signer
+        server.signer, server.run = self.signer, self.run.worker
         self.stack.callback(server.close)
         urls = [
             self.stack.enter_context(serving.in_thread(make(server)))

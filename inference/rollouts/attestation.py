@@ -1,7 +1,7 @@
 """The signature by which an inference server vouches for one sample of its reply.
 
-1. A server with a key signs each sample of a plain request: the question (prompt, seed, temperature, filters, length) and the answer
-   (tokens, log-probabilities, policy versions, epoch, ending, proofs, experts).
+1. A server with a key signs each sample of a plain request: the run, the question (prompt, seed, temperature, filters, length), and the
+   answer (tokens, log-probabilities, policy versions, epoch, ending, proofs, experts).
 2. The worker's client verifies the signature against the key that the run names, and the rollout carries both.
 3. If a replay refuses such a rollout, the server is at fault: the worker could not know (rl/verification/responsibility.py). A worker that
    changes anything, or that asked for something else than the run prescribes, has no signature that fits.
@@ -20,8 +20,9 @@ import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
 
-# Of a request, which a rollout does not name.
-SETTINGS = ("top_k", "top_p", "min_p", "max_tokens", "return_routed_experts")
+# Of a request, which a rollout does not name. "run" is the public key of the run whose weights the server serves: another run that
+# registers the same server could else be given its samples.
+SETTINGS = ("run", "top_k", "top_p", "min_p", "max_tokens", "return_routed_experts")
 
 
 @dataclasses.dataclass(frozen=True)

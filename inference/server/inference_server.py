@@ -56,6 +56,7 @@ class InferenceServer:
     signers: frozenset[str] = frozenset()  # the keys that were trusted when `have` was loaded
     sources: Sequence[str] = ()  # those that an update may name, each with everything below it
     signer: rollout_lib.WorkerKey | None = None  # signs the samples of replies; None: nobody does
+    run: str = ""  # the public key of the run for which it signs
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     update_s: prometheus_client.Histogram = dataclasses.field(
         default_factory=lambda: role_metrics.latency("intellax:update", "Seconds per update of the weights.")
@@ -183,7 +184,7 @@ class InferenceServer:
             answer["experts"] = routed_experts.with_all_layers(answer["experts"], self.engine.model)
         settings = {name: getattr(request, name) for name in ("top_k", "top_p", "min_p", "max_tokens")}
         asked = {"temperature": request.temperature, "seed": (request.seed + index) % 2**32}
-        asked["settings"] = settings | {"return_routed_experts": request.routed_experts}
+        asked["settings"] = settings | {"return_routed_experts": request.routed_experts, "run": self.run}
         return self.signer.private.sign(attestation.message(request.tokens, attestation.Answer(**answer), **asked))
 
     def close(self) -> None:

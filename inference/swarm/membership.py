@@ -37,6 +37,7 @@ def sign_in_server(
         return {"url": url, "policy": policy, "load": load, "problem": problem}
 
     def hear(reply: dict) -> None:
+        server.run = node.run
         if reply["policy"]:
             follower.follow(reply["policy"])
 

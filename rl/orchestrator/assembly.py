@@ -34,7 +34,7 @@ def make(
 ) -> orchestrator.Orchestrator:
     """Returns the orchestrator of a run with the validator in this process; neither serves yet."""
     config, key = experiment.config, run_directory.signing_key(workdir)
-    rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait, stack), None
+    rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait, stack, key.worker), None
     if file := verifier.bands_file(config):
         tolerance, bands = verifier.load_bands(file)
         rules = dataclasses.replace(rules, tolerance=tolerance)

@@ -172,10 +172,10 @@ class Nodes:
             for worker in workers:
                 self._registry.beat(worker, "worker", now_s)
 
-    def leave(self, key: str) -> None:
-        """Records that a node ends on purpose."""
+    def leave(self, key: str, role: str) -> None:
+        """Records that a node ends on purpose. Raises ValueError if the key is another role's."""
         with self._lock:
-            self._registry.leave(key)
+            self._registry.leave(key, role)
 
     def stopped_s(self, now_s: float) -> float:
         """Returns for how long this process was stopped until `now_s`; 0 if it was not. Nodes count as heard in that time."""

@@ -138,7 +138,7 @@ class Orchestrator:
             counts=self._counts,
             ledger=self._ledger,
             log=self._log,
-            rules=rules_lib.Rules.of(config),
+            rules=rules_lib.Rules.of(config, key.worker),
             newest=lambda: self._policy,
             check_group_without_weights=check_group_without_weights,
             verdicts=verdicts,
@@ -386,7 +386,7 @@ class Orchestrator:
         """
         now_s = time.monotonic()
         if leaving or self.is_ended:
-            self.nodes.leave(key)
+            self.nodes.leave(key, role)
         else:
             self.nodes.beat(key, role, report, now_s)
         if role != "worker":

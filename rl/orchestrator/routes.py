@@ -88,7 +88,7 @@ def make_app(
             finally:
                 gone.cancel()
         if orchestrator.is_ended:
-            orchestrator.nodes.leave(worker)
+            orchestrator.nodes.leave(worker, "worker")
         # Signed over the request, so that no third party can send a worker to other tasks.
         reply = {"groups": [vars(group) for group in groups], "request": message["signature"]}
         reply["wait_s"] = len(waiters) / MAX_POLLS_PER_S  # at least, of the next request

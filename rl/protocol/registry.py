@@ -152,9 +152,7 @@ class Registry:
         """
         assert role in ROLES, role
         self._look(now_s)
-        node = self._nodes.get(key)
-        if node and node.role != role and node.state is not State.GONE:
-            raise ValueError(f"key {key[:16]} signed in as a {node.role}; make another key for a {role}")
+        node = self._node(key, role)
         report = report or (node.report if node else Report())
         if node is None and not self._is_named(key) and not self._make_room(now_s):
             return None
@@ -182,9 +180,9 @@ class Registry:
             report = dataclasses.replace(node.report, problem=problem)
             self._put(dataclasses.replace(node, state=state, report=report, held_until_s=until_s), node.state, problem)
 
-    def leave(self, key: str) -> None:
-        """Records that a node ends on purpose."""
-        if (node := self._nodes.get(key)) and node.state is not State.GONE:
+    def leave(self, key: str, role: str) -> None:
+        """Records that a node ends on purpose. Raises ValueError if the key is another role's."""
+        if (node := self._node(key, role)) and node.state is not State.GONE:
             self._end(node, "it left")
 
     def extend(self, by_s: float, now_s: float) -> None:
@@ -246,6 +244,12 @@ class Registry:
             }
             for node in order
         ]
+
+    def _node(self, key: str, role: str) -> Node | None:
+        node = self._nodes.get(key)
+        if node and node.role != role and node.state is not State.GONE:
+            raise ValueError(f"key {key[:16]} signed in as a {node.role}; make another key for a {role}")
+        return node
 
     def _look(self, now_s: float) -> None:
         self._now_s = max(self._now_s, now_s)

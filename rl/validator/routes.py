@@ -130,7 +130,8 @@ def serve(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         trusted = run_directory.root_file(workdir) or run
         pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=trusted)
-        rules = dataclasses.replace(verifier.rules_of(config, experiment.tokenizer, stack=stack), tolerance=tolerance)
+        rules = verifier.rules_of(config, experiment.tokenizer, stack=stack, run=run)
+        rules = dataclasses.replace(rules, tolerance=tolerance)
         open_steps = task_schedule.num_open_steps(config)
         keep_steps = open_steps + 7
 

@@ -95,8 +95,8 @@ def signature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def vouched(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the server that a rollout names vouches for it, under the run's settings, or a verdict that rejects. OK without one."""
-    asked = {"max_tokens": rules.max_tokens, "return_routed_experts": rules.router_replay}
+    """Returns OK if the server that a rollout names vouches for it, in this run and under its settings, or a verdict that rejects. OK without one."""
+    asked = {"run": rules.run, "max_tokens": rules.max_tokens, "return_routed_experts": rules.router_replay}
     is_vouched = not rollout.server or attestation.fits(rollout, dict(rules.filters) | asked)
     found = f"the signature of server {rollout.server[:16]} does not fit the samples"
     return _accept_if(is_vouched, "attestation", found)

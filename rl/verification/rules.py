@@ -53,6 +53,7 @@ class Rules:
     filters: dict[str, float]  # top_k, top_p, min_p
     tolerance: Tolerance
     experts: router_replay.RouterReplay  # the experts of the model
+    run: str = ""  # the public key of the run, which servers sign
     hidden_dim: int = 0  # of the model, which gives proofs their form; 0: proofs are not looked at without a replay
     is_fixed: bool = True  # batch n has the groups of step n, so that no version from n on can have made them
     router_replay: bool = False  # training rollouts must name the experts that ran
@@ -64,7 +65,7 @@ class Rules:
     score: Callable[[task_schedule.Group, Sequence[Sequence[int]]], list[Recomputed]] | None = None  # None: not checked
 
     @classmethod
-    def of(cls, config) -> "Rules":
+    def of(cls, config, run: str = "") -> "Rules":
         """Returns the rules that follow from a resolved config alone: enough for `checks.AT_LEASE` and for a replay."""
         steps = task_schedule.group_steps(config)
         groups = functools.lru_cache(16)(lambda step: task_schedule.train_groups(config, step) if step in steps else [])
@@ -78,6 +79,7 @@ class Rules:
             filters={name: config.sampling[name] for name in ("top_k", "top_p", "min_p")},
             tolerance=Tolerance.of(config.trust),
             hidden_dim=config.model.model_dim,
+            run=run,
             experts=router_replay.RouterReplay.of(config_lib.ModelConfig(**config.model)),
             is_fixed=task_schedule.is_fixed(config),
             router_replay=config.train.router_replay,

@@ -202,9 +202,13 @@ def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[.
 
 
 def rules_of(
-    config, tokenizer, on_error: Callable[[str], None] = scorer.print_error, stack: contextlib.ExitStack | None = None
+    config,
+    tokenizer,
+    on_error: Callable[[str], None] = scorer.print_error,
+    stack: contextlib.ExitStack | None = None,
+    run: str = "",
 ) -> rules_lib.Rules:
-    """Returns all rules of a run from its resolved config. The run's environment makes the tasks, prompts, and rewards.
+    """Returns all rules of the run with the public key `run` from its resolved config. The run's environment makes the tasks, prompts, and rewards.
 
     `on_error` is called with a line of text if completions cannot be scored. Closing `stack` ends the processes that score.
     """
@@ -227,7 +231,7 @@ def rules_of(
         return recomputed(scores.score(made, texts))
 
     return dataclasses.replace(
-        rules_lib.Rules.of(config),
+        rules_lib.Rules.of(config, run),
         stop_ids=tuple(tokenizer.stop_ids),
         held_out=functools.lru_cache(4)(lambda version: task_schedule.held_out_groups(config, version)),
         prompt=lambda group: task(group)[1],

@@ -33,7 +33,7 @@ class Orchestrator:
     """The orchestrator at a URL as the holder of a key asks it. `run` is the public key of its run in hex; "": that of the first reply."""
 
     def __init__(self, url: str, private: ed25519.Ed25519PrivateKey, run: str = "", *, timeout_s: float = TIMEOUT_S):
-        self.url, self._private, self._run, self._session = url.rstrip("/"), private, run, ""
+        self.url, self._private, self.run, self._session = url.rstrip("/"), private, run, ""
         self._timeout_s = timeout_s
 
     def ask(self, path: str, **fields: Any) -> dict:
@@ -42,10 +42,10 @@ class Orchestrator:
             if not self._session:
                 nonce = secrets.token_hex(16)
                 reply = self._post(f"/run?nonce={nonce}")
-                self._run, self._session, _ = signed_message.open_session(reply, nonce, self._run)
-            message = signed_message.request(self._private, self._run, self._session, **fields)
+                self.run, self._session, _ = signed_message.open_session(reply, nonce, self.run)
+            message = signed_message.request(self._private, self.run, self._session, **fields)
             reply = self._post(path, message)
-            signed_message.check_reply(self._run, reply, message)
+            signed_message.check_reply(self.run, reply, message)
             return reply
         except (OSError, ValueError):  # it is away, or was started again
             self._session = ""
@@ -118,6 +118,7 @@ class SignIn:
                 report["problem"] = one_line(report["problem"])
                 fields = {"role": self.role, "report": report, "holding": [], "leaving": is_last, "work": ""}
                 reply = self._orchestrator.ask("/heartbeat", **fields)
+                self.run = self._orchestrator.run
                 wait_s, pause_s = float(reply["interval_s"]), FIRST_PAUSE_S
                 if not 0 < wait_s < math.inf:
                     raise ValueError(f"the reply has interval_s = {wait_s}")

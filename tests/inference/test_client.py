@@ -43,11 +43,11 @@ def choice(**changes):
 FOUR = {"token_ids": [5] * 4, "policy_versions": [[3, 4]], "logprobs": scores(-1, -1, -1, -1)}
 
 
-def run(handler, use, urls=(A, B), give_up_s=60.0, keys=None):
-    """`use(client)` against servers that `handler(request)` speaks for; returns (result or exception, client)."""
+def run(handler, use, urls=(A, B), give_up_s=60.0, keys=None, of=""):
+    """`use(client)`, of run `of`, against servers that `handler(request)` speaks for; returns (result or exception, client)."""
 
     async def main():
-        async with client_lib.Client(urls, give_up_s=give_up_s, keys=keys) as client:
+        async with client_lib.Client(urls, give_up_s=give_up_s, keys=keys, run=of) as client:
             await client._http.aclose()
             client._http = httpx.AsyncClient(transport=httpx.MockTransport(handler))  # asked for health after 5 s only
             try:
@@ -110,13 +110,21 @@ def test_samples_of_another_epoch_or_an_older_version_are_sought_elsewhere(pause
     assert (samples[0].prompt_version, samples[0].epoch, client.num_retries) == (3, 7, 1)
 
 
-@pytest.mark.parametrize("change", [{"server_signature": ...}, {"server_signature": "zz"}, {"proofs": ""}, {}])
+@pytest.mark.parametrize(
+    "change", [{"server_signature": ...}, {"server_signature": "zz"}, {"proofs": ""}, {}, "another run"]
+)
 def test_a_sample_that_its_server_did_not_sign_is_sought_elsewhere(pauses, change):
     key, sampling = rollout_lib.WorkerKey.generate(), {"max_tokens": 3, "temperature": 0.7, "seed": 2**32 - 1, "n": 2}
     answer = attestation.Answer([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof", epoch=7)
-    asked = {"settings": sampling | {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}}
-    messages = [attestation.message([1, 2], answer, temperature=0.7, seed=seed, **asked) for seed in (2**32 - 1, 0)]
-    signed = [key.private.sign(message).hex() for message in messages]
+    settings = sampling | {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}
+
+    def sign(run, seed):
+        asked = {"temperature": 0.7, "seed": seed, "settings": settings | {"run": run}}
+        return key.private.sign(attestation.message([1, 2], answer, **asked)).hex()
+
+    signed = [sign("run", seed) for seed in (2**32 - 1, 0)]
+    if change == "another run":  # with the same seeds
+        change = {"server_signature": sign("another", 2**32 - 1)}
 
     def handler(request):
         changes = [change, {}] if request.url.host == "a" else [{}, {}]
@@ -126,7 +134,7 @@ def test_a_sample_that_its_server_did_not_sign_is_sought_elsewhere(pauses, chang
     def ask(client):
         return client.generate((1, 2), sampling, proofs=True)
 
-    samples, client = run(handler, ask, keys={A: key.worker, B: key.worker})
+    samples, client = run(handler, ask, keys={A: key.worker, B: key.worker}, of="run")
     assert [sample.server_signature.hex() for sample in samples] == signed and client.num_retries == bool(change)
     error, _ = run(handler, ask, urls=(A,), keys={A: rollout_lib.WorkerKey.generate().worker}, give_up_s=-1.0)
     assert isinstance(error, client_lib.Unavailable)
@@ -138,7 +146,7 @@ def test_a_liar_that_names_the_url_of_another_server_takes_no_samples_from_it(pa
     """Attack: samples of the honest server were compared with the liar's key."""
     liar, honest = (rollout_lib.WorkerKey.generate() for _ in range(2))
     answer = attestation.Answer([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof", epoch=0)
-    settings = {"max_tokens": 3, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}
+    settings = {"run": "", "max_tokens": 3, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_routed_experts": False}
     message = attestation.message([1, 2], answer, temperature=0.7, seed=0, settings=settings)
     signature = honest.private.sign(message).hex() if has_key else ...
     told = [{"url": A, "key": honest.worker if has_key else "", "limit": 9}, {"url": A, "key": liar.worker, "limit": 1}]

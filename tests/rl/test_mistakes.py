@@ -26,8 +26,12 @@ RELAY = ["sharding.relay", "--upstream", NONE, "--dir", "mirror", "--port", "0"]
             "--orchestrator 'host:1' is not a URL; write http://HOST:",
         ),
         ([*SERVE, "--url", "host:1"], "--url 'host:1' is not a URL; write http://HOST:PORT"),
-        ([*SERVE, "--key", "."], r"worker key . cannot be read: Is a directory; name a file"),
-        ([*SERVE, "--key", "file"], "worker key file is not an unencrypted PEM private key .* name another file"),
+        ([*SERVE, "--key", "k"], "--key k signs samples for one run; add --run with the run.s public key"),
+        ([*SERVE, "--run", "a", "--key", "."], r"worker key . cannot be read: Is a directory; name a file"),
+        (
+            [*SERVE, "--run", "a", "--key", "file"],
+            "worker key file is not an unencrypted PEM private key .* name another file",
+        ),
         ([*RELAY, "--orchestrator", URL], f"--orchestrator {URL} needs --key, .* add --key FILE"),
         ([*SERVE, "--control", "a:xx"], r"--control a:xx has the port 'xx', .* write HOST:PORT, or ./a:xx for a path"),
         (

@@ -243,6 +243,9 @@ def test_servers_sign_in_pull_and_leave(make):
     assert orchestrator.has_work() and worker.lease()
     proxy.wait_until(lambda: worker.beat()["servers"] == [])  # it is silent
     node.beat(url="http://s:1", policy=timeline.Policy(0, 3), load=load)
+    for role in ("worker", "relay", "validator"):  # Attack: a beat of another role signed the server out
+        reply = Node(orchestrator, SERVER, role).beat(leaving=True)
+        assert "signed in as a server; make another key" in reply["error"]["message"]
     assert len(worker.beat()["servers"]) == 1
     node.beat(leaving=True)
     assert worker.beat()["servers"] == []
@@ -254,7 +257,7 @@ def test_servers_sign_in_pull_and_leave(make):
 def test_a_node_that_waits_for_work_and_changes_its_role_ends_no_run(make, role):
     """Attack: the tick that counts the waiting workers failed."""
     orchestrator = make(mode="remote", server_keys=(SERVER.worker,))
-    orchestrator.nodes._validators = frozenset({OTHER.worker})
+    orchestrator.nodes.validators = frozenset({OTHER.worker})
     key = {"server": SERVER, "validator": OTHER}[role]
     node, worker = Node(orchestrator, key, role), Node(orchestrator, key)
     body = signed_http.lease_body(key, node.session, 1, wait_s=1.5)
@@ -362,10 +365,12 @@ def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_rest
     monkeypatch.setattr(membership, "FIRST_PAUSE_S", 1.0)
     orchestrator, stub = make(mode="remote", server_keys=(SERVER.worker,)), Stub()
     orchestrator.publish(timeline.Policy(0, 1, "ab" * 32))
-    node = membership.sign_in_server(orchestrator.url, SERVER.private, stub, "http://s:1", RUN.worker)
+    node = membership.sign_in_server(
+        orchestrator.url, SERVER.private, stub, "http://s:1"
+    )  # of the first run that answers
     proxy.wait_until(lambda: any("no version 6" in row["problem"] for row in orchestrator.nodes.table()))
     proxy.wait_until(lambda: orchestrator._version == 1)
-    assert stub.updates == [(0, 1, "ab" * 32)] * 2
+    assert stub.updates == [(0, 1, "ab" * 32)] * 2 and stub.run == RUN.worker  # for which it signs
     (row,) = orchestrator.nodes.table()
     assert (row["running"], row["waiting"], row["kv_used"], row["problem"]) == (2, 3, 0.5, "")
     orchestrator.publish(timeline.Policy(1, 0))  # of another epoch

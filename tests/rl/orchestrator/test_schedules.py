@@ -369,7 +369,7 @@ class World:
         elif action == "leave" and len(self.servers) > 1:
             server = draw.choice([*self.servers])
             del self.servers[server]
-            self.nodes.leave(server)
+            self.nodes.leave(server, "server")
         elif action == "stand still":
             self.now_s += 100.0
         elif action in ("resume", "restart"):

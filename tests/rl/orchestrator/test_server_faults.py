@@ -28,7 +28,7 @@ P, MAX_ATTEMPTS = 8, 3
 def sign(rollout, server=HONEST, config=None, **asked):
     """The rollout as `server` signed it and WORKER hands it in. `asked` are settings of the request other than the run's."""
     settings = {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")}
-    message = attestation.of_rollout(rollout, settings | {"return_routed_experts": False} | asked)
+    message = attestation.of_rollout(rollout, settings | {"run": RUN.worker, "return_routed_experts": False} | asked)
     signature = server.private.sign(message)
     named = dataclasses.replace(rollout, server=server.worker, server_signature=signature)
     return rollout_lib.sign(named, WORKER)
@@ -61,7 +61,7 @@ def started(tmp_path, monkeypatch):
 
     source = verdict_collector.VerdictCollector(RUN, judge)
     keys = (LIAR.worker, HONEST.worker)
-    found, of_run = [], rules.Rules.of(exp.config)
+    found, of_run = [], rules.Rules.of(exp.config, RUN.worker)
 
     def screen(rollouts, split):
         return next((v for r in rollouts if not (v := checks.vouched(r, of_run)).accepted), checks.OK), {}
@@ -185,6 +185,7 @@ def asked(**settings):
         (changed(server=LIAR.worker), "attestation"),  # who did not sign it
         (asked(top_p=0.5), "attestation"),
         (asked(max_tokens=3), "attestation"),
+        (asked(run=OWN.worker), "attestation"),  # samples of another run of the server, with the same seeds
         (asked(return_routed_experts=True), "attestation"),
         (mixed, "sampling"),
         (
@@ -216,7 +217,7 @@ def test_a_server_answers_for_invented_versions_and_not_for_those_that_the_lease
     config = experiment.resolve(quickstart.get_config()).config
     group = dataclasses.replace(task_schedule.train_groups(config, 9)[0], num_samples=2, min_version=5, version=pinned)
     rollouts = [sign(r, HONEST, config) for r in answers(group, versions=np.array(versions, np.int32))]
-    of_lease = rules.Rules.of(config).at_lease(group, newest=8)
+    of_lease = rules.Rules.of(config, RUN.worker).at_lease(group, newest=8)
     verdict = checks.check_at_lease(rollouts, of_lease)
     assert verdict.reason == "versions"
     found = responsibility.server_at_fault(rollouts, verdict, of_lease, [HONEST.worker])
@@ -271,4 +272,4 @@ def test_a_worker_that_chooses_which_samples_it_hands_in_signed_bars_no_server()
     assert flagged and len(lines) == 1 and flagged in lines[0]
     verdict = checks.Verdict("statistics", flagged)  # of a validator that knows no servers
     signed = [sign(one, HONEST, config) for one in answers(group)]
-    assert not responsibility.server_at_fault(signed, verdict, rules.Rules.of(config), [HONEST.worker])
+    assert not responsibility.server_at_fault(signed, verdict, rules.Rules.of(config, RUN.worker), [HONEST.worker])

@@ -46,10 +46,9 @@ def test_states_follow_from_the_times_of_beats_alone(seed):
                 expected[other] = State.GONE
             assert expected[other] == state or (other, expected[other]) in changes
         action = draw.choice(["beat", "beat", "beat", "fault", "leave"])
-        was = expected.get(key)
+        was, role = expected.get(key), "server" if key in ("k0", "k1") else "worker"
         if action == "beat":
             loads = key == "k0" and draw.random() < 0.3  # a server without weights
-            role = "server" if key in ("k0", "k1") else "worker"
             nodes.beat(key, role, now_s, report(None if loads else 3))
             is_held = was is State.SUSPECT and key in fault and now_s < fault[key] + 2 * BEAT_S
             if was in (None, State.GONE):
@@ -63,7 +62,7 @@ def test_states_follow_from_the_times_of_beats_alone(seed):
                 fault[key] = now_s
             expected[key] = State.SUSPECT if was in (State.JOINING, State.HEALTHY) else was
         elif action == "leave" and was is not None:
-            nodes.leave(key)
+            nodes.leave(key, role)
             expected[key] = State.GONE
         shown = {k: s.value for k, s in expected.items() if s is not State.GONE or k in ("k0", "k1", "k2")}
         assert {row["key"]: row["state"] for row in nodes.table()} == shown
@@ -98,8 +97,9 @@ def test_servers_serve_while_they_are_healthy_and_have_an_allowed_policy():
     assert [node.key for node in nodes.serving(oldest, newest)] == ["best", "good"]
     nodes.sweep(26.0)
     assert [node.key for node in nodes.serving(oldest, newest)] == ["best"]
-    with pytest.raises(ValueError, match="signed in as a server"):
-        nodes.beat("best", "worker", 27.0, report())
+    for act in (lambda: nodes.beat("best", "worker", 27.0, report()), lambda: nodes.leave("best", "relay")):
+        with pytest.raises(ValueError, match="signed in as a server"):
+            act()
 
 
 def test_an_outage_of_servers_is_recognized_also_after_it():
@@ -118,7 +118,7 @@ def test_an_outage_of_servers_is_recognized_also_after_it():
             nodes.beat(key, "server", now_s, report(1))
     assert not nodes.was_away(31.0) and nodes.was_away(30.0) == nodes.was_away(20.0) == nodes.was_away(3.0)
     for key in ("a", "b"):
-        nodes.leave(key)
+        nodes.leave(key, "server")
     nodes.beat("c", "server", 50.0, report(1))
     assert not nodes.was_away(49.0)  # those that left are not missed
 
