@@ -221,8 +221,8 @@ class Bar:
 
     def update(self, step: int, values: dict[str, float]) -> None:
         """Sets the number of steps done to `step`, and shows the metrics `values` of that step if a line is due."""
-        if self._num_updates == 1:
-            self._marks.popleft()  # the first step compiles: from the second one on it does not count
+        if self._num_updates == 0:
+            self._marks.clear()  # the first step compiles, and waits for servers and workers: it does not count
         self._marks.append((self._clock(), step))
         self._num_updates += 1
         self.step, self._values = step, values

@@ -118,7 +118,7 @@ def test_plain_lines_first_last_and_at_most_one_per_interval(capsys):
             bar.update(step, {"reward": step / 17, "kl": 3.1e-8, "tok/s": 8123.4})
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "compiling train_step for [8, 256] ..."
-    assert lines[1].startswith("rl  step  1/20  reward 0.0588  kl 3.1e-08  tok/s 8.1k  1.00 s/step")
+    assert lines[1].startswith("rl  step  1/20  reward 0.0588  kl 3.1e-08  tok/s 8.1k")
     assert [line.split()[2] for line in lines[1:]] == ["1/20", "6/20", "11/20", "16/20", "17/20"]
     assert len({line.index("kl") for line in lines[1:]}) == 1  # aligned
     assert lines[-1].endswith("1.00 s/step  eta 0:03")
@@ -127,9 +127,9 @@ def test_plain_lines_first_last_and_at_most_one_per_interval(capsys):
 def test_rate_after_resume_counts_only_own_steps_and_no_compilation(capsys):
     clock = clock_lib.Clock()
     with metrics.Progress(clock=clock).phase("rl", total=150, initial=100) as bar:
-        clock.now += 60.0  # compiles
+        clock.now += 60.0  # compiles, and waits for servers
         bar.update(101, {})
-        assert bar.pace() == ["60.00 s/step", "eta 49:00"]
+        assert bar.pace() == []
         for step in range(102, 112):
             clock.now += 2.0
             bar.update(step, {})
