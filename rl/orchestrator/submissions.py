@@ -115,6 +115,7 @@ class Submissions:
     ledger: run_ledger.RunLedger | run_ledger.NoLedger  # gets the events
     log: row_log.RowLog  # gets the training groups that passed the checks without weights
     rules: rules_lib.Rules  # those of the run
+    held_out: Collection[tuple[int, int]]  # (group number, index) of its held-out tasks
     newest: Callable[[], timeline.Policy]  # returns the newest policy that a server may have; called under the lock
     check_group_without_weights: CheckGroupWithoutWeights  # runs in a few threads, which workers share in turns
     verdicts: verdict_collector.VerdictCollector  # replays groups
@@ -195,9 +196,10 @@ class Submissions:
         return VOID
 
     def _split(self, rollout: rollout_lib.Rollout) -> str:
-        """Returns "train" or "held_out". A rollout does not name its split, but only one of them uses its step and group now."""
-        held_out = self.queue.entries.get(("held_out", rollout.step, rollout.task.group))
-        return "held_out" if held_out and held_out.group.index == rollout.task.index else "train"
+        """Returns "train" or "held_out". A rollout does not name its split, but only one of them has its task under this number."""
+        entry = self.queue.entries.get(("train", rollout.step, rollout.task.group))
+        is_train = entry is not None and entry.group.index == rollout.task.index
+        return "held_out" if not is_train and (rollout.task.group, rollout.task.index) in self.held_out else "train"
 
     def _deliver(self, key: group_queue.Key, rows: parquet.Rows, jobs: list[_Job]) -> Future[str]:
         """Checks a submitted group against its lease, and adds its other checks to `jobs`; returns a future of the reply.

@@ -609,7 +609,8 @@ def test_training_goes_on_during_an_evaluation_of_one_version(make):
             publish(orchestrator, 1)
             train = lease(orchestrator)
     assert evaluated.result(WAIT_S) == []  # after hold_s
-    assert submit(orchestrator, answers(held_out[1], 0)).startswith("refused: not leased")
+    ((name, late),) = hand_in(orchestrator, [rollout_lib.sign(r, KEY) for r in answers(held_out[1], 0)]).items()
+    assert (name, late[:19]) == ("held_out/0/1", "refused: not leased")
     assert orchestrator._failure is None and not held_out_is_open(orchestrator)
 
 
