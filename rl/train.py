@@ -141,10 +141,12 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         options = exp.config.checkpoint.to_dict()
         checkpointer = checkpoint.Checkpointer(workdir / "checkpoints", **options, hosts=hosts)
         stack.enter_context(checkpointer)
+        remote = stack.enter_context(_remote(exp, mesh, workdir, progress, hosts))
+        if remote and hosts.is_first:
+            remote.check(experiment.fields(exp))  # before minutes of warm-up
         warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts)
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
         state, start, saved = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
-        remote = stack.enter_context(_remote(exp, mesh, workdir, progress, hosts))
         ledger = stack.enter_context(_ledger(exp, workdir, start, saved, hosts, remote))
         _forget_after(start, publisher, writer, hosts)  # then the manifests that anchor the ledger are gone
         publish = functools.partial(_publish, exp, workdir, publisher, ledger)

@@ -6,6 +6,7 @@ It also takes the place of the run's ledger, which belongs to that process.
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,6 +55,12 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
     def __exit__(self, *_) -> None:
         """Closes the connections. The orchestrator goes on, and waits for the learner."""
         self._http.close()
+
+    def check(self, fields: dict) -> None:
+        """Waits for the orchestrator. Raises ValueError if another server answers, or it has another token or other config fields."""
+        if self._call("check", fields=fields) is not True:
+            found = f"topology.orchestrator = {self._address!r} is not the control listener of rl.orchestrator"
+            raise ValueError(f"{found}; set it to the URL that it prints for the learner")
 
     def attach(self, fields: dict, step: int, state: dict, head: str | None) -> None:
         """Begins or continues the run after batch `step`; `state` and `head` are those of its checkpoint."""
@@ -111,6 +118,8 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
 
     def _call(self, name: str, **fields: Any) -> Any:
         answered_s = noticed_s = time.monotonic()
+        if name == "check":  # a wrong address should be told without delay
+            noticed_s = -math.inf
         while True:
             if self._failure:
                 raise self._failure

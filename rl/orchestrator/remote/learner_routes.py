@@ -30,6 +30,7 @@ def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str |
     calls = {name: getattr(host, name) for name in ("head", "state", "waiting_for", "batch", "rows", "evaluate", "end")}
     calls |= {
         "attach": attach,
+        "check": lambda learner, fields: host.check(fields) is None,
         "publish": lambda learner, policy: host.publish(learner, timeline.Policy.from_json(policy)),
     }
 

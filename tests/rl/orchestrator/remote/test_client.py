@@ -6,6 +6,7 @@ The host runs in a thread here, on an orchestrator without model and servers. `r
 import contextlib
 import threading
 
+import httpx
 import jax
 import numpy as np
 import pytest
@@ -160,7 +161,13 @@ def test_a_learner_waits_for_groups_and_for_an_orchestrator_that_is_away(site):
         assert done.wait(60)
         assert any("batch 1 has 0 of 3 groups" in line for line in said)
         site.kill()
-        impatient = learner(site, "first", patience_s=0.5)
+        client.NOTICE_S = 60.0
+        impatient = learner(site, "first", patience_s=0.5, notify=said.append)
+        said.clear()
+        with pytest.raises(ValueError, match="no answer from the orchestrator for 0 s .topology.patience_s."):
+            impatient.check({"seed": 0})
+        (line,) = said  # without delay: the address may be wrong
+        assert line.startswith(f"waiting for the orchestrator at http://127.0.0.1:{site.port}: ")
         with pytest.raises(ValueError, match="no answer from the orchestrator for 0 s .topology.patience_s."):
             impatient.head()
         remote.fail(ValueError("the relay ended"))
@@ -175,6 +182,9 @@ def test_what_is_refused(site):
     remote = learner(site, "first")
     with pytest.raises(ValueError, match="another learner continues this run"):
         remote.head()
+    remote.check({"seed": 0})
+    with pytest.raises(ValueError, match="seed differs"):
+        remote.check({"seed": 1})
     with pytest.raises(ValueError, match="seed differs"):
         remote.attach({"seed": 1}, 0, {}, None)
     with pytest.raises(ValueError, match="the restored checkpoint names entry 7:"):
@@ -185,8 +195,15 @@ def test_what_is_refused(site):
     with pytest.raises(ValueError, match="is unknown"):
         remote._call("drop")
     stranger = learner(site, "first", token="u" * 16)
-    with pytest.raises(ValueError, match="the control token is missing or wrong"):
-        stranger.head()
+    other = learner(site, "first")
+    other._http = httpx.Client(
+        base_url="http://x", transport=httpx.MockTransport(lambda request: httpx.Response(200, text="<html>"))
+    )
+    with pytest.raises(ValueError, match="is not the control listener of rl.orchestrator; set it to the URL"):
+        other.check({"seed": 0})
+    for call in (stranger.head, lambda: stranger.check({"seed": 0})):
+        with pytest.raises(ValueError, match="the control token is missing or wrong"):
+            call()
     site.process.orchestrator.fail(ValueError("all workers are banned"))
     with pytest.raises(ValueError, match="all workers are banned"):
         remote.next_batch(1)
