@@ -59,6 +59,7 @@ class Node:
     spec: Spec
     child: child_process.ChildProcess | None = None
     start_s: float = 0.0  # not before
+    begun_s: float = 0.0  # the last start
     deaths: Deaths = dataclasses.field(default_factory=Deaths)
     is_killed: bool = False  # by us: its death is none of its faults
     problem: str = ""  # its last words
@@ -111,7 +112,7 @@ class Supervisor(contextlib.AbstractContextManager):
             if node.child and (code := node.child.process.poll()) is not None:
                 self._bury(node, node.child, code, now_s, is_patient)
             if not self.is_over and node.child is None and now_s >= node.start_s and _is_open(node.spec.after_port):
-                node.num_starts += 1
+                node.num_starts, node.begun_s = node.num_starts + 1, now_s
                 node.child = child_process.ChildProcess(
                     node.spec.name, [*node.spec.command], self._logs, lambda error: None, is_group=True
                 )

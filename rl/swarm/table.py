@@ -7,6 +7,7 @@ drawn again and again on a terminal; elsewhere a line per node is printed every 
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import threading
 import time
@@ -23,6 +24,8 @@ from rl.swarm import supervisor
 COLUMNS = ("node", "state", "version", "groups", "tok/s", "last line")
 PERIOD_S, PLAIN_S = 2.0, 30.0
 ASK_S = 1.0  # that the orchestrator may take to reply
+START_S = 600.0  # that a node may be without a sign of life after its start: it loads a model, and compiles
+HOSTS = ("orchestrator", "learner")  # roles; the first one that is there has the orchestrator
 MAX_CELL = 100  # characters
 
 
@@ -36,14 +39,21 @@ class Table:
     steps: pathlib.Path  # the learner's file of metrics
     faults: Callable[[], Mapping[str, str]]  # the kind of the fault that a node has now, if any
     waiting_for: str = ""  # why the learner waits, as of the last `rows`
+    replied_s: float = -math.inf  # when the orchestrator replied last
+    heard: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # by name, the start of the process that signed in
 
-    def rows(self) -> list[dict[str, str]]:
+    def rows(self, now_s: float) -> list[dict[str, str]]:
         """Returns {column: text} per node."""
         faults, processes = self.faults(), [*self.nodes.items()]
         try:
             reply: dict[str, Any] = self.ask() if any(node.child for _, node in processes) else {}
+            self.replied_s = now_s
         except (OSError, ValueError):
-            reply = {"waiting_for": "the orchestrator does not reply"}
+            begun_s = next(node.begun_s for node in self.nodes.values() if node.spec.role in HOSTS)
+            is_new = self.replied_s < begun_s and now_s - begun_s < START_S
+            reply = {"waiting_for": f"the orchestrator {'is starting' if is_new else 'does not reply'}"}
         told: dict[str, dict[str, Any]] = {row["key"]: row for row in reply.get("nodes", [])}
         self.waiting_for = reply.get("waiting_for", "")
         found = []
@@ -53,8 +63,13 @@ class Table:
             known = told.pop(self.keys.get(name, ""), None)
             if node.spec.role == "learner" and (steps := _steps(self.steps)):
                 row |= {"version": str(steps[-1]["step"]), "tok/s": _shown(steps[-1].get("time/tokens_per_s", 0.0))}
-            elif node.child and known:
-                row |= _cells(known, row["last line"])
+            elif node.child and node.spec.role not in HOSTS:
+                age_s = now_s - node.begun_s
+                if known and known["beat_ago_s"] <= age_s:  # else it knows the process before
+                    row |= _cells(known, row["last line"])
+                    self.heard[name] = node.begun_s
+                elif self.heard.get(name) != node.begun_s:
+                    row["state"] = "starting" if age_s < START_S else "silent"
             found.append(row | ({"state": faults[name]} if name in faults else {}))
         found += [{"node": f"{row['role']} {key[:8]}"} | _cells(row, "") for key, row in told.items()]
         return [{column: row[column][:MAX_CELL] for column in COLUMNS} for row in found]
@@ -82,14 +97,14 @@ def shown(table: Table, stream: TextIO) -> Iterator[Callable[[str], None]]:
         shown_s = time.monotonic()
         while not is_ended.wait(PERIOD_S):
             if live:
-                rows = table.rows()
+                rows = table.rows(time.monotonic())
                 drawn = rich.table.Table(*COLUMNS, box=None, caption=table.waiting_for, caption_justify="left")
                 for row in rows:
                     drawn.add_row(*row.values())
                 live.update(drawn, refresh=True)
             elif time.monotonic() - shown_s >= PLAIN_S:
                 shown_s = time.monotonic()
-                for row in table.rows():
+                for row in table.rows(time.monotonic()):
                     node, *cells = row.items()
                     note("  ".join([f"{node[1]:<10}", *(f"{column} {text}" for column, text in cells if text)]))
                 if table.waiting_for:

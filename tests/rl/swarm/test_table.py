@@ -11,27 +11,45 @@ def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
     steps = tmp_path / "metrics.jsonl"
     steps.write_text(json.dumps({"phase": "rl", "step": 7, "time/tokens_per_s": 50.0}) + "\n")
     child = types.SimpleNamespace(last_line="started")
-    specs = (("learner", child), ("server0", child), ("worker0", child), ("worker1", None))
+    specs = (("learner", child), ("server0", child), ("server1", child), ("worker0", child), ("worker1", None))
     nodes = {name: supervisor.Node(supervisor.Spec(name, name.rstrip("01"), []), one) for name, one in specs}
+    nodes["learner"].begun_s = nodes["server1"].begun_s = 100.0
     nodes["worker1"].problem = "worker1 ended"
-    row = {"state": "healthy", "policy": "version 6", "groups": 2, "tokens_per_s": 30.0, "problem": ""}
+    row = {
+        "state": "healthy",
+        "policy": "version 6",
+        "groups": 2,
+        "tokens_per_s": 30.0,
+        "problem": "",
+        "beat_ago_s": 1.0,
+    }
     told = [row | {"role": "server", "key": "s"}, row | {"role": "worker", "key": "w", "policy": ""}]
+    told += [row | {"role": "server", "key": "t", "state": "dead", "beat_ago_s": 50.0}]  # before it started again
     told += [row | {"role": "relay", "key": "far0123456789", "state": "suspect", "problem": "no disk"}]
-    replies = [{"nodes": told, "waiting_for": "batch 8"}, None]
+    replies = [None, {"nodes": told, "waiting_for": "batch 8"}, None, None, {"nodes": [], "waiting_for": ""}]
 
     def ask():
         if (reply := replies.pop(0)) is None:
             raise OSError("refused")
         return reply
 
-    table = table_lib.Table(nodes, {"server0": "s", "worker0": "w"}, ask, steps, lambda: {"worker0": "stop"})
-    assert [[*row.values()] for row in table.rows()] == [
+    keys = {"server0": "s", "server1": "t", "worker0": "w"}
+    table = table_lib.Table(nodes, keys, ask, steps, lambda: {"worker0": "stop"})
+    states = lambda now_s: [row["state"] for row in table.rows(now_s)]  # noqa: E731
+    assert states(101.0) == ["running", "starting", "starting", "stop", "waiting"]
+    assert table.waiting_for == "the orchestrator is starting"
+    assert [[*row.values()] for row in table.rows(110.0)] == [
         ["learner", "running", "7", "", "50", "started"],
         ["server0", "healthy", "6", "2", "30", "started"],
+        ["server1", "starting", "", "", "", "started"],
         ["worker0", "stop", "", "2", "30", "started"],
         ["worker1", "waiting", "", "", "", "worker1 ended"],
         ["relay far01234", "suspect", "6", "", "", "no disk"],
     ]
     assert table.waiting_for == "batch 8"
-    assert [row["state"] for row in table.rows()] == ["running", "running", "stop", "waiting"]
-    assert table.waiting_for == "the orchestrator does not reply"
+    states(111.0)
+    assert table.waiting_for == "the orchestrator does not reply"  # it did before
+    table.replied_s = 0.0
+    states(701.0)
+    assert table.waiting_for == "the orchestrator does not reply"  # for too long
+    assert states(701.0) == ["running", "running", "silent", "stop", "waiting"]
