@@ -233,6 +233,12 @@ class Nodes:
         with self._lock:
             return self._registry.count("worker")[state]
 
+    def num_signed_in(self) -> int:
+        """Returns the number of nodes that are there by their own requests."""
+        with self._lock:
+            healthy = map(self._registry.healthy, registry_lib.ROLES)
+            return sum(node.key not in self._static for nodes in healthy for node in nodes)
+
     def table(self) -> list[dict[str, Any]]:
         """Returns a row per node for people."""
         with self._lock:

@@ -164,11 +164,11 @@ class Orchestrator:
         return sockets.address(sock)
 
     def end(self) -> None:
-        """Tells workers that the run is over, so that they do not wait for its next process; returns when they know, or soon."""
+        """Tells all nodes that the run is over, so that workers do not wait for its next process; returns when they know, or soon."""
         with self._changed:
             self.is_ended = True
         deadline_s = time.monotonic() + min(3 * self._config.topology.heartbeat_s, MAX_FAREWELL_S)
-        while self.nodes.num_workers() and time.monotonic() < deadline_s:
+        while self.nodes.num_signed_in() and time.monotonic() < deadline_s:
             time.sleep(0.05)
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ MAX_REPLY_BYTES = 2**24  # a row of 10,000 nodes takes 400 bytes
 MAX_PROBLEM = 200  # characters
 MAX_REFUSAL = 2000  # bytes
 REPEAT_S = 60.0  # between two notices of the same problem
+ENDED = "the run ended; this node waits in case it goes on, until Ctrl-C"
 
 
 class Orchestrator:
@@ -123,13 +124,16 @@ class SignIn:
                 if not 0 < wait_s < math.inf:
                     raise ValueError(f"the reply has interval_s = {wait_s}")
                 wait_s -= time.monotonic() - begun_s  # a reply to a server may wait for news
-                if problem and not is_last:
-                    self.on_notice(f"signed in at {url}")
-                problem = ""
+                news = ENDED if reply.get("ended") else ""
+                if problem != news and not is_last:
+                    self.on_notice(news or f"signed in at {url}")
+                problem = news
                 self.on_reply(reply)
             except (OSError, ValueError, KeyError, TypeError) as error:  # it is away, or no orchestrator
                 before, problem = problem, str(error) or type(error).__name__
-                if not is_last and (problem != before or begun_s - noticed_s > REPEAT_S):
+                if before == ENDED:
+                    problem = ENDED
+                elif not is_last and (problem != before or begun_s - noticed_s > REPEAT_S):
                     noticed_s = begun_s
                     self.on_notice(f"not signed in at {url}: {problem}; it is asked again until it replies")
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)

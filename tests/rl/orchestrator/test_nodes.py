@@ -383,6 +383,11 @@ def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_rest
     again.publish(timeline.Policy(1, 4))
     proxy.wait_until(lambda: again._version == 4)
     assert "signed in at" in capsys.readouterr().err and again.url == orchestrator.url
+    again.end()
+    proxy.wait_until(lambda: "the run ended" in capsys.readouterr().err)
+    again.close()
+    time.sleep(0.3)  # a few beats
+    assert not capsys.readouterr().err  # that nobody is there is known
     node.stop()
     assert again.nodes.servers() == [] and [row["state"] for row in again.nodes.table()] == ["gone"]
 
