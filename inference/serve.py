@@ -162,9 +162,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"serving JetStream's Decode on {args.host}:{grpc_port}", flush=True)
         if 0 < (trained := server.engine.model.max_positions) < (length := server.engine.config.max_model_len):
             found = f"--max_model_len {length} exceeds the {trained} positions"
-            inference_server.log(f"note: {found} that the model was trained for")
+            cli.note(f"note: {found} that the model was trained for")
         if args.api_key:
-            inference_server.log("note: --api_key shows the key to every user of this machine (ps); use --api_key_file")
+            cli.note("note: --api_key shows the key to every user of this machine (ps); use --api_key_file")
         if args.address_file:
             sockets.announce(args.address_file, sock)
         # Existing objects are permanent. Without this, each full collection would stop all requests for 0.2 s.
@@ -296,7 +296,7 @@ def _watch(server: inference_server.InferenceServer, period_s: float) -> None:
         try:
             server.update(None)
         except (ValueError, OSError) as error:
-            inference_server.log(f"weights not updated: {error}; version {server.scheduler.version} keeps serving")
+            cli.note(f"weights not updated: {error}; version {server.scheduler.version} keeps serving")
         except scheduler_lib.Closed:
             return
 

@@ -77,8 +77,7 @@ class Audit:
 
     def steps(self) -> range:
         """Returns the steps that the run trained on since its ledger began, up to the last with a version or a line of metrics."""
-        file = self.workdir / "metrics.jsonl"
-        records = metrics.read(file) if file.exists() else []
+        records = metrics.read(self.workdir / "metrics.jsonl")
         written = [record["step"] for record in records if record["phase"] == "rl"]
         return range(self._begin + 1, max([self._begin, *written, *self._versions]) + 1)
 
@@ -185,10 +184,8 @@ class Audit:
         found = rollout.step, task.env, task.index, task.seed, rollout.temperature
         expected = group.step, self.config.env.name, group.index, self.config.seed, group.temperature
         names = ("step", "environment", "task", "seed of the environment", "temperature")
-        differing = (
-            f"{name} is {a}, and {b} is prescribed" for name, a, b in zip(names, found, expected, strict=True) if a != b
-        )
-        return next(differing, None)
+        pairs = zip(names, found, expected, strict=True)
+        return next((f"{name} is {a}, and {b} is prescribed" for name, a, b in pairs if a != b), None)
 
     def _staleness_error(self, step: int, rollout: rollout_lib.Rollout) -> str | None:
         self.lags[step - 1 - int(rollout.versions[rollout.sampled_mask].min())] += 1

@@ -52,9 +52,7 @@ class Evaluations(contextlib.AbstractContextManager):
     workdir: pathlib.Path
     writer: metrics.MetricsWriter
     progress: metrics.Progress
-    changed: dict | None = (
-        None  # fields that differ from the run's config: results are then saved in a file of their own
-    )
+    changed: dict | None = None  # fields that differ from the run's config: results then get a file of their own
 
     def __post_init__(self) -> None:
         self._sets = task_schedule.evaluation_sets(self.exp.config)

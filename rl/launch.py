@@ -107,9 +107,8 @@ def _say_elsewhere(experiment, workdir, weights, url: str, start: Callable, on_w
     if topology.servers:
         control = "--control HOST:PORT --control_token_file FILE"
         on_wait(f"servers elsewhere: python -m inference.serve {options} {control}")
-        on_wait(
-            f"with HOST:PORT of topology.control_servers, and FILE a copy of {assembly.token_file(experiment.config, workdir)}, which no worker needs"
-        )
+        file = assembly.token_file(experiment.config, workdir)
+        on_wait(f"with HOST:PORT of topology.control_servers, and FILE a copy of {file}, which no worker needs")
     on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {run}")
 
 

@@ -109,7 +109,7 @@ TIMES = {"wait_s": "waiting for rollouts", "eval_s": "evaluation"}  # others by 
 def write(workdir: str | os.PathLike) -> pathlib.Path:
     """Draws `<workdir>/report.html` and returns its path. Raises ValueError for a malformed file."""
     workdir = pathlib.Path(workdir)
-    records = metrics.read(workdir / "metrics.jsonl") if (workdir / "metrics.jsonl").exists() else []
+    records = metrics.read(workdir / "metrics.jsonl")
     for record in records:  # the curve is the mismatch with the sampler
         if (name := metrics.sampler_kl(record)) in record:
             record["loss/mismatch_kl"] = record[name]

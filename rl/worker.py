@@ -53,7 +53,6 @@ SERVERS_S = 300.0  # without a server that completes a group, until it is given 
 DRAIN_S = 20.0  # for finished groups after SIGTERM
 
 Key = tuple[str, int, int]  # of a group: split, step, group
-note = signed_session.note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +134,14 @@ class Worker:
                 session, description = await self._connection.open_session(trusted)
                 if trusted is None:
                     trusted = session.run
-                    note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
+                    cli.note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
                 lasting = {name: value for name, value in description.items() if name not in signed_session.CHANGING}
                 if run is None or lasting != described:  # else the environment and its scorer stay
                     if run is not None:
                         await asyncio.to_thread(run.scorer.close)
                     run, described = _read_run(description, self.sandbox), lasting
                 if run.work_bits:
-                    note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
+                    cli.note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
                 # It blocks: nothing else can be done yet.
                 proof = lease.find_work(session.run, self.key.worker, run.work_bits)
                 signed = signed_session.SignedSession(self._connection, self.key, session, proof, begun_us)
@@ -153,7 +152,7 @@ class Worker:
                         self._groups = _Groups(self, signed, client, run)
                         return await self._groups.work(stopping)
                 except* lease.StaleSession as error:  # its leases are void
-                    note(f"a new session of the orchestrator: {error.exceptions[0]}")
+                    cli.note(f"a new session of the orchestrator: {error.exceptions[0]}")
                     await asyncio.sleep(0.5)
 
 
@@ -192,7 +191,7 @@ class _Groups:
             for task in (*loops, *ends):  # a beat after the last one would sign this worker in again
                 task.cancel()
             await self._signed.beat(registry.Report(), [], leaving=True)
-        note("the run ended" if self._ended.is_set() else "stopped; groups in progress were given back")
+        cli.note("the run ended" if self._ended.is_set() else "stopped; groups in progress were given back")
 
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:
         pause_s, least_s = FIRST_PAUSE_S, POLL_S
@@ -258,7 +257,7 @@ class _Groups:
             pause_s = VOID_PAUSE_S  # the next one may have the same fate
         except (ValueError, OSError, client_lib.Unavailable) as error:
             if str(error) != self._problem:
-                note(f"group {'/'.join(map(str, _key(group)))} is given back: {error}")
+                cli.note(f"group {'/'.join(map(str, _key(group)))} is given back: {error}")
             self._problem, self._num_failures = str(error), self._num_failures + 1
             pause_s = min(VOID_PAUSE_S * 2 ** min(self._num_failures, 10), MAX_FAILURE_PAUSE_S)
         self._held.discard(_key(group))
@@ -287,7 +286,7 @@ class _Groups:
             for name, verdict in verdicts.items():
                 if verdict.startswith("refused"):
                     self._worker.counts["refused"] += 1
-                    note(f"{name} {verdict}")
+                    cli.note(f"{name} {verdict}")
             self._held.difference_update(keys)
             for _ in keys:
                 self._finished.task_done()
@@ -382,13 +381,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--concurrency", type=int, default=64, help="groups to work on at the same time")
     helps = "seconds to wait for an unreachable orchestrator, such as one that restores a large model"
     add("--give_up_s", type=float, default=1800.0, help=helps)
-    add(
-        "--server",
-        nargs="+",
-        default=[],
-        metavar="URL",
-        help="own inference servers, to use instead of those of the run",
-    )
+    helps = "own inference servers, to use instead of those of the run"
+    add("--server", nargs="+", default=[], metavar="URL", help=helps)
     helps = "scorers run without files and network: auto (as far as this machine can), require, or off"
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help=helps)
     add("--metrics", metavar="[HOST:]PORT", help="serve /metrics and /health there")

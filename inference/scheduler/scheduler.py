@@ -103,9 +103,7 @@ class Scheduler:
         self._is_closing = False
         self.is_paused = False
         self.stats: dict[str, float] = dict.fromkeys(_STATS.split(), 0)  # never a new key: other threads copy it
-        self.request_s = role_metrics.latency(
-            "vllm:e2e_request_latency", "Seconds per request, all its samples included."
-        )
+        self.request_s = role_metrics.latency("vllm:e2e_request_latency", "Seconds per request, with all its samples.")
         self.prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
         self._waiting = prefill_queue.PrefillQueue(engine, self.prefixes, self.stats)
         self._waiting.set_weights(params, version)

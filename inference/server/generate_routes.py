@@ -38,7 +38,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
         start = body.sampling_params.routed_experts_prompt_start
         reply = {
             "request_id": body.request_id or f"gen-{uuid.uuid4().hex}",
-            "choices": [_choice(server, request, c, i, start) for i, c in enumerate(completions)],
+            "choices": [choice(server, request, c, i, start) for i, c in enumerate(completions)],
             "policy_epoch": completions[0].epoch,
             "usage": usage([(request, completions)]),
         }
@@ -79,13 +79,14 @@ def extra_fields(model: config.ModelConfig, completion: request_lib.Completion, 
     return fields
 
 
-def _choice(
+def choice(
     server: inference_server.InferenceServer,
     request: request_lib.GenerateRequest,
     completion: request_lib.Completion,
     index: int,
     experts_start: int,
 ) -> dict:
+    """Returns one completion as the reply has it, with the server's signature."""
     pairs = zip(completion.tokens, completion.logprobs, strict=True)
     content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
     vouched = server.vouch(request, completion, index)

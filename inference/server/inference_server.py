@@ -11,7 +11,6 @@ import dataclasses
 import os
 import pathlib
 import re
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -35,7 +34,7 @@ from sharding import broadcast, rules
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
 from sharding.format import head, manifest
-from sharding.system import role_metrics
+from sharding.system import cli, role_metrics
 
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
 START_S = 600.0  # how long to wait for the first version
@@ -266,9 +265,9 @@ def start(
     try:
         version = broadcast.wait_for(source, 0, timeout_s=NOTICE_S)
     except TimeoutError as error:
-        log(f"waiting for weights: {error}")
+        cli.note(f"waiting for weights: {error}")
         version = broadcast.wait_for(source, 0, timeout_s=START_S)
-    log(f"loading policy version {version}")
+    cli.note(f"loading policy version {version}")
     metadata = broadcast.read_manifest(source, version, key=key).metadata
     if not {"model", "tokenizer"} <= metadata.keys():
         raise ValueError(
@@ -298,17 +297,12 @@ def start_model(
     **options,
 ) -> InferenceServer:
     """Starts a server with the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `start`."""
-    log(f"loading {folder}")
+    cli.note(f"loading {folder}")
     folder = str(hub.folder(folder))
     store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config), quantize)
     server = _run(config, store, folder, _load_folder(folder, store), 0, **options)
     server.sources = [folder]
     return server
-
-
-def log(line: str) -> None:
-    """Prints a line about the server's progress to standard error."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
@@ -349,7 +343,7 @@ def _run(
             "tokenizer.json and config.json of the same checkpoint"
         )
     check_params(params, store.model)
-    log("compiling")
+    cli.note("compiling")
     params = store.keep(params)
     engine = engine_lib.Engine(store.model, config, tokenizer, params, store.mesh)
     state = warmup.compile_largest(engine, params)

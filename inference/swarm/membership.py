@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
-from sharding.system import sign_in
+from sharding.system import cli, sign_in
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
@@ -41,8 +41,7 @@ def sign_in_server(
         if reply["policy"]:
             follower.follow(reply["policy"])
 
-    options = {"run": run, "on_reply": hear, "on_notice": inference_server.log}
-    node = sign_in.SignIn(orchestrator, private, "server", report, **options)
+    node = sign_in.SignIn(orchestrator, private, "server", report, run=run, on_reply=hear)
     follower = PolicyFollower(server, node.beat_now)
     return node.start()
 
@@ -73,7 +72,7 @@ class PolicyFollower:
             self._server.update(policy["version"], epoch=policy["epoch"], digest=policy["digest"])
             self.problem, self._pause_s = "", FIRST_PAUSE_S
         except (ValueError, OSError) as error:
-            inference_server.log(f"weights not updated: {error}; the weights in use keep serving")
+            cli.note(f"weights not updated: {error}; the weights in use keep serving")
             self.problem, self._failed = f"weights not updated: {error}", policy
             self._retry_s, self._pause_s = time.monotonic() + self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S)
         except scheduler_lib.Closed:

@@ -36,11 +36,10 @@ class ServerChoice:
 
     def __init__(self, urls: Sequence[str] = (), keys: Mapping[str, str] | None = None):
         """Starts with the servers at `urls`; `keys` has the public keys of some."""
-        by_url = {url.rstrip("/"): key for url, key in (keys or {}).items()}
-        urls = [url.rstrip("/") for url in urls]
-        self._servers: dict[str, _Server] = {
-            url: _Server(frozenset({by_url[url]} if url in by_url else ())) for url in urls
-        }
+        self._servers = {url.rstrip("/"): _Server() for url in urls}
+        for url, key in (keys or {}).items():
+            if server := self._servers.get(url.rstrip("/")):
+                server.keys = frozenset({key})
 
     def tell(self, servers: Sequence[Mapping]) -> None:
         """Replaces the servers by those of a list: each has "url", maybe "key", "limit", "version", and "load" of all clients.

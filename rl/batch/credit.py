@@ -72,9 +72,8 @@ class Credit:
     def _advantages(self, group: Sequence[rollout_lib.Rollout], length_G: np.ndarray) -> np.ndarray:
         reward_G = np.array([r.reward for r in group], np.float64)
         if self.overlong_buffer:
-            reward_G = reward_G + advantages.overlong_penalty(
-                length_G, max_tokens=self.max_tokens, buffer=self.overlong_buffer
-            )
+            limits = {"max_tokens": self.max_tokens, "buffer": self.overlong_buffer}
+            reward_G = reward_G + advantages.overlong_penalty(length_G, **limits)
         return advantages.ADVANTAGES[self.advantage](reward_G)
 
     def _trees(self, group: Sequence[rollout_lib.Rollout], advantage_G, *, trains: bool) -> list[packing.Tree]:

@@ -28,9 +28,7 @@ def rewarded(rollouts: Sequence[rollout_lib.Rollout], scores: Scores, min_group:
     With `min_group` (rl.min_group), rollouts that our scorer could not score are left out. If fewer remain, the group trains nothing:
     all are returned, with rewards of 0.
     """
-    failed = (
-        {number for number, own in scores.items() if own is None or own.get("error", 0.0) > 0} if min_group else set()
-    )
+    failed = {number for number, own in scores.items() if min_group and (own is None or own.get("error", 0.0) > 0)}
     scored = [one for one in rollouts if one.sample not in failed]
     if failed and len(scored) < min_group:
         scores, scored = dict.fromkeys(range(len(rollouts))), list(rollouts)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rl import envs
 from rl.envs import environment
-from sharding.system import limited_process
+from sharding.system import cli, limited_process
 
 LIMIT_S = 1  # CPU seconds for one completion on a worker
 CHECK_LIMIT_S = 5  # and on a validator
@@ -45,11 +45,6 @@ MAX_GROWTH_BYTES = 2**30  # of address space, from when the environment is loade
 COMMAND = ("-m", "rl.envs.scorer")
 Child = limited_process.LimitedProcess
 Log = Callable[[str], None]
-
-
-def print_error(line: str) -> None:
-    """Prints a line to standard error; the default `on_error` of a Scorer."""
-    print(line, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +78,7 @@ class Scorer:
         max_failures: int = MAX_FAILURES,
         max_children: int = 1,
         sandbox: str = "auto",
-        on_error: Log = print_error,
+        on_error: Log = cli.note,
     ):
         self.limit_s, self._max_failures, self._on_error = limit_s, max_failures, on_error
         config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s}

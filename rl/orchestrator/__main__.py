@@ -73,9 +73,8 @@ def main() -> None:
         if host.recover():
             progress.say("continuing where the last process ended")
         stack.enter_context(web.in_thread(web.server(app), listener.sock))
-        progress.say(
-            f"learner: rl.train with topology.orchestrator = '{sockets.address(listener.sock)}', token in {token_file}"
-        )
+        address = sockets.address(listener.sock)
+        progress.say(f"learner: rl.train with topology.orchestrator = '{address}', token in {token_file}")
         host.ended.wait()
         if failures:
             raise failures[0]

@@ -155,7 +155,18 @@ class GroupQueue:
         """
         keys = self._late(MAX_LOOKS, is_late, old_s, worker) if is_late else self._open
         found = [*itertools.islice(filter(may_lease, keys), max(0, count))]
-        return [self._lease(key, worker, deadline_s, version, now_s, begun_us) for key in found]
+        for key in found:
+            entry = self.entries[key]
+            pinned = key[1] if key[0] == "held_out" else version  # an evaluation is of one version
+            group = dataclasses.replace(entry.group, version=pinned, epoch=self.epoch)
+            entry.leases[worker] = Lease(group, worker, now_s, deadline_s, begun_us)
+            heapq.heappush(self._deadlines, (deadline_s, next(self._serial), key, worker))
+            if entry.state is State.OPEN:
+                entry.group, entry.worker = group, worker
+                self._move(key, State.LEASED)
+            else:
+                self._update(key)
+        return [self.entries[key].leases[worker].group for key in found]
 
     def has_late(self, is_late: Callable[[Lease], bool], old_s: float = -math.inf) -> bool:
         """Returns True if there is a group to copy among the few oldest leased ones."""
@@ -362,21 +373,6 @@ class GroupQueue:
 
     # Every change ends in `_update`.
 
-    def _lease(
-        self, key: Key, worker: str, deadline_s: float, version: int, now_s: float, begun_us: int
-    ) -> task_schedule.Group:
-        entry = self.entries[key]
-        version = key[1] if key[0] == "held_out" else version  # an evaluation is of one version
-        group = dataclasses.replace(entry.group, version=version, epoch=self.epoch)
-        entry.leases[worker] = Lease(group, worker, now_s, deadline_s, begun_us)
-        heapq.heappush(self._deadlines, (deadline_s, next(self._serial), key, worker))
-        if entry.state is State.OPEN:
-            entry.group, entry.worker = group, worker
-            self._move(key, State.LEASED)
-        else:
-            self._update(key)
-        return group
-
     def _end_lease(self, key: Key, worker: str) -> Lease:
         entry = self.entries[key]
         lease = entry.leases.pop(worker)
@@ -395,13 +391,11 @@ class GroupQueue:
     def _reopen(self, key: Key) -> None:
         """Makes a group without rollouts LEASED if it has holders, else OPEN at the front of the queue."""
         entry = self.entries[key]
-        entry.worker = next(iter(entry.leases), "")
+        entry.worker, entry.state = next(iter(entry.leases), ""), State.LEASED if entry.leases else State.OPEN
+        self._update(key)
         if entry.leases:
-            entry.state, entry.group = State.LEASED, entry.leases[entry.worker].group
-            self._update(key)
+            entry.group = entry.leases[entry.worker].group
         else:
-            entry.state = State.OPEN
-            self._update(key)
             self._to_front(key)
 
     def _submit(self, key: Key, lease: Lease, rollouts: list[rollout_lib.Rollout], digest: str) -> None:

@@ -71,7 +71,7 @@ class Nodes:
         self._static: dict[str, StaticServer] = {}  # by URL
         is_kept = lambda key: self.is_named(key) or self.is_known(key)  # noqa: E731
         self._registry = registry_lib.Registry(self.heartbeat_s, is_named=is_kept)
-        self._newest: timeline.Policy | None = None
+        self.newest: timeline.Policy | None = None  # that servers may load
         self._served: timeline.Policy | None = None
         self._announced_s = 0.0
         self._first: tuple[timeline.Policy, float] | None = None  # the newest that any server has, and since when
@@ -97,15 +97,10 @@ class Nodes:
         """Returns True for a key that may sign in as a server, relay, or validator."""
         return key in self._server_keys or (role == "validator" and key in self.validators)
 
-    @property
-    def newest(self) -> timeline.Policy | None:
-        """The newest policy that servers may load."""
-        return self._newest
-
     def announce(self, policy: timeline.Policy) -> None:
         """Names the newest policy for servers to load. Without servers, workers bring their own, and it counts as served at once."""
         with self._lock:
-            self._newest, self._announced_s = policy, time.monotonic()
+            self.newest, self._announced_s = policy, time.monotonic()
             has_servers = self._has_servers()
         if has_servers:
             self._notify()
@@ -132,7 +127,7 @@ class Nodes:
         with self._lock:
             serving = {node.key: node.report.policy for node in self._serving(is_old_allowed=True)}
             for policy in sorted(self._held):
-                if policy == self._newest or key not in serving:
+                if policy == self.newest or key not in serving:
                     continue
                 if self._holders.get(policy) not in serving:  # none yet, or it is away
                     have = [one for one, its in serving.items() if its == policy and one not in self._holders.values()]
@@ -141,7 +136,7 @@ class Nodes:
                         self._holders[policy] = key
                 if self._holders.get(policy) == key:
                     return policy
-            return self._newest
+            return self.newest
 
     def beat(self, key: str, role: str, report: registry_lib.Report, now_s: float) -> None:
         """Records a heartbeat. Raises ValueError if the key is another role's."""
@@ -298,10 +293,10 @@ class Nodes:
 
     def _find_served(self, now_s: float) -> timeline.Policy | None:
         """Returns the newest policy that all servers without a problem have, or a newer one that others may still load for too long."""
-        if self._newest is None:
+        if self.newest is None:
             return None
         serving = self._serving(is_old_allowed=True)
-        holders = {key for policy, key in self._holders.items() if policy != self._newest}
+        holders = {key for policy, key in self._holders.items() if policy != self.newest}
         reports = [node.report for node in serving if node.key not in holders] or [node.report for node in serving]
         if not reports:
             return None
@@ -316,7 +311,7 @@ class Nodes:
     def _check_patience(self, now_s: float, has_work: bool) -> None:
         patience_s = self.topology.patience_s
         with self._lock:
-            if self._newest is None or not self._has_servers() or self._serving():
+            if self.newest is None or not self._has_servers() or self._serving():
                 self._well_s["server"] = now_s
             if not has_work or any(not self.is_banned(node.key) for node in self._registry.healthy("worker")):
                 self._well_s["worker"] = now_s
@@ -335,11 +330,11 @@ class Nodes:
         return bool(self._static or self._server_keys)
 
     def _serving(self, *, is_old_allowed: bool = False) -> list[registry_lib.Node]:
-        if self._newest is None:
+        if self.newest is None:
             return []
-        oldest = 0 if is_old_allowed else max(0, self._newest.version - self.max_lag)
+        oldest = 0 if is_old_allowed else max(0, self.newest.version - self.max_lag)
         oldest = min([oldest, *(policy.version for policy in self._held)])
-        found = self._registry.serving(timeline.Policy(self._newest.epoch, oldest), self._newest)
+        found = self._registry.serving(timeline.Policy(self.newest.epoch, oldest), self.newest)
         return [node for node in found if not self.is_banned(self._key(node.key))]
 
     def _observe(self, key: str, load: registry_lib.Load, now_s: float) -> None:

@@ -90,8 +90,7 @@ class Orchestrator:
         on_wait: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._workdir, self._credit, self._key = config, workdir, credit, key
-        self._verdicts, self._ledger = verdicts, ledger or run_ledger.NoLedger()
-        self._evidence, self._on_wait = evidence, on_wait
+        self._ledger, self._evidence, self._on_wait = ledger or run_ledger.NoLedger(), evidence, on_wait
         self._changed = threading.Condition()  # guards everything below
         self._policy = timeline.Policy(0, -1)  # the newest that a server may have
         self._version = -1  # the newest version that servers have
@@ -230,7 +229,9 @@ class Orchestrator:
         submissions.write_batch(self._log, self._workdir, step, taken, kept)
         if recorded:
             recorded.result()
-        self._save_states()
+        with self._changed:
+            states = json.dumps(self._states)
+        atomic_file.write(self._log.directory / STATES, states.encode())
         groups = [*map(self._rewarded, taken)]
         counts = diagnostics.of_groups(groups, step=step, max_tokens=self._config.sampling.max_tokens)
         counts["batch/num_left_out"] = float(sum(len(e.rollouts) - len(g) for e, g in zip(taken, groups, strict=True)))
@@ -329,9 +330,7 @@ class Orchestrator:
         `begun_us` is the start of its process, which holds none of the groups that an earlier one leased.
         """
         now_s = time.monotonic()
-        if (
-            worker in self._servers.invited
-        ):  # the ledger takes no lease of a server that is banned, so the run would end
+        if worker in self._servers.invited:  # the ledger takes no lease of a banned server, so the run would end
             raise ValueError(f"key {worker[:16]} is a server's; make another key for a worker")
         self.nodes.seen([worker], now_s)
         with self.metrics.seconds["lease"].time(), self._changed:
@@ -487,11 +486,6 @@ class Orchestrator:
         state = {"standing": self._health.state(), "evidence": self._evidence(step), "servers": self._servers.state()}
         state["batches"] = self._batches.state()
         self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
-
-    def _save_states(self) -> None:
-        with self._changed:
-            states = json.dumps(self._states)
-        atomic_file.write(self._workdir / "rollouts" / "open" / STATES, states.encode())
 
     def _restore(self, epoch: int) -> None:
         """Takes the groups of the log that are of this epoch, after a restart; all others are made again. The caller has the lock."""

@@ -118,9 +118,8 @@ def make_app(
         network = gate.limit_rate(request)
         message = await web.read_json(request, MAX_LEASE_BYTES)
         if (signer := gate.verify(message, "nodes", network)) != session.run:
-            raise ValueError(
-                f"nodes are shown to the operator of the run, not to {signer[:16]}; sign with the run's key"
-            )
+            found = f"nodes are shown to the operator of the run, not to {signer[:16]}"
+            raise ValueError(f"{found}; sign with the run's key")
         reply = {"nodes": orchestrator.table(), "waiting_for": orchestrator.waiting_for()}
         return responses.JSONResponse(signed_message.sign(key.private, reply | {"request": message["signature"]}))
 
@@ -236,9 +235,8 @@ def _decode_and_submit(orchestrator, body: bytes, digest: str, worker: str) -> d
     rows = parquet.decode(body, **orchestrator.submission_limits)
     # Rollouts name no run: those that a worker signed in another one must not be submitted in its name here.
     if others := {rollout.worker for rollout in rows.rollouts} - {worker}:
-        raise ValueError(
-            f"rollouts are of worker {min(others)[:16]!r}, and the request of {worker[:16]}; submit your own"
-        )
+        found = f"rollouts are of worker {min(others)[:16]!r}, and the request of {worker[:16]}"
+        raise ValueError(f"{found}; submit your own")
     return orchestrator.submit(rows)
 
 

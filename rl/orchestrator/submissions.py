@@ -123,9 +123,7 @@ class Submissions:
     on_verified: Callable[[Sequence[rollout_lib.Rollout]], None]  # called with each group that a verdict accepted
     on_accepted: Callable[[group_queue.Key], None]  # called under the lock for each group that may be trained on
     on_caught: Callable[[str], None]  # called with a line for people on the steps that a caught worker spoiled
-    on_banned: Callable[
-        [str, str], None
-    ]  # called with the key of a worker or server that gets no more work, and the reason
+    on_banned: Callable[[str, str], None]  # called with the key of a node that gets no more work, and the reason
     fail: Callable[[BaseException], None]  # ends the run
 
     def __post_init__(self) -> None:

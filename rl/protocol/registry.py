@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import enum
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -87,14 +88,12 @@ class Report:
         timeline.check_fields(load, Load, "load")
         url, problem = body["url"], body["problem"]
         # Workers open it, terminals show it, and replies encode it as UTF-8.
-        is_text = (
-            isinstance(url, str) and len(url) <= MAX_URL and url.isascii() and url.isprintable() and " " not in url
-        )
+        is_text = isinstance(url, str) and re.fullmatch(f"[!-~]{{0,{MAX_URL}}}", url)
         if not is_text or not (url == "" or sockets.is_url(url)):
             raise ValueError(f"report has url = {url!r:.80}; send an http URL of at most {MAX_URL} characters, or ''")
         if not isinstance(problem, str) or len(problem) > sign_in.MAX_PROBLEM or not problem.isprintable():
             raise ValueError(
-                f"report has problem = {problem!r:.80}; send a line of {sign_in.MAX_PROBLEM} characters at most"
+                f"report has problem = {problem!r:.80}; send a line of at most {sign_in.MAX_PROBLEM} letters"
             )
         for name, value in load.items():
             is_count, most = type(getattr(Load, name)) is int, 1.0 if name == "kv_used" else 1e12
@@ -257,9 +256,8 @@ class Registry:
             self._away_s = self._now_s
 
     def _is_away(self) -> bool:
-        count = {state: self._count["server", state] for state in State}
-        num_suspect = count[State.SUSPECT]
-        return sum(count.values()) > 0 and (not count[State.HEALTHY] or num_suspect >= count[State.HEALTHY])
+        count = self.count("server")
+        return count.total() > 0 and (not count[State.HEALTHY] or count[State.SUSPECT] >= count[State.HEALTHY])
 
     def _make_room(self, now_s: float) -> bool:
         """Returns True if a stranger more may sign in, maybe in place of a silent one."""

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import httpx
 from inference import client as client_lib
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease, registry
-from sharding.system import signed_message
+from sharding.system import cli, signed_message
 
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
 OVERTAKEN_S = 5.0  # for which a request is signed again that a later one has overtaken
@@ -65,9 +64,8 @@ class Connection:
                     raise ConnectionError(f"{found}; check the URL, and that the run is on") from error
                 if waited > NOTICE_S and not is_noticed:
                     is_noticed = True
-                    note(
-                        f"waiting for {self.problem}; for up to {self._give_up_s:g} s: check the URL, and that the run is on"
-                    )
+                    limit = f"for up to {self._give_up_s:g} s: check the URL, and that the run is on"
+                    cli.note(f"waiting for {self.problem}; {limit}")
                 await asyncio.sleep(0.5)
 
 
@@ -128,8 +126,3 @@ def _is_replay(response: httpx.Response) -> bool:
         return response.json()["error"]["type"] == "replayed"
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def note(line: str) -> None:
-    """Prints a line for people."""
-    print(line, file=sys.stderr, flush=True)

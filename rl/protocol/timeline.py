@@ -33,9 +33,7 @@ class Policy:
             if type(body[name]) is not int or not 0 <= body[name] <= MAX_NUMBER:
                 raise ValueError(f"policy has {name} = {body[name]!r:.80}; send an integer in 0..2^48")
         if not isinstance(body["digest"], str) or not re.fullmatch("([0-9a-f]{64})?", body["digest"]):
-            raise ValueError(
-                f"policy has digest = {body['digest']!r:.80}; send 64 lowercase hex digits, or an empty text"
-            )
+            raise ValueError(f"policy has digest = {body['digest']!r:.80}; send 64 lowercase hex digits, or ''")
         return cls(**body)
 
     def __str__(self) -> str:

@@ -109,10 +109,12 @@ class MetricsWriter:
 def read(path: str | os.PathLike) -> list[dict]:
     """Returns the lines of a metrics.jsonl, `{"phase": str, "step": int, name: float, ...}`.
 
-    Skips an incomplete last line, which a killed process may leave. Raises ValueError with the number of a malformed line.
+    Without a file there are none. Skips an incomplete last line, which a killed process may leave. Raises ValueError with the number of a malformed line.
     """
-    records = []
-    for number, text in enumerate(pathlib.Path(path).read_bytes().decode("utf-8", "replace").split("\n")[:-1], start=1):
+    records, path = [], pathlib.Path(path)
+    if not path.exists():
+        return []
+    for number, text in enumerate(path.read_bytes().decode("utf-8", "replace").split("\n")[:-1], start=1):
         try:
             record = json.loads(text)
             floats = {name: float(value) for name, value in record.items() if "/" in name}

@@ -28,17 +28,9 @@ from rl.swarm import table as table_lib
 from sharding.system import sign_in
 
 TICK_S, MINUTES = 0.2, 10.0
-# Fields that the swarm sets.
-OURS = (
-    "topology.mode",
-    "topology.orchestrator",
-    "topology.port",
-    "topology.relay_port",
-    "topology.server",
-    "topology.control",
-    "topology.workers",
-)
-OURS += ("trust.validators", "trust.admission")
+# Beginnings of the options that the swarm sets.
+OURS = tuple(f"config.topology.{x}" for x in "mode orchestrator port relay_port server control workers".split())
+OURS += ("config.trust.validators", "config.trust.admission")
 
 
 def main() -> None:
@@ -102,11 +94,9 @@ def _check(counts: processes.Counts) -> None:
             raise ValueError(f"--{name} is about the faults of --chaos; add --chaos=SEED, or leave it out")
     if flags.FLAGS.chaos is not None and not sys.platform.startswith("linux"):
         raise ValueError(f"--chaos limits processes as only Linux can, and this is {sys.platform}; leave it out")
-    given = [
-        argument for argument in sys.argv[1:] if argument.lstrip("-").startswith(tuple(f"config.{x}" for x in OURS))
-    ]
-    if given:
-        raise ValueError(f"{given[0]} is set by the swarm; leave it out")
+    for argument in sys.argv[1:]:
+        if argument.lstrip("-").startswith(OURS):
+            raise ValueError(f"{argument} is set by the swarm; leave it out")
 
 
 def _roles(counts: processes.Counts, is_apart: bool) -> dict[str, str]:

@@ -8,16 +8,13 @@
 It is the real command with one function replaced, so that it knows all that an honest node knows.
 """
 
-import concurrent.futures
 import dataclasses
 import sys
 from collections.abc import Sequence
 
 from inference import client as client_lib
 from inference import serve
-from inference.engine import request as request_lib
-from inference.scheduler import scheduler
-from inference.server import inference_server
+from inference.server import generate_routes, inference_server
 from rl import worker
 
 LIE = 0.5  # nats
@@ -26,48 +23,34 @@ LIE = 0.5  # nats
 def main(argv: Sequence[str]) -> int:
     """Runs the node of kind `argv[0]`; returns its exit code."""
     kind, *options = argv
-    return {"refuse": _refuse, "lie": _lie, "forge": _forge}[kind](options)
+    {"refuse": _refuse, "lie": _lie, "forge": _forge}[kind]()
+    return worker.main(options) if kind == "forge" else serve.main(options)
 
 
-def _refuse(options: list[str]) -> int:
+def _refuse() -> None:
     def request(*args, **kwargs):
         raise ValueError("this server refuses every request")
 
     inference_server.InferenceServer.request = request
-    return serve.main(options)
 
 
-def _lie(options: list[str]) -> int:
-    submit = scheduler.Scheduler.submit
+def _lie() -> None:
+    honest = generate_routes.choice
 
-    def submit_and_lie(self, *args, **kwargs) -> concurrent.futures.Future[list[request_lib.Completion]]:
-        honest, told = submit(self, *args, **kwargs), concurrent.futures.Future()
+    def choice(server, request, completion, *rest):
+        logprobs = [logprob - LIE for logprob in completion.logprobs]
+        return honest(server, request, dataclasses.replace(completion, logprobs=logprobs), *rest)
 
-        def answer(future: concurrent.futures.Future) -> None:
-            if error := future.exception():
-                told.set_exception(error)
-            else:
-                told.set_result([_changed(completion) for completion in future.result()])
-
-        honest.add_done_callback(answer)
-        return told
-
-    scheduler.Scheduler.submit = submit_and_lie
-    return serve.main(options)
+    generate_routes.choice = choice
 
 
-def _changed(completion: request_lib.Completion) -> request_lib.Completion:
-    return dataclasses.replace(completion, logprobs=[logprob - LIE for logprob in completion.logprobs])
+def _forge() -> None:
+    honest = worker.make_rollouts
 
+    def make_rollouts(run, group, task, prompt, samples):
+        return honest(run, group, task, prompt, [*map(forged, samples)])
 
-def _forge(options: list[str]) -> int:
-    make_rollouts = worker.make_rollouts
-
-    def forge(run, group, task, prompt, samples):
-        return make_rollouts(run, group, task, prompt, [*map(forged, samples)])
-
-    worker.make_rollouts = forge
-    return worker.main(options)
+    worker.make_rollouts = make_rollouts
 
 
 def forged(sample: client_lib.Sample) -> client_lib.Sample:

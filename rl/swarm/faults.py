@@ -8,11 +8,11 @@ import collections
 import contextlib
 import dataclasses
 import datetime
-import errno
 import json
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -36,9 +36,7 @@ class Faults(contextlib.AbstractContextManager):
     processes: supervisor.Supervisor
     links: tcp_link.Links
     faults: Iterator[fault_schedule.Fault]  # the schedule
-    cheats: Mapping[
-        str, supervisor.Spec
-    ]  # the processes of the faults "forge" and "lie", by the name that they run under
+    cheats: Mapping[str, supervisor.Spec]  # the processes of "forge" and "lie", by the name that they run under
     disks: dict[str, pathlib.Path]  # {relay: mirror on a file system of its own}
     file: pathlib.Path  # the log of faults
     note: Callable[[str], None]  # called with a line for people for each fault
@@ -120,12 +118,7 @@ class Faults(contextlib.AbstractContextManager):
 
     def _log(self, elapsed_s: float, event: str, fault: fault_schedule.Fault) -> None:
         now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
-        line = {
-            "time": now,
-            "elapsed_s": round(elapsed_s, 1),
-            "event": event,
-            **dataclasses.asdict(fault),
-        }
+        line = {"time": now, "elapsed_s": round(elapsed_s, 1), "event": event} | dataclasses.asdict(fault)
         with open(self.file, "a") as file:
             file.write(json.dumps(line) + "\n")
         self.note(f"chaos: {fault.kind} of {fault.target} {event}")
@@ -142,12 +135,8 @@ def small_disk(folder: pathlib.Path) -> Iterator[bool]:
     if folder.is_mount():  # of a swarm that was killed
         subprocess.run(["umount", "-l", str(folder)], capture_output=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=700", "intellax-swarm", str(folder)]
-    try:
-        is_mounted = os.getuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
-    except OSError as error:
-        if error.errno != errno.ENOENT:  # no `mount` on this system
-            raise
-        is_mounted = False
+    may_mount = os.getuid() == 0 and shutil.which("mount")
+    is_mounted = bool(may_mount) and subprocess.run(command, capture_output=True).returncode == 0
     try:
         yield is_mounted
     finally:

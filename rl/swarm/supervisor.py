@@ -112,10 +112,8 @@ class Supervisor(contextlib.AbstractContextManager):
             if node.child and (code := node.child.process.poll()) is not None:
                 self._bury(node, node.child, code, now_s, is_patient)
             if not self.is_over and node.child is None and now_s >= node.start_s and _is_open(node.spec.after_port):
-                node.num_starts, node.begun_s = node.num_starts + 1, now_s
-                node.child = child_process.ChildProcess(
-                    node.spec.name, [*node.spec.command], self._logs, lambda error: None, is_group=True
-                )
+                node.num_starts, node.begun_s, spec = node.num_starts + 1, now_s, node.spec
+                node.child = child_process.ChildProcess(spec.name, spec.command, self._logs, is_group=True)
 
     def _bury(self, node: Node, child: child_process.ChildProcess, code: int, now_s: float, is_patient: bool) -> None:
         if code == 0 and node.spec.role == "learner":

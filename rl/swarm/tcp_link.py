@@ -88,7 +88,7 @@ class Links(contextlib.AbstractContextManager):
 
     def __init__(self):
         self._links: list[Link] = []
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="links", daemon=True)
         self._thread.start()
 
@@ -113,13 +113,9 @@ class Links(contextlib.AbstractContextManager):
         return [link for link in self._links if node in link.ends]
 
     def _run(self) -> None:
-        self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.close()
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # it cancels all tasks at the end
+            runner.run(self._ended.wait())
 
     def __exit__(self, *_) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join()

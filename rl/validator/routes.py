@@ -8,7 +8,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
 import re
@@ -170,8 +169,8 @@ def serve(args: argparse.Namespace) -> int:
         stack.callback(ended.set)
         threading.Thread(target=_report, args=(judge, ended), name="report", daemon=True).start()
         if args.orchestrator:
-            where, show = {"url": sockets.address(sock)}, functools.partial(print, file=sys.stderr, flush=True)
-            node = sign_in.SignIn(args.orchestrator, key.private, "validator", lambda: where, run=run, on_notice=show)
+            where = {"url": sockets.address(sock)}
+            node = sign_in.SignIn(args.orchestrator, key.private, "validator", lambda: where, run=run)
             stack.enter_context(node)
         server = web.server(make_app(service, judge))
         if args.exit_with_parent:

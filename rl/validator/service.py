@@ -329,14 +329,10 @@ class Service:
             done = () if self._ledger is None else self._ledger.state.done
             if one.verdict.accepted and (self._run, rollout.step, rollout.task.group) in done:
                 one.verdict = checks.Verdict("duplicate", "by the ledger, its task was accepted before")
-        elif one.verdict.reason == "versions" and newest < (version := int(rollout.versions.max())) < self._limit(
-            rollout
-        ):
-            one.verdict = checks.Verdict("weights", f"version {version} is not here yet, the newest is {newest}")
-
-    def _limit(self, rollout: rollout_lib.Rollout) -> float:
-        """Returns the version from which on no policy can have made a rollout."""
-        return rollout.step if self._validator.rules.is_fixed else math.inf
+        elif one.verdict.reason == "versions":
+            version, limit = int(rollout.versions.max()), rollout.step if self._validator.rules.is_fixed else math.inf
+            if newest < version < limit:
+                one.verdict = checks.Verdict("weights", f"version {version} is not here yet, the newest is {newest}")
 
     def _is_drawn(self, rollout: rollout_lib.Rollout) -> bool:
         """Returns True if a rollout's group is to be replayed: drawn by its worker's reputation, with a secret that workers do not have."""

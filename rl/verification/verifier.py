@@ -33,6 +33,7 @@ from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
 from sharding import broadcast
 from sharding.format import head
+from sharding.system import cli
 
 SHIPPED_BANDS = pathlib.Path(__file__).parents[2] / "configs" / "bands"
 MAX_SCORERS = 4  # processes that score at the same time, in case some are slow
@@ -204,7 +205,7 @@ def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[.
 def rules_of(
     config,
     tokenizer,
-    on_error: Callable[[str], None] = scorer.print_error,
+    on_error: Callable[[str], None] = cli.note,
     stack: contextlib.ExitStack | None = None,
     run: str = "",
 ) -> rules_lib.Rules:

@@ -152,12 +152,10 @@ def watch(source: Source, *, after: int = -1, key: Trusted = None) -> Iterator[i
             order = _wait(opened, lambda now, last=order: now > last)
 
 
-def read_manifest(
-    source: Source, version: int, *, key: Trusted = None, epoch: int | None = None, digest: str = ""
-) -> Manifest:
+def read_manifest(source: Source, version: int, *, key: Trusted = None, digest: str = "") -> Manifest:
     """Returns the manifest of `version`, checked without reading its objects. Raises the errors of `pull`."""
     with _opened(source, key) as opened:
-        return _target(opened, version, epoch, digest)[0]
+        return _target(opened, version, digest=digest)[0]
 
 
 def _opened(source: Source, key: Trusted = None) -> contextlib.AbstractContextManager[source_lib.Source]:
@@ -257,9 +255,8 @@ def _target(
     sha256 = hashlib.sha256(data).hexdigest()
     if epoch not in (None, found.epoch or 0) or digest not in ("", sha256):
         wanted = f"epoch {'any' if epoch is None else epoch}, manifest {digest[:16] or 'any'}"
-        text = (
-            f"version {version} under {opened.stats()['source']} is of epoch {found.epoch or 0}, manifest {sha256[:16]}"
-        )
+        text = f"version {version} under {opened.stats()['source']} is of epoch {found.epoch or 0}"
+        text += f", manifest {sha256[:16]}"
         remedy = "a resumed run has published it again; wait for its source, or use the run's newest"
         raise FileNotFoundError(f"{text}, not of {wanted}: {remedy}")
     return found, sha256

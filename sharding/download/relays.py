@@ -122,9 +122,7 @@ class Relays:
         if wait_s and listing == known:  # a relay that has no news must not make its client busy
             time.sleep(max(0.0, min(0.1, until_s - 0.5 - time.monotonic())))
         heads = [relay.claims[2] for relay in self.relays if relay.claims[2] is not None and self.trusted is None]
-        with (
-            self._lock
-        ):  # a version that was deleted and comes back, or that a resumed run has replaced, is another one
+        with self._lock:  # a version that was deleted and comes back, or was published again, is another one
             for n, found in [*self._manifests.items()]:
                 if n not in listing.complete or (heads and not any(found.sha256.encode() in data for data in heads)):
                     del self._manifests[n]

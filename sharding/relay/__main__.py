@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
                     policy = {"epoch": max(0, health["epoch"]), "version": held[-1], "digest": ""} if held else None
                     return {"url": relay.url, "policy": policy, "problem": health["error"]}
 
-                node = sign_in.SignIn(args.orchestrator, key, "relay", report, run=args.run, on_notice=_notice)
+                node = sign_in.SignIn(args.orchestrator, key, "relay", report, run=args.run)
             with node, status_line.printed(relay.progress):
                 relay.run()
             relay.close()
@@ -76,10 +76,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _notice(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -199,9 +199,8 @@ class Relay:
         elif number is not None and (found := self.store.object(number, name)):
             with contextlib.suppress(FileNotFoundError):  # removed in this moment
                 with open(found[0], "rb", buffering=0) as file:
-                    if (
-                        self.store.object(number, name) == found
-                    ):  # else the file may be of a version that came in its place
+                    # Else the file may be of a version that came in its place.
+                    if self.store.object(number, name) == found:
                         return self._send(client, file, found[1], range_)
         if body is not None:
             return client.answer(200, body, headers)

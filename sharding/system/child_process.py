@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: its packages are imported from there
@@ -30,9 +30,9 @@ class ChildProcess(contextlib.AbstractContextManager):
     def __init__(
         self,
         name: str,
-        command: list[str],
+        command: Sequence[str],
         logs: pathlib.Path,
-        on_death: Callable[[Exception], None],
+        on_death: Callable[[Exception], None] = lambda error: None,
         *,
         is_group: bool = False,
     ):

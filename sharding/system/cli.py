@@ -37,6 +37,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; {self.prog} --help lists the options\n")
 
 
+def note(line: str) -> None:
+    """Prints a line for people to standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def stop_at_eof(stop: Callable[[], object]) -> None:
     """Starts a thread that calls `stop` when standard input closes (the parent process ended) and exits the process 5 s later."""
 

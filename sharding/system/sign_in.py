@@ -19,7 +19,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from sharding.system import signed_message, sockets
+from sharding.system import cli, signed_message, sockets
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 TIMEOUT_S = 10.0
@@ -79,7 +79,7 @@ class SignIn:
     _: dataclasses.KW_ONLY
     run: str = ""  # its public key in hex; "": that of the first reply
     on_reply: Callable[[dict], None] = lambda reply: None
-    on_notice: Callable[[str], None] = lambda line: None  # for people: the orchestrator is lost, or found again
+    on_notice: Callable[[str], None] = cli.note  # for people: the orchestrator is lost, or found again
 
     def __post_init__(self) -> None:
         if not sockets.is_url(self.orchestrator):

@@ -93,9 +93,8 @@ def load_key(path: str | os.PathLike, role: str = "key") -> ed25519.Ed25519Priva
         make = f"make a key with `openssl genpkey -algorithm ed25519 -out {path}`"
         raise FileNotFoundError(f"no file {path}: pass a PEM file with a private key, or {make}") from error
     except (PermissionError, IsADirectoryError) as error:
-        raise ValueError(
-            f"{role} {path} cannot be read: {error.strerror}; name a file that this user may read"
-        ) from error
+        found = f"{role} {path} cannot be read: {error.strerror}"
+        raise ValueError(f"{found}; name a file that this user may read") from error
     try:
         private = serialization.load_pem_private_key(data, password=None)
     except (ValueError, TypeError, exceptions.UnsupportedAlgorithm) as error:

@@ -97,7 +97,7 @@ class Host:
     def publish(self, learner: str, policy: timeline.Policy) -> None:
         """Records a published policy, once, and names it to the servers."""
         with self._lock:
-            orchestrator = self._of(learner)
+            orchestrator = self.of(learner)
             if (policy.epoch, policy.version) not in self.ledger.run.published:
                 self.ledger.published(policy.version, policy.digest, policy.epoch).result()
             self._save(policy=policy.to_json())
@@ -105,16 +105,8 @@ class Host:
 
     def head(self, learner: str) -> str:
         """Returns the ledger's head."""
-        self._of(learner)
+        self.of(learner)
         return self.ledger.head()
-
-    def state(self, learner: str, step: int) -> dict:
-        """Returns the orchestrator's state as of batch `step`, for the checkpoint."""
-        return self._of(learner).state(step)
-
-    def waiting_for(self, learner: str) -> str:
-        """Returns why the learner waits, as a line for people."""
-        return self._of(learner).waiting_for()
 
     def batch(self, learner: str, step: int, sizes: dict) -> dict | None:
         """Returns the metrics of batch `step` and its number of micro-batches; None if it is not complete yet."""
@@ -146,10 +138,11 @@ class Host:
 
     def end(self, learner: str) -> None:
         """Ends the run for the workers; this process may end, too."""
-        self._of(learner).end()
+        self.of(learner).end()
         self.ended.set()
 
-    def _of(self, learner: str) -> Any:
+    def of(self, learner: str) -> Any:
+        """Returns the orchestrator for a call. Raises AnotherLearner unless `learner` attached last."""
         with self._lock:
             if self._saved.get("learner") != learner:
                 raise AnotherLearner("another learner continues this run; end this one")
@@ -167,7 +160,7 @@ class Host:
     def _job(self, learner: str, name: tuple, function: Callable[[Any], Any]) -> Any:
         """Returns the result of a call that is made once however often it is asked for; None if it is not there after `WAIT_S`."""
         with self._lock:
-            orchestrator = self._of(learner)
+            orchestrator = self.of(learner)
             if name not in self._jobs:
                 same = [other for other in self._jobs if other[0] == name[0]]
                 for other in same if name[0] == "batch" else same[:-MAX_EVALUATIONS]:

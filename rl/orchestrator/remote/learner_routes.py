@@ -27,11 +27,13 @@ def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str |
         host.attach(learner, **fields)
         return {"url": worker_url()}
 
-    calls = {name: getattr(host, name) for name in ("head", "state", "waiting_for", "batch", "rows", "evaluate", "end")}
+    calls = {name: getattr(host, name) for name in ("head", "batch", "rows", "evaluate", "end")}
     calls |= {
         "attach": attach,
         "check": lambda learner, fields: host.check(fields) is None,
         "publish": lambda learner, policy: host.publish(learner, timeline.Policy.from_json(policy)),
+        "state": lambda learner, step: host.of(learner).state(step),
+        "waiting_for": lambda learner: host.of(learner).waiting_for(),
     }
 
     @app.post("/learner/{name}")
@@ -47,7 +49,7 @@ def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str |
             return responses.Response(found)
         status, reply = 200, {"result": found}
         if name in ("batch", "rows", "evaluate") and found is None:
-            status, reply = 202, {"waiting_for": await asyncio.to_thread(host.waiting_for, body["learner"])}
+            status, reply = 202, {"waiting_for": await asyncio.to_thread(calls["waiting_for"], body["learner"])}
         return responses.Response(json.dumps(reply), status, media_type="application/json")  # metrics may be NaN
 
     refused = 400, "invalid_request_error"  # also by the error that ends the run
