@@ -143,7 +143,7 @@ class Audit:
         place = _place(step, rollouts)
         self.workers.add(rollouts[0].worker)
         self._check("group", [self._group_error(step, group, rollouts)], **place)
-        self._check("task", [self._task_error(step, group, rollout) for rollout in rollouts], **place)
+        self._check("task", [self._task_error(group, rollout) for rollout in rollouts], **place)
         self._check("seed", [_seed_error(group, rollout) for rollout in rollouts], **place)
         self._check("staleness", [self._staleness_error(step, rollout) for rollout in rollouts], **place)
         self._check("signature", [_signature_error(rollout) for rollout in rollouts], **place)
@@ -177,7 +177,7 @@ class Audit:
         allowed = [step] if self._is_fixed else task_schedule.group_steps(self.config)
         return {group.group: group for group in self._train_groups(of)}[number] if of in allowed else None
 
-    def _task_error(self, step: int, group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
+    def _task_error(self, group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
         if group is None:
             return "this step has no such group"
         task = rollout.task

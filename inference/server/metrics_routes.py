@@ -43,12 +43,7 @@ def serving(address: str, health: Callable[[], dict], *roles: registry.Collector
 
 def listen(address: str) -> socket.socket:
     """Returns a socket that listens at [HOST:]PORT, by default of this machine alone. Raises ValueError for any other text."""
-    return sockets.listen(*parse(address))
-
-
-def parse(address: str) -> tuple[str, int]:
-    """Returns the host and the port of [HOST:]PORT. Raises ValueError for any other text."""
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         raise ValueError(f"the address of metrics is {address!r}; give PORT, or HOST:PORT")
-    return host or "127.0.0.1", int(port)
+    return sockets.listen(host or "127.0.0.1", int(port))

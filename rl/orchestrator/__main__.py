@@ -33,7 +33,7 @@ def main() -> None:
     if exp.config.topology.mode != "remote":
         raise ValueError("topology.mode = 'local' has its orchestrator in the learner; set topology.mode = 'remote'")
     if options.metrics:
-        metrics_routes.parse(options.metrics)  # it is opened when the learner attaches
+        metrics_routes.listen(options.metrics).close()  # it is opened when the learner attaches
     with contextlib.ExitStack() as stack:
         workdir = stack.enter_context(run_directory.open_orchestrator(options.workdir))
         any_step = not task_schedule.is_fixed(exp.config)

@@ -251,21 +251,20 @@ class Orchestrator:
         groups = task_schedule.held_out_groups(self._config, version, name)
         keys, end_s = [group.key for group in groups], time.monotonic() + self._config.evaluation.hold_s
         with self._changed:
-            is_newest = self._policy.version == version
-            policy = self._policy if is_newest else timeline.Policy(self._policy.epoch, version)
-        with self.nodes.holding(policy):
-            with self._changed:
-                self._wait_for(lambda: self._version >= version)
-                self._queue.add(groups, first=True)  # before training groups, which any newer version may generate
-                notice_s = min(WAIT_NOTICE_S, self._config.evaluation.hold_s)
-                while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), notice_s):
-                    self._on_wait(self._waiting("the evaluation", (self._queue.num_eligible(keys), len(keys))))
-                    if time.monotonic() > end_s and self._policy.version > version:
-                        for key in keys:
-                            self._queue.drop(key, "evaluation")
-                        return []
-                taken = self._queue.take(keys)
-                self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
+            newest = self._policy
+        policy = newest if newest.version == version else timeline.Policy(newest.epoch, version)
+        with self.nodes.holding(policy), self._changed:
+            self._wait_for(lambda: self._version >= version)
+            self._queue.add(groups, first=True)  # before training groups, which any newer version may generate
+            notice_s = min(WAIT_NOTICE_S, self._config.evaluation.hold_s)
+            while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), notice_s):
+                self._on_wait(self._waiting("the evaluation", (self._queue.num_eligible(keys), len(keys))))
+                if time.monotonic() > end_s and self._policy.version > version:
+                    for key in keys:
+                        self._queue.drop(key, "evaluation")
+                    return []
+            taken = self._queue.take(keys)
+            self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
         return [*map(self._rewarded, taken)]
 
     def fail(self, error: BaseException) -> None:

@@ -37,10 +37,10 @@ def main() -> None:
     """Runs the swarm of the command line until its run ends. Raises SystemExit after a signal."""
     values = flags.FLAGS
     experiment = experiment_lib.resolve(values.config)
-    counts = processes.Counts(values.relays, values.servers, values.workers, values.validators)
-    _check(counts)
+    _check()
+    roles = _roles()
     if values.dry_run:
-        return _list_faults(values.chaos, _roles(counts, values.apart))
+        return _list_faults(values.chaos, roles)
     with run_directory.open_workdir(values.workdir, experiment) as workdir:
         key = run_directory.signing_key(workdir)
     with contextlib.ExitStack() as stack:
@@ -49,8 +49,7 @@ def main() -> None:
         if values.chaos is not None:
             connect = (links := stack.enter_context(tcp_link.Links())).add
         arguments = _config_arguments(sys.argv[1:])
-        options = {"is_chain": values.chain, "is_apart": values.apart, "connect": connect}
-        swarm = processes.plan(experiment, workdir, counts, arguments, **options)
+        swarm = processes.plan(experiment, workdir, roles, arguments, is_chain=values.chain, connect=connect)
         nodes = stack.enter_context(supervisor.Supervisor(workdir / "logs", lambda line: note(line)))
         for spec in swarm.specs:
             nodes.add(spec)
@@ -60,7 +59,7 @@ def main() -> None:
         table = table_lib.Table(nodes.nodes, swarm.keys, ask, workdir / "metrics.jsonl", active)
         note = stack.enter_context(table_lib.shown(table, sys.stdout))
         if values.chaos is not None:
-            schedule = fault_schedule.schedule(values.chaos, _roles(counts, values.apart))
+            schedule = fault_schedule.schedule(values.chaos, roles)
             chaos = stack.enter_context(_chaos(schedule, nodes, links, swarm, workdir, note, stack))
         note(f"starting {len(nodes.nodes)} nodes; their logs are in {workdir / 'logs'}")
         begun_s, all_run_s = time.monotonic(), None
@@ -83,10 +82,10 @@ def main() -> None:
         sys.exit("\n".join(f"error: {problem}" for problem in found.problems))
 
 
-def _check(counts: processes.Counts) -> None:
+def _check() -> None:
     for name, least in (("servers", 1), ("relays", 0), ("workers", 1), ("validators", 0)):
-        if not least <= getattr(counts, name) <= 32:
-            raise ValueError(f"--{name}={getattr(counts, name)} is not in {least}..32; change it")
+        if not least <= (count := flags.FLAGS[name].value) <= 32:
+            raise ValueError(f"--{name}={count} is not in {least}..32; change it")
     if (minutes := flags.FLAGS.minutes) is not None and not 0 < minutes < float("inf"):
         raise ValueError(f"--minutes={minutes:g} must be above 0; change it, or leave it out for {MINUTES:g}")
     for name in ("minutes", "dry_run"):
@@ -99,11 +98,11 @@ def _check(counts: processes.Counts) -> None:
             raise ValueError(f"{argument} is set by the swarm; leave it out")
 
 
-def _roles(counts: processes.Counts, is_apart: bool) -> dict[str, str]:
+def _roles() -> dict[str, str]:
     """Returns the role of each node by name."""
-    roles = {name: role for role in ("relay", "server", "worker", "validator") for name in counts.names(role)}
-    apart = {"orchestrator": "orchestrator"} if is_apart else {}
-    return {"learner": "learner"} | apart | roles | {processes.IMPOSTOR: processes.IMPOSTOR}
+    single = ("learner", processes.IMPOSTOR, *(["orchestrator"] if flags.FLAGS.apart else []))
+    several = {f"{role}{i}": role for role in processes.ROLES for i in range(flags.FLAGS[f"{role}s"].value)}
+    return {name: name for name in single} | several
 
 
 def _list_faults(seed: int, roles: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import pathlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from inference.rollouts import rollout as rollout_lib
 from rl import launch
@@ -18,22 +18,9 @@ from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.swarm import supervisor
 
+ROLES = ("relay", "server", "worker", "validator")  # of which there are several nodes
 Connect = Callable[[frozenset[str], int], str]  # (nodes at both ends, port) -> URL of a connection to it
 IMPOSTOR, LIAR = "impostor", "-liar"  # the name of a worker; the end of the name of a server's double
-
-
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """The number of nodes of each role besides the learner."""
-
-    relays: int
-    servers: int
-    workers: int
-    validators: int
-
-    def names(self, role: str) -> list[str]:
-        """Returns the names of the nodes of a role, such as server0 and server1."""
-        return [f"{role}{i}" for i in range(getattr(self, f"{role}s"))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +46,18 @@ def direct(ends: frozenset[str], port: int) -> str:
 def plan(
     experiment: experiment_lib.Experiment,
     workdir: pathlib.Path,
-    counts: Counts,
+    roles: Mapping[str, str],
     config_flags: Sequence[str],
     *,
     is_chain: bool = False,
-    is_apart: bool = False,
     connect: Connect = direct,
 ) -> Swarm:
     """Returns the processes of a swarm that trains in `workdir`, which has the config and the run's key.
 
-    `config_flags` are those of the user. Relays read from the learner's, or with `is_chain` each from the one before. With `is_apart`,
-    the orchestrator has a process of its own.
+    `roles` has the role of each node by its name; if there is an orchestrator, it has a process of its own. `config_flags` are those
+    of the user. Relays read from the learner's, or with `is_chain` each from the one before.
     """
-    relays, servers, workers, validators = (counts.names(f.name[:-1]) for f in dataclasses.fields(counts))
+    relays, servers, workers, validators = ([name for name in roles if roles[name] == role] for role in ROLES)
     liars = {name: f"{name}{LIAR}" for name in servers}
     names = [*relays, *servers, *workers, *validators, IMPOSTOR, *liars.values()]
     named = ["orchestrator", "weights", "control", *names]
@@ -80,7 +66,7 @@ def plan(
     run, mirrors = run_directory.signing_key(workdir).worker, {name: workdir / "relays" / name for name in relays}
     trusted, sandbox = run_directory.root_file(workdir) or run, experiment.config.trust.sandbox
     urls = {name: connect(frozenset({name}), ports[name]) for name in (*relays, *servers, *validators)}
-    host = "orchestrator" if is_apart else "learner"  # of the orchestrator
+    host = "orchestrator" if "orchestrator" in roles else "learner"  # of the orchestrator
     specs, cheats = [], {}
 
     def spec(name: str, role: str, command: Sequence[str], after: str, *options: str, key: str = "") -> supervisor.Spec:
@@ -120,7 +106,7 @@ def plan(
     }
     options = [*config_flags, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
     learner, first = supervisor.Spec("learner", "learner", ["rl.train", *options]), []
-    if is_apart:
+    if host == "orchestrator":
         control = connect(frozenset({"learner", host}), ports["control"])
         command = ["rl.orchestrator", *options, f"--control=127.0.0.1:{ports['control']}"]
         first = [supervisor.Spec(host, host, command)]

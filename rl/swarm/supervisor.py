@@ -8,7 +8,6 @@
 The caller calls `tick` a few times per second. Each child leads a process group, which goes with it.
 """
 
-import collections
 import contextlib
 import dataclasses
 import os
@@ -24,22 +23,6 @@ MAX_DEATHS, WINDOW_S = 5, 300.0
 FIRST_PAUSE_S = 1.0
 REST_S = 10.0  # after an end without an error
 END_S = 5.0  # that all children together get to end by themselves
-
-
-class Deaths:
-    """Decides when a process that died starts again."""
-
-    def __init__(self):
-        self._died_s: collections.deque[float] = collections.deque(maxlen=MAX_DEATHS)
-
-    def count(self, now_s: float) -> int:
-        """Returns the number of deaths within the last `WINDOW_S` seconds, up to `MAX_DEATHS`."""
-        return sum(now_s - died_s <= WINDOW_S for died_s in self._died_s)
-
-    def restart_s(self, now_s: float) -> float:
-        """Records a death; returns the time of the next start."""
-        self._died_s.append(now_s)
-        return now_s + FIRST_PAUSE_S * 2 ** (self.count(now_s) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +43,16 @@ class Node:
     child: child_process.ChildProcess | None = None
     start_s: float = 0.0  # not before
     begun_s: float = 0.0  # the last start
-    deaths: Deaths = dataclasses.field(default_factory=Deaths)
     is_killed: bool = False  # by us: its death is none of its faults
     problem: str = ""  # its last words
     num_starts: int = 0
     num_killed: int = 0  # by us
+    died_s: list[float] = dataclasses.field(default_factory=list)  # its own deaths of the last `WINDOW_S` seconds
+
+    def die(self, now_s: float) -> None:
+        """Records a death, after which it starts again in a while, longer each time."""
+        self.died_s = [*(died_s for died_s in self.died_s if now_s - died_s <= WINDOW_S), now_s][-MAX_DEATHS:]
+        self.start_s = now_s + FIRST_PAUSE_S * 2 ** (len(self.died_s) - 1)
 
 
 class Supervisor(contextlib.AbstractContextManager):
@@ -129,8 +117,8 @@ class Supervisor(contextlib.AbstractContextManager):
         node.problem = obituary if not was_killed else "killed"
         node.start_s = now_s + FIRST_PAUSE_S
         if not was_killed:
-            node.start_s = node.deaths.restart_s(now_s)
-            if node.deaths.count(now_s) >= MAX_DEATHS and not is_patient:
+            node.die(now_s)
+            if len(node.died_s) == MAX_DEATHS and not is_patient:
                 raise ValueError(f"{obituary}. It died {MAX_DEATHS} times within {WINDOW_S:.0f} s")
         self._note(f"{node.problem if not was_killed else f'{node.spec.name} was killed'}; it starts again")
 

@@ -35,11 +35,16 @@ def start(tmp_path):
         process.end()
 
 
+def begun(process):
+    """Returns a process in which the run has begun, with policy 0 of epoch 4."""
+    process.ledger.resumed(0)
+    process.resume(0, timeline.Policy(4, 0))
+    return process
+
+
 @pytest.mark.parametrize("rate", [1e-9, 1.0])
 def test_a_killed_orchestrator_goes_on_with_the_groups_that_it_took(start, rate):
-    first = start(rate)
-    first.ledger.resumed(0)
-    first.resume(0, timeline.Policy(4, 0))
+    first = begun(start(rate))
     assert first.answer(2) == [0, 1]
     validators.settled(first.orchestrator)
     second = start(rate, killed=first)
@@ -67,9 +72,7 @@ def test_a_killed_orchestrator_goes_on_with_the_groups_that_it_took(start, rate)
 
 def test_a_killed_run_goes_on_with_late_groups_in_later_batches(start):
     options = {"rl": {"batch": "first", "max_lag": 2, "oversampling": 1.4}, "ledger_options": {"any_step": True}}
-    first = start(**options)
-    first.ledger.resumed(0)
-    first.resume(0, timeline.Policy(4, 0))
+    first = begun(start(**options))
     slow = [first.orchestrator.lease(KEY.worker, 1)[0] for _ in range(2)]
     assert [group.group for group in slow] == [0, 1] and len(first.answer(99)) == math.ceil(3 * 3 * 1.4) - 2
     expected = first.batch(1)
@@ -96,9 +99,7 @@ def test_a_checkpoint_without_the_groups_that_were_taken_is_refused(start):
 
 
 def test_work_of_an_earlier_epoch_is_made_again(start):
-    first = start()
-    first.ledger.resumed(0)
-    first.resume(0, timeline.Policy(4, 0))
+    first = begun(start())
     first.answer(2)
     second = start(killed=first)  # with a learner that started again
     second.ledger.resumed(0)
@@ -108,9 +109,7 @@ def test_work_of_an_earlier_epoch_is_made_again(start):
 
 
 def test_a_group_that_only_trust_let_pass_is_replayed_once_its_worker_is_caught(start):
-    first = start()
-    first.ledger.resumed(0)
-    first.resume(0, timeline.Policy(4, 0))
+    first = begun(start())
     first.answer(2)
     (third,) = first.orchestrator.lease(KEY.worker, 1)
     bad = [rollout_lib.sign(r, KEY) for r in answers(third)]
@@ -125,9 +124,7 @@ def test_a_group_that_only_trust_let_pass_is_replayed_once_its_worker_is_caught(
 
 
 def test_a_log_that_lacks_the_ledgers_batch_is_refused(start):
-    first = start()
-    first.ledger.resumed(0)
-    first.resume(0, timeline.Policy(4, 0))
+    first = begun(start())
     first.answer(3)
     first.batch(1)
     second = start(killed=first)
@@ -138,9 +135,7 @@ def test_a_log_that_lacks_the_ledgers_batch_is_refused(start):
 
 def test_groups_whose_rows_were_changed_between_two_starts_are_made_again(start):
     """Attack: other tokens under the digest that a verdict had accepted, by who can write the log and no key."""
-    first = start()
-    first.ledger.resumed(0)
-    first.resume(0, timeline.Policy(4, 0))
+    first = begun(start())
     first.answer(2)
     validators.settled(first.orchestrator)
     second = start(killed=first)

@@ -20,13 +20,17 @@ COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line abou
 
 
 def test_pauses_double_and_too_many_deaths_in_a_row_are_the_end():
-    deaths, now_s, pauses = supervisor.Deaths(), 0.0, []
-    while deaths.count(now_s) < supervisor.MAX_DEATHS:
-        pauses.append(deaths.restart_s(now_s) - now_s)
+    node, now_s, pauses = supervisor.Node(supervisor.Spec("a", "worker", COMMAND)), 0.0, []
+    while len(node.died_s) < supervisor.MAX_DEATHS:
+        node.die(now_s)
+        pauses.append(node.start_s - now_s)
         now_s += pauses[-1] + 1.0
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
-    calm = supervisor.Deaths()
-    assert [calm.restart_s(100.0 * i) - 100.0 * i for i in range(20)] == [1.0, 2.0, 4.0] + [8.0] * 17
+    calm, pauses = supervisor.Node(node.spec), []
+    for i in range(20):
+        calm.die(100.0 * i)
+        pauses.append(calm.start_s - 100.0 * i)
+    assert pauses == [1.0, 2.0, 4.0] + [8.0] * 17
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
