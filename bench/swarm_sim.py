@@ -214,7 +214,8 @@ class Simulation:
         del self.jobs[job.node][job.key]
         digest = f"{job.node}/{next(self.serial)}"
         rollout: Any = types.SimpleNamespace(sample=0, sampled_mask=MASK, versions=MASK * job.version, epoch=0)
-        if self.queue.deliver(job.key, f"n{job.node}", [rollout], digest):
+        fate = self.queue.deliver(job.key, f"n{job.node}", [rollout], digest)
+        if fate is group_queue.Delivery.TAKEN:
             self.queue.quarantine(job.key)
             self.at(self.swarm.verdict_s, "judge", (job, digest))
         self.ask(job.node)

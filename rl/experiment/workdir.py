@@ -232,9 +232,7 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
 def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tuple[str, ...] = ()) -> None:
     """Raises ValueError if a field differs from the saved config, unless a resume may change it or it begins with one of `free`."""
     if names := [name for name in differences(path, experiment) if not name.startswith(free)]:
-        old, new = (
-            x.get(names[0], "absent")
-            for x in (experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment))
-        )
+        both = experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment)
+        old, new = (fields.get(names[0], "absent") for fields in both)
         found = f"belongs to another config: {names[0]} was {old!r}, now {new!r}; fields that differ: {len(names)}"
         raise ValueError(f"workdir {path} {found}; give another --workdir, or the config of its first start")

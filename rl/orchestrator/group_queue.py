@@ -56,16 +56,13 @@ NEXT: dict[State, set[State]] = {
 
 
 class Delivery(enum.Enum):
-    """The fate of delivered rollouts. Only TAKEN is true; none counts against the worker."""
+    """The fate of delivered rollouts. None counts against the worker."""
 
     TAKEN = "taken"  # the group is SUBMITTED with them
     SPARE = "spare"  # they are checked if those of another worker are rejected
     DUPLICATE = "duplicate"  # another worker's were accepted, or this worker's before
     LATE = "late"  # this worker has no lease on the group (any more), or a batch took it
     EPOCH = "epoch"  # policies of another epoch made them
-
-    def __bool__(self) -> bool:
-        return self is Delivery.TAKEN
 
 
 @dataclasses.dataclass(frozen=True)

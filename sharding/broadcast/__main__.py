@@ -160,9 +160,8 @@ def _keys(args: argparse.Namespace) -> int:
         if not 0 < args.days <= MAX_DAYS:
             raise ValueError(f"--days = {args.days} must be above 0 and at most {MAX_DAYS}: set it to an allowed value")
         changes = {name: [_public_hex(key) for key in getattr(args, name)] for name in ("root", "online")}
-        data = roots.amend(
-            data, list(map(signed_message.load_key, args.sign)), expires_s=time.time() + 86400 * args.days, **changes
-        )
+        keys, expires_s = list(map(signed_message.load_key, args.sign)), time.time() + 86400 * args.days
+        data = roots.amend(data, keys, expires_s=expires_s, **changes)
         atomic_file.write(path, data, durable=True)
     elif args.root or args.online:
         raise ValueError("a change must be signed: give --sign and the PEM files of the root keys")
@@ -175,10 +174,9 @@ def _keys(args: argparse.Namespace) -> int:
 def _public_hex(key: str) -> str:
     if not os.path.exists(key) and re.fullmatch("[0-9a-fA-F]+", key) and len(key) != 64:
         raise ValueError(f"{key} has {len(key)} hex digits, but a public key has 64: give these, or a PEM file")
-    key = key.lower() if re.fullmatch("[0-9a-fA-F]{64}", key) else key
-    return (
-        key if re.fullmatch("[0-9a-f]{64}", key) else signed_message.load_key(key).public_key().public_bytes_raw().hex()
-    )
+    if re.fullmatch("[0-9a-fA-F]{64}", key):
+        return key.lower()
+    return signed_message.load_key(key).public_key().public_bytes_raw().hex()
 
 
 def _read_safetensors(directory: pathlib.Path) -> dict[str, np.ndarray]:

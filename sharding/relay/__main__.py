@@ -38,9 +38,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.max_bytes is not None and not 1 <= args.max_bytes < float("inf"):
             raise ValueError(f"--max_bytes = {args.max_bytes} must be finite and at least 1; leave it out for no limit")
         if args.orchestrator and not args.key:
-            raise ValueError(
-                f"--orchestrator {args.orchestrator} needs --key, by which this relay signs in; add --key FILE"
-            )
+            found = f"--orchestrator {args.orchestrator} needs --key, by which this relay signs in"
+            raise ValueError(f"{found}; add --key FILE")
         key = signed_message.load_key(args.key) if args.orchestrator else None
         limits = throttle.Limits(**{f.name: getattr(args, f.name) for f in dataclasses.fields(throttle.Limits)})
         with sockets.listen(args.host, args.port) as sock:

@@ -46,7 +46,7 @@ def play(speeds, *, num_groups=32, num_steps=40, max_lag=0, concurrency=64, seed
         for key in [key for key, job in jobs.items() if job[0] <= 1e-9]:
             since_s = jobs.pop(key)[1]
             one = types.SimpleNamespace(sample=0, sampled_mask=mask, versions=mask * step)
-            if queue.deliver(key, name, [one], "digest"):
+            if queue.deliver(key, name, [one], "digest") is group_queue.Delivery.TAKEN:
                 queue.let_pass(key)
                 share.finished(name, since_s, now_s)
         for key in queue.renew(name, [*jobs], lambda lease: lease.since_s + 1e9):
