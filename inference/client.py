@@ -22,10 +22,13 @@ import numpy as np
 from inference.rollouts import attestation
 from inference.rollouts import rollout as rollout_lib
 from inference.swarm import server_choice
+from sharding.system import bounded_reply
 
 HEALTH_S = 5.0  # between two questions for the health of a server
 SILENT_S, STALLED_S = 30.0, 300.0  # until it counts as hung: without an answer, and without a token, as it may compile
 WAIT_S = 0.1  # for a server that may be used
+MAX_HEALTH_BYTES = 2**18  # of a reply without completions
+TOKEN_BYTES, EXPERTS_BYTES = 256, 2**13  # of a reply, per token and sample, at most; the second if it names experts
 MAX_NATS = 1e30  # of a log-probability; larger ones may not be finite in float32
 
 
@@ -79,7 +82,7 @@ class Client:
         in `keys`, by its URL, must sign each sample with proofs for the run with the key `run`: another reply is malformed.
         """
         self.servers, self._give_up_s = server_choice.ServerChoice(urls, keys or {}), give_up_s
-        self._run = run
+        self._run, self._timeout_s = run, timeout_s
         self._watches: dict[str, tuple[asyncio.Task, set[object]]] = {}  # by URL: of its health, with its requests
         key = os.environ.get("INTELLAX_API_KEY") if api_key is None else api_key
         self._http = httpx.AsyncClient(
@@ -183,7 +186,7 @@ class Client:
         """Returns the response of a server to a request. Raises _Failed if it is silent meanwhile."""
         watch, requests = self._watches.get(url) or (asyncio.ensure_future(self._watch(url)), set())
         self._watches[url] = watch, requests
-        request = asyncio.ensure_future(self._http.post(f"{url}/inference/v1/generate", json=body))
+        request = asyncio.ensure_future(self._generate(f"{url}/inference/v1/generate", body))
         requests.add(request)
         try:
             await asyncio.wait((request, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -197,6 +200,13 @@ class Client:
                 watch.cancel()
                 del self._watches[url]
 
+    async def _generate(self, url: str, body: dict) -> httpx.Response:
+        sampling = body["sampling_params"]
+        num_tokens = len(body["token_ids"]) + sampling.get("max_tokens", rollout_lib.MAX_TOKENS)
+        num_bytes = TOKEN_BYTES + EXPERTS_BYTES * bool(sampling.get("return_routed_experts"))
+        most = MAX_HEALTH_BYTES + sampling.get("n", 1) * num_tokens * num_bytes
+        return await bounded_reply.fetch(self._http, "POST", url, most, self._timeout_s, json=body)
+
     async def _watch(self, url: str) -> str:
         """Returns the reason why a server counts as hung, once it does."""
         clock, num_tokens = asyncio.get_running_loop().time, None
@@ -204,7 +214,7 @@ class Client:
         while True:
             await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=HEALTH_S)
             try:
-                response = await self._http.get(f"{url}/health", timeout=HEALTH_S)
+                response = await bounded_reply.fetch(self._http, "GET", f"{url}/health", MAX_HEALTH_BYTES, HEALTH_S)
                 heard_s, found = clock(), response.json()["stats"]["tokens"]
                 moved_s, num_tokens = (moved_s, found) if found == num_tokens else (heard_s, found)
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, RecursionError):
@@ -245,7 +255,9 @@ class Control:
             url = "http://localhost" if transport else address
             async with httpx.AsyncClient(transport=transport, headers=self._headers, timeout=self._timeout) as http:
                 try:
-                    _raise_for(await http.post(f"{url}/update_weights", json=body))
+                    _raise_for(
+                        await bounded_reply.fetch(http, "POST", f"{url}/update_weights", MAX_HEALTH_BYTES, json=body)
+                    )
                 except httpx.TransportError as error:  # some have no text
                     raise ConnectionError(f"no answer from {address}: {str(error) or type(error).__name__}") from error
 

@@ -6,7 +6,7 @@ Only a verdict (`accept`) makes a quarantined group ELIGIBLE. A submitted group 
 trusts its worker; `recall` quarantines such groups when that trust is gone. Every move is checked against `NEXT`.
 
 1. A group may have several holders: `lease` gives open groups, or copies of the oldest leased ones to workers without work.
-   Seeds are prescribed, so a copy changes nothing but the time. Holders from before a given time leave room for another copy: two
+   Seeds are prescribed, so a copy changes nothing but the time. Some holders leave room for another copy (`leaves_room`): two
    strangers that renew their leases for ever would else keep a group for themselves.
 2. The first delivery that is accepted wins. Until then, one of another holder is kept as a spare and takes the place of a delivery
    that is rejected. Later ones are duplicates, which count against no worker.
@@ -29,7 +29,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
 
 Key = tuple[str, int, int]  # task_schedule.Group.key
-MAX_HOLDERS = 2  # of a group at the same time, but for those that hold it for long
+MAX_HOLDERS = 2  # of a group at the same time, but for those that leave room
 MAX_PAST = 4  # expired leases of a group whose work is still taken
 MAX_LOOKS = 1024  # at leased groups, for one that is late: a worker without work may ask often
 FEW_LOOKS = 16
@@ -74,6 +74,9 @@ class Lease:
     since_s: float
     deadline_s: float
     begun_us: int = 0  # the start of the worker's process, by its account
+
+
+IsTrue = Callable[[Lease], bool]
 
 
 @dataclasses.dataclass
@@ -142,15 +145,15 @@ class GroupQueue:
         now_s: float = -math.inf,
         begun_us: int = 0,
         *,
-        is_late: Callable[[Lease], bool] | None = None,
-        old_s: float = -math.inf,
+        is_late: IsTrue | None = None,
+        leaves_room: IsTrue = lambda lease: False,
     ) -> list[task_schedule.Group]:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
 
         With `is_late`, leases copies instead: of those of the `MAX_LOOKS` oldest leased groups whose holders are all late, and at
-        most one of them since `old_s` or later. Leases pin the epoch of the queue, and the policy version `version` unless it is -1.
+        most one of them does not leave room. Leases pin the epoch of the queue, and the policy version `version` unless it is -1.
         """
-        keys = self._late(MAX_LOOKS, is_late, old_s, worker) if is_late else self._open
+        keys = self._late(MAX_LOOKS, is_late, leaves_room, worker) if is_late else self._open
         found = [*itertools.islice(filter(may_lease, keys), max(0, count))]
         for key in found:
             entry = self.entries[key]
@@ -165,9 +168,9 @@ class GroupQueue:
                 self._update(key)
         return [self.entries[key].leases[worker].group for key in found]
 
-    def has_late(self, is_late: Callable[[Lease], bool], old_s: float = -math.inf) -> bool:
+    def has_late(self, is_late: IsTrue, leaves_room: IsTrue) -> bool:
         """Returns True if there is a group to copy among the few oldest leased ones."""
-        return any(True for _ in self._late(FEW_LOOKS, is_late, old_s))
+        return any(True for _ in self._late(FEW_LOOKS, is_late, leaves_room))
 
     def renew(self, worker: str, keys: Sequence[Key], deadline_s: Callable[[Lease], float]) -> list[Key]:
         """Moves deadlines of leases of `worker` to `deadline_s(lease)`, if that is later; returns the keys that it need not finish.
@@ -361,11 +364,11 @@ class GroupQueue:
         """Returns the number of groups in each state."""
         return collections.Counter({state: number for state, number in self._count.items() if number})
 
-    def _late(self, num_looks: int, is_late: Callable[[Lease], bool], old_s: float, worker: str = "") -> Iterator[Key]:
+    def _late(self, num_looks: int, is_late: IsTrue, leaves_room: IsTrue, worker: str = "") -> Iterator[Key]:
         for key in itertools.islice(self._aging, num_looks):
             leases = self.entries[key].leases
-            num_young = sum(lease.since_s >= old_s for lease in leases.values())
-            if num_young < MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
+            num_counted = sum(not leaves_room(lease) for lease in leases.values())
+            if num_counted < MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
                 yield key
 
     # Every change ends in `_update`.

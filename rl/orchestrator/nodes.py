@@ -27,7 +27,7 @@ import httpx
 from inference import client as client_lib
 from rl.protocol import registry as registry_lib
 from rl.protocol import request_limit, timeline
-from sharding.system import sign_in
+from sharding.system import bounded_reply, sign_in
 
 TICK_S = 0.2
 STOPPED_S = 1.0  # without a tick: this process was stopped, or starved
@@ -404,7 +404,7 @@ def _problem(update: asyncio.Future) -> str:
 
 async def _poll(http: httpx.AsyncClient, url: str, before: registry_lib.Report) -> registry_lib.Report:
     """Returns the report of a server, as its health shows it. Raises ValueError or httpx.HTTPError if it has none."""
-    response = await http.get(f"{url}/health")
+    response = await bounded_reply.fetch(http, "GET", f"{url}/health", client_lib.MAX_HEALTH_BYTES, HEALTH_S)
     if response.status_code != 200:
         raise ValueError(client_lib.error_message(response))
     body = response.json()

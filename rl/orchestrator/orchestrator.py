@@ -360,7 +360,7 @@ class Orchestrator:
         terms = worker, count, until_s, may_lease, version, now_s, begun_us
         groups = self._queue.lease(*terms)
         if not groups and count > 0:
-            groups = self._queue.lease(*terms, **self._late(now_s))
+            groups = self._queue.lease(*terms, **self._late(now_s, is_known))
         if is_known and groups:
             self._share.seen(worker, self._queue.num_leases(worker), now_s)
         self._health.leased(worker, network, [group.key for group in groups], now_s)
@@ -418,11 +418,15 @@ class Orchestrator:
     def has_work(self) -> bool:
         """Returns True if groups wait for a worker, or for another one than theirs."""
         with self._changed:
-            return self._queue.count()[State.OPEN] > 0 or self._queue.has_late(**self._late(time.monotonic()))
+            return self._queue.count()[State.OPEN] > 0 or self._queue.has_late(**self._late(time.monotonic(), True))
 
-    def _late(self, now_s: float) -> dict[str, Any]:
-        is_late = lambda lease: self._share.is_late(lease.worker, lease.since_s, now_s)  # noqa: E731
-        return {"is_late": is_late, "old_s": now_s - self._config.topology.lease_s}
+    def _late(self, now_s: float, is_known: bool) -> dict[str, Any]:
+        """Returns the rule of copies for a worker: those of newcomers, which cost them nothing, keep no known worker out."""
+        old_s = now_s - self._config.topology.lease_s
+        return {
+            "is_late": lambda lease: self._share.is_late(lease.worker, lease.since_s, now_s),
+            "leaves_room": lambda it: it.since_s < old_s or (is_known and not self._health.is_known(it.worker)),
+        }
 
     def _take_back(self, worker: str, keys: Sequence[group_queue.Key], now_s: float) -> None:
         """Ends the leases of a worker that leaves or has started again."""

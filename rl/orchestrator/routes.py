@@ -84,7 +84,9 @@ def make_app(
         if message["capacity"] and (wait_s := message.get("wait_s", 0)) and not groups:
             gone = asyncio.ensure_future(request.receive())  # the body was read: the next message is a disconnect
             try:
-                groups = await waiters.wait(worker, attempt, wait_s, is_known=health.is_known(worker), gone=gone)
+                groups = await waiters.wait(
+                    worker, attempt, wait_s, network, is_known=health.is_known(worker), gone=gone
+                )
             finally:
                 gone.cancel()
         if orchestrator.is_ended:
@@ -123,6 +125,10 @@ def make_app(
         reply = {"nodes": orchestrator.table(), "waiting_for": orchestrator.waiting_for()}
         return responses.JSONResponse(signed_message.sign(key.private, reply | {"request": message["signature"]}))
 
+    def signed(verdicts: dict[str, str], message: dict) -> responses.JSONResponse:
+        reply = {"verdicts": verdicts, "request": message["signature"]}
+        return responses.JSONResponse(signed_message.sign(key.private, reply))
+
     @app.post("/submit")
     async def submit(request: fastapi.Request):
         network = gate.limit_rate(request)
@@ -130,7 +136,7 @@ def make_app(
         worker = gate.verify(message, "submit", network)
         async with web.open_body(request) as body:
             if not orchestrator.holds_groups(worker):  # a key costs nothing, and decoding takes seconds at worst
-                return {"verdicts": {"every group": f"refused: {submissions.NOT_LEASED}"}}
+                return signed({"every group": f"refused: {submissions.NOT_LEASED}"}, message)
             work = decoders.submit(network, _decode_and_submit, orchestrator, body, message["digest"], worker)
             futures = await asyncio.wrap_future(work)
         del body
@@ -140,7 +146,7 @@ def make_app(
         verdicts = {key: future.result() for key, future in futures.items()}
         # Workers must not learn which groups are replayed.
         taken = {key: found if found.startswith("refused") else "taken" for key, found in verdicts.items()}
-        return responses.JSONResponse({"verdicts": taken})
+        return signed(taken, message)
 
     return app
 

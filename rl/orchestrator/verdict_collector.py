@@ -36,7 +36,7 @@ from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
-from sharding.system import role_metrics, signed_message
+from sharding.system import bounded_reply, role_metrics, signed_message
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 GREETING_S = 10.0  # that a validator has for its first sign of life
@@ -314,17 +314,13 @@ class VerdictCollector:
         session = lease.Session(self._key.worker, validator.key)
         signed = lease.request(self._key, session, rollouts=hashlib.sha256(body).hexdigest())
         headers = {lease.HEADER: json.dumps(signed)}
-        reply = bytearray()
-        async with http.stream("POST", f"{validator.url}/verdicts", content=body, headers=headers) as response:
-            async for chunk in response.aiter_raw():
-                reply += chunk
-                if len(reply) > MAX_REPLY_BYTES:
-                    raise ValueError(f"its reply exceeds {MAX_REPLY_BYTES} bytes")
+        sent = {"content": body, "headers": headers}
+        response = await bounded_reply.fetch(http, "POST", f"{validator.url}/verdicts", MAX_REPLY_BYTES, **sent)
         if response.status_code != 200:
             kind = ServerError if response.status_code >= 500 else ValueError
-            raise kind(f"status {response.status_code}: {bytes(reply[:200]).decode(errors='replace')}")
+            raise kind(f"status {response.status_code}: {response.text[:200]}")
         try:
-            answer = json.loads(bytes(reply))
+            answer = response.json()
             verdicts = {one.digest: one for one in map(verdict_lib.SignedVerdict.read, answer["verdicts"])}
             is_fresh = answer["request"] == signed["signature"] and signed_message.is_signed(validator.key, answer)
         except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -14,7 +14,7 @@ import httpx
 from inference import client as client_lib
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease, registry
-from sharding.system import cli, signed_message
+from sharding.system import bounded_reply, cli, sign_in, signed_message
 
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
 OVERTAKEN_S = 5.0  # for which a request is signed again that a later one has overtaken
@@ -44,7 +44,8 @@ class Connection:
         while True:
             try:
                 body = make_body()
-                response = await self._http.request("POST" if body else "GET", path, **body)
+                method = "POST" if body else "GET"
+                response = await bounded_reply.fetch(self._http, method, path, sign_in.MAX_REPLY_BYTES, **body)
                 if response.status_code == 409:
                     raise lease.StaleSession(client_lib.error_message(response))
                 if response.status_code == 400 and _is_replay(response) and time.monotonic() - begun < OVERTAKEN_S:
@@ -71,7 +72,7 @@ class Connection:
 
 @dataclasses.dataclass(frozen=True)
 class SignedSession:
-    """Signed requests of one worker to one session of an orchestrator. Replies to `lease` and `beat` are signed by the run.
+    """Signed requests of one worker to one session of an orchestrator. Replies are signed by the run.
 
     `begun_us` is the start of this process: leases of an earlier one of the same key are taken back.
     """
@@ -93,14 +94,16 @@ class SignedSession:
         return await self._ask("/heartbeat", **fields)
 
     async def submit(self, body: bytes) -> dict[str, str]:
-        """Submits a file of rollouts; returns the verdict per group."""
-        digest = hashlib.sha256(body).hexdigest()
+        """Submits a file of rollouts; returns the verdict per group. Raises the errors of `exchange`."""
+        sent, digest = {}, hashlib.sha256(body).hexdigest()
 
         def make_body():
-            header = json.dumps(lease.request(self.key, self.session, digest=digest))
-            return {"content": body, "headers": {lease.HEADER: header}}
+            sent.update(lease.request(self.key, self.session, digest=digest))
+            return {"content": body, "headers": {lease.HEADER: json.dumps(sent)}}
 
-        return (await self.connection.exchange("/submit", make_body))["verdicts"]
+        reply = await self.connection.exchange("/submit", make_body)
+        signed_message.check_reply(self.session.run, reply, sent)
+        return reply["verdicts"]
 
     async def _ask(self, path: str, **fields) -> dict[str, Any]:
         sent, timeout = {}, httpx.Timeout(60.0, read=60.0 + fields.get("wait_s", 0.0))

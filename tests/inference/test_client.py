@@ -140,6 +140,21 @@ def test_a_sample_that_its_server_did_not_sign_is_sought_elsewhere(pauses, chang
     assert isinstance(error, client_lib.Unavailable)
 
 
+@pytest.mark.parametrize("pad", [0, 1, 2**20])
+def test_a_reply_of_too_many_bytes_is_sought_elsewhere(pauses, monkeypatch, pad):
+    """Attack: a reply without end filled the memory of the worker."""
+    monkeypatch.setattr(client_lib, "MAX_HEALTH_BYTES", len(json.dumps({"choices": [choice()]})) - 5 * 256)
+
+    def handler(request):
+        body = json.dumps({"choices": [choice()]}).encode() + b" " * pad * (request.url.host == "a")
+        return httpx.Response(200, content=body)
+
+    (sample,), client = run(handler, generate)
+    assert len(sample.tokens) == 3 and client.num_retries == bool(pad)
+    error, _ = run(handler, generate, urls=(A,), give_up_s=-1.0)
+    assert not pad or "the reply has more than" in str(error)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("has_key", [True, False])
 def test_a_liar_that_names_the_url_of_another_server_takes_no_samples_from_it(pauses, order, has_key):
@@ -346,7 +361,7 @@ def test_a_broken_encoding_is_a_failed_server(pauses):
     samples, client = run(handler, generate)
     assert len(samples) == 1 and client.num_retries == 1
     error, _ = run(handler, generate, urls=(A,), give_up_s=-1.0)
-    assert isinstance(error, client_lib.Unavailable) and "decompressing data" in str(error)
+    assert isinstance(error, client_lib.Unavailable) and "the reply is compressed" in str(error)
 
 
 def test_every_server_updates_its_weights(monkeypatch):

@@ -54,7 +54,8 @@ class Played:
         self.groups, self.leases, self.requests, self.submitted = collections.deque(groups), [], [], []
         self.failures = collections.deque()  # (path, status, body) answered once instead
         self.submission = threading.Event()
-        self.session, self.described, self.forged_run, self.forged_lease = lease.Session.open(RUN.worker), {}, {}, {}
+        self.session, self.described = lease.Session.open(RUN.worker), {}
+        self.forged_run, self.forged_lease, self.forged_submit = {}, {}, {}
         self.api_keys, self.beats, self.servers, self.ended, self.void = [], [], [], False, []
         self.change = lambda choice: choice
         app = fastapi.FastAPI()
@@ -105,7 +106,9 @@ class Played:
             assert hashlib.sha256(body).hexdigest() == header["digest"]
             self.submitted += parquet.from_bytes(body)
             self.submission.set()
-            return {"verdicts": {"train/3/7": "refused: temperature: expected 1.0", "train/3/8": "accepted"}}
+            verdicts = {"train/3/7": "refused: temperature: expected 1.0", "train/3/8": "accepted"}
+            reply = {"verdicts": verdicts, "request": header["signature"]}
+            return signed_message.sign(RUN.private, reply) | self.forged_submit
 
         @app.post("/inference/v1/generate")
         async def generate(request: fastapi.Request):
@@ -294,6 +297,7 @@ OTHER_RUN = rollout_lib.WorkerKey.generate()
         (dict(forged_run={"run": []}), "which is not the reply of an orchestrator"),
         (dict(forged_lease={"groups": [GROUP | {"seed": 1}]}), "the reply is not signed by run"),
         (dict(forged_lease={"request": "00" * 64}), "the reply is not signed by run"),
+        (dict(forged_submit={"verdicts": {"train/3/7": "taken"}}), "the reply is not signed by run"),
     ],
 )
 def test_replies_that_the_trusted_run_did_not_sign_are_refused(play, capsys, forged, words):
@@ -302,7 +306,11 @@ def test_replies_that_the_trusted_run_did_not_sign_are_refused(play, capsys, for
     vars(played).update(forged)
     assert run_main(played.url) == 1
     error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1 and not played.requests and not played.submitted
+    assert (
+        words in error
+        and error.count("\n") == 1
+        and bool(played.requests) == bool(played.submitted) == ("forged_submit" in forged)
+    )
 
 
 def test_a_run_that_changes_its_key_loses_a_worker_that_trusted_the_first(play, capsys):
@@ -475,6 +483,12 @@ def test_an_orchestrator_that_fails_is_asked_again(play, path):
     assert len(played.submitted) == 4 and not played.failures
 
 
+def test_a_reply_of_too_many_bytes_is_an_error(play, capsys, monkeypatch):
+    monkeypatch.setattr(worker.signed_session.sign_in, "MAX_REPLY_BYTES", 100)
+    assert run_main(play(GROUP).url) == 1
+    assert "the reply has more than 100 bytes, the maximum; check the URL" in capsys.readouterr().err
+
+
 def test_a_request_that_another_overtook_is_signed_again():
     """Two requests to lease at the same moment ended the worker: the later one may arrive first."""
     sent, replay = [], {"error": web.error_body(400, "rejected as a replay", "replayed")}
@@ -523,7 +537,9 @@ def test_submissions_are_cut_before_they_are_too_large(monkeypatch, capsys):
     async def main(groups):
         async def take(request):
             bodies.append([r.task.group for r in parquet.from_bytes(await request.aread())])
-            return httpx.Response(200, json={"verdicts": {}})
+            sent = json.loads(request.headers[lease.HEADER])
+            reply = {"verdicts": {}, "request": sent["signature"]}
+            return httpx.Response(200, json=signed_message.sign(RUN.private, reply))
 
         async with httpx.AsyncClient(transport=httpx.MockTransport(take), base_url="http://o") as http:
             signed = worker.signed_session.SignedSession(

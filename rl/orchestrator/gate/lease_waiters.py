@@ -2,7 +2,8 @@
 
 A worker that polls costs its orchestrator a millisecond per request, and an idle one asks for nothing else. So its request waits
 here (a long poll), and costs nothing until a group is open. Known workers come before newcomers, because keys cost nothing. But a
-newcomer is first once per `NEWCOMER_S`: a single known worker may take all groups of each batch, and no other would get any.
+newcomer is first once per `NEWCOMER_S`: a single known worker may take all groups of each batch, and no other would get any. Networks
+have turns then, and none may take more places than it leaves free: a thousand keys at one address hold up no newcomer elsewhere.
 Only for use in the event loop of the HTTP server.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from rl.protocol import task_schedule
 
 Attempt = Callable[[], list[task_schedule.Group]]
-_Queue = collections.OrderedDict[asyncio.Future, tuple[str, Attempt]]
+_Queue = collections.OrderedDict[asyncio.Future, tuple[str, Attempt, str]]
 MAX_STRANGERS = 4096  # that wait; others get their reply, and poll: a connection costs a stranger nothing
 NEWCOMER_S = 10.0
 MAX_FAILURES = 32  # attempts without a group, until the next call; more would hold up the loop
@@ -26,7 +27,7 @@ class LeaseWaiters:
 
     def __init__(self, has_work: Callable[[], bool]):
         self._has_work, self._is_closed, self._turn_s = has_work, False, 0.0
-        # {result: (worker, its attempt)} by arrival; first those of known workers.
+        # {result: (worker, its attempt, its network)} by arrival; first those of known workers.
         self._queues = tuple[_Queue, _Queue](collections.OrderedDict() for _ in range(2))
 
     def __len__(self) -> int:
@@ -34,19 +35,20 @@ class LeaseWaiters:
 
     def workers(self) -> Iterator[str]:
         """Yields the public keys of the waiting workers."""
-        return (worker for queue in self._queues for worker, _ in queue.values())
+        return (worker for queue in self._queues for worker, *_ in queue.values())
 
     async def wait(
-        self, worker: str, attempt: Attempt, timeout_s: float, *, is_known: bool, gone: asyncio.Future
+        self, worker: str, attempt: Attempt, timeout_s: float, network: str, *, is_known: bool, gone: asyncio.Future
     ) -> list[task_schedule.Group]:
         """Returns the groups of the first `attempt()` that gets some, or [] after `timeout_s`, after `close`, or when `gone` is done.
 
-        It is [] without a wait if too many strangers wait already.
+        It is [] without a wait if too many strangers wait already, in all or on this `network`.
         """
         queue, groups = self._queues[not is_known], asyncio.get_running_loop().create_future()
-        if not is_known and len(queue) >= MAX_STRANGERS:
+        num_same = 0 if is_known else 1 + sum(place[2] == network for place in queue.values())
+        if num_same > MAX_STRANGERS - len(queue):
             return []
-        queue[groups] = worker, attempt
+        queue[groups] = worker, attempt, network
         gone.add_done_callback(lambda _: self._finish(groups))
         timer = asyncio.get_running_loop().call_later(timeout_s, self._finish, groups)
         try:
@@ -59,16 +61,20 @@ class LeaseWaiters:
         """Lets waiters try to lease, one after the other, as long as there is work."""
         known, newcomers = self._queues
         now_s = asyncio.get_running_loop().time()
-        if newcomers and now_s > self._turn_s and self._has_work() and self._try_next(newcomers):
-            self._turn_s = now_s + NEWCOMER_S
+        if newcomers and now_s > self._turn_s and self._has_work():
+            first: dict[str, asyncio.Future] = {}  # that waits, by network
+            for groups, (_, _, network) in newcomers.items():
+                first.setdefault(network, groups)
+            if any(self._try(newcomers, groups) for groups in itertools.islice(first.values(), MAX_FAILURES)):
+                self._turn_s = now_s + NEWCOMER_S
         for queue in (known, newcomers):
             num_failures, most = 0, min(MAX_FAILURES, len(queue))
             while queue and num_failures < most and self._has_work():
-                num_failures += not self._try_next(queue)
+                num_failures += not self._try(queue, next(iter(queue)))
 
-    def _try_next(self, queue: _Queue) -> bool:
-        """Lets the next waiter of a queue try to lease; returns False if it got nothing, and waits on."""
-        groups, (worker, attempt) = queue.popitem(last=False)
+    def _try(self, queue: _Queue, groups: asyncio.Future) -> bool:
+        """Lets a waiter of a queue try to lease; returns False if it got nothing, and waits on."""
+        attempt = (place := queue.pop(groups))[1]
         try:
             if groups.done():
                 return True
@@ -78,7 +84,7 @@ class LeaseWaiters:
         except (ValueError, OSError) as error:  # the reply of that request
             groups.set_exception(error)
             return True
-        queue[groups] = worker, attempt  # at the end, or the same ones would be tried each time
+        queue[groups] = place  # at the end, or the same ones would be tried each time
         return False
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """Strangers: keys alone buy nothing. The real `Orchestrator.lease` on a virtual clock, against floods of fresh keys."""
 
+import asyncio
 import heapq
 import itertools
 import json
@@ -17,7 +18,7 @@ from rl.experiment import experiment
 from rl.orchestrator import admission as admission_lib
 from rl.orchestrator import group_queue, nodes, submissions, verdict_collector, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator.gate import request_rate
+from rl.orchestrator.gate import lease_waiters, request_rate
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry, timeline
 from rl.verification import checks
@@ -204,6 +205,58 @@ def test_a_newcomer_copies_a_group_of_the_only_worker_when_that_is_late(make, cl
     (copy,) = orchestrator.lease(other.worker, 64, "b")
     deliver(orchestrator, other, copy)
     assert len(orchestrator.lease(other.worker, 64, "b")) == 2  # it has a record now
+
+
+def test_newcomers_that_hold_a_group_and_its_copy_keep_no_known_worker_from_it(make, clock):
+    """Attack: nobody else got the group for a lease period, as newcomers that beat keep theirs for so long."""
+    orchestrator, (honest, one, other, *_) = make(num_groups=24), KEYS
+    earn(orchestrator, honest, 12)
+    (group,), held = (orchestrator.lease(key.worker, 64, key.worker) for key in (one, honest))
+    assert len(held) == 11
+    clock.now_s += 1.0
+    (copy,) = orchestrator.lease(other.worker, 64, "b")
+    assert copy.key == group.key  # the one leased first
+    for leased in held:
+        deliver(orchestrator, honest, leased)
+    clock.now_s += 1.0
+    for key in (one, other):
+        assert orchestrator.beat(key.worker, "worker", registry.Report(), [group.key], leaving=False) == []
+    assert orchestrator.has_work() and orchestrator.lease(STRANGER.worker, 1, "c") == []
+    (again,) = orchestrator.lease(honest.worker, 1)
+    assert again.key == group.key and num_left(orchestrator) == 1
+
+
+def test_waiting_newcomers_of_one_network_hold_up_none_of_another(monkeypatch):
+    """Attack: each of a thousand keys at one address had its turn before the next newcomer, whose work a known worker took."""
+    monkeypatch.setattr(lease_waiters, "NEWCOMER_S", -1.0)
+
+    async def main():
+        work, asked, rounds = [], [], 0
+        waiters, never = lease_waiters.LeaseWaiters(lambda: bool(work)), asyncio.Future()
+
+        def wait(worker, network, *, is_known=False):
+            def attempt():
+                asked.append(worker)
+                groups, work[:] = [*work], [] if worker in ("known", "honest") else [*work]
+                return groups if worker in ("known", "honest") else []  # their network has its share
+
+            return asyncio.ensure_future(waiters.wait(worker, attempt, 60.0, network, is_known=is_known, gone=never))
+
+        floods = [wait(f"{number}", "evil") for number in range(lease_waiters.MAX_STRANGERS)]
+        await asyncio.sleep(0)
+        assert len(waiters) == lease_waiters.MAX_STRANGERS // 2
+        honest, known = wait("honest", "b"), wait("known", "c", is_known=True)
+        await asyncio.sleep(0)
+        while not honest.done():
+            rounds, work[:] = rounds + 1, ["group"]
+            waiters.wake()
+            known = wait("known", "c", is_known=True) if known.done() else known
+            await asyncio.sleep(0)
+        waiters.close()
+        await asyncio.gather(*floods, known)
+        return rounds, len(asked)
+
+    assert asyncio.run(main()) == (1, 2)
 
 
 def test_a_newcomer_holds_one_group_until_one_is_accepted_then_more(make, clock):
@@ -440,7 +493,7 @@ def test_floods_and_old_sessions_over_http(make, monkeypatch):
         assert evil.post("/submit", **submission).status_code == 409
         monkeypatch.setattr(parquet, "decode", lambda body, **limits: pytest.fail("decoded"))
         reply = evil.post("/submit", **signed_http.submission(STRANGER, session, b"PAR1"))  # a key without a lease
-        assert reply.json() == {"verdicts": {"every group": f"refused: {submissions.NOT_LEASED}"}}
+        assert reply.json()["verdicts"] == {"every group": f"refused: {submissions.NOT_LEASED}"}
         deep = '{"returned": ' + "[" * 4000 + "]" * 4000 + "}"  # nothing but the size and the form is read
         assert evil.post("/lease", content=deep).status_code == 400
         assert [evil.post("/lease", json={}).status_code for _ in range(40)][-20:] == [429] * 20

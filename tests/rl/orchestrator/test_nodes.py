@@ -253,6 +253,13 @@ def test_servers_sign_in_pull_and_leave(make):
         assert "is not in topology.server_keys; ask" in Node(orchestrator, key, "server").beat()["error"]["message"]
 
 
+def test_a_health_reply_of_too_many_bytes_is_a_fault(make, server, monkeypatch):
+    """Attack: a reply without end filled the memory of the orchestrator."""
+    monkeypatch.setattr(nodes.client_lib, "MAX_HEALTH_BYTES", 10)
+    orchestrator, words = make(server.url), "no health: the reply has more than 10 bytes"
+    proxy.wait_until(lambda: any(words in row["problem"] for row in orchestrator.nodes.table()))
+
+
 @pytest.mark.parametrize("role", ["server", "validator"])
 def test_a_node_that_waits_for_work_and_changes_its_role_ends_no_run(make, role):
     """Attack: the tick that counts the waiting workers failed."""

@@ -914,7 +914,8 @@ def test_the_routes(make):
         other = signed_http.submission(KEY, session, garbage) | {"content": good}
         assert "does not have the SHA-256" in http.post("/submit", **other).json()["error"]["message"]
         assert "not signed by" in submit(good, worker=OTHER.worker).json()["error"]["message"]
-        assert submit(good).json() == {"verdicts": {"train/1/0": "taken"}}
+        assert signed_message.is_signed(RUN.worker, reply := submit(good).json())
+        assert reply["verdicts"] == {"train/1/0": "taken"}
         assert submit(good).json()["verdicts"]["train/1/0"].startswith("refused: not leased")
         assert http.get("/nothing").status_code == 404
     orchestrator.close()
