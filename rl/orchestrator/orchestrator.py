@@ -138,6 +138,7 @@ class Orchestrator:
             ledger=self._ledger,
             log=self._log,
             rules=rules_lib.Rules.of(config, key.worker),
+            max_age=config.rl.max_off_policy if config.rl.batch == "first" else math.inf,
             held_out={(group.group, group.index) for group in task_schedule.held_out_groups(config, 0)},
             newest=lambda: self._policy,
             check_group_without_weights=check_group_without_weights,

@@ -115,6 +115,7 @@ class Submissions:
     ledger: run_ledger.RunLedger | run_ledger.NoLedger  # gets the events
     log: row_log.RowLog  # gets the training groups that passed the checks without weights
     rules: rules_lib.Rules  # those of the run
+    max_age: float  # in versions, of rollouts when they arrive: later they are a lost lease. Infinity: such groups are made again
     held_out: Collection[tuple[int, int]]  # (group number, index) of its held-out tasks
     newest: Callable[[], timeline.Policy]  # returns the newest policy that a server may have; called under the lock
     check_group_without_weights: CheckGroupWithoutWeights  # runs in a few threads, which workers share in turns
@@ -240,6 +241,8 @@ class Submissions:
             return _known(found)
         if not verdict.accepted:
             return _known(self._reject(key, verdict, is_fault=False))
+        if self.newest().version - entry.oldest_version > self.max_age:  # maybe withheld for its content
+            self.health.lost(entry.worker, key, time.monotonic())
         jobs.append(_Job(entry, rows, recorded, Future()))
         return jobs[-1].reply
 

@@ -50,9 +50,10 @@ def clock(monkeypatch):
 def make(tmp_path, clock):
     made = []
 
-    def make(invited=(), num_groups=16, max_lag=0, **trust):
+    def make(invited=(), num_groups=16, max_lag=0, batch="prescribed", **trust):
         config = quickstart.get_config()
         config.rl.update(prompts_per_step=num_groups, samples_per_prompt=2, max_lag=max_lag, advantage="group_mean")
+        config.rl.batch = batch
         config.topology.lease_s = LEASE_S
         config.trust.update(trust)
         exp = experiment.resolve(config)
@@ -306,6 +307,19 @@ def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, c
     clock.now_s += LEASE_S + 1
     assert len(orchestrator.lease(key.worker, 64)) == 4  # 7 // 2 + 1: they ended together
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 8
+
+
+@pytest.mark.parametrize(("batch", "num_versions", "record"), [("first", 9, 3), ("first", 8, 5), ("prescribed", 9, 5)])
+def test_a_group_that_arrives_stale_counts_as_a_lost_lease_where_it_is_not_made_again(
+    make, clock, batch, num_versions, record
+):
+    """Attack: a worker handed in the groups that it disliked when no batch could use them, and lost nothing by it."""
+    key, orchestrator = KEYS[0], make(batch=batch)
+    earn(orchestrator, key, 4)
+    (group,) = orchestrator.lease(key.worker, 1)
+    publish(orchestrator, num_versions)
+    assert deliver(orchestrator, key, group) in ("quarantined", "accepted")
+    assert orchestrator._health._of(key.worker).record == record  # 4 // 2 + 1, or 4 + 1
 
 
 def test_work_of_an_expired_lease_costs_its_worker_neither_its_name_nor_its_new_lease(make, clock):
