@@ -107,7 +107,9 @@ def make_app(
         report = registry.Report.from_json(message["report"])
         holding = [tuple(key) for key in message["holding"]]
         void = orchestrator.beat(node, role, report, holding, leaving=message["leaving"])
-        if role == "server" and not message["leaving"]:
+        if message["leaving"]:
+            waiters.leave(node)  # its request may outlive its process, at a proxy
+        elif role == "server":
             await orchestrator.nodes.await_news(node, report, lambda: orchestrator.is_ended or orchestrator.is_closing)
         reply = {"interval_s": orchestrator.nodes.interval_s(role), "void": void, "request": message["signature"]}
         reply |= _news(orchestrator, node if role == "worker" else None)

@@ -35,7 +35,7 @@ class LeaseWaiters:
 
     def workers(self) -> Iterator[str]:
         """Yields the public keys of the waiting workers."""
-        return (worker for queue in self._queues for worker, *_ in queue.values())
+        return (worker for queue in self._queues for groups, (worker, *_) in queue.items() if not groups.done())
 
     async def wait(
         self, worker: str, attempt: Attempt, timeout_s: float, network: str, *, is_known: bool, gone: asyncio.Future
@@ -86,6 +86,13 @@ class LeaseWaiters:
             return True
         queue[groups] = place  # at the end, or the same ones would be tried each time
         return False
+
+    def leave(self, worker: str) -> None:
+        """Ends the waits of a worker without groups."""
+        for queue in self._queues:
+            for groups, (waiting, *_) in queue.items():
+                if waiting == worker:
+                    self._finish(groups)
 
     def close(self) -> None:
         """Ends all waits, and those that begin later, without groups."""

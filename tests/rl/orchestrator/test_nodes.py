@@ -262,18 +262,18 @@ def test_a_health_reply_of_too_many_bytes_is_a_fault(make, server, monkeypatch):
 
 @pytest.mark.parametrize("role", ["server", "validator"])
 def test_a_node_that_waits_for_work_and_changes_its_role_ends_no_run(make, role):
-    """Attack: the tick that counts the waiting workers failed."""
+    """Attack: the tick that counts the waiting workers failed, or signed the worker in again after it had left."""
     orchestrator = make(mode="remote", server_keys=(SERVER.worker,))
     orchestrator.nodes.validators = frozenset({OTHER.worker})
     key = {"server": SERVER, "validator": OTHER}[role]
     node, worker = Node(orchestrator, key, role), Node(orchestrator, key)
-    body = signed_http.lease_body(key, node.session, 1, wait_s=1.5)
+    body = signed_http.lease_body(key, node.session, 1, wait_s=WAIT_S)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         reply = pool.submit(worker.http.post, "/lease", json=body)
-        time.sleep(0.3)
+        proxy.wait_until(lambda: orchestrator.nodes.num_workers() or reply.done())
         worker.beat(leaving=True)
+        assert reply.result(WAIT_S / 2).status_code == (400 if role == "server" else 200)
         assert "policy" in node.beat(url="http://s:1")
-        assert reply.result(WAIT_S).status_code == (400 if role == "server" else 200)
     assert orchestrator._failure is None
 
 
