@@ -73,9 +73,8 @@ def num_open_steps(config) -> int:
 
 
 def group_steps(config) -> range:
-    """Returns the steps that groups of this run may name: those of its batches, if `is_fixed`, else as many as there are tasks."""
-    last = config.rl.num_steps if is_fixed(config) else NUM_TASKS // config.rl.prompts_per_step
-    return range(1, last + 1)
+    """Returns the steps that groups of this run may name: as many as there are tasks, since a resume may raise `rl.num_steps`."""
+    return range(1, NUM_TASKS // config.rl.prompts_per_step + 1)
 
 
 def numbered_groups(config, numbers: Iterable[int], version: int) -> list[Group]:

@@ -30,6 +30,7 @@ from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule, timeline
 from rl.verification import checks
+from rl.verification import rules as rules_lib
 from sharding.system import signed_message
 from tests.support import ledgers, proxy, signed_http, validators
 from tests.support.groups import answers
@@ -184,6 +185,9 @@ def test_the_groups_of_a_batch_are_golden():
     digests = [hashlib.sha256(f"intellax/sampling/0/train/2/{g}".encode()).digest() for g in (3, 4, 5)]
     assert GOLDEN_SEEDS == [int.from_bytes(digest[:4], "little") for digest in digests]
     assert [g.key for g in groups] == [("train", 2, 3), ("train", 2, 4), ("train", 2, 5)]
+    assert (
+        rules_lib.Rules.of(config_of(rl__num_steps=1)).groups(2) == groups
+    )  # of a validator before a resume for longer
 
 
 def test_batches_do_not_overlap():
