@@ -95,6 +95,7 @@ def chrome_events(spans: Sequence[Span]) -> Iterator[dict]:
     """Yields the events of a Chrome trace of spans in ascending order: names, complete events, and an arrow per group of a batch."""
     for pid, role in enumerate(ROLES):
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": role}}
+    last = {(span.step, span.group): span for span in spans}  # else it was refused, or a resume repeated its step
     begun = {span.step: span.begin_s for span in spans if span.name == "train"}
     threads = {("learner", "", 0): 0}  # (role, track, lane) -> tid
     for number, (span, lane) in enumerate(_lanes(spans)):
@@ -105,7 +106,7 @@ def chrome_events(spans: Sequence[Span]) -> Iterator[dict]:
         args = {"step": span.step} | ({"group": span.group} if span.group >= 0 else {})
         begin_us, length_us = _us(span.begin_s), _us(span.end_s) - _us(span.begin_s)
         yield at | {"ph": "X", "name": span.name, "ts": begin_us, "dur": length_us, "args": args}
-        if span.group >= 0 and begun.get(span.step, 0.0) >= span.end_s:
+        if span.group >= 0 and last[span.step, span.group] is span and begun.get(span.step, 0.0) >= span.end_s:
             arrow = {"name": "group", "cat": "batch", "id": number}
             yield at | arrow | {"ph": "s", "ts": begin_us + length_us - 1}  # within the span
             yield arrow | {"ph": "f", "bp": "e", "pid": 0, "tid": 0, "ts": _us(begun[span.step])}

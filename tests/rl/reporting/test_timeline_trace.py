@@ -79,3 +79,10 @@ def test_a_run_without_a_ledger_has_no_trace(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 1, "time/unix": 5.0, "time/step_s": 1.0}\n')
     report.write(tmp_path)
     assert not (tmp_path / "trace.json").exists()
+
+
+def test_an_arrow_starts_at_the_generation_that_was_trained_on():
+    """Not at one that was refused, or trained on before a resume repeated its step."""
+    made = [Span(begin_s, begin_s + 1, "workers", "ab"[begin_s // 2], "generate", 1, 0) for begin_s in (0, 2)]
+    found = timeline_trace.chrome_events([*made, Span(4, 5, "learner", "", "train", 1)])
+    assert [event["ts"] for event in found if event["ph"] == "s"] == [3e6 - 1]
