@@ -76,7 +76,7 @@ def main() -> None:
         print("stopped; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         sys.exit(128 + ended[0])
     print(f"the run ended after {time.monotonic() - begun_s:.0f} s; {workdir / 'report.html'}", flush=True)
-    found = summary.of(workdir, swarm, nodes.nodes, chaos.counts if chaos else {})
+    found = summary.of(workdir, swarm, nodes.nodes, chaos.counts if chaos else None)
     print("\n".join(found.lines), flush=True)
     if found.problems:
         sys.exit("\n".join(f"error: {problem}" for problem in found.problems))

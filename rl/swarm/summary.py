@@ -20,9 +20,12 @@ class Summary:
 
 
 def of(
-    workdir: pathlib.Path, swarm: processes.Swarm, nodes: Mapping[str, supervisor.Node], faults: Mapping[str, int]
+    workdir: pathlib.Path,
+    swarm: processes.Swarm,
+    nodes: Mapping[str, supervisor.Node],
+    faults: Mapping[str, int] | None,
 ) -> Summary:
-    """Audits the run of a swarm, and sums it up. `faults` has the number of faults by kind; without any, no node cheats."""
+    """Audits the run of a swarm, and sums it up. `faults` has the number of faults by kind; None: without --chaos, no node cheats."""
     audit = audit_lib.run(workdir, metrics.Progress())
     names = {key: name for name, key in swarm.keys.items()}
     refused = {names.get(key, key[:16]): number for key, number in sorted((+audit.history.run.refusals).items())}
@@ -34,7 +37,7 @@ def of(
         problems.append(f"the run was trained on groups of {processes.IMPOSTOR}, which all are forged")
     if metrics.read(workdir / "metrics.jsonl")[-1].get("trust/num_validators_excluded"):
         problems.append("a validator is not asked any more, as it contradicted the others")
-    lines = [f"faults: {_listed(faults)}"] if faults else []
+    lines = [] if faults is None else [f"faults: {sum(faults.values())} ({_listed(faults)})"]
     lines += [f"starts after the first: {_listed(_restarts(nodes))}", *evaluate.summary(workdir)]
     barred_at = f"barred after {audit.config.trust.max_attempts}: {', '.join(sorted(barred)) or 'none'}"
     lines += [f"refused groups: {_listed(refused)}; {barred_at}"]
