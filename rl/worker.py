@@ -8,7 +8,7 @@
 3. The rollouts are signed with this worker's key. Finished groups are submitted together as Parquet, when the previous
    submission has been answered. Rejections are printed with their reasons.
 4. Meanwhile heartbeats renew the leases, and their replies name the servers that serve now. Without work, one request waits for it.
-5. A group that no server completes is given back, and the others go on. SIGTERM: groups in progress are given back, finished ones
+5. A group that no server completes is given back, and the others go on. SIGTERM or Ctrl-C: groups in progress are given back, finished ones
    are submitted; exit code 0. So it ends when the run does.
 
 The worker survives a restart of the orchestrator or a server: it repeats requests for up to `--give_up_s` seconds. Without
@@ -359,15 +359,17 @@ def _read_run(body: dict, sandbox: str) -> Run:
     return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys)
 
 
-async def _work_until_sigterm(worker: Worker) -> None:
+async def _work_until_signal(worker: Worker) -> None:
     stopping, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def stop() -> None:
         stopping.set()
-        loop.remove_signal_handler(signal.SIGTERM)  # the next one ends the process
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)  # the next one ends the process
 
     if threading.current_thread() is threading.main_thread():  # not in tests
-        loop.add_signal_handler(signal.SIGTERM, stop)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
     await worker.work(stopping)
 
 
@@ -409,7 +411,7 @@ def main(argv: list[str] | None = None) -> int:
                 stack.enter_context(metrics_routes.serving(args.metrics, health, worker.metrics))
             print(f"worker {key.worker}, for the orchestrator at {args.orchestrator}", flush=True)
             stack.enter_context(status_line.printed(worker.progress))
-            asyncio.run(_work_until_sigterm(worker))
+            asyncio.run(_work_until_signal(worker))
     except (ValueError, OSError, ExceptionGroup) as error:
         while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause
             if error.split((ValueError, OSError, client_lib.Unavailable))[1]:

@@ -18,6 +18,10 @@ from sharding.system import bounded_reply, cli, sign_in, signed_message
 
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
 OVERTAKEN_S = 5.0  # for which a request is signed again that a later one has overtaken
+NUMBER = (int, float)
+# The fields of a leased group, with their types.
+GROUP = dict.fromkeys(("step", "group", "index", "seed", "num_samples", "min_version", "version"), int)
+GROUP |= {"split": str, "temperature": NUMBER}
 CHANGING = ("step", "policy", "servers", "server_keys")  # fields of a run's description that change while it is on
 
 
@@ -86,12 +90,17 @@ class SignedSession:
     async def lease(self, capacity: int, returned: list | None = None, wait_s: float = 0.0) -> dict[str, Any]:
         """Returns the reply with the leased `groups`, after up to `wait_s` if there are none. Raises the errors of `exchange`."""
         fields = {"capacity": capacity, "returned": returned or [], "wait_s": wait_s, "begun_us": self.begun_us}
-        return await self._ask("/lease", **fields)
+        reply = await self._ask("/lease", **fields)
+        _check_form("lease", [reply], groups=list)
+        _check_form("lease", reply["groups"], **GROUP)
+        return reply
 
     async def beat(self, report: registry.Report, holding: list, *, leaving: bool = False) -> dict[str, Any]:
         """Returns the reply to a heartbeat, which renews the leases of the groups in `holding`. Raises the errors of `exchange`."""
         fields = {"role": "worker", "report": report.to_json(), "holding": holding, "leaving": leaving}
-        return await self._ask("/heartbeat", **fields)
+        reply = await self._ask("/heartbeat", **fields)
+        _check_form("heartbeat", [reply], interval_s=NUMBER, void=list)
+        return reply
 
     async def submit(self, body: bytes) -> dict[str, str]:
         """Submits a file of rollouts; returns the verdict per group. Raises the errors of `exchange`."""
@@ -103,6 +112,7 @@ class SignedSession:
 
         reply = await self.connection.exchange("/submit", make_body)
         signed_message.check_reply(self.session.run, reply, sent)
+        _check_form("submit", [reply], verdicts=dict)
         return reply["verdicts"]
 
     async def _ask(self, path: str, **fields) -> dict[str, Any]:
@@ -114,7 +124,18 @@ class SignedSession:
 
         reply = await self.connection.exchange(path, make_body)
         signed_message.check_reply(self.session.run, reply, sent)
+        _check_form(path[1:], reply.get("servers", []), url=str)
         return reply
+
+
+def _check_form(kind: str, found: Any, **fields: Any) -> None:
+    """Raises ValueError if an object of a list lacks a field, or has it in another form than an orchestrator of this release sends."""
+    for one in found if isinstance(found, list) else [found]:
+        for name, form in fields.items():
+            value = one.get(name) if isinstance(one, dict) else None
+            if not isinstance(value, form):
+                problem = f"the reply of the orchestrator to a {kind} request has {name} = {value!r:.80}"
+                raise ValueError(f"{problem}, which this worker cannot read; use the release of the orchestrator")
 
 
 def _reason(error: httpx.HTTPError) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import pathlib
+import signal
 import stat
 import subprocess
 import sys
@@ -396,8 +397,8 @@ def test_a_dead_server_is_not_asked_for_each_group(play):
     assert 0 < len(accepted) < 8
 
 
-@pytest.mark.parametrize("is_end", [True, False])
-def test_it_ends_with_the_run_or_on_sigterm(play, is_end, tmp_path):
+@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT])
+def test_it_ends_with_the_run_or_on_a_signal(play, number):
     """D9: 300 s after the end of a run, a worker ended with an error, and SIGTERM lost its leases and finished groups."""
     played = play(GROUP, GROUP | {"group": 8})
     seeds = []
@@ -412,13 +413,13 @@ def test_it_ends_with_the_run_or_on_sigterm(play, is_end, tmp_path):
     command = [sys.executable, "-m", "rl.worker", "--orchestrator", played.url, "--run", RUN.worker]
     with subprocess.Popen([*command, "--concurrency", "2"], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert played.submission.wait(WAIT_S)
-        if is_end:
-            played.ended = True
+        if number:
+            process.send_signal(number)
         else:
-            process.terminate()
+            played.ended = True
         assert process.wait(10) == 0
         error = process.stderr.read()
-    assert error.splitlines()[-1] == ("the run ended" if is_end else "stopped; groups in progress were given back")
+    assert error.splitlines()[-1] == ("stopped; groups in progress were given back" if number else "the run ended")
     assert played.beats[-1]["leaving"] is True and len({r.task.group for r in played.submitted}) == 1
 
 
@@ -437,6 +438,23 @@ def run_main(url, *arguments):
 
 def refusal(message):
     return {"error": {"message": message, "type": "invalid_request_error", "code": 400, "param": None}}
+
+
+@pytest.mark.parametrize("name", ["lease groups", "lease temperature", "heartbeat void", "heartbeat url"])
+def test_a_reply_of_another_release_ends_it_with_one_line(play, capsys, monkeypatch, name):
+    kind, field, sign = *name.split(), signed_message.sign
+
+    def without(value):
+        if isinstance(value, list):
+            return [*map(without, value)]
+        return {k: without(v) for k, v in value.items() if k != field} if isinstance(value, dict) else value
+
+    change = lambda reply: without(reply) if "request" in reply else reply  # noqa: E731
+    monkeypatch.setattr(signed_message, "sign", lambda private, reply: sign(private, change(reply)))
+    assert run_main(play(GROUP).url) == 1
+    found = f"error: the reply of the orchestrator to a {kind} request has {field} = None"
+    remedy = "which this worker cannot read; use the release of the orchestrator"
+    assert capsys.readouterr().err.splitlines()[-1] == f"{found}, {remedy}"
 
 
 def test_metrics_show_its_groups_and_health_why_it_waits(play):
