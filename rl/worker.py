@@ -253,17 +253,23 @@ class _Groups:
             self._worker.counts["generated"] += 1
             self._worker.num_tokens += sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
             return self._finished.put_nowait((_key(group), rollouts))
-        except client_lib.VersionGone:  # a newer one replaced it, which this group may not use
+        except client_lib.VersionGone as error:  # a newer one replaced it, which this group may not use
             pause_s = VOID_PAUSE_S  # the next one may have the same fate
+            if self._own_server:  # only its owner can make it follow the run
+                self._note_problem(group, error)
         except (ValueError, OSError, client_lib.Unavailable) as error:
-            if str(error) != self._problem:
-                cli.note(f"group {'/'.join(map(str, _key(group)))} is given back: {error}")
-            self._problem, self._num_failures = str(error), self._num_failures + 1
+            self._note_problem(group, error)
+            self._num_failures += 1
             pause_s = min(VOID_PAUSE_S * 2 ** min(self._num_failures, 10), MAX_FAILURE_PAUSE_S)
         self._held.discard(_key(group))
         self._worker.counts["returned"] += 1
         await self._signed.lease(0, [list(_key(group))])
         await asyncio.sleep(pause_s)
+
+    def _note_problem(self, group: dict, error: Exception) -> None:
+        if str(error) != self._problem:
+            cli.note(f"group {'/'.join(map(str, _key(group)))} is given back: {error}")
+        self._problem = str(error)
 
     async def _submit(self) -> None:
         """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""

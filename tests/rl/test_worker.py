@@ -230,10 +230,13 @@ def test_held_out_groups_need_no_proofs(play):
     assert played.requests[0]["token_ids"] == TOKENIZER.render(task.messages, add_generation_prompt=True).token_ids
 
 
-def test_a_group_whose_pinned_version_is_gone_is_given_back(play):
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_group_whose_pinned_version_is_gone_is_given_back(play, is_own, capsys):
     played = play(GROUP | {"version": 1, "group": 3}, GROUP)
     played.failures.append(("/inference/v1/generate", 409, refusal("this server has version 2")))
-    work_until(played, lambda: played.submission.is_set() and played.leases[-1]["time_us"] > 0, concurrency=1)
+    options = {"concurrency": 1, "servers": [played.url] if is_own else ()}
+    work_until(played, lambda: played.submission.is_set() and played.leases[-1]["time_us"] > 0, **options)
+    assert ("group train/3/3 is given back: " in capsys.readouterr().err) == is_own
     assert [lease["returned"] for lease in played.leases if lease["returned"]] == [[["train", 3, 3]]]
     assert {r.task.group for r in played.submitted} == {7}
 

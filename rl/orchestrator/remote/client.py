@@ -118,7 +118,7 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
 
     def _call(self, name: str, **fields: Any) -> Any:
         answered_s = noticed_s = time.monotonic()
-        if name == "check":  # a wrong address should be told without delay
+        if name == "check":  # the address may be wrong
             noticed_s = -math.inf
         while True:
             if self._failure:
