@@ -310,11 +310,8 @@ def test_replies_that_the_trusted_run_did_not_sign_are_refused(play, capsys, for
     vars(played).update(forged)
     assert run_main(played.url) == 1
     error = capsys.readouterr().err
-    assert (
-        words in error
-        and error.count("\n") == 1
-        and bool(played.requests) == bool(played.submitted) == ("forged_submit" in forged)
-    )
+    assert words in error and error.count("\n") == 1
+    assert bool(played.requests) == bool(played.submitted) == ("forged_submit" in forged)
 
 
 def test_a_run_that_changes_its_key_loses_a_worker_that_trusted_the_first(play, capsys):

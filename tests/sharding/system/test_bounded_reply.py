@@ -10,21 +10,16 @@ from sharding.system import bounded_reply
 
 
 @pytest.mark.parametrize(
-    ("chunk", "pause_s", "headers", "words"),
+    ("chunk", "headers", "words"),
     [
-        (b"x" * 2**16, 0.0, {}, "the reply has more than 1048576 bytes, the maximum"),
-        (gzip.compress(bytes(2**20)), 0.0, {"content-encoding": "gzip"}, "compressed .'gzip'.; send it as it is"),
-        (b"x", 0.01, {}, "no complete reply in 0.5 s"),
+        (bytes(2**16), {}, "the reply has more than 1048576 bytes, the maximum"),
+        (gzip.compress(bytes(2**20)), {"content-encoding": "gzip"}, "compressed .'gzip'.; send it as it is"),
+        (b"x", {}, "no complete reply in 0.5 s"),
     ],
 )
-def test_a_reply_without_end_is_given_up(chunk, pause_s, headers, words):
-    sent = 0
-
+def test_a_reply_without_end_is_given_up(chunk, headers, words):
     async def body():
-        nonlocal sent
-        while True:
-            sent += len(chunk)
-            await asyncio.sleep(pause_s)
+        while not await asyncio.sleep(0.001):
             yield chunk
 
     async def ask():
@@ -34,4 +29,3 @@ def test_a_reply_without_end_is_given_up(chunk, pause_s, headers, words):
 
     with pytest.raises(httpx.RequestError, match=words):
         asyncio.run(asyncio.wait_for(ask(), 30))
-    assert sent <= 2**20 + 2**16
