@@ -113,9 +113,8 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(tmp_path, re
     start("alone", *tiny_run.command(tmp_path / "alone", **{"rl.num_steps": num_steps, "rl.max_lag": 0})[1:])
     listener = f"--control=127.0.0.1:{learner_port}"
     orchestrator = [*tiny_run.command(workdir, module="rl.orchestrator", **overrides)[1:], listener]
-    learner = tiny_run.command(workdir, **overrides, **{"topology.orchestrator": f"http://127.0.0.1:{learner_port}"})[
-        1:
-    ]
+    there = {"topology.orchestrator": f"http://127.0.0.1:{learner_port}"}
+    learner = tiny_run.command(workdir, **overrides, **there)[1:]
     start("orchestrator", *orchestrator)
     proxy.wait_until((workdir / "control.token").exists, 120, "the orchestrator")
     start("learner", *learner)

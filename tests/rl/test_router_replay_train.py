@@ -28,9 +28,8 @@ def test_a_run_that_replays_records_asks_and_packs():
     assert verifier.rules_of(exp.config, exp.tokenizer).router_replay
     assert rules_lib.Tolerance.of(exp.config.trust).routing == exp.config.trust.routing_margin == 0.02
     plain = experiment.resolve(quickstart_moe.get_config())
-    published = [
-        one.broadcast_metadata["engine"]["routed_experts"] for one in (exp, plain)
-    ]  # servers take it from there
+    # Servers take it from there.
+    published = [one.broadcast_metadata["engine"]["routed_experts"] for one in (exp, plain)]
     assert published == [True, False]
     assert not plain.engine.routed_experts and plain.credit.router_replay is None
 

@@ -67,12 +67,8 @@ class Timeline:
         self.leased, self.refused = {}, {}  # by name, by digest: the number of the last such event
         self.bases = collections.Counter()  # groups in batches, "verified" or "trusted"
         self._rates = min_rate, first_record
-        self._holders, self._holder, self._handed_in, self._votes = (
-            {},
-            {},
-            {},
-            {},
-        )  # by (step, group); the one that submitted
+        # By (step, group); `_holder` is the one that submitted.
+        self._holders, self._holder, self._handed_in, self._votes = {}, {}, {}, {}
         self._invited, self._ejected, self._caught, self._accepted = set(), {}, {}, collections.Counter()
         run = ""
         for number, event in enumerate(self.events):

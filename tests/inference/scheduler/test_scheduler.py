@@ -439,9 +439,8 @@ def test_prefixes_obey_their_limit(chunked):
     for first in (1, 2, 3, 4, 2):
         scheduler.submit(Request((first, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
         assert scheduler.prefixes.num_bytes <= 3 * one
-    assert (
-        scheduler.stats["prefix_hits"] == 20 and scheduler.prefixes.num_bytes == 3 * one
-    )  # the 2 was still there, the 1 not
+    # The 2 was still there, the 1 not.
+    assert scheduler.stats["prefix_hits"] == 20 and scheduler.prefixes.num_bytes == 3 * one
     scheduler.submit(Request((1, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
     assert scheduler.stats["prefix_hits"] == 20
     scheduler.submit(Request((2, *TURN[1:20]), max_tokens=1)).result(WAIT_S)

@@ -372,9 +372,8 @@ def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_rest
     monkeypatch.setattr(membership, "FIRST_PAUSE_S", 1.0)
     orchestrator, stub = make(mode="remote", server_keys=(SERVER.worker,)), Stub()
     orchestrator.publish(timeline.Policy(0, 1, "ab" * 32))
-    node = membership.sign_in_server(
-        orchestrator.url, SERVER.private, stub, "http://s:1"
-    )  # of the first run that answers
+    # Of the first run that answers.
+    node = membership.sign_in_server(orchestrator.url, SERVER.private, stub, "http://s:1")
     proxy.wait_until(lambda: any("no version 6" in row["problem"] for row in orchestrator.nodes.table()))
     proxy.wait_until(lambda: orchestrator._version == 1)
     assert stub.updates == [(0, 1, "ab" * 32)] * 2 and stub.run == RUN.worker  # for which it signs

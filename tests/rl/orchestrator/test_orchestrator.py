@@ -230,9 +230,8 @@ def test_evaluation_sets_have_the_same_first_tasks_with_other_seeds():
     ]
     groups = task_schedule.held_out_groups(config, 5)
     assert [group.index for group in groups] == [0, 1, 2, 0, 1, 2, 0, 1] and len({group.seed for group in groups}) == 8
-    assert {(g.num_samples, g.temperature) for g in groups[6:]} == {(8, 1.0)} and groups[
-        :3
-    ] == task_schedule.held_out_groups(config_of(evaluation__num_tasks=3), 5)
+    assert {(g.num_samples, g.temperature) for g in groups[6:]} == {(8, 1.0)}
+    assert groups[:3] == task_schedule.held_out_groups(config_of(evaluation__num_tasks=3), 5)
     assert [step for step in range(11) if default.is_due(step, 10)] == [0, 4, 8, 10]
 
 

@@ -59,10 +59,7 @@ class World:
         self.books = collections.Counter()  # deliveries by fate
         self.trained = {}  # number -> batch
         self.truth = {}  # digest -> its job
-        self.dropped, self.recorded = (
-            set(),
-            set(),
-        )  # numbers of groups that no batch will use, and those that the ledger has
+        self.dropped, self.recorded = set(), set()  # numbers of groups that no batch will use; those in the ledger
         self.old_drops = collections.Counter()  # of orchestrators that were killed
         self.queue.begin_epoch(0)
         self.batches.restore(0, None)
@@ -391,9 +388,8 @@ class World:
         assert not numbers & self.trained.keys() and len(numbers) == len(self.queue.entries)
         on_their_way = len(numbers) - sum(entry.is_submitted for entry in self.queue.entries.values())
         batch_size, lag = self.rule.num_groups * self.rule.oversampling, self.rule.max_lag
-        assert (
-            on_their_way <= np.ceil((1 + lag) * batch_size) + self.rule.max_flat
-        )  # one that had no signal may be taken back
+        # One that had no signal may be taken back.
+        assert on_their_way <= np.ceil((1 + lag) * batch_size) + self.rule.max_flat
         num_opened = len(waiting) + sum(n > self.loaded for n in self.trained.values())
         assert num_opened >= np.ceil((min(self.loaded + 1 + lag, NUM_BATCHES) - self.loaded) * batch_size)
         if not self.step == self.published:

@@ -112,9 +112,8 @@ def hand_in(run, server, count=P, change=lambda rollouts: rollouts):
 def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
     assert {*run.describe()["server_keys"].values()} == {LIAR.worker, HONEST.worker}
     assert hand_in(run, LIAR) == ["quarantined"] + ["accepted"] * (P - 1)
-    proxy.wait_until(
-        lambda: run._queue.count()[orchestrator_lib.State.OPEN] == P
-    )  # all of it was called back, and is void
+    # All of it was called back, and is void.
+    proxy.wait_until(lambda: run._queue.count()[orchestrator_lib.State.OPEN] == P)
     with pytest.raises(ValueError, match="make another key"):  # the ledger takes no lease of it: the run ended
         run.lease(LIAR.worker, 1)
     assert run._servers.is_banned(LIAR.worker) and run.describe()["server_keys"] == {"http://server1": HONEST.worker}

@@ -66,13 +66,11 @@ def test_marks_against_a_worker_outlive_a_restart():
     assert again.num_banned(1000.0) == 1 and again.num_banned(1011.0) == 0  # only of those that still ask
     assert again.is_banned("bad") and again.rate("shady") == 1 and not again.is_banned("shady")
     assert again.rate("good") == 1 / 2 and again.reveal("good") == (3, [4, 5, 9])
-    again.remember(
-        ["bad", "new", "gone"], {"bad": 1, "new": 1}, ["gone"]
-    )  # the ledger may know less than the checkpoint, or more
+    # The ledger may know less than the checkpoint, or more.
+    again.remember(["bad", "new", "gone"], {"bad": 1, "new": 1}, ["gone"])
     assert again.is_banned("bad") and again.is_banned("gone") and again.rate("new") == 1 != again.is_banned("new")
-    health.restore(
-        {"workers": {"old": [2, True, 0], "new": {"num_rejected": 1}}, "expired_with": []}
-    )  # earlier versions
+    # Earlier versions.
+    health.restore({"workers": {"old": [2, True, 0], "new": {"num_rejected": 1}}, "expired_with": []})
     assert health.rate("old") == 1 and health.state()["workers"]["new"] == UNMARKED | {"num_rejected": 1}
     assert room(again, "slow", 0, 16, 1000.0) == 8 and not again.may_lease("slow", KEY, 1000.0)
     reject(again, "shady", is_fault=False)

@@ -43,9 +43,8 @@ def test_a_request_is_read_as_it_was_written(clock):
         clock.now_s += 0.001
         assert verifier.verify(asked(KEY, clock, capacity), "lease") == KEY.worker
     returned = [["train", 3, 7]] * lease.MAX_RETURNED
-    assert (
-        verifier.verify(asked(OTHER, clock, returned=returned, work="ab"), "lease") == OTHER.worker
-    )  # an order of its own
+    other = asked(OTHER, clock, returned=returned, work="ab")
+    assert verifier.verify(other, "lease") == OTHER.worker  # an order of its own
     for _ in range(2):  # a submission has no order
         assert verifier.verify(lease.request(KEY, SESSION, clock=clock, digest="0" * 64), "submit") == KEY.worker
 

@@ -20,10 +20,8 @@ class Server:
 
     def __init__(self, kv_tokens, lengths, *, peak=4000.0, each=40.0):
         self.kv_tokens, self.lengths, self.peak, self.each = kv_tokens, lengths, peak, each
-        self.done, self.total = (
-            np.zeros(0),
-            np.zeros(0),
-        )  # tokens made and to be made of the running requests, the oldest first
+        # Tokens made and to be made of the running requests, the oldest first.
+        self.done, self.total = np.zeros(0), np.zeros(0)
         self.lost = []  # preempted requests: total, made
         self.prefill = 0.0  # tokens of decoding that prefills cost, in the next poll
         self.waiting = 0

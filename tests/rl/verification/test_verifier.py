@@ -374,9 +374,8 @@ def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
             for r in batch()[:8]
         ]
 
-    assert not any(
-        any(r.rewards.values()) for r in batch()[4:5]
-    )  # a claim of 0 agrees, and changes nothing: the worker cannot choose
+    # A claim of 0 agrees, and changes nothing: the worker cannot choose.
+    assert not any(any(r.rewards.values()) for r in batch()[4:5])
     validator.rules = dataclasses.replace(validator.rules, score=gives_up)
     verdict, scores = validator.check_group_without_weights(claims(1))
     assert verdict == checks.OK and [sample for sample, found in scores.items() if found is None] == [1, 4]
