@@ -67,15 +67,14 @@ def plan(
     trusted, sandbox = run_directory.root_file(workdir) or run, experiment.config.trust.sandbox
     urls = {name: connect(frozenset({name}), ports[name]) for name in (*relays, *servers, *validators)}
     host = "orchestrator" if "orchestrator" in roles else "learner"  # of the orchestrator
-    specs, cheats = [], {}
+    first, specs, cheats = connect(frozenset({"learner"}), ports["weights"]), [], {}
 
     def spec(name: str, role: str, command: Sequence[str], after: str, *options: str, key: str = "") -> supervisor.Spec:
         orchestrator = connect(frozenset({name, host}), ports["orchestrator"])
         sign_in = ["--orchestrator", orchestrator, "--run", run, "--key", str(keys[key or name])]
         return supervisor.Spec(name, role, [*command, *sign_in, *options], ports[after])
 
-    first = source = connect(frozenset({"learner"}), ports["weights"])
-    after = "weights"
+    source, after = first, "weights"
     for name in relays:
         files = ["--dir", str(mirrors[name]), "--port", str(ports[name]), "--trusted_key", trusted]
         specs.append(spec(name, "relay", ["sharding.relay", "--upstream", source], after, *files))
@@ -92,8 +91,7 @@ def plan(
         specs.append(spec(name, "validator", ["rl.validator", "serve"], after, *files))
     for name in workers:
         specs.append(spec(name, "worker", ["rl.worker"], "orchestrator", "--sandbox", sandbox))
-    forge = ["rl.swarm.cheats", "forge"]
-    cheats[IMPOSTOR] = spec(IMPOSTOR, "impostor", forge, "orchestrator", "--sandbox", sandbox)
+    cheats[IMPOSTOR] = spec(IMPOSTOR, "impostor", ["rl.swarm.cheats", "forge"], "orchestrator", "--sandbox", sandbox)
     public = {name: rollout_lib.WorkerKey.load(file).worker for name, file in keys.items()}
     fields = {
         "topology.mode": "remote",
@@ -105,14 +103,21 @@ def plan(
         "trust.validators": tuple(f"{urls[name]}#{public[name]}" for name in validators),
     }
     options = [*config_flags, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
-    learner, first = supervisor.Spec("learner", "learner", ["rl.train", *options]), []
-    if host == "orchestrator":
-        control = connect(frozenset({"learner", host}), ports["control"])
-        command = ["rl.orchestrator", *options, f"--control=127.0.0.1:{ports['control']}"]
-        first = [supervisor.Spec(host, host, command)]
-        remote = f"--config.topology.orchestrator={control}"
-        learner = dataclasses.replace(learner, command=[*learner.command, remote], after_port=ports["control"])
-    return Swarm([*first, learner, *specs], cheats, direct(frozenset(), ports["orchestrator"]), mirrors, public)
+    own = _learner(options, ports["control"], connect, is_apart=host == "orchestrator")
+    return Swarm([*own, *specs], cheats, direct(frozenset(), ports["orchestrator"]), mirrors, public)
+
+
+def _learner(options: Sequence[str], port: int, connect: Connect, *, is_apart: bool) -> list[supervisor.Spec]:
+    """Returns the learner, and before it the orchestrator if that is apart: then `port` is that of its control listener."""
+    if not is_apart:
+        return [supervisor.Spec("learner", "learner", ["rl.train", *options])]
+    control = connect(frozenset({"learner", "orchestrator"}), port)
+    learner = ["rl.train", *options, f"--config.topology.orchestrator={control}"]
+    orchestrator = ["rl.orchestrator", *options, f"--control=127.0.0.1:{port}"]
+    return [
+        supervisor.Spec("orchestrator", "orchestrator", orchestrator),
+        supervisor.Spec("learner", "learner", learner, port),
+    ]
 
 
 def _free_ports(count: int) -> list[int]:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import signal
 import sys
-from typing import Any
 
 from sharding.relay import server as server_lib
 from sharding.relay import throttle
@@ -61,13 +60,7 @@ def main(argv: list[str] | None = None) -> int:
                 sockets.announce(args.address_file, sock)
             node = contextlib.nullcontext()
             if key:
-
-                def report() -> dict[str, Any]:
-                    health, held = relay.mirror.health(), relay.store.complete()
-                    policy = {"epoch": max(0, health["epoch"]), "version": held[-1], "digest": ""} if held else None
-                    return {"url": relay.url, "policy": policy, "problem": health["error"]}
-
-                node = sign_in.SignIn(args.orchestrator, key, "relay", report, run=args.run)
+                node = sign_in.SignIn(args.orchestrator, key, "relay", relay.report, run=args.run)
             with node, status_line.printed(relay.progress):
                 relay.run()
             relay.close()

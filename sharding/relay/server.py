@@ -24,6 +24,7 @@ import socket
 import threading
 import time
 import urllib.parse
+from typing import Any
 
 from sharding.download import range_get, source
 from sharding.format import head as head_lib
@@ -125,6 +126,12 @@ class Relay:
         """Returns ({name: count so far}, the thing that the mirror waits for)."""
         counts = {"versions": self.mirror.log.counters["versions"], "requests": self.counters["requests_200"]}
         return counts, "a newer version" if self.mirror.health()["upstream"] else "an upstream that answers"
+
+    def report(self) -> dict[str, Any]:
+        """Returns the content of a heartbeat (rl/protocol/registry.py)."""
+        health, held = self.mirror.health(), self.store.complete()
+        policy = {"epoch": max(0, health["epoch"]), "version": held[-1], "digest": ""} if held else None
+        return {"url": self.url, "policy": policy, "problem": health["error"]}
 
     def _serve(self, client: "_Client") -> None:
         """Answers the requests of one connection, until either side ends it."""
