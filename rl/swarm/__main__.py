@@ -84,7 +84,7 @@ def main() -> None:
 
 def _check() -> None:
     for name, least in (("servers", 1), ("relays", 0), ("workers", 1), ("validators", 0)):
-        if not least <= (count := flags.FLAGS[name].value) <= 32:
+        if not least <= (count := getattr(flags.FLAGS, name)) <= 32:
             raise ValueError(f"--{name}={count} is not in {least}..32; change it")
     if (minutes := flags.FLAGS.minutes) is not None and not 0 < minutes < float("inf"):
         raise ValueError(f"--minutes={minutes:g} must be above 0; change it, or leave it out for {MINUTES:g}")
@@ -101,7 +101,7 @@ def _check() -> None:
 def _roles() -> dict[str, str]:
     """Returns the role of each node by name."""
     single = ("learner", processes.IMPOSTOR, *(["orchestrator"] if flags.FLAGS.apart else []))
-    several = {f"{role}{i}": role for role in processes.ROLES for i in range(flags.FLAGS[f"{role}s"].value)}
+    several = {f"{role}{i}": role for role in processes.ROLES for i in range(getattr(flags.FLAGS, f"{role}s"))}
     return {name: name for name in single} | several
 
 
