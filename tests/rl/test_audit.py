@@ -82,11 +82,13 @@ def repeat(folder):
     recorded_run.rewrite(folder, STEP, lambda rollouts: [*rollouts, *earlier])
 
 
-def flip_byte(file, at=0.5):
+def flip_byte(file, last=b""):
+    """Changes the middle of a file, or the `last` such bytes: parts of a database are not in use."""
+
     def change(folder):
         path = folder / file
         data = bytearray(path.read_bytes())
-        data[int(len(data) * at)] ^= 1
+        data[data.rindex(last) if last else len(data) // 2] ^= 1
         path.write_bytes(data)
 
     return change
@@ -112,7 +114,7 @@ LOST = {(None, None): {"ledger", "manifest"}} | {(step, None): {"batch"} for ste
             "in the batch of step 1, too",
         ),
         (flip_byte(f"weights/v{STEPS:08d}/manifest.json"), {(None, None): {"manifest"}}, ""),
-        (flip_byte("ledger.db", 0.4), None, "is bad at entry"),
+        (flip_byte("ledger.db", b'"kind":"verdict"'), None, "is bad at entry"),
         *(
             (drop(kind), LOST, "missing: the next entry has number")
             for kind in ("lease", "submission", "verdict", "batch")
