@@ -16,19 +16,19 @@ A cheat that moves each token a little passes every limit on a single rollout. I
 6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. The bets are
    on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits, or chooses among tokens.
 7. Claims are compared with those of other workers in the same step (rl/verification/peers.py), without a replay.
-8. Completions of a group that share tokens share the rounding errors there. A sum over a group is divided by the largest standard
-   deviation that any such dependence allows (`_tree_squares`), and n equal completions share one bet on their mean. Otherwise a policy
-   that has converged, and repeats one completion, would multiply its bets on one error. Draws are independent even then: `shape` and
-   `ties` count every sample.
+8. Completions of a group that share tokens share the rounding errors there. Otherwise a policy that has converged, and repeats one
+   completion, would multiply its bets on one error. So a group makes one bet per stream: on a mean, which holds for any dependence, or on
+   a sum, divided by the largest standard deviation that errors with no negative correlation can give it (`_variance`). Draws are
+   independent even then: `shape` counts every sample.
 9. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
    (alpha 6 / (pi k)^2 in epoch k), so that long honesty does not pay for later cheating. Summed over streams and epochs, an
    honest worker is flagged with probability at most ALPHA in its whole life.
 
-The guarantee needs correct bands: an honest backend whose means exceed them will be flagged. `python -m rl.validator calibrate`
-measures them. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
+The guarantee needs correct bands: an honest backend whose means exceed them will be flagged. They must hold for every completion given all
+before; errors of tokens in different contexts must be independent, and have one variance. `python -m rl.validator calibrate` measures
+the bands, with room to spare. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
 """
 
-import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ import numpy as np
 
 ALPHA = 5e-5  # probability of ever flagging an honest worker
 EPOCH = 1024  # rollouts
-BETS = (0.5, 0.1, 0.02)  # large ones find large cheats soon, small ones survive noisy honesty
+BETS = (0.9, 0.5, 0.1)  # large ones find large cheats soon, small ones survive noisy honesty
 TILTS = (0.5, 0.9, 1.1, 4.0)  # exponents: hotter, a tenth hotter, a tenth colder, nearly greedy
 RATES = (0.5, 0.95, 1.05, 2.0)  # of an exponential: claims too low by 0.7 nats or 0.05, too high by as much
 SLOPES = (0.5, 1.0, 2.0)  # of the bets on sums of errors, per honest standard deviation
@@ -130,17 +130,18 @@ class SequentialTest:
     def add(self, group: Sequence[Evidence]) -> str | None:
         """Adds the evidence of replayed samples of one group. Returns the flag: None, or why the worker counts as a cheat."""
         assert (bands := self._bands) is not None
-        trees, counts = [one.token_N for one in group], np.array([one.num_tokens for one in group])
+        counts = np.array([one.num_tokens for one in group])
+        before_N, prefix_N = _prefixes([one.token_N for one in group])
         gains = {name: _mean_gains(group, name, getattr(bands, name)) for name in ("margin", "logprob", "proof")}
         gains["shape"] = np.sum([one.shape - bands.shape * one.num_tokens for one in group], axis=0)
-        gains["ties"] = np.sum([_tie_gains(bands, one) for one in group], axis=0)
+        gains["ties"] = _tie_gains(bands, group, before_N)
         signs = np.array([bands.signs(one.error_N).sum() for one in group])
         weights = _advantages([one.reward for one in group], counts)
-        root, scale = np.sqrt(_tree_squares(trees, np.stack([np.ones(len(group)), weights], axis=1))).tolist()
+        root, scale = (math.sqrt(_variance(prefix_N, np.repeat(w, counts))) for w in (np.ones(len(group)), weights))
         total = sum(one.logprob * one.num_tokens for one in group)
         gains["error"] = _slope_gains(total, bands.logprob * counts.sum(), bands.scatter * root)
         gains["bias"] = _signed_gains(signs.sum(), bands.bias * counts.sum(), bands.spread * root)
-        gains["advantage"] = _signed_gains(float(weights @ signs), 0.0, bands.spread * scale)
+        gains["advantage"] = _signed_gains(weights @ signs, bands.bias * np.abs(weights) @ counts, bands.spread * scale)
         self._add("rollouts", gains, len(group))
         return self.flag
 
@@ -195,35 +196,39 @@ def _advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
     return advantages - advantages @ counts / max(counts.sum(), 1)
 
 
-def _tree_squares(completions: Sequence[np.ndarray], weights_SW: np.ndarray, depth: int = 0) -> np.ndarray:
-    """Returns bounds [W] on the variance of W weighted sums over S completions of errors, one per token, each of variance 1.
+def _prefixes(completions: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns two numbers per token of S completions, concatenated [N]: of all tokens before it, and of these and itself.
 
-    Completions that agree up to a token have errors there that may be the same, or independent, or anything between: the square of the
-    sum of their weights, or the sum of the squares, whichever is larger. Summed over the tree of shared prefixes.
+    Equal tokens have equal numbers, also in different completions; none before is 0.
     """
-    end = min(map(len, completions))
-    rows = np.stack([tokens[depth:end] for tokens in completions])
-    differs = (rows != rows[0]).any(axis=0)
-    shared = int(differs.argmax()) if differs.any() else end - depth
-    total_W = shared * np.maximum((weights_SW**2).sum(axis=0), weights_SW.sum(axis=0) ** 2)
-    depth += shared
-    following = np.array([tokens[depth] if len(tokens) > depth else -1 for tokens in completions])
-    for token in np.unique(following[following >= 0]):
-        is_own = following == token
-        own = [tokens for tokens, has_it in zip(completions, is_own, strict=True) if has_it]
-        total_W = total_W + _tree_squares(own, weights_SW[is_own], depth)
-    return total_W
+    known: dict[tuple[int, int], int] = {}
+    numbers = []
+    for tokens in completions:
+        before = 0
+        for token in tokens.tolist():
+            number = known.setdefault((before, token), len(known) + 1)
+            numbers.append((before, number))
+            before = number
+    before_N, prefix_N = np.array(numbers, int).reshape(-1, 2).T
+    return before_N, prefix_N
+
+
+def _variance(prefix_N: np.ndarray, weight_N: np.ndarray) -> float:
+    """Returns a bound on the variance of a weighted sum of errors, one per token, each of variance 1.
+
+    Errors of one prefix may have any correlation from 0 to 1. The variance is largest if those with weights of one sign are equal, and
+    the two signs independent.
+    """
+    sides = (np.bincount(prefix_N, np.maximum(side_N, 0)) for side_N in (weight_N, -weight_N))
+    return float(sum((side**2).sum() for side in sides))
 
 
 def _mean_gains(group: Sequence[Evidence], name: str, m: float) -> np.ndarray:
-    """Returns log bets [len(BETS)] that a mean difference exceeds `m`; equal completions share one, in proportion to their number."""
-    equal = collections.defaultdict(list)
-    for one in group:
-        x = getattr(one, name)
-        equal[one.token_N.tobytes()].append(x if x < 1 else 1.0)  # NaN counts as 1: it would stop the bets for ever
-    most = max(map(len, equal.values()))
-    stakes = np.array(BETS) / most
-    return np.sum([np.log1p(stakes * len(xs) * (np.mean(xs) - m) / m) for xs in equal.values()], axis=0)
+    """Returns log bets [len(BETS)] that the mean of a group exceeds `m`: one bet, since its samples may share their errors."""
+    mean = np.mean(
+        [x if (x := getattr(one, name)) < 1 else 1.0 for one in group]
+    )  # NaN counts as 1: it would stop the bets for ever
+    return np.log1p(np.array(BETS) * (mean - m) / m)
 
 
 def _slope_gains(total: float, allowed: float, scale: float) -> np.ndarray:
@@ -240,15 +245,23 @@ def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
     return np.concatenate([up_K, down_K, np.logaddexp(up_K, down_K) - math.log(2)])
 
 
-def _tie_gains(bands: Bands, evidence: Evidence) -> np.ndarray:
-    """Returns log bets [len(TIE_SHIFTS)] that second-best tokens were drawn as if the ties were narrower than they are."""
-    class_N, shares = bands.classes(evidence.gap_N), np.array([*bands.ties, *[TIE_MOST] * max(TIE_SHIFTS)])
-    gain_K = np.zeros(len(TIE_SHIFTS))
-    for k in np.unique(class_N[class_N >= 0]):
-        share, honest = evidence.is_second_N[class_N == k].mean(), min(shares[k], TIE_MOST)
-        cheat_K = np.clip(shares[k + np.array(TIE_SHIFTS)], honest, TIE_MOST)
-        gain_K += np.log(share * cheat_K / honest + (1 - share) * (1 - cheat_K) / (1 - honest))
-    return gain_K
+def _tie_gains(bands: Bands, group: Sequence[Evidence], before_N: np.ndarray) -> np.ndarray:
+    """Returns log bets [len(TIE_SHIFTS)] that second-best tokens were drawn as if the ties were narrower than they are.
+
+    Ties after the same tokens share one bet on their mean, since they share the rounding errors that decide them.
+    """
+    class_N = np.concatenate([bands.classes(one.gap_N) for one in group])
+    is_tie_N = class_N >= 0
+    class_M, is_second_M = class_N[is_tie_N], np.concatenate([one.is_second_N for one in group])[is_tie_N]
+    shares = np.minimum([*bands.ties, *[TIE_MOST] * max(TIE_SHIFTS)], TIE_MOST)
+    honest_M = shares[class_M]
+    _, context_M, num_C = np.unique(before_N[is_tie_N], return_inverse=True, return_counts=True)
+    gains = []
+    for shift in TIE_SHIFTS:
+        cheat_M = np.maximum(shares[class_M + shift], honest_M)
+        ratio_M = np.where(is_second_M, cheat_M / honest_M, (1 - cheat_M) / (1 - honest_M))
+        gains.append(np.log(np.bincount(context_M, ratio_M, len(num_C)) / num_C).sum())
+    return np.array(gains)
 
 
 def claims_ratio(y_N: np.ndarray) -> np.ndarray:
