@@ -14,6 +14,7 @@ of n is falsely rejected, the rate of false rejections is at most 3 / n, at 95 %
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -85,12 +86,17 @@ class Measured:
     num_tokens: int
     num_refused: int  # rejected with the validator's tolerance
     is_unnamed: bool = False  # of an MoE model, and the experts are those of the replay
-    evidence: Sequence[sequential_test.Evidence] = ()
+    groups: Sequence[Sequence[sequential_test.Evidence]] = ()
     chunks: Sequence[tuple[np.ndarray, bytes]] = ()  # (hidden states, proof) of texts with different prompts
+
+    @property
+    def evidence(self) -> list[sequential_test.Evidence]:
+        """All rollouts, in one list."""
+        return [one for group in self.groups for one in group]
 
     def numbers(self) -> dict:
         """Returns the summary for the bands file, without the evidence and proofs behind it."""
-        made_of = ("evidence", "chunks", "is_unnamed")
+        made_of = ("groups", "chunks", "is_unnamed")
         return {name: value for name, value in vars(self).items() if name not in made_of}
 
 
@@ -150,10 +156,10 @@ def measure(
     if is_unnamed:
         rollouts = [dataclasses.replace(rollout, routed_experts=None) for rollout in rollouts]
     largest: dict[str, Any] = {}
-    evidence, refused, chunks = [], 0, {}
+    groups, refused, chunks = collections.defaultdict(list), 0, {}
     for start in range(0, len(rollouts), rules_lib.MAX_REPLAY_ROWS):
         for one in validator.replay(rollouts[start : start + rules_lib.MAX_REPLAY_ROWS]):
-            evidence.append(checks.evidence(one))
+            groups[one.rollout.step, one.rollout.task.group].append(checks.evidence(one))
             refused += not checks.first_failure(checks.WITH_WEIGHTS, one, validator.rules).accepted
             num_rows, dim = one.hidden_ND.shape
             if proofs := toploc.split(one.rollout.proofs, num_rows, dim):
@@ -173,6 +179,7 @@ def measure(
             for name, values in found.items():
                 value = np.max(values).item()
                 largest[name] = max(largest.get(name, value), value)
+    evidence = [one for group in groups.values() for one in group]
     means = {name: np.array([getattr(e, name) for e in evidence]) for name in ("margin", "logprob", "proof")}
     return Measured(
         **largest,
@@ -182,7 +189,7 @@ def measure(
         num_tokens=sum(e.num_tokens for e in evidence),
         num_refused=refused,
         is_unnamed=is_unnamed,
-        evidence=evidence,
+        groups=list(groups.values()),
         chunks=[chunks[key] for key in sorted(chunks)][:OTHER_TEXTS],
     )
 
@@ -211,7 +218,7 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     shape = max(FLOORS.shape, SAFETY * (max(sequential_test.TILTS) * noise) ** 2)
     first = sequential_test.Bands(**bands, shape=shape)
     first = dataclasses.replace(first, tie_span=tolerance.margin)
-    sums = [_sums(first, m.evidence) for m in measured]
+    sums = [_sums(first, m.groups) for m in measured]
     return tolerance, dataclasses.replace(
         first,
         **{name: max(found[name] for found in sums) for name in sums[0]},
@@ -228,18 +235,39 @@ def _flips(measured: Measured, limit: dict[str, float]) -> float:
     return BAND_SAFETY * float(over + 4 * math.sqrt(over + 1)) / measured.num_tokens
 
 
-def _sums(bands: sequential_test.Bands, evidence: Sequence[sequential_test.Evidence]) -> dict[str, float]:
-    """Returns the fields of `Bands` for sums over honest rollouts."""
-    counts = np.array([one.num_tokens for one in evidence])
-    signed = np.array([bands.signs(one.error_N).sum() for one in evidence])
-    total = np.array([one.logprob for one in evidence]) * counts
-    mean = signed.sum() / counts.sum()
-    error = math.sqrt(((signed - mean * counts) ** 2).sum()) / counts.sum()
+def _sums(bands: sequential_test.Bands, groups: Sequence[Sequence[sequential_test.Evidence]]) -> dict[str, float]:
+    """Returns the fields of `Bands` for sums over honest rollouts.
+
+    Scales hold for rollouts and for groups: all samples of a prompt that is easier or harder than others err less or more.
+    """
+    _, signed_G, num_G, _ = _totals(bands, groups)
+    mean = signed_G.sum() / num_G.sum()
+    error = math.sqrt(((signed_G - mean * num_G) ** 2).sum()) / num_G.sum()
+    excess, signed = [], []
+    for parts in ([[one] for group in groups for one in group], groups):
+        total_G, signed_G, num_G, deviation_G = _totals(bands, parts)
+        excess.append((total_G - bands.logprob / BAND_SAFETY * num_G) / deviation_G)
+        signed.append((signed_G - mean * num_G) / deviation_G)
     return {
-        "scatter": max(FLOORS.logprob, _scale((total - bands.logprob / BAND_SAFETY * counts) / np.sqrt(counts))),
+        "scatter": max(FLOORS.logprob, _scale(*excess)),
         "bias": BAND_SAFETY * float(abs(mean) + 4 * error),
-        "spread": max(1e-3, _scale(signed / np.sqrt(counts), -signed / np.sqrt(counts))),
+        "spread": max(1e-3, _scale(*signed, *(-x_G for x_G in signed))),
     }
+
+
+def _totals(bands: sequential_test.Bands, groups: Sequence[Sequence[sequential_test.Evidence]]) -> np.ndarray:
+    """Returns [4, G]: per group the sum of absolute errors, the sum of signs, the number of tokens, and the deviation."""
+    return np.array(
+        [
+            (
+                sum(one.logprob * one.num_tokens for one in group),
+                sum(bands.signs(one.error_N).sum() for one in group),
+                sum(one.num_tokens for one in group),
+                sequential_test.deviation(sequential_test.contexts([one.token_N for one in group])),
+            )
+            for group in groups
+        ]
+    ).T
 
 
 def _scale(*samples: np.ndarray) -> float:

@@ -14,19 +14,21 @@ A cheat that moves each token a little passes every limit on a single rollout. I
    errors with honest E exp(a x) <= exp(a^2 / 2) multiplies it by exp(a x - a^2 / 2), a in SLOPES, upward, downward, and by their mean.
    The sum of absolute errors in excess of its band is bet on likewise, upward: other weights make all errors a little larger.
 6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. The bets are
-   on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits, or chooses among tokens.
+   on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits, or chooses among tokens. The rare
+   third token that is drawn counts by its own gap.
 7. Claims are compared with those of other workers in the same step (rl/verification/peers.py), without a replay.
-8. Completions of a group that share tokens share the rounding errors there. Otherwise a policy that has converged, and repeats one
-   completion, would multiply its bets on one error. So a group makes one bet per stream: on a mean, which holds for any dependence, or on
-   a sum, divided by the largest standard deviation that errors with no negative correlation can give it (`_variance`). Draws are
-   independent even then: `shape` counts every sample.
+8. Samples of a group that agree up to a token have one context there, and share its rounding errors. Otherwise a policy that has
+   converged, and repeats one completion, would multiply its bets on one error. So a group makes one bet per stream on a mean, or on a sum,
+   divided by the largest standard deviation that any dependence within contexts can give it (`deviation`), and a context makes one bet on
+   ties. `shape` counts every draw: its band has room for errors that up to 64 samples share.
 9. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
    (alpha 6 / (pi k)^2 in epoch k), so that long honesty does not pay for later cheating. Summed over streams and epochs, an
    honest worker is flagged with probability at most ALPHA in its whole life.
 
-The guarantee needs correct bands: an honest backend whose means exceed them will be flagged. They must hold for every completion given all
-before; errors of tokens in different contexts must be independent, and have one variance. `python -m rl.validator calibrate` measures
-the bands, with room to spare. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
+The guarantee needs correct bands, and an honest worker whose means exceed them will be flagged. They must hold for every completion and
+group given all before, so a run whose policy hardly changes needs more prompts than each worker has groups in an epoch. Errors in
+different contexts must be independent, and sub-Gaussian with the measured scale. `python -m rl.validator calibrate` measures bands over
+rollouts and over groups, with room to spare. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
 """
 
 import dataclasses
@@ -131,17 +133,18 @@ class SequentialTest:
         """Adds the evidence of replayed samples of one group. Returns the flag: None, or why the worker counts as a cheat."""
         assert (bands := self._bands) is not None
         counts = np.array([one.num_tokens for one in group])
-        before_N, prefix_N = _prefixes([one.token_N for one in group])
+        context_N = contexts([one.token_N for one in group])
         gains = {name: _mean_gains(group, name, getattr(bands, name)) for name in ("margin", "logprob", "proof")}
         gains["shape"] = np.sum([one.shape - bands.shape * one.num_tokens for one in group], axis=0)
-        gains["ties"] = _tie_gains(bands, group, before_N)
+        gains["ties"] = _tie_gains(bands, group, context_N)
         signs = np.array([bands.signs(one.error_N).sum() for one in group])
         weights = _advantages([one.reward for one in group], counts)
-        root, scale = (math.sqrt(_variance(prefix_N, np.repeat(w, counts))) for w in (np.ones(len(group)), weights))
+        root, scale = deviation(context_N), deviation(context_N, np.repeat(weights, counts))
         total = sum(one.logprob * one.num_tokens for one in group)
         gains["error"] = _slope_gains(total, bands.logprob * counts.sum(), bands.scatter * root)
-        gains["bias"] = _signed_gains(signs.sum(), bands.bias * counts.sum(), bands.spread * root)
-        gains["advantage"] = _signed_gains(weights @ signs, bands.bias * np.abs(weights) @ counts, bands.spread * scale)
+        gains["bias"] = _signed_gains(float(signs.sum()), bands.bias * counts.sum(), bands.spread * root)
+        favored, allowed = float(weights @ signs), float(bands.bias * np.abs(weights) @ counts)
+        gains["advantage"] = _signed_gains(favored, allowed, bands.spread * scale)
         self._add("rollouts", gains, len(group))
         return self.flag
 
@@ -196,33 +199,6 @@ def _advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
     return advantages - advantages @ counts / max(counts.sum(), 1)
 
 
-def _prefixes(completions: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two numbers per token of S completions, concatenated [N]: of all tokens before it, and of these and itself.
-
-    Equal tokens have equal numbers, also in different completions; none before is 0.
-    """
-    known: dict[tuple[int, int], int] = {}
-    numbers = []
-    for tokens in completions:
-        before = 0
-        for token in tokens.tolist():
-            number = known.setdefault((before, token), len(known) + 1)
-            numbers.append((before, number))
-            before = number
-    before_N, prefix_N = np.array(numbers, int).reshape(-1, 2).T
-    return before_N, prefix_N
-
-
-def _variance(prefix_N: np.ndarray, weight_N: np.ndarray) -> float:
-    """Returns a bound on the variance of a weighted sum of errors, one per token, each of variance 1.
-
-    Errors of one prefix may have any correlation from 0 to 1. The variance is largest if those with weights of one sign are equal, and
-    the two signs independent.
-    """
-    sides = (np.bincount(prefix_N, np.maximum(side_N, 0)) for side_N in (weight_N, -weight_N))
-    return float(sum((side**2).sum() for side in sides))
-
-
 def _mean_gains(group: Sequence[Evidence], name: str, m: float) -> np.ndarray:
     """Returns log bets [len(BETS)] that the mean of a group exceeds `m`: one bet, since its samples may share their errors."""
     mean = np.mean(
@@ -245,7 +221,7 @@ def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
     return np.concatenate([up_K, down_K, np.logaddexp(up_K, down_K) - math.log(2)])
 
 
-def _tie_gains(bands: Bands, group: Sequence[Evidence], before_N: np.ndarray) -> np.ndarray:
+def _tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -> np.ndarray:
     """Returns log bets [len(TIE_SHIFTS)] that second-best tokens were drawn as if the ties were narrower than they are.
 
     Ties after the same tokens share one bet on their mean, since they share the rounding errors that decide them.
@@ -255,13 +231,34 @@ def _tie_gains(bands: Bands, group: Sequence[Evidence], before_N: np.ndarray) ->
     class_M, is_second_M = class_N[is_tie_N], np.concatenate([one.is_second_N for one in group])[is_tie_N]
     shares = np.minimum([*bands.ties, *[TIE_MOST] * max(TIE_SHIFTS)], TIE_MOST)
     honest_M = shares[class_M]
-    _, context_M, num_C = np.unique(before_N[is_tie_N], return_inverse=True, return_counts=True)
+    _, place_M, num_C = np.unique(context_N[is_tie_N], return_inverse=True, return_counts=True)
     gains = []
     for shift in TIE_SHIFTS:
         cheat_M = np.maximum(shares[class_M + shift], honest_M)
         ratio_M = np.where(is_second_M, cheat_M / honest_M, (1 - cheat_M) / (1 - honest_M))
-        gains.append(np.log(np.bincount(context_M, ratio_M, len(num_C)) / num_C).sum())
+        gains.append(np.log(np.bincount(place_M, ratio_M) / num_C).sum())
     return np.array(gains)
+
+
+def contexts(completions: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the context [N] of each token of S completions, concatenated: a number per sequence of tokens before it, 0 for none."""
+    known: dict[tuple[int, int], int] = {}
+    context_N = []
+    for tokens in completions:
+        context = 0
+        for token in tokens.tolist():
+            context_N.append(context)
+            context = known.setdefault((context, token), len(known) + 1)
+    return np.array(context_N, int)
+
+
+def deviation(context_N: np.ndarray, weight_N: np.ndarray | None = None) -> float:
+    """Returns the largest standard deviation of a sum of errors of deviation 1, one per token, weighted by `weight_N` (None: 1).
+
+    Errors are independent between contexts, and within one they may be equal or opposite: their deviations add up.
+    """
+    sum_C = np.bincount(context_N, None if weight_N is None else np.abs(weight_N))
+    return math.sqrt((sum_C**2).sum())
 
 
 def claims_ratio(y_N: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Each check on rollouts made by hand; sequential tests against simulation and their own inequality."""
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -465,7 +466,7 @@ def in_group(tokens, error_N, reward=0.0, **values):
 
 
 def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_tokens():
-    """Compares with a loop over all prefixes: errors of completions that agree up to a token have any correlation from 0 to 1."""
+    """Compares with all signs of errors in each context: samples that agree up to a token may err there alike, or against each other."""
     texts, rewards = (
         [(1, 2, 3), (1, 2, 3), (1, 2, 4, 5), (1, 2), (9,), (1, 2, 3, 3)],
         (1.0, 1.0, 0.0, 0.25, 0.0, 1 + 1e-9),
@@ -476,12 +477,10 @@ def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_token
     test.add([in_group(*one) for one in zip(texts, errors, rewards, strict=True)])
 
     def scale(weights):
-        prefixes = [[text[: n + 1] for n in range(len(text))] for text in texts]
         total = 0.0
-        for prefix in {prefix for one in prefixes for prefix in one}:
-            own = [weight for weight, one in zip(weights, prefixes, strict=True) if prefix in one]
-            # Errors are equal within each part, and independent between parts.
-            total += max(sum(sum(part) ** 2 for part in parts) for parts in partitions(own))
+        for context in {text[:n] for text in texts for n in range(len(text))}:
+            own = [w for w, text in zip(weights, texts, strict=True) if text[: len(context)] == context != text]
+            total += max(np.dot(own, signs) ** 2 for signs in itertools.product((-1, 1), repeat=len(own)))
         return math.sqrt(total)
 
     signs = [sum(max(-1.0, min(1.0, e / 0.01)) for e in error_N) for error_N in errors]
@@ -504,16 +503,6 @@ def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_token
     )
     # No advantage beyond the tolerance of claims, no bet.
     np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-9)
-
-
-def partitions(items):
-    """Yields all partitions of a list into sets."""
-    if not items:
-        yield []
-        return
-    for parts in partitions(items[1:]):
-        yield [items[:1], *parts]
-        yield from ([*parts[:n], [items[0], *part], *parts[n + 1 :]] for n, part in enumerate(parts))
 
 
 def test_a_group_makes_one_bet_on_its_mean_differences_and_counts_every_draw():
