@@ -15,18 +15,18 @@ A cheat that moves each token a little passes every limit on a single rollout. I
    The sum of absolute errors in excess of its band is bet on likewise, upward: other weights make all errors a little larger.
 6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. The bets are
    on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits, or chooses among tokens. The rare
-   third token that is drawn counts by its own gap.
+   third token that is drawn counts by its own gap, and a group counts e^MAX_TIES at most, as its prompt may be a hard one.
 7. Claims are compared with those of other workers in the same step (rl/verification/peers.py), without a replay.
 8. Samples of a group that agree up to a token have one context there, and share its rounding errors. Otherwise a policy that has
    converged, and repeats one completion, would multiply its bets on one error. So a group makes one bet per stream on a mean, or on a sum,
    divided by the largest standard deviation that any dependence within contexts can give it (`deviation`), and a context makes one bet on
-   ties. `shape` counts every draw: its band has room for errors that up to 64 samples share.
+   ties. `shape` counts every draw: its band has room for errors that samples share.
 9. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
    (alpha 6 / (pi k)^2 in epoch k), so that long honesty does not pay for later cheating. Summed over streams and epochs, an
    honest worker is flagged with probability at most ALPHA in its whole life.
 
-The guarantee needs correct bands, and an honest worker whose means exceed them will be flagged. They must hold for every completion and
-group given all before, so a run whose policy hardly changes needs more prompts than each worker has groups in an epoch. Errors in
+The guarantee needs correct bands, and an honest worker whose means exceed them will be flagged. They must hold for the tokens of
+every group given all before, so a run whose policy hardly changes needs more prompts than each worker has groups in an epoch. Errors in
 different contexts must be independent, and sub-Gaussian with the measured scale. `python -m rl.validator calibrate` measures bands over
 rollouts and over groups, with room to spare. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
 """
@@ -47,6 +47,9 @@ MAX_SCALED = 5.0  # standard deviations that the errors of one rollout or group 
 TIE_WIDTHS = 12  # classes of ties; the widest is from `Bands.tie_span` down, each further one 2^0.5 as wide
 TIE_SHIFTS = (2, 4, 8, 12)  # classes
 TIE_MOST = 0.9  # share of the narrowest ties that a cheat is bet to decide against the policy
+MAX_TIES = (
+    5.0  # nats that the ties of one group gain at most: all are decided by larger errors where its prompt is harder
+)
 # The kind of thing that adds to a stream; each kind is counted on its own.
 STREAMS = {
     "margin": "rollouts",
@@ -136,9 +139,9 @@ class SequentialTest:
         context_N = contexts([one.token_N for one in group])
         gains = {name: _mean_gains(group, name, getattr(bands, name)) for name in ("margin", "logprob", "proof")}
         gains["shape"] = np.sum([one.shape - bands.shape * one.num_tokens for one in group], axis=0)
-        gains["ties"] = _tie_gains(bands, group, context_N)
+        gains["ties"] = tie_gains(bands, group, context_N)
         signs = np.array([bands.signs(one.error_N).sum() for one in group])
-        weights = _advantages([one.reward for one in group], counts)
+        weights = advantages([one.reward for one in group], counts)
         root, scale = deviation(context_N), deviation(context_N, np.repeat(weights, counts))
         total = sum(one.logprob * one.num_tokens for one in group)
         gains["error"] = _slope_gains(total, bands.logprob * counts.sum(), bands.scatter * root)
@@ -191,7 +194,7 @@ class SequentialTest:
         return test
 
 
-def _advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
+def advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
     """Returns the advantages of a group's samples, less their mean over tokens: a shift of all errors alike favors none."""
     advantages = np.array(rewards) - np.mean(rewards)
     # Differences within the tolerance of claimed rewards are no advantage: ties that a cheat breaks would dilute its evidence.
@@ -221,7 +224,7 @@ def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
     return np.concatenate([up_K, down_K, np.logaddexp(up_K, down_K) - math.log(2)])
 
 
-def _tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -> np.ndarray:
+def tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -> np.ndarray:
     """Returns log bets [len(TIE_SHIFTS)] that second-best tokens were drawn as if the ties were narrower than they are.
 
     Ties after the same tokens share one bet on their mean, since they share the rounding errors that decide them.
@@ -237,7 +240,7 @@ def _tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -
         cheat_M = np.maximum(shares[class_M + shift], honest_M)
         ratio_M = np.where(is_second_M, cheat_M / honest_M, (1 - cheat_M) / (1 - honest_M))
         gains.append(np.log(np.bincount(place_M, ratio_M) / num_C).sum())
-    return np.array(gains)
+    return np.minimum(gains, MAX_TIES)
 
 
 def contexts(completions: Sequence[np.ndarray]) -> np.ndarray:
