@@ -14,6 +14,7 @@ of n is falsely rejected, the rate of false rejections is at most 3 / n, at 95 %
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -21,7 +22,7 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -86,12 +87,17 @@ class Measured:
     num_tokens: int
     num_refused: int  # rejected with the validator's tolerance
     is_unnamed: bool = False  # of an MoE model, and the experts are those of the replay
-    evidence: Sequence[sequential_test.Evidence] = ()
+    groups: Sequence[Sequence[sequential_test.Evidence]] = ()
     chunks: Sequence[tuple[np.ndarray, bytes]] = ()  # (hidden states, proof) of texts with different prompts
+
+    @property
+    def evidence(self) -> list[sequential_test.Evidence]:
+        """All rollouts, in one list."""
+        return [one for group in self.groups for one in group]
 
     def numbers(self) -> dict:
         """Returns the summary for the bands file, without the evidence and proofs behind it."""
-        made_of = ("evidence", "chunks", "is_unnamed")
+        made_of = ("groups", "chunks", "is_unnamed")
         return {name: value for name, value in vars(self).items() if name not in made_of}
 
 
@@ -154,10 +160,10 @@ def measure(
     if is_unnamed:
         rollouts = [dataclasses.replace(rollout, routed_experts=None) for rollout in rollouts]
     largest: dict[str, Any] = {}
-    evidence, refused, chunks = [], 0, {}
+    groups, refused, chunks = collections.defaultdict(list), 0, {}
     for start in range(0, len(rollouts), rules_lib.MAX_REPLAY_ROWS):
         for one in validator.replay(rollouts[start : start + rules_lib.MAX_REPLAY_ROWS]):
-            evidence.append(checks.evidence(one))
+            groups[one.rollout.step, one.rollout.task.group].append(checks.evidence(one))
             refused += not checks.first_failure(checks.WITH_WEIGHTS, one, validator.rules).accepted
             num_rows, dim = one.hidden_ND.shape
             if proofs := toploc.split(one.rollout.proofs, num_rows, dim):
@@ -177,16 +183,19 @@ def measure(
             for name, values in found.items():
                 value = np.max(values).item()
                 largest[name] = max(largest.get(name, value), value)
-    means = {name: np.array([getattr(e, name) for e in evidence]) for name in ("margin", "logprob", "proof")}
+    means = {
+        name: _mean([sum(getattr(one, name) for one in group) for group in groups.values()], map(len, groups.values()))
+        for name in ("margin", "logprob", "proof")
+    }
     return Measured(
         **largest,
-        mean={name: float(values.mean()) for name, values in means.items()},
-        bound={name: float(v.mean() + 4 * v.std() / np.sqrt(len(v))) for name, v in means.items()},
+        mean={name: mean for name, (mean, _) in means.items()},
+        bound={name: mean + 4 * error for name, (mean, error) in means.items()},
         num_rollouts=len(rollouts),
-        num_tokens=sum(e.num_tokens for e in evidence),
+        num_tokens=sum(one.num_tokens for group in groups.values() for one in group),
         num_refused=refused,
         is_unnamed=is_unnamed,
-        evidence=evidence,
+        groups=list(groups.values()),
         chunks=[chunks[key] for key in sorted(chunks)][:OTHER_TEXTS],
     )
 
@@ -211,15 +220,15 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     }
     # Honest tilts scatter far more than rounding biases them, so their mean cannot be measured. Rounding that moves log p
     # by r at random biases the mean of (q/p), q ~ p^b, by about (b r)^2 / 2 per token; log-probabilities show r.
-    noise = max(m.bound["logprob"] for m in measured)
+    noise = max(_rms(np.concatenate([one.error_N for one in m.evidence])) for m in measured)
     shape = max(FLOORS.shape, SAFETY * (max(sequential_test.TILTS) * noise) ** 2)
     first = sequential_test.Bands(**bands, shape=shape)
     first = dataclasses.replace(first, tie_span=tolerance.margin)
-    sums = [_sums(first, m.evidence) for m in measured]
+    sums = [_sums(first, m.groups) for m in measured]
     return tolerance, dataclasses.replace(
         first,
         **{name: max(found[name] for found in sums) for name in sums[0]},
-        ties=_ties(first, [m.evidence for m in measured]),
+        ties=_ties(first, measured),
     )
 
 
@@ -232,23 +241,52 @@ def _flips(measured: Measured, limit: dict[str, float]) -> float:
     return BAND_SAFETY * float(over + 4 * math.sqrt(over + 1)) / measured.num_tokens
 
 
-def _sums(bands: sequential_test.Bands, evidence: Sequence[sequential_test.Evidence]) -> dict[str, float]:
-    """Returns the fields of `Bands` for sums over honest rollouts."""
-    counts = np.array([one.num_tokens for one in evidence])
-    signed = np.array([bands.signs(one.error_N).sum() for one in evidence])
-    total = np.array([one.logprob for one in evidence]) * counts
-    mean = signed.sum() / counts.sum()
-    error = math.sqrt(((signed - mean * counts) ** 2).sum()) / counts.sum()
+def _mean(total_G: Iterable[float], num_G: Iterable[float]) -> tuple[float, float]:
+    """Returns (mean per item, its standard error) of groups with these totals of so many items; items of a group may depend on each other."""
+    total_G, num_G = np.array([*total_G]), np.array([*num_G])
+    mean = total_G.sum() / num_G.sum()
+    return float(mean), float(np.sqrt(((total_G - mean * num_G) ** 2).sum()) / num_G.sum())
+
+
+def _sums(bands: sequential_test.Bands, groups: Sequence[Sequence[sequential_test.Evidence]]) -> dict[str, float]:
+    """Returns the fields of `Bands` for sums over honest rollouts.
+
+    Scales hold for rollouts and for groups: all samples of a prompt that is easier or harder than others err less or more. They
+    hold along advantages, too.
+    """
+    mean, error = _mean(
+        (sum(bands.signs(one.error_N).sum() for one in group) for group in groups),
+        (sum(one.num_tokens for one in group) for group in groups),
+    )
+    excess, signed = [], []
+    for parts in ([[one] for group in groups for one in group], groups):
+        found = [_scaled(bands, mean, part) for part in parts]
+        excess.append(np.array([over for over, *_ in found]))
+        signed += [np.array(values) for values in zip(*(both for _, *both in found), strict=True)]
     return {
-        "scatter": max(FLOORS.logprob, _scale((total - bands.logprob / BAND_SAFETY * counts) / np.sqrt(counts))),
-        "bias": BAND_SAFETY * float(abs(mean) + 4 * error),
-        "spread": max(1e-3, _scale(signed / np.sqrt(counts), -signed / np.sqrt(counts))),
+        "scatter": max(FLOORS.logprob, _scale(*excess)),
+        "bias": BAND_SAFETY * (abs(mean) + 4 * error),
+        "spread": max(1e-3, _scale(*signed, *(-x_G for x_G in signed))),
     }
+
+
+def _scaled(
+    bands: sequential_test.Bands, mean: float, group: Sequence[sequential_test.Evidence]
+) -> tuple[float, float, float]:
+    """Returns a group's (errors beyond the honest mean, signs beyond their `mean`, signs along advantages), over their deviations."""
+    counts = np.array([one.num_tokens for one in group])
+    context_N = sequential_test.contexts([one.token_N for one in group])
+    over = np.array([one.logprob for one in group]) @ counts - bands.logprob / BAND_SAFETY * counts.sum()
+    signs = np.array([bands.signs(one.error_N).sum() for one in group]) - mean * counts
+    weights = sequential_test.advantages([one.reward for one in group], counts)
+    root = sequential_test.deviation(context_N)
+    scale = sequential_test.deviation(context_N, np.repeat(weights, counts)) or 1.0  # 0 if no sample has an advantage
+    return over / root, float(signs.sum()) / root, float(weights @ signs) / scale
 
 
 def _scale(*samples: np.ndarray) -> float:
     """Returns a scale s with mean exp(a x / s) <= exp(a^2 / 2), a in `sequential_test.SLOPES`, for the numbers x of each sample."""
-    scale = BAND_SAFETY * max(float(np.sqrt((x**2).mean())) for x in samples) or 1e-12
+    scale = BAND_SAFETY * max(map(_rms, samples)) or 1e-12
     slope_K1 = np.array(sequential_test.SLOPES)[:, None]
     for x in samples:  # heavy tails, as of rollouts of one token, take a larger scale than their deviation
         while (
@@ -259,21 +297,21 @@ def _scale(*samples: np.ndarray) -> float:
     return scale
 
 
-def _ties(bands: sequential_test.Bands, variants: Sequence[Sequence[sequential_test.Evidence]]) -> tuple[float, ...]:
+def _ties(bands: sequential_test.Bands, variants: Sequence[Measured]) -> tuple[float, ...]:
     """Returns `Bands.ties` for honest rollouts: the larger of the share seen in all and of that which the errors of a variant explain.
 
     Two logits that are `gap` apart change places if their errors differ by more. There are more errors than ties.
     """
     explained = []
-    for evidence in variants:
-        error_N = np.concatenate([one.error_N for one in evidence])
+    for variant in variants:
+        error_N = np.concatenate([one.error_N for one in variant.evidence])
         apart_N = np.abs(error_N - np.random.default_rng(0).permutation(error_N))
         edges = bands.tie_span / 2 ** (np.arange(sequential_test.TIE_WIDTHS + 1) / 2)
         edges[-1] = 0  # the last class has all that is narrower
         # Gaps are uniform within a class. Of equal errors, every second one is to the other side.
         share_N = [np.clip((apart_N - least) / (most - least), 0, 1) for most, least in itertools.pairwise(edges)]
         explained.append([float(share.mean()) / 2 for share in share_N])
-    every = [one for evidence in variants for one in evidence]
+    every = [one for variant in variants for one in variant.evidence]
     class_N = bands.classes(np.concatenate([one.gap_N for one in every]))
     is_second_N = np.concatenate([one.is_second_N for one in every])
     shares = []
@@ -282,6 +320,10 @@ def _ties(bands: sequential_test.Bands, variants: Sequence[Sequence[sequential_t
         share = float(seen.sum() + 2 * math.sqrt(seen.sum())) / max(len(seen), 50)
         shares.append(min(1.0, max(LEAST_TIES, BAND_SAFETY * max(share, least))))
     return tuple(shares)
+
+
+def _rms(values: np.ndarray) -> float:
+    return float(np.sqrt((values**2).mean()))
 
 
 def check_other_texts(thresholds: toploc.Thresholds, measured: Sequence[Measured]) -> int:

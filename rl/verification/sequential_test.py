@@ -14,21 +14,23 @@ A cheat that moves each token a little passes every limit on a single rollout. I
    errors with honest E exp(a x) <= exp(a^2 / 2) multiplies it by exp(a x - a^2 / 2), a in SLOPES, upward, downward, and by their mean.
    The sum of absolute errors in excess of its band is bet on likewise, upward: other weights make all errors a little larger.
 6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. The bets are
-   on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits, or chooses among tokens.
+   on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits, or chooses among tokens. The rare
+   third token that is drawn counts by its own gap, and a group counts e^MAX_TIES at most, as its prompt may be a hard one.
 7. Claims are compared with those of other workers in the same step (rl/verification/peers.py), without a replay.
-8. Completions of a group that share tokens share the rounding errors there. A sum over a group is divided by the largest standard
-   deviation that any such dependence allows (`_tree_squares`), and n equal completions share one bet on their mean. Otherwise a policy
-   that has converged, and repeats one completion, would multiply its bets on one error. Draws are independent even then: `shape` and
-   `ties` count every sample.
+8. Samples of a group that agree up to a token have one context there, and share its rounding errors. Otherwise a policy that has
+   converged, and repeats one completion, would multiply its bets on one error. So a group makes one bet per stream on a mean, or on a sum,
+   divided by the largest standard deviation that any dependence within contexts can give it (`deviation`), and a context makes one bet on
+   ties. `shape` counts every draw: its band has room for errors that samples share.
 9. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
    (alpha 6 / (pi k)^2 in epoch k), so that long honesty does not pay for later cheating. Summed over streams and epochs, an
    honest worker is flagged with probability at most ALPHA in its whole life.
 
-The guarantee needs correct bands: an honest backend whose means exceed them will be flagged. `python -m rl.validator calibrate`
-measures them. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
+The guarantee needs correct bands, and an honest worker whose means exceed them will be flagged. They must hold for the tokens of
+every group given all before, so a run whose policy hardly changes needs more prompts than each worker has groups in an epoch. Errors in
+different contexts must be independent, and sub-Gaussian with the measured scale. `python -m rl.validator calibrate` measures bands over
+rollouts and over groups, with room to spare. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
 """
 
-import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -37,7 +39,7 @@ import numpy as np
 
 ALPHA = 5e-5  # probability of ever flagging an honest worker
 EPOCH = 1024  # rollouts
-BETS = (0.5, 0.1, 0.02)  # large ones find large cheats soon, small ones survive noisy honesty
+BETS = (0.9, 0.5, 0.1)  # large ones find large cheats soon, small ones survive noisy honesty
 TILTS = (0.5, 0.9, 1.1, 4.0)  # exponents: hotter, a tenth hotter, a tenth colder, nearly greedy
 RATES = (0.5, 0.95, 1.05, 2.0)  # of an exponential: claims too low by 0.7 nats or 0.05, too high by as much
 SLOPES = (0.5, 1.0, 2.0)  # of the bets on sums of errors, per honest standard deviation
@@ -45,6 +47,9 @@ MAX_SCALED = 5.0  # standard deviations that the errors of one rollout or group 
 TIE_WIDTHS = 12  # classes of ties; the widest is from `Bands.tie_span` down, each further one 2^0.5 as wide
 TIE_SHIFTS = (2, 4, 8, 12)  # classes
 TIE_MOST = 0.9  # share of the narrowest ties that a cheat is bet to decide against the policy
+MAX_TIES = (
+    5.0  # nats that the ties of one group gain at most: all are decided by larger errors where its prompt is harder
+)
 # The kind of thing that adds to a stream; each kind is counted on its own.
 STREAMS = {
     "margin": "rollouts",
@@ -130,17 +135,19 @@ class SequentialTest:
     def add(self, group: Sequence[Evidence]) -> str | None:
         """Adds the evidence of replayed samples of one group. Returns the flag: None, or why the worker counts as a cheat."""
         assert (bands := self._bands) is not None
-        trees, counts = [one.token_N for one in group], np.array([one.num_tokens for one in group])
+        counts = np.array([one.num_tokens for one in group])
+        context_N = contexts([one.token_N for one in group])
         gains = {name: _mean_gains(group, name, getattr(bands, name)) for name in ("margin", "logprob", "proof")}
         gains["shape"] = np.sum([one.shape - bands.shape * one.num_tokens for one in group], axis=0)
-        gains["ties"] = np.sum([_tie_gains(bands, one) for one in group], axis=0)
+        gains["ties"] = tie_gains(bands, group, context_N)
         signs = np.array([bands.signs(one.error_N).sum() for one in group])
-        weights = _advantages([one.reward for one in group], counts)
-        root, scale = np.sqrt(_tree_squares(trees, np.stack([np.ones(len(group)), weights], axis=1))).tolist()
+        weights = advantages([one.reward for one in group], counts)
+        root, scale = deviation(context_N), deviation(context_N, np.repeat(weights, counts))
         total = sum(one.logprob * one.num_tokens for one in group)
         gains["error"] = _slope_gains(total, bands.logprob * counts.sum(), bands.scatter * root)
-        gains["bias"] = _signed_gains(signs.sum(), bands.bias * counts.sum(), bands.spread * root)
-        gains["advantage"] = _signed_gains(float(weights @ signs), 0.0, bands.spread * scale)
+        gains["bias"] = _signed_gains(float(signs.sum()), bands.bias * counts.sum(), bands.spread * root)
+        favored, allowed = float(weights @ signs), float(bands.bias * np.abs(weights) @ counts)
+        gains["advantage"] = _signed_gains(favored, allowed, bands.spread * scale)
         self._add("rollouts", gains, len(group))
         return self.flag
 
@@ -187,7 +194,7 @@ class SequentialTest:
         return test
 
 
-def _advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
+def advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
     """Returns the advantages of a group's samples, less their mean over tokens: a shift of all errors alike favors none."""
     advantages = np.array(rewards) - np.mean(rewards)
     # Differences within the tolerance of claimed rewards are no advantage: ties that a cheat breaks would dilute its evidence.
@@ -195,35 +202,12 @@ def _advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
     return advantages - advantages @ counts / max(counts.sum(), 1)
 
 
-def _tree_squares(completions: Sequence[np.ndarray], weights_SW: np.ndarray, depth: int = 0) -> np.ndarray:
-    """Returns bounds [W] on the variance of W weighted sums over S completions of errors, one per token, each of variance 1.
-
-    Completions that agree up to a token have errors there that may be the same, or independent, or anything between: the square of the
-    sum of their weights, or the sum of the squares, whichever is larger. Summed over the tree of shared prefixes.
-    """
-    end = min(map(len, completions))
-    rows = np.stack([tokens[depth:end] for tokens in completions])
-    differs = (rows != rows[0]).any(axis=0)
-    shared = int(differs.argmax()) if differs.any() else end - depth
-    total_W = shared * np.maximum((weights_SW**2).sum(axis=0), weights_SW.sum(axis=0) ** 2)
-    depth += shared
-    following = np.array([tokens[depth] if len(tokens) > depth else -1 for tokens in completions])
-    for token in np.unique(following[following >= 0]):
-        is_own = following == token
-        own = [tokens for tokens, has_it in zip(completions, is_own, strict=True) if has_it]
-        total_W = total_W + _tree_squares(own, weights_SW[is_own], depth)
-    return total_W
-
-
 def _mean_gains(group: Sequence[Evidence], name: str, m: float) -> np.ndarray:
-    """Returns log bets [len(BETS)] that a mean difference exceeds `m`; equal completions share one, in proportion to their number."""
-    equal = collections.defaultdict(list)
-    for one in group:
-        x = getattr(one, name)
-        equal[one.token_N.tobytes()].append(x if x < 1 else 1.0)  # NaN counts as 1: it would stop the bets for ever
-    most = max(map(len, equal.values()))
-    stakes = np.array(BETS) / most
-    return np.sum([np.log1p(stakes * len(xs) * (np.mean(xs) - m) / m) for xs in equal.values()], axis=0)
+    """Returns log bets [len(BETS)] that the mean of a group exceeds `m`: one bet, since its samples may share their errors."""
+    mean = np.mean(
+        [x if (x := getattr(one, name)) < 1 else 1.0 for one in group]
+    )  # NaN counts as 1: it would stop the bets for ever
+    return np.log1p(np.array(BETS) * (mean - m) / m)
 
 
 def _slope_gains(total: float, allowed: float, scale: float) -> np.ndarray:
@@ -240,15 +224,44 @@ def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
     return np.concatenate([up_K, down_K, np.logaddexp(up_K, down_K) - math.log(2)])
 
 
-def _tie_gains(bands: Bands, evidence: Evidence) -> np.ndarray:
-    """Returns log bets [len(TIE_SHIFTS)] that second-best tokens were drawn as if the ties were narrower than they are."""
-    class_N, shares = bands.classes(evidence.gap_N), np.array([*bands.ties, *[TIE_MOST] * max(TIE_SHIFTS)])
-    gain_K = np.zeros(len(TIE_SHIFTS))
-    for k in np.unique(class_N[class_N >= 0]):
-        share, honest = evidence.is_second_N[class_N == k].mean(), min(shares[k], TIE_MOST)
-        cheat_K = np.clip(shares[k + np.array(TIE_SHIFTS)], honest, TIE_MOST)
-        gain_K += np.log(share * cheat_K / honest + (1 - share) * (1 - cheat_K) / (1 - honest))
-    return gain_K
+def tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -> np.ndarray:
+    """Returns log bets [len(TIE_SHIFTS)] that second-best tokens were drawn as if the ties were narrower than they are.
+
+    Ties after the same tokens share one bet on their mean, since they share the rounding errors that decide them.
+    """
+    class_N = np.concatenate([bands.classes(one.gap_N) for one in group])
+    is_tie_N = class_N >= 0
+    class_M, is_second_M = class_N[is_tie_N], np.concatenate([one.is_second_N for one in group])[is_tie_N]
+    shares = np.minimum([*bands.ties, *[TIE_MOST] * max(TIE_SHIFTS)], TIE_MOST)
+    honest_M = shares[class_M]
+    _, place_M, num_C = np.unique(context_N[is_tie_N], return_inverse=True, return_counts=True)
+    gains = []
+    for shift in TIE_SHIFTS:
+        cheat_M = np.maximum(shares[class_M + shift], honest_M)
+        ratio_M = np.where(is_second_M, cheat_M / honest_M, (1 - cheat_M) / (1 - honest_M))
+        gains.append(np.log(np.bincount(place_M, ratio_M) / num_C).sum())
+    return np.minimum(gains, MAX_TIES)
+
+
+def contexts(completions: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the context [N] of each token of S completions, concatenated: a number per sequence of tokens before it, 0 for none."""
+    known: dict[tuple[int, int], int] = {}
+    context_N = []
+    for tokens in completions:
+        context = 0
+        for token in tokens.tolist():
+            context_N.append(context)
+            context = known.setdefault((context, token), len(known) + 1)
+    return np.array(context_N, int)
+
+
+def deviation(context_N: np.ndarray, weight_N: np.ndarray | None = None) -> float:
+    """Returns the largest standard deviation of a sum of errors of deviation 1, one per token, weighted by `weight_N` (None: 1).
+
+    Errors are independent between contexts, and within one they may be equal or opposite: their deviations add up.
+    """
+    sum_C = np.bincount(context_N, None if weight_N is None else np.abs(weight_N))
+    return math.sqrt((sum_C**2).sum())
 
 
 def claims_ratio(y_N: np.ndarray) -> np.ndarray:

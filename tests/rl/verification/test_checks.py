@@ -1,6 +1,7 @@
 """Each check on rollouts made by hand; sequential tests against simulation and their own inequality."""
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -465,9 +466,9 @@ def in_group(tokens, error_N, reward=0.0, **values):
 
 
 def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_tokens():
-    """Compares with a loop over all prefixes: completions that agree up to a token may have the same error there, or any other."""
+    """Compares with all signs of errors in each context: samples that agree up to a token may err there alike, or against each other."""
     texts, rewards = (
-        [(1, 2, 3), (1, 2, 3), (1, 2, 4, 5), (1, 2), (9,), (1, 2, 3, 3)],
+        [(1, 2, 3), (1, 2, 3), (1, 2, 4, 5), (4, 2, 3), (9,), (1, 2, 3, 3)],
         (1.0, 1.0, 0.0, 0.25, 0.0, 1 + 1e-9),
     )
     rng = np.random.default_rng(3)
@@ -476,23 +477,23 @@ def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_token
     test.add([in_group(*one) for one in zip(texts, errors, rewards, strict=True)])
 
     def scale(weights):
-        prefixes = [[text[: n + 1] for n in range(len(text))] for text in texts]
         total = 0.0
-        for prefix in {prefix for one in prefixes for prefix in one}:
-            own = [weight for weight, one in zip(weights, prefixes, strict=True) if prefix in one]
-            total += max(sum(own) ** 2, sum(w * w for w in own))
+        for context in {text[:n] for text in texts for n in range(len(text))}:
+            own = [w for w, text in zip(weights, texts, strict=True) if text[: len(context)] == context != text]
+            total += max(np.dot(own, signs) ** 2 for signs in itertools.product((-1, 1), repeat=len(own)))
         return math.sqrt(total)
 
     signs = [sum(max(-1.0, min(1.0, e / 0.01)) for e in error_N) for error_N in errors]
-    num_tokens, total = 17, sum(abs(e) for error_N in errors for e in error_N)
-    np.testing.assert_allclose(log_bets(test, "bias"), two_sided(sum(signs), 0.05 * 17, 0.8 * scale([1] * 6)))
+    num_tokens, total = 18, sum(abs(e) for error_N in errors for e in error_N)
+    np.testing.assert_allclose(log_bets(test, "bias"), two_sided(sum(signs), 0.05 * 18, 0.8 * scale([1] * 6)))
     excess = min(5, (total - 0.01 * num_tokens) / (0.02 * scale([1] * 6)))
     np.testing.assert_allclose(log_bets(test, "error"), [a * excess - a * a / 2 for a in sequential_test.SLOPES])
     # An advantage counts from the mean of all tokens, so that a shift of all errors alike favors none.
     per_token = sum(r * len(text) for r, text in zip(rewards, texts, strict=True)) / num_tokens
     weights = [r - per_token for r in rewards]
     favored = sum(w * sign for w, sign in zip(weights, signs, strict=True))
-    expected = two_sided(favored, 0, 0.8 * scale(weights))
+    allowed = 0.05 * sum(abs(w) * len(text) for w, text in zip(weights, texts, strict=True))
+    expected = two_sided(favored, allowed, 0.8 * scale(weights))
     np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-9)
     test.add(
         [
@@ -504,14 +505,13 @@ def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_token
     np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-9)
 
 
-def test_equal_completions_share_one_bet_on_their_mean():
+def test_a_group_makes_one_bet_on_its_mean_differences_and_counts_every_draw():
     texts, margins = [(1, 2), (1, 2), (1, 2), (3, 4)], (0.03, 0.0, np.nan, 0.02)
     test, nothing = sequential_test.SequentialTest(BANDS), np.zeros(2)
     test.add([in_group(text, nothing, margin=m, shape=NOTHING + 1) for text, m in zip(texts, margins, strict=True)])
-    mean = 1.03 / 3
-    expected = [math.log1p(f * (mean / 0.01 - 1)) + math.log1p(f / 3 * (0.02 / 0.01 - 1)) for f in sequential_test.BETS]
+    expected = [math.log1p(f * (1.05 / 4 / 0.01 - 1)) for f in sequential_test.BETS]  # NaN counts as 1
     np.testing.assert_allclose(log_bets(test, "margin"), expected)
-    np.testing.assert_allclose(log_bets(test, "shape"), 4 - 8 * BANDS.shape)  # each draw counts
+    np.testing.assert_allclose(log_bets(test, "shape"), 4 - 8 * BANDS.shape)
 
 
 @pytest.mark.parametrize("epoch, num_kept", [(6, 1), (7, 1), (8, 1), (9, 3), (12, 3)])
@@ -548,18 +548,26 @@ def test_a_policy_that_repeats_its_completions_is_no_cheat(repeats):
 
 def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
     """Compares with odds by hand; a worker whose noise is twice as wide, or that chooses, is found, and an honest one is not."""
-    gap_N, is_second_N = np.array([0.19, 0.13, 0.12, 0.3, 1e-9]), np.array([True, False, True, False, True])
+    texts = [(5, 6, 7, 8, 9), (5, 6, 7), (5, 4)]
+    gaps = [(0.19, 0.13, 0.12, 0.3, 1e-9), (0.14, 0.3, 0.11), (0.3, 0.12)]
+    seconds = [(True, False, True, False, True), (False, False, False), (True, True)]
+    group = [
+        dataclasses.replace(in_group(text, np.zeros(len(text))), gap_N=np.array(gap), is_second_N=np.array(second))
+        for text, gap, second in zip(texts, gaps, seconds, strict=True)
+    ]
     test = sequential_test.SequentialTest(MEASURED)
-    test.add([dataclasses.replace(evidence(num_tokens=5), gap_N=gap_N, is_second_N=is_second_N)])
+    test.add(group)
     ties = MEASURED.ties
 
-    def odds(k, share, shift):
+    def odds(k, is_second, shift):
         cheat = max(ties[k], ties[k + shift] if k + shift < 12 else 0.9)
-        return share * cheat / ties[k] + (1 - share) * (1 - cheat) / (1 - ties[k])
+        return cheat / ties[k] if is_second else (1 - cheat) / (1 - ties[k])
 
-    # 0.2 to 0.141 is class 0, down to 0.1 class 1; 0.3 is wider than a tie, and 1e-9 is in the last class.
+    # 0.2 to 0.141 is class 0, down to 0.1 class 1; 0.3 is wider than a tie, and 1e-9 is in the last class. One bet per context:
+    # none, (5,), (5, 6), and (5, 6, 7, 8). A group counts 5 nats at most.
+    contexts = [[(0, True), (1, False)], [(1, False), (1, True)], [(1, True), (1, False)], [(11, True)]]
     expected = [
-        math.log(odds(0, 1, s)) + math.log(odds(1, 0.5, s)) + math.log(odds(11, 1, s))
+        min(5, sum(math.log(np.mean([odds(k, is_second, s) for k, is_second in own])) for own in contexts))
         for s in sequential_test.TIE_SHIFTS
     ]
     np.testing.assert_allclose(log_bets(test, "ties"), expected, rtol=1e-9)
