@@ -240,7 +240,9 @@ class VerdictCollector:
             if fresh := [case for case in wanted if not case.failed_s]:
                 batch = _take_batch(fresh, rules_lib.MAX_REPLAY_ROWS, rules_lib.MAX_REPLAY_TOKENS)
             else:
-                batch = [min(wanted, key=lambda case: case.num_alone)]
+                # First those that it has not failed on, so that an outage does not look like the fault of one of them.
+                is_next = lambda case: (case.digest in validator.failed_alone, case.num_alone)  # noqa: E731
+                batch = [min(wanted, key=is_next)]
             if self._replay:
                 verdicts = await asyncio.to_thread(self._replay_here, self._replay, batch)
                 for case, verdict in zip(batch, verdicts, strict=True):
