@@ -242,7 +242,7 @@ def _flips(measured: Measured, limit: dict[str, float]) -> float:
 
 
 def _mean(total_G: Iterable[float], num_G: Iterable[float]) -> tuple[float, float]:
-    """Returns (mean per item, its standard error) of groups with these totals of so many items; items of a group may depend on each other."""
+    """Returns (mean per item, its standard error) of groups with these totals of so many items, which may depend on each other."""
     total_G, num_G = np.array([*total_G]), np.array([*num_G])
     mean = total_G.sum() / num_G.sum()
     return float(mean), float(np.sqrt(((total_G - mean * num_G) ** 2).sum()) / num_G.sum())
@@ -260,13 +260,13 @@ def _sums(bands: sequential_test.Bands, groups: Sequence[Sequence[sequential_tes
     )
     excess, signed = [], []
     for parts in ([[one] for group in groups for one in group], groups):
-        found = [_scaled(bands, mean, part) for part in parts]
-        excess.append(np.array([over for over, *_ in found]))
-        signed += [np.array(values) for values in zip(*(both for _, *both in found), strict=True)]
+        over_P, lean_P, favored_P = np.array([_scaled(bands, mean, part) for part in parts]).T
+        excess.append(over_P)
+        signed += [lean_P, favored_P]
     return {
         "scatter": max(FLOORS.logprob, _scale(*excess)),
         "bias": BAND_SAFETY * (abs(mean) + 4 * error),
-        "spread": max(1e-3, _scale(*signed, *(-x_G for x_G in signed))),
+        "spread": max(1e-3, _scale(*signed, *(-x_P for x_P in signed))),
     }
 
 
@@ -343,8 +343,6 @@ def check_other_texts(thresholds: toploc.Thresholds, measured: Sequence[Measured
 
 def run(args: argparse.Namespace) -> int:
     """Measures all variants and writes the bands file; returns the exit code. Raises ValueError for wrong options or missing weights."""
-    if args.rollouts < 1:
-        raise ValueError(f"--rollouts {args.rollouts} is less than 1; give a larger number")
     if not pathlib.Path(args.out).absolute().parent.is_dir():
         raise ValueError(f"--out {args.out} is in a directory that does not exist; create the directory first")
     unknown = [name for name in args.variants if name not in VARIANTS]
@@ -372,6 +370,8 @@ def run(args: argparse.Namespace) -> int:
 def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, Measured]) -> dict:
     """Adds the measurements of one run to `measured`. Returns its policy for people to read: version, dtypes, and model."""
     exp, weights = load_experiment(workdir), pathlib.Path(workdir) / "weights"
+    if args.rollouts < (least := 2 * exp.config.rl.samples_per_prompt):
+        raise ValueError(f"--rollouts {args.rollouts} is less than two groups of {workdir}; give {least} or more")
     version = broadcast.latest(str(weights)) if args.version is None else args.version
     if version is None:
         raise ValueError(f"{weights} contains no published weights; run python -m rl.train first")

@@ -15,7 +15,8 @@ A cheat that moves each token a little passes every limit on a single rollout. I
    The sum of absolute errors in excess of its band is bet on likewise, upward: other weights make all errors a little larger.
 6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. The bets are
    on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits, or chooses among tokens. The rare
-   third token that is drawn counts by its own gap, and a group counts e^MAX_TIES at most, as its prompt may be a hard one.
+   third token that is drawn counts by its own gap, and a group gains MAX_TIES nats at most: where the size of errors
+   differs between prompts, the mean of this bet may exceed 1, and the guarantee is one by simulation (docs/decisions/trust.md).
 7. Claims are compared with those of other workers in the same step (rl/verification/peers.py), without a replay.
 8. Samples of a group that agree up to a token have one context there, and share its rounding errors. Otherwise a policy that has
    converged, and repeats one completion, would multiply its bets on one error. So a group makes one bet per stream on a mean, or on a sum,
@@ -47,9 +48,7 @@ MAX_SCALED = 5.0  # standard deviations that the errors of one rollout or group 
 TIE_WIDTHS = 12  # classes of ties; the widest is from `Bands.tie_span` down, each further one 2^0.5 as wide
 TIE_SHIFTS = (2, 4, 8, 12)  # classes
 TIE_MOST = 0.9  # share of the narrowest ties that a cheat is bet to decide against the policy
-MAX_TIES = (
-    5.0  # nats that the ties of one group gain at most: all are decided by larger errors where its prompt is harder
-)
+MAX_TIES = 5.0  # nats that the ties of one group gain at most, since its prompt may be a hard one
 # The kind of thing that adds to a stream; each kind is counted on its own.
 STREAMS = {
     "margin": "rollouts",
@@ -117,7 +116,7 @@ class Evidence:
 class SequentialTest:
     """The test whether one worker cheats: an e-process (running bet against honesty) per statistic in STREAMS.
 
-    Add every rollout of the worker once, in any order. `flag` is set once the evidence suffices. Without bands, only `add_claims` and
+    Add every group of the worker once, with all its replayed samples, in any order. `flag` is set once the evidence suffices. Without bands, only `add_claims` and
     `add_peers` may be called.
     """
 
@@ -204,9 +203,8 @@ def advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
 
 def _mean_gains(group: Sequence[Evidence], name: str, m: float) -> np.ndarray:
     """Returns log bets [len(BETS)] that the mean of a group exceeds `m`: one bet, since its samples may share their errors."""
-    mean = np.mean(
-        [x if (x := getattr(one, name)) < 1 else 1.0 for one in group]
-    )  # NaN counts as 1: it would stop the bets for ever
+    x_S = np.array([getattr(one, name) for one in group])
+    mean = np.where(x_S < 1, x_S, 1).mean()  # NaN counts as 1: it would stop the bets for ever
     return np.log1p(np.array(BETS) * (mean - m) / m)
 
 
@@ -227,7 +225,8 @@ def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
 def tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -> np.ndarray:
     """Returns log bets [len(TIE_SHIFTS)] that second-best tokens were drawn as if the ties were narrower than they are.
 
-    Ties after the same tokens share one bet on their mean, since they share the rounding errors that decide them.
+    Ties after the same tokens share one bet on their mean, since they share the rounding errors that decide them. A group gains
+    MAX_TIES at most.
     """
     class_N = np.concatenate([bands.classes(one.gap_N) for one in group])
     is_tie_N = class_N >= 0

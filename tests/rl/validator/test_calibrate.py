@@ -140,6 +140,15 @@ def test_bands_on_sums_are_those_by_hand():
     }
     bands = dataclasses.replace(calibrate.FLOORS, logprob=0.0125)
     assert calibrate._sums(bands, groups) == pytest.approx(expected)
+    for n, group in enumerate(groups):
+        assert calibrate._scaled(bands, mean, group) == pytest.approx((over[3][n], lean[3][n], favored[n]))
+    numbers = dict.fromkeys(("margin", "logprob", "routing", "exp_mismatches", "mantissa_mean", "mantissa_median"), 1.0)
+    bound = dict.fromkeys(("margin", "logprob", "proof"), 0.01)
+    counts = dict(sign_mismatches=0, mean={}, num_rollouts=9, num_tokens=19, num_refused=0)
+    _, found = calibrate.limits([calibrate.Measured(**numbers, **counts, bound=bound, groups=groups)])
+    square = np.mean(np.concatenate(sum(errors, [])) ** 2)
+    assert found.shape == pytest.approx(calibrate.SAFETY * 16 * square)
+    assert found.spread == pytest.approx(expected["spread"])  # bands.logprob is 1.25 times the bound
 
 
 @pytest.mark.parametrize("easier", [0.0, 0.5])
@@ -190,16 +199,22 @@ def test_every_shipped_config_has_bands_for_its_family_and_dtype():
     assert verifier.bands_file(config) is None
 
 
-def test_the_calibrate_command(tmp_path, capsys):
+def test_the_calibrate_command(tmp_path, capsys, monkeypatch):
     cheats.write_run(tmp_path)
-    command = ["calibrate", "--workdir", str(tmp_path), "--out", str(tmp_path / "bands.json"), "--rollouts", "8"]
+    command = ["calibrate", "--workdir", str(tmp_path), "--out", str(tmp_path / "bands.json"), "--rollouts", "16"]
+    limits, found = calibrate.limits, []
+    monkeypatch.setattr(calibrate, "limits", lambda measured: found.extend(measured) or limits(measured))
     assert commands.run("rl.validator", *command, "--variants", "same") == 0
-    assert "same: 8 rollouts" in capsys.readouterr().out
+    assert "same: 16 rollouts" in capsys.readouterr().out
+    assert [len(group) for group in found[0].groups] == [8, 8] and found[0].bound["logprob"] > found[0].mean["logprob"]
     body = json.loads((tmp_path / "bands.json").read_text())
     assert body["measured"]["policies"][0]["version"] == 4 and verifier.load_bands(tmp_path / "bands.json")
     assert commands.run("rl.validator", *command, "--variants", "nonsense") == 1
     assert commands.run("rl.validator", "calibrate", "--workdir", str(tmp_path / "no"), "--out", "x") == 1
-    for mistake in (["--rollouts", "0"], ["--out", str(tmp_path / "no" / "x")]):  # refused before anything is generated
+    for mistake in (
+        ["--rollouts", "15"],
+        ["--out", str(tmp_path / "no" / "x")],
+    ):  # refused before anything is generated
         assert commands.run("rl.validator", *command, *mistake) == 1
     assert (
         commands.run("rl.validator", "serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path), "--slash", "-1")
