@@ -157,7 +157,7 @@ def test_wealth_goes_on_where_it_was(restart):
         assert (status.status == "reject") == (accused is not None)
         if accused:
             break
-    assert number == 4 and accused.startswith("margin: ") and "statistics: margin" in status.reason  # not within 16
+    assert number == 3 and accused.startswith("margin: ") and "statistics: margin" in status.reason
 
 
 def test_what_comes_again_after_our_own_fault_counts_once(restart, monkeypatch):
