@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import http.client
 import json
 import math
 import random
@@ -51,6 +52,9 @@ class Orchestrator:
         except (OSError, ValueError):  # it is away, or was started again
             self._session = ""
             raise
+        except (http.client.HTTPException, RecursionError) as error:  # another program is there
+            self._session = ""
+            raise OSError(f"its reply is none of HTTP and JSON: {str(error)[:80]!r}") from error
 
     def _post(self, path: str, message: dict | None = None) -> dict:
         data = None if message is None else json.dumps(message).encode()
@@ -129,7 +133,7 @@ class SignIn:
                     self.on_notice(news or f"signed in at {url}")
                 problem = news
                 self.on_reply(reply)
-            except (OSError, ValueError, KeyError, TypeError) as error:  # it is away, or no orchestrator
+            except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:  # it is away, or no orchestrator
                 before, problem = problem, str(error) or type(error).__name__
                 if before == ENDED:
                     problem = ENDED

@@ -1,8 +1,11 @@
 """Status lines show rates, and a wait once; errors of sign-ins are in plain words."""
 
+import socket
+import threading
 import time
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding.system import sign_in, status_line
 
@@ -29,3 +32,34 @@ def test_lines_have_rates_and_a_wait_is_told_rarely(capsys):
 )
 def test_a_refused_sign_in_is_told_in_plain_words(body, message):
     assert sign_in._refusal(404, body) == message
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 200 " + b"a" * 70_000,
+        b"HTTP/1.1 500 x\r\ntransfer-encoding: chunked\r\n\r\nno",
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 500_000,
+    ],
+    ids="banner long chunk deep".split(),
+)
+def test_a_reply_of_another_program_ends_no_sign_in(monkeypatch, reply):
+    monkeypatch.setattr(sign_in, "FIRST_PAUSE_S", 0.01)
+    said, asked = [], []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            while len(asked) < 3:
+                connection, _ = listener.accept()
+                with connection:
+                    asked.append(connection.recv(65536))
+                    connection.sendall(reply)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        node = sign_in.SignIn(url, ed25519.Ed25519PrivateKey.generate(), "relay", dict, on_notice=said.append).start()
+        thread.join(10)
+        assert len(asked) == 3 and "not signed in" in said[0]
+    node.stop()
