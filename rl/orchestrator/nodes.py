@@ -57,6 +57,7 @@ class Nodes:
     """The nodes of a run, and the policies of its servers."""
 
     topology: Any  # of the run's config; its server keys may sign in as servers, relays, and validators
+    num_samples: int  # of the request for a training group
     max_lag: int  # versions by which the policy of a server may be older than the newest
     validators: Collection[str]  # public keys that may sign in as validators only
     is_known: Callable[[str], bool]  # True for a worker whose place in the table no stranger may take
@@ -338,7 +339,7 @@ class Nodes:
         return [node for node in found if not self.is_banned(self._key(node.key))]
 
     def _observe(self, key: str, load: registry_lib.Load, now_s: float) -> None:
-        state = self._limits.get(key) or request_limit.start(load.capacity)
+        state = self._limits.get(key) or request_limit.start(load.capacity / self.num_samples)
         blind_s = max(request_limit.BLIND_S, registry_lib.SUSPECT_BEATS * self.heartbeat_s)
         self._limits[key] = request_limit.observe(state, load, now_s, blind_s)
 

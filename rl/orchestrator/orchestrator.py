@@ -110,6 +110,7 @@ class Orchestrator:
         self._share = work_share.WorkShare(lease_s)
         self.nodes = nodes.Nodes(
             topology=config.topology,
+            num_samples=config.rl.samples_per_prompt,
             max_lag=config.rl.max_lag,
             validators=verdicts.validators,
             is_known=self._health.is_known,

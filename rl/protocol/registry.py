@@ -62,7 +62,7 @@ class Load:
     preemptions: int = 0  # since its start
     tokens_per_s: float = 0.0
     finished: int = 0  # requests without an error, since its start
-    capacity: int = 0  # requests of the greatest length that fit; 0: unknown
+    capacity: int = 0  # samples of the greatest length that fit; 0: unknown
 
 
 @dataclasses.dataclass(frozen=True)
