@@ -39,7 +39,10 @@ LEASE_BEATS = 16.0  # least heartbeats per lease of a known worker, so four per 
 MAX_BEATS_PER_S = 40.0  # of all workers
 LEASES_PER_REQUEST = 2.0  # a worker also scores and submits groups, and should have the next one at hand
 EARLIER = "in an earlier process; the ledger has the reason"
-ROLES = {"server": "an inference server", "worker": "a worker"}
+ROLES = {
+    "server": "an inference server",
+    "worker": "a worker (for held-out tasks one of topology.workers, if it names any)",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +251,10 @@ class Nodes:
             is_without = self._has_servers() and not self._serving()
         return self._line("server") if is_without else ""
 
-    async def run(self, has_work: Callable[[], bool], on_tick: Callable[[float], None]) -> None:
+    async def run(self, lacks_worker: Callable[[list[str]], bool], on_tick: Callable[[float], None]) -> None:
         """Polls static servers and applies the passing of time, for ever. Raises ValueError if nobody is left to wait for.
 
-        `has_work()` is true if groups wait for workers; `on_tick(now_s)` is called every `TICK_S` seconds.
+        `lacks_worker(keys)` is true if groups wait, and none of these workers may have one; `on_tick(now_s)` is called every `TICK_S` seconds.
         """
         self._loop, followed, swept_s = asyncio.get_running_loop(), set(), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
@@ -267,7 +270,7 @@ class Nodes:
                 if now_s - swept_s > self.heartbeat_s / 4:
                     swept_s = now_s
                     self._sweep(now_s)
-                    self._check_patience(now_s, has_work())
+                    self._check_patience(now_s, lacks_worker)
                 await asyncio.sleep(TICK_S)
 
     def _sweep(self, now_s: float) -> None:
@@ -309,12 +312,15 @@ class Nodes:
             return first
         return min((report.policy for report in reports if report.policy and not report.problem), default=first)
 
-    def _check_patience(self, now_s: float, has_work: bool) -> None:
+    def _check_patience(self, now_s: float, lacks_worker: Callable[[list[str]], bool]) -> None:
         patience_s = self.topology.patience_s
+        with self._lock:
+            there = [node.key for node in self._registry.healthy("worker") if not self.is_banned(node.key)]
+        is_lacking = lacks_worker(there)  # which takes the lock of the queue
         with self._lock:
             if self.newest is None or not self._has_servers() or self._serving():
                 self._well_s["server"] = now_s
-            if not has_work or any(not self.is_banned(node.key) for node in self._registry.healthy("worker")):
+            if not is_lacking:
                 self._well_s["worker"] = now_s
             missing = [role for role, well_s in self._well_s.items() if now_s - well_s > patience_s]
             are_banned = self.own_workers and all(map(self.is_banned, self.own_workers))

@@ -170,7 +170,7 @@ async def _run_swarm(orchestrator, waiters: lease_waiters.LeaseWaiters) -> None:
             waiters.close()
 
     try:
-        await orchestrator.nodes.run(orchestrator.has_work, tick)
+        await orchestrator.nodes.run(orchestrator.lacks_worker, tick)
     except asyncio.CancelledError:
         raise
     except BaseExceptionGroup as errors:  # of one task; no other code reads the result of this one

@@ -96,7 +96,7 @@ def test_a_stop_of_the_orchestrator_costs_no_lease_and_no_node(make, clock, monk
         assert orchestrator.beat(worker, "worker", registry.Report(), held, leaving=False) == []
     orchestrator.tick(clock.now_s)
     orchestrator.nodes._sweep(clock.now_s)
-    orchestrator.nodes._check_patience(clock.now_s, has_work=True)
+    orchestrator.nodes._check_patience(clock.now_s, lambda there: not there)
     assert {row["state"] for row in orchestrator.table()} == {"healthy"}
     tick(LEASE_S - 0.4 if first == "heartbeat" else 1.6)
     assert orchestrator._queue.num_leases(worker) == len(held) > 0 == orchestrator._counts["lease_expired"]

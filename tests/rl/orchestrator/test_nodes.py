@@ -214,6 +214,17 @@ def test_without_any_server_or_worker_the_run_ends_with_a_line_on_each(make, ser
     assert all(part in line for part in parts.get(missing, [f"{KEY.worker[:16]} banned"])), line
 
 
+def test_an_evaluation_for_which_only_a_stranger_is_there_ends_the_run(make, server):
+    orchestrator = make(server.url, patience_s=1.0)
+    orchestrator.publish(timeline.Policy(0, 0))
+    stranger = Node(orchestrator, STRANGER)
+    proxy.wait_until(lambda: orchestrator.has_work())
+    orchestrator._queue.withdraw([*orchestrator._queue.entries])  # no training groups are left
+    orchestrator._queue.add(task_schedule.held_out_groups(orchestrator._config, 0))
+    proxy.wait_until(lambda: stranger.beat() and orchestrator._failure)
+    assert "a worker (for held-out tasks one of topology.workers" in str(orchestrator._failure)
+
+
 def test_a_run_ends_at_once_with_the_reason_if_all_workers_are_banned_that_it_started(make):
     orchestrator = make(patience_s=15.0)
     orchestrator.publish(timeline.Policy(0, 0))
