@@ -205,11 +205,14 @@ class Audit:
         return None
 
     def _draw_error(self, number: int, worker: str, batch: run_history.Batch) -> str | None:
-        """Returns why the group needed a verdict: its draw is below the lowest rate that its worker can have had by config.json."""
-        trust, record = self.config.trust, float(batch.records.get(worker, 0))
+        """Returns why the group needed a verdict: its draw is below the lowest rate that its worker can have had.
+
+        The ledger has the rates; config.json has those of the last start.
+        """
+        rates, record = self.config.trust.to_dict() | batch.rates, float(batch.records.get(worker, 0))
         if worker in self.history.run.invited:
-            record += check_rate.HALF_AT * (1 / trust.invited_rate - 1)
-        rate = check_rate.rate(check_rate.reputation(record), trust.min_rate)
+            record += check_rate.HALF_AT * (1 / rates["invited_rate"] - 1)
+        rate = check_rate.rate(check_rate.reputation(record), rates["min_rate"])
         secret = hmac.digest(self._secret, batch.draw_head.encode(), "sha256")
         of = number // self.config.rl.prompts_per_step + 1
         draw = check_rate.draw(secret, f"train/{of}/{number}")

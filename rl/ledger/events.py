@@ -34,7 +34,7 @@ class Event:
     (split, step, group, digest), verdict (the fields of a `SignedVerdict`), refusal (split, step, group, digest, reason), batch
     (step, digest, verified, trusted: groups as text), publish (version, digest, epoch), naming (steps). Lease and batch add the epoch
     (ledgers of earlier releases lack it), and resume adds any_step: true if batches may have groups of any step. Then batch adds dropped,
-    if there are any: groups that no batch will have. A refusal or eject event may name a server in place of the worker: it is at fault.
+    if there are any: groups that no batch will have. Appoint adds min_rate and invited_rate, of the config's trust. A refusal or eject event may name a server in place of the worker: it is at fault.
     """
 
     kind: str
@@ -185,6 +185,7 @@ _TASKS: dict[str, _Rule] = {
 }
 _DROPPED: dict[str, _Rule] = {"dropped": (_are_tasks, "groups like '3:0-15,17', or absent")}
 _ANY_STEP: dict[str, _Rule] = {"any_step": (lambda value: value is True, "true, or absent")}
+_RATE: _Rule = (lambda value: isinstance(value, (int, float)) and 0 < value <= 1, "a number in (0, 1]")
 # Fields that an event has all of, or none: ledgers of earlier releases lack them.
 _OPTIONAL = {"accept": (_TASKS,), "invalidate": (_TASKS,), "lease": (_EPOCH,), "batch": (_EPOCH, _DROPPED)}
-_OPTIONAL |= {"resume": (_ANY_STEP,)}
+_OPTIONAL |= {"resume": (_ANY_STEP,), "appoint": ({"min_rate": _RATE, "invited_rate": _RATE},)}

@@ -20,6 +20,7 @@ class Batch:
     basis: dict[int, str]  # group -> "verified" or "trusted"
     submissions: dict[int, tuple[str, str]]  # group -> worker and digest
     draw_head: str  # of the ledger when this start of the run began, from which the draws of its groups follow
+    rates: dict[str, float]  # min_rate and invited_rate of that start; none in ledgers of earlier releases
     records: dict[str, int]  # worker -> its groups that a quorum had accepted
     dropped: list[int]  # groups that no batch may have
 
@@ -33,7 +34,7 @@ class History:
         self.heads: set[str] = set()  # "SEQ:HASH" of each entry, for the anchors in manifests
         self.batches: dict[int, Batch] = {}  # by step, of the last timeline
         self.run = run_rules.RunState()
-        self._draw_head = ""
+        self._draw: tuple[str, dict[str, float]] = "", {}  # head and rates of the last start
 
     def add(self, entry: storage.Entry, state: balances.State) -> None:
         """Adds an entry; `state` is that after it."""
@@ -42,11 +43,12 @@ class History:
             self.begin = fields["step"] if self.begin is None else self.begin
             self.batches = {step: batch for step, batch in self.batches.items() if step <= fields["step"]}
         elif entry.event.kind == "appoint":
-            self._draw_head = f"{entry.seq - 1}:{entry.previous.hex()}"
+            rates = {name: fields[name] for name in ("min_rate", "invited_rate") if name in fields}
+            self._draw = f"{entry.seq - 1}:{entry.previous.hex()}", rates
         elif entry.event.kind == "batch":
             basis = {group: basis for (_, group), basis in self.run.batch.items()}
             submissions = {group: submitted for (_, group), submitted in self.run.submissions.items()}
-            rest = basis, submissions, self._draw_head, dict(self.run.records), [group for _, group in self.run.dropped]
+            rest = basis, submissions, *self._draw, dict(self.run.records), [group for _, group in self.run.dropped]
             self.batches[fields["step"]] = Batch(fields["digest"], fields.get("epoch", -1), *rest)
         self.heads.add(f"{entry.seq}:{entry.hash.hex()}")
 

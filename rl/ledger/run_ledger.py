@@ -94,9 +94,12 @@ class RunLedger(contextlib.AbstractContextManager):
         """Records that the run starts or continues after batch `step`: later batches and versions are void, leases are lost."""
         return self._record("resume", self._keeper, step=step, run=self._run, **self._order)
 
-    def appointed(self, validators: Sequence[str], quorum: int = 1) -> Recorded:
-        """Records the validators (public keys) whose later verdicts count, in place of all before, and how many must accept a group."""
-        return self._record("appoint", self._keeper, validators=sorted(validators), quorum=quorum)
+    def appointed(self, validators: Sequence[str], quorum: int = 1, **rates: float) -> Recorded:
+        """Records the validators (public keys) whose later verdicts count, in place of all before, and how many must accept a group.
+
+        `rates` are min_rate and invited_rate, by which groups are drawn for a verdict from now on.
+        """
+        return self._record("appoint", self._keeper, validators=sorted(validators), quorum=quorum, **rates)
 
     def verdict(self, signed: verdict_lib.SignedVerdict) -> Recorded:
         """Records a validator's verdict. It counts for batches if the validator was appointed before."""
@@ -217,7 +220,7 @@ class NoLedger:
         """Returns another text each time, so that no draw repeats."""
         return secrets.token_hex()
 
-    def _drop(self, *_) -> Recorded:
+    def _drop(self, *_, **__) -> Recorded:
         recorded: Recorded = futures.Future()
         recorded.set_result(None)
         return recorded

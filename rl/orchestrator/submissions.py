@@ -138,7 +138,7 @@ class Submissions:
         head = self.ledger.head()  # without the lock: it waits for a thread that may call `fail`
         with self.changed:
             self.secret = hmac.digest(self.secret, head.encode(), "sha256")
-            self.ledger.appointed(self.verdicts.validators, self.verdicts.quorum)
+            self.ledger.appointed(self.verdicts.validators, self.verdicts.quorum, **self.health.rates)
 
     def close(self) -> None:
         """Waits for running replays, but not for other checks; cancels the rest."""

@@ -79,6 +79,7 @@ class WorkerHealth:
         invited: Collection[str] = (),
     ):
         self.max_rejections, self._lease_s = max_rejections, lease_s
+        self.rates = {"min_rate": min_rate, "invited_rate": invited_rate}
         self._min_rate, self._given = min_rate, check_rate.HALF_AT * (1 / invited_rate - 1)
         self.invited = frozenset(invited)  # public keys in hex
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)

@@ -157,12 +157,19 @@ def test_a_signed_rollout_that_breaks_the_schedule_is_named(tmp_path, capsys, ch
     assert (code, found) == (1, {(3, group): rules}) and text in captured.err
 
 
-def test_groups_that_were_drawn_for_a_verdict_and_have_none_are_named(tmp_path, capsys, honest):
-    workdir = shutil.copytree(honest, tmp_path / "run")
+@pytest.mark.parametrize(("recorded", "is_clean"), [(None, False), (0.99, False), (recorded_run.INVITED_RATE, True)])
+def test_groups_that_were_drawn_for_a_verdict_and_have_none_are_named(tmp_path, capsys, recorded, is_clean):
+    """The rate is that of the ledger, if it has one: the config may have changed with a resume."""
+    rates = {"min_rate": 0.05, "invited_rate": recorded} if recorded else None
+    workdir = recorded_run.write(tmp_path, 2, rates=rates)
     config = json.loads((workdir / "config.json").read_text())
-    config["config"]["trust"]["invited_rate"] = 0.99  # as if the orchestrator had let groups pass in spite of it
+    if recorded != 0.99:
+        config["config"]["trust"]["invited_rate"] = 0.99  # as if the orchestrator had let groups pass in spite of it
     (workdir / "config.json").write_text(json.dumps(config))
     code, found, captured = findings(workdir, capsys)
+    if is_clean:
+        assert (code, found) == (0, {})
+        return
     assert code == 1 and set().union(*found.values()) == {"draw"} and "below the rate 0." in captured.err
     assert {group % 2 for _, group in found} == {0}  # of the invited worker
 

@@ -22,10 +22,10 @@ RUN, KEEPER, INVITED, STRANGER = key(7), key(8), key(9), key(10)
 INVITED_RATE = 0.25
 
 
-def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, **sizes):
+def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, rates=None, **sizes):
     """Writes a run in which two workers take turns: all groups of the stranger are verified, and those of the other that are drawn.
 
-    `change` alters rollouts before they are signed.
+    `change` alters rollouts before they are signed. `rates` are those that the ledger has.
     """
     config = quickstart.get_config()
     config.rl.update(num_steps=num_steps, max_lag=max_lag, **sizes)
@@ -40,7 +40,7 @@ def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, **sizes)
         ledger.resumed(0)
         epoch = publish(folder, publisher, ledger, 0)
         draws = hmac.digest(workdir.secret(folder, exp.config.seed), ledger.head().encode(), "sha256")
-        ledger.appointed([RUN.worker])
+        ledger.appointed([RUN.worker], **rates or {})
         ledger.joined(INVITED.worker, invited=True)
         ledger.joined(STRANGER.worker)
         for step in range(1, num_steps + 1):
