@@ -71,8 +71,10 @@ class Lives:
         work = worker.Worker(url, self.worker, self.run.worker, **options).work
 
         def run():
-            with contextlib.suppress(ConnectionError):  # after `give_up_s` without another learner
+            try:
                 asyncio.run(work())
+            except* ConnectionError:  # after `give_up_s` without another learner
+                pass
 
         threading.Thread(target=run, daemon=True).start()
 
