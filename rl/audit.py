@@ -13,6 +13,7 @@ killed, or goes on, may be incomplete; it is left out unless its version was pub
 """
 
 import collections
+import contextlib
 import functools
 import hashlib
 import hmac
@@ -55,8 +56,15 @@ MAX_SHOWN = 100  # findings on the terminal
 class Audit:
     """The audit of one run. `checked` and `broken` count by rule, `findings` has a line for each broken one, `lags` counts rollouts by lag."""
 
-    def __init__(self, workdir: pathlib.Path, history: run_history.History):
-        self.workdir, self.history = workdir, history
+    def __init__(self, workdir: pathlib.Path):
+        self.workdir = workdir
+        # Before the ledger, which then has all that they name: the run may go on.
+        self._trained = [one["step"] for one in metrics.read(workdir / "metrics.jsonl") if one["phase"] == "rl"]
+        self._manifests: dict[pathlib.Path, bytes] = {}
+        for file in sorted((workdir / "weights").glob("v*/manifest.json")):
+            with contextlib.suppress(FileNotFoundError):  # the run kept it no longer
+                self._manifests[file] = file.read_bytes()
+        self.history = history = run_history.read(workdir / "ledger.db")
         self.config = config_dict.ConfigDict(run_directory.saved_config(workdir), type_safe=False)
         self.checked: collections.Counter[str] = collections.Counter()
         self.broken: collections.Counter[str] = collections.Counter()
@@ -77,9 +85,7 @@ class Audit:
 
     def steps(self) -> range:
         """Returns the steps that the run trained on since its ledger began, up to the last with a version or a line of metrics."""
-        records = metrics.read(self.workdir / "metrics.jsonl")
-        written = [record["step"] for record in records if record["phase"] == "rl"]
-        return range(self._begin + 1, max([self._begin, *written, *self._versions]) + 1)
+        return range(self._begin + 1, max([self._begin, *self._trained, *self._versions]) + 1)
 
     def check_ledger(self) -> None:
         """Checks the ledger's entries, and the manifests in WORKDIR/weights against it."""
@@ -87,8 +93,8 @@ class Audit:
         late = f"it begins after step {self._begin}, so that nothing shows who made the earlier batches"
         self._check("ledger", [self.history.error])
         self._check("ledger", [late if self._begin else None])
-        for file in sorted((self.workdir / "weights").glob("v*/manifest.json")):
-            self._check("manifest", [self._manifest_error(file)])
+        for file, data in self._manifests.items():
+            self._check("manifest", [self._manifest_error(file, data)])
 
     def check_batch(self, step: int) -> None:
         """Checks the batch of one step: its file, its event in the ledger, and each of its groups."""
@@ -122,19 +128,20 @@ class Audit:
             more = f" (and {len(broken) - 1} more of its rollouts)" if broken[1:] else ""
             self.findings.append(f"{where}{': ' * bool(where)}{rule}: {broken[0]}{more}")
 
-    def _manifest_error(self, file: pathlib.Path) -> str | None:
+    def _manifest_error(self, file: pathlib.Path, data: bytes) -> str | None:
         try:
-            data = file.read_bytes()
             found = manifest.parse(data, is_proved=True)
-        except (journal.CorruptSource, OSError) as error:
+        except journal.CorruptSource as error:
             return f"{file}: {error}"
         digest, epoch = hashlib.sha256(data).hexdigest(), found.epoch or 0
         if found.version < self._begin:
             return None
-        if (expected := self._published.get((epoch, found.version), "none")) != digest:
-            return f"{file} has the digest {digest}; the ledger's for version {found.version} of epoch {epoch} is {expected}"
-        anchor = str(found.metadata.get("ledger", "none"))
-        return None if anchor in self.history.heads else f"{file} names {anchor}, which never was the ledger's head"
+        if (anchor := str(found.metadata.get("ledger", "none"))) not in self.history.heads:
+            return f"{file} names {anchor}, which never was the ledger's head"
+        is_next = found.version > max(self._versions, default=-1)  # the ledger gets it after the file
+        expected = self._published.get((epoch, found.version), digest if is_next else "none")
+        name = f"version {found.version} of epoch {epoch}"
+        return None if expected == digest else f"{file} has the digest {digest}; the ledger's for {name} is {expected}"
 
     def _check_group(
         self, step: int, group: task_schedule.Group | None, rollouts: Sequence[rollout_lib.Rollout]
@@ -247,7 +254,7 @@ def _signature_error(rollout: rollout_lib.Rollout) -> str | None:
 def run(workdir: pathlib.Path, progress: metrics.Progress) -> Audit:
     """Audits the run in `workdir`, and shows the progress. Raises ValueError or OSError for a directory that is not a run's."""
     progress.note(f"verifying {workdir / 'ledger.db'}")
-    audit = Audit(workdir, run_history.read(workdir / "ledger.db"))
+    audit = Audit(workdir)
     audit.check_ledger()
     steps = audit.steps()
     begun_s = time.monotonic()

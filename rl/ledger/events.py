@@ -34,7 +34,8 @@ class Event:
     (split, step, group, digest), verdict (the fields of a `SignedVerdict`), refusal (split, step, group, digest, reason), batch
     (step, digest, verified, trusted: groups as text), publish (version, digest, epoch), naming (steps). Lease and batch add the epoch
     (ledgers of earlier releases lack it), and resume adds any_step: true if batches may have groups of any step. Then batch adds dropped,
-    if there are any: groups that no batch will have. Appoint adds min_rate and invited_rate, of the config's trust. A refusal or eject event may name a server in place of the worker: it is at fault.
+    if there are any: groups that no batch will have. Appoint adds min_rate and invited_rate of the config's trust. A refusal or eject
+    event may name a server in place of the worker: it is at fault.
     """
 
     kind: str

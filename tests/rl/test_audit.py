@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import pathlib
 import shutil
 import sqlite3
 
@@ -202,3 +203,27 @@ def test_a_batch_that_was_not_trained_on_is_left_out(tmp_path, capsys, honest):
 def test_a_directory_without_a_run_is_one_line(tmp_path, capsys):
     assert audit.main([str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_run_that_goes_on_during_its_audit_is_clean(tmp_path, capsys, monkeypatch):
+    """The ledger has no event of the newest version yet; an old version goes before it is read, and others come after the ledger's end."""
+    record, read, read_bytes = run_ledger.RunLedger.published, audit.run_history.read, pathlib.Path.read_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(run_ledger.RunLedger, "published", lambda self, v, *rest: v == 2 or record(self, v, *rest))
+        workdir = recorded_run.write(tmp_path, 2, prompts_per_step=2)
+
+    def go_on(ledger):
+        history = read(ledger)
+        (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 3}\n')
+        (later := workdir / "weights" / "v00000003").mkdir()
+        (later / "manifest.json").write_text("newer than the history")
+        return history
+
+    def prune(path):
+        if path.parent.name == "v00000000":
+            path.unlink(missing_ok=True)
+        return read_bytes(path)
+
+    monkeypatch.setattr(audit.run_history, "read", go_on)
+    monkeypatch.setattr(pathlib.Path, "read_bytes", prune)
+    assert findings(workdir, capsys)[:2] == (0, {})
