@@ -50,7 +50,7 @@ MAX_POLL_S = 400.0
 POLL_S = 50.0  # that a request waits for work; many proxies close a connection after 60
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
 SERVERS_S = 300.0  # without a server that completes a group, until it is given back
-DRAIN_S = 20.0  # for finished groups after SIGTERM
+DRAIN_S, LEAVE_S = 20.0, 5.0  # after SIGTERM: for finished groups, and for the last heartbeat
 
 Key = tuple[str, int, int]  # of a group: split, step, group
 
@@ -190,7 +190,10 @@ class _Groups:
                 await self._finished.join()
             for task in (*loops, *ends):  # a beat after the last one would sign this worker in again
                 task.cancel()
-            await self._signed.beat(registry.Report(), [], leaving=True)
+            if not self._ended.is_set():  # else the orchestrator knows, and may be gone
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    async with asyncio.timeout(LEAVE_S):
+                        await self._signed.beat(registry.Report(), [], leaving=True)
         cli.note("the run ended" if self._ended.is_set() else "stopped; groups in progress were given back")
 
     async def _lease(self, tasks: asyncio.TaskGroup) -> None:

@@ -420,7 +420,8 @@ def test_it_ends_with_the_run_or_on_a_signal(play, number):
         assert process.wait(10) == 0
         error = process.stderr.read()
     assert error.splitlines()[-1] == ("stopped; groups in progress were given back" if number else "the run ended")
-    assert played.beats[-1]["leaving"] is True and len({r.task.group for r in played.submitted}) == 1
+    assert played.beats[-1]["leaving"] is bool(number)  # an orchestrator that ended knows, and its listener may be closed
+    assert len({r.task.group for r in played.submitted}) == 1
 
 
 def test_own_servers_are_used_instead_of_those_of_the_run(play):
