@@ -100,8 +100,8 @@ class Worker:
         working, stop = asyncio.ensure_future(self._work(stopping)), asyncio.ensure_future(stopping.wait())
         try:
             await asyncio.wait((working, stop), return_when=asyncio.FIRST_COMPLETED)
-            is_heard = not (self._connection and self._connection.problem)  # else no submission would be answered
-            if not working.done() and is_heard:
+            is_heard = self._connection and not self._connection.problem  # else no submission would be answered
+            if not working.done() and self._groups and is_heard:
                 await asyncio.wait((working,), timeout=DRAIN_S)
             if working.done():
                 working.result()
@@ -127,7 +127,7 @@ class Worker:
         return {"groups": groups, "groups_total": dict(self.counts), "tokens_total": self.num_tokens}
 
     async def _work(self, stopping: asyncio.Event) -> None:
-        trusted, run, described, begun_us = self.trusted, None, None, int(time.time() * 1e6)
+        trusted, run, described, proof, begun_us = self.trusted, None, None, "", int(time.time() * 1e6)
         async with httpx.AsyncClient(base_url=self.orchestrator, timeout=60) as http:
             self._connection = signed_session.Connection(http, self.give_up_s)
             while True:  # a pass per process of the orchestrator
@@ -140,10 +140,7 @@ class Worker:
                     if run is not None:
                         await asyncio.to_thread(run.scorer.close)
                     run, described = _read_run(description, self.sandbox), lasting
-                if run.work_bits:
-                    cli.note(f"a proof of work of this key takes about 2^{run.work_bits} hashes")
-                # It blocks: nothing else can be done yet.
-                proof = lease.find_work(session.run, self.key.worker, run.work_bits)
+                    proof = await self._find_work(session.run, run.work_bits)
                 signed = signed_session.SignedSession(self._connection, self.key, session, proof, begun_us)
                 options = {"give_up_s": min(self.give_up_s, SERVERS_S), "keys": run.server_keys, "run": session.run}
                 options["api_key"] = None if self.trusted else ""
@@ -152,8 +149,18 @@ class Worker:
                         self._groups = _Groups(self, signed, client, run)
                         return await self._groups.work(stopping)
                 except* lease.StaleSession as error:  # its leases are void
+                    self._groups = None
                     cli.note(f"a new session of the orchestrator: {error.exceptions[0]}")
                     await asyncio.sleep(0.5)
+
+    async def _find_work(self, run: str, num_bits: int) -> str:
+        if num_bits:
+            cli.note(f"a proof of work of this key takes about 2^{num_bits} hashes")
+        is_over = threading.Event()
+        try:  # in a thread: it may take days, and signals are heard meanwhile
+            return await asyncio.to_thread(lease.find_work, run, self.key.worker, num_bits, is_over.is_set)
+        finally:
+            is_over.set()
 
 
 class _Groups:
@@ -221,14 +228,14 @@ class _Groups:
             del self._running[key]
 
     async def _beat(self) -> None:
-        interval_s, is_first, before = FIRST_PAUSE_S, True, self._worker.num_tokens
+        interval_s, is_first, before, sent_s = FIRST_PAUSE_S, True, self._worker.num_tokens, time.monotonic()
         while True:
             await asyncio.sleep(interval_s * random.uniform(0.8, 1.2))
             if not (self._held or is_first):
                 continue  # the request that waits for work shows that this worker is there
             running, finished = self.load()
-            tokens_per_s = (self._worker.num_tokens - before) / interval_s
-            before = self._worker.num_tokens
+            tokens_per_s = (self._worker.num_tokens - before) / (time.monotonic() - sent_s)
+            before, sent_s = self._worker.num_tokens, time.monotonic()
             load = registry.Load(running=running, waiting=finished, tokens_per_s=0.0 if is_first else tokens_per_s)
             problem = sign_in.one_line(self._client.servers.problems() or self._problem)
             report = registry.Report(self._own_server, load=load, problem=problem)

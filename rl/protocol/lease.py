@@ -13,7 +13,6 @@
 import collections
 import dataclasses
 import datetime
-import functools
 import hashlib
 import itertools
 import json
@@ -138,9 +137,8 @@ class RequestVerifier:
                 del self._last_us[kind, worker]
 
 
-@functools.lru_cache(1)  # for the next session
-def find_work(run: str, worker: str, num_bits: int) -> str:
-    """Searches for a proof of work of a key for a run: 2^num_bits hashes on average. Returns "" for 0 bits.
+def find_work(run: str, worker: str, num_bits: int, is_over: Callable[[], bool] = lambda: False) -> str:
+    """Searches for a proof of work of a key for a run: 2^num_bits hashes on average. Returns "" for 0 bits, or once `is_over`.
 
     Raises ValueError for more than MAX_WORK_BITS: a false run must not occupy a worker for ever.
     """
@@ -150,7 +148,8 @@ def find_work(run: str, worker: str, num_bits: int) -> str:
         )
     if not num_bits:
         return ""
-    return next(work for number in itertools.count() if is_work(run, worker, work := f"{number:x}", num_bits))
+    numbers = itertools.takewhile(lambda _: not is_over(), itertools.count())
+    return next((work for number in numbers if is_work(run, worker, work := f"{number:x}", num_bits)), "")
 
 
 def is_work(run: str, worker: str, work: str, num_bits: int) -> bool:

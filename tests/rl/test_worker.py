@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
+from inference import client as client_lib
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
@@ -336,18 +337,61 @@ def test_the_api_key_goes_only_to_servers_of_a_run_that_the_user_named(play, mon
 
 
 def test_a_proof_of_work_is_computed_once(play, monkeypatch):
-    """Sessions of one process share the proof for a run and number of bits."""
-    hashed, is_work = [], lease.is_work
-    monkeypatch.setattr(lease, "is_work", lambda *args: hashed.append(args[3]) or is_work(*args))
-    key, counts = rollout_lib.WorkerKey.generate(), []
-    for bits in (10, 10, 4):
-        played = play(GROUP)
-        played.described = {"admission": {"kind": "work", "min_stake": 1, "work_bits": bits}}
-        work_until(played, played.submission.is_set, key=key)
-        (work,) = {body["work"] for body in played.leases}
-        assert is_work(RUN.worker, key.worker, work, bits)
-        counts.append(len(hashed))
-    assert counts[0] == counts[1] < counts[2] and hashed[-1] == 4
+    """Sessions of one worker share the proof for a run and number of bits."""
+    hashed, is_work, counts = [], lease.is_work, []
+    monkeypatch.setattr(lease, "is_work", lambda *args: hashed.append(args) or is_work(*args))
+    played, key = play(GROUP), rollout_lib.WorkerKey.generate()
+    played.described = {"admission": {"kind": "work", "min_stake": 1, "work_bits": 10}}
+
+    def done():
+        if len(played.submitted) == 4 and not counts:
+            counts.append(len(hashed))
+            played.session = lease.Session.open(RUN.worker)
+            played.groups.append(GROUP)
+        return len(played.submitted) == 8
+
+    work_until(played, done, key=key)
+    (work,) = {body["work"] for body in played.leases}
+    assert is_work(RUN.worker, key.worker, work, 10) and counts == [len(hashed)]
+
+
+def test_a_signal_ends_the_search_for_a_proof_of_work(play):
+    played = play()
+    played.described = {"admission": {"kind": "work", "min_stake": 1, "work_bits": 40}}
+    command = [sys.executable, "-m", "rl.worker", "--orchestrator", played.url, "--run", RUN.worker]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert "2^40 hashes" in process.stderr.readline()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+
+
+def test_a_heartbeat_reports_the_speed_since_the_one_before_and_the_last_is_short(monkeypatch):
+    monkeypatch.setattr(worker, "LEAVE_S", 0.05)
+    speeds, mine = [], worker.Worker("", RUN, concurrency=1, give_up_s=0.0)
+
+    class Signed:
+        async def lease(self, capacity, wait_s):
+            await asyncio.sleep(WAIT_S)
+
+        async def beat(self, report, holding, leaving=False):
+            speeds.append(report.load.tokens_per_s)
+            await asyncio.sleep(WAIT_S * leaving)
+            return {"interval_s": 0.01, "void": []}
+
+    async def main():
+        groups, stopping = worker._Groups(mine, Signed(), client_lib.Client([]), None), asyncio.Event()
+        asyncio.get_running_loop().call_later(1.0, stopping.set)
+        working = asyncio.create_task(groups.work(stopping))
+        await asyncio.sleep(0.5)
+        mine.num_tokens += 100
+        groups._held.add(("train", 3, 7))
+        await asyncio.wait_for(working, 10)
+
+    asyncio.run(main())
+    assert speeds[0] == 0 and 0 < speeds[1] < 250  # and not 100 tokens in one interval
 
 
 # ---- a swarm -------------------------------------------------------------------------------------------------
@@ -420,7 +464,7 @@ def test_it_ends_with_the_run_or_on_a_signal(play, number):
         assert process.wait(10) == 0
         error = process.stderr.read()
     assert error.splitlines()[-1] == ("stopped; groups in progress were given back" if number else "the run ended")
-    assert played.beats[-1]["leaving"] is bool(number)  # an orchestrator that ended knows, and its listener may be closed
+    assert played.beats[-1]["leaving"] is bool(number)  # no listener is left after the end
     assert len({r.task.group for r in played.submitted}) == 1
 
 
