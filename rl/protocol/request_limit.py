@@ -63,7 +63,7 @@ def observe(state: State, load: registry.Load, now_s: float, blind_s: float = BL
     grows = cut == 1 and not is_blind and not state.cooldown
     if grows and load.kv_used < GROW_BELOW and not load.waiting and running >= USED * int(limit):
         growth = min(max(GROWTH, TARGET / max(load.kv_used, 0.01)), FAST_GROWTH)
-        limit *= growth ** (num_finished / running)
+        limit *= growth ** min(num_finished / running, 20.0)  # more are a false report
     limit = min(max(1.0, limit * cut), MAX_LIMIT)
     is_cut = cut < 1
     cooldown = PATIENCE if is_cut else max(0, state.cooldown - 1)

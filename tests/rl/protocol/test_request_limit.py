@@ -156,6 +156,7 @@ def test_each_rule_of_the_controller():
     def limit(*args, **changes):
         return int(after(*args, **changes).limit)
 
+    assert limit(finished=2**53) == request_limit.MAX_LIMIT  # a false report
     assert limit() == 19 and limit(kv_used=0.1) == 40 and limit(kv_used=0.8) == 15  # a turnover
     for change in ({"finished": 100}, {"waiting": 1}, {"kv_used": 0.95}, {"running": 8}, {"now_s": 16.0}):
         assert limit(**change) == 10, change
