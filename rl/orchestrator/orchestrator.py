@@ -188,7 +188,9 @@ class Orchestrator:
         self._submissions.resume()
         with self._changed:
             self._kept = submissions.read_kept(self._log)
-            self._batches.restore(step, (state or {}).get("batches"))
+            begins = {"num_opened": step * self._config.rl.prompts_per_step, "waiting": []}  # of an evaluation only
+            is_run = state or not isinstance(self._ledger, run_ledger.NoLedger)
+            self._batches.restore(step, (state or {}).get("batches") if is_run else begins)
             self._states = {n: s for n, s in ((step, state), (step + 1, later)) if s}
             if newest := later or state:
                 self._health.restore(newest["standing"])

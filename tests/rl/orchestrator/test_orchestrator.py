@@ -267,9 +267,10 @@ def test_a_version_opens_the_batches_that_may_use_it(make, lag):
         assert steps == ([version + 1 + lag] * 3 if version + 1 + lag <= 6 else [])
 
 
-def test_a_resumed_run_opens_what_follows(make):
-    orchestrator = make(rl__max_lag=1)
-    orchestrator.resume(4)
+@pytest.mark.parametrize("kind", ["prescribed", "first"])
+def test_a_resumed_run_opens_what_follows(make, kind):
+    orchestrator = make(rl__max_lag=1, rl__batch=kind)
+    orchestrator.resume(4)  # without a ledger, as an evaluation does
     publish(orchestrator, 4)
     assert [group.step for group in lease(orchestrator)] == [5] * 3 + [6] * 3
 
