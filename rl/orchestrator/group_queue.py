@@ -120,6 +120,9 @@ class GroupQueue:
         self._open: collections.OrderedDict[Key, None] = collections.OrderedDict()  # in the order of `entries`
         self._held: dict[str, dict[Key, None]] = {}  # by worker
         self._aging: collections.OrderedDict[Key, None] = collections.OrderedDict()  # LEASED, the oldest lease first
+        self._shared: collections.OrderedDict[Key, None] = (
+            collections.OrderedDict()
+        )  # LEASED by MAX_HOLDERS: apart, as few get more
         self._count: collections.Counter[State] = collections.Counter()
         self._deadlines: list[tuple[float, int, Key, str]] = []  # a heap with one item per lease, maybe of an ended one
         self._serial = itertools.count()
@@ -150,7 +153,7 @@ class GroupQueue:
     ) -> list[task_schedule.Group]:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
 
-        With `is_late`, leases copies instead: of those of the `MAX_LOOKS` oldest leased groups whose holders are all late, and at
+        With `is_late`, leases copies instead: of those of the oldest leased groups (`MAX_LOOKS`) whose holders are all late, and at
         most one of them does not leave room. Leases pin the epoch of the queue, and the policy version `version` unless it is -1.
         """
         keys = self._late(MAX_LOOKS, is_late, leaves_room, worker) if is_late else self._open
@@ -365,7 +368,7 @@ class GroupQueue:
         return collections.Counter({state: number for state, number in self._count.items() if number})
 
     def _late(self, num_looks: int, is_late: IsTrue, leaves_room: IsTrue, worker: str = "") -> Iterator[Key]:
-        for key in itertools.islice(self._aging, num_looks):
+        for key in itertools.chain(*(itertools.islice(keys, num_looks) for keys in (self._aging, self._shared))):
             leases = self.entries[key].leases
             num_counted = sum(not leaves_room(lease) for lease in leases.values())
             if num_counted < MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
@@ -441,16 +444,23 @@ class GroupQueue:
                 del self._held[worker]
         for worker in holders - old_holders:
             self._held.setdefault(worker, {})[key] = None
+        old, new = self._index(old_state, old_holders), self._index(state, holders)
+        if new is not old:
+            if old is not None:
+                del old[key]
+            if new is not None:
+                new[key] = None
+                new.move_to_end(key, last=old is not self._shared)
         if state is not old_state:
-            for index, of in ((self._open, State.OPEN), (self._aging, State.LEASED)):
-                if old_state is of:
-                    del index[key]
-                if state is of:
-                    index[key] = None
             if old_state is not None:
                 self._count[old_state] -= 1
             if state is not None:
                 self._count[state] += 1
+
+    def _index(self, state: State | None, holders: frozenset[str]) -> collections.OrderedDict[Key, None] | None:
+        if state is State.LEASED:
+            return self._aging if len(holders) < MAX_HOLDERS else self._shared
+        return self._open if state is State.OPEN else None
 
 
 def _holders(entry: Entry) -> frozenset[str]:

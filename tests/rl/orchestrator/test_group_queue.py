@@ -325,3 +325,18 @@ def test_held_out_groups_are_not_recalled_and_the_oldest_sampled_token_counts():
         queue.let_pass(group.key)
     assert queue.recall(lambda entry: True) == []
     assert queue.take([group.key for group in batch(1, "held_out")])[0].oldest_version == 4
+
+
+def test_each_late_group_is_copied_for_workers_that_wait():
+    queue, late = group_queue.GroupQueue(), {"is_late": lambda lease: lease.worker == "slow"}
+    queue.add([group for step in range(1, 34) for group in batch(step)])
+    keys = [group.key for group in queue.lease("slow", 33 * P, LEASE_S)]
+    late["leaves_room"] = lambda lease: False
+    for i, key in enumerate(keys):
+        assert queue.has_late(**late)
+        assert [group.key for group in queue.lease(f"idle{i}", 1, LEASE_S, **late)] == [key]
+    assert not queue.has_late(**late)
+    queue.give_back(keys[40], "idle40")
+    assert queue.has_late(**late) and queue.lease("other", 9, LEASE_S, **late)[0].key == keys[40]
+    late["leaves_room"] = lambda lease: lease.worker == "slow"  # such as a stranger
+    assert not queue.has_late(**late) and queue.has_late(lambda lease: True, late["leaves_room"])
