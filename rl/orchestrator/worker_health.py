@@ -38,6 +38,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of a group that came back again
 NEWCOMER_FRACTION = 4  # newcomers get 1 / this of the unfinished groups, and of the time of a lease
 
 Key = tuple[str, int, int]  # task_schedule.Group.key
+_Times = collections.OrderedDict[str, float]
 
 
 @dataclasses.dataclass
@@ -83,9 +84,12 @@ class WorkerHealth:
         self._min_rate, self._given = min_rate, check_rate.HALF_AT * (1 / invited_rate - 1)
         self.invited = frozenset(invited)  # public keys in hex
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
-        self._seen_s: dict[str, float] = {}  # of known and banned workers that are active; the latest last
-        self._left_s: dict[str, float] = {}  # of workers that gave all groups back in the last `lease_s`
-        self._blamed_s: dict[str, float] = {}  # of workers: the last lease that expired and was held against them
+        # Times by worker, the latest last: those of the last `lease_s`.
+        self._seen_s: _Times = collections.OrderedDict()  # of known and banned workers that are active
+        self._left_s: _Times = collections.OrderedDict()  # of workers that gave all groups back
+        self._blamed_s: _Times = (
+            collections.OrderedDict()
+        )  # of workers: the last lease that expired and was held against them
         self._places: list[_Place] = []
         # Group -> its last holder, and until when newcomers do not get it.
         self._lost: dict[Key, tuple[str, float]] = {}
@@ -102,10 +106,7 @@ class WorkerHealth:
     def seen(self, worker: str, now_s: float) -> None:
         """Records that a worker requested work now. A key that only asks leaves no trace."""
         if self.is_known(worker) or self.is_banned(worker):
-            self._seen_s.pop(worker, None)
-            self._seen_s[worker] = now_s
-            while now_s - self._seen_s[oldest := next(iter(self._seen_s))] > self._lease_s:
-                del self._seen_s[oldest]
+            self._note(self._seen_s, worker, now_s)
 
     def state(self) -> dict:
         """Returns all marks of workers as plain JSON, for `restore`."""
@@ -183,15 +184,13 @@ class WorkerHealth:
 
         So it does for a stranger that left in the last `lease_s`: two of them could else lease the same groups as often as they ask.
         """
-        self._left_s = {name: left_s for name, left_s in self._left_s.items() if now_s - left_s <= self._lease_s}
-        is_again, self._left_s[worker] = worker in self._left_s, now_s
+        is_again = self._note(self._left_s, worker, now_s)
         return not self.is_known(worker) or (self.is_stranger(worker) and is_again)
 
     def expired(self, worker: str, key: Key, now_s: float, *, blame: bool) -> None:
         """Records that a lease ended by its deadline. Several that end in one outage of a worker are one fault."""
         if blame and self.is_known(worker):  # the marks of others do not change
-            recent = {name: s for name, s in self._blamed_s.items() if now_s - s <= self._lease_s}
-            blame, self._blamed_s = worker not in recent, {worker: now_s} | recent
+            blame = not self._note(self._blamed_s, worker, now_s)
         self.lost(worker, key, now_s, blame=blame)
 
     def returned(self, key: Key, now_s: float) -> None:
@@ -268,6 +267,14 @@ class WorkerHealth:
     def _of(self, worker: str) -> _Worker:
         """Returns the marks of a worker to read; a key without marks leaves no trace."""
         return self._workers.get(worker, _NO_MARKS)
+
+    def _note(self, times: _Times, worker: str, now_s: float) -> bool:
+        """Makes a worker the latest in `times`, and drops old ones; returns True if it was there in the last `lease_s`."""
+        is_again = now_s - times.pop(worker, -math.inf) <= self._lease_s
+        times[worker] = now_s
+        while now_s - next(iter(times.values())) > self._lease_s:
+            times.popitem(last=False)
+        return is_again
 
     def _set_record(self, worker: str, record: int) -> None:
         if record != self._of(worker).record:
