@@ -3,7 +3,7 @@
 1. A request goes to a server that inference/swarm/server_choice.py chooses. After a refused connection, a 429, a 5xx or a malformed
    reply, another server is tried. So a server that fails, or cheats, costs a retry and not the worker.
 2. While a server has requests, it is asked for its health. One that is silent, or makes no token for long, loses its requests to
-   others: a server that hangs costs a bounded time, however long a completion takes.
+   others: a server that hangs costs a bounded time, however long a completion takes. Once a reply begins, its time is bounded as well.
 3. Another 4xx is tried on the other servers as well. If all send one, it is the caller's mistake and is raised with the message;
    else it is the fault of those that sent it.
 """
@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import math
 import os
+import socket
 from collections.abc import Collection, Mapping, Sequence
 
 import httpx
@@ -26,9 +27,14 @@ from sharding.system import bounded_reply
 
 HEALTH_S = 5.0  # between two questions for the health of a server
 SILENT_S, STALLED_S = 30.0, 300.0  # until it counts as hung: without an answer, and without a token, as it may compile
+REPLY_S = 600.0  # from the first byte of a reply to its last: a server may send a byte at a time
 WAIT_S = 0.1  # for a server that may be used
 MAX_HEALTH_BYTES = 2**18  # of a reply without completions
 TOKEN_BYTES, EXPERTS_BYTES = 256, 2**13  # of a reply, per token and sample, at most; the second if it names experts
+# A connection is silent for as long as a completion takes: probes keep it open, and show that the other end is gone.
+KEEPALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+_PROBES = "TCP_KEEPIDLE", "TCP_KEEPINTVL"  # where the system has them
+KEEPALIVE += [(socket.IPPROTO_TCP, getattr(socket, name), 10) for name in _PROBES if hasattr(socket, name)]
 MAX_NATS = 1e30  # of a log-probability; larger ones may not be finite in float32
 
 
@@ -70,24 +76,26 @@ class Client:
         self,
         urls: Sequence[str],
         *,
-        timeout_s: float = 600,
         give_up_s: float = 60,
         api_key: str | None = None,
         keys: Mapping[str, str] | None = None,
         run: str = "",
     ):
-        """Creates a client of the servers at `urls`. An attempt may take `timeout_s`; a request is retried for `give_up_s`.
+        """Creates a client of the servers at `urls`. A request is retried for `give_up_s`.
 
         All servers are sent `api_key`, unless it is empty; None sends $INTELLAX_API_KEY, if it is set. A server with a public key
         in `keys`, by its URL, must sign each sample with proofs for the run with the key `run`: another reply is malformed.
         """
         self.servers, self._give_up_s = server_choice.ServerChoice(urls, keys or {}), give_up_s
-        self._run, self._timeout_s = run, timeout_s
+        self._run = run
         self._watches: dict[str, tuple[asyncio.Task, set[object]]] = {}  # by URL: of its health, with its requests
         key = os.environ.get("INTELLAX_API_KEY") if api_key is None else api_key
+        limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
-            limits=httpx.Limits(max_connections=None),
+            timeout=httpx.Timeout(None, connect=10.0),  # the watch ends a request
+            limits=limits,
+            # Not as `transport`, which would ignore the proxies of the environment; nor as "all://", which would replace one.
+            mounts={"all://*": httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEPALIVE)},
             headers={"authorization": f"Bearer {key}"} if key else {},
         )
         self.num_retries = 0
@@ -205,7 +213,7 @@ class Client:
         num_tokens = len(body["token_ids"]) + sampling.get("max_tokens", rollout_lib.MAX_TOKENS)
         num_bytes = TOKEN_BYTES + EXPERTS_BYTES * bool(sampling.get("return_routed_experts"))
         most = MAX_HEALTH_BYTES + sampling.get("n", 1) * num_tokens * num_bytes
-        return await bounded_reply.fetch(self._http, "POST", url, most, self._timeout_s, json=body)
+        return await bounded_reply.fetch(self._http, "POST", url, most, body_s=REPLY_S, json=body)
 
     async def _watch(self, url: str) -> str:
         """Returns the reason why a server counts as hung, once it does."""

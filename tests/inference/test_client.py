@@ -5,6 +5,7 @@ import base64
 import collections
 import json
 import re
+import socket
 import tempfile
 
 import fastapi
@@ -49,7 +50,8 @@ def run(handler, use, urls=(A, B), give_up_s=60.0, keys=None, of=""):
     async def main():
         async with client_lib.Client(urls, give_up_s=give_up_s, keys=keys, run=of) as client:
             await client._http.aclose()
-            client._http = httpx.AsyncClient(transport=httpx.MockTransport(handler))  # asked for health after 5 s only
+            transport = httpx.MockTransport(handler)  # asked for health after 5 s only
+            client._http = httpx.AsyncClient(transport=transport, timeout=client._http.timeout)
             try:
                 return await use(client), client
             except (ValueError, RuntimeError) as error:
@@ -221,12 +223,16 @@ def test_a_server_that_recovers_is_used_again_and_the_last_reason_is_reported(mo
     assert client.num_retries == 1
 
 
-@pytest.mark.parametrize("fault", ["silent", "stalled", "slow"])
+@pytest.mark.parametrize("fault", ["silent", "stalled", "slow", "drip"])
 def test_a_server_that_hangs_costs_a_bounded_time(monkeypatch, fault):
-    """D10: a hung server held its requests for 600 s. One that is slow keeps its request."""
-    for name, value in dict(HEALTH_S=0.02, SILENT_S=0.2, STALLED_S=0.2).items():
+    """D10: a hung server held its requests for 600 s. One that is slow keeps its request, however long the head of its reply takes."""
+    for name, value in dict(HEALTH_S=0.02, SILENT_S=0.2, STALLED_S=0.2, REPLY_S=0.2).items():
         monkeypatch.setattr(client_lib, name, value)
     num_asked, released = collections.Counter(), asyncio.Event()
+
+    async def drip():
+        while not await asyncio.sleep(0.01):
+            yield b" "
 
     async def handler(request):
         num_asked[request.url.path, request.url.host] += 1
@@ -236,14 +242,19 @@ def test_a_server_that_hangs_costs_a_bounded_time(monkeypatch, fault):
             number = num_asked["/health", "a"]
             if number == 30:
                 released.set()
-            return httpx.Response(200, json={"stats": {"tokens": number if fault == "slow" else 7}})
+            return httpx.Response(200, json={"stats": {"tokens": 7 if fault == "stalled" else number}})
+        assert request.extensions["timeout"] == {"connect": 10.0, "read": None, "write": None, "pool": None}
         if request.url.host == "a":
+            if fault == "drip":
+                return httpx.Response(200, content=drip())
             await released.wait()
         return httpx.Response(200, json={"choices": [choice()]})
 
     samples, client = run(handler, generate)
     assert len(samples) == 1 and num_asked["/inference/v1/generate", "b"] == (fault != "slow")
-    words = {"silent": "silent for", "stalled": "made no token for", "slow": ""}[fault]
+    words = {"silent": "silent for", "stalled": "made no token for", "drip": "no complete reply in 0.2 s", "slow": ""}[
+        fault
+    ]
     assert words in client.servers.problems() and bool(words) == bool(client.servers.problems())
 
 
@@ -383,6 +394,18 @@ def test_a_client_of_the_data_listener_has_no_way_to_the_control_routes(monkeypa
     monkeypatch.delenv("INTELLAX_API_KEY", raising=False)
     client = client_lib.Client([A])
     assert "authorization" not in client._http.headers and not hasattr(client, "update_weights")
+
+
+def test_a_connection_that_waits_for_a_long_completion_is_probed():
+    """Else a router forgets it, or the other end is gone, and the request waits for ever."""
+
+    async def ask(url):
+        async with client_lib.Client([url]) as client, client._http.stream("GET", url) as response:
+            sock = response.extensions["network_stream"].get_extra_info("socket")
+            return sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+    with serving.in_thread(fastapi.FastAPI()) as url:
+        assert asyncio.run(ask(url))
 
 
 def test_an_empty_list_of_listeners_is_rejected():
