@@ -24,7 +24,7 @@ def add(app: fastapi.FastAPI, metrics: registry.Collector, health: Callable[[], 
     if health:
 
         @app.get("/health")
-        async def state():
+        def state():  # in a thread, as `health` may ask another process
             return {"status": "ok"} | health()
 
 

@@ -65,6 +65,7 @@ def main() -> None:
             make,
             lambda **sizes: host_lib.packing.Layout(**sizes, **streams),
             lambda fields: run_directory.check_fields(fields, exp),
+            progress.say,
         )
         stack.callback(host.close)
         token_file = assembly.token_file(exp.config, workdir)

@@ -425,12 +425,11 @@ class Orchestrator:
             return self._queue.count()[State.OPEN] > 0 or self._queue.has_late(**self._late(time.monotonic(), True))
 
     def lacks_worker(self, workers: Collection[str]) -> bool:
-        """Returns True if groups wait as in `has_work`, and none of `workers` may have one, whatever its standing."""
+        """Returns True if groups wait as in `has_work`, and none of `workers` may have one."""
         with self._changed:
             is_train = any(e.group.split == "train" and not e.is_submitted for e in self._queue.entries.values())
-            invited = self._health.invited  # if there are any, strangers get no held-out groups
-            fit = workers if is_train or not invited else invited.intersection(workers)
-            return not fit and self.has_work()
+            invited = self._health.invited or workers  # if there are any, strangers get no held-out groups
+            return not (workers if is_train else {*workers}.intersection(invited)) and self.has_work()
 
     def _late(self, now_s: float, is_known: bool) -> dict[str, Any]:
         """Returns the rule of copies for a worker: those of newcomers, which cost them nothing, keep no known worker out."""

@@ -21,6 +21,7 @@ from rl.orchestrator.remote import host
 from rl.protocol import timeline
 
 NOTICE_S = 30.0
+END_S = 60.0  # the patience at the end of the run, whose answer may be lost: the other process ends, too
 PAUSE_S = 0.5  # after a call without an answer
 
 
@@ -96,15 +97,19 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
         return self._call("state", step=step)
 
     def waiting_for(self) -> str:
-        """Returns why the learner waits, as a line for people, or ""."""
-        return self._call("waiting_for")
+        """Returns why the learner waits, as a line for people, or ""; within seconds, also if the orchestrator is away."""
+        try:
+            response = self._http.post("/learner/waiting_for", json={"learner": self._learner}, timeout=2.0)
+            return response.json()["result"] if response.status_code == 200 else client_lib.error_message(response)
+        except httpx.TransportError as error:
+            return f"waiting for the orchestrator at {self._address}: {str(error) or type(error).__name__}"
 
     def fail(self, error: BaseException) -> None:
         """Makes waiting and later calls raise `error`, such as the death of a child process."""
         self._failure = self._failure or error
 
     def end(self) -> None:
-        """Ends the run for the workers, and the process of the orchestrator."""
+        """Ends the run for the workers, and the process of the orchestrator, unless that is away."""
         self._call("end")
 
     # The methods of a ledger.
@@ -117,9 +122,8 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
         """Does nothing: `publish` records the policy."""
 
     def _call(self, name: str, **fields: Any) -> Any:
-        answered_s = noticed_s = time.monotonic()
-        if name == "check":  # the address may be wrong
-            noticed_s = -math.inf
+        answered_s, patience_s = time.monotonic(), min(self._patience_s, END_S if name == "end" else math.inf)
+        noticed_s = -math.inf if name == "check" else answered_s  # the address may be wrong
         while True:
             if self._failure:
                 raise self._failure
@@ -140,8 +144,10 @@ class RemoteOrchestrator(contextlib.AbstractContextManager):
                 problem = f"waiting for the orchestrator at {self._address}: {str(error) or type(error).__name__}"
                 time.sleep(PAUSE_S)
             now_s = time.monotonic()
-            if now_s - answered_s > self._patience_s:
-                found = f"no answer from the orchestrator for {self._patience_s:.0f} s (topology.patience_s): {problem}"
+            if now_s - answered_s > patience_s:
+                found = f"no answer from the orchestrator for {patience_s:.0f} s (topology.patience_s): {problem}"
+                if name == "end":
+                    return self._notify(f"the run has ended, and got {found}. End that process if it still runs")
                 raise ValueError(f"{found}. Start it, then continue with the same command")
             if problem and now_s - noticed_s > NOTICE_S:
                 noticed_s = now_s

@@ -45,6 +45,7 @@ class Host:
     make: Callable[[contextlib.ExitStack, dict | None], Any]
     layout: Callable[..., packing.Layout]  # packs batches; the learner names its sizes
     check: Callable[[dict], None]  # raises ValueError for a learner with these config fields
+    notify: Callable[[str], None] = lambda line: None  # gets lines for people
 
     def __post_init__(self) -> None:
         self._file, self._states_file = self.directory / "learner.json", self.directory / self.states_file
@@ -75,10 +76,17 @@ class Host:
                 return False
             saved = atomic_file.read_json(self._states_file, dict)
             state = self._saved["state"] if step == self._saved["step"] else saved.get(str(step))
-            self._begin(step, state, saved.get(str(step + 1)) if recorded > step else None)
-            if policy:
-                self._orchestrator.publish(policy)
-            return True
+            try:
+                self._begin(step, state, saved.get(str(step + 1)) if recorded > step else None)
+                if policy:
+                    self._orchestrator.publish(policy)
+                return True
+            except ValueError as error:
+                if self._orchestrator is None:  # it cannot serve
+                    raise
+                self._end(str(error))
+                self.notify(f"the run waits for its learner to start again: {error}")
+                return False
 
     def attach(self, learner: str, fields: dict, step: int, state: dict, head: str | None) -> None:
         """Begins or continues the run after batch `step` for a learner that has started. Raises ValueError for another config or ledger."""
@@ -162,11 +170,11 @@ class Host:
         with self._lock:
             orchestrator = self.of(learner)
             if name not in self._jobs:
-                same = [other for other in self._jobs if other[0] == name[0]]
-                for other in same if name[0] == "batch" else same[:-MAX_EVALUATIONS]:
+                done = [other for other, job in self._jobs.items() if other[0] == name[0] and job.done()]
+                for other in done if name[0] == "batch" else done[:-MAX_EVALUATIONS]:
                     del self._jobs[other]
                 self._jobs[name] = self._pool.submit(function, orchestrator)
-            job = self._jobs[name]
+            job = self._jobs[name] = self._jobs.pop(name)  # the newest request is dropped last
         try:
             return job.result(WAIT_S)
         except futures.TimeoutError:

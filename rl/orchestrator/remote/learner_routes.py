@@ -5,8 +5,10 @@ token of their own (inference/server/control_listener.py), which no worker has.
 """
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import fastapi
@@ -22,6 +24,7 @@ MAX_BYTES = 2**28  # of a call: the state in a checkpoint
 def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str | None, hosts) -> fastapi.FastAPI:
     """Returns the app of the control routes; `worker_url()` is the address that workers use. Clients send `token`, unless it is None."""
     app = fastapi.FastAPI(title="Intellax orchestrator control", docs_url=None, redoc_url=None)
+    pool = futures.ThreadPoolExecutor(host_lib.MAX_EVALUATIONS + 16, "learner-route")  # each evaluation blocks one
 
     def attach(learner: str, **fields: Any) -> dict:
         host.attach(learner, **fields)
@@ -39,17 +42,18 @@ def make_app(host: host_lib.Host, worker_url: Callable[[], str], *, token: str |
     @app.post("/learner/{name}")
     async def call(name: str, request: fastapi.Request):
         body = await web.read_json(request, MAX_BYTES)
+        run = functools.partial(asyncio.get_running_loop().run_in_executor, pool)
         if name not in calls:
             raise ValueError(f"the call {name[:40]!r} is unknown; use the release of the learner here")
         try:
-            found = await asyncio.to_thread(calls[name], **body)
+            found = await run(functools.partial(calls[name], **body))
         except TypeError as error:
             raise ValueError(f"the fields of {name} are {sorted(body)} ({error}); use the learner's release") from error
         if isinstance(found, bytes):
             return responses.Response(found)
         status, reply = 200, {"result": found}
         if name in ("batch", "rows", "evaluate") and found is None:
-            status, reply = 202, {"waiting_for": await asyncio.to_thread(calls["waiting_for"], body["learner"])}
+            status, reply = 202, {"waiting_for": await run(calls["waiting_for"], body["learner"])}
         return responses.Response(json.dumps(reply), status, media_type="application/json")  # metrics may be NaN
 
     refused = 400, "invalid_request_error"  # also by the error that ends the run

@@ -5,6 +5,8 @@ The host runs in a thread here, on an orchestrator without model and servers. `r
 
 import contextlib
 import threading
+import time
+from concurrent import futures
 
 import httpx
 import jax
@@ -22,7 +24,7 @@ from rl.protocol import timeline
 from sharding import mesh as mesh_lib
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import sockets
-from tests.support import killed, ledgers
+from tests.support import killed, ledgers, proxy
 
 TOKEN = "t" * 16
 LAYOUT = packing.Layout(row_length=16, rows=2, num_micro_batches=4)
@@ -32,14 +34,16 @@ class Site:
     """A host that serves at one port, and can be killed and started again there."""
 
     def __init__(self, path):
-        self.path, self.port, self.process = path, 0, None
+        self.path, self.port, self.process, self.lines = path, 0, None, []
         self.start()
 
     def start(self):
         self.ledger = run_ledger.RunLedger(self.path / "ledger.db", killed.RUN, killed.RUN.worker)
         directory = self.path / "rollouts" / "open"
         make = lambda **sizes: packing.Layout(**sizes)  # noqa: E731
-        self.host = host_lib.Host(directory, orchestrator_lib.STATES, self.ledger, self.make, make, self.check)
+        self.host = host_lib.Host(
+            directory, orchestrator_lib.STATES, self.ledger, self.make, make, self.check, self.lines.append
+        )
         self.recovered = self.host.recover()
         app = learner_routes.make_app(self.host, lambda: "http://workers", token=TOKEN, hosts=None)
         sock = sockets.listen("127.0.0.1", self.port)
@@ -132,8 +136,37 @@ def test_a_learner_and_its_orchestrator_survive_restarts_of_each_other(site):
     assert fetched(second, 2, mesh)
     second.end()
     assert site.host.ended.is_set()
+    # A group of the last batch is damaged, which was not published: the next learner makes the batch again.
+    site.kill()
+    log = site.path / "rollouts" / "open" / "step_2.log"
+    log.write_bytes(log.read_bytes()[:-9])
+    site.start()
+    assert not site.recovered and "put the directory back" in site.lines[-1]
+    with pytest.raises(ValueError, match="could not continue from its files; start the learner again"):
+        second.head()
+    third = learner(site, "third")
+    third.attach({"seed": 0}, 1, {}, head)
+    third.publish(policy(5, 1))
+    assert site.process.answer(3) and fetched(third, 2, mesh)
     site.ledger.flush()
     assert ledgers.verify(site.path / "ledger.db").error is None
+
+
+def test_long_evaluations_are_begun_once_and_delay_no_other_call(site, monkeypatch):
+    remote, begun, ended = learner(site, "first"), [], threading.Event()
+    remote.attach({"seed": 0}, 0, {}, None)
+    evaluate = lambda version, name: begun.append(version) or (version < 16 and ended.wait(5) and []) or []  # noqa: E731
+    monkeypatch.setattr(site.process.orchestrator, "evaluate", evaluate)
+    monkeypatch.setattr(host_lib, "WAIT_S", 2.0)
+    with futures.ThreadPoolExecutor(16) as pool:
+        found = [pool.submit(remote.evaluate, version) for version in range(16)]
+        proxy.wait_until(lambda: len(begun) > 5)
+        begun_s = time.monotonic()
+        assert remote.head() and time.monotonic() - begun_s < 1.0
+        assert [site.host.evaluate("first", version) for version in range(16, 34)] == [b""] * 18
+        assert site.host.evaluate("first", 0) is None  # still the same
+        ended.set()
+        assert [one.result() for one in found] == [[]] * 16 and sorted(begun) == [*range(34)]
 
 
 def _trees(site):
@@ -170,6 +203,9 @@ def test_a_learner_waits_for_groups_and_for_an_orchestrator_that_is_away(site):
         assert line.startswith(f"waiting for the orchestrator at http://127.0.0.1:{site.port}: ")
         with pytest.raises(ValueError, match="no answer from the orchestrator for 0 s .topology.patience_s."):
             impatient.head()
+        impatient.end()
+        assert said[-1].startswith("the run has ended, and got no answer")
+        assert impatient.waiting_for().startswith("waiting for the orchestrator at http://127.0.0.1:")
         remote.fail(ValueError("the relay ended"))
         with pytest.raises(ValueError, match="the relay ended"):
             remote.next_batch(2)
