@@ -352,11 +352,14 @@ class GroupQueue:
         """Returns the keys of the groups that `worker` has a lease on, or submitted and no verdict has decided."""
         return [*self._held.get(worker, ())]
 
-    def num_leases(self, worker: str | None = None) -> int:
-        """Returns the number of groups that `worker` has a lease on; without one, the number of leased groups."""
-        if worker is None:
-            return self._count[State.LEASED]
+    def num_leases(self, worker: str) -> int:
+        """Returns the number of groups that `worker` has a lease on."""
         return sum(worker in self.entries[key].leases for key in self._held.get(worker, ()))
+
+    def num_leases_but(self, workers: frozenset[str]) -> int:
+        """Returns the number of leased groups, without those that only these workers have."""
+        found = (self.entries[key] for key in {key for worker in workers for key in self._held.get(worker, ())})
+        return self._count[State.LEASED] - sum(e.state is State.LEASED and e.leases.keys() <= workers for e in found)
 
     def may_deliver(self, worker: str) -> bool:
         """Returns True if rollouts of `worker` may be needed, or if it made some that no batch has taken."""

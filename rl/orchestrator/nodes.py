@@ -85,6 +85,7 @@ class Nodes:
         self._ticked_s = math.inf  # the last tick of `run`
         self._bans: dict[str, str] = {}  # key -> why it is banned
         self._limits: dict[str, request_limit.State] = {}  # by key of a server
+        self.own_servers: frozenset[str] = frozenset()  # workers that use other servers than those of the run
         self._loop: asyncio.AbstractEventLoop | None = None
         self._announced = asyncio.Event()  # replaced at each announcement
 
@@ -145,7 +146,9 @@ class Nodes:
     def beat(self, key: str, role: str, report: registry_lib.Report, now_s: float) -> None:
         """Records a heartbeat. Raises ValueError if the key is another role's."""
         with self._lock:
-            self._registry.beat(key, role, now_s, report)
+            node = self._registry.beat(key, role, now_s, report)
+            if role == "worker" and bool(node and report.url) != (key in self.own_servers):
+                self.own_servers ^= {key}
             if role == "server" and report.load.capacity:
                 self._observe(key, report.load, now_s)
         if role == "server":
@@ -217,12 +220,6 @@ class Nodes:
             limits = [self._limit(node) for node in self._serving()]
         return LEASES_PER_REQUEST * sum(limits) if limits and all(limits) else math.inf
 
-    def has_own_servers(self, worker: str) -> bool:
-        """Returns True for a worker that uses other servers than those of the run."""
-        with self._lock:
-            node = self._registry.node(worker)
-        return bool(node and node.report.url)
-
     def interval_s(self, role: str) -> float:
         """Returns the seconds between two heartbeats of a node; the more workers there are, the longer is that of a worker."""
         return self._registry.worker_interval_s if role == "worker" else self.heartbeat_s
@@ -281,6 +278,7 @@ class Nodes:
             wanted_s = max(self.heartbeat_s, wanted_s, 0.95 * self._registry.worker_interval_s)
             self._registry.worker_interval_s = wanted_s
             changes = self._registry.sweep(now_s)
+            self.own_servers = frozenset(filter(self._registry.node, self.own_servers))
         for change in changes:
             bad = (registry_lib.State.SUSPECT, registry_lib.State.DEAD)
             if change.role == "server" and (change.new in bad or change.old in bad):

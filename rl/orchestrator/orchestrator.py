@@ -342,7 +342,8 @@ class Orchestrator:
             for key in returned:
                 if lease := self._queue.give_back(key, worker):
                     is_gone = 0 <= lease.group.version < self._policy.version  # it is not served any more
-                    self._lose(lease, now_s, "lease_void" if is_gone else "lease_expired", blame=not is_gone)
+                    is_void = is_gone or self._queue.entries[key].is_submitted
+                    self._expire(lease, now_s, "lease_void" if is_void else "lease_expired", blame=not is_void)
                     self._health.returned(key, now_s)
             self._health.seen(worker, now_s)
             groups = [] if self.is_ended else self._lease(worker, capacity, network, now_s, begun_us)
@@ -378,8 +379,8 @@ class Orchestrator:
         if is_known and (capacity or held):  # one that asks for nothing has no share
             self._share.seen(worker, held, now_s)
             room = min(room, self._share.room(worker, held, count[State.OPEN] + count[State.LEASED], now_s))
-        if not self.nodes.has_own_servers(worker):  # each worker may hold one
-            room = int(min(room, max(1 - held, self.nodes.max_leases() - self._queue.num_leases())))
+        if worker not in (own := self.nodes.own_servers):  # each worker may hold one
+            room = int(min(room, max(1 - held, self.nodes.max_leases() - self._queue.num_leases_but(own))))
         return min(room, capacity)
 
     def beat(self, key: str, role: str, report: registry.Report, holding: Sequence[group_queue.Key], *, leaving: bool):
@@ -406,7 +407,7 @@ class Orchestrator:
     def servers(self, worker: str) -> list[dict]:
         """Returns the servers that a worker may use now, with limits in proportion to its leases."""
         with self._changed:
-            held, total = self._queue.num_leases(worker), self._queue.num_leases()
+            held, total = self._queue.num_leases(worker), self._queue.num_leases_but(self.nodes.own_servers)
         return self.nodes.servers(min(max(held, 1) / max(total, 1), 1.0))
 
     def tick(self, now_s: float) -> None:
@@ -415,9 +416,7 @@ class Orchestrator:
             if stopped_s := self.nodes.stopped_s(now_s):
                 self._queue.extend(stopped_s)
             for lease in self._queue.expire(now_s):
-                self._counts["lease_expired"] += 1
-                was_away = self.nodes.was_away(lease.since_s)  # no fault of a worker that could not reach a server
-                self._health.expired(lease.worker, lease.group.key, now_s, blame=not was_away)
+                self._expire(lease, now_s, "lease_expired")
 
     def has_work(self) -> bool:
         """Returns True if groups wait for a worker, or for another one than theirs."""
@@ -444,12 +443,14 @@ class Orchestrator:
         lost = [lease for key in keys if (lease := self._queue.give_back(key, worker))]
         blame = bool(lost) and self._health.left(worker, now_s)
         for lease in lost:
-            self._lose(lease, now_s, "lease_returned", blame=blame)
+            self._counts["lease_returned"] += 1
+            self._health.lost(lease.worker, lease.group.key, now_s, blame=blame)
 
-    def _lose(self, lease: group_queue.Lease, now_s: float, count: str, *, blame: bool) -> None:
-        """Counts a lease that ended without rollouts, also against its worker if it is to `blame`."""
+    def _expire(self, lease: group_queue.Lease, now_s: float, count: str, *, blame: bool = True) -> None:
+        """Counts a lease that ended without rollouts, also against its worker if it is to `blame`, and could reach a server."""
         self._counts[count] += 1
-        self._health.lost(lease.worker, lease.group.key, now_s, blame=blame)
+        is_to_blame = blame and not self.nodes.was_away(lease.since_s)
+        self._health.expired(lease.worker, lease.group.key, now_s, blame=is_to_blame)
 
     def holds_groups(self, worker: str) -> bool:
         """Returns True if a worker has groups that no batch has taken; else the answer would tell which passed without a verdict."""

@@ -314,13 +314,22 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
     assert [limit(**busy), limit(**busy, finished=4), limit(**busy, finished=4, preemptions=1)] == [2, 8, 7]
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(2.0)
     orchestrator._share.room = lambda *args: 100
-    assert len(worker.lease(6)) == 4 and len(other.lease(6)) == 1  # at least one
+    mine, its = worker.lease(6), other.lease(6)
+    assert len(mine) == 4 and len(its) == 1  # at least one
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(10.0)
     assert [by.beat()["servers"][0]["limit"] for by in (worker, other)] == [8, 2]
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(1.0)
     assert other.lease(6) == []
     other.beat(url=registry.OWN_SERVER)
     assert len(other.lease(6)) == 1  # the last one
+    worker.lease(0, returned=[mine[0].key])
+    assert other.lease(6) == mine[:1]
+    other.lease(0, returned=[its[0].key])
+    orchestrator._health._workers.clear()  # no halvings
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(2.0)
+    assert len(worker.lease(6)) == 1  # two that another server does take no place
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(10.0)
+    assert worker.beat()["servers"][0]["limit"] == 10
 
 
 def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make):
@@ -447,14 +456,20 @@ def test_a_group_that_takes_ten_leases_by_a_worker_that_beats_stays_its_own(make
     assert len(other.lease(6, wait_s=WAIT_S)) == 6
 
 
+@pytest.mark.parametrize("lease_s", [1.0, 60.0], ids=["by their deadline", "given back"])
 @pytest.mark.parametrize(("is_away", "halvings"), [(True, 0), (False, 1)])
-def test_leases_that_end_together_count_once_and_not_in_an_outage_of_servers(make, server, is_away, halvings):
+def test_leases_that_end_together_count_once_and_not_in_an_outage_of_servers(make, server, is_away, halvings, lease_s):
     """D6: 32 leases of one outage of servers were 12 halvings of their worker's room."""
-    orchestrator = make(server.url, lease_s=1.0)
+    orchestrator = make(server.url, lease_s=lease_s)
     orchestrator.publish(timeline.Policy(0, 0))
     proxy.wait_until(lambda: orchestrator._version == 0)
-    assert len(Node(orchestrator, KEY).lease(6)) == 6
+    begun_s, groups = time.monotonic(), Node(orchestrator, KEY).lease(6)
+    assert len(groups) == 6
     server.is_up = not is_away
+    if lease_s == 60:
+        proxy.wait_until(lambda: orchestrator.nodes.was_away(begun_s) == is_away)
+        for group in groups:
+            orchestrator.lease(KEY.worker, 0, returned=[group.key])
     proxy.wait_until(lambda: orchestrator._counts["lease_expired"] == 6)
     assert orchestrator._health._of(KEY.worker).num_halvings == halvings
 
