@@ -151,7 +151,7 @@ class Worker:
                 except* lease.StaleSession as error:  # its leases are void
                     self._groups = None
                     cli.note(f"a new session of the orchestrator: {error.exceptions[0]}")
-                    await asyncio.sleep(0.5)
+                    await asyncio.sleep(random.uniform(0.5, 2.0))  # others heard of it at the same moment
 
     async def _find_work(self, run: str, num_bits: int) -> str:
         if num_bits:

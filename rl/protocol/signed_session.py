@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import random
 import secrets
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.protocol import lease, registry
 from sharding.system import bounded_reply, cli, sign_in, signed_message
 
+FIRST_PAUSE_S, MAX_PAUSE_S, GROWTH = 0.5, 20.0, 1.5  # between attempts; each is up to half as long again
 NOTICE_S = 5.0  # of an unreachable orchestrator, until a notice is printed
 OVERTAKEN_S = 5.0  # for which a request is signed again that a later one has overtaken
 NUMBER = (int, float)
@@ -44,7 +46,7 @@ class Connection:
         `make_body` returns the arguments of httpx for the body of each attempt. Raises ValueError if the orchestrator rejects the
         request, StaleSession if it was restarted, and ConnectionError if it does not reply for `give_up_s` seconds.
         """
-        begun, is_noticed = time.monotonic(), False
+        begun, is_noticed, pause_s = time.monotonic(), False, FIRST_PAUSE_S
         while True:
             try:
                 body = make_body()
@@ -71,7 +73,9 @@ class Connection:
                     is_noticed = True
                     limit = f"for up to {self._give_up_s:g} s: check the URL, and that the run is on"
                     cli.note(f"waiting for {self.problem}; {limit}")
-                await asyncio.sleep(0.5)
+                least_s = min(_retry_after_s(error), self._give_up_s)
+                await asyncio.sleep(max(pause_s, least_s) * random.uniform(1.0, 1.5))
+                pause_s = min(GROWTH * pause_s, MAX_PAUSE_S)  # so an outage costs at most as long again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +147,11 @@ def _reason(error: httpx.HTTPError) -> str:
     if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (404, 405, 501):
         return f"{error.request.url.path} is answered with {error.response.status_code}, as by another program"
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _retry_after_s(error: httpx.HTTPError) -> float:
+    after = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
+    return float(after) if after.isascii() and after.isdigit() else 0.0
 
 
 def _is_replay(response: httpx.Response) -> bool:

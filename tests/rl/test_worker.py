@@ -569,6 +569,27 @@ def test_a_request_that_another_overtook_is_signed_again():
     assert asyncio.run(ask()) == {"ok": True} and sent == [0, 1, 2]
 
 
+def test_the_pauses_between_attempts_grow_and_keep_to_those_of_the_reply(monkeypatch):
+    """Each worker asked a busy orchestrator twice a second, at the same moments as others."""
+    slept, asked = [], [*["soon"] * 12, "40", "9" * 400, "-1"]
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    async def ask():
+        replies = iter(
+            [*(httpx.Response(429, headers={"retry-after": one}) for one in asked), httpx.Response(200, json={})]
+        )
+        transport = httpx.MockTransport(lambda request: next(replies))
+        async with httpx.AsyncClient(base_url="http://orchestrator", transport=transport) as http:
+            return await worker.signed_session.Connection(http, 1800.0).exchange("/run")
+
+    monkeypatch.setattr(worker.signed_session.asyncio, "sleep", sleep)
+    assert asyncio.run(ask()) == {} and len(set(slept)) == len(asked)
+    assert slept[0] >= 0.5 and 40 <= slept[12] <= 60 and 1800 <= slept[13] <= 2700 and 20 <= slept[14] <= 30
+    assert all(pause <= min(30, 0.75 + 0.75 * sum(slept[:n])) for n, pause in enumerate(slept[:12]))
+
+
 def test_an_orchestrator_that_is_gone_ends_it(capsys):
     assert run_main("http://127.0.0.1:9") == 1
     assert capsys.readouterr().err.startswith("error: no reply from the orchestrator at http://127.0.0.1:9 for 0 s: ")
