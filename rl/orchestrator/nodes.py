@@ -39,10 +39,7 @@ LEASE_BEATS = 16.0  # least heartbeats per lease of a known worker, so four per 
 MAX_BEATS_PER_S = 40.0  # of all workers
 LEASES_PER_REQUEST = 2.0  # a worker also scores and submits groups, and should have the next one at hand
 EARLIER = "in an earlier process; the ledger has the reason"
-ROLES = {
-    "server": "an inference server",
-    "worker": "a worker (for held-out tasks one of topology.workers, if it names any)",
-}
+ROLES = {"server": "an inference server", "worker": "a worker (for held-out tasks one of topology.workers, if any)"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,10 +175,8 @@ class Host:
                     del self._jobs[other]
                 self._jobs[name] = self._pool.submit(function, orchestrator)
             job = self._jobs[name] = self._jobs.pop(name)  # the newest request is dropped last
-        try:
-            return job.result(WAIT_S)
-        except futures.TimeoutError:
-            return None
+        futures.wait([job], WAIT_S)
+        return job.result() if job.done() else None
 
     def _begin(self, step: int, state: dict | None, later: dict | None) -> None:
         self._orchestrator = self.make(self._stack, later or state)
