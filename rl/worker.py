@@ -210,7 +210,8 @@ class _Groups:
                 await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
                 continue
             wait_s, begun_s = min(max(POLL_S, least_s), MAX_POLL_S) * random.uniform(0.8, 1.2), time.monotonic()
-            reply = await self._signed.lease(self._worker.concurrency - len(self._running), wait_s=wait_s)
+            capacity, holding = self._worker.concurrency - len(self._running), [*map(list, self._held)]
+            reply = await self._signed.lease(capacity, wait_s=wait_s, holding=holding)
             self._hear(reply)
             least_s = float(reply.get("wait_s", 0.0))
             for group in reply["groups"]:

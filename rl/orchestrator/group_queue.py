@@ -23,7 +23,7 @@ import enum
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
@@ -195,10 +195,12 @@ class GroupQueue:
                     self._end_lease(key, worker)
         return void
 
-    def orphans(self, worker: str, begun_us: int) -> list[Key]:
-        """Returns the groups that earlier processes of `worker` leased than the one that began at `begun_us`."""
-        leases = ((key, self.entries[key].leases.get(worker)) for key in self._held.get(worker, ()))
-        return [key for key, lease in leases if lease and lease.begun_us < begun_us]
+    def orphans(self, worker: str, begun_us: int, known: Collection[Key] | None = None) -> list[Key]:
+        """Returns the groups that earlier processes of `worker` leased than that of `begun_us`, and those not `known` to it."""
+        held = self._held.get(worker, {})
+        known = held if known is None else known
+        leases = ((key, self.entries[key].leases.get(worker)) for key in held)
+        return [key for key, lease in leases if lease and (lease.begun_us < begun_us or key not in known)]
 
     def give_back(self, key: Key, worker: str) -> Lease | None:
         """Ends a lease on the request of its holder; returns it, or None if there is none."""

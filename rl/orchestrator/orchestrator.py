@@ -326,11 +326,13 @@ class Orchestrator:
         returned: Collection[group_queue.Key] = (),
         *,
         begun_us: int = 0,
+        holding: Collection[group_queue.Key] | None = None,
     ) -> list[task_schedule.Group]:
         """Leases up to `capacity` groups to `worker`; returns them, or [] if the worker may get none. Reopens expired leases.
 
         `network` is that of the worker's connection. `returned` are keys of groups that the worker holds and will not finish.
-        `begun_us` is the start of its process, which holds none of the groups that an earlier one leased.
+        `begun_us` is the start of its process, which holds none of the groups that an earlier one leased; `holding` are those that it
+        holds, if it tells.
         """
         now_s = time.monotonic()
         if worker in self._servers.invited:  # the ledger takes no lease of a banned server, so the run would end
@@ -338,7 +340,8 @@ class Orchestrator:
         self.nodes.seen([worker], now_s)
         with self.metrics.seconds["lease"].time(), self._changed:
             self.tick(now_s)
-            self._take_back(worker, self._queue.orphans(worker, begun_us), now_s)
+            known = None if holding is None else {*holding, *returned}
+            self._take_back(worker, self._queue.orphans(worker, begun_us, known), now_s)
             for key in returned:
                 if lease := self._queue.give_back(key, worker):
                     is_gone = 0 <= lease.group.version < self._policy.version  # it is not served any more
@@ -439,7 +442,7 @@ class Orchestrator:
         }
 
     def _take_back(self, worker: str, keys: Sequence[group_queue.Key], now_s: float) -> None:
-        """Ends the leases of a worker that leaves or has started again."""
+        """Ends the leases of a worker that leaves, has started again, or did not get them."""
         lost = [lease for key in keys if (lease := self._queue.give_back(key, worker))]
         blame = bool(lost) and self._health.left(worker, now_s)
         for lease in lost:

@@ -30,7 +30,7 @@ from rl.protocol import lease as lease_lib
 from rl.protocol import registry
 from sharding.system import signed_message
 
-MAX_LEASE_BYTES = 8192  # of a request's JSON; 64 returned groups take 3 KB
+MAX_LEASE_BYTES = 8192  # of a request's JSON; 64 returned groups take 3 KB. A longer one counts as several
 MAX_HEARTBEAT_BYTES = 2**18  # 4096 held groups take 150 KB
 MAX_NONCE = 64  # characters
 MAX_POLLS_PER_S = 30.0  # of all workers without work: each costs 2 ms
@@ -74,13 +74,14 @@ def make_app(
 
     @app.post("/lease")
     async def lease(request: fastapi.Request):
-        network = gate.limit_rate(request)
-        message = await web.read_json(request, MAX_LEASE_BYTES)
-        worker = gate.verify(message, "lease", network)
-        returned = [tuple(key) for key in message["returned"]]
+        count = 1 + _num_bytes(request, MAX_HEARTBEAT_BYTES) // MAX_LEASE_BYTES
+        network = gate.limit_rate(request, count)
+        message = await web.read_json(request, MAX_HEARTBEAT_BYTES)
+        worker = gate.verify(message, "lease", network, count)
+        returned, holding = ([tuple(key) for key in message.get(name, ())] for name in ("returned", "holding"))
         begun = {"begun_us": message.get("begun_us", 0)}
         attempt = functools.partial(orchestrator.lease, worker, message["capacity"], network, **begun)
-        groups = attempt(returned)
+        groups = attempt(returned, holding=holding if "holding" in message else None)
         if message["capacity"] and (wait_s := message.get("wait_s", 0)) and not groups:
             gone = asyncio.ensure_future(request.receive())  # the body was read: the next message is a disconnect
             try:

@@ -191,7 +191,7 @@ def _is_wait(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value <= MAX_WAIT_S  # type: ignore
 
 
-OPTIONAL = {"wait_s", "begun_us"}  # absent in requests of earlier releases
+OPTIONAL = {"wait_s", "begun_us", "holding"}  # absent in requests of earlier releases
 # {kind: {field: (its test, the rule in words)}}; "request": of every kind. The kinds differ in their fields, so that a
 # signature for one is none for another.
 _FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
@@ -211,6 +211,8 @@ _FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
         "work": (_is_hex("0,32"), "the proof of work in hex, or an empty string"),
         "wait_s": (_is_wait, f"the seconds to wait for work, in 0..{MAX_WAIT_S:.0f}"),
         "begun_us": (_is_int(0, 2**63 - 1), "the start of the worker's process, in microseconds"),
+        # By a worker without another request for groups under way: others that it leased were in a reply that it did not get.
+        "holding": (_are_keys(MAX_CAPACITY), f"at most {MAX_CAPACITY} keys [split, step, group] of leased groups"),
     },
     "heartbeat": {
         "role": (lambda value: value in registry.ROLES, f"one of {', '.join(registry.ROLES)}"),

@@ -91,9 +91,19 @@ class SignedSession:
     work: str
     begun_us: int = 0
 
-    async def lease(self, capacity: int, returned: list | None = None, wait_s: float = 0.0) -> dict[str, Any]:
-        """Returns the reply with the leased `groups`, after up to `wait_s` if there are none. Raises the errors of `exchange`."""
-        fields = {"capacity": capacity, "returned": returned or [], "wait_s": wait_s, "begun_us": self.begun_us}
+    async def lease(
+        self, capacity: int, returned: list | None = None, wait_s: float = 0.0, **holding: list
+    ) -> dict[str, Any]:
+        """Returns the reply with the leased `groups`, after up to `wait_s` if there are none. Raises the errors of `exchange`.
+
+        With `holding`, keys of the groups that this worker holds, it loses all others: their reply did not arrive.
+        """
+        fields = {
+            "capacity": capacity,
+            "returned": returned or [],
+            "wait_s": wait_s,
+            "begun_us": self.begun_us,
+        } | holding
         reply = await self._ask("/lease", **fields)
         _check_form("lease", [reply], groups=list)
         _check_form("lease", reply["groups"], **GROUP)

@@ -373,7 +373,7 @@ def test_a_heartbeat_reports_the_speed_since_the_one_before_and_the_last_is_shor
     speeds, mine = [], worker.Worker("", RUN, concurrency=1, give_up_s=0.0)
 
     class Signed:
-        async def lease(self, capacity, wait_s):
+        async def lease(self, capacity, wait_s, holding):
             await asyncio.sleep(WAIT_S)
 
         async def beat(self, report, holding, leaving=False):
@@ -416,7 +416,8 @@ def test_heartbeats_hold_the_leases_and_name_servers_that_join(play, monkeypatch
         work_until(played, done)
     finally:
         release.set()
-    assert [["train", 3, 7]] in [beat["holding"] for beat in played.beats]
+    for requests in (played.beats, played.leases):
+        assert [["train", 3, 7]] in [request["holding"] for request in requests]
     assert sorted({(r.task.group, r.sample) for r in played.submitted}) == [(g, i) for g in (7, 9) for i in range(4)]
     assert len(played.requests) == 1 and len(other.requests) == 1
     assert {beat["report"]["load"]["running"] for beat in played.beats} >= {1, 2}

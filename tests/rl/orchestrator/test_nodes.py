@@ -288,15 +288,20 @@ def test_a_node_that_waits_for_work_and_changes_its_role_ends_no_run(make, role)
     assert orchestrator._failure is None
 
 
-@pytest.mark.parametrize("record", [0, 1])
-def test_heartbeats_with_thousands_of_groups_count_as_many(make, monkeypatch, record):
+@pytest.mark.parametrize(("record", "path"), [(0, "/heartbeat"), (1, "/heartbeat"), (1, "/lease")])
+def test_requests_with_thousands_of_groups_count_as_many(make, monkeypatch, record, path):
     """Attack: 100 of them per second, which a network may send, or any number with a record, kept out all other requests."""
     monkeypatch.setattr(request_rate, "RATE", 0.01)
     orchestrator = make()
     orchestrator._health._set_record(STRANGER.worker, record)
     node = Node(orchestrator, STRANGER)
-    replies = [node.beat([("train", 2**62, n) for n in range(4000)]) for _ in range(24)]
-    assert "void" in replies[0] and "send fewer" in replies[-1]["error"]["message"]
+    held = [("train", 2**62, n) for n in range(4000)]
+    if path == "/heartbeat":
+        replies = [node.beat(held) for _ in range(24)]
+    else:
+        bodies = (signed_http.lease_body(STRANGER, node.session, holding=held) for _ in range(24))
+        replies = [node.http.post(path, json=body).json() for body in bodies]
+    assert "policy" in replies[0] and "send fewer" in replies[-1]["error"]["message"]
 
 
 def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
@@ -485,6 +490,24 @@ def test_a_worker_that_starts_again_gets_its_groups_back_at_once_and_without_bla
     assert node.lease(6, begun_us=5) == []  # the earlier one goes on: it takes nothing from the later
     assert orchestrator._queue.num_leases(KEY.worker) == 6 and orchestrator._health._of(KEY.worker).num_halvings == 0
     assert orchestrator._take_counts()["trust/num_lease_returned"] == 6
+
+
+@pytest.mark.parametrize("by", [KEY, STRANGER], ids=["invited", "stranger"])
+def test_groups_of_a_reply_that_was_lost_go_to_the_next_request_without_blame(make, by):
+    orchestrator = make()
+    orchestrator.publish(timeline.Policy(0, 0))
+    orchestrator._health._set_record(STRANGER.worker, 7)
+    orchestrator._share.room = lambda *args: 100
+    node, other, marks = Node(orchestrator, by), Node(orchestrator, OTHER), orchestrator._health.state()["workers"]
+    lost = {group.key for group in node.lease(4, begun_us=5, holding=[])}
+    assert {group.key for group in node.lease(4, begun_us=5, holding=[])} == lost and len(lost) == 4
+    assert orchestrator._health.state()["workers"] == marks
+    other.lease(0)
+    kept = [*map(list, lost)][:3]
+    assert node.lease(0, begun_us=5) == []  # a request that does not tell, such as one of an earlier release
+    assert node.lease(0, begun_us=5, holding=kept[:1], returned=kept[1:2]) == []
+    assert orchestrator._take_counts()["trust/num_lease_returned"] == 6
+    assert orchestrator._queue.held(by.worker) == [tuple(kept[0])] and len(other.lease(6)) == 5
 
 
 def test_a_group_that_comes_back_again_and_again_rests_in_between(make):
