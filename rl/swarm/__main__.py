@@ -14,7 +14,6 @@ import contextlib
 import functools
 import itertools
 import pathlib
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -44,13 +43,15 @@ def main() -> None:
     with run_directory.open_workdir(values.workdir, experiment) as workdir:
         key = run_directory.signing_key(workdir)
     with contextlib.ExitStack() as stack:
-        ended = _ended_by_signal()
+        ended = supervisor.ended_by_signal(stack)
         connect = processes.direct
         if values.chaos is not None:
             connect = (links := stack.enter_context(tcp_link.Links())).add
         arguments = _config_arguments(sys.argv[1:])
         swarm = processes.plan(experiment, workdir, roles, arguments, is_chain=values.chain, connect=connect)
-        nodes = stack.enter_context(supervisor.Supervisor(workdir / "logs", lambda line: note(line)))
+        nodes = stack.enter_context(
+            supervisor.Supervisor(workdir / "logs", lambda line: note(line), lambda spec: table.progress(spec))
+        )
         for spec in swarm.specs:
             nodes.add(spec)
         chaos = None
@@ -122,14 +123,6 @@ def _config_arguments(argv: list[str]) -> list[str]:
             found.append(argument)
         is_value = is_config and "=" not in argument
     return found
-
-
-def _ended_by_signal() -> list[int]:
-    """Returns a list that gets the number of a signal which asks the swarm to end."""
-    ended: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: ended.append(number))
-    return ended
 
 
 def _chaos(

@@ -35,7 +35,8 @@ def of(
     problems += [f"{name} is honest, and was barred" for name in sorted(barred - cheats)]
     if swarm.keys[processes.IMPOSTOR] in audit.workers:
         problems.append(f"the run was trained on groups of {processes.IMPOSTOR}, which all are forged")
-    if metrics.read(workdir / "metrics.jsonl")[-1].get("trust/num_validators_excluded"):
+    *_, last = [{}, *(one for one in metrics.read(workdir / "metrics.jsonl") if one["phase"] == "rl")]
+    if last.get("trust/num_validators_excluded"):
         problems.append("a validator is not asked any more, as it contradicted the others")
     lines = [] if faults is None else [f"faults: {sum(faults.values())} ({_listed(faults)})"]
     lines += [f"starts after the first: {_listed(_restarts(nodes))}", *evaluate.summary(workdir)]

@@ -2,7 +2,7 @@
 
 1. A node starts once the port that it depends on is open, since most commands end without it.
 2. A node that dies starts again after a pause, which doubles with each death in a row. One that dies `MAX_DEATHS` times within
-   `WINDOW_S` ends the swarm, with its last words, unless its nodes have faults or had some in that time.
+   `WINDOW_S`, or without progress, ends the swarm, with its last words, unless its nodes have faults or had some in that time.
 3. The learner's exit code 0 is the end of the run.
 
 The caller calls `tick` a few times per second. Each child leads a process group, which goes with it.
@@ -47,21 +47,28 @@ class Node:
     problem: str = ""  # its last words
     num_starts: int = 0
     num_killed: int = 0  # by us
-    died_s: list[float] = dataclasses.field(default_factory=list)  # its own deaths of the last `WINDOW_S` seconds
+    died_s: list[float] = dataclasses.field(default_factory=list)  # its own deaths in a row
+    progress: float = 0.0  # the greatest at a death
 
-    def die(self, now_s: float) -> None:
-        """Records a death, after which it starts again in a while, longer each time."""
-        self.died_s = [*(died_s for died_s in self.died_s if now_s - died_s <= WINDOW_S), now_s][-MAX_DEATHS:]
+    def die(self, now_s: float, progress: float) -> None:
+        """Records a death, after which it starts again in a while, longer each time. Progress ends the row, but for the last `WINDOW_S` seconds."""
+        if progress > self.progress:
+            self.progress = progress
+            self.died_s = [died_s for died_s in self.died_s if now_s - died_s <= WINDOW_S]
+        self.died_s = [*self.died_s, now_s][-MAX_DEATHS:]
         self.start_s = now_s + FIRST_PAUSE_S * 2 ** (len(self.died_s) - 1)
 
 
 class Supervisor(contextlib.AbstractContextManager):
-    """The processes of a swarm by name, during a `with` block. `note` is called with lines for people."""
+    """The processes of a swarm by name, during a `with` block.
 
-    def __init__(self, logs: pathlib.Path, note: Callable[[str], None]):
+    `note` is called with lines for people. `progress` returns a number that is greater once a process has got further.
+    """
+
+    def __init__(self, logs: pathlib.Path, note: Callable[[str], None], progress: Callable[[Spec], float]):
         self.nodes: dict[str, Node] = {}
         self.is_over = False  # the learner ended well
-        self._logs, self._note = logs, note
+        self._logs, self._note, self._progress = logs, note, progress
 
     def add(self, spec: Spec) -> None:
         """Adds a process, which the next `tick` starts."""
@@ -117,9 +124,11 @@ class Supervisor(contextlib.AbstractContextManager):
         node.problem = obituary if not was_killed else "killed"
         node.start_s = now_s + FIRST_PAUSE_S
         if not was_killed:
-            node.die(now_s)
-            if len(node.died_s) == MAX_DEATHS and not is_patient:
-                raise ValueError(f"{obituary}. It died {MAX_DEATHS} times within {WINDOW_S:.0f} s")
+            node.die(now_s, self._progress(node.spec))
+            if is_patient:
+                node.progress = -1.0  # so that this death counts no longer than `WINDOW_S`
+            elif len(node.died_s) == MAX_DEATHS:
+                raise ValueError(f"{obituary}. It died {MAX_DEATHS} times within {WINDOW_S:.0f} s, or without progress")
         self._note(f"{node.problem if not was_killed else f'{node.spec.name} was killed'}; it starts again")
 
     def __exit__(self, *_) -> None:
@@ -134,6 +143,14 @@ class Supervisor(contextlib.AbstractContextManager):
             time.sleep(0.05)
         for child in children:
             child.__exit__()
+
+
+def ended_by_signal(stack: contextlib.ExitStack) -> list[int]:
+    """Returns a list that gets the number of a signal which asks the swarm to end, until the end of `stack`."""
+    ended: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        stack.callback(signal.signal, number, signal.signal(number, lambda number, frame: ended.append(number)))
+    return ended
 
 
 def _is_open(port: int) -> bool:

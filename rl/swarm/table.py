@@ -6,7 +6,6 @@ drawn again and again on a terminal; elsewhere a line per node is printed every 
 
 import contextlib
 import dataclasses
-import json
 import math
 import pathlib
 import threading
@@ -73,6 +72,12 @@ class Table:
         found += [{"node": f"{row['role']} {key[:8]}"} | _cells(row, "") for key, row in told.items()]
         return [{column: row[column][:MAX_CELL] for column in COLUMNS} for row in found]
 
+    def progress(self, spec: supervisor.Spec) -> float:
+        """Returns a number that is greater once a process has got further: the steps of the run, or the start of the last that signed in."""
+        if spec.role not in HOSTS:
+            return self.heard.get(spec.name, 0.0)
+        return max((step["step"] for step in _steps(self.steps)), default=0)
+
 
 def _cells(row: Mapping[str, Any], last_line: str) -> dict[str, str]:
     """Returns the cells of a row of the orchestrator's table."""
@@ -124,10 +129,9 @@ def shown(table: Table, stream: TextIO) -> Iterator[Callable[[str], None]]:
 
 def _steps(file: pathlib.Path) -> list[dict[str, Any]]:
     try:
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-    except (OSError, ValueError):  # not there yet, or the last line is being written
+        return [line for line in metrics.read(file) if line["phase"] == "rl"]
+    except (OSError, ValueError):
         return []
-    return [line for line in lines if line.get("phase") == "rl"]
 
 
 def _shown(speed: float) -> str:

@@ -1,7 +1,9 @@
 """A swarm as processes: those that die start again, up to a limit, and a signal leaves nothing."""
 
 import collections
+import contextlib
 import itertools
+import json
 import os
 import pathlib
 import signal
@@ -12,23 +14,24 @@ import pytest
 
 from inference import client as client_lib
 from rl.reporting import metrics
-from rl.swarm import cheats, fault_schedule, supervisor
+from rl.swarm import cheats, fault_schedule, processes, summary, supervisor
 from tests.support import cheats as played_cheats
-from tests.support import doubles, proxy, serving, tiny_run
+from tests.support import doubles, proxy, recorded_run, serving, tiny_run
 
 COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line about its URL
 
 
 def test_pauses_double_and_too_many_deaths_in_a_row_are_the_end():
     node, now_s, pauses = supervisor.Node(supervisor.Spec("a", "worker", COMMAND)), 0.0, []
-    while len(node.died_s) < supervisor.MAX_DEATHS:
-        node.die(now_s)
+    for num_deaths in range(1, supervisor.MAX_DEATHS + 1):
+        node.die(now_s, 0.0)
+        assert len(node.died_s) == num_deaths
         pauses.append(node.start_s - now_s)
-        now_s += pauses[-1] + 1.0
+        now_s += pauses[-1] + supervisor.WINDOW_S  # it lives for long each time, but gets no further
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
     calm, pauses = supervisor.Node(node.spec), []
     for i in range(20):
-        calm.die(100.0 * i)
+        calm.die(100.0 * i, i + 1.0)
         pauses.append(calm.start_s - 100.0 * i)
     assert pauses == [1.0, 2.0, 4.0] + [8.0] * 17
 
@@ -66,11 +69,34 @@ def test_each_group_of_the_impostor_is_refused_by_the_real_verifier():
 
 def test_a_process_that_keeps_dying_ends_the_swarm_with_its_last_words(tmp_path):
     lines, clock = [], iter(range(0, 10**6, 1))
-    with supervisor.Supervisor(tmp_path, lines.append) as processes:
-        processes.add(supervisor.Spec("worker0", "worker", COMMAND))
-        with pytest.raises(ValueError, match=r"worker0 .* code 1: error: .*'nonsense'.* died 5 times within 300 s"):
-            proxy.wait_until(lambda: processes.tick(0.1 * next(clock)), 60, "the end")
-    assert len(lines) == supervisor.MAX_DEATHS - 1 and (tmp_path / "worker0.log").read_text().count("====") == 5
+    with supervisor.Supervisor(tmp_path, lines.append, lambda spec: 0.0) as kept:
+        kept.add(supervisor.Spec("worker0", "worker", COMMAND))
+        patiently = lambda: kept.tick(400.0 * next(clock), is_patient=True)  # noqa: E731
+        proxy.wait_until(lambda: patiently() or len(lines) == 2, 60, "deaths that do not count later")
+        with pytest.raises(ValueError, match=r"worker0 .* code 1: error: .*'nonsense'.* died 5 times within 300 s, or"):
+            proxy.wait_until(lambda: kept.tick(400.0 * next(clock)), 60, "the end")
+    assert len(lines) == 2 + supervisor.MAX_DEATHS - 1
+    assert (tmp_path / "worker0.log").read_text().count("====") == 2 + supervisor.MAX_DEATHS
+
+
+def test_signals_act_as_before_once_the_processes_are_gone():
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [*map(signal.getsignal, numbers)]
+    with contextlib.ExitStack() as stack:
+        ended = supervisor.ended_by_signal(stack)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        assert ended == [*numbers]
+    assert [*map(signal.getsignal, numbers)] == before
+
+
+def test_an_excluded_validator_is_a_problem_though_an_evaluation_came_last(tmp_path):
+    workdir = recorded_run.write(tmp_path, 1, prompts_per_step=2)
+    (workdir / "evaluations.json").write_text('[{"step": 0, "scores": {}}]')
+    lines = [{"phase": "rl", "step": 1, "trust/num_validators_excluded": 1.0}, {"phase": "evaluation", "step": 1}]
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    swarm = processes.Swarm([], {}, "", {}, {processes.IMPOSTOR: "no key"})
+    assert [problem[:12] for problem in summary.of(workdir, swarm, {}, None).problems] == ["a validator "]
 
 
 def processes_of(workdir) -> dict[int, str]:

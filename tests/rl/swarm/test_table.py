@@ -14,6 +14,7 @@ def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
     specs = (("learner", child), ("server0", child), ("server1", child), ("worker0", child), ("worker1", None))
     nodes = {name: supervisor.Node(supervisor.Spec(name, name.rstrip("01"), []), one) for name, one in specs}
     nodes["learner"].begun_s = nodes["server1"].begun_s = 100.0
+    nodes["server0"].begun_s = 50.0
     nodes["worker1"].problem = "worker1 ended"
     row = {
         "state": "healthy",
@@ -47,6 +48,7 @@ def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
         ["relay far01234", "suspect", "6", "", "", "no disk"],
     ]
     assert table.waiting_for == "batch 8"
+    assert [table.progress(nodes[name].spec) for name in ("learner", "server0", "server1")] == [7, 50.0, 0.0]
     states(111.0)
     assert table.waiting_for == "the orchestrator does not reply"  # it did before
     table.replied_s = 0.0
