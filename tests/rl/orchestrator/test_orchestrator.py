@@ -895,7 +895,7 @@ def test_the_routes(make):
             reply = http.post("/lease", json=body)
             assert reply.status_code == 400 and reply.json()["error"]["message"], body
         assert http.post("/lease", content=b"{").status_code == 400
-        assert "8192 bytes" in http.post("/lease", content=b" " * 8193).json()["error"]["message"]
+        assert "262144 bytes" in http.post("/lease", content=b" " * (2**18 + 1)).json()["error"]["message"]
 
         reply = http.post("/lease", json=good).json()
         assert signed_message.is_signed(session.run, reply) and reply["request"] == good["signature"]
