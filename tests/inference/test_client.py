@@ -5,7 +5,6 @@ import base64
 import collections
 import json
 import re
-import socket
 import tempfile
 
 import fastapi
@@ -252,9 +251,7 @@ def test_a_server_that_hangs_costs_a_bounded_time(monkeypatch, fault):
 
     samples, client = run(handler, generate)
     assert len(samples) == 1 and num_asked["/inference/v1/generate", "b"] == (fault != "slow")
-    words = {"silent": "silent for", "stalled": "made no token for", "drip": "no complete reply in 0.2 s", "slow": ""}[
-        fault
-    ]
+    words = {"silent": "silent for", "stalled": "made no token for", "drip": "no complete reply", "slow": ""}[fault]
     assert words in client.servers.problems() and bool(words) == bool(client.servers.problems())
 
 
@@ -394,18 +391,8 @@ def test_a_client_of_the_data_listener_has_no_way_to_the_control_routes(monkeypa
     monkeypatch.delenv("INTELLAX_API_KEY", raising=False)
     client = client_lib.Client([A])
     assert "authorization" not in client._http.headers and not hasattr(client, "update_weights")
-
-
-def test_a_connection_that_waits_for_a_long_completion_is_probed():
-    """Else a router forgets it, or the other end is gone, and the request waits for ever."""
-
-    async def ask(url):
-        async with client_lib.Client([url]) as client, client._http.stream("GET", url) as response:
-            sock = response.extensions["network_stream"].get_extra_info("socket")
-            return sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-
-    with serving.in_thread(fastapi.FastAPI()) as url:
-        assert asyncio.run(ask(url))
+    # Else a router forgets a connection that waits for a long completion, or its other end is gone, and it waits for ever.
+    assert client._http._transport_for_url(httpx.URL(A))._pool._socket_options == client_lib.KEEPALIVE
 
 
 def test_an_empty_list_of_listeners_is_rejected():
