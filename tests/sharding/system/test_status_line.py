@@ -1,7 +1,7 @@
 """Status lines show rates, and a wait once; errors of sign-ins are in plain words."""
 
+import concurrent.futures
 import socket
-import threading
 import time
 
 import pytest
@@ -34,32 +34,15 @@ def test_a_refused_sign_in_is_told_in_plain_words(body, message):
     assert sign_in._refusal(404, body) == message
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"SSH-2.0-OpenSSH_9.6\r\n",
-        b"HTTP/1.1 200 " + b"a" * 70_000,
-        b"HTTP/1.1 500 x\r\ntransfer-encoding: chunked\r\n\r\nno",
-        b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 500_000,
-    ],
-    ids="banner long chunk deep".split(),
-)
-def test_a_reply_of_another_program_ends_no_sign_in(monkeypatch, reply):
-    monkeypatch.setattr(sign_in, "FIRST_PAUSE_S", 0.01)
-    said, asked = [], []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+NO_HTTP = (b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 " + b"a" * 70_000, b"HTTP/1.1 200 x\r\n\r\n" + b"[" * 500_000)
 
-        def serve():
-            while len(asked) < 3:
-                connection, _ = listener.accept()
-                with connection:
-                    asked.append(connection.recv(65536))
-                    connection.sendall(reply)
 
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
+@pytest.mark.parametrize("reply", [*NO_HTTP, b"HTTP/1.1 500 x\r\ntransfer-encoding: chunked\r\n\r\nno"], ids=range(4))
+def test_a_reply_of_another_program_is_an_error_that_sign_ins_survive(reply):
+    with socket.create_server(("127.0.0.1", 0)) as listener, concurrent.futures.ThreadPoolExecutor() as pool:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        node = sign_in.SignIn(url, ed25519.Ed25519PrivateKey.generate(), "relay", dict, on_notice=said.append).start()
-        thread.join(10)
-        assert len(asked) == 3 and "not signed in" in said[0]
-    node.stop()
+        asked = pool.submit(sign_in.Orchestrator(url, ed25519.Ed25519PrivateKey.generate()).ask, "/nodes")
+        with listener.accept()[0] as connection:
+            connection.recv(65536)
+            connection.sendall(reply)
+        assert isinstance(asked.exception(10), OSError | ValueError)
