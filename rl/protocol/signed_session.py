@@ -7,7 +7,7 @@ import json
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -91,20 +91,13 @@ class SignedSession:
     work: str
     begun_us: int = 0
 
-    async def lease(
-        self, capacity: int, returned: list | None = None, wait_s: float = 0.0, **holding: list
-    ) -> dict[str, Any]:
+    async def lease(self, capacity: int, returned: Sequence = (), wait_s: float = 0.0, **holding: list) -> dict:
         """Returns the reply with the leased `groups`, after up to `wait_s` if there are none. Raises the errors of `exchange`.
 
         With `holding`, keys of the groups that this worker holds, it loses all others: their reply did not arrive.
         """
-        fields = {
-            "capacity": capacity,
-            "returned": returned or [],
-            "wait_s": wait_s,
-            "begun_us": self.begun_us,
-        } | holding
-        reply = await self._ask("/lease", **fields)
+        fields = {"capacity": capacity, "returned": [*returned], "wait_s": wait_s, "begun_us": self.begun_us}
+        reply = await self._ask("/lease", **fields, **holding)
         _check_form("lease", [reply], groups=list)
         _check_form("lease", reply["groups"], **GROUP)
         return reply

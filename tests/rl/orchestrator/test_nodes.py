@@ -295,12 +295,9 @@ def test_requests_with_thousands_of_groups_count_as_many(make, monkeypatch, reco
     orchestrator = make()
     orchestrator._health._set_record(STRANGER.worker, record)
     node = Node(orchestrator, STRANGER)
-    held = [("train", 2**62, n) for n in range(4000)]
-    if path == "/heartbeat":
-        replies = [node.beat(held) for _ in range(24)]
-    else:
-        bodies = (signed_http.lease_body(STRANGER, node.session, holding=held) for _ in range(24))
-        replies = [node.http.post(path, json=body).json() for body in bodies]
+    held, lease = [("train", 2**62, n) for n in range(4000)], signed_http.lease_body
+    ask = lambda: node.http.post(path, json=lease(STRANGER, node.session, holding=held)).json()  # noqa: E731
+    replies = [node.beat(held) if path == "/heartbeat" else ask() for _ in range(24)]
     assert "policy" in replies[0] and "send fewer" in replies[-1]["error"]["message"]
 
 
