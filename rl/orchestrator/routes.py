@@ -233,7 +233,7 @@ class _Gate:
 
 
 def _num_bytes(request: fastapi.Request, most: int) -> int:
-    """Returns the size of a request's body by its head, which the HTTP server enforces; `most` if the head does not tell."""
+    """Returns the size of a request's body by its head, which the HTTP server enforces; `most` if the head gives none."""
     text = request.headers.get("content-length", "")
     return min(int(text), most) if text.isdecimal() else most
 
