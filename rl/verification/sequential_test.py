@@ -29,7 +29,9 @@ A cheat that moves each token a little passes every limit on a single rollout. I
 The guarantee needs correct bands, and an honest worker whose means exceed them will be flagged. They must hold for the tokens of
 every group given all before, so a run whose policy hardly changes needs more prompts than each worker has groups in an epoch. Errors in
 different contexts must be independent, and sub-Gaussian with the measured scale. `python -m rl.validator calibrate` measures bands over
-rollouts and over groups, with room to spare. Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
+rollouts and over groups, with room to spare.
+
+Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
 """
 
 import dataclasses
@@ -116,8 +118,8 @@ class Evidence:
 class SequentialTest:
     """The test whether one worker cheats: an e-process (running bet against honesty) per statistic in STREAMS.
 
-    Add every group of the worker once, with all its replayed samples, in any order. `flag` is set once the evidence suffices. Without bands, only `add_claims` and
-    `add_peers` may be called.
+    Add every group of the worker once, with all its replayed samples, in any order. `flag` is set once the evidence suffices.
+    Without bands, only `add_claims` and `add_peers` may be called.
     """
 
     def __init__(self, bands: Bands | None, *, alpha: float = ALPHA, epoch: int = EPOCH):
@@ -138,7 +140,7 @@ class SequentialTest:
         context_N = contexts([one.token_N for one in group])
         gains = {name: _mean_gains(group, name, getattr(bands, name)) for name in ("margin", "logprob", "proof")}
         gains["shape"] = np.sum([one.shape - bands.shape * one.num_tokens for one in group], axis=0)
-        gains["ties"] = tie_gains(bands, group, context_N)
+        gains["ties"] = _tie_gains(bands, group, context_N)
         signs = np.array([bands.signs(one.error_N).sum() for one in group])
         weights = advantages([one.reward for one in group], counts)
         root, scale = deviation(context_N), deviation(context_N, np.repeat(weights, counts))
@@ -193,14 +195,6 @@ class SequentialTest:
         return test
 
 
-def advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
-    """Returns the advantages of a group's samples, less their mean over tokens: a shift of all errors alike favors none."""
-    advantages = np.array(rewards) - np.mean(rewards)
-    # Differences within the tolerance of claimed rewards are no advantage: ties that a cheat breaks would dilute its evidence.
-    advantages *= np.abs(advantages) > 1e-5 * max(1.0, np.abs(rewards).max())
-    return advantages - advantages @ counts / max(counts.sum(), 1)
-
-
 def _mean_gains(group: Sequence[Evidence], name: str, m: float) -> np.ndarray:
     """Returns log bets [len(BETS)] that the mean of a group exceeds `m`: one bet, since its samples may share their errors."""
     x_S = np.array([getattr(one, name) for one in group])
@@ -222,7 +216,7 @@ def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
     return np.concatenate([up_K, down_K, np.logaddexp(up_K, down_K) - math.log(2)])
 
 
-def tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -> np.ndarray:
+def _tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -> np.ndarray:
     """Returns log bets [len(TIE_SHIFTS)] that second-best tokens were drawn as if the ties were narrower than they are.
 
     Ties after the same tokens share one bet on their mean, since they share the rounding errors that decide them. A group gains
@@ -261,6 +255,14 @@ def deviation(context_N: np.ndarray, weight_N: np.ndarray | None = None) -> floa
     """
     sum_C = np.bincount(context_N, None if weight_N is None else np.abs(weight_N))
     return math.sqrt((sum_C**2).sum())
+
+
+def advantages(rewards: Sequence[float], counts: np.ndarray) -> np.ndarray:
+    """Returns the advantages of a group's samples, less their mean over tokens: a shift of all errors alike favors none."""
+    advantages = np.array(rewards) - np.mean(rewards)
+    # Differences within the tolerance of claimed rewards are no advantage: ties that a cheat breaks would dilute its evidence.
+    advantages *= np.abs(advantages) > 1e-5 * max(1.0, np.abs(rewards).max())
+    return advantages - advantages @ counts / max(counts.sum(), 1)
 
 
 def claims_ratio(y_N: np.ndarray) -> np.ndarray:
