@@ -79,7 +79,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
 ALL_SCHEMA = pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in _COLUMNS.items()])
 SCHEMA = pa.schema(list(ALL_SCHEMA)[:-2])  # without routed experts
 _ADDED = ("epoch", "server", "server_signature")
-# Of texts and bytes.
+# The longest values of columns of texts and of bytes.
 _MAX_BYTES: dict[str, int] = dict.fromkeys("worker finish_reason signature server server_signature".split(), 64)
 _MAX_BYTES |= {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
 _SAME = "sampled_mask versions temperature seed sample step finish_reason proofs worker signature".split()

@@ -6,8 +6,8 @@
    until it is well again. So no server ends a run.
 3. A policy counts as served when all servers without a problem have it. One that is slow delays the others no longer than the
    first of them took.
-4. A run that has no server for `patience_s`, or no worker while groups wait, ends with one line on each node. It ends at once if all
-   workers are banned that its process started: no other is expected.
+4. A run that has no server for `patience_s`, or no worker while groups wait, ends with one line on each node. If its own process
+   started all workers and all of them are banned, it ends at once, since no other is expected.
 
 `run` is a coroutine for the event loop of the HTTP server; the other methods are thread-safe.
 """

@@ -52,13 +52,13 @@ class Table:
             begun_s = next(node.begun_s for node in self.nodes.values() if node.spec.role in HOSTS)
             is_new = self.replied_s < begun_s and now_s - begun_s < START_S
             reply = {"waiting_for": f"the orchestrator {'is starting' if is_new else 'does not reply'}"}
-        told: dict[str, dict[str, Any]] = {row["key"]: row for row in reply.get("nodes", [])}
+        signed_in: dict[str, dict[str, Any]] = {row["key"]: row for row in reply.get("nodes", [])}
         self.waiting_for = reply.get("waiting_for", "")
         found = []
         for name, node in processes:
             row = dict.fromkeys(COLUMNS, "") | {"node": name, "state": "running" if node.child else "waiting"}
             row["last line"] = node.child.last_line if node.child else node.problem
-            known = told.pop(self.keys.get(name, ""), None)
+            known = signed_in.pop(self.keys.get(name, ""), None)
             if node.spec.role == "learner" and (steps := _steps(self.steps)):
                 row |= {"version": str(steps[-1]["step"]), "tok/s": _shown(steps[-1].get("time/tokens_per_s", 0.0))}
             elif node.child and node.spec.role not in HOSTS:
@@ -69,7 +69,7 @@ class Table:
                 elif self.heard.get(name) != node.begun_s:
                     row["state"] = "starting" if age_s < START_S else "silent"
             found.append(row | ({"state": faults[name]} if name in faults else {}))
-        found += [{"node": f"{row['role']} {key[:8]}"} | _cells(row, "") for key, row in told.items()]
+        found += [{"node": f"{row['role']} {key[:8]}"} | _cells(row, "") for key, row in signed_in.items()]
         return [{column: row[column][:MAX_CELL] for column in COLUMNS} for row in found]
 
     def progress(self, spec: supervisor.Spec) -> float:

@@ -394,7 +394,7 @@ def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_rest
     monkeypatch.setattr(membership, "FIRST_PAUSE_S", 1.0)
     orchestrator, stub = make(mode="remote", server_keys=(SERVER.worker,)), Stub()
     orchestrator.publish(timeline.Policy(0, 1, "ab" * 32))
-    # Of the first run that answers.
+    # No run is named, so the server joins the first that answers.
     node = membership.sign_in_server(orchestrator.url, SERVER.private, stub, "http://s:1")
     proxy.wait_until(lambda: any("no version 6" in row["problem"] for row in orchestrator.nodes.table()))
     proxy.wait_until(lambda: orchestrator._version == 1)

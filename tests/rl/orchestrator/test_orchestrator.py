@@ -711,7 +711,7 @@ def test_a_reward_that_our_scorer_gave_up_on_is_worth_nothing_and_refuses_nothin
 
 
 def test_a_worker_that_is_refused_too_often_ends_no_run(make):
-    """It ended the run at once if no other worker had asked for work lately."""
+    """Earlier, the run ended at once if no other worker had asked for work lately."""
     orchestrator = make(trust__max_attempts=2)
     publish(orchestrator, 0)
     for _ in range(2):

@@ -112,7 +112,7 @@ def test_waiting_groups_are_sent_together_the_earliest_step_first(monkeypatch):
 @pytest.mark.parametrize("misdeed", validators.MISDEEDS)
 def test_a_validator_at_fault_is_replaced_and_named(misdeed, monkeypatch):
     pause(monkeypatch, 60.0, 60.0)  # it is asked once: each of its groups would take the limit
-    limit_s = 3.0 if misdeed == "sleeps" else 60.0  # which the others keep to, beside any other work
+    limit_s = 3.0 if misdeed == "sleeps" else 60.0  # the other validators keep to it, even on a busy machine
     bad = double(act=validators.MISDEEDS[misdeed])
     doubles = [bad, double(), double()]
     with validators.served(*doubles) as names, Collected(names, verdict_s=limit_s) as collected:

@@ -100,8 +100,8 @@ def fetched(remote, step, mesh):
 
 
 def test_a_learner_and_its_orchestrator_survive_restarts_of_each_other(site):
-    mesh, said = mesh_lib.create({"data": 2}, devices=jax.devices()[:2]), []
-    remote = learner(site, "first", notify=said.append)
+    mesh, notices = mesh_lib.create({"data": 2}, devices=jax.devices()[:2]), []
+    remote = learner(site, "first", notify=notices.append)
     remote.attach({"seed": 0}, 0, {}, None)
     assert remote.url == "http://workers" and remote.head().startswith("2:")
     for _ in range(2):  # as if the first reply was lost
@@ -178,8 +178,8 @@ def _trees(site):
 
 
 def test_a_learner_waits_for_groups_and_for_an_orchestrator_that_is_away(site):
-    remote, said = learner(site, "first"), []
-    remote._notify = said.append
+    remote, notices = learner(site, "first"), []
+    remote._notify = notices.append
     client_notice, client.NOTICE_S = client.NOTICE_S, 0.0
     try:
         remote.attach({"seed": 0}, 0, {}, None)
@@ -192,19 +192,19 @@ def test_a_learner_waits_for_groups_and_for_an_orchestrator_that_is_away(site):
         assert not done.wait(1)
         site.process.answer(3)
         assert done.wait(60)
-        assert any("batch 1 has 0 of 3 groups" in line for line in said)
+        assert any("batch 1 has 0 of 3 groups" in line for line in notices)
         site.kill()
         client.NOTICE_S = 60.0
-        impatient = learner(site, "first", patience_s=0.5, notify=said.append)
-        said.clear()
+        impatient = learner(site, "first", patience_s=0.5, notify=notices.append)
+        notices.clear()
         with pytest.raises(ValueError, match="no answer from the orchestrator for 0 s .topology.patience_s."):
             impatient.check({"seed": 0})
-        (line,) = said  # without delay: the address may be wrong
+        (line,) = notices  # without delay: the address may be wrong
         assert line.startswith(f"waiting for the orchestrator at http://127.0.0.1:{site.port}: ")
         with pytest.raises(ValueError, match="no answer from the orchestrator for 0 s .topology.patience_s."):
             impatient.head()
         impatient.end()
-        assert said[-1].startswith("the run has ended, and got no answer")
+        assert notices[-1].startswith("the run has ended, and got no answer")
         assert impatient.waiting_for().startswith("waiting for the orchestrator at http://127.0.0.1:")
         remote.fail(ValueError("the relay ended"))
         with pytest.raises(ValueError, match="the relay ended"):
