@@ -173,9 +173,12 @@ def _maker(config) -> Make:
                 epoch=max(group.epoch, 0),
                 **kinds[sample % 2],
             )
-            # Not `rollout_lib.sign`, which checks each field: the orchestrator should be the busy one.
-            object.__setattr__(rollout, "signature", key.private.sign(rollout_lib.digest(rollout)))
             out.append(rollout)
+        # Not `rollout_lib.sign_all`, which checks each field: the orchestrator should be the busy one.
+        root, paths = rollout_lib.hash_tree([rollout_lib.digest(rollout) for rollout in out])
+        signature = key.private.sign(root)
+        for rollout, path in zip(out, paths, strict=True):
+            object.__setattr__(rollout, "signature", signature + path)
         return out
 
     return make

@@ -38,9 +38,8 @@ def train(folder: pathlib.Path, options: Sequence[str]) -> None:
 
 def figures(folder: pathlib.Path) -> dict[str, float]:
     """Returns the last held-out score of a finished run, the mean seconds of its steps, and busy shares of its roles."""
-    records = metrics.read(folder / "metrics.jsonl")
-    steps = [record for record in records if record["phase"] == "rl"]
-    shares = timeline_trace.shares(timeline_trace.write(folder, records))
+    steps = metrics.read(folder / "metrics.jsonl", "rl")
+    shares = timeline_trace.shares(timeline_trace.write(folder, steps))
     evaluations = json.loads((folder / "evaluations.json").read_text())
     found = {"score": evaluations[-1]["scores"]["avg@1"], "version lag": statistics.fmean(s["sync/lag"] for s in steps)}
     found["step_s"] = statistics.fmean(step["time/step_s"] for step in steps[1:] or steps)
@@ -62,19 +61,16 @@ def row(lag: int, runs: Sequence[dict[str, float]], base: Sequence[dict[str, flo
 def main(argv: list[str] | None = None) -> int:
     """Runs the command with `argv` (default: the process's arguments); returns the exit code."""
     parser = cli.Parser(prog="python -m bench.lag", description=__doc__)
-    parser.add_argument(
-        "--lags", type=int, nargs="+", default=[0, 1, 2, 4], help="values of rl.max_lag; the first is the base"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="rl.num_steps (default: the quickstart's)")
-    parser.add_argument("--set", nargs="*", default=[], help="further fields of the config, as NAME=VALUE")
-    parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs/lag"))
+    add = parser.add_argument
+    add("--lags", type=int, nargs="+", default=[0, 1, 2, 4], help="values of rl.max_lag; the first is the base")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--steps", type=int, help="rl.num_steps (default: the quickstart's)")
+    add("--set", nargs="*", default=[], help="further fields of the config, as NAME=VALUE")
+    add("--workdir", type=pathlib.Path, default=pathlib.Path("runs/lag"))
     options = parser.parse_args(argv)
     steps = [] if options.steps is None else [f"rl.num_steps={options.steps}"]
-    print(
-        "| lag | held-out score by seed | spread | within | versions behind | s per step | of lag 0 | learner busy | workers | validators | both |"
-    )
-    print("|" + "---|" * 11)
+    print("| lag | held-out score by seed | spread | within | versions behind | s per step | of lag 0 ", end="")
+    print("| learner busy | workers | validators | both |\n|" + "---|" * 11)
     base: list[dict[str, float]] = []
     for lag in options.lags:
         runs = []

@@ -31,7 +31,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.ledger import run_ledger
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import verdict_collector
+from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import timeline
 from rl.verification import checks, evidence_log, verifier
 
@@ -93,7 +93,7 @@ def _orchestrator(folder: pathlib.Path, invited: list[str], args) -> orchestrato
 
     def screen(rollouts, split):
         is_drawn = random.random() < args.screened
-        return validator.check_group_without_weights(rollouts, split) if is_drawn else (checks.OK, {})
+        return validator.check_group_without_weights(rollouts, split, is_signed=True) if is_drawn else (checks.OK, {})
 
     run = orchestrator_lib.Orchestrator(
         config,

@@ -29,13 +29,13 @@ from typing import Any
 
 import numpy as np
 
-from rl.orchestrator import batches as batches_lib
-from rl.orchestrator import group_queue, work_share, worker_health
-from rl.orchestrator.group_queue import State
+from rl.orchestrator import work_share, worker_health
+from rl.orchestrator.groups import batches as batches_lib
+from rl.orchestrator.groups import group_queue, queue_entry
+from rl.orchestrator.groups.queue_entry import State
 from rl.protocol import registry, task_schedule
 from sharding.system import cli
 
-UNIT_S = 60.0
 MASK = np.ones(1, bool)
 
 
@@ -61,23 +61,10 @@ class Swarm:
     broadcast_s: float = 0.0  # from publishing to the first group with the new weights
     verdict_s: float = 6.0
     train_s: float = 0.0  # of the learner per batch; 0: from `learner`
-    mean_group_s: float = UNIT_S
+    mean_group_s: float = 60.0
     steps: int = 20
     warm: int = 8  # first batches that are not counted
     seed: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The figures of one simulation."""
-
-    useful: float
-    step_s: float
-    staleness: dict[int, float]  # versions -> fraction of the trained groups
-    drops: dict[str, float]  # groups per batch, by reason
-    trained_length: float  # mean of the trained groups, over that of the groups of the order
-    num_banned: int
-    wall_s: float
 
 
 class Simulation:
@@ -85,22 +72,20 @@ class Simulation:
 
     def __init__(self, swarm: Swarm):
         self.swarm, self.draw = swarm, random.Random(swarm.seed)
-        self.beat_s = swarm.mean_group_s / 2
-        lease_s = 6 * self.beat_s
+        self.beat_s, self.lease_s = swarm.mean_group_s / 2, 3 * swarm.mean_group_s
         self.speeds = [self.draw.lognormvariate(0, swarm.speed_sigma) for _ in range(swarm.nodes)]
         self.capacity = sum(self.speeds) * swarm.slots / swarm.mean_group_s  # mean groups per second
         self.cheats = set(self.draw.sample(range(swarm.nodes), round(swarm.cheats * swarm.nodes)))
         self.lengths: list[float] = []
         self.queue = group_queue.GroupQueue()
-        sizes = {"num_groups": swarm.groups, "max_lag": swarm.lag, "max_off_policy": swarm.off_policy}
+        sizes = {"prompts_per_step": swarm.groups, "max_lag": swarm.lag, "max_off_policy": swarm.off_policy}
         rule = batches_lib.BatchRule(swarm.batch, oversampling=swarm.oversampling, **sizes)  # of a run without an end
         self.batches = batches_lib.Batches(rule, self.queue, self.make_groups)
-        self.share = work_share.WorkShare(lease_s)
-        names = [f"n{i}" for i in range(swarm.nodes)]
-        marks = {"min_rate": 1.0, "invited_rate": 1.0, "invited": names}
-        self.health = worker_health.WorkerHealth(3, lease_s, **marks)
-        self.nodes, self.lease_s = registry.Registry(self.beat_s, is_named=lambda key: True), lease_s
-        self.jobs: list[dict[group_queue.Key, types.SimpleNamespace]] = [{} for _ in names]
+        self.share = work_share.WorkShare(self.lease_s)
+        marks = {"min_rate": 1.0, "invited_rate": 1.0, "invited": [f"n{i}" for i in range(swarm.nodes)]}
+        self.health = worker_health.WorkerHealth(3, self.lease_s, **marks)
+        self.nodes = registry.Registry(self.beat_s, is_named=lambda key: True)
+        self.jobs: list[dict[queue_entry.Key, types.SimpleNamespace]] = [{} for _ in self.speeds]
         self.events: list[tuple[float, int, str, Any]] = []
         self.serial = itertools.count()
         self.now_s = self.trained_work = 0.0
@@ -109,7 +94,7 @@ class Simulation:
         self.staleness: collections.Counter[int] = collections.Counter()
         self.ends: list[float] = []  # of the steps
 
-    def run(self) -> Result:
+    def run(self) -> types.SimpleNamespace:
         """Runs all steps; returns the figures."""
         start = time.monotonic()
         mean = np.mean([self.length() for _ in range(4000)])
@@ -129,22 +114,20 @@ class Simulation:
                 self.staleness.clear()
         num, seconds = self.swarm.steps - self.swarm.warm, self.ends[-1] - self.ends[self.swarm.warm - 1]
         lengths = [self.lengths[number] for number in self.trained]
-        return Result(
+        return types.SimpleNamespace(
             useful=(self.trained_work - work) / self.swarm.mean_group_s / (self.capacity * seconds),
             step_s=seconds / num,
             staleness={age: n / self.staleness.total() for age, n in sorted(self.staleness.items())},
-            drops={reason: n / num for reason, n in (self.queue.drops - drops).items()},
-            trained_length=float(np.mean(lengths)) / self.swarm.mean_group_s,
+            drops={reason: n / num for reason, n in (self.queue.drops - drops).items()},  # groups per batch
+            trained_length=float(np.mean(lengths)) / self.swarm.mean_group_s,  # over that of the groups of the order
             num_banned=sum(self.health.is_banned(f"n{node}") for node in self.cheats),
             wall_s=time.monotonic() - start,
         )
 
     def length(self) -> float:
         """Returns the work of a group: its longest sample."""
-        mu = -(self.swarm.sigma**2) / 2
-        return max(
-            min(self.swarm.cut, self.draw.lognormvariate(mu, self.swarm.sigma)) for _ in range(self.swarm.samples)
-        )
+        sigma, cut = self.swarm.sigma, self.swarm.cut
+        return max(min(cut, self.draw.lognormvariate(-(sigma**2) / 2, sigma)) for _ in range(self.swarm.samples))
 
     def make_groups(self, numbers, version):
         """Returns the groups with these numbers, which draws their lengths."""
@@ -164,17 +147,13 @@ class Simulation:
         self.health.seen(name, self.now_s)
         for lease in self.queue.expire(self.now_s):
             self.health.lost(lease.worker, lease.group.key, self.now_s)
-        for key in self.queue.renew(name, [*jobs], self.deadline_s):
+        for key in self.queue.renew(name, [*jobs], lambda lease: self.now_s + self.lease_s):
             jobs.pop(key, None)
         self.ask(node)
         self.at(self.beat_s, "beat", node)
 
-    def deadline_s(self, lease: group_queue.Lease) -> float:
-        """Returns the new deadline of a renewed lease."""
-        return self.now_s + self.lease_s
-
     def ask(self, node: int) -> None:
-        """A request for work, as in `Orchestrator.lease`."""
+        """A request for work, as in `Leases.lease`."""
         name, free = f"n{node}", self.swarm.slots - len(self.jobs[node])
         if free <= 0 or self.health.is_banned(name):
             return
@@ -186,20 +165,15 @@ class Simulation:
         until: dict[str, Any] = {"deadline_s": self.now_s + self.lease_s, "now_s": self.now_s}
         groups = self.queue.lease(name, room, **until)
         if not groups and self.swarm.backups and len(self.jobs[node]) < self.swarm.slots:
-            groups = self.queue.lease(name, max(room, free), is_late=self.is_late, **until)
+            is_late = lambda lease: self.share.is_late(lease.worker, lease.since_s, self.now_s)  # noqa: E731
+            groups = self.queue.lease(name, max(room, free), is_late=is_late, **until)
         for group in groups:
             seconds = self.lengths[group.group] / self.speeds[node]
             job = types.SimpleNamespace(node=node, key=group.key, since_s=self.now_s, version=self.version)
             self.jobs[node][group.key] = job
-            if self.draw.random() < self.swarm.deaths:
-                self.at(seconds * self.draw.random(), "die", job)
-            else:
-                self.at(seconds, "finish", job)
+            dies = self.draw.random() < self.swarm.deaths
+            self.at(seconds * (self.draw.random() if dies else 1), "die" if dies else "finish", job)
         self.share.seen(name, held + len(groups), self.now_s)
-
-    def is_late(self, lease: group_queue.Lease) -> bool:
-        """Returns True if a group may go to another node, too."""
-        return self.share.is_late(lease.worker, lease.since_s, self.now_s)
 
     def die(self, job) -> None:
         """The process that made a group ends, without a word; another one takes its slot."""
@@ -215,10 +189,14 @@ class Simulation:
         digest = f"{job.node}/{next(self.serial)}"
         rollout: Any = types.SimpleNamespace(sample=0, sampled_mask=MASK, versions=MASK * job.version, epoch=0)
         fate = self.queue.deliver(job.key, f"n{job.node}", [rollout], digest)
-        if fate is group_queue.Delivery.TAKEN:
-            self.queue.quarantine(job.key)
-            self.at(self.swarm.verdict_s, "judge", (job, digest))
+        if fate is queue_entry.Delivery.TAKEN:
+            self.quarantine(job, digest)
         self.ask(job.node)
+
+    def quarantine(self, job, digest: str) -> None:
+        """A delivered group waits for its verdict."""
+        self.queue.quarantine(job.key)
+        self.at(self.swarm.verdict_s, "judge", (job, digest))
 
     def judge(self, what) -> None:
         """A verdict arrives."""
@@ -230,11 +208,9 @@ class Simulation:
         if job.node in self.cheats:
             self.queue.requeue(job.key)
             self.health.rejected(name, job.key, self.now_s, is_fault=True)
-            if self.queue.entries[job.key].state is State.SUBMITTED:
-                entry = self.queue.entries[job.key]
-                spare = types.SimpleNamespace(node=int(entry.worker[1:]), key=job.key, since_s=job.since_s)
-                self.queue.quarantine(job.key)
-                self.at(self.swarm.verdict_s, "judge", (spare, entry.digest))
+            if (spare := self.queue.entries[job.key]).state is State.SUBMITTED:
+                maker = int(spare.worker[1:])
+                self.quarantine(types.SimpleNamespace(node=maker, key=job.key, since_s=job.since_s), spare.digest)
         else:
             self.queue.accept(job.key)
             self.health.accepted(name, job.key)
@@ -242,13 +218,10 @@ class Simulation:
 
     def collect(self) -> None:
         """The learner takes a batch, if it waits for one and it is complete."""
-        if self.is_training or self.step == self.swarm.steps:
+        is_over = self.is_training or self.step == self.swarm.steps
+        if is_over or (entries := self.batches.collect(self.step + 1)) is None:
             return
-        entries = self.batches.collect(self.step + 1)
-        if entries is None:
-            return
-        self.step += 1
-        self.is_training = True
+        self.step, self.is_training = self.step + 1, True
         self.trained = [entry.group.group for entry in entries]
         self.trained_work += sum(self.lengths[number] for number in self.trained)
         self.staleness.update(self.step - 1 - entry.oldest_version for entry in entries)
@@ -277,22 +250,13 @@ def intellect2() -> Swarm:
     """Returns INTELLECT-2's published numbers: 256 groups of 16, two steps of asynchrony, 62 GB broadcast at 590 Mb/s, a step of 22 minutes."""
     # Of 16 answers of 6,000 tokens in the mean, cut at 16,000, the longest takes 8 minutes at 30 tokens/s. The slots are those with
     # which all nodes make a batch in 0.8 of a step: the paper does not give them.
-    mean_group_s, train_s, broadcast_s = 480.0, 22 * 60.0, 62e9 * 8 / 590e6
-    numbers = {
-        "groups": 256,
-        "lag": 2,
-        "off_policy": 4,
-        "samples": 16,
-        "cut": 16 / 6,
-        "verdict_s": 60.0,
-        "deaths": 0.02,
-    }
-    times: dict[str, Any] = {"mean_group_s": mean_group_s, "train_s": train_s, "broadcast_s": broadcast_s}
-    return Swarm(**numbers, **times, nodes=round(256 * mean_group_s / (0.8 * train_s) / 4), steps=40)
+    times: dict[str, Any] = {"mean_group_s": 480.0, "train_s": 22 * 60.0, "broadcast_s": 62e9 * 8 / 590e6, "steps": 40}
+    numbers = {"groups": 256, "lag": 2, "off_policy": 4, "samples": 16, "cut": 16 / 6, "verdict_s": 60.0}
+    return Swarm(**numbers, **times, deaths=0.02, nodes=round(256 * 480.0 / (0.8 * times["train_s"]) / 4))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints a table of simulations, or the figures of one; returns the exit code."""
+    """Prints the figures of one simulation, or without arguments a table of several; returns the exit code."""
     parser = cli.Parser(prog="python -m bench.swarm_sim", description=__doc__)
     for field in dataclasses.fields(Swarm):
         default: Any = field.default
@@ -304,41 +268,27 @@ def main(argv: list[str] | None = None) -> int:
     given = {name: value for name, value in found.items() if value is not None}
     gc.disable()  # it takes a third of the time, and finds nothing
     swarm = dataclasses.replace(intellect2() if is_intellect2 else Swarm(), **given)
-    if given or is_intellect2:
-        show(swarm, Simulation(swarm).run())
-        return 0
-    print(
-        "| nodes, slots, P | batch, lag | useful, learner 0.8 | the same, 2 % of groups die | a fast learner | staleness |"
-    )
-    print("|---|---|---|---|---|---|")
-    for nodes, groups in ((100, 400), (400, 1600)):
-        for batch, lag, backups in (
-            ("prescribed", 1, False),
-            ("prescribed", 1, True),
-            ("prescribed", 4, False),
-            ("prescribed", 4, True),
-            ("first", 4, True),
-        ):
-            one = dataclasses.replace(swarm, nodes=nodes, groups=groups, batch=batch, lag=lag, backups=backups)
-            calm, dying, fast = (
-                Simulation(dataclasses.replace(one, **change)).run()
-                for change in ({}, {"deaths": 0.02}, {"deaths": 0.02, "learner": 10.0})
-            )
-            staleness = sum(age * part for age, part in calm.staleness.items())
-            name = f"{batch} {lag}{' + backups' if backups else ''}"
-            cells = f"{calm.useful:.2f} | {dying.useful:.2f} | {fast.useful:.2f} | {staleness:.1f}"
-            print(f"| {nodes}, {4 * nodes}, {groups} | {name} | {cells} |", flush=True)
+    _show(swarm, Simulation(swarm).run()) if given or is_intellect2 else _show_table()
     return 0
 
 
-def show(swarm: Swarm, result: Result) -> None:
-    """Prints the figures of one simulation."""
-    print(
-        ", ".join(
-            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in dataclasses.asdict(swarm).items()
-        )
-    )
+def _show_table() -> None:
+    print(f"| nodes, slots, P | batch, lag | useful, learner {Swarm.learner} | the same, 2 % of groups die ", end="")
+    print("| a fast learner | staleness |\n|---|---|---|---|---|---|")
+    rules = [("prescribed", lag, backups) for lag in (1, 4) for backups in (False, True)] + [("first", 4, True)]
+    changes = {}, {"deaths": 0.02}, {"deaths": 0.02, "learner": 10.0}
+    for (nodes, groups), (batch, lag, backups) in itertools.product(((100, 400), (400, 1600)), rules):
+        one = Swarm(nodes=nodes, groups=groups, batch=batch, lag=lag, backups=backups)
+        results = [Simulation(dataclasses.replace(one, **change)).run() for change in changes]
+        staleness = sum(age * part for age, part in results[0].staleness.items())
+        cells = " | ".join(f"{result.useful:.2f}" for result in results)
+        name = f"{batch} {lag}{' + backups' if backups else ''}"
+        print(f"| {nodes}, {4 * nodes}, {groups} | {name} | {cells} | {staleness:.1f} |", flush=True)
+
+
+def _show(swarm: Swarm, result: types.SimpleNamespace) -> None:
+    numbers = dataclasses.asdict(swarm).items()
+    print(", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers))
     print(f"useful {result.useful:.3f}, {result.step_s / 60:.1f} min per step, {result.wall_s:.0f} s of simulation")
     print(f"trained groups are {result.trained_length:.2f} of the mean length; cheats banned {result.num_banned}")
     print("dropped per batch: " + (", ".join(f"{reason} {n:.1f}" for reason, n in result.drops.items()) or "none"))

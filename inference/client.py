@@ -1,9 +1,11 @@
-"""Async clients of several inference servers: `Client` generates, `Control` changes the weights. Imports no jax.
+"""Async clients of inference servers: `Client` generates with several, `update_weights` changes those of one. Imports no jax.
 
 1. A request goes to a server that inference/swarm/server_choice.py chooses. After a refused connection, a 429, a 5xx or a malformed
    reply, another server is tried. So a server that fails, or cheats, costs a retry and not the worker.
 2. While a server has requests, it is asked for its health. One that is silent, or makes no token for long, loses its requests to
    others: a server that hangs costs a bounded time, however long a completion takes. Once a reply begins, its time is bounded as well.
+   If a reply takes much longer than others, another server is asked, too, and the first reply counts: a server may keep a request
+   for ever, and make tokens for others.
 3. Another 4xx is tried on the other servers as well. If all send one, it is the caller's mistake and is raised with the message;
    else it is the fault of those that sent it.
 """
@@ -27,8 +29,11 @@ from sharding.system import bounded_reply
 
 HEALTH_S = 5.0  # between two questions for the health of a server
 SILENT_S, STALLED_S = 30.0, 300.0  # until it counts as hung: without an answer, and without a token, as it may compile
+FIRST_REPLY_S = 300.0  # that a reply is expected to take
+PATIENCE = 8.0  # mean times of a reply, until another server is asked, too
 REPLY_S = 600.0  # from the first byte of a reply to its last: a server may send a byte at a time
 WAIT_S = 0.1  # for a server that may be used
+UPDATE_S = 600.0  # for other weights
 MAX_HEALTH_BYTES = 2**18  # of a reply without completions
 TOKEN_BYTES, EXPERTS_BYTES = 256, 2**13  # of a reply, per token and sample, at most; the second if it names experts
 # A connection is silent for as long as a completion takes: probes keep it open, and show that the other end is gone.
@@ -86,8 +91,8 @@ class Client:
         All servers are sent `api_key`, unless it is empty; None sends $INTELLAX_API_KEY, if it is set. A server with a public key
         in `keys`, by its URL, must sign each sample with proofs for the run with the key `run`: another reply is malformed.
         """
-        self.servers, self._give_up_s = server_choice.ServerChoice(urls, keys or {}), give_up_s
-        self._run = run
+        self.servers = server_choice.ServerChoice(urls, keys or {})
+        self._give_up_s, self._run = give_up_s, run
         self._watches: dict[str, tuple[asyncio.Task, set[object]]] = {}  # by URL: of its health, with its requests
         key = os.environ.get("INTELLAX_API_KEY") if api_key is None else api_key
         limits = httpx.Limits(max_connections=None)
@@ -98,7 +103,7 @@ class Client:
             mounts={"all://*": httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEPALIVE)},
             headers={"authorization": f"Bearer {key}"} if key else {},
         )
-        self.num_retries = 0
+        self.num_retries, self._reply_s = 0, FIRST_REPLY_S  # the second is the mean time of a reply
 
     async def __aenter__(self) -> "Client":
         return self
@@ -134,40 +139,64 @@ class Client:
         gone: dict[str, str] = {}  # server without that version -> its message
         refused: dict[str, str] = {}  # server that rejects the request -> its message
         deadline_s, reason = clock() + self._give_up_s, "no server is known"
-        while True:
-            avoid = gone.keys() | refused.keys()
-            url = self.servers.choose(clock(), sticky=sticky, min_version=oldest_version, tried=tried, avoid=avoid)
-            if url is not None:
-                tried[url] += 1
-                try:
-                    samples = await self._try(url, body, gone, refused, oldest_version)
-                    for other, message in refused.items():  # without a cause
+        pending: dict[asyncio.Future[httpx.Response], tuple[str, float]] = {}  # requests, with their servers and times
+        try:
+            while True:
+                avoid = {*gone, *refused, *(other for other, _ in pending.values())}
+                url = self.servers.choose(clock(), sticky=sticky, min_version=oldest_version, tried=tried, avoid=avoid)
+                if url is not None:
+                    tried[url] += 1
+                    self.servers.begin(url)
+                    pending[asyncio.ensure_future(self._post(url, body))] = url, clock()
+                wait_s = SILENT_S + PATIENCE * self._reply_s if url else HEALTH_S  # then another may be free
+                for request in await _finished(pending, wait_s):
+                    at, sent_s = pending.pop(request)
+                    try:
+                        samples = self._read(request, at, body, gone, refused, oldest_version)
+                    except _FAULTS as error:
+                        reason, self.num_retries = f"{at}: {str(error) or type(error).__name__}", self.num_retries + 1
+                        continue
+                    self._reply_s += (clock() - sent_s - self._reply_s) / 8
+                    late = {other: "it keeps a request" for other, since_s in pending.values() if since_s < sent_s}
+                    for other, message in (late | refused).items():  # these without a cause
                         self.servers.fail(other, clock(), message)
                     return samples
-                except _FAULTS as error:
-                    reason = f"{url}: {str(error) or type(error).__name__}"
-                self.num_retries += 1
-            urls = set(self.servers.urls())
-            if gone and urls <= tried.keys():
-                raise VersionGone(next(iter(gone.values())))
-            if refused and urls <= refused.keys():
-                raise ValueError(next(iter(refused.values())))
-            if clock() > deadline_s:
-                raise Unavailable(
-                    f"no inference server sent a valid reply in {self._give_up_s:.0f} s; the last error is from {reason}; "
-                    "check that the servers run, in the release of this client"
-                )
-            if url is None or urls <= tried.keys():
-                await asyncio.sleep(WAIT_S)
+                if pending:
+                    continue
+                self._check(tried, gone, refused, reason if clock() > deadline_s else "")
+                if url is None or tried.keys() >= {*self.servers.urls()}:
+                    await asyncio.sleep(WAIT_S)
+        finally:
+            for request, (url, _) in pending.items():
+                request.cancel()
+                self.servers.end(url, clock(), problem=None)
 
-    async def _try(
-        self, url: str, body: dict, gone: dict[str, str], refused: dict[str, str], oldest_version: int
+    def _check(self, tried: Collection[str], gone: dict[str, str], refused: dict[str, str], last_reason: str) -> None:
+        """Raises the error with which a request ends, if no server will answer it or the time is over (`last_reason`)."""
+        urls = set(self.servers.urls())
+        if gone and urls <= {*tried}:
+            raise VersionGone(next(iter(gone.values())))
+        if refused and urls <= refused.keys():
+            raise ValueError(next(iter(refused.values())))
+        if last_reason:
+            raise Unavailable(
+                f"no inference server sent a valid reply in {self._give_up_s:.0f} s; the last error is from {last_reason}; "
+                "check that the servers run, in the release of this client"
+            )
+
+    def _read(
+        self,
+        request: asyncio.Future[httpx.Response],
+        url: str,
+        body: dict,
+        gone: dict[str, str],
+        refused: dict[str, str],
+        oldest_version: int,
     ) -> list[Sample]:
-        """Sends a request to one server; returns its completions. Raises MalformedReply, _Failed, or httpx.RequestError without them."""
-        problem, is_busy = None, False  # None: cancelled
-        self.servers.begin(url)
+        """Returns the completions of a request to one server that has ended. Raises MalformedReply, _Failed, or httpx.RequestError without them."""
+        problem, is_busy = None, False
         try:
-            response = await self._post(url, body)
+            response = request.result()
             if response.status_code >= 400:
                 message, problem = error_message(response), ""
                 if response.status_code == 409:
@@ -226,50 +255,41 @@ class Client:
                 heard_s, found = clock(), response.json()["stats"]["tokens"]
                 moved_s, num_tokens = (moved_s, found) if found == num_tokens else (heard_s, found)
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, RecursionError):
-                num_tokens = None  # silent, or without such a health
+                pass  # silent, or without such a health
             if clock() - heard_s > SILENT_S:
                 return f"the server is silent for {SILENT_S:.0f} s"
-            if num_tokens is not None and clock() - moved_s > STALLED_S:
+            if clock() - moved_s > STALLED_S:
                 return f"the server made no token for {STALLED_S:.0f} s"
 
 
-class Control:
-    """A client of the control listeners of inference servers, for their operator. Workers get `Client` alone."""
+async def update_weights(
+    address: str,
+    version: int,
+    *,
+    token: str | None = None,
+    epoch: int | None = None,
+    digest: str = "",
+    rollback: bool = False,
+) -> None:
+    """Makes a server load the weights of `version` of `epoch` (None: any), also older ones than it has if `rollback`.
 
-    def __init__(self, addresses: Sequence[str], *, token: str | None = None, timeout_s: float = 600):
-        """Creates a client of the listeners at `addresses` (URLs, or unix:PATH), which are all sent `token`.
-
-        None sends no token. A request may take `timeout_s`.
-        """
-        if not addresses:
-            raise ValueError("the list of control listeners is empty; pass at least one address")
-        self._addresses = [address.rstrip("/") for address in addresses]
-        self._headers = {"authorization": f"Bearer {token}"} if token else {}
-        self._timeout = httpx.Timeout(timeout_s, connect=10.0)
-
-    async def update_weights(
-        self, version: int, *, epoch: int | None = None, digest: str = "", rollback: bool = False
-    ) -> None:
-        """Makes every server load the weights of `version` of `epoch` (None: any), also older ones than it has if `rollback`.
-
-        `digest` is the SHA-256 of the version's manifest ("": not compared).
-        Returns once all serve it. Raises ValueError if one rejects it, and ConnectionError if one cannot be reached or ends meanwhile.
-        """
-        body = {"version": version, "epoch": epoch, "digest": digest, "rollback": rollback}
-
-        async def update(address: str) -> None:
-            path = address.removeprefix("unix:")
-            transport = httpx.AsyncHTTPTransport(uds=path) if path != address else None
-            url = "http://localhost" if transport else address
-            async with httpx.AsyncClient(transport=transport, headers=self._headers, timeout=self._timeout) as http:
-                try:
-                    _raise_for(
-                        await bounded_reply.fetch(http, "POST", f"{url}/update_weights", MAX_HEALTH_BYTES, json=body)
-                    )
-                except httpx.TransportError as error:  # some have no text
-                    raise ConnectionError(f"no answer from {address}: {str(error) or type(error).__name__}") from error
-
-        await asyncio.gather(*(update(address) for address in self._addresses))
+    `address` is that of its control listener, a URL or unix:PATH, which is sent `token`, unless None. `digest` is the SHA-256 of the
+    version's manifest ("": not compared). Returns once the server has them. Raises ValueError if it rejects the request, and
+    ConnectionError if it cannot be reached or ends meanwhile.
+    """
+    body = {"version": version, "epoch": epoch, "digest": digest, "rollback": rollback}
+    path = address.removeprefix("unix:")
+    transport = httpx.AsyncHTTPTransport(uds=path) if path != address else None
+    url = f"{'http://localhost' if transport else address.rstrip('/')}/update_weights"
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    timeout = httpx.Timeout(UPDATE_S, connect=10.0)
+    try:
+        async with httpx.AsyncClient(transport=transport, headers=headers, timeout=timeout) as http:
+            response = await bounded_reply.fetch(http, "POST", url, MAX_HEALTH_BYTES, json=body)
+    except httpx.TransportError as error:  # some have no text
+        raise ConnectionError(f"no answer from {address}: {str(error) or type(error).__name__}") from error
+    if response.status_code >= 400:
+        raise ValueError(f"{url} rejected the request: {error_message(response)}")
 
 
 def error_message(response: httpx.Response) -> str:
@@ -280,9 +300,8 @@ def error_message(response: httpx.Response) -> str:
         return f"HTTP {response.status_code}: {response.text[:500]}"
 
 
-def _raise_for(response: httpx.Response) -> None:
-    if response.status_code >= 400:
-        raise ValueError(f"{response.request.url} rejected the request: {error_message(response)}")
+async def _finished(pending: Collection[asyncio.Future], timeout_s: float) -> Collection[asyncio.Future]:
+    return (await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED))[0] if pending else ()
 
 
 def _versions(sample: Sample) -> set[int]:
@@ -352,28 +371,21 @@ def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> S
         raise ValueError("server sent an empty completion or a log-probability that is not finite")
     if len(tokens) > sampling.get("max_tokens", len(tokens)):
         raise ValueError(f"server sent {len(tokens)} tokens; at most {sampling['max_tokens']} were requested")
-    if choice["finish_reason"] not in rollout_lib.FINISH_REASONS:
-        reason = str(choice["finish_reason"])[:80]
-        raise ValueError(f"server sent the finish_reason {reason!r}, which a rollout does not allow")
+    if (reason := choice["finish_reason"]) not in rollout_lib.FINISH_REASONS:
+        raise ValueError(f"server sent the finish_reason {str(reason)[:80]!r}, which a rollout does not allow")
     proofs = base64.b64decode(choice["proofs"], validate=True)
-    if len(proofs) > rollout_lib.MAX_PROOF_BYTES:
-        raise ValueError(
-            f"server sent {len(proofs)} bytes of proofs, more than {rollout_lib.MAX_PROOF_BYTES}, the maximum"
-        )
-    experts = None
-    if sampling.get("return_routed_experts"):
-        experts = _read_experts(choice["routed_experts"], num_prompt + len(tokens) - 1)
-    prompt_version, finish_reason = choice["prompt_policy_version"], choice["finish_reason"]
-    return Sample(tokens, logprobs, versions, prompt_version, finish_reason, proofs, experts, epoch)
+    if len(proofs) > (most := rollout_lib.MAX_PROOF_BYTES):
+        raise ValueError(f"server sent {len(proofs)} bytes of proofs, more than {most}, the maximum")
+    has_experts, num_rows = sampling.get("return_routed_experts"), num_prompt + len(tokens) - 1
+    experts = _read_experts(choice["routed_experts"], num_rows) if has_experts else None
+    return Sample(tokens, logprobs, versions, choice["prompt_policy_version"], reason, proofs, experts, epoch)
 
 
 def _read_experts(field: dict, num_rows: int) -> np.ndarray:
     shape, dtype = field["shape"], str(field["dtype"])[:80]
     if dtype not in ("uint8", "uint16") or field["start"] != 0:
-        start = str(field["start"])[:80]
-        raise ValueError(
-            f"server sent routed_experts of {dtype!r} from token {start}, not uint8 or uint16 from token 0"
-        )
+        found = f"{dtype!r} from token {str(field['start'])[:80]}"
+        raise ValueError(f"server sent routed_experts of {found}, not uint8 or uint16 from token 0")
     if len(shape) != 3 or any(type(size) is not int or not 0 < size < 2**31 for size in shape) or shape[0] != num_rows:
         raise ValueError(f"server sent routed_experts of shape {str(shape)[:80]}; {num_rows} rows were requested")
     data = base64.b64decode(field["data"], validate=True)

@@ -115,13 +115,12 @@ async def _reply_error(status: int, kind: str, headers: dict | None, request: fa
 
 async def _reply_no_route(status: int, request: fastapi.Request, error: Exception):
     place = "control routes are on the control listener, which --control sets and the server prints at its start"
-    message = (
-        f"route {request.method} {request.url.path} does not exist on this listener; {place}; see inference/serve.py"
-    )
+    path, method = request.url.path, request.method
     if status == 405:
         allowed = getattr(error, "headers", None) or {}
-        message = f"route {request.url.path} takes no {request.method}; send {allowed.get('Allow', 'another method')}"
+        message = f"route {path} takes no {method}; send {allowed.get('Allow', 'another method')}"
         return web.error(status, message, "method_not_allowed", allowed)
+    message = f"route {method} {path} does not exist on this listener; {place}; see inference/serve.py"
     return web.error(status, message, "not_found")
 
 
@@ -153,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"samples are signed by {signer.worker}", flush=True)
         if signer and args.orchestrator:
             url = args.url or sockets.address(sock)
-            stack.callback(membership.sign_in_server(args.orchestrator, signer.private, server, url, args.run).stop)
+            stack.enter_context(membership.sign_in_server(args.orchestrator, server, url))
         if args.watch:
             threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
         print(f"serving policy version {server.scheduler.version} on {sockets.address(sock)}", flush=True)
@@ -176,7 +175,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _progress(server: inference_server.InferenceServer) -> tuple[dict[str, float], str]:
-    """Returns ({name: count so far}, the thing that the server waits for or "")."""
     stats = server.scheduler.stats
     counts = {name.replace("_", " "): stats[name] for name in ("requests", "tokens", "weight_updates")}
     return counts, status_routes.waiting_for(server)
@@ -205,11 +203,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--weights_floor", metavar="FILE", help="keeps the newest signed head, also across restarts")
     add("--weights_allow", nargs="+", default=[], metavar="PREFIX", help="sources that updates may name besides")
     add("--orchestrator", metavar="URL", help="sign in at this orchestrator with --key, and follow its policies")
-    add(
-        "--run",
-        default="",
-        help="public key (hex) of the run of --orchestrator (default: the first that answers), and of --key",
-    )
+    helps = "public key (hex) of the run of --orchestrator (default: the first that answers), and of --key"
+    add("--run", default="", help=helps)
     add("--url", help="URL at which workers reach this server, for --orchestrator (default: that of --host and --port)")
     add("--key", metavar="FILE", help="key that signs samples, created if absent; its public half is printed")
     add("--host", default="127.0.0.1")
@@ -221,9 +216,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--api_key", help="the key itself, which every user of this machine can then read (ps)")
     add("--control", default="", metavar="PATH|HOST:PORT", help="control listener (default: a private unix socket)")
     add("--control_token_file", help="token required of control clients, created if absent; HOST:PORT needs one")
-    add(
-        "--control_hosts", nargs="+", default=[], metavar="NAME", help="names that HOST:PORT is called by (Host header)"
-    )
+    helps = "names that HOST:PORT is called by (Host header)"
+    add("--control_hosts", nargs="+", default=[], metavar="NAME", help=helps)
     for name, default in SIZES.items():
         helps = f"of the engine (default: that of the run which published the weights, else {default})"
         kind: dict = {"action": argparse.BooleanOptionalAction} if default is False else {"type": int}

@@ -59,18 +59,17 @@ class Audit:
     def __init__(self, workdir: pathlib.Path):
         self.workdir = workdir
         # Before the ledger, which then has all that they name: the run may go on.
-        self._trained = [one["step"] for one in metrics.read(workdir / "metrics.jsonl") if one["phase"] == "rl"]
+        self._trained = [one["step"] for one in metrics.read(workdir / "metrics.jsonl", "rl")]
         self._manifests: dict[pathlib.Path, bytes] = {}
         for file in sorted((workdir / "weights").glob("v*/manifest.json")):
             with contextlib.suppress(FileNotFoundError):  # the run kept it no longer
                 self._manifests[file] = file.read_bytes()
         self.history = history = run_history.read(workdir / "ledger.db")
         self.config = config_dict.ConfigDict(run_directory.saved_config(workdir), type_safe=False)
-        self.checked: collections.Counter[str] = collections.Counter()
-        self.broken: collections.Counter[str] = collections.Counter()
+        self.checked, self.broken = collections.Counter[str](), collections.Counter[str]()
         self.findings: list[str] = []
-        self.lags: collections.Counter[int] = collections.Counter()
-        self.bases: collections.Counter[str] = collections.Counter()  # groups by "verified" and "trusted"
+        self.lags = collections.Counter[int]()
+        self.bases = collections.Counter[str]()  # groups by "verified" and "trusted"
         self.workers: set[str] = set()
         self.num_rollouts = 0
         self._step_of: dict[int, int] = {}  # by group
@@ -78,21 +77,22 @@ class Audit:
         self._published = history.run.published
         self._versions = {version for _, version in self._published}
         self._begin = history.begin or 0
-        self._is_fixed = task_schedule.is_fixed(self.config)
+        self._is_fixed = task_schedule.is_fixed(self.config.rl)
         self._train_groups = functools.lru_cache(16)(functools.partial(task_schedule.train_groups, self.config))
         has_secret = (workdir / "secret.key").exists()
         self._secret = run_directory.secret(workdir, self.config.seed) if has_secret else b""
 
     def steps(self) -> range:
         """Returns the steps that the run trained on since its ledger began, up to the last with a version or a line of metrics."""
-        return range(self._begin + 1, max([self._begin, *self._trained, *self._versions]) + 1)
+        trained = {*self._trained} - self.history.undone  # a learner that resumes has not deleted their lines yet
+        return range(self._begin + 1, max([self._begin, *trained, *self._versions]) + 1)
 
     def check_ledger(self) -> None:
         """Checks the ledger's entries, and the manifests in WORKDIR/weights against it."""
         self.checked["ledger"] += len(self.history.heads)
         late = f"it begins after step {self._begin}, so that nothing shows who made the earlier batches"
-        self._check("ledger", [self.history.error])
-        self._check("ledger", [late if self._begin else None])
+        for error in (self.history.error, late if self._begin else None):
+            self._check("ledger", [error])
         for file, data in self._manifests.items():
             self._check("manifest", [self._manifest_error(file, data)])
 
@@ -114,9 +114,7 @@ class Audit:
             late = f"it was dropped with the batch of step {self._dropped.get(number)}"
             self._check("dropped", [late if number in self._dropped else None], step=step, group=number)
         for number, group in groups.items():
-            self._check_group(step, self._prescribed(step, number), group)
-            if batch:
-                self._check_events(step, group, digests[number], batch)
+            self._check_group(step, group, digests[number], batch)
         self.num_rollouts += len(rollouts)
 
     def _check(self, rule: str, errors: Sequence[str | None], **place: int | str) -> None:
@@ -144,22 +142,19 @@ class Audit:
         return None if expected == digest else f"{file} has the digest {digest}; the ledger's for {name} is {expected}"
 
     def _check_group(
-        self, step: int, group: task_schedule.Group | None, rollouts: Sequence[rollout_lib.Rollout]
+        self, step: int, rollouts: Sequence[rollout_lib.Rollout], digest: str, batch: run_history.Batch | None
     ) -> None:
-        """Checks the rollouts of one group of a batch: they are whole, prescribed, recent, and signed."""
-        place = _place(step, rollouts)
-        self.workers.add(rollouts[0].worker)
+        """Checks the rollouts of one group of a batch: whole, prescribed, recent, signed, and as in the ledger's events."""
+        number, worker = rollouts[0].task.group, rollouts[0].worker
+        place, group = {"step": step, "group": number, "worker": worker[:16]}, self._prescribed(step, number)
+        self.workers.add(worker)
         self._check("group", [self._group_error(step, group, rollouts)], **place)
         self._check("task", [self._task_error(group, rollout) for rollout in rollouts], **place)
         self._check("seed", [_seed_error(group, rollout) for rollout in rollouts], **place)
         self._check("staleness", [self._staleness_error(step, rollout) for rollout in rollouts], **place)
         self._check("signature", [_signature_error(rollout) for rollout in rollouts], **place)
-
-    def _check_events(
-        self, step: int, rollouts: Sequence[rollout_lib.Rollout], digest: str, batch: run_history.Batch
-    ) -> None:
-        """Checks the rollouts of one group of a batch against the ledger's events."""
-        number, worker, place = rollouts[0].task.group, rollouts[0].worker, _place(step, rollouts)
+        if batch is None:
+            return
         self._check("version", [self._version_error(batch.epoch, rollout) for rollout in rollouts], **place)
         owner, submitted = batch.submissions.get(number, ("none", "none"))
         found = f"the ledger has {submitted[:16]} of {owner[:16]}, and the digest is {digest[:16]}"
@@ -182,7 +177,7 @@ class Audit:
         """Returns the group with this number if batch `step` may have it by rl.batch, else None."""
         of = number // self.config.rl.prompts_per_step + 1
         allowed = [step] if self._is_fixed else task_schedule.group_steps(self.config)
-        return {group.group: group for group in self._train_groups(of)}[number] if of in allowed else None
+        return next(group for group in self._train_groups(of) if group.group == number) if of in allowed else None
 
     def _task_error(self, group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
         if group is None:
@@ -226,10 +221,6 @@ class Audit:
         return None if draw >= rate else f"its draw is {draw:.3f}, below the rate {rate:.3f} of its worker"
 
 
-def _place(step: int, rollouts: Sequence[rollout_lib.Rollout]) -> dict[str, int | str]:
-    return {"step": step, "group": rollouts[0].task.group, "worker": rollouts[0].worker[:16]}
-
-
 def _batch_error(batch: run_history.Batch | None, digests: dict[int, str]) -> str | None:
     if batch is None:
         return "the ledger has no such batch"
@@ -241,13 +232,13 @@ def _batch_error(batch: run_history.Batch | None, digests: dict[int, str]) -> st
 
 
 def _seed_error(group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
-    expected = (group.seed + rollout.sample) % 2**32 if group else None
-    is_same = expected is None or rollout.seed == expected
-    return None if is_same else f"{expected} is prescribed for sample {rollout.sample}, got {rollout.seed}"
+    expected = (group.seed + rollout.sample) % 2**32 if group else rollout.seed
+    found = f"{expected} is prescribed for sample {rollout.sample}, got {rollout.seed}"
+    return None if rollout.seed == expected else found
 
 
 def _signature_error(rollout: rollout_lib.Rollout) -> str | None:
-    is_signed = rollout_lib.signed(rollout.worker, rollout.signature, rollout_lib.digest(rollout))
+    is_signed = rollout_lib.is_signed(rollout, rollout_lib.digest(rollout))
     return None if is_signed else f"its key did not sign sample {rollout.sample}"
 
 
@@ -256,13 +247,15 @@ def run(workdir: pathlib.Path, progress: metrics.Progress) -> Audit:
     progress.note(f"verifying {workdir / 'ledger.db'}")
     audit = Audit(workdir)
     audit.check_ledger()
-    steps = audit.steps()
-    begun_s = time.monotonic()
+    steps, begun_s = audit.steps(), time.monotonic()
     with progress.phase("batches", total=len(steps)) as bar:
         for step in steps:
             audit.check_batch(step)
             per_s = audit.num_rollouts / max(time.monotonic() - begun_s, 1e-9)
             bar.update(step, {"rollouts/s": per_s, "findings": len(audit.findings)})
+    if audit.findings and run_history.read(workdir / "ledger.db").num_resumes > audit.history.num_resumes:
+        progress.say("the run was resumed meanwhile, which replaces files: auditing it again")
+        return run(workdir, progress)
     return audit
 
 

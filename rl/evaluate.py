@@ -121,19 +121,16 @@ def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
 
 def saved_score(workdir: pathlib.Path, step: int) -> float | None:
     """Returns the mean held-out reward of `step` in evaluations.json; None if a run ended between its checkpoint and its evaluation."""
-    found = [entry["scores"] for entry in _entries(workdir / "evaluations.json") if entry["step"] == step]
-    return _mean_reward(found[0]) if found else None
+    entries = atomic_file.read_json(workdir / "evaluations.json", list)
+    return next((_mean_reward(entry["scores"]) for entry in entries if entry["step"] == step), None)
 
 
 def summary(workdir: pathlib.Path) -> list[str]:
     """Returns one line of text per held-out score of a run: its value at the first and the last evaluation."""
-    entries = _entries(workdir / "evaluations.json")
-    return [
-        f"held-out {name}: {entries[0]['scores'][name]:.3f} (version {entries[0]['step']}) -> "
-        f"{entries[-1]['scores'][name]:.3f} (version {entries[-1]['step']})"
-        for name in entries[-1]["scores"]
-        if name != "num_tasks" and name in entries[0]["scores"]
-    ]
+    entries = atomic_file.read_json(workdir / "evaluations.json", list)
+    names = [name for name in entries[-1]["scores"] if name != "num_tasks" and name in entries[0]["scores"]]
+    shown = lambda entry, name: f"{entry['scores'][name]:.3f} (version {entry['step']})"  # noqa: E731
+    return [f"held-out {name}: {shown(entries[0], name)} -> {shown(entries[-1], name)}" for name in names]
 
 
 def _mean_reward(result: dict[str, float]) -> float:
@@ -149,13 +146,10 @@ def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
 
 def _keep(path: pathlib.Path, entry: dict) -> None:
     """Adds an evaluation to a JSON file; replaces an earlier one of the same step and the same changed fields."""
-    others = [e for e in _entries(path) if (e["step"], e.get("changed")) != (entry["step"], entry.get("changed"))]
+    place = lambda e: (e["step"], e.get("changed"))  # noqa: E731
+    others = [e for e in atomic_file.read_json(path, list) if place(e) != place(entry)]
     entries = sorted([*others, entry], key=lambda e: e["step"])
     atomic_file.write(path, (json.dumps(entries, indent=1) + "\n").encode())
-
-
-def _entries(path: pathlib.Path) -> list[dict]:
-    return atomic_file.read_json(path, list)
 
 
 @contextlib.contextmanager

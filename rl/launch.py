@@ -19,7 +19,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import run_ledger
-from rl.orchestrator import assembly, nodes, orchestrator
+from rl.orchestrator import assembly, orchestrator
 from rl.orchestrator.remote import client
 from rl.protocol import timeline
 from sharding.system import child_process, sockets
@@ -77,16 +77,13 @@ def start_rollout_system(
 
 
 def _start_here(experiment, workdir, weights, rollouts, start: Callable, stack: contextlib.ExitStack) -> None:
-    """Serves the orchestrator, and starts an inference server and workers on this machine."""
     url = rollouts.serve()
     stack.callback(rollouts.close)
-    control = stack.enter_context(sockets.private_path())
+    control, run = stack.enter_context(sockets.private_path()), run_directory.signing_key(workdir).worker
     file = run_directory.worker_key_file(workdir, assembly.SERVER)
-    command = [*server_command(experiment, workdir, weights), "--control", control]
-    run = run_directory.signing_key(workdir).worker
-    command += ["--key", str(file), "--run", run]
+    command = [*server_command(experiment, workdir, weights), "--control", control, "--key", str(file), "--run", run]
     server, key = _address(start, assembly.SERVER, command, workdir), rollout_lib.WorkerKey.load(file).worker
-    rollouts.nodes.add(nodes.StaticServer(server, f"unix:{control}", key=key))
+    rollouts.nodes.add(server, f"unix:{control}", key=key)
     options = ["--orchestrator", url, "--run", run, "--sandbox", experiment.config.trust.sandbox]
     for file in assembly.worker_keys(experiment.config, workdir):
         start(file.stem, ["rl.worker", *options, "--key", str(file)])

@@ -48,53 +48,32 @@ class Curve:
     sparse: bool = False
 
 
+LENGTHS = {
+    "length": "rollout/response_length",
+    "of groups for later batches": "batch/length_waiting",  # above the batch's: it prefers short answers
+    "of dropped groups": "batch/length_dropped",
+}
+DROPS = {name: f"batch/num_{name}" for name in ("stale", "flat", "late", "duplicate", "epoch")}
+FATES = {"accepted": "trust/num_accepted", "rejected": "trust/num_refused", "called back": "trust/num_called_back"}
+FLAT = {"groups": "rollout/zero_advantage_frac"}
+WARM_UP = {"loss": "loss/total", "held-out": "loss/held_out"}
 CURVES = (
     Curve("Reward", "mean over the rollouts of a step", {"reward": "rollout/reward"}, zero=False),
     Curve("Loss", "policy loss per token", {"loss": "loss/total"}, zero=False),
     Curve("Mismatch KL", "learner against sampler, log scale", {"KL": "loss/mismatch_kl"}, log=True, zero=False),
     Curve("Throughput", "tokens per second", {"tokens/s": "time/tokens_per_s"}),
-    Curve(
-        "Response length",
-        "tokens, mean",
-        {
-            "length": "rollout/response_length",
-            "of groups for later batches": "batch/length_waiting",  # above the batch's: it prefers short answers
-            "of dropped groups": "batch/length_dropped",
-        },
-        sparse=True,
-    ),
-    Curve(
-        "Dropped",
-        "groups and deliveries per step, by reason",
-        {name: f"batch/num_{name}" for name in ("stale", "flat", "late", "duplicate", "epoch")},
-        optional=True,
-        sparse=True,
-    ),
-    Curve(
-        "Rollouts",
-        "per step",
-        {"accepted": "trust/num_accepted", "rejected": "trust/num_refused", "called back": "trust/num_called_back"},
-    ),
+    Curve("Response length", "tokens, mean", LENGTHS, sparse=True),
+    Curve("Dropped", "groups and deliveries per step, by reason", DROPS, optional=True, sparse=True),
+    Curve("Rollouts", "per step", FATES),
     Curve("Entropy", "of trained tokens, nats", {"entropy": "loss/entropy"}),
     Curve("Gradient norm", "before clipping", {"norm": "loss/grad_norm"}),
     Curve("Clipped tokens", "fraction without a gradient, by the loss", {"clipped": "loss/clip_frac"}, optional=True),
-    Curve(
-        "Groups without an advantage",
-        "fraction of a batch whose rewards are all equal",
-        {"groups": "rollout/zero_advantage_frac"},
-        optional=True,
-    ),
+    Curve("Groups without an advantage", "fraction of a batch whose rewards are all equal", FLAT, optional=True),
     Curve("Policy lag", "versions", {"mean": "sync/lag", "max": "sync/lag_max"}, optional=True),
     Curve("KL penalty", "against objective.kl_reference", {"KL": "loss/kl"}, zero=False, optional=True),
     Curve("Distillation", "KL to the teacher, on sampled tokens", {"KL": "loss/ref_kl"}, zero=False, optional=True),
     Curve("Learning rate", "", {"rate": "optimizer/learning_rate"}, optional=True),
-    Curve(
-        "Warm-up loss",
-        "supervised, per token",
-        {"loss": "loss/total", "held-out": "loss/held_out"},
-        phase="warm-up",
-        zero=False,
-    ),
+    Curve("Warm-up loss", "supervised, per token", WARM_UP, phase="warm-up", zero=False),
 )
 TILES = {
     "Tokens per second": "time/tokens_per_s",

@@ -118,16 +118,16 @@ class _Run:
     start: int  # the step of the checkpoint that it continues
     state: Any  # replaced by each step
     learner: train_step.Learner
-    step_fn: Callable
-    reference: Callable | None
     orchestrator: Any
-    feed: Callable[[int, Any], packing.TrainBatch]  # (step, batch, None on hosts other than the first)
     checkpointer: checkpoint.Checkpointer
-    publish: Callable[[Any, int], timeline.Policy]  # (params, version)
-    host_state: Callable[[int], dict]
     evaluations: Any  # None on hosts other than the first
     writer: metrics.MetricsWriter
     progress: metrics.Progress
+    step_fn: Callable
+    reference: Callable | None
+    feed: Callable[[int, Any], packing.TrainBatch]  # (step, batch, None on hosts other than the first)
+    publish: Callable[[Any, int], timeline.Policy]  # (params, version)
+    host_state: Callable[[int], dict]
 
 
 @contextlib.contextmanager
@@ -148,19 +148,28 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
         state, start, saved = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
         ledger = stack.enter_context(_ledger(exp, workdir, start, saved, hosts, remote))
-        _forget_after(start, publisher, writer, hosts)  # then the manifests that anchor the ledger are gone
+        writer.truncate("rl", start)
+        if hosts.is_first:  # also the version of the checkpoint: a power failure may have torn it
+            publisher.forget(start)  # then the manifests that anchor the ledger are gone
+        hosts.broadcast()
         publish = functools.partial(_publish, exp, workdir, publisher, ledger)
         policy = publish(train_step.policy(learner, state), start)
-        orchestrator = stack.enter_context(_rollout_system(exp, workdir, policy, saved, progress, hosts, ledger))
+        system = contextlib.nullcontext()
+        if hosts.is_first:
+            progress.note("starting the rollout system")
+            options = {"num_hosts": hosts.count, "known": saved.get("rollouts"), "ledger": ledger}
+            system = launch.start_rollout_system(exp, workdir, workdir / "weights", policy, progress.say, **options)
+        orchestrator = stack.enter_context(system)
         if orchestrator and exp.config.topology.metrics:
             stack.enter_context(_metrics_served(exp.config.topology.metrics, writer, orchestrator))
-        host_state = functools.partial(_host_state, orchestrator, ledger)
-        compiled = _compile_in_background(learner, exp.abstract_batch(mesh), stack)
+        compiler = futures.ThreadPoolExecutor(1)  # while the first score and the first batch are made
+        stack.callback(compiler.shutdown, wait=False)
+        compiled = compiler.submit(train_step.compile_train_step, learner, exp.abstract_batch(mesh))
         stack.push(hosts.report)
         evaluations = None
         if orchestrator:
-            options = (exp, orchestrator, workdir, writer, progress)
-            evaluations = stack.enter_context(evaluate.Evaluations(*options))
+            evaluations = evaluate.Evaluations(exp, orchestrator, workdir, writer, progress)
+            stack.enter_context(evaluations)
             # Read at every resume: a damaged file must not wait for the last step.
             if (saved_score := evaluate.saved_score(workdir, start)) is not None:
                 checkpointer.score(start, saved_score)
@@ -176,10 +185,10 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
             step_fn=step_fn,
             reference=reference,
             orchestrator=orchestrator,
-            feed=_feed(remote, exp.rollout_layout(mesh), mesh, hosts),
+            feed=_feed(exp, remote, mesh, hosts),
             checkpointer=checkpointer,
             publish=publish,
-            host_state=host_state,
+            host_state=functools.partial(_host_state, orchestrator, ledger),
             evaluations=evaluations,
             writer=writer,
             progress=progress,
@@ -225,16 +234,11 @@ def _check_file(field: str, path: str, kind: str) -> None:
 
 
 def _publisher(exp: experiment.Experiment, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> broadcast.Publisher:
-    key, dtype = run_directory.signing_key(workdir, hosts).private, exp.config.broadcast.dtype or None
-    keep = exp.config.rl.max_lag + exp.config.rl.max_off_policy + 2  # every version that a rollout in flight may name
-    options = broadcast.PublishOptions(
-        key=key,
-        keep=keep,
-        dtype=dtype,
-        head_s=exp.config.broadcast.head_s,
-        root_file=run_directory.root_file(workdir),
-    )
-    return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=exp.config.broadcast.snapshot_every)
+    rl, fields, root_file = exp.config.rl, exp.config.broadcast, run_directory.root_file(workdir)
+    keep = rl.max_lag + rl.max_off_policy + 2  # every version that a rollout in flight may name
+    own = {"key": run_directory.signing_key(workdir, hosts).private, "dtype": fields.dtype or None}
+    options = broadcast.PublishOptions(keep=keep, head_s=fields.head_s, root_file=root_file, **own)
+    return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=fields.snapshot_every)
 
 
 def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
@@ -243,25 +247,13 @@ def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
     if restored:
         step, state, host_state = restored
         if step > exp.config.rl.num_steps:
-            raise ValueError(
-                f"{workdir} has taken {step} steps, more than rl.num_steps = {exp.config.rl.num_steps}; raise rl.num_steps, "
-                f"or export an earlier checkpoint (python -m rl.export)"
-            )
+            found = f"{workdir} has taken {step} steps, more than rl.num_steps = {exp.config.rl.num_steps}"
+            raise ValueError(f"{found}; raise rl.num_steps, or export an earlier checkpoint (python -m rl.export)")
         progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
         return state, step, host_state
     state = train_step.init_state(jax.random.key(exp.config.seed), learner, warm_up())
     checkpointer.save(0, state, {"step": 0}, force=True)
     return state, 0, {}
-
-
-def _forget_after(
-    start: int, publisher: broadcast.Publisher, writer: metrics.MetricsWriter, hosts: hosts_lib.Hosts
-) -> None:
-    """Deletes metrics after the checkpoint's step `start`, and weight versions from it on: a power failure may have torn the newest."""
-    writer.truncate("rl", start)
-    if hosts.is_first:
-        publisher.forget(start)
-    hosts.broadcast()
 
 
 def _remote(exp, mesh: jax.sharding.Mesh, workdir: pathlib.Path, progress, hosts: hosts_lib.Hosts) -> Any:
@@ -279,13 +271,13 @@ def _remote(exp, mesh: jax.sharding.Mesh, workdir: pathlib.Path, progress, hosts
     )
 
 
-def _feed(remote: client.RemoteOrchestrator | None, layout: packing.Layout, mesh, hosts: hosts_lib.Hosts) -> Callable:
+def _feed(exp, remote: client.RemoteOrchestrator | None, mesh, hosts: hosts_lib.Hosts) -> Callable:
     """Returns the function that puts the rows of a batch on the devices of all hosts."""
+    place = exp.rollout_layout(mesh), mesh, hosts
     if remote is None:
-        return lambda step, batch: host_feed.place(batch.trees if batch else None, layout, mesh, hosts)
-    return lambda step, batch: host_feed.fetch(
-        batch and batch.num_micro_batches, functools.partial(remote.rows, step), layout, mesh, hosts
-    )
+        return lambda step, batch: host_feed.place(batch and batch.trees, *place)
+    rows = lambda step: functools.partial(remote.rows, step)  # noqa: E731
+    return lambda step, batch: host_feed.fetch(batch and batch.num_micro_batches, rows(step), *place)
 
 
 def _ledger(exp, workdir: pathlib.Path, start: int, saved: dict, hosts: hosts_lib.Hosts, remote) -> Any:
@@ -295,7 +287,7 @@ def _ledger(exp, workdir: pathlib.Path, start: int, saved: dict, hosts: hosts_li
     if remote is not None:
         remote.attach(experiment.fields(exp), start, saved.get("rollouts") or {}, saved.get("ledger"))
         return contextlib.nullcontext(remote)
-    ledger = run_directory.open_ledger(workdir, saved.get("ledger"), any_step=not task_schedule.is_fixed(exp.config))
+    ledger = run_directory.open_ledger(workdir, saved.get("ledger"), any_step=not task_schedule.is_fixed(exp.config.rl))
     ledger.resumed(start)
     return ledger
 
@@ -312,22 +304,6 @@ def _publish(
     policy = timeline.Policy(epoch, version, hashlib.sha256(data).hexdigest())
     ledger.published(version, policy.digest, epoch)
     return policy
-
-
-def _rollout_system(exp, workdir: pathlib.Path, policy: timeline.Policy, saved: dict, progress, hosts, ledger) -> Any:
-    """Returns a context that runs the rollout system and yields its orchestrator, or on hosts other than the first yields None."""
-    if not hosts.is_first:
-        return contextlib.nullcontext()
-    progress.note("starting the rollout system")
-    options = {"num_hosts": hosts.count, "known": saved.get("rollouts"), "ledger": ledger}
-    return launch.start_rollout_system(exp, workdir, workdir / "weights", policy, progress.say, **options)
-
-
-def _compile_in_background(learner, batch, stack: contextlib.ExitStack) -> futures.Future:
-    """Starts to compile the train step, while the first score and the first batch are made."""
-    compiler = futures.ThreadPoolExecutor(1)
-    stack.callback(compiler.shutdown, wait=False)
-    return compiler.submit(train_step.compile_train_step, learner, batch)
 
 
 def _host_state(orchestrator, ledger, step: int) -> dict:
@@ -360,20 +336,18 @@ def _check_finite(step, values, packed, run: _Run, workdir: pathlib.Path, hosts:
     if not (bad := hosts.broadcast(diagnostics.not_finite(values))):
         return
     whole = packed if hosts.count == 1 else multihost_utils.process_allgather(packed, tiled=True)
+    file, checkpointer = workdir / "failed_batch.npz", run.checkpointer
     if hosts.is_first:
-        packing.save(whole, workdir / "failed_batch.npz")
-    checkpointer = run.checkpointer
+        packing.save(whole, file)
     checkpointer.wait()
     if values["loss/skipped"] == 1 and hosts.broadcast(step - 1 > (checkpointer.latest_step() or 0)):
         before = run.state.replace(step=run.state.step - 1)
         checkpointer.save(step - 1, before, run.host_state(step - 1), force=True)
         checkpointer.wait()
-    raise ValueError(
-        f"{bad} is {values[bad]} at step {step}; nothing of this step was published. Its batch is "
-        f"{workdir / 'failed_batch.npz'}, its rollouts are in {workdir / 'rollouts' / f'step_{step}'}, the last good "
-        f"checkpoint is step {checkpointer.latest_step()}; look at the rollouts, or start another --workdir with a lower "
-        f"optimizer.learning_rate"
-    )
+    found = f"{bad} is {values[bad]} at step {step}; nothing of this step was published. Its batch is {file}, its rollouts are in"
+    found += f" {workdir / 'rollouts' / f'step_{step}'}, the last good checkpoint is step {checkpointer.latest_step()}"
+    remedy = "look at the rollouts, or start another --workdir with a lower optimizer.learning_rate"
+    raise ValueError(f"{found}; {remedy}")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import operator
 import os
 import random
 import re
@@ -53,6 +54,7 @@ SERVERS_S = 300.0  # without a server that completes a group, until it is given 
 DRAIN_S, LEAVE_S = 20.0, 5.0  # after SIGTERM: for finished groups, and for the last heartbeat
 
 Key = tuple[str, int, int]  # of a group: split, step, group
+_key = operator.itemgetter("split", "step", "group")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,11 +244,10 @@ class _Groups:
             report = registry.Report(self._own_server, load=load, problem=problem)
             reply = await self._signed.beat(report, [*map(list, self._held)])
             self._hear(reply)
-            for key in map(tuple, reply["void"]):
-                if task := self._running.get(key):
-                    self._worker.counts["void"] += 1
-                    task.cancel()
-                    self._held.discard(key)
+            for key in self._running.keys() & set(map(tuple, reply["void"])):
+                self._worker.counts["void"] += 1
+                self._running[key].cancel()
+                self._held.discard(key)
             interval_s, is_first = float(reply["interval_s"]), False
 
     def _hear(self, reply: dict) -> None:
@@ -299,18 +300,13 @@ class _Groups:
                 raise ValueError(f"{found} of a submission; lower sampling.max_tokens or rl.samples_per_prompt")
             with self._worker.metrics.seconds["submit"].time():
                 verdicts = await self._signed.submit(body)
-            self._worker.counts["submitted"] += len(verdicts)
-            for name, verdict in verdicts.items():
-                if verdict.startswith("refused"):
-                    self._worker.counts["refused"] += 1
-                    cli.note(f"{name} {verdict}")
+            refused = [f"{name} {verdict}" for name, verdict in verdicts.items() if verdict.startswith("refused")]
+            self._worker.counts.update(submitted=len(verdicts), refused=len(refused))
+            for line in refused:
+                cli.note(line)
             self._held.difference_update(keys)
             for _ in keys:
                 self._finished.task_done()
-
-
-def _key(group: dict) -> Key:
-    return group["split"], group["step"], group["group"]
 
 
 def make_rollouts(
@@ -356,11 +352,11 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict) -> li
     samples = await client.generate(prompt, sampling, proofs=trains, **pins)
     # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
-    return [rollout_lib.sign(rollout, key) for rollout in rollouts]
+    return rollout_lib.sign_all(rollouts, key)
 
 
 def _read_run(body: dict, sandbox: str) -> Run:
-    """Loads the run that a reply to `GET /run` describes; it can name environments, but no code of its own. Raises ValueError if the reply is not from an orchestrator."""
+    """Loads the run that a reply to `GET /run` describes; it can name environments, but no code of its own. Raises ValueError for another reply."""
     try:
         name, seed, options = (body["env"][field] for field in ("name", "seed", "options"))
         tokenizer, date = body["tokenizer"], body["tokenizer_date"]
@@ -400,8 +396,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--concurrency", type=int, default=64, help="groups to work on at the same time")
     helps = "seconds to wait for an unreachable orchestrator, such as one that restores a large model"
     add("--give_up_s", type=float, default=1800.0, help=helps)
-    helps = "own inference servers, to use instead of those of the run"
-    add("--server", nargs="+", default=[], metavar="URL", help=helps)
+    add("--server", nargs="+", default=[], metavar="URL", help="own inference servers, instead of those of the run")
     helps = "scorers run without files and network: auto (as far as this machine can), require, or off"
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help=helps)
     add("--metrics", metavar="[HOST:]PORT", help="serve /metrics and /health there")

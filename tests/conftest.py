@@ -1,8 +1,15 @@
 """Eight fake CPU devices and strict rank promotion for every test; slow tests only when asked for."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # all processes of these tests compile a program once
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="intellax-compiled-")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
 import pytest
@@ -15,6 +22,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--regenerate", action="store_true", help="rewrite the golden files instead of comparing with them"
     )
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Returns the processes of -n auto: two for all fast tests, and none but this one for a part, slow tests, or -s."""
+    everything = config.args == config.getini("testpaths") and not config.option.markexpr
+    return 2 if everything and config.option.capture != "no" else 0
 
 
 def pytest_collection_modifyitems(config, items):

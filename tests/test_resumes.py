@@ -15,7 +15,8 @@ from inference import serve
 from inference.rollouts import rollout as rollout_lib
 from inference.server import inference_server
 from rl import worker
-from rl.orchestrator import nodes, orchestrator, verdict_collector
+from rl.orchestrator import orchestrator
+from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import timeline
 from rl.verification import verifier
 from sharding import broadcast
@@ -65,7 +66,7 @@ class Lives:
             self.stack.enter_context(serving.in_thread(make(server)))
             for make in (serve.make_app, serve.make_control_app)
         ]
-        self.server = nodes.StaticServer(*urls, key=self.signer.worker)
+        self.server = urls
         options = {"concurrency": 2, "give_up_s": 120, "sandbox": "off"}
         url = f"http://127.0.0.1:{self.config.topology.port}"
         work = worker.Worker(url, self.worker, self.run.worker, **options).work
@@ -93,7 +94,7 @@ class Lives:
             server_keys=[self.signer.worker],
         )
         run.resume(self.step)
-        run.nodes.add(self.server)
+        run.nodes.add(*self.server, key=self.signer.worker)
         run.serve()
         run.publish(policy)
         for _ in range(num_batches):

@@ -2,7 +2,7 @@
 
 1. A worker drives an episode against an inference server. Each of its branches is one token stream: the prompt, the tokens that
    the policy sampled, and between two turns the tokens of the environment (so `sampled_mask` has gaps).
-2. The worker fills a `Rollout`, signs it (`sign`), and sends a group as one Parquet file (inference/rollouts/parquet.py).
+2. The worker fills the `Rollout`s of a group, signs them (`sign_all`), and sends them in a Parquet file (inference/rollouts/parquet.py).
 3. Validator and orchestrator read the file. `validate` checks every field of an untrusted rollout, and `signature_ok` that
    the key in `worker` signed it.
 
@@ -19,6 +19,7 @@ import os
 import pathlib
 import re
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 from cryptography import exceptions
@@ -31,6 +32,8 @@ FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
 MAX_PROOF_BYTES = 2**24  # per stream; 258 bytes per 32 tokens need half of it at MAX_TOKENS
 MAX_ROUTED_BYTES = 2**27  # per stream: 16,000 tokens of 48 layers with 8 experts each take 6 MB
+MAX_PATH = 16  # hashes from a rollout to the root that its worker signed
+SIGNATURE_BYTES = (0, *range(64, 65 + 32 * MAX_PATH, 32))
 MAX_REWARD_PARTS = 64
 MAX_NAME = 256  # characters of an environment's or a reward's name
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
@@ -74,7 +77,7 @@ class Rollout:
     finish_reason: str  # "stop" | "length"
     proofs: bytes  # toploc proofs of the sampled rows, joined
     worker: str  # hex of the ed25519 public key; "" until signed
-    signature: bytes  # 64 bytes over `digest`; b"" until signed
+    signature: bytes  # 64 bytes over the root of a hash tree, then the path from `digest` to it; b"" until signed
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [T - 1, layers, experts per token], which ran each token
     epoch: int = 0  # of all policy versions that sampled or prefilled (rl/protocol/timeline.py)
     server: str = ""  # hex of the public key of the inference server that vouches for the samples; "": none does
@@ -83,17 +86,35 @@ class Rollout:
     @property
     def prompt_length(self) -> int:
         """The number of tokens before the first sampled token. At least one must be sampled, as `validate` checks."""
-        return int(np.argmax(self.sampled_mask))
+        return max(self.sampled_mask.tobytes().find(1), 0)  # `argmax` would give up the GIL for a moment
 
 
-def validate(rollout: Rollout) -> str | None:
+def validate(rollout: Rollout, *, has_good_values: bool = False) -> str | None:
     """Checks every field of an untrusted rollout; returns the first error as "field: rule, got value", or None if valid.
 
-    The signature is not verified here, only its length. Never raises, for any argument.
+    The signature is not verified here, only its length. With `has_good_values`, `value_error` found none in its arrays. Never
+    raises, for any argument.
     """
     if not isinstance(rollout, Rollout):
         return f"rollout: must be a Rollout, got {type(rollout).__name__}"
-    return _array_error(rollout) or _scalar_error(rollout)
+    if reason := _array_error(rollout):
+        return reason
+    if not has_good_values and (reason := value_error(*(getattr(rollout, name) for name in _ARRAYS))):
+        return reason
+    return _experts_error(rollout) or _scalar_error(rollout)
+
+
+def value_error(tokens: np.ndarray, sampled_mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> str | None:
+    """Returns the first rule for a single token that the arrays of rollouts break, joined or of one; None if they break none."""
+    for name, array in (("tokens", tokens), ("versions", versions)):
+        if (lowest := int(array.min(initial=0))) < 0:
+            return f"{name}: must be >= 0, got {lowest}"
+    bad_T = ~(logprobs <= LOGPROB_SLACK) | np.isinf(logprobs)  # the comparison is False for NaN
+    if bad_T.any():
+        at = int(bad_T.argmax())
+        return f"logprobs: must be finite and <= {LOGPROB_SLACK}, got {logprobs[at]} at position {at}"
+    is_zero = not logprobs[~sampled_mask].any()
+    return None if is_zero else "logprobs: must be 0 where the token was not sampled"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +157,29 @@ class WorkerKey:
 
 def sign(rollout: Rollout, key: WorkerKey) -> Rollout:
     """Returns the rollout with `worker` and `signature` set from `key`. Raises ValueError if `validate` rejects the rollout."""
-    rollout = dataclasses.replace(rollout, worker=key.worker, signature=b"")
-    if reason := validate(rollout):
+    return sign_all([rollout], key)[0]
+
+
+def sign_all(rollouts: Sequence[Rollout], key: WorkerKey) -> list[Rollout]:
+    """Returns at least one rollout with `worker` and `signature` set from `key`. Raises ValueError if `validate` rejects one.
+
+    The key signs once, the root of a hash tree over the digests. Each rollout carries its path, and can be verified without the others.
+    """
+    named = [dataclasses.replace(rollout, worker=key.worker, signature=b"") for rollout in rollouts]
+    if reason := next(filter(None, map(validate, named)), None):
         raise ValueError(f"rollout cannot be signed: {reason}; correct this field first")
-    return dataclasses.replace(rollout, signature=key.private.sign(digest(rollout)))
+    root, paths = hash_tree([digest(rollout) for rollout in named])
+    signature = key.private.sign(root)
+    return [dataclasses.replace(*one, signature=signature + path) for *one, path in zip(named, paths, strict=True)]
+
+
+def hash_tree(digests: Sequence[bytes]) -> tuple[bytes, list[bytes]]:
+    """Returns the root of a hash tree over digests, and for each digest its path: the sibling hashes from it up to the root, joined."""
+    if len(digests) == 1:
+        return digests[0], [b""]
+    half = len(digests) // 2
+    (first, firsts), (second, seconds) = hash_tree(digests[:half]), hash_tree(digests[half:])
+    return _node(first, second), [path + second for path in firsts] + [path + first for path in seconds]
 
 
 def signature_ok(rollout: Rollout) -> bool:
@@ -149,7 +189,14 @@ def signature_ok(rollout: Rollout) -> bool:
 
 def is_signed(rollout: Rollout, own_digest: bytes) -> bool:
     """Returns True if the key in `worker` signed a valid rollout with this digest. Never raises."""
-    return signed(rollout.worker, rollout.signature, own_digest)
+    root, path = own_digest, rollout.signature[64:]
+    for at in range(0, len(path), 32):
+        root = _node(root, path[at : at + 32])
+    return _signed(rollout.worker, rollout.signature[:64], root)
+
+
+def _node(one: bytes, other: bytes) -> bytes:
+    return hashlib.sha256(b"intellax/node/1" + min(one, other) + max(one, other)).digest()
 
 
 def signed(worker: str, signature: bytes, message: bytes) -> bool:
@@ -161,8 +208,11 @@ def signed(worker: str, signature: bytes, message: bytes) -> bool:
     return True
 
 
+_signed = functools.lru_cache(2**10)(signed)  # the rollouts of a group share one
+
+
 def digest(rollout: Rollout) -> bytes:
-    """Returns the SHA-256 of every field of a valid rollout except `signature`; workers sign this digest.
+    """Returns the SHA-256 of every field of a valid rollout except `signature`; workers sign it, or a hash tree over several.
 
     The preimage is "intellax/rollout/1", then name and payload of each field, in the order of `_DIGESTED`, each preceded by its
     length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian. `rewards` is
@@ -200,7 +250,17 @@ def _framed(payload: bytes) -> bytes:
 _LENGTH = struct.Struct("<Q")
 _GET = {name: operator.attrgetter(name) for name in (*_DIGESTED, *_ADDED, *LIMITS, "signature")}
 _KEY = re.compile("([0-9a-f]{64})?")
-_RULES = {name: f"an integer in [0, {most})" for name, most in LIMITS.items()}
+_RULES = {name: f"an integer in [0, {most})" for name, most in LIMITS.items()} | {
+    "temperature": "finite and >= 0",
+    "reward": "finite",
+    "task.env": f"1 to {MAX_NAME} printable characters",
+    "finish_reason": f"one of {FINISH_REASONS}",
+    "worker": "a public key as 64 lower-case hex digits, or empty",
+    "proofs": f"at most {MAX_PROOF_BYTES} bytes",
+    "signature": f"64 bytes and up to {MAX_PATH} hashes, or empty",
+    "server": "a public key as 64 lower-case hex digits, or empty",
+    "server_signature": "64 bytes with a server, else empty",
+}
 _NAMES = {name: _framed(name.encode()) for name in _GET}
 _NUMBERS = {  # name and length, and the function that makes the payload
     name: (_NAMES[name] + _LENGTH.pack(8), struct.Struct("<q" if name in LIMITS else "<d").pack)
@@ -231,15 +291,10 @@ def _array_error(rollout: Rollout) -> str | None:
         return "sampled_mask: must have at least one True, because only sampled tokens are trained on"
     if rollout.sampled_mask[0]:
         return "sampled_mask: position 0 cannot be sampled, because no token precedes it"
-    for name in ("tokens", "versions"):
-        if (lowest := int(getattr(rollout, name).min())) < 0:
-            return f"{name}: must be >= 0, got {lowest}"
-    bad_T = ~(rollout.logprobs <= LOGPROB_SLACK) | np.isinf(rollout.logprobs)  # the comparison is False for NaN
-    if bad_T.any():
-        at = int(bad_T.argmax())
-        return f"logprobs: must be finite and <= {LOGPROB_SLACK}, got {rollout.logprobs[at]} at position {at}"
-    if rollout.logprobs[~rollout.sampled_mask].any():
-        return "logprobs: must be 0 where the token was not sampled"
+    return None
+
+
+def _experts_error(rollout: Rollout) -> str | None:
     experts = rollout.routed_experts  # not checked: the counts of layers and experts, because no model is named here
     if experts is None:
         return None
@@ -265,24 +320,20 @@ def _scalar_error(rollout: Rollout) -> str | None:
             return f"rewards: must map printable names to finite numbers, got {_shown(name)}: {_shown(value)}"
     has_server = isinstance(rollout.server, str) and rollout.server != ""
     is_finished = isinstance(rollout.finish_reason, str) and rollout.finish_reason in FINISH_REASONS
-    for name, is_valid, rule in (
-        *((name, _is_index(_GET[name](rollout), most), _RULES[name]) for name, most in LIMITS.items()),
-        ("temperature", _is_finite(rollout.temperature) and rollout.temperature >= 0, "finite and >= 0"),
-        ("reward", _is_finite(rollout.reward), "finite"),
-        ("task.env", is_name(task.env), f"1 to {MAX_NAME} printable characters"),
-        ("finish_reason", is_finished, f"one of {FINISH_REASONS}"),
-        ("worker", is_key(worker), "a public key as 64 lower-case hex digits, or empty"),
-        ("proofs", isinstance(proofs, bytes) and len(proofs) <= MAX_PROOF_BYTES, f"at most {MAX_PROOF_BYTES} bytes"),
-        ("signature", isinstance(signature, bytes) and len(signature) in (0, 64), "64 bytes, or empty"),
-        ("server", is_key(rollout.server), "a public key as 64 lower-case hex digits, or empty"),
-        (
-            "server_signature",
-            isinstance(vouched, bytes) and len(vouched) == 64 * has_server,
-            "64 bytes with a server, else empty",
-        ),
+    for name, is_valid in (
+        *((name, _is_index(_GET[name](rollout), most)) for name, most in LIMITS.items()),
+        ("temperature", _is_finite(rollout.temperature) and rollout.temperature >= 0),
+        ("reward", _is_finite(rollout.reward)),
+        ("task.env", is_name(task.env)),
+        ("finish_reason", is_finished),
+        ("worker", is_key(worker)),
+        ("proofs", isinstance(proofs, bytes) and len(proofs) <= MAX_PROOF_BYTES),
+        ("signature", isinstance(signature, bytes) and len(signature) in SIGNATURE_BYTES),
+        ("server", is_key(rollout.server)),
+        ("server_signature", isinstance(vouched, bytes) and len(vouched) == 64 * has_server),
     ):
         if not is_valid:
-            return f"{name}: must be {rule}, got {_shown(_GET[name](rollout))}"
+            return f"{name}: must be {_RULES[name]}, got {_shown(_GET[name](rollout))}"
     return None
 
 

@@ -37,16 +37,14 @@ def opened(control: str, token_file: str | None, hosts: Collection[str]) -> Iter
     host, colon, port = control.rpartition(":")
     is_unix = "/" in control or not colon  # a port alone would mean all addresses
     if not is_unix and not (port.isascii() and port.isdecimal() and int(port) <= 65535):
-        raise ValueError(
-            f"--control {control} has the port {port!r}, not one in 0..65535; write HOST:PORT, or ./{control} for a path"
-        )
+        found = f"--control {control} has the port {port!r}, not one in 0..65535"
+        raise ValueError(f"{found}; write HOST:PORT, or ./{control} for a path")
     if not (is_unix or host):
         raise ValueError(f"--control {control} names no host; write 127.0.0.1:{port}, or HOST:PORT for other machines")
     if not is_unix and token_file is None:
-        raise ValueError(
-            f"--control {control} can be reached by other users and has no token; add --control_token_file FILE (created "
-            "if absent), or use a unix socket (--control PATH)"
-        )
+        found = f"--control {control} can be reached by other users and has no token"
+        remedy = "add --control_token_file FILE (created if absent), or use a unix socket (--control PATH)"
+        raise ValueError(f"{found}; {remedy}")
     token = None if token_file is None else secret_file.read_or_create(token_file)
     with contextlib.ExitStack() as stack:
         if is_unix:

@@ -194,10 +194,9 @@ class InferenceServer:
 
     def _update_from_model(self, folder: pathlib.Path, version: int | None, rollback: bool) -> int:
         if self.key is not None:
-            raise ValueError(
-                f"{folder} is a Hugging Face folder, which has no signature, and this server takes only weights signed by "
-                "--weights_key; publish them with that key, or start a server without --weights_key"
-            )
+            found = f"{folder} is a Hugging Face folder, which has no signature"
+            found += ", and this server takes only weights signed by --weights_key"
+            raise ValueError(f"{found}; publish them with that key, or start a server without --weights_key")
         version = self.scheduler.version + 1 if version is None else version
         self._check_order((0, version), rollback)
         config = hf.read_config(folder)
@@ -227,12 +226,9 @@ class InferenceServer:
         """Raises ValueError for weights that are not newer than those in use: a number is one policy, for every rollout."""
         current = self._floor(is_proved)
         if order <= current and not rollback:
-            names = [
-                f"version {version}" + (f" of epoch {epoch}" if epoch else "") for epoch, version in (order, current)
-            ]
-            found = " has other weights than " if order == current else " is older than "
-            remedy = 'send a newer version, or "rollback": true to load it all the same'
-            raise ValueError(f"{found.join(names)}, which is in use; {remedy}")
+            new, used = (f"version {one[1]}" + f" of epoch {one[0]}" * (one[0] > 0) for one in (order, current))
+            found = f"{new} {'has other weights' if order == current else 'is older'} than {used}, which is in use"
+            raise ValueError(f'{found}; send a newer version, or "rollback": true to load it all the same')
 
     def _swap(self, params: transformer.Params, version: int, pulled: broadcast.Pulled | None = None) -> int:
         check_params(params, self.engine.model)
@@ -270,10 +266,9 @@ def start(
     cli.note(f"loading policy version {version}")
     metadata = broadcast.read_manifest(source, version, key=key).metadata
     if not {"model", "tokenizer"} <= metadata.keys():
-        raise ValueError(
-            f"version {version} under {weights} has a manifest without model and tokenizer, as publish-dir of "
-            "sharding.broadcast writes it; serve weights that rl.train published, or a folder by --model"
-        )
+        found = f"version {version} under {weights} has a manifest without model and tokenizer"
+        found += ", as publish-dir of sharding.broadcast writes it"
+        raise ValueError(f"{found}; serve weights that rl.train published, or a folder by --model")
     if not isinstance(config, engine_lib.EngineConfig):
         published = metadata.get("engine")
         config = config(published if isinstance(published, dict) else {})
@@ -321,16 +316,14 @@ def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> N
     expected, given = _types_by_path(transformer.abstract(model)), _types_by_path(params)
     for path in sorted(expected.keys() | given.keys()):
         if given.get(path) != expected.get(path):
-            raise ValueError(
-                f"the new weights have {path} as {given.get(path, 'no tensor')}, and the model that serves needs "
-                f"{expected.get(path, 'none')}; publish weights of that model"
-            )
+            found = f"the new weights have {path} as {given.get(path, 'no tensor')}"
+            found += f", and the model that serves needs {expected.get(path, 'none')}"
+            raise ValueError(f"{found}; publish weights of that model")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not _is_finite(leaf):
             name = jax.tree_util.keystr(path)
-            raise ValueError(
-                f"the new weights have NaN or infinity in {name}; publish weights of a run that did not diverge"
-            )
+            found = f"the new weights have NaN or infinity in {name}"
+            raise ValueError(f"{found}; publish weights of a run that did not diverge")
 
 
 def _run(
@@ -338,10 +331,8 @@ def _run(
 ) -> InferenceServer:
     tokenizer = tokenizer_lib.load(tokenizer_folder)
     if tokenizer.vocab_size > store.model.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} entries, and the model only {store.model.vocab_size}; use "
-            "tokenizer.json and config.json of the same checkpoint"
-        )
+        found = f"the tokenizer has {tokenizer.vocab_size} entries, and the model only {store.model.vocab_size}"
+        raise ValueError(f"{found}; use tokenizer.json and config.json of the same checkpoint")
     check_params(params, store.model)
     cli.note("compiling")
     params = store.keep(params)

@@ -16,9 +16,8 @@ FAIL_FAST = pydantic.Field(fail_fast=True)  # stops at the first mistake in a li
 def _check_size(biases: Any) -> Any:
     """Checks the size of a logit bias before its entries, since pydantic collects a mistake per entry of a dict."""
     if isinstance(biases, dict) and len(biases) > request.MAX_BIAS:
-        raise ValueError(
-            f"{len(biases)} logit_bias entries given; at most {request.MAX_BIAS} are allowed, so leave some out"
-        )
+        found = f"{len(biases)} logit_bias entries given"
+        raise ValueError(f"{found}; at most {request.MAX_BIAS} are allowed, so leave some out")
     return biases
 
 

@@ -5,7 +5,7 @@
 2. A request body is read up to a maximum size. A pause of 30 s ends the request with status 408, and so does a rate below
    32 KiB/s after the first 30 s. So 64 MiB take 35 minutes at most.
 3. All bodies of a server share a budget of bytes. A network may use as many bytes as it leaves free: one network at most half,
-   n together n / (n + 1), and a new one finds room. Beyond that, a client gets 503 and `retry-after`.
+   a second a quarter, so that 13 fill all but 64 KiB, as 16 do all connections. Beyond that, a client gets 503 and `retry-after`.
 4. A request with two lengths is refused, because a proxy in front may read the other one.
 5. A request whose client disconnects is cancelled (`run_until_disconnect`).
 

@@ -16,15 +16,12 @@ def check(source: str, prefixes: Iterable[str]) -> str:
     """Returns `source`, with links resolved if it is a path. Raises ValueError if it is neither one of `prefixes` nor below one."""
     found = _resolve(source) if "://" not in source else source
     if "://" in source and not _PLAIN_URL.fullmatch(source):
-        raise ValueError(
-            f"weight_dir {source[:200]!r} is not a plain URL; send SCHEME://HOST/PATH without user, query or escapes"
-        )
+        text = f"weight_dir {source[:200]!r} is not a plain URL"
+        raise ValueError(f"{text}; send SCHEME://HOST/PATH without user, query or escapes")
     roots = (prefix if "://" in prefix else _resolve(prefix) for prefix in prefixes)
     if not any(f"{found.rstrip('/')}/".startswith(f"{root.rstrip('/')}/") for root in roots):
-        raise ValueError(
-            f"weight_dir {source[:200]!r} is not one of this server's sources; send one of those, or start the server with "
-            "--weights_allow and a prefix of it"
-        )
+        text = f"weight_dir {source[:200]!r} is not one of this server's sources"
+        raise ValueError(f"{text}; send one of those, or start the server with --weights_allow and a prefix of it")
     return found
 
 

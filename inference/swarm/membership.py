@@ -8,42 +8,39 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric import ed25519
-
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
 from sharding.system import cli, sign_in
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+RATE_S = 5.0  # least time over which tokens are counted: a call of the engine makes many
 
 
-def sign_in_server(
-    orchestrator: str,
-    private: ed25519.Ed25519PrivateKey,
-    server: inference_server.InferenceServer,
-    url: str,
-    run: str = "",
-) -> sign_in.SignIn:
-    """Starts the heartbeats of `server`, which workers reach at `url`, and makes it follow the policies of the run; returns them."""
-    before = time.monotonic(), 0.0
+def sign_in_server(orchestrator: str, server: inference_server.InferenceServer, url: str) -> sign_in.SignIn:
+    """Returns the heartbeats of `server`, which workers reach at `url`; their replies make it follow the policies of the run."""
+    assert server.signer is not None
+    rate, num_tokens, counted_s = 0.0, server.scheduler.stats["tokens"], time.monotonic()
 
     def report() -> dict[str, Any]:
-        nonlocal before
-        scheduler, (then_s, num_tokens) = server.scheduler, before
-        before = time.monotonic(), float(scheduler.stats["tokens"])
-        load = server.load() | {"tokens_per_s": (before[1] - num_tokens) / max(before[0] - then_s, 1e-3)}
+        nonlocal rate, num_tokens, counted_s
+        scheduler, before, passed_s = server.scheduler, num_tokens, time.monotonic() - counted_s
+        if not scheduler.is_alive:  # no beat: such a server must count as silent
+            raise ValueError("the scheduler ended by an error; see its log, and start this server again")
+        if passed_s >= RATE_S:
+            num_tokens, counted_s = scheduler.stats["tokens"], counted_s + passed_s
+            rate = (num_tokens - before) / passed_s
         problem = "paused" if scheduler.is_paused else follower.problem
         policy = {"epoch": scheduler.epoch, "version": scheduler.version, "digest": server.policy_digest}
-        return {"url": url, "policy": policy, "load": load, "problem": problem}
+        return {"url": url, "policy": policy, "load": server.load() | {"tokens_per_s": rate}, "problem": problem}
 
     def hear(reply: dict) -> None:
         server.run = node.run
         if reply["policy"]:
             follower.follow(reply["policy"])
 
-    node = sign_in.SignIn(orchestrator, private, "server", report, run=run, on_reply=hear)
+    node = sign_in.SignIn(orchestrator, server.signer.private, "server", report, run=server.run, on_reply=hear)
     follower = PolicyFollower(server, node.beat_now)
-    return node.start()
+    return node
 
 
 class PolicyFollower:

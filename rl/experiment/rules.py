@@ -174,7 +174,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f"rl.loss = {loss!r} averages over samples itself; set rl.average = 'tokens'"
     if c.rl.samples_per_prompt == 1 and c.rl.advantage != "given" and not objective.teacher_coef:
         yield "rl.samples_per_prompt = 1: the advantage of a group of one is always 0; raise it, or set rl.advantage = 'given'"
-    if c.rl.oversampling > 1 and task_schedule.is_fixed(c):
+    if c.rl.oversampling > 1 and task_schedule.is_fixed(c.rl):
         found = f"rl.oversampling = {c.rl.oversampling}, but each batch waits for its own groups"
         yield f"{found}; set rl.batch = 'first' or rl.refill, or raise rl.max_lag instead"
     if c.rl.min_group and not 2 <= c.rl.min_group <= c.rl.samples_per_prompt:

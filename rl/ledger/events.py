@@ -4,10 +4,11 @@ The canonical bytes are sorted ASCII JSON without spaces. Other bytes are refuse
 """
 
 import dataclasses
+import functools
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from inference.rollouts import rollout as rollout_lib
 from rl.ledger import task_ranges
@@ -20,22 +21,17 @@ VALIDATOR_KINDS = ("accept", "invalidate", "slash", "eject")
 WORKER_KINDS = ("invite", "lease", "submission", "refusal", "naming")  # node is the worker
 RUN_KINDS = (*WORKER_KINDS, "resume", "appoint", "verdict", "batch", "publish")  # in the rest, node is the keeper
 MAX_STEPS = 4096  # of one naming
+ALSO = {"lease": ("step", "group"), "submission": ("step", "group", "digest")}  # the fields of a further group
+MAX_ALSO = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
     """One event of a ledger: a statement about the worker `node`, signed by `author` (the worker itself, a validator, or the keeper).
 
-    Fields by kind: open (validators: list of keys, window_ms), join (), stake (amount), submit (work: SHA-256 hex, units),
-    accept (work, checked: whether it was replayed), invalidate (work, units, reason), slash (amount, reason), eject (reason).
-    An accept or invalidate event may add run and tasks: the tasks that its work finished, as text (rl/ledger/task_ranges.py).
-
-    Of a training run: resume (step, run: its public key), appoint (validators, quorum), invite (), lease (split, step, group, version), submission
-    (split, step, group, digest), verdict (the fields of a `SignedVerdict`), refusal (split, step, group, digest, reason), batch
-    (step, digest, verified, trusted: groups as text), publish (version, digest, epoch), naming (steps). Lease and batch add the epoch
-    (ledgers of earlier releases lack it), and resume adds any_step: true if batches may have groups of any step. Then batch adds dropped,
-    if there are any: groups that no batch will have. Appoint adds min_rate and invited_rate of the config's trust. A refusal or eject
-    event may name a server in place of the worker: it is at fault.
+    `_FIELDS` has the fields of each kind, `_OPTIONAL` those that only some events have. Work is named by the SHA-256 of its file, tasks and
+    groups by text (rl/ledger/task_ranges.py). Work is `checked` if it was replayed; no batch will have groups that are `dropped`; with
+    `any_step`, batches may have groups of any step; `also` names further groups (`each`). A refusal or eject event may name a server in place of the worker: it is at fault.
     """
 
     kind: str
@@ -60,6 +56,13 @@ def encode(event: Event) -> bytes:
     """Returns an event as canonical bytes (sorted JSON, no spaces), without the signature. Raises ValueError or TypeError for other fields than JSON."""
     body = {name: getattr(event, name) for name in ("kind", "node", "author", "nonce", "fields")}
     return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def each(fields: dict) -> Iterator[dict]:
+    """Yields the fields of a lease or submission for each of its groups."""
+    yield fields
+    for further in fields.get("also", ()):
+        yield fields | further
 
 
 def decode(body: bytes, signature: bytes) -> Event | str:
@@ -122,6 +125,16 @@ def _are_tasks(value) -> bool:
         return isinstance(value, str) and len(value) <= task_ranges.MAX_CHARS and bool(task_ranges.parse_tasks(value))
     except ValueError:
         return False
+
+
+def _are_groups(value, names: tuple[str, ...]) -> bool:
+    """Returns True for a list of further groups with valid fields of these names."""
+    rules = _GROUP | {"digest": _WORK}
+    is_list = isinstance(value, list) and 0 < len(value) <= MAX_ALSO
+    return is_list and all(
+        isinstance(one, dict) and one.keys() == {*names} and all(rules[name][0](one[name]) for name in names)
+        for one in value
+    )
 
 
 _Rule = tuple[Callable[[object], bool], str]
@@ -187,6 +200,16 @@ _TASKS: dict[str, _Rule] = {
 _DROPPED: dict[str, _Rule] = {"dropped": (_are_tasks, "groups like '3:0-15,17', or absent")}
 _ANY_STEP: dict[str, _Rule] = {"any_step": (lambda value: value is True, "true, or absent")}
 _RATE: _Rule = (lambda value: isinstance(value, (int, float)) and 0 < value <= 1, "a number in (0, 1]")
+_ALSO: dict[str, dict[str, _Rule]] = {
+    kind: {
+        "also": (
+            functools.partial(_are_groups, names=names),
+            f"a list of 1 to {MAX_ALSO} objects with {', '.join(names)}, or absent",
+        )
+    }
+    for kind, names in ALSO.items()
+}
 # Fields that an event has all of, or none: ledgers of earlier releases lack them.
-_OPTIONAL = {"accept": (_TASKS,), "invalidate": (_TASKS,), "lease": (_EPOCH,), "batch": (_EPOCH, _DROPPED)}
+_OPTIONAL = {"accept": (_TASKS,), "invalidate": (_TASKS,), "batch": (_EPOCH, _DROPPED)}
+_OPTIONAL |= {"lease": (_EPOCH, _ALSO["lease"]), "submission": (_ALSO["submission"],)}
 _OPTIONAL |= {"resume": (_ANY_STEP,), "appoint": ({"min_rate": _RATE, "invited_rate": _RATE},)}

@@ -33,6 +33,8 @@ class History:
         self.begin: int | None = None  # the step after which the ledger began: above 0 for runs of earlier releases
         self.heads: set[str] = set()  # "SEQ:HASH" of each entry, for the anchors in manifests
         self.batches: dict[int, Batch] = {}  # by step, of the last timeline
+        self.num_resumes = 0
+        self.undone: set[int] = set()  # steps that a resume took back, and that no batch has made again
         self.run = run_rules.RunState()
         self._draw: tuple[str, dict[str, float]] = "", {}  # head and rates of the last start
 
@@ -41,7 +43,9 @@ class History:
         fields, self.run = entry.event.fields, state.run
         if entry.event.kind == "resume":
             self.begin = fields["step"] if self.begin is None else self.begin
-            self.batches = {step: batch for step, batch in self.batches.items() if step <= fields["step"]}
+            self.num_resumes += 1
+            self.undone |= {step for step in self.batches if step > fields["step"]}
+            self.batches = {step: batch for step, batch in self.batches.items() if step not in self.undone}
         elif entry.event.kind == "appoint":
             rates = {name: fields[name] for name in ("min_rate", "invited_rate") if name in fields}
             self._draw = f"{entry.seq - 1}:{entry.previous.hex()}", rates
@@ -49,6 +53,7 @@ class History:
             basis = {group: basis for (_, group), basis in self.run.batch.items()}
             submissions = {group: submitted for (_, group), submitted in self.run.submissions.items()}
             rest = basis, submissions, *self._draw, dict(self.run.records), [group for _, group in self.run.dropped]
+            self.undone.discard(fields["step"])
             self.batches[fields["step"]] = Batch(fields["digest"], fields.get("epoch", -1), *rest)
         self.heads.add(f"{entry.seq}:{entry.hash.hex()}")
 

@@ -1,7 +1,8 @@
 """The ledger of a training run: its threads hand events in, and one thread writes them to WORKDIR/ledger.db.
 
 1. Every method returns immediately, with a future that has the event's number once the event is durable: a commit takes several
-   fsyncs, so one commit takes all events that gathered during the last. `flush` waits for all earlier events.
+   fsyncs, so one commit takes all events that gathered during the last. Of these, leases of one worker that nothing separates are
+   joined to one event, as are submissions: an event has two signatures. `flush` waits for all earlier events.
 2. The orchestrator calls the methods under its lock, as things happen. An event that breaks a rule
    (rl/ledger/run_rules.py) means that the run must end: that event and all later ones fail.
 3. `head` goes into each published manifest and each checkpoint. A ledger that lacks such an anchor is refused: it is an older copy.
@@ -26,6 +27,7 @@ from rl.ledger import run_rules, storage, task_ranges
 from rl.protocol import verdict as verdict_lib
 
 Recorded = futures.Future[int | None]  # the number of the event, once it is durable
+_Unsigned = tuple[str, str, dict]  # kind, node, and fields of an event
 
 
 class RunLedger(contextlib.AbstractContextManager):
@@ -55,7 +57,7 @@ class RunLedger(contextlib.AbstractContextManager):
         self._ejected = {name for name, worker in self._ledger.state.workers.items() if worker.ejected}
         self._lock = threading.RLock()  # of the three sets, and of `_waiting`
         self._failure: BaseException | None = None
-        self._waiting: list[tuple[tuple[str, str, dict] | None, Recorded]] = []  # None: a wait for earlier events
+        self._waiting: list[tuple[_Unsigned | None, Recorded]] = []  # None: a wait for earlier events
         self._writer = futures.ThreadPoolExecutor(1, "ledger")
 
     def __exit__(self, *_) -> None:
@@ -168,7 +170,7 @@ class RunLedger(contextlib.AbstractContextManager):
     def _record(self, kind: str, node: str, **fields: Any) -> Recorded:
         return self._put((kind, node, fields))
 
-    def _put(self, event: tuple[str, str, dict] | None) -> Recorded:
+    def _put(self, event: _Unsigned | None) -> Recorded:
         recorded: Recorded = futures.Future()
         with self._lock:
             try:
@@ -185,20 +187,22 @@ class RunLedger(contextlib.AbstractContextManager):
         with self._lock:
             items, self._waiting = self._waiting, []
         entries: list[storage.Entry] = []
+        joined = _joined(items)
         try:
-            signed = [ledger_events.sign(*item[:2], self._key, **item[2]) for item, _ in items if item]
+            signed = [ledger_events.sign(*item[:2], self._key, **item[2]) for item, _ in joined if item]
             if signed and not self._failure:
                 self._append(signed, entries)
         except BaseException as error:  # those who wait for the events, and the run, get it
             self._failure = error
             self.on_failure(error)
         numbers = iter([entry.seq for entry in entries])
-        for item, recorded in items:
+        for item, waiting in joined:
             number = next(numbers, None) if item else None
-            if number is None and self._failure:
-                recorded.set_exception(self._failure)
-            else:
-                recorded.set_result(number)
+            for recorded in waiting:
+                if number is None and self._failure:
+                    recorded.set_exception(self._failure)
+                else:
+                    recorded.set_result(number)
 
     def _append(self, signed: list[ledger_events.Event], entries: list[storage.Entry]) -> None:
         """Appends events to the file and to `entries`; of those with a refused one, all before it. Raises its error."""
@@ -207,6 +211,33 @@ class RunLedger(contextlib.AbstractContextManager):
         except ValueError:
             for event in signed:
                 entries += self._ledger.append(event, is_own=True)
+
+
+def _joined(items: Sequence[tuple[_Unsigned | None, Recorded]]) -> list[tuple[_Unsigned | None, list[Recorded]]]:
+    """Returns events, each with its futures; one in place of a worker's that differ only in their groups.
+
+    Between them are only events of the same kind on other groups, so that their order means nothing.
+    """
+    out: list[tuple[_Unsigned | None, list[Recorded]]] = []
+    kind, places, latest = "", set(), {}  # of the events since the last of another kind; worker -> its last one
+    for event, recorded in items:
+        names = ledger_events.ALSO.get(event[0], ()) if event else ()
+        further = {name: event[2][name] for name in names} if event else {}
+        place = tuple(event[2][name] for name in ("split", "step", "group")) if event and names else ()
+        if not event or event[0] != kind or place in places:
+            kind, places, latest = event[0] if event else "", set(), {}
+        places.add(place)
+        if event and names and event[1] in latest:
+            (*_, before), waiting = latest[event[1]]
+            also = before.get("also", [])
+            if before | further | {"also": 0} == event[2] | {"also": 0} and len(also) < ledger_events.MAX_ALSO:
+                before["also"] = [*also, further]
+                waiting.append(recorded)
+                continue
+        out.append((event, [recorded]))
+        if event:
+            latest[event[1]] = out[-1]
+    return out
 
 
 class NoLedger:

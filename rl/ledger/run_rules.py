@@ -88,11 +88,12 @@ class RunState:
             return "node: the worker was ejected"
         fields = event.fields
         if event.kind in ("lease", "submission") and fields["split"] == "train":
-            if self._is_over(fields["step"], fields["group"]):
-                return f"step: batch {fields['step']} was trained on already, or a batch had this group"
-            group = self._group(fields)
-            if event.kind == "submission" and (group is None or event.node not in group.holders):
-                return "group: this worker has no lease on it"
+            for one in events.each(fields):
+                if self._is_over(one["step"], one["group"]):
+                    return f"step: batch {one['step']} was trained on already, or a batch had this group"
+                group = self._group(one)
+                if event.kind == "submission" and (group is None or event.node not in group.holders):
+                    return "group: this worker has no lease on it"
         if event.kind == "verdict" and fields["run"] != self.run:
             return f"run: the verdict is about another run than {self.run[:16] or 'one that began'}"
         if event.kind == "verdict" and not verdict_lib.SignedVerdict(**fields).check():
@@ -158,11 +159,14 @@ class RunState:
         elif event.kind == "eject":
             self.ejected.setdefault(worker, self._count)
         elif event.kind == "lease" and fields["split"] == "train":
-            holders = group.holders if group else set()
-            self._open[fields["step"]][fields["group"]] = _Group(holders | {worker}, epoch=fields.get("epoch", -1))
-        elif event.kind == "submission" and group:
-            group.worker, group.digest, group.submitted = worker, fields["digest"], self._count
-            group.is_refused, group.is_counted, group.votes = False, False, {}
+            for one in events.each(fields):
+                holders = {worker} | (group.holders if (group := self._group(one)) else set())
+                self._open[one["step"]][one["group"]] = _Group(holders, epoch=fields.get("epoch", -1))
+        elif event.kind == "submission" and fields["split"] == "train":
+            for one in events.each(fields):
+                group = self._open[one["step"]][one["group"]]
+                group.worker, group.digest, group.submitted = worker, one["digest"], self._count
+                group.is_refused, group.is_counted, group.votes = False, False, {}
         elif event.kind == "verdict" and group and group.digest == fields["digest"]:
             if fields["validator"] in (self.validators or {self.run}):
                 group.votes[fields["validator"]] = fields["accepted"]

@@ -36,7 +36,7 @@ def main() -> None:
         metrics_routes.listen(options.metrics).close()  # it is opened when the learner attaches
     with contextlib.ExitStack() as stack:
         workdir = stack.enter_context(run_directory.open_orchestrator(options.workdir))
-        any_step = not task_schedule.is_fixed(exp.config)
+        any_step = not task_schedule.is_fixed(exp.config.rl)
         ledger = stack.enter_context(run_directory.open_ledger(workdir, None, any_step=any_step))
         progress, urls, failures = metrics.Progress(), [""], []
         weights = options.weights or str(workdir / "weights")

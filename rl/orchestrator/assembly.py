@@ -13,7 +13,8 @@ from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger
-from rl.orchestrator import nodes, orchestrator, verdict_collector
+from rl.orchestrator import orchestrator
+from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import task_schedule
 from rl.verification import checks, evidence_log, verifier
 from sharding import mesh as mesh_lib
@@ -34,10 +35,9 @@ def make(
 ) -> orchestrator.Orchestrator:
     """Returns the orchestrator of a run with the validator in this process; neither serves yet."""
     config, key = experiment.config, run_directory.signing_key(workdir)
-    rules, bands = verifier.rules_of(config, experiment.tokenizer, on_wait, stack, key.worker), None
-    if file := verifier.bands_file(config):
-        tolerance, bands = verifier.load_bands(file)
-        rules = dataclasses.replace(rules, tolerance=tolerance)
+    tolerance, bands = verifier.bands_of(config)
+    rules = verifier.rules_of(config, experiment.tokenizer, on_wait, stack, key.worker)
+    rules = dataclasses.replace(rules, tolerance=tolerance)
     server_keys = list(config.topology.server_keys)
     if config.topology.mode == "local":
         server_keys.append(rollout_lib.WorkerKey.load(run_directory.worker_key_file(workdir, SERVER)).worker)
@@ -45,7 +45,7 @@ def make(
     of_servers = {"servers": frozenset(server_keys), "on_flagged": on_wait}
     evidence = evidence_log.EvidenceLog(bands, count_once=True, open_steps=open_steps, **of_servers)
     # A resumed run makes late groups of earlier steps again.
-    num_kept = 0 if task_schedule.is_fixed(config) else open_steps
+    num_kept = 0 if task_schedule.is_fixed(config.rl) else open_steps
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
     params = verifier.published(str(weights), keep=keep, key=run_directory.trusted_key(workdir))
     validator = verifier.Validator(experiment.model, params, rules, evidence)
@@ -78,7 +78,7 @@ def serve(rollouts: orchestrator.Orchestrator, config, workdir: pathlib.Path, st
     topology = config.topology
     token = secret_file.read_or_create(token_file(config, workdir))
     for server, control in zip(topology.servers, topology.control_servers, strict=True):
-        rollouts.nodes.add(nodes.StaticServer(server.rstrip("/"), control, token))
+        rollouts.nodes.add(server.rstrip("/"), control, token)
     url = rollouts.serve()
     stack.callback(rollouts.close)
     return url

@@ -1,13 +1,12 @@
 """Keeps the nodes of a run: who is there, which servers workers may use, and whether there is anybody left to wait for.
 
-1. Nodes sign in by heartbeats (rl/orchestrator/routes.py). Those that config names by URL do not: a task per static server polls its
-   health, sends it new policies by its control listener, and beats for it. A failed call is repeated, for each server alone.
+1. Nodes sign in by heartbeats (rl/orchestrator/routes.py). For servers that config names by URL, rl/orchestrator/static_servers.py beats.
 2. `announce` names the newest policy, which servers load when they can. One that fails, lags, or is silent is left out of `servers`
    until it is well again. So no server ends a run.
 3. A policy counts as served when all servers without a problem have it. One that is slow delays the others no longer than the
    first of them took.
 4. A run that has no server for `patience_s`, or no worker while groups wait, ends with one line on each node. If its own process
-   started all workers and all of them are banned, it ends at once, since no other is expected.
+   started all workers and all of them are banned, the run ends immediately, since no other is expected.
 
 `run` is a coroutine for the event loop of the HTTP server; the other methods are thread-safe.
 """
@@ -19,37 +18,23 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-import httpx
-
-from inference import client as client_lib
+from rl.orchestrator import static_servers
 from rl.protocol import registry as registry_lib
 from rl.protocol import request_limit, timeline
-from sharding.system import bounded_reply, sign_in
+from sharding.system import sign_in
 
 TICK_S = 0.2
 STOPPED_S = 1.0  # without a tick: this process was stopped, or starved
-FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # after a failed update
 HOLD, MAX_HOLD_S = 0.8, 5.0  # of an interval, and seconds, that the reply to a server's heartbeat waits for a policy
-HEALTH_S = 10.0  # for the reply to a request for health
 MAX_LINE = 2000  # characters of a line that lists nodes
 LEASE_BEATS = 16.0  # least heartbeats per lease of a known worker, so four per lease of a newcomer
 MAX_BEATS_PER_S = 40.0  # of all workers
 LEASES_PER_REQUEST = 2.0  # a worker also scores and submits groups, and should have the next one at hand
 EARLIER = "in an earlier process; the ledger has the reason"
 ROLES = {"server": "an inference server", "worker": "a worker (for held-out tasks one of topology.workers, if any)"}
-
-
-@dataclasses.dataclass(frozen=True)
-class StaticServer:
-    """A server that signs in nowhere: its URL for workers, and the address and token of its control listener."""
-
-    url: str
-    control: str
-    token: str | None = dataclasses.field(default=None, repr=False)
-    key: str = ""  # public, by which it signs samples; "": it signs none
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,7 +54,7 @@ class Nodes:
     def __post_init__(self) -> None:
         self.heartbeat_s, self._server_keys = self.topology.heartbeat_s, frozenset(self.topology.server_keys)
         self._lock = threading.Lock()  # guards everything below
-        self._static: dict[str, StaticServer] = {}  # by URL
+        self._static: dict[str, static_servers.StaticServer] = {}  # by URL
         is_kept = lambda key: self.is_named(key) or self.is_known(key)  # noqa: E731
         self._registry = registry_lib.Registry(self.heartbeat_s, is_named=is_kept)
         self.newest: timeline.Policy | None = None  # that servers may load
@@ -84,12 +69,12 @@ class Nodes:
         self._limits: dict[str, request_limit.State] = {}  # by key of a server
         self.own_servers: frozenset[str] = frozenset()  # workers that use other servers than those of the run
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._announced = asyncio.Event()  # replaced at each announcement
+        self.announced = asyncio.Event()  # replaced at each announcement
 
-    def add(self, server: StaticServer) -> None:
-        """Adds a server that signs in nowhere."""
+    def add(self, url: str, control: str, token: str | None = None, key: str = "") -> None:
+        """Adds a server that signs in nowhere, with the fields of `StaticServer`."""
         with self._lock:
-            self._static[server.url] = server
+            self._static[url] = static_servers.StaticServer(url, control, token, key)
 
     def is_named(self, key: str) -> bool:
         """Returns True for a key that the run's config names, and for the URL of a static server."""
@@ -158,7 +143,14 @@ class Nodes:
         """
         end_s = time.monotonic() + min(HOLD * self.interval_s("server"), MAX_HOLD_S)
         while self.target(key) in (None, report.policy) and not is_over() and (left_s := end_s - time.monotonic()) > 0:
-            await _first_of(min(left_s, 5 * TICK_S), self._announced.wait())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, 5 * TICK_S)):
+                    await self.announced.wait()
+
+    def fault(self, key: str, problem: str) -> None:
+        """Records that a call of ours to a node failed."""
+        with self._lock:
+            self._registry.fault(key, time.monotonic(), problem)
 
     def banned(self, key: str, reason: str) -> None:
         """Records why a key is banned, for people."""
@@ -221,10 +213,11 @@ class Nodes:
         """Returns the seconds between two heartbeats of a node; the more workers there are, the longer is that of a worker."""
         return self._registry.worker_interval_s if role == "worker" else self.heartbeat_s
 
-    def num_workers(self, state: registry_lib.State = registry_lib.State.HEALTHY) -> int:
-        """Returns the number of workers in a state: by default of those that are there."""
+    def num_silent_workers(self) -> int:
+        """Returns the number of workers that are SUSPECT or DEAD."""
         with self._lock:
-            return self._registry.count("worker")[state]
+            count = self._registry.count("worker")
+        return count[registry_lib.State.SUSPECT] + count[registry_lib.State.DEAD]
 
     def num_signed_in(self) -> int:
         """Returns the number of nodes that are there by their own requests."""
@@ -246,7 +239,7 @@ class Nodes:
         return self._line("server") if is_without else ""
 
     async def run(self, lacks_worker: Callable[[list[str]], bool], on_tick: Callable[[float], None]) -> None:
-        """Polls static servers and applies the passing of time, for ever. Raises ValueError if nobody is left to wait for.
+        """Follows static servers, and acts as time passes, until it is cancelled. Raises ValueError if nobody is left to wait for.
 
         `lacks_worker(keys)` is true if groups wait, and none of these workers may have one; `on_tick(now_s)` is called every `TICK_S` seconds.
         """
@@ -256,7 +249,7 @@ class Nodes:
                 for url in [*self._static]:
                     if url not in followed:
                         followed.add(url)
-                        tasks.create_task(self._follow(self._static[url]))
+                        tasks.create_task(static_servers.follow(self._static[url], self))
                 now_s = time.monotonic()
                 self._look(now_s)
                 on_tick(now_s)  # first, as this process may have been stopped
@@ -359,75 +352,9 @@ class Nodes:
         """Wakes the tasks of static servers."""
 
         def wake() -> None:
-            announced, self._announced = self._announced, asyncio.Event()
+            announced, self.announced = self.announced, asyncio.Event()
             announced.set()
 
         if self._loop:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(wake)
-
-    async def _follow(self, server: StaticServer) -> None:
-        """Polls the health of a static server, and sends it new policies; for ever."""
-        control = client_lib.Control([server.control], token=server.token)
-        report = registry_lib.Report(url=server.url)
-        self.beat(server.url, "server", report, time.monotonic())
-        update, told, pause_s, retry_s = None, None, FIRST_PAUSE_S, 0.0
-        async with httpx.AsyncClient(timeout=HEALTH_S) as http:
-            while True:
-                if update and update.done():
-                    problem = _problem(update)
-                    pause_s = min(pause_s * 2, MAX_PAUSE_S) if problem else FIRST_PAUSE_S
-                    retry_s, update = time.monotonic() + (pause_s if problem else 0.0), None
-                    report = dataclasses.replace(report, problem=problem)
-                try:
-                    report = await _poll(http, server.url, report)
-                    self.beat(server.url, "server", report, time.monotonic())
-                except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError) as error:
-                    with self._lock:
-                        problem = f"no health: {str(error) or type(error).__name__}"
-                        self._registry.fault(server.url, time.monotonic(), problem)
-                announced, newest = self._announced, self.target(server.url)
-                is_due = newest != told or time.monotonic() >= retry_s
-                if newest and report.policy != newest and update is None and is_due:
-                    told = newest
-                    pins = {"epoch": newest.epoch, "digest": newest.digest}
-                    update = asyncio.ensure_future(control.update_weights(newest.version, **pins))
-                await _first_of(self.heartbeat_s, announced.wait(), update)
-
-
-def _problem(update: asyncio.Future) -> str:
-    """Returns the error of an update of weights, or ""."""
-    try:
-        update.result()
-        return ""
-    except (ValueError, OSError, httpx.HTTPError, httpx.InvalidURL) as error:
-        return sign_in.one_line(f"weights not updated: {str(error) or type(error).__name__}")
-
-
-async def _poll(http: httpx.AsyncClient, url: str, before: registry_lib.Report) -> registry_lib.Report:
-    """Returns the report of a server, as its health shows it. Raises ValueError or httpx.HTTPError if it has none."""
-    response = await bounded_reply.fetch(http, "GET", f"{url}/health", client_lib.MAX_HEALTH_BYTES, HEALTH_S)
-    if response.status_code != 200:
-        raise ValueError(client_lib.error_message(response))
-    body = response.json()
-    try:
-        policy = {"epoch": body.get("policy_epoch", 0), "digest": body.get("policy_digest", "")}
-        running, pending = body["running"], body["pending"]  # of servers of earlier releases
-        report = {
-            "url": url,
-            "policy": policy | {"version": body["policy_version"]},
-            "load": body.get("load", {"running": running, "waiting": max(pending - running, 0)}),
-            "problem": before.problem,
-        }
-        return registry_lib.Report.from_json(report)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"GET {url}/health returned {str(body)[:100]}, which is not that of a server") from error
-
-
-async def _first_of(timeout_s: float, *waits: Awaitable | None) -> None:
-    """Waits for the first of these, and cancels none but coroutines."""
-    futures = [asyncio.ensure_future(wait) for wait in waits if wait is not None]
-    try:
-        await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        futures[0].cancel()

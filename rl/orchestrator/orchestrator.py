@@ -3,13 +3,13 @@
 For batch n (1-based) of P groups:
 1. `publish(version)` names it to the inference servers. Once they serve it (rl/orchestrator/nodes.py), the groups of the batches up to
    version + 1 + max_lag open.
-2. A worker leases groups (rl/protocol/lease.py), generates their rollouts on the servers, and submits them, signed
+2. A worker leases groups (rl/orchestrator/leases.py), generates their rollouts on the servers, and submits them, signed
    (rl/orchestrator/routes.py). Its heartbeats renew its leases; an expired lease goes to the next worker.
 3. A submission is checked, and its group quarantined until a verdict accepts it (rl/orchestrator/submissions.py).
-4. A rejected group is requeued. `next_batch(n)` waits until the batch is complete by its rule (rl/orchestrator/batches.py), assigns
+4. A rejected group is requeued. `next_batch(n)` waits until the batch is complete by its rule (rl/orchestrator/groups/batches.py), assigns
    advantages, and returns it.
 
-rl/orchestrator/group_queue.py has the states of a group; this file adds the lock, leases, clock, and servers. It runs in the
+rl/orchestrator/groups/group_queue.py has the states of a group; this file adds the lock, clock, and servers. It runs in the
 learner's process and imports no environment: a task is only an index here.
 """
 
@@ -33,20 +33,10 @@ from models import hub
 from rl.batch import credit as credit_lib
 from rl.batch import training_batch
 from rl.ledger import run_ledger, run_rules
-from rl.orchestrator import (
-    admission,
-    batches,
-    group_queue,
-    nodes,
-    routes,
-    status,
-    submissions,
-    verdict_collector,
-    work_share,
-    worker_health,
-)
-from rl.orchestrator.group_queue import State
-from rl.protocol import registry, task_schedule, timeline
+from rl.orchestrator import admission, leases, nodes, routes, status, submissions, work_share, worker_health
+from rl.orchestrator.groups import batches, group_queue, queue_entry
+from rl.orchestrator.verdicts import verdict_collector
+from rl.protocol import task_schedule, timeline
 from rl.reporting import diagnostics
 from rl.verification import checks
 from rl.verification import rules as rules_lib
@@ -119,29 +109,34 @@ class Orchestrator:
             on_served=self._open,
             on_notice=on_wait,
         )
-        self._kept: dict[group_queue.Key, submissions.Kept] = {}  # of the log, until the first policy is published
-        self._recorded: dict[int, list[group_queue.Entry]] = {}  # the ledger's last batch, maybe not returned yet
+        self._kept: dict[queue_entry.Key, submissions.Kept] = {}  # of the log, until the first policy is published
+        self._recorded: dict[int, list[queue_entry.Entry]] = {}  # the ledger's last batch, maybe not returned yet
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
         self._wanted: int | None = None  # the batch that the learner waits for
         self._failure: BaseException | None = None
         self.metrics = role_metrics.RoleMetrics("orchestrator", self._metrics, LATENCIES)  # not for workers
         self.metrics.seconds["verdict"] = verdicts.seconds
+        shared: dict[str, Any] = {"changed": self._changed, "queue": self._queue, "health": self._health}
+        shared |= {"share": self._share, "counts": self._counts, "ledger": self._ledger, "newest": lambda: self._policy}
+        self.leases = leases.Leases(
+            **shared,
+            nodes=self.nodes,
+            server_keys=self._servers.invited,
+            config=config,
+            version=lambda: self._version,
+            is_ended=lambda: self.is_ended,
+            seconds=self.metrics.seconds["lease"],
+        )
         self._status = status.Status(self._queue, self._health, self.nodes, verdicts, self._counts)
         self._log = row_log.RowLog(workdir / "rollouts" / "open", self.fail)
         self._submissions = submissions.Submissions(
-            changed=self._changed,
-            queue=self._queue,
-            health=self._health,
+            **shared,
             servers=self._servers,
-            share=self._share,
-            counts=self._counts,
-            ledger=self._ledger,
             log=self._log,
             rules=rules_lib.Rules.of(config, key.worker),
             max_age=config.rl.max_off_policy if config.rl.batch == "first" else math.inf,
             held_out={(group.group, group.index) for group in task_schedule.held_out_groups(config, 0)},
-            newest=lambda: self._policy,
             check_group_without_weights=check_group_without_weights,
             verdicts=verdicts,
             secret=secret,
@@ -228,13 +223,11 @@ class Orchestrator:
                 recorded = self._record_batch(step, taken)
             elif step not in self._states:
                 self._mark(step, taken)
-        with self._changed:
             kept = {step, *(entry.group.step for entry in (*taken, *self._queue.entries.values()))}
+            states = json.dumps(self._states)
         submissions.write_batch(self._log, self._workdir, step, taken, kept)
         if recorded:
             recorded.result()
-        with self._changed:
-            states = json.dumps(self._states)
         atomic_file.write(self._log.directory / STATES, states.encode())
         groups = [*map(self._rewarded, taken)]
         counts = diagnostics.of_groups(groups, step=step, max_tokens=self._config.sampling.max_tokens)
@@ -254,8 +247,7 @@ class Orchestrator:
         """
         groups = task_schedule.held_out_groups(self._config, version, name)
         keys, end_s = [group.key for group in groups], time.monotonic() + self._config.evaluation.hold_s
-        with self._changed:
-            newest = self._policy
+        newest = self._policy
         policy = newest if newest.version == version else timeline.Policy(newest.epoch, version)
         with self.nodes.holding(policy), self._changed:
             self._wait_for(lambda: self._version >= version)
@@ -318,148 +310,6 @@ class Orchestrator:
         open_rows += sum(one.num_tasks * one.samples_per_task for one in sets)
         return {"max_rows": 2 * open_rows, "max_tokens": 2 * self._config.train.row_length}
 
-    def lease(
-        self,
-        worker: str,
-        capacity: int,
-        network: str = "",
-        returned: Collection[group_queue.Key] = (),
-        *,
-        begun_us: int = 0,
-        holding: Collection[group_queue.Key] | None = None,
-    ) -> list[task_schedule.Group]:
-        """Leases up to `capacity` groups to `worker`; returns them, or [] if the worker may get none. Reopens expired leases.
-
-        `network` is that of the worker's connection. `returned` are keys of groups that the worker holds and will not finish.
-        `begun_us` is the start of its process, which holds none of the groups that an earlier one leased; `holding` are those that it
-        holds, if it tells.
-        """
-        now_s = time.monotonic()
-        if worker in self._servers.invited:  # the ledger takes no lease of a banned server, so the run would end
-            raise ValueError(f"key {worker[:16]} is a server's; make another key for a worker")
-        self.nodes.seen([worker], now_s)
-        with self.metrics.seconds["lease"].time(), self._changed:
-            self.tick(now_s)
-            known = None if holding is None else {*holding, *returned}
-            self._take_back(worker, self._queue.orphans(worker, begun_us, known), now_s)
-            for key in returned:
-                if lease := self._queue.give_back(key, worker):
-                    is_gone = 0 <= lease.group.version < self._policy.version  # it is not served any more
-                    is_void = is_gone or self._queue.entries[key].is_submitted
-                    self._expire(lease, now_s, "lease_void" if is_void else "lease_expired", blame=not is_void)
-                    self._health.returned(key, now_s)
-            self._health.seen(worker, now_s)
-            groups = [] if self.is_ended else self._lease(worker, capacity, network, now_s, begun_us)
-            if groups:
-                self._ledger.joined(worker, worker in self._health.invited)
-            for group in groups:
-                self._ledger.leased(worker, *group.key, group.version, group.epoch)
-            return groups
-
-    def _lease(
-        self, worker: str, capacity: int, network: str, now_s: float, begun_us: int
-    ) -> list[task_schedule.Group]:
-        """Leases open groups or, if there are none, copies of late ones; returns them. The caller has the lock."""
-        is_known = self._health.is_known(worker) and not self._health.is_banned(worker)
-        count = self._room(worker, network, capacity, now_s, is_known=is_known)
-        pins = {"all": True, "none": False}.get(self._config.trust.pin_versions, self._health.is_stranger(worker))
-        until_s, version = now_s + self._health.lease_s(worker), self._version if pins else -1
-        may_lease = functools.partial(self._health.may_lease, worker, now_s=now_s)
-        terms = worker, count, until_s, may_lease, version, now_s, begun_us
-        groups = self._queue.lease(*terms)
-        if not groups and count > 0:
-            groups = self._queue.lease(*terms, **self._late(now_s, is_known))
-        if is_known and groups:
-            self._share.seen(worker, self._queue.num_leases(worker), now_s)
-        self._health.leased(worker, network, [group.key for group in groups], now_s)
-        return groups
-
-    def _room(self, worker: str, network: str, capacity: int, now_s: float, *, is_known: bool) -> int:
-        """Returns how many more groups a worker gets, by its standing, its share of the work, and the limits of the servers."""
-        count, held = self._queue.count(), self._queue.num_leases(worker)
-        num_unfinished = count.total() - count[State.ELIGIBLE]
-        room = self._health.room(worker, network, num_unfinished, now_s, self._queue.held)
-        if is_known and (capacity or held):  # one that asks for nothing has no share
-            self._share.seen(worker, held, now_s)
-            room = min(room, self._share.room(worker, held, count[State.OPEN] + count[State.LEASED], now_s))
-        if worker not in (own := self.nodes.own_servers):  # each worker may hold one
-            room = int(min(room, max(1 - held, self.nodes.max_leases() - self._queue.num_leases_but(own))))
-        return min(room, capacity)
-
-    def beat(self, key: str, role: str, report: registry.Report, holding: Sequence[group_queue.Key], *, leaving: bool):
-        """Records a heartbeat; renews the leases of a worker that it still works on, or takes all back if it is `leaving`.
-
-        Returns the keys of the groups that it need not finish. Raises ValueError if the key is another role's.
-        """
-        now_s = time.monotonic()
-        if leaving or self.is_ended:
-            self.nodes.leave(key, role)
-        else:
-            self.nodes.beat(key, role, report, now_s)
-        if role != "worker":
-            return []
-        with self._changed:
-            self.tick(now_s)  # a renewal after a pause is of this time
-            self._health.seen(key, now_s)
-            if not leaving:
-                return self._queue.renew(key, holding, lambda lease: self._health.renewed_s(key, lease.since_s, now_s))
-            self._share.left(key)
-            self._take_back(key, self._queue.held(key), now_s)
-            return []
-
-    def servers(self, worker: str) -> list[dict]:
-        """Returns the servers that a worker may use now, with limits in proportion to its leases."""
-        with self._changed:
-            held, total = self._queue.num_leases(worker), self._queue.num_leases_but(self.nodes.own_servers)
-        return self.nodes.servers(min(max(held, 1) / max(total, 1), 1.0))
-
-    def tick(self, now_s: float) -> None:
-        """Reopens expired leases."""
-        with self._changed:
-            if stopped_s := self.nodes.stopped_s(now_s):
-                self._queue.extend(stopped_s)
-            for lease in self._queue.expire(now_s):
-                self._expire(lease, now_s, "lease_expired")
-
-    def has_work(self) -> bool:
-        """Returns True if groups wait for a worker, or for another one than theirs."""
-        with self._changed:
-            return self._queue.count()[State.OPEN] > 0 or self._queue.has_late(**self._late(time.monotonic(), True))
-
-    def lacks_worker(self, workers: Collection[str]) -> bool:
-        """Returns True if groups wait as in `has_work`, and none of `workers` may have one."""
-        with self._changed:
-            is_train = any(e.group.split == "train" and not e.is_submitted for e in self._queue.entries.values())
-            invited = self._health.invited or workers  # if there are any, strangers get no held-out groups
-            return not (workers if is_train else {*workers}.intersection(invited)) and self.has_work()
-
-    def _late(self, now_s: float, is_known: bool) -> dict[str, Any]:
-        """Returns the rule of copies for a worker: those of newcomers, which cost them nothing, keep no known worker out."""
-        old_s = now_s - self._config.topology.lease_s
-        return {
-            "is_late": lambda lease: self._share.is_late(lease.worker, lease.since_s, now_s),
-            "leaves_room": lambda it: it.since_s < old_s or (is_known and not self._health.is_known(it.worker)),
-        }
-
-    def _take_back(self, worker: str, keys: Sequence[group_queue.Key], now_s: float) -> None:
-        """Ends the leases of a worker that leaves, has started again, or did not get them."""
-        lost = [lease for key in keys if (lease := self._queue.give_back(key, worker))]
-        blame = bool(lost) and self._health.left(worker, now_s)
-        for lease in lost:
-            self._counts["lease_returned"] += 1
-            self._health.lost(lease.worker, lease.group.key, now_s, blame=blame)
-
-    def _expire(self, lease: group_queue.Lease, now_s: float, count: str, *, blame: bool = True) -> None:
-        """Counts a lease that ended without rollouts, also against its worker if it is to `blame`, and could reach a server."""
-        self._counts[count] += 1
-        is_to_blame = blame and not self.nodes.was_away(lease.since_s)
-        self._health.expired(lease.worker, lease.group.key, now_s, blame=is_to_blame)
-
-    def holds_groups(self, worker: str) -> bool:
-        """Returns True if a worker has groups that no batch has taken; else the answer would tell which passed without a verdict."""
-        with self._changed:
-            return self._queue.may_deliver(worker)
-
     def submit(self, rows: parquet.Rows) -> dict[str, concurrent.futures.Future[str]]:
         """Starts the checks of submitted rollouts; returns per group a future of its reply, as `Submissions.submit` does."""
         begun_s, replies = time.monotonic(), self._submissions.submit(rows)
@@ -478,14 +328,14 @@ class Orchestrator:
             self._batches.load(policy.version)
             self._changed.notify_all()
 
-    def _record_batch(self, step: int, taken: list[group_queue.Entry]) -> concurrent.futures.Future:
+    def _record_batch(self, step: int, taken: list[queue_entry.Entry]) -> concurrent.futures.Future:
         basis = {entry.group.key[1:]: "verified" if entry.is_verified else "trusted" for entry in taken}
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
         return self._ledger.batch(step, digest, basis, self._policy.epoch, self._batches.take_dropped())
 
-    def _collect(self, step: int) -> list[group_queue.Entry]:
+    def _collect(self, step: int) -> list[queue_entry.Entry]:
         """Blocks until batch `step` is complete; takes its groups."""
-        taken: list[group_queue.Entry] = []
+        taken: list[queue_entry.Entry] = []
         self._wanted = step
         while not self._wait_for(lambda: taken.extend(self._batches.collect(step) or []) or taken, WAIT_NOTICE_S):
             self._on_wait(self._waiting(f"batch {step}", self._batches.progress()))  # a long wait is not an error
@@ -494,7 +344,7 @@ class Orchestrator:
         self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
         return taken
 
-    def _mark(self, step: int, taken: list[group_queue.Entry]) -> None:
+    def _mark(self, step: int, taken: list[queue_entry.Entry]) -> None:
         """Records the unverified groups that batch `step` trains on, and the state as of its hand-off. The caller has the lock."""
         for entry in taken:
             if not entry.is_verified:
@@ -543,6 +393,6 @@ class Orchestrator:
         with self._changed:
             return self._status.values(self._version)
 
-    def _rewarded(self, entry: group_queue.Entry) -> list[rollout_lib.Rollout]:
+    def _rewarded(self, entry: queue_entry.Entry) -> list[rollout_lib.Rollout]:
         min_group = self._config.rl.min_group if entry.group.split == "train" else 0
         return training_batch.rewarded(entry.rollouts, entry.scores, min_group)

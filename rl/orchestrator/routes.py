@@ -44,7 +44,7 @@ def make_app(
     decoders = fair_pool.FairPool(NUM_DECODES, "decode")
     session = lease_lib.Session.open(key.worker)
     gate = _Gate(session, admission, health, orchestrator.nodes)
-    waiters = lease_waiters.LeaseWaiters(orchestrator.has_work)
+    waiters = lease_waiters.LeaseWaiters(orchestrator.leases.has_work)
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -80,7 +80,7 @@ def make_app(
         worker = gate.verify(message, "lease", network, count)
         returned, holding = ([tuple(key) for key in message.get(name, ())] for name in ("returned", "holding"))
         begun = {"begun_us": message.get("begun_us", 0)}
-        attempt = functools.partial(orchestrator.lease, worker, message["capacity"], network, **begun)
+        attempt = functools.partial(orchestrator.leases.lease, worker, message["capacity"], network, **begun)
         groups = attempt(returned, holding=holding if "holding" in message else None)
         if message["capacity"] and (wait_s := message.get("wait_s", 0)) and not groups:
             gone = asyncio.ensure_future(request.receive())  # the body was read: the next message is a disconnect
@@ -107,7 +107,7 @@ def make_app(
         node, role = gate.verify(message, "heartbeat", network, count), message["role"]
         report = registry.Report.from_json(message["report"])
         holding = [tuple(key) for key in message["holding"]]
-        void = orchestrator.beat(node, role, report, holding, leaving=message["leaving"])
+        void = orchestrator.leases.beat(node, role, report, holding, leaving=message["leaving"])
         if message["leaving"]:
             waiters.leave(node)  # its request may outlive its process, at a proxy
         elif role == "server":
@@ -138,7 +138,7 @@ def make_app(
         message = lease_lib.read_header(request.headers.get(lease_lib.HEADER, ""))
         worker = gate.verify(message, "submit", network)
         async with web.open_body(request) as body:
-            if not orchestrator.holds_groups(worker):  # a key costs nothing, and decoding takes seconds at worst
+            if not orchestrator.leases.holds_groups(worker):  # a key costs nothing, and decoding takes seconds at worst
                 return signed({"every group": f"refused: {submissions.NOT_LEASED}"}, message)
             work = decoders.submit(network, _decode_and_submit, orchestrator, body, message["digest"], worker)
             futures = await asyncio.wrap_future(work)
@@ -160,7 +160,7 @@ async def _run_swarm(orchestrator, waiters: lease_waiters.LeaseWaiters) -> None:
 
     def tick(now_s: float) -> None:
         nonlocal seen_s
-        orchestrator.tick(now_s)
+        orchestrator.leases.tick(now_s)
         if now_s - seen_s > orchestrator.nodes.interval_s("worker"):
             seen_s = now_s
             for worker in waiters.workers():
@@ -171,7 +171,7 @@ async def _run_swarm(orchestrator, waiters: lease_waiters.LeaseWaiters) -> None:
             waiters.close()
 
     try:
-        await orchestrator.nodes.run(orchestrator.lacks_worker, tick)
+        await orchestrator.nodes.run(orchestrator.leases.lacks_worker, tick)
     except asyncio.CancelledError:
         raise
     except BaseExceptionGroup as errors:  # of one task; no other code reads the result of this one
@@ -186,7 +186,7 @@ def _news(orchestrator, worker: str | None) -> dict:
     """Returns the newest policy, and the servers for a worker."""
     newest = orchestrator.nodes.newest
     news = {"policy": newest.to_json() if newest else None, "ended": orchestrator.is_ended}
-    return news | ({"servers": orchestrator.servers(worker)} if worker else {})
+    return news | ({"servers": orchestrator.leases.servers(worker)} if worker else {})
 
 
 class _Gate:

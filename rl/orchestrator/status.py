@@ -3,9 +3,11 @@
 import collections
 import dataclasses
 
-from rl.orchestrator import group_queue, nodes, verdict_collector, worker_health
-from rl.orchestrator.group_queue import State
-from rl.protocol import registry, timeline
+from rl.orchestrator import nodes, worker_health
+from rl.orchestrator.groups import group_queue
+from rl.orchestrator.groups.queue_entry import State
+from rl.orchestrator.verdicts import verdict_collector
+from rl.protocol import timeline
 from sharding.system import role_metrics
 
 COUNTS = """accepted called_back refused checked stale lease_expired lease_void lease_returned unleased spare given_up void_epoch
@@ -26,7 +28,7 @@ class Status:
     def waiting(self, name: str, progress: tuple[int, int], loading: timeline.Policy | None, now_s: float) -> str:
         """Returns why the batch or evaluation `name` waits, which has the first of `progress` groups and needs the second."""
         count, banned, servers = self.queue.count(), self.health.num_banned(now_s), self.nodes.notice()
-        num_silent = sum(map(self.nodes.num_workers, (registry.State.SUSPECT, registry.State.DEAD)))
+        num_silent = self.nodes.num_silent_workers()
         return (
             f"{name} has {progress[0]} of {progress[1]} groups; "
             f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "

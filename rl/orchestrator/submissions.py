@@ -3,7 +3,7 @@
 1. A submission is checked against its lease. A group that is not leased, or not signed by the leaseholder, changes nothing.
 2. A few threads check it without weights: prompt, ending, recomputed reward. The batch has our rewards, not the claims. One that we
    could not recompute in time is 0 and rejects nothing: it would recur forever.
-3. Then the group is quarantined until a verdict on its replay accepts it (rl/orchestrator/verdict_collector.py). Only a draw that no
+3. Then the group is quarantined until a verdict on its replay accepts it (rl/orchestrator/verdicts/verdict_collector.py). Only a draw that no
    worker can predict lets a group pass without one, and only by the worker's record (rl/orchestrator/worker_health.py).
 4. A rejected group is requeued. After a failed check, all groups of that worker that no batch has taken are quarantined, and the
    steps that trained on its unverified groups are named.
@@ -23,8 +23,10 @@ from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool
 from rl.ledger import run_ledger
-from rl.orchestrator import group_queue, verdict_collector, work_share, worker_health
-from rl.orchestrator.group_queue import State
+from rl.orchestrator import work_share, worker_health
+from rl.orchestrator.groups import group_queue, queue_entry
+from rl.orchestrator.groups.queue_entry import State
+from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import check_rate, task_schedule, timeline
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, responsibility
@@ -57,9 +59,9 @@ class Kept:
         named = {"group": vars(self.group), "worker": self.worker, "digest": self.digest}
         return named | {"scores": [*self.scores.items()]}
 
-    def entry(self, is_verified: bool) -> group_queue.Entry:
+    def entry(self, is_verified: bool) -> queue_entry.Entry:
         """Returns the group as a batch had taken it before a restart."""
-        entry = group_queue.Entry(self.group, State.ELIGIBLE, self.worker, digest=self.digest, is_verified=is_verified)
+        entry = queue_entry.Entry(self.group, State.ELIGIBLE, self.worker, digest=self.digest, is_verified=is_verified)
         entry.rollouts, entry.scores = sorted(self.rollouts, key=lambda rollout: rollout.sample), self.scores
         return entry
 
@@ -68,14 +70,14 @@ class Kept:
 class _Job:
     """A submitted group to be checked without weights; `recorded` is the future of its event in the ledger."""
 
-    entry: group_queue.Entry
+    entry: queue_entry.Entry
     rows: parquet.Rows
     recorded: Future
     reply: Future[str]
 
 
 def write_batch(
-    log: row_log.RowLog, workdir: pathlib.Path, step: int, taken: Sequence[group_queue.Entry], kept: Collection[int]
+    log: row_log.RowLog, workdir: pathlib.Path, step: int, taken: Sequence[queue_entry.Entry], kept: Collection[int]
 ) -> None:
     """Writes the rollouts of a batch as they were signed, from the log of their groups; removes earlier steps that are not `kept`."""
     steps, wanted = {entry.group.step for entry in taken}, {entry.digest for entry in taken}
@@ -90,7 +92,7 @@ def write_batch(
             log.remove(old)
 
 
-def read_kept(log: row_log.RowLog) -> dict[group_queue.Key, Kept]:
+def read_kept(log: row_log.RowLog) -> dict[queue_entry.Key, Kept]:
     """Returns the last record of each group in a log, without those whose rows have another digest than they were verified by."""
     found = {}
     for step in log.steps():
@@ -122,7 +124,7 @@ class Submissions:
     verdicts: verdict_collector.VerdictCollector  # replays groups
     secret: bytes  # decides which groups are verified; workers must not know it
     on_verified: Callable[[Sequence[rollout_lib.Rollout]], None]  # called with each group that a verdict accepted
-    on_accepted: Callable[[group_queue.Key], None]  # called under the lock for each group that may be trained on
+    on_accepted: Callable[[queue_entry.Key], None]  # called under the lock for each group that may be trained on
     on_caught: Callable[[str], None]  # called with a line for people on the steps that a caught worker spoiled
     on_banned: Callable[[str, str], None]  # called with the key of a node that gets no more work, and the reason
     fail: Callable[[BaseException], None]  # ends the run
@@ -150,16 +152,21 @@ class Submissions:
 
         A training group that is not refused is on disk when its future is set.
         """
-        by_key: dict[group_queue.Key, list[int]] = collections.defaultdict(list)
+        by_key: dict[queue_entry.Key, list[int]] = collections.defaultdict(list)
         with self.changed:
             for row, rollout in sorted(enumerate(rows.rollouts), key=lambda one: one[1].sample):
                 by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(row)
+        groups = {key: rows.take(of) for key, of in by_key.items()}
+        digests = {key: self._digest(key, group.rollouts) for key, group in groups.items()}
         jobs: list[_Job] = []
-        replies = {"/".join(map(str, key)): self._deliver(key, rows.take(of), jobs) for key, of in by_key.items()}
+        replies = {}
+        for key, group in groups.items():
+            with self.changed:  # for each: leases need it, too
+                replies["/".join(map(str, key))] = self._deliver(key, group, digests[key], jobs)
         self._queue_checks(jobs)
         return replies
 
-    def answering(self, entry: group_queue.Entry) -> list[tuple[worker_health.WorkerHealth, str]]:
+    def answering(self, entry: queue_entry.Entry) -> list[tuple[worker_health.WorkerHealth, str]]:
         """Returns who answers for a group, with the marks: its worker, and the registered server that all of its samples name."""
         server = responsibility.server_of(entry.rollouts, self.servers.invited)
         return [(self.health, entry.worker), *([(self.servers, server)] if server else [])]
@@ -167,7 +174,10 @@ class Submissions:
     def begin_epoch(self, epoch: int) -> None:
         """Voids all work of other epochs, without blame: its workers could not know. The caller has the lock."""
         for entry in self.queue.begin_epoch(epoch):
-            self._void(entry)
+            self.counts["void_epoch"] += len(entry.rollouts)
+            for worker in {entry.worker, *entry.leases} - {""}:
+                self.health.lost(worker, entry.group.key, time.monotonic(), blame=False)
+        self.changed.notify_all()
 
     def restore(self, kept: Kept) -> None:
         """Takes a group that was submitted and checked before a restart, if the ledger still has it. The caller has the lock.
@@ -186,67 +196,60 @@ class Submissions:
             self.queue.accept(kept.group.key)
             self._accepted(entry)
 
-    def _void(self, entry: group_queue.Entry) -> str:
-        """Counts a group whose work is of another epoch; the queue has opened it again. Returns the reply."""
-        self.counts["void_epoch"] += len(entry.rollouts)
-        for worker in {entry.worker, *entry.leases} - {""}:
-            self.health.lost(worker, entry.group.key, time.monotonic(), blame=False)
-        self.changed.notify_all()
-        return VOID
-
     def _split(self, rollout: rollout_lib.Rollout) -> str:
         """Returns "train" or "held_out". A rollout does not name its split, but only one of them has its task under this number."""
         entry = self.queue.entries.get(("train", rollout.step, rollout.task.group))
         is_train = entry is not None and entry.group.index == rollout.task.index
         return "held_out" if not is_train and (rollout.task.group, rollout.task.index) in self.held_out else "train"
 
-    def _deliver(self, key: group_queue.Key, rows: parquet.Rows, jobs: list[_Job]) -> Future[str]:
-        """Checks a submitted group against its lease, and adds its other checks to `jobs`; returns a future of the reply.
-
-        A group that its signer has not leased is rejected and changes nothing.
-        """
-        rollouts, holder = rows.rollouts, rows.rollouts[0].worker
+    def _digest(self, key: queue_entry.Key, rollouts: list[rollout_lib.Rollout]) -> str | None:
+        """Returns the digest of a group whose signer has leased it; "" if it is not signed, None if it is not leased."""
+        holder = rollouts[0].worker
         with self.changed:
             entry = self.queue.entries.get(key)
             if entry is None or not {holder} & {*entry.leases, *entry.past}:
-                return self._not_leased(rollouts)
+                return None
             num_samples = entry.group.num_samples
         # A forged submission must not cost the leaseholder its lease. One sample too many is enough to reject the group.
         signed = rollouts[: num_samples + 1]
         digests = [rollout_lib.digest(rollout) for rollout in rollouts]
-        if any(r.worker != holder for r in rollouts) or not all(map(rollout_lib.is_signed, signed, digests)):
-            return self._not_leased(rollouts, "signature: not signed by the leaseholder; sign with its key")
-        digest = verdict_lib.group_digest(rollouts, digests)
-        with self.changed:
-            fate = self.queue.deliver(key, holder, rollouts, digest)
-            if fate is group_queue.Delivery.LATE:
-                return self._not_leased(rollouts)
-            if fate is group_queue.Delivery.EPOCH:
-                self.counts["void_epoch"] += len(rollouts)
-                self.health.lost(holder, key, time.monotonic(), blame=False)
-                return _known(VOID)
-            if fate is group_queue.Delivery.TAKEN:
-                return self._screen(self.queue.entries[key], rows, jobs)
-            self.counts["spare"] += len(rollouts)
-            return _known("spare")  # also for a duplicate: the reply must not reveal whether the group passed
+        is_signed = all(r.worker == holder for r in rollouts) and all(map(rollout_lib.is_signed, signed, digests))
+        return verdict_lib.group_digest(rollouts, digests) if is_signed else ""
 
-    def _screen(self, entry: group_queue.Entry, rows: parquet.Rows, jobs: list[_Job]) -> Future[str]:
+    def _deliver(self, key: queue_entry.Key, rows: parquet.Rows, digest: str | None, jobs: list[_Job]) -> Future[str]:
+        """Takes a submitted group by its lease, and adds its other checks to `jobs`; returns a future of the reply.
+
+        A group that its signer has not leased (see `_digest`) is rejected and changes nothing. The caller has the lock.
+        """
+        rollouts, holder = rows.rollouts, rows.rollouts[0].worker
+        if not digest:
+            reason = NOT_LEASED if digest is None else "signature: not signed by the leaseholder; sign with its key"
+            return self._not_leased(rollouts, reason)
+        fate = self.queue.deliver(key, holder, rollouts, digest)
+        if fate is queue_entry.Delivery.LATE:
+            return self._not_leased(rollouts)
+        if fate is queue_entry.Delivery.EPOCH:
+            self.counts["void_epoch"] += len(rollouts)
+            self.health.lost(holder, key, time.monotonic(), blame=False)
+            return _known(VOID)
+        if fate is queue_entry.Delivery.TAKEN:
+            return self._screen(self.queue.entries[key], rows, jobs)
+        self.counts["spare"] += len(rollouts)
+        return _known("spare")  # also for a duplicate: the reply must not reveal whether the group passed
+
+    def _screen(self, entry: queue_entry.Entry, rows: parquet.Rows, jobs: list[_Job]) -> Future[str]:
         """Checks a group that is SUBMITTED now, but for `jobs`; returns a future of the reply. The caller has the lock."""
         key = entry.group.key
         recorded = self.ledger.submitted(entry.worker, *key, entry.digest)
         verdict = checks.check_at_lease(rows.rollouts, self.rules.at_lease(entry.group, self.newest().version))
-        if verdict.reason == "epoch":
-            found = self._void(self.queue.requeue(key))
-            self._screen_spare(key)
-            return _known(found)
         if not verdict.accepted:
             return _known(self._reject(key, verdict, is_fault=False))
-        if self.newest().version - entry.oldest_version > self.max_age:  # maybe withheld for its content
+        if key[0] == "train" and self.newest().version - entry.oldest_version > self.max_age:  # maybe withheld
             self.health.lost(entry.worker, key, time.monotonic())
         jobs.append(_Job(entry, rows, recorded, Future()))
         return jobs[-1].reply
 
-    def _screen_spare(self, key: group_queue.Key) -> None:
+    def _screen_spare(self, key: queue_entry.Key) -> None:
         """Checks the rollouts of another holder that took the place of rejected ones, if there are any."""
         if (entry := self.queue.entries[key]).state is State.SUBMITTED:
             jobs: list[_Job] = []
@@ -254,8 +257,7 @@ class Submissions:
             self._queue_checks(jobs)
 
     def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason: str = NOT_LEASED):
-        with self.changed:
-            self.counts["unleased"] += len(rollouts)
+        self.counts["unleased"] += len(rollouts)
         return _known(f"refused: {reason}")
 
     def _queue_checks(self, jobs: Sequence[_Job]) -> None:
@@ -306,7 +308,7 @@ class Submissions:
             self.fail(error)
             reply.set_exception(error)
 
-    def _conclude(self, key: group_queue.Key, entry: group_queue.Entry, verdict: checks.Verdict, scores) -> str:
+    def _conclude(self, key: queue_entry.Key, entry: queue_entry.Entry, verdict: checks.Verdict, scores) -> str:
         """Rejects a group that was checked without weights, quarantines it, or lets it pass. Returns the reply. The caller has the lock."""
         if self.queue.entries.get(key) is not entry:
             return VOID
@@ -315,7 +317,7 @@ class Submissions:
         entry.scores = scores
         return self._quarantine_or_pass(entry)
 
-    def _quarantine_or_pass(self, entry: group_queue.Entry) -> str:
+    def _quarantine_or_pass(self, entry: queue_entry.Entry) -> str:
         """Quarantines a checked group, or lets it pass: a held-out group, or one of a trusted worker that is not drawn."""
         key = entry.group.key
         # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
@@ -327,7 +329,7 @@ class Submissions:
         self.queue.let_pass(key)
         return self._accepted(entry)
 
-    def _draw(self, key: group_queue.Key) -> float:
+    def _draw(self, key: queue_entry.Key) -> float:
         return check_rate.draw(self.secret, "/".join(map(str, key)))
 
     def _decide(self, key, digest, verdict, signed: Sequence[verdict_lib.SignedVerdict]) -> None:
@@ -338,7 +340,7 @@ class Submissions:
             entry = self.queue.entries.get(key)
             if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
                 return
-            if verdict.reason in verdict_collector.VOID:
+            if verdict.reason in verdict_case.VOID:
                 self.counts[verdict.reason] += len(self.queue.requeue(key).rollouts)
                 self.health.lost(entry.worker, key, time.monotonic(), blame=False)
                 self._screen_spare(key)
@@ -354,7 +356,7 @@ class Submissions:
             else:
                 self._reject(key, verdict, is_fault=True)
 
-    def _accepted(self, entry: group_queue.Entry) -> str:
+    def _accepted(self, entry: queue_entry.Entry) -> str:
         self.counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
         self.health.accepted(entry.worker, entry.group.key)
         self.share.finished(entry.worker, entry.since_s, time.monotonic())
@@ -362,14 +364,14 @@ class Submissions:
         self.changed.notify_all()
         return "accepted"
 
-    def _reject(self, key: group_queue.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
+    def _reject(self, key: queue_entry.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Reopens a group and counts it against its worker; after a failed check (`is_fault`), ends the trust in it. Returns the reply."""
         entry = self.queue.requeue(key)
         reply = self._blame(key, entry, verdict, is_fault=is_fault)
         self._screen_spare(key)
         return reply
 
-    def _blame(self, key: group_queue.Key, entry: group_queue.Entry, verdict: checks.Verdict, *, is_fault: bool) -> str:
+    def _blame(self, key: queue_entry.Key, entry: queue_entry.Entry, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Counts a rejected group against its worker, or its server; returns the reply."""
         rules = self.rules.at_lease(entry.group, self.newest().version)
         if server := responsibility.server_at_fault(entry.rollouts, verdict, rules, self.servers.invited):
@@ -389,7 +391,7 @@ class Submissions:
         self.changed.notify_all()
         return f"refused: {verdict}"
 
-    def _reject_server(self, entry: group_queue.Entry, server: str, verdict: checks.Verdict) -> str:
+    def _reject_server(self, entry: queue_entry.Entry, server: str, verdict: checks.Verdict) -> str:
         """Counts a group that failed by the fault of `server` against it; the group is void for its worker. Returns the reply."""
         self.counts["server_faults"] += len(entry.rollouts)
         self.health.lost(entry.worker, entry.group.key, time.monotonic(), blame=False)

@@ -20,6 +20,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from typing import Any
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import registry
@@ -177,29 +178,21 @@ def _are_keys(most: int) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and len(value) <= most and all(_is_key(key) for key in value)
 
 
-def _is_key(value: object) -> bool:
-    is_index = _is_int(0, 2**63 - 1)
-    return (
-        isinstance(value, list)
-        and len(value) == 3
-        and value[0] in ("train", "held_out")
-        and all(map(is_index, value[1:]))
-    )
+def _is_key(value: Any) -> bool:
+    is_named = isinstance(value, list) and len(value) == 3 and value[0] in ("train", "held_out")
+    return is_named and all(map(_is_index, value[1:]))
 
 
-def _is_wait(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value <= MAX_WAIT_S  # type: ignore
-
-
+_is_index = _is_int(0, 2**63 - 1)
 OPTIONAL = {"wait_s", "begun_us", "holding"}  # absent in requests of earlier releases
 # {kind: {field: (its test, the rule in words)}}; "request": of every kind. The kinds differ in their fields, so that a
 # signature for one is none for another.
-_FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
+_FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "request": {
         "run": (_is_hex("64"), "the run's public key in hex"),
         "session": (_is_hex("32,64"), "the session of GET /run, or the validator's public key"),
         "worker": (_is_hex("64"), "a hex public key"),
-        "time_us": (_is_int(0, 2**63 - 1), "an integer in 0..2^63 - 1"),
+        "time_us": (_is_index, "an integer in 0..2^63 - 1"),
         "signature": (_is_hex("128"), "an ed25519 signature in hex"),
     },
     "lease": {
@@ -209,8 +202,11 @@ _FIELDS: dict[str, dict[str, tuple[Callable[[object], bool], str]]] = {
             f"at most {MAX_RETURNED} keys [split, step, group] of groups that will not be finished",
         ),
         "work": (_is_hex("0,32"), "the proof of work in hex, or an empty string"),
-        "wait_s": (_is_wait, f"the seconds to wait for work, in 0..{MAX_WAIT_S:.0f}"),
-        "begun_us": (_is_int(0, 2**63 - 1), "the start of the worker's process, in microseconds"),
+        "wait_s": (
+            lambda value: type(value) in (int, float) and 0 <= value <= MAX_WAIT_S,
+            f"the seconds to wait for work, in 0..{MAX_WAIT_S:.0f}",
+        ),
+        "begun_us": (_is_index, "the start of the worker's process, in microseconds"),
         # By a worker without another request for groups under way: others that it leased were in a reply that it did not get.
         "holding": (_are_keys(MAX_CAPACITY), f"at most {MAX_CAPACITY} keys [split, step, group] of leased groups"),
     },

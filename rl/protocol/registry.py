@@ -74,13 +74,9 @@ class Report:
     load: Load = Load()
     problem: str = ""  # the last error, for people
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the report as a JSON object, for `from_json`."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, body: Any) -> "Report":
-        """Returns the report in a JSON object of any origin. Raises ValueError for any other value."""
+        """Returns the report in a JSON object (`dataclasses.asdict` writes it) of any origin. Raises ValueError for any other value."""
         timeline.check_fields(body, cls, "report")
         load = body["load"]
         if isinstance(load, dict):  # of an earlier release, it lacks some

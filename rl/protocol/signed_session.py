@@ -104,7 +104,7 @@ class SignedSession:
 
     async def beat(self, report: registry.Report, holding: list, *, leaving: bool = False) -> dict[str, Any]:
         """Returns the reply to a heartbeat, which renews the leases of the groups in `holding`. Raises the errors of `exchange`."""
-        fields = {"role": "worker", "report": report.to_json(), "holding": holding, "leaving": leaving}
+        fields = {"role": "worker", "report": dataclasses.asdict(report), "holding": holding, "leaving": leaving}
         reply = await self._ask("/heartbeat", **fields)
         _check_form("heartbeat", [reply], interval_s=NUMBER, void=list)
         return reply

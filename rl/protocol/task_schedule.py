@@ -51,7 +51,7 @@ def train_groups(config, step: int) -> list[Group]:
     """Returns the groups (one per prompt) that make up training batch `step` (1-based) of a run with this resolved config."""
     P = config.rl.prompts_per_step
     groups = range((step - 1) * P, step * P)
-    oldest = max(0, step - 1 - config.rl.max_lag) if is_fixed(config) else 0
+    oldest = max(0, step - 1 - config.rl.max_lag) if is_fixed(config.rl) else 0
     rules = (config.rl.samples_per_prompt, config.sampling.temperature, oldest)
     return [
         Group(step, group, "train", index, sampling_seed(config.seed, "train", step, group), *rules)
@@ -59,15 +59,15 @@ def train_groups(config, step: int) -> list[Group]:
     ]
 
 
-def is_fixed(config) -> bool:
-    """Returns True if batch n of a run with this resolved config has the groups of step n, and no others."""
-    return config.rl.batch == "prescribed" and not config.rl.refill and not config.rl.tokens_per_step
+def is_fixed(rl) -> bool:
+    """Returns True if batch n of a run has the groups of step n, and no others; `rl` is that section of its config."""
+    return rl.batch == "prescribed" and not rl.refill and not rl.tokens_per_step
 
 
 def num_open_steps(config) -> int:
     """Returns after how many further steps the groups of a step are over: trained, or too old unless they are leased again."""
     rl = config.rl
-    if is_fixed(config):
+    if is_fixed(rl):
         return rl.max_lag + 1
     return math.ceil((rl.max_off_policy + rl.max_lag + 1) * (rl.oversampling + rl.refill)) + 1
 
@@ -83,7 +83,7 @@ def numbered_groups(config, numbers: Iterable[int], version: int) -> list[Group]
     for step, same in itertools.groupby(numbers, lambda number: number // P + 1):
         prescribed = train_groups(config, step)
         groups += [prescribed[number % P] for number in same]
-    return groups if is_fixed(config) else [dataclasses.replace(group, min_version=version) for group in groups]
+    return groups if is_fixed(config.rl) else [dataclasses.replace(group, min_version=version) for group in groups]
 
 
 @dataclasses.dataclass(frozen=True)

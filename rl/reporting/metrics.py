@@ -106,8 +106,8 @@ class MetricsWriter:
         self._file = self.path.open("a", encoding="ascii", newline="\n")
 
 
-def read(path: str | os.PathLike) -> list[dict]:
-    """Returns the lines of a metrics.jsonl, `{"phase": str, "step": int, name: float, ...}`.
+def read(path: str | os.PathLike, phase: str = "") -> list[dict]:
+    """Returns the lines of a metrics.jsonl, or those of one phase: `{"phase": str, "step": int, name: float, ...}`.
 
     Without a file there are none. Skips an incomplete last line, which a killed process may leave. Raises ValueError with the number of a malformed line.
     """
@@ -121,7 +121,7 @@ def read(path: str | os.PathLike) -> list[dict]:
             records.append({"phase": record["phase"], "step": int(record["step"])} | floats)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}:{number}: {text[:60]!r} is not a line of metrics; delete it") from error
-    return records
+    return [record for record in records if phase in ("", record["phase"])]
 
 
 def sampler_kl(values: dict[str, float]) -> str:

@@ -71,8 +71,7 @@ def of_ledger(entries: Iterable[tuple[float, events.Event]]) -> Iterator[Span]:
     """Yields the spans of workers and validators in a run's ledger, of entries as (Unix seconds, event)."""
     leased: dict[tuple, float] = {}  # (split, step, group, worker) -> begin
     submitted: dict[str, float] = {}  # digest -> end
-    for now_s, event in entries:
-        fields = event.fields
+    for now_s, event, fields in ((at_s, one, of) for at_s, one in entries for of in events.each(one.fields)):
         if event.kind == "resume":
             leased.clear()
             submitted.clear()

@@ -13,10 +13,8 @@
 import contextlib
 import functools
 import itertools
-import pathlib
 import sys
 import time
-from collections.abc import Iterator
 
 from absl import flags
 
@@ -49,25 +47,27 @@ def main() -> None:
             connect = (links := stack.enter_context(tcp_link.Links())).add
         arguments = _config_arguments(sys.argv[1:])
         swarm = processes.plan(experiment, workdir, roles, arguments, is_chain=values.chain, connect=connect)
-        nodes = stack.enter_context(
-            supervisor.Supervisor(workdir / "logs", lambda line: note(line), lambda spec: table.progress(spec))
-        )
+        shell = {"note": lambda line: note(line), "progress": lambda spec: table.progress(spec)}
+        nodes = stack.enter_context(supervisor.Supervisor(workdir / "logs", **shell))
         for spec in swarm.specs:
             nodes.add(spec)
-        chaos = None
+        chaos: faults.Faults | None = None
         orchestrator = sign_in.Orchestrator(swarm.orchestrator, key.private, key.worker, timeout_s=table_lib.ASK_S)
         ask, active = functools.partial(orchestrator.ask, "/nodes"), lambda: chaos.active if chaos else {}
         table = table_lib.Table(nodes.nodes, swarm.keys, ask, workdir / "metrics.jsonl", active)
         note = stack.enter_context(table_lib.shown(table, sys.stdout))
         if values.chaos is not None:
-            schedule = fault_schedule.schedule(values.chaos, roles)
-            chaos = stack.enter_context(_chaos(schedule, nodes, links, swarm, workdir, note, stack))
+            disks = {name: path for name, path in swarm.mirrors.items() if stack.enter_context(faults.small_disk(path))}
+            kind = "file systems of their own" if disks else "a limit on the size of files, as this user may mount none"
+            note(f"chaos: full disks of relays are {kind}")
+            schedule, log = fault_schedule.schedule(values.chaos, roles), workdir / "chaos.jsonl"
+            chaos = stack.enter_context(faults.Faults(nodes, links, schedule, swarm.cheats, disks, log, note))
         note(f"starting {len(nodes.nodes)} nodes; their logs are in {workdir / 'logs'}")
         begun_s, all_run_s = time.monotonic(), None
         while not nodes.is_over and not ended:
             if all_run_s is None and all(node.child for node in nodes.nodes.values()):
                 all_run_s = time.monotonic()
-            elapsed_s = time.monotonic() - all_run_s if all_run_s else 0.0
+            elapsed_s = time.monotonic() - (all_run_s or time.monotonic())
             left_s = 60 * (values.minutes or MINUTES) - elapsed_s  # of the faults
             nodes.tick(time.monotonic(), is_patient=chaos is not None and left_s > -supervisor.WINDOW_S)
             if chaos:
@@ -77,10 +77,10 @@ def main() -> None:
         print("stopped; the same command resumes from the last checkpoint", file=sys.stderr, flush=True)
         sys.exit(128 + ended[0])
     print(f"the run ended after {time.monotonic() - begun_s:.0f} s; {workdir / 'report.html'}", flush=True)
-    found = summary.of(workdir, swarm, nodes.nodes, chaos.counts if chaos else None)
-    print("\n".join(found.lines), flush=True)
-    if found.problems:
-        sys.exit("\n".join(f"error: {problem}" for problem in found.problems))
+    lines, problems = summary.of(workdir, swarm, nodes.nodes, chaos.counts if chaos else None)
+    print("\n".join(lines), flush=True)
+    if problems:
+        sys.exit("\n".join(f"error: {problem}" for problem in problems))
 
 
 def _check() -> None:
@@ -100,7 +100,6 @@ def _check() -> None:
 
 
 def _roles() -> dict[str, str]:
-    """Returns the role of each node by name."""
     single = ("learner", processes.IMPOSTOR, *(["orchestrator"] if flags.FLAGS.apart else []))
     several = {f"{role}{i}": role for role in processes.ROLES for i in range(getattr(flags.FLAGS, f"{role}s"))}
     return {name: name for name in single} | several
@@ -118,28 +117,11 @@ def _config_arguments(argv: list[str]) -> list[str]:
     """Returns the arguments that set the config, which are for the learner, too."""
     found, is_value = [], False
     for argument in argv:
-        is_config = argument.lstrip("-").startswith("config") and argument.startswith("-")
+        is_config = argument.startswith(("-config", "--config"))
         if is_config or is_value:
             found.append(argument)
         is_value = is_config and "=" not in argument
     return found
-
-
-def _chaos(
-    schedule: Iterator[fault_schedule.Fault],
-    nodes: supervisor.Supervisor,
-    links: tcp_link.Links,
-    swarm: processes.Swarm,
-    workdir: pathlib.Path,
-    note,
-    stack,
-) -> faults.Faults:
-    """Returns the faults of a schedule, with a small disk for each relay if this user may mount one."""
-    disks = {name: path for name, path in swarm.mirrors.items() if stack.enter_context(faults.small_disk(path))}
-    kind = "file systems of their own" if disks else "a limit on the size of files, as this user may mount none"
-    note(f"chaos: full disks of relays are {kind}")
-    options = {"cheats": swarm.cheats, "disks": disks, "file": workdir / "chaos.jsonl", "note": note}
-    return faults.Faults(nodes, links, schedule, **options)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ It is the real command with one function replaced, so that it knows all that an 
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 
@@ -23,39 +24,33 @@ LIE = 0.5  # nats
 def main(argv: Sequence[str]) -> int:
     """Runs the node of kind `argv[0]`; returns its exit code."""
     kind, *options = argv
-    {"refuse": _refuse, "lie": _lie, "forge": _forge}[kind]()
-    return worker.main(options) if kind == "forge" else serve.main(options)
+    if kind == "forge":
+        worker.make_rollouts = functools.partial(_forge, worker.make_rollouts)
+        return worker.main(options)
+    if kind == "lie":
+        generate_routes.choice = functools.partial(_lie, generate_routes.choice)
+    else:
+        inference_server.InferenceServer.request = _refuse
+    return serve.main(options)
 
 
-def _refuse() -> None:
-    def request(*args, **kwargs):
-        raise ValueError("this server refuses every request")
-
-    inference_server.InferenceServer.request = request
+def _refuse(*args, **kwargs):
+    raise ValueError("this server refuses every request")
 
 
-def _lie() -> None:
-    honest = generate_routes.choice
-
-    def choice(server, request, completion, *rest):
-        logprobs = [logprob - LIE for logprob in completion.logprobs]
-        return honest(server, request, dataclasses.replace(completion, logprobs=logprobs), *rest)
-
-    generate_routes.choice = choice
+def _lie(honest, server, request, completion, *rest):
+    logprobs = [logprob - LIE for logprob in completion.logprobs]
+    return honest(server, request, dataclasses.replace(completion, logprobs=logprobs), *rest)
 
 
-def _forge() -> None:
-    honest = worker.make_rollouts
-
-    def make_rollouts(run, group, task, prompt, samples):
-        return honest(run, group, task, prompt, [*map(forged, samples)])
-
-    worker.make_rollouts = make_rollouts
+def _forge(honest, run, group, task, prompt, samples):
+    return honest(run, group, task, prompt, [*map(forged, samples)])
 
 
 def forged(sample: client_lib.Sample) -> client_lib.Sample:
-    """Returns a sample with its tokens in another order. The last stays: it may be the stop token."""
+    """Returns a sample with its tokens in another order; the last stays: it may be the stop token. A palindrome gets another first token."""
     tokens = [*sample.tokens[-2::-1], sample.tokens[-1]]
+    tokens[0] ^= tokens == [*sample.tokens]
     return dataclasses.replace(sample, tokens=tokens, server="", server_signature=b"")
 
 

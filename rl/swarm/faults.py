@@ -8,7 +8,9 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
+import math
 import os
 import pathlib
 import resource
@@ -33,31 +35,33 @@ CONDITIONS = {
 class Faults(contextlib.AbstractContextManager):
     """Applies faults during a `with` block, and heals all of them at its end."""
 
-    processes: supervisor.Supervisor
+    nodes: supervisor.Supervisor
     links: tcp_link.Links
-    faults: Iterator[fault_schedule.Fault]  # the schedule
+    schedule: Iterator[fault_schedule.Fault]
     cheats: Mapping[str, supervisor.Spec]  # the processes of "forge" and "lie", by the name that they run under
     disks: dict[str, pathlib.Path]  # {relay: mirror on a file system of its own}
     file: pathlib.Path  # the log of faults
     note: Callable[[str], None]  # called with a line for people for each fault
 
     def __post_init__(self) -> None:
-        self._next = next(self.faults)
+        self._next = next(self.schedule)
         self._heals: list[tuple[float, fault_schedule.Fault, Callable[[], None]]] = []
-        self.active: dict[str, str] = {}  # {node: kind of its fault}
         self.counts: collections.Counter[str] = collections.Counter()  # of faults that began, by kind
+
+    @property
+    def active(self) -> dict[str, str]:
+        """The kind of the fault that a node has now, by the name of the node."""
+        return {fault.target: fault.kind for _, fault, _ in self._heals}
 
     def tick(self, elapsed_s: float, *, begin: bool = True) -> None:
         """Heals the faults whose time is over; with `begin`, starts those that are due."""
-        for item in [item for item in self._heals if item[0] <= elapsed_s]:
-            self._heals.remove(item)
-            self._heal(elapsed_s, *item[1:])
+        self._heal(elapsed_s, elapsed_s)
         while begin and self._next.at_s <= elapsed_s:
             fault = self._next
-            can_begin = fault.kind == "forge" or self.processes.nodes[fault.target].child
+            can_begin = fault.kind == "forge" or self.nodes.nodes[fault.target].child
             if not can_begin and elapsed_s < fault.at_s + fault_schedule.INTERVAL_S:
                 return  # it starts again soon
-            self._next = next(self.faults)
+            self._next = next(self.schedule)
             if not can_begin:
                 self._log(elapsed_s, "skipped, as it does not run", fault)
                 continue
@@ -65,17 +69,15 @@ class Faults(contextlib.AbstractContextManager):
             self.counts[fault.kind] += 1
             self._log(elapsed_s, "begins", fault)
             if fault.duration_s:
-                self.active[fault.target] = fault.kind
                 self._heals.append((elapsed_s + fault.duration_s, fault, heal))
 
     def _begin(self, fault: fault_schedule.Fault) -> Callable[[], None]:
-        """Begins a fault; returns the function that heals it."""
-        processes, links, name = self.processes, self.links, fault.target
+        nodes, links, name = self.nodes, self.links, fault.target
         if fault.kind == "kill":
-            processes.kill(name)
+            nodes.kill(name)
         elif fault.kind == "stop":
-            processes.signal(name, signal.SIGSTOP)
-            return lambda: processes.signal(name, signal.SIGCONT)
+            nodes.signal(name, signal.SIGSTOP)
+            return lambda: nodes.signal(name, signal.SIGCONT)
         elif fault.kind in CONDITIONS:
             links.set(name, CONDITIONS[fault.kind])
             return lambda: links.set(name, tcp_link.OPEN)
@@ -84,13 +86,13 @@ class Faults(contextlib.AbstractContextManager):
         elif fault.kind == "full_disk":
             return self._fill_disk(name)
         elif fault.kind == "forge":
-            processes.add(self.cheats[name])
-            return lambda: processes.remove(name)
+            nodes.add(self.cheats[name])
+            return lambda: nodes.remove(name)
         else:  # another server in the place of this one: its double, or one with its own options
-            honest = processes.nodes[name].spec
+            honest = nodes.nodes[name].spec
             refusing = dataclasses.replace(honest, command=["rl.swarm.cheats", "refuse", *honest.command[1:]])
-            processes.replace(self.cheats[name] if fault.kind == "lie" else refusing)
-            return lambda: processes.replace(honest)
+            nodes.replace(self.cheats[name] if fault.kind == "lie" else refusing)
+            return lambda: nodes.replace(honest)
         return lambda: None
 
     def _fill_disk(self, name: str) -> Callable[[], None]:
@@ -100,9 +102,10 @@ class Faults(contextlib.AbstractContextManager):
                 while file.write(bytes(2**20)):
                     pass
             return lambda: ballast.unlink(missing_ok=True)
-        child = self.processes.nodes[name].child
+        child = self.nodes.nodes[name].child
         assert child is not None, name
-        pid, (_, hard) = child.process.pid, resource.prlimit(child.process.pid, resource.RLIMIT_FSIZE)
+        pid = child.process.pid
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
 
         def heal() -> None:
@@ -111,10 +114,11 @@ class Faults(contextlib.AbstractContextManager):
 
         return heal
 
-    def _heal(self, elapsed_s: float, fault: fault_schedule.Fault, heal: Callable[[], None]) -> None:
-        heal()
-        self.active.pop(fault.target, None)
-        self._log(elapsed_s, "ends", fault)
+    def _heal(self, elapsed_s: float, until_s: float) -> None:
+        for item in [item for item in self._heals if item[0] <= until_s]:
+            self._heals.remove(item)
+            item[2]()
+            self._log(elapsed_s, "ends", item[1])
 
     def _log(self, elapsed_s: float, event: str, fault: fault_schedule.Fault) -> None:
         now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
@@ -124,21 +128,21 @@ class Faults(contextlib.AbstractContextManager):
         self.note(f"chaos: {fault.kind} of {fault.target} {event}")
 
     def __exit__(self, *_) -> None:
-        for _, fault, heal in self._heals:
-            self._heal(self._next.at_s, fault, heal)
+        self._heal(self._next.at_s, math.inf)
 
 
 @contextlib.contextmanager
 def small_disk(folder: pathlib.Path) -> Iterator[bool]:
     """Mounts a file system of `DISK_BYTES` at `folder` during the block; yields False if this user may not."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=700", "intellax-swarm", str(folder)]
+    unmount = functools.partial(subprocess.run, ["umount", "-l", str(folder)], capture_output=True)
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_mount():  # of a swarm that was killed
-        subprocess.run(["umount", "-l", str(folder)], capture_output=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=700", "intellax-swarm", str(folder)]
+        unmount()
     may_mount = os.getuid() == 0 and shutil.which("mount")
-    is_mounted = bool(may_mount) and subprocess.run(command, capture_output=True).returncode == 0
+    is_mounted = bool(may_mount) and subprocess.run(mount, capture_output=True).returncode == 0
     try:
         yield is_mounted
     finally:
         if is_mounted:
-            subprocess.run(["umount", "-l", str(folder)], capture_output=True)
+            unmount()

@@ -60,8 +60,7 @@ def plan(
     relays, servers, workers, validators = ([name for name in roles if roles[name] == role] for role in ROLES)
     liars = {name: f"{name}{LIAR}" for name in servers}
     names = [*relays, *servers, *workers, *validators, IMPOSTOR, *liars.values()]
-    named = ["orchestrator", "weights", "control", *names]
-    ports = dict(zip(named, _free_ports(len(named)), strict=True))
+    ports = _free_ports("orchestrator", "weights", "control", *names)
     keys = {name: run_directory.worker_key_file(workdir, name) for name in names}
     run, mirrors = run_directory.signing_key(workdir).worker, {name: workdir / "relays" / name for name in relays}
     trusted, sandbox = run_directory.root_file(workdir) or run, experiment.config.trust.sandbox
@@ -89,8 +88,7 @@ def plan(
     for name in validators:
         files = ["--workdir", str(workdir), "--weights", sources[0], "--port", str(ports[name])]
         specs.append(spec(name, "validator", ["rl.validator", "serve"], after, *files))
-    for name in workers:
-        specs.append(spec(name, "worker", ["rl.worker"], "orchestrator", "--sandbox", sandbox))
+    specs += [spec(name, "worker", ["rl.worker"], "orchestrator", "--sandbox", sandbox) for name in workers]
     cheats[IMPOSTOR] = spec(IMPOSTOR, "impostor", ["rl.swarm.cheats", "forge"], "orchestrator", "--sandbox", sandbox)
     public = {name: rollout_lib.WorkerKey.load(file).worker for name, file in keys.items()}
     fields = {
@@ -111,17 +109,14 @@ def _learner(options: Sequence[str], port: int, connect: Connect, *, is_apart: b
     """Returns the learner, and before it the orchestrator if that is apart: then `port` is that of its control listener."""
     if not is_apart:
         return [supervisor.Spec("learner", "learner", ["rl.train", *options])]
-    control = connect(frozenset({"learner", "orchestrator"}), port)
-    learner = ["rl.train", *options, f"--config.topology.orchestrator={control}"]
+    control = f"--config.topology.orchestrator={connect(frozenset({'learner', 'orchestrator'}), port)}"
     orchestrator = ["rl.orchestrator", *options, f"--control=127.0.0.1:{port}"]
-    return [
-        supervisor.Spec("orchestrator", "orchestrator", orchestrator),
-        supervisor.Spec("learner", "learner", learner, port),
-    ]
+    learner = supervisor.Spec("learner", "learner", ["rl.train", *options, control], port)
+    return [supervisor.Spec("orchestrator", "orchestrator", orchestrator), learner]
 
 
-def _free_ports(count: int) -> list[int]:
-    """Returns free ports of this machine. They are free again when this returns, so another process may take one."""
+def _free_ports(*names: str) -> dict[str, int]:
+    """Returns free ports of this machine by name. They are free again when this returns, so another process may take one."""
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in socks]
+        socks = {name: stack.enter_context(socket.create_server(("127.0.0.1", 0))) for name in names}
+        return {name: sock.getsockname()[1] for name, sock in socks.items()}

@@ -87,10 +87,10 @@ class Supervisor(contextlib.AbstractContextManager):
 
     def kill(self, name: str) -> None:
         """Kills a process as kill -9 does; it starts again."""
-        if child := self.nodes[name].child:
-            self.nodes[name].is_killed = True
-            self.nodes[name].num_killed += 1
-            child.process.kill()
+        node = self.nodes[name]
+        if node.child:
+            node.is_killed, node.num_killed = True, node.num_killed + 1
+            node.child.process.kill()
 
     def signal(self, name: str, number: int) -> None:
         """Sends a signal to a process, if it runs."""
@@ -107,41 +107,36 @@ class Supervisor(contextlib.AbstractContextManager):
             if node.child and (code := node.child.process.poll()) is not None:
                 self._bury(node, node.child, code, now_s, is_patient)
             if not self.is_over and node.child is None and now_s >= node.start_s and _is_open(node.spec.after_port):
-                node.num_starts, node.begun_s, spec = node.num_starts + 1, now_s, node.spec
-                node.child = child_process.ChildProcess(spec.name, spec.command, self._logs, is_group=True)
+                node.num_starts, node.begun_s = node.num_starts + 1, now_s
+                node.child = child_process.ChildProcess(node.spec.name, node.spec.command, self._logs, is_group=True)
 
     def _bury(self, node: Node, child: child_process.ChildProcess, code: int, now_s: float, is_patient: bool) -> None:
-        if code == 0 and node.spec.role == "learner":
-            self.is_over = True
+        self.is_over |= code == 0 and node.spec.role == "learner"
         obituary = child.obituary()
         child.__exit__()  # ends its own children
         node.child, was_killed, node.is_killed = None, node.is_killed, False
-        if self.is_over:
+        node.start_s = now_s + (FIRST_PAUSE_S if code else REST_S)
+        if self.is_over or code == 0:  # or after the end of the run, or stopped by a person
             return
-        if code == 0:  # after the end of the run, or stopped by a person
-            node.start_s = now_s + REST_S
-            return
-        node.problem = obituary if not was_killed else "killed"
-        node.start_s = now_s + FIRST_PAUSE_S
+        node.problem = "killed" if was_killed else obituary
         if not was_killed:
             node.die(now_s, self._progress(node.spec))
             if is_patient:
                 node.progress = -1.0  # so that this death counts no longer than `WINDOW_S`
             elif len(node.died_s) == MAX_DEATHS:
                 raise ValueError(f"{obituary}. It died {MAX_DEATHS} times within {WINDOW_S:.0f} s, or without progress")
-        self._note(f"{node.problem if not was_killed else f'{node.spec.name} was killed'}; it starts again")
+        self._note(f"{f'{node.spec.name} was killed' if was_killed else obituary}; it starts again")
 
     def __exit__(self, *_) -> None:
         """Ends all processes: first by a request to all of them, then by force."""
-        children = [node.child for node in self.nodes.values() if node.child]
-        for child in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.process.pid, signal.SIGCONT)
+        children = {name: node.child for name, node in self.nodes.items() if node.child}
+        for name, child in children.items():
+            self.signal(name, signal.SIGCONT)
             child.ask_to_end()
         deadline_s = time.monotonic() + END_S
-        while time.monotonic() < deadline_s and any(child.process.poll() is None for child in children):
+        while time.monotonic() < deadline_s and any(child.process.poll() is None for child in children.values()):
             time.sleep(0.05)
-        for child in children:
+        for child in children.values():
             child.__exit__()
 
 
@@ -154,8 +149,6 @@ def ended_by_signal(stack: contextlib.ExitStack) -> list[int]:
 
 
 def _is_open(port: int) -> bool:
-    if not port:
-        return True
     with socket.socket() as sock:
         sock.settimeout(0.2)
-        return sock.connect_ex(("127.0.0.1", port)) == 0
+        return not port or sock.connect_ex(("127.0.0.1", port)) == 0

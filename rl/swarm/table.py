@@ -6,11 +6,12 @@ drawn again and again on a terminal; elsewhere a line per node is printed every 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import rich.console
@@ -39,8 +40,10 @@ class Table:
     faults: Callable[[], Mapping[str, str]]  # the kind of the fault that a node has now, if any
     waiting_for: str = ""  # why the learner waits, as of the last `rows`
     replied_s: float = -math.inf  # when the orchestrator replied last
-    # By name, the start of the process that signed in.
-    heard: dict[str, float] = dataclasses.field(default_factory=dict)
+    heard: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # by name, the start of the process that signed in
+    epochs: list[str] = dataclasses.field(default_factory=list)  # of policies so far, in order
 
     def rows(self, now_s: float) -> list[dict[str, str]]:
         """Returns {column: text} per node."""
@@ -49,10 +52,13 @@ class Table:
             reply: dict[str, Any] = self.ask() if any(node.child for _, node in processes) else {}
             self.replied_s = now_s
         except (OSError, ValueError):
-            begun_s = next(node.begun_s for node in self.nodes.values() if node.spec.role in HOSTS)
+            begun_s = next(node.begun_s for _, node in processes if node.spec.role in HOSTS)
             is_new = self.replied_s < begun_s and now_s - begun_s < START_S
             reply = {"waiting_for": f"the orchestrator {'is starting' if is_new else 'does not reply'}"}
         signed_in: dict[str, dict[str, Any]] = {row["key"]: row for row in reply.get("nodes", [])}
+        alive = {row["policy"].partition(" of epoch ")[2] for row in signed_in.values()} - {""}
+        self.epochs = sorted({*self.epochs, *alive}, key=int)
+        cells = functools.partial(_cells, self.epochs if len(alive) > 1 else [])
         self.waiting_for = reply.get("waiting_for", "")
         found = []
         for name, node in processes:
@@ -60,16 +66,17 @@ class Table:
             row["last line"] = node.child.last_line if node.child else node.problem
             known = signed_in.pop(self.keys.get(name, ""), None)
             if node.spec.role == "learner" and (steps := _steps(self.steps)):
-                row |= {"version": str(steps[-1]["step"]), "tok/s": _shown(steps[-1].get("time/tokens_per_s", 0.0))}
+                row["version"] = str(steps[-1]["step"])
+                row["tok/s"] = metrics.format_value(steps[-1].get("time/tokens_per_s", 0.0))
             elif node.child and node.spec.role not in HOSTS:
                 age_s = now_s - node.begun_s
                 if known and known["beat_ago_s"] <= age_s:  # else it knows the process before
-                    row |= _cells(known, row["last line"])
+                    row |= cells(known, row["last line"])
                     self.heard[name] = node.begun_s
                 elif self.heard.get(name) != node.begun_s:
                     row["state"] = "starting" if age_s < START_S else "silent"
             found.append(row | ({"state": faults[name]} if name in faults else {}))
-        found += [{"node": f"{row['role']} {key[:8]}"} | _cells(row, "") for key, row in signed_in.items()]
+        found += [{"node": f"{row['role']} {key[:8]}"} | cells(row, "") for key, row in signed_in.items()]
         return [{column: row[column][:MAX_CELL] for column in COLUMNS} for row in found]
 
     def progress(self, spec: supervisor.Spec) -> float:
@@ -79,15 +86,13 @@ class Table:
         return max((step["step"] for step in _steps(self.steps)), default=0)
 
 
-def _cells(row: Mapping[str, Any], last_line: str) -> dict[str, str]:
-    """Returns the cells of a row of the orchestrator's table."""
-    numbers = {"groups": str(row["groups"]), "tok/s": _shown(row["tokens_per_s"])}
-    shown = numbers if row["role"] in ("server", "worker") else dict.fromkeys(numbers, "")
-    return {
-        "state": row["state"],
-        "version": row["policy"].removeprefix("version "),
-        "last line": row["problem"] or last_line,
-    } | shown
+def _cells(epochs: Sequence[str], row: Mapping[str, Any], last_line: str) -> dict[str, str]:
+    """Returns the cells of a row of the orchestrator's table, with the place of its epoch in `epochs`, if it is one of them."""
+    version, _, epoch = row["policy"].removeprefix("version ").partition(" of epoch ")
+    version += f" (epoch {epochs.index(epoch) + 1})" if epoch in epochs else ""
+    found = {"state": row["state"], "version": version, "last line": row["problem"] or last_line}
+    numbers = {"groups": str(row["groups"]), "tok/s": metrics.format_value(max(0.0, row["tokens_per_s"]))}
+    return found | (numbers if row["role"] in ("server", "worker") else dict.fromkeys(numbers, ""))
 
 
 @contextlib.contextmanager
@@ -98,21 +103,18 @@ def shown(table: Table, stream: TextIO) -> Iterator[Callable[[str], None]]:
     is_ended = threading.Event()
 
     def show() -> None:
-        shown_s = time.monotonic()
-        while not is_ended.wait(PERIOD_S):
+        while not is_ended.wait(PERIOD_S if live else PLAIN_S):
+            rows = table.rows(time.monotonic())
             if live:
-                rows = table.rows(time.monotonic())
                 drawn = rich.table.Table(*COLUMNS, box=None, caption=table.waiting_for, caption_justify="left")
                 for row in rows:
                     drawn.add_row(*row.values())
                 live.update(drawn, refresh=True)
-            elif time.monotonic() - shown_s >= PLAIN_S:
-                shown_s = time.monotonic()
-                for row in table.rows(time.monotonic()):
-                    node, *cells = row.items()
-                    note("  ".join([f"{node[1]:<10}", *(f"{column} {text}" for column, text in cells if text)]))
-                if table.waiting_for:
-                    note(f"learner    waits: {table.waiting_for}")
+                continue
+            for node, *cells in (row.items() for row in rows):
+                note("  ".join([f"{node[1]:<10}", *(f"{column} {text}" for column, text in cells if text)]))
+            if table.waiting_for:
+                note(f"learner    waits: {table.waiting_for}")
 
     def note(line: str) -> None:
         console.print(line) if live else print(line, file=stream, flush=True)
@@ -129,10 +131,6 @@ def shown(table: Table, stream: TextIO) -> Iterator[Callable[[str], None]]:
 
 def _steps(file: pathlib.Path) -> list[dict[str, Any]]:
     try:
-        return [line for line in metrics.read(file) if line["phase"] == "rl"]
+        return metrics.read(file, "rl")
     except (OSError, ValueError):
         return []
-
-
-def _shown(speed: float) -> str:
-    return metrics.format_value(max(0.0, speed))

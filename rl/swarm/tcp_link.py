@@ -54,27 +54,29 @@ class Link:
             writer.transport.abort()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers = [writer]
-        self._writers.add(writer)
+        writers = {writer}
+        self._writers |= writers
         try:
-            while self.condition.is_held:
-                await asyncio.sleep(POLL_S)
+            await self._open()
             there, back = await asyncio.open_connection("127.0.0.1", self.port)
-            writers.append(back)
-            self._writers.add(back)
+            writers.add(back)
+            self._writers |= writers
             await asyncio.gather(self._pump(reader, back), self._pump(there, writer))
         except OSError:  # one side is gone, so the other goes as well
             pass
         finally:
+            self._writers -= writers
             for one in writers:
-                self._writers.discard(one)
                 one.transport.abort()
+
+    async def _open(self) -> None:
+        while self.condition.is_held:
+            await asyncio.sleep(POLL_S)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         loop = asyncio.get_running_loop()
         while data := await reader.read(int(min(CHUNK, max(1, self.condition.bytes_per_s / 10)))):
-            while self.condition.is_held:
-                await asyncio.sleep(POLL_S)
+            await self._open()
             self._free_s = max(self._free_s, loop.time()) + len(data) / self.condition.bytes_per_s
             await asyncio.sleep(max(0.0, self._free_s - loop.time()) + self.condition.delay_s)
             writer.write(data)
@@ -100,16 +102,15 @@ class Links(contextlib.AbstractContextManager):
 
     def set(self, node: str, condition: Condition) -> None:
         """Sets the condition of all links of a node."""
-        for link in self.of(node):
+        for link in self._of(node):
             link.condition = condition
 
     def reset(self, node: str) -> None:
         """Ends all connections of a node with a reset."""
-        for link in self.of(node):
+        for link in self._of(node):
             self._loop.call_soon_threadsafe(link.reset)
 
-    def of(self, node: str) -> list[Link]:
-        """Returns the links of a node."""
+    def _of(self, node: str) -> list[Link]:
         return [link for link in self._links if node in link.ends]
 
     def _run(self) -> None:

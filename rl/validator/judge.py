@@ -1,4 +1,4 @@
-"""Signed verdicts on the groups of one run, which its orchestrator asks for (rl/orchestrator/verdict_collector.py).
+"""Signed verdicts on the groups of one run, which its orchestrator asks for (rl/orchestrator/verdicts/verdict_collector.py).
 
 1. A request is a Parquet file of training groups. It is signed by the key of the run, so that strangers cannot use up this validator's time.
 2. Every group passes all checks, those without weights included, so that a verdict needs no other's word. The groups of a request

@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -28,7 +29,6 @@ from rl.validator import service as validator_service
 from rl.validator import state as validator_state
 from rl.validator import status as validator_status
 from rl.verification import evidence_log, verifier
-from rl.verification import rules as rules_lib
 from sharding import broadcast
 from sharding.system import cli, role_metrics, sign_in, signed_message, sockets
 
@@ -122,10 +122,7 @@ def serve(args: argparse.Namespace) -> int:
         raise ValueError(
             f"the run's public key is {run!r}; give 64 hex digits with --run, or a --workdir with weights.key"
         )
-    if file := args.bands or verifier.bands_file(config):
-        tolerance, bands = verifier.load_bands(file)
-    else:
-        tolerance, bands = rules_lib.Tolerance.of(config.trust), None
+    tolerance, bands = verifier.bands_of(config, args.bands)
     with contextlib.ExitStack() as stack:
         trusted = run_directory.root_file(workdir) or run
         pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=trusted)
@@ -133,9 +130,13 @@ def serve(args: argparse.Namespace) -> int:
         rules = dataclasses.replace(rules, tolerance=tolerance)
         open_steps = task_schedule.num_open_steps(config)
         keep_steps = open_steps + 7
+        of_servers = {
+            "servers": frozenset(config.topology.server_keys),
+            "on_flagged": functools.partial(print, flush=True),
+        }
 
         def make_validator(**options) -> verifier.Validator:
-            evidence = evidence_log.EvidenceLog(bands, open_steps=open_steps, **options)
+            evidence = evidence_log.EvidenceLog(bands, open_steps=open_steps, **of_servers, **options)
             return verifier.Validator(experiment.model, pull, rules, evidence)
 
         key = own_key(args.key or run_directory.worker_key_file(workdir, "validator"))

@@ -36,7 +36,7 @@ Subject = TypeVar("Subject")
 class Verdict:
     """The result of checking one rollout or group: "ok", or a reason code to reject it, with details as text.
 
-    Codes: schema, signature, duplicate, samples, task, seed, temperature, step, epoch (void: nobody's fault), versions, length, tokens, reward, unscored
+    Codes: schema, signature, duplicate, samples, task, seed, temperature, step, versions, length, tokens, reward, unscored
     (our scorer timed out), termination, prompt, attestation, weights, routing, sampling, logprob, shape, toploc, statistics.
     """
 
@@ -59,13 +59,18 @@ Check = Callable[[Subject, rules_lib.Rules], Verdict]
 
 def first_failure(checks: Iterable[Check[Subject]], subject: Subject, rules: rules_lib.Rules) -> Verdict:
     """Runs checks in order on a subject (a rollout, group, or replay). Returns the first verdict that rejects it, or OK if none does."""
-    return next((verdict for check in checks if not (verdict := check(subject, rules)).accepted), OK)
+    return first_rejection(check(subject, rules) for check in checks)
+
+
+def first_rejection(found: Iterable[Verdict]) -> Verdict:
+    """Returns the first verdict that rejects, or OK if none does."""
+    return next((verdict for verdict in found if not verdict.accepted), OK)
 
 
 def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
     """Checks well-formed rollouts of one lease against the result of `Rules.at_lease`; returns the first rejection, or OK. Takes microseconds."""
     each = (first_failure(AT_LEASE, rollout, rules) for rollout in rollouts)
-    return next((found for found in itertools.chain([whole_group(rollouts, rules)], each) if not found.accepted), OK)
+    return first_rejection(itertools.chain([whole_group(rollouts, rules)], each))
 
 
 def whole_group(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
@@ -126,20 +131,13 @@ def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if a rollout keeps the limits on the numbers of sampled and of all tokens, and on token IDs, or a verdict that rejects."""
-    num_sampled = int(rollout.sampled_mask.sum())
+    num_sampled = int(np.count_nonzero(rollout.sampled_mask))
     if num_sampled > rules.max_tokens:
         return Verdict("length", f"{num_sampled} sampled tokens, at most {rules.max_tokens} were asked for")
     if len(rollout.tokens) > rules.max_model_len:
         return Verdict("length", f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
     top = int(rollout.tokens.max())
     return _accept_if(top < rules.vocab_size, "tokens", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
-
-
-def epoch(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the rollout is of the epoch that its lease pins, or a verdict that makes it void, without blame."""
-    pinned = _group(rollout, rules).epoch
-    detail = f"the rollout is of epoch {rollout.epoch}, and the lease of {pinned}"
-    return _accept_if(pinned in (-1, rollout.epoch), "epoch", detail)
 
 
 def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -149,12 +147,12 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
     step, the newest published version is the bound.
     """
     group, versions = _group(rollout, rules), rollout.versions
-    if (low := int(versions.min())) < group.min_version:
+    low, high = int(versions.min()), int(versions.max())
+    if low < group.min_version:
         return Verdict("versions", f"{low} is older than {group.min_version}, the oldest that step {group.step} takes")
-    high = int(versions.max())
     if low != high and np.any(versions[1:] < versions[:-1]):
         return Verdict("versions", "they decrease along the sequence")
-    if is_excluded(rollout, rules):
+    if _pins_others(group, low, high):
         return Verdict("versions", f"{low} to {versions[-1]}, and the lease pins {group.version}")
     newest = math.inf if rules.newest is None else rules.newest
     if group.split == "train" and rules.is_fixed:
@@ -166,7 +164,11 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
 def is_excluded(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> bool:
     """Returns True if the worker knew from its lease that it must not hand in these policy versions: too old ones, or others than pinned."""
     group, low, high = _group(rollout, rules), int(rollout.versions.min()), int(rollout.versions.max())
-    return low < group.min_version or (group.version >= 0 and {low, high} != {group.version})
+    return low < group.min_version or _pins_others(group, low, high)
+
+
+def _pins_others(group: task_schedule.Group, low: int, high: int) -> bool:
+    return group.version >= 0 and not low == high == group.version
 
 
 def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -225,7 +227,7 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(is_same, "prompt", "it is not the prompt of its task")
 
 
-AT_LEASE = (task, epoch, limits, version_window, experts_named)
+AT_LEASE = (task, limits, version_window, experts_named)
 IF_SIGNED = (vouched, *AT_LEASE, experts_exist, logprob_range, ending, proof_form, prompt)
 WITHOUT_WEIGHTS = (form, signature, *IF_SIGNED)
 

@@ -67,9 +67,7 @@ class EvidenceLog:
             self._peers.verify(first)
 
     def add_replays(self, group: Sequence[tuple[rollout_lib.Rollout, sequential_test.Evidence]]) -> None:
-        """Adds accepted replays of one worker's samples of one group to its test, if this log has bands."""
-        rollouts = self.attributed([rollout for rollout, _ in group])
-        group = [(rollout, evidence) for rollout, (_, evidence) in zip(rollouts, group, strict=True)]
+        """Adds accepted replays of one node's samples of one group (`attributed`) to its test, if this log has bands."""
         worker = group[0][0].worker
         with self._lock:
             new = [evidence for rollout, evidence in group if self._mark("replay", rollout)]

@@ -81,7 +81,7 @@ class Rules:
             hidden_dim=config.model.model_dim,
             run=run,
             experts=router_replay.RouterReplay.of(config_lib.ModelConfig(**config.model)),
-            is_fixed=task_schedule.is_fixed(config),
+            is_fixed=task_schedule.is_fixed(config.rl),
             router_replay=config.train.router_replay,
         )
 

@@ -15,7 +15,7 @@ import functools
 import json
 import pathlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,7 @@ class Validator:
         All rollouts must have passed `check_without_weights`. The verdict is "weights" (not the worker's fault) if the weights
         of a policy version that the rollout names are not available.
         """
+        rollouts = self.evidence.attributed(rollouts)
         found: list[tuple[checks.Verdict, sequential_test.Evidence | None]] = []
         while len(found) < len(rollouts):
             rest = rollouts[len(found) :]
@@ -114,7 +115,7 @@ class Validator:
                 self.evidence.add_replays(good)
             if len(good) == len(group):
                 self.evidence.add_verified([rollout for rollout, _ in group])
-        judged = zip(self.evidence.attributed(rollouts), found, strict=True)
+        judged = zip(rollouts, found, strict=True)
         return [self.evidence.verdict(rollout.worker) if one.accepted else one for rollout, (one, _) in judged]
 
     def check_group_without_weights(
@@ -127,11 +128,11 @@ class Validator:
         our scorer timed out. That does not reject the group: it sets the sample's reward to 0, as when the worker's own scorer times out.
         """
         found = self.check_without_weights(rollouts, split=split, is_signed=is_signed)
-        verdict = _first_rejection(one for one in found if one.reason != "unscored")
+        verdict = checks.first_rejection(one for one in found if one.reason != "unscored")
         if not verdict.accepted:
             return verdict, {}
         if split == "train":
-            verdict = _first_rejection(self.evidence.add_claims(rollouts))
+            verdict = checks.first_rejection(self.evidence.add_claims(rollouts))
         return verdict, {} if self.rules.score is None else {
             r.sample: v.scores for r, v in zip(rollouts, found, strict=True)
         }
@@ -139,7 +140,7 @@ class Validator:
     def check_groups_with_weights(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[checks.Verdict]:
         """Replays together groups that passed `check_group_without_weights`. Returns a verdict on each group."""
         found = iter(self.check_with_weights([rollout for group in groups for rollout in group]))
-        return [_first_rejection([next(found) for _ in group]) for group in groups]
+        return [checks.first_rejection([next(found) for _ in group]) for group in groups]
 
     def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[replay_lib.Replayed]:
         """Replays rollouts and returns the recomputed values and proof results of each, without verdicts. Raises WeightsUnavailable."""
@@ -169,10 +170,6 @@ class Validator:
             return [self._check_batch([rollout])[0] for rollout in rollouts]  # one bad claim must not fail the others
         judged = [(checks.first_failure(checks.WITH_WEIGHTS, one, self.rules), one) for one in replayed]
         return [(verdict, checks.evidence(one) if verdict.accepted else None) for verdict, one in judged]
-
-
-def _first_rejection(found: Iterable[checks.Verdict]) -> checks.Verdict:
-    return next((verdict for verdict in found if not verdict.accepted), checks.OK)
 
 
 def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[..., transformer.Params]:
@@ -260,6 +257,14 @@ def bands_file(config) -> pathlib.Path | None:
         family, dtype = "mixture" if config.model.num_experts else "dense", config.model.dtype
         name = f"{family}-{dtype}-{dtype}"
     return _bands_path(name) if name else None
+
+
+def bands_of(
+    config, file: str | pathlib.Path | None = None
+) -> tuple[rules_lib.Tolerance, sequential_test.Bands | None]:
+    """Returns tolerance and bands of a file, by default that of `trust.bands`; without one, the config's tolerance and None."""
+    file = file or bands_file(config)
+    return load_bands(file) if file else (rules_lib.Tolerance.of(config.trust), None)
 
 
 def _bands_path(name: str | pathlib.Path) -> pathlib.Path:

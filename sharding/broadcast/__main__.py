@@ -85,11 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("root", help="directory or bucket URL with a head.jsonl")
     sub.add_argument("--key-file", required=True, help="PEM file of the run's private key: WORKDIR/weights.key")
     sub.add_argument("--root-file", default="", help="the run's root file, if it has one")
-    text = (__doc__ or "").partition("A root file")
-    how = argparse.RawDescriptionHelpFormatter
-    sub = commands.add_parser(
-        "keys", help="make, change or print a root file", epilog="".join(text[1:]), formatter_class=how
-    )
+    text = "".join((__doc__ or "").partition("A root file")[1:])
+    options = {"epilog": text, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    sub = commands.add_parser("keys", help="make, change or print a root file", **options)
     sub.set_defaults(run=_keys)
     sub.add_argument("file", help="the root file; printed if no option is given")
     for name, metavar, text in (

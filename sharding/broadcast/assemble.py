@@ -82,8 +82,7 @@ class TensorRequest:
 def make_plan(source: source_lib.Source, target: manifest.Manifest, base: Pulled | None = None) -> Plan:
     """Returns the plan that reads the version of manifest `target` with the fewest bytes: deltas from `base`, or a snapshot.
 
-    A `base` with other tensors is ignored. Raises CorruptSource or
-    FileNotFoundError if a needed version is damaged or missing.
+    A `base` with other tensors is ignored. Raises CorruptSource or FileNotFoundError if a needed version is damaged or missing.
     """
     base_leaves = {} if base is None else tree.flatten(base.params, chunks.check_array)[0]
     expected = {t.name: (t.shape, t.dtype) for t in target.tensors}
@@ -218,9 +217,8 @@ class _Reader:
             try:
                 delta.apply(values, memoryview(data)[offset : offset + size], manifest.ITEM_BYTES[tensor.dtype])
             except journal.CorruptSource as error:
-                raise journal.CorruptSource(
-                    f"object {m.objects[number].path} of version {m.version}, tensor {tensor.name!r}: {error}"
-                ) from error
+                found = f"object {m.objects[number].path} of version {m.version}, tensor {tensor.name!r}"
+                raise journal.CorruptSource(f"{found}: {error}") from error
         # The object of an unpatched chunk was hashed as it was read.
         actual = self._snapshot_objects[path].digest if not patches and snapshot is not None else None
         if actual != tensor.chunks[i]:
@@ -292,7 +290,6 @@ def _check_continues(later: manifest.Manifest, earlier: manifest.Manifest) -> No
 
 
 def _num_bytes(chain: Sequence[manifest.Manifest], snapshot: manifest.Manifest | None) -> int:
-    """Returns the bytes to read for a plan: the deltas of `chain` plus the arrays of `snapshot`, if any."""
     arrays = () if snapshot is None else (o.size for o in snapshot.objects if not o.path.startswith("deltas/"))
     return sum(o.size for m in chain for o in m.objects if o.path.startswith("deltas/")) + sum(arrays)
 

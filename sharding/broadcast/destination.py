@@ -75,9 +75,8 @@ def base_of(root: str | os.PathLike, version: int) -> int | None:
     head = create(root, version).get("manifest.json", 64)
     found = re.match(rb'\{"base":(null|[0-9]+),', head)  # canonical JSON: "base" comes first
     if not found:
-        raise journal.CorruptSource(
-            f"manifest of version {version} under {root} begins with {head!r}, not with its base: remove() the version"
-        )
+        text = f"manifest of version {version} under {root} begins with {head!r}, not with its base"
+        raise journal.CorruptSource(f"{text}: remove() the version")
     return json.loads(found[1])
 
 

@@ -113,9 +113,8 @@ class HeadWriter:
         head = self._verifier.head
         if head_lib.NAME in errors and head is None:
             text = f"{self._root}/{head_lib.NAME} cannot be followed ({errors[head_lib.NAME]})"
-            raise ValueError(
-                f"{text}: publish with the key that signed it, name the newer root file, or use another root"
-            )
+            remedy = "publish with the key that signed it, name the newer root file, or use another root"
+            raise ValueError(f"{text}: {remedy}")
         if self.epoch is not None and head is not None and head.epoch != self.epoch:
             text = f"another publisher has begun epoch {head.epoch} under {self._root}, after this one's {self.epoch}"
             raise ValueError(f"{text}: only the newest may go on; stop one of them")

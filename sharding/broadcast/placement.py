@@ -77,17 +77,16 @@ def _checked_shardings(target: manifest.Manifest, shardings: Any) -> dict[str, j
     leaves, _ = tree.flatten(shardings, check)
     unmatched = sorted({t.name for t in target.tensors} ^ set(leaves))
     if unmatched:
-        text = f"tensors of shardings and version {target.version} differ in {unmatched[:8]}: use that model's config"
-        raise ValueError(text)
+        text = f"tensors of shardings and version {target.version} differ in {unmatched[:8]}"
+        raise ValueError(f"{text}: use that model's config")
     checked = {}
     for t in target.tensors:
         leaf = leaves[t.name]
         if isinstance(leaf, jax.ShapeDtypeStruct):
             if (leaf.shape, leaf.dtype.name) != (t.shape, t.dtype):
-                raise ValueError(
-                    f"tensor {t.name!r} of version {target.version} is {t.dtype}{list(t.shape)}, but the model has "
-                    f"{leaf.dtype.name}{list(leaf.shape)}: use that model's config"
-                )
+                found = f"tensor {t.name!r} of version {target.version} is {t.dtype}{list(t.shape)}"
+                found += f", but the model has {leaf.dtype.name}{list(leaf.shape)}"
+                raise ValueError(f"{found}: use that model's config")
             leaf = leaf.sharding
         if jax.dtypes.canonicalize_dtype(chunks.dtype(t.dtype)) != chunks.dtype(t.dtype):  # jax would truncate silently
             raise ValueError(f"tensor {t.name!r} is {t.dtype}, which jax would narrow to 32 bits: set jax_enable_x64")

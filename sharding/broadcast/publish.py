@@ -219,9 +219,8 @@ def _stage(version: int, root: str | os.PathLike, keep: int) -> Iterator[None]:
         if jax.process_count() > 1:
             others = np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))
             if not failed and len(others):
-                raise transport.RemoteHostError(
-                    f"hosts {others.tolist()} could not publish version {version}, so it is not published: see their logs"
-                )
+                found = f"hosts {others.tolist()} could not publish version {version}, so it is not published"
+                raise transport.RemoteHostError(f"{found}: see their logs")
 
 
 def _check_is_newer(root: str | os.PathLike, version: int) -> list[int]:

@@ -113,13 +113,7 @@ def latest_order(source: Source, *, key: Trusted = None) -> tuple[int, int] | No
 
 
 def wait_for(
-    source: Source,
-    at_least: int,
-    timeout_s: float,
-    *,
-    key: Trusted = None,
-    epoch: int | None = None,
-    digest: str = "",
+    source: Source, at_least: int, timeout_s: float, *, key: Trusted = None, epoch: int | None = None, digest: str = ""
 ) -> int:
     """Blocks until the newest version of `source` is >= `at_least`. Returns it; raises TimeoutError after `timeout_s`.
 
@@ -197,9 +191,8 @@ def _wait(
             return newest
         if time.monotonic() >= deadline_s:
             place, found = opened.stats()["source"], None if newest is None else newest[1]
-            raise TimeoutError(
-                f"no {what} under {place} in {timeout_s} s (newest: {found}): start the publisher{reason}"
-            )
+            text = f"no {what} under {place} in {timeout_s} s (newest: {found})"
+            raise TimeoutError(f"{text}: start the publisher{reason}")
         try:
             known = _await_change(opened, known, min(deadline_s, time.monotonic() + 1.0))
         except (journal.Unavailable, FileNotFoundError, head_lib.StaleHead, head_lib.ExpiredHead):

@@ -97,7 +97,12 @@ class Relay:
             client = _Client(connection, address[0])
             refused = self._throttle.admit(client.address)
             if refused is None:
-                threading.Thread(target=self._serve, args=[client], daemon=True).start()
+                try:
+                    threading.Thread(target=self._serve, args=[client], daemon=True).start()
+                except RuntimeError:  # the system has no thread left: as without a file descriptor
+                    self._throttle.leave(client.address)
+                    connection.close()
+                    time.sleep(0.1)
             else:
                 self._count(f"refused_{refused}")
                 with contextlib.suppress(OSError), connection:
@@ -134,7 +139,6 @@ class Relay:
         return {"url": self.url, "policy": policy, "problem": health["error"]}
 
     def _serve(self, client: "_Client") -> None:
-        """Answers the requests of one connection, until either side ends it."""
         with self._lock:
             self._open.add(client.sock)
         try:

@@ -213,9 +213,8 @@ class Store:
     def _expose(self, version: Version, entry: journal.Object, write: bool = False) -> None:
         with self.lock:
             if version.is_removed:
-                raise FileNotFoundError(
-                    f"{version.directory} was removed while object {entry.path} came: it is not needed"
-                )
+                text = f"{version.directory} was removed while object {entry.path} came"
+                raise FileNotFoundError(f"{text}: it is not needed")
             if write:
                 _append(version.directory / "objects.jsonl", _line(entry))
             replaced = version.objects.get(entry.path)

@@ -66,7 +66,8 @@ class Throttle:
                 self._clients = {k: c for k, c in self._clients.items() if c.num_connections or c.debt_until_s >= now_s}
                 rates = self.limits.client_bytes_per_s, self.limits.client_requests_per_s
                 self._clients[key] = _Client(_Budget(rates[0]), _Budget(rates[1]))
-            if self._clients[key].num_connections >= self.limits.max_connections_per_client:
+            free = self.limits.max_connections - self.num_connections  # else four clients could take all
+            if self._clients[key].num_connections >= min(free, self.limits.max_connections_per_client):
                 return "client_connections"
             self._clients[key].num_connections += 1
             self.num_connections += 1
@@ -123,9 +124,8 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     try:
         return ipaddress.ip_network(text, strict=False)
     except ValueError as error:
-        raise ValueError(
-            f"allow entry {text!r} is not an address or network ({error}); write it as 10.0.0.0/8, for example"
-        ) from error
+        found = f"allow entry {text!r} is not an address or network ({error})"
+        raise ValueError(f"{found}; write it as 10.0.0.0/8, for example") from error
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

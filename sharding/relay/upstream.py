@@ -156,9 +156,8 @@ class Upstream:
             chain: dict[int, version_search.Proof] = {}
             while number in listed and number not in claims and number not in chain:
                 if len(chain) == MAX_CHAIN:
-                    raise ValueError(
-                        f"version {max(chain)} needs more than {MAX_CHAIN} bases; publish snapshots more often"
-                    )
+                    text = f"version {max(chain)} needs more than {MAX_CHAIN} bases"
+                    raise ValueError(f"{text}; publish snapshots more often")
                 known = self._claims.get(number)
                 if known is None or not _names(listing, known):
                     known = version_search.Proof(*self.source.manifest(number))
@@ -259,10 +258,8 @@ class Upstream:
                 self._follow_from_s = time.monotonic() + self._follow_pause_s
                 self._end_following()
                 self._plan.update(self.name, self._claims, None)
-                raise journal.CorruptSource(
-                    f"version {number} is being published with more than {followed.most_bytes:.0f} bytes or {most_s:.0f} s: "
-                    "it is mirrored when it has a manifest"
-                )
+                text = f"version {number} is being published with more than {followed.most_bytes:.0f} bytes or {most_s:.0f} s"
+                raise journal.CorruptSource(f"{text}: it is mirrored when it has a manifest")
             if entry.size <= REUSED_BYTES and not self._store.has(number, entry) and self._take(number, entry):
                 followed.pending.add(self._submit(number, entry, makes_room=self._plan.is_single))
         followed.pending = self._collect(followed.pending)

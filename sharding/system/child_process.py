@@ -50,7 +50,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         self._is_group = is_group
         self._is_stopping = False
         self._last: collections.deque[str] = collections.deque(maxlen=3)
-        log = open(self.log, "ab")  # after the lines of earlier starts; closed by the thread
+        log = open(self.log, "ab", buffering=0)  # after the lines of earlier starts; closed by the thread
         start = f"==== start: python -m {shlex.join(command)}".encode()
         self._copier = threading.Thread(target=self._copy, args=(start, log), name=f"log-{name}", daemon=True)
         self._copier.start()
@@ -72,8 +72,8 @@ class ChildProcess(contextlib.AbstractContextManager):
         with log, self.process.stdout:
             for line in itertools.chain([start], self.process.stdout):  # until all writers, such as its children, end
                 now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
-                log.write(now.encode() + b" " + line.rstrip(b"\r\n") + b"\n")
-                log.flush()
+                with contextlib.suppress(OSError):  # a full disk costs lines, and not the child, whose pipe would close
+                    log.write(now.encode() + b" " + line.rstrip(b"\r\n") + b"\n")
                 if line is not start and line.strip():
                     self._last.append(line.decode(errors="replace").strip())
 

@@ -117,14 +117,12 @@ def _end(process: subprocess.Popen, pipe: socket.socket) -> int | None:
 def _require(lacks: Sequence[str], title: str) -> None:
     if lacks:
         found = f"{title} would run without a complete sandbox: {'; '.join(lacks)}"
-        raise ValueError(
-            f"{found}; run on a machine that has these, or accept it by trust.sandbox='auto' (--sandbox auto)"
-        )
+        remedy = "run on a machine that has these, or accept it by trust.sandbox='auto' (--sandbox auto)"
+        raise ValueError(f"{found}; {remedy}")
 
 
 @functools.cache
 def _warn(lacks: tuple[str, ...]) -> None:
-    """Prints the rights that foreign code keeps on this machine, once per process."""
     if lacks:
         found = f"warning: foreign code runs without a complete sandbox: {'; '.join(lacks)}"
         print(f"{found}; trust.sandbox='require' (--sandbox require) refuses that", file=sys.stderr, flush=True)
@@ -193,7 +191,6 @@ def limit_cpu(seconds: int) -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Sets one soft resource limit of this process, at most its hard limit."""
     hard = resource.getrlimit(kind)[1]
     unlimited = resource.RLIM_INFINITY
     resource.setrlimit(kind, (value if hard == unlimited else hard if value == unlimited else min(value, hard), hard))

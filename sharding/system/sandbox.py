@@ -81,9 +81,8 @@ def missing() -> list[str]:
     """Returns the rights that `enter` cannot take away on this machine, each with the reason."""
     out = []
     if _landlock_version() < 1:
-        out.append(
-            "files stay readable and writable (no Landlock: it needs Linux 5.13 or newer, with landlock in lsm=)"
-        )
+        needs = "it needs Linux 5.13 or newer, with landlock in lsm="
+        out.append(f"files stay readable and writable (no Landlock: {needs})")
     if not _has_seccomp():
         out.append("network and processes stay reachable (no seccomp: it needs Linux 4.14 or newer on x86-64 or ARM64)")
     return out
@@ -115,9 +114,8 @@ def enter() -> list[str]:
         if (version := _landlock_version()) >= 1:
             _restrict_files(version, readable)
             if threads > 1 and version < 8:
-                lacks.append(
-                    f"files stay reachable for {threads - 1} threads that ran before (Linux 7.0 includes them)"
-                )
+                place = f"for {threads - 1} threads that ran before (Linux 7.0 includes them)"
+                lacks.append(f"files stay reachable {place}")
         if _has_seccomp():
             _restrict_calls()
     except OSError as error:  # such as a container that forbids it
@@ -132,9 +130,8 @@ def _landlock_version() -> int:
 def _has_seccomp() -> bool:
     if sys.platform != "linux" or os.uname().machine not in _ARCHS:
         return False
-    return (
-        _libc().syscall(_SECCOMP[[*_ARCHS].index(os.uname().machine)], 2, 0, ctypes.byref(ctypes.c_uint32(_KILL))) == 0
-    )
+    number = _SECCOMP[[*_ARCHS].index(os.uname().machine)]
+    return _libc().syscall(number, 2, 0, ctypes.byref(ctypes.c_uint32(_KILL))) == 0
 
 
 @functools.cache

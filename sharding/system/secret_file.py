@@ -20,9 +20,8 @@ def read(path: str | os.PathLike) -> str:
         with open(path, encoding="ascii", errors="replace") as file:
             mode, text = stat.S_IMODE(os.fstat(file.fileno()).st_mode), file.read(4096).strip()
     except OSError as error:
-        raise ValueError(
-            f"cannot read the secret in {path}: {error.strerror}; name a file that you may read"
-        ) from error
+        found = f"cannot read the secret in {path}: {error.strerror}"
+        raise ValueError(f"{found}; name a file that you may read") from error
     if mode & 0o007:
         raise ValueError(f"{path} has mode {mode:04o}, so any user may use its secret; run chmod 600 {path}")
     return check(text, f"{path} contains")
@@ -51,11 +50,9 @@ def read_or_create(path: str | os.PathLike) -> str:
         with contextlib.suppress(FileExistsError):  # never replaces a secret
             atomic_file.write(path, secrets.token_urlsafe(32).encode() + b"\n", secret=True)
     except OSError as error:
-        raise ValueError(
-            f"cannot create the secret {path}: {error.strerror}; name a file that you may write"
-        ) from error
+        text = f"cannot create the secret {path}: {error.strerror}"
+        raise ValueError(f"{text}; name a file that you may write") from error
     if len(secret := read(path)) < MIN_CHARACTERS:
-        raise ValueError(
-            f"the secret in {path} has {len(secret)} characters, not {MIN_CHARACTERS} or more; remove the file"
-        )
+        text = f"the secret in {path} has {len(secret)} characters, not {MIN_CHARACTERS} or more"
+        raise ValueError(f"{text}; remove the file")
     return secret

@@ -49,11 +49,10 @@ class Orchestrator:
             reply = self._post(path, message)
             signed_message.check_reply(self.run, reply, message)
             return reply
-        except (OSError, ValueError):  # it is away, or was started again
+        except (OSError, ValueError, http.client.HTTPException, RecursionError) as error:  # away, or started again
             self._session = ""
-            raise
-        except (http.client.HTTPException, RecursionError) as error:  # another program is there
-            self._session = ""
+            if isinstance(error, OSError | ValueError):
+                raise
             raise OSError(f"its reply is none of HTTP and JSON: {str(error)[:80]!r}") from error
 
     def _post(self, path: str, message: dict | None = None) -> dict:
@@ -74,7 +73,7 @@ class Orchestrator:
 
 @dataclasses.dataclass
 class SignIn:
-    """Heartbeats of one node, from `start` until `stop`. Raises ValueError if `orchestrator` is not a URL."""
+    """Heartbeats of one node during a `with` block. Raises ValueError if `orchestrator` is not a URL."""
 
     orchestrator: str  # its URL
     private: ed25519.Ed25519PrivateKey  # of this node
@@ -92,18 +91,11 @@ class SignIn:
         self._is_stopping, self._is_due = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="sign-in", daemon=True)
 
-    def start(self) -> "SignIn":
-        """Starts the thread."""
+    def __enter__(self) -> "SignIn":
         self._thread.start()
         return self
 
-    def __enter__(self) -> "SignIn":
-        return self.start()
-
-    def __exit__(self, *exc) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def __exit__(self, *_) -> None:
         """Sends a last heartbeat, by which the node leaves, and ends the thread."""
         self._is_stopping.set()
         self._is_due.set()
@@ -134,10 +126,9 @@ class SignIn:
                 problem = news
                 self.on_reply(reply)
             except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:  # it is away, or no orchestrator
-                before, problem = problem, str(error) or type(error).__name__
-                if before == ENDED:
-                    problem = ENDED
-                elif not is_last and (problem != before or begun_s - noticed_s > REPEAT_S):
+                before, problem = problem, ENDED if problem == ENDED else str(error) or type(error).__name__
+                is_due = problem != before or begun_s - noticed_s > REPEAT_S
+                if is_due and not is_last and problem != ENDED:
                     noticed_s = begun_s
                     self.on_notice(f"not signed in at {url}: {problem}; it is asked again until it replies")
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)

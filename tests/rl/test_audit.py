@@ -200,6 +200,35 @@ def test_a_batch_that_was_not_trained_on_is_left_out(tmp_path, capsys, honest):
     assert code == 1 and "batch" in found[STEPS + 1, None]
 
 
+def test_steps_that_a_resume_took_back_are_left_out_until_they_are_made_again(tmp_path, capsys, honest):
+    """The audit of a run whose learner was starting again named the steps after its checkpoint, whose metrics were still there."""
+    workdir = shutil.copytree(honest, tmp_path / "run")
+    lines = "".join(f'{{"phase": "rl", "step": {step}}}\n' for step in range(1, STEPS + 1))
+    (workdir / "metrics.jsonl").write_text(lines)
+    with run_ledger.RunLedger(workdir / "ledger.db", recorded_run.KEEPER, recorded_run.RUN.worker) as ledger:
+        ledger.resumed(STEPS - 2)
+    code, found, captured = findings(workdir, capsys)
+    assert (code, found) == (0, {}) and f"{STEPS - 2} batches" in captured.out
+    (workdir / "metrics.jsonl").write_text(lines + f'{{"phase": "rl", "step": {STEPS + 1}}}\n')
+    assert findings(workdir, capsys)[0] == 1
+
+
+def test_a_run_that_resumes_during_its_audit_is_audited_again(tmp_path, capsys, monkeypatch, honest):
+    workdir, read = shutil.copytree(honest, tmp_path / "run"), audit.run_history.read
+
+    def resume(file):
+        history = read(file)
+        if (workdir / "metrics.jsonl").exists():
+            with run_ledger.RunLedger(file, recorded_run.KEEPER, recorded_run.RUN.worker) as ledger:
+                ledger.resumed(STEPS - 2)
+            (workdir / "metrics.jsonl").unlink()
+            recorded_run.path(workdir, STEPS).unlink()
+        return history
+
+    monkeypatch.setattr(audit.run_history, "read", resume)
+    assert findings(workdir, capsys)[:2] == (0, {})
+
+
 def test_a_directory_without_a_run_is_one_line(tmp_path, capsys):
     assert audit.main([str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1

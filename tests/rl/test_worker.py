@@ -22,6 +22,7 @@ import fastapi
 import httpx
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from configs import quickstart
 from inference import client as client_lib
@@ -31,8 +32,8 @@ from inference.server import web
 from models.text import tokenizer as tokenizer_lib
 from rl import envs, worker
 from rl.experiment import experiment
-from rl.orchestrator import nodes, verdict_collector
 from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import lease, timeline
 from rl.verification import checks
 from sharding.system import signed_message, sockets
@@ -45,7 +46,7 @@ ENV = envs.load("reverse_text", seed=4, **OPTIONS)
 WAIT_S = 60
 GROUP = dict(step=3, group=7, split="train", index=12345, seed=2**32 - 2, num_samples=4, temperature=0.8, min_version=1)
 GROUP["version"] = -1
-RUN = rollout_lib.WorkerKey.generate()
+RUN, OTHER_RUN = (rollout_lib.WorkerKey(ed25519.Ed25519PrivateKey.from_private_bytes(bytes([n]) * 32)) for n in (1, 2))
 SAMPLING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
 
 
@@ -266,7 +267,7 @@ def test_a_worker_goes_on_with_a_real_orchestrator_that_was_restarted(play, tmp_
         verdicts = verdict_collector.VerdictCollector(RUN, lambda rollouts: [checks.OK] * len(rollouts))
         options = dict(credit=exp.credit, key=RUN, verdicts=verdicts, secret=b"secret")
         made.append(orchestrator_lib.Orchestrator(exp.config, tmp_path, **options))
-        made[-1].nodes.add(nodes.StaticServer(server, server))
+        made[-1].nodes.add(server, server)
         made[-1].publish(timeline.Policy(0, 0))
         return made[-1].serve()
 
@@ -287,9 +288,6 @@ def test_a_worker_goes_on_with_a_real_orchestrator_that_was_restarted(play, tmp_
         made[-1].close()
     assert "a new session of the orchestrator: " in capsys.readouterr().err
     assert {request["policy_version"] for request in played.requests} == {0}
-
-
-OTHER_RUN = rollout_lib.WorkerKey.generate()
 
 
 @pytest.mark.parametrize(

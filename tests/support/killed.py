@@ -11,7 +11,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.ledger import run_ledger
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import verdict_collector
+from rl.orchestrator.verdicts import verdict_collector
 from rl.verification import checks
 from tests.support.groups import answers
 
@@ -51,7 +51,7 @@ class Process:
 
     def answer(self, count):
         """Leases `count` groups and hands them in; returns their numbers."""
-        groups = self.orchestrator.lease(KEY.worker, count)
+        groups = self.orchestrator.leases.lease(KEY.worker, count)
         rollouts = [rollout_lib.sign(r, KEY) for group in groups for r in answers(group)]
         for future in self.orchestrator.submit(parquet.decode(parquet.to_bytes(rollouts))).values():
             assert future.result(WAIT_S) in ("accepted", "quarantined")

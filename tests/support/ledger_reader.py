@@ -71,7 +71,8 @@ class Timeline:
         self._holders, self._holder, self._handed_in, self._votes = {}, {}, {}, {}
         self._invited, self._ejected, self._caught, self._accepted = set(), {}, {}, collections.Counter()
         run = ""
-        for number, event in enumerate(self.events):
+        groups = ((n, event | more) for n, event in enumerate(self.events) for more in ({}, *event.get("also", ())))
+        for number, event in groups:
             kind, worker, place = event["kind"], event["node"], (event.get("step"), event.get("group"))
             name, is_training = f"{event.get('split')}/{place[0]}/{place[1]}", event.get("split") == "train"
             is_newest = is_training and self._handed_in.get(place, ("",))[0] == event.get("digest")

@@ -50,7 +50,7 @@ def run(*args, env=None, **kwargs) -> subprocess.CompletedProcess:
 
 def lines(workdir, phase="rl") -> list[dict]:
     """All metrics of the steps of a phase."""
-    return [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] == phase]
+    return metrics.read(workdir / "metrics.jsonl", phase)
 
 
 def curve(workdir, phases=("rl",)) -> list[dict]:

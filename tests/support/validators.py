@@ -12,7 +12,7 @@ import fastapi
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
-from rl.orchestrator import group_queue
+from rl.orchestrator.groups import queue_entry
 from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from sharding.system import signed_message
@@ -160,5 +160,5 @@ def settled(orchestrator, timeout_s=60):
     """Returns once no group of the orchestrator waits for a verdict, or the run has failed."""
     changed, queue = orchestrator._changed, orchestrator._queue
     with changed:
-        is_done = lambda: orchestrator._failure or not queue.count()[group_queue.State.QUARANTINED]  # noqa: E731
+        is_done = lambda: orchestrator._failure or not queue.count()[queue_entry.State.QUARANTINED]  # noqa: E731
         assert changed.wait_for(is_done, timeout_s)

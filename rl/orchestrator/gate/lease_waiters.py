@@ -11,12 +11,12 @@ import asyncio
 import collections
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rl.protocol import task_schedule
 
 Attempt = Callable[[], list[task_schedule.Group]]
-_Queue = collections.OrderedDict[asyncio.Future, tuple[str, Attempt, str]]
+_Queue = collections.OrderedDict[asyncio.Future, tuple[Attempt, str]]
 MAX_STRANGERS = 4096  # that wait; others get their reply, and poll: a connection costs a stranger nothing
 NEWCOMER_S = 10.0
 MAX_FAILURES = 32  # attempts without a group, until the next call; more would hold up the loop
@@ -27,28 +27,30 @@ class LeaseWaiters:
 
     def __init__(self, has_work: Callable[[], bool]):
         self._has_work, self._is_closed, self._turn_s = has_work, False, 0.0
-        # {result: (worker, its attempt, its network)} by arrival; first those of known workers.
+        # {result: (the worker's attempt, its network)} by arrival; first those of known workers.
         self._queues = tuple[_Queue, _Queue](collections.OrderedDict() for _ in range(2))
+        self._waits: dict[str, asyncio.Future] = {}  # by worker
 
     def __len__(self) -> int:
         return sum(map(len, self._queues))
 
-    def workers(self) -> Iterator[str]:
-        """Yields the public keys of the waiting workers."""
-        return (worker for queue in self._queues for groups, (worker, *_) in queue.items() if not groups.done())
+    def workers(self) -> list[str]:
+        """Returns the public keys of the waiting workers."""
+        return [worker for worker, groups in self._waits.items() if not groups.done()]
 
     async def wait(
         self, worker: str, attempt: Attempt, timeout_s: float, network: str, *, is_known: bool, gone: asyncio.Future
     ) -> list[task_schedule.Group]:
         """Returns the groups of the first `attempt()` that gets some, or [] after `timeout_s`, after `close`, or when `gone` is done.
 
-        It is [] without a wait if too many strangers wait already, in all or on this `network`.
+        It is [] without a wait if too many strangers wait already, in all or on this `network`. A worker waits once: a new request ends
+        its earlier one. If a lost connection had left that behind, it would get groups on which nobody works.
         """
         queue, groups = self._queues[not is_known], asyncio.get_running_loop().create_future()
-        num_same = 0 if is_known else 1 + sum(place[2] == network for place in queue.values())
-        if num_same > MAX_STRANGERS - len(queue):
+        if not is_known and sum(place[1] == network for place in queue.values()) >= MAX_STRANGERS - len(queue):
             return []
-        queue[groups] = worker, attempt, network
+        self.leave(worker)
+        queue[groups], self._waits[worker] = (attempt, network), groups
         gone.add_done_callback(lambda _: self._finish(groups))
         timer = asyncio.get_running_loop().call_later(timeout_s, self._finish, groups)
         try:
@@ -56,6 +58,8 @@ class LeaseWaiters:
         finally:
             timer.cancel()
             queue.pop(groups, None)
+            if self._waits.get(worker) is groups:
+                del self._waits[worker]
 
     def wake(self) -> None:
         """Lets waiters try to lease, one after the other, as long as there is work."""
@@ -63,8 +67,9 @@ class LeaseWaiters:
         now_s = asyncio.get_running_loop().time()
         if newcomers and now_s > self._turn_s and self._has_work():
             first: dict[str, asyncio.Future] = {}  # that waits, by network
-            for groups, (_, _, network) in newcomers.items():
-                first.setdefault(network, groups)
+            for groups, (_, network) in newcomers.items():
+                if not groups.done():  # an attempt that ends as it begins must not take the turn
+                    first.setdefault(network, groups)
             if any(self._try(newcomers, groups) for groups in itertools.islice(first.values(), MAX_FAILURES)):
                 self._turn_s = now_s + NEWCOMER_S
         for queue in (known, newcomers):
@@ -74,7 +79,7 @@ class LeaseWaiters:
 
     def _try(self, queue: _Queue, groups: asyncio.Future) -> bool:
         """Lets a waiter of a queue try to lease; returns False if it got nothing, and waits on."""
-        attempt = (place := queue.pop(groups))[1]
+        attempt = (place := queue.pop(groups))[0]
         try:
             if groups.done():
                 return True
@@ -88,11 +93,9 @@ class LeaseWaiters:
         return False
 
     def leave(self, worker: str) -> None:
-        """Ends the waits of a worker without groups."""
-        for queue in self._queues:
-            for groups, (waiting, *_) in queue.items():
-                if waiting == worker:
-                    self._finish(groups)
+        """Ends the wait of a worker, if any, without groups."""
+        if groups := self._waits.get(worker):
+            self._finish(groups)
 
     def close(self) -> None:
         """Ends all waits, and those that begin later, without groups."""

@@ -118,19 +118,15 @@ class Host:
 
     def batch(self, learner: str, step: int, sizes: dict) -> dict | None:
         """Returns the metrics of batch `step` and its number of micro-batches; None if it is not complete yet."""
-        packed = self._packed(learner, step, sizes)
-        if packed is None:
-            return None
-        batch, metrics = packed
-        return {"metrics": metrics, "num_micro_batches": int(batch.num_micro_batches)}
+        found = self._packed(learner, step, sizes)
+        return found and found[1]
 
     def rows(self, learner: str, step: int, sizes: dict, regions: Sequence) -> bytes | None:
         """Returns (rows, columns) blocks of batch `step`, in the order of `host_feed.cut`; None if it is not complete yet."""
-        packed = self._packed(learner, step, sizes)
-        if packed is None:
+        if (found := self._packed(learner, step, sizes)) is None:
             return None
         blocks = [(slice(*rows), slice(*columns)) for rows, columns in regions]
-        return b"".join(x.tobytes() for x in host_feed.cut(packed[0], self.layout(**sizes), blocks))
+        return b"".join(x.tobytes() for x in host_feed.cut(found[0], self.layout(**sizes), blocks))
 
     def evaluate(self, learner: str, version: int, set_name: str = "") -> bytes | None:
         """Returns the rollouts of an evaluation set as a Parquet file, with the rewards that we computed; None while some are missing.
@@ -161,7 +157,8 @@ class Host:
     def _packed(self, learner: str, step: int, sizes: dict) -> tuple[packing.TrainBatch, dict] | None:
         def make(orchestrator) -> tuple[packing.TrainBatch, dict]:
             batch = orchestrator.next_batch(step)
-            return packing.pack(batch.trees, self.layout(**sizes)), batch.metrics
+            packed = packing.pack(batch.trees, self.layout(**sizes))
+            return packed, {"metrics": batch.metrics, "num_micro_batches": int(packed.num_micro_batches)}
 
         return self._job(learner, ("batch", step), make)
 

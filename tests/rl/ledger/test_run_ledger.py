@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from rl.ledger import events, run_ledger, run_rules
 from rl.ledger import ledger as ledger_lib
-from rl.ledger import run_ledger, run_rules
 from sharding.system import atomic_file
 from tests.rl.ledger.test_ledger import ANN, BOB, KEEPER, key, work
 from tests.support import ledgers
@@ -52,6 +52,64 @@ def test_events_are_durable_and_in_order_after_a_flush(tmp_path):
         assert ledger.ejected_workers == {ANN.worker}
 
 
+def test_neighbors_are_joined_to_one_event_with_the_same_meaning(tmp_path):
+    places = [(ANN, 3), (BOB, 0), (ANN, 4), (BOB, 1), (ANN, 5), (BOB, 2), (ANN, 0)]  # the last is a copy
+    leases = [(one, dict(version=0, epoch=0, split="train", step=1, group=n)) for one, n in places]
+    digests = {n: work(n) for n in range(3)}
+    handed_in = [dict(split="train", step=1, group=n) for n in digests]
+    states = []
+    for is_joined in (True, False):
+        path = tmp_path / str(is_joined)
+        path.mkdir()
+        with opened(path) as ledger:
+            ledger.resumed(0)
+            for key in (ANN, BOB):
+                ledger.joined(key.worker, invited=True)
+            for num_events, calls in (
+                (3, [(ledger.leased, key.worker, fields) for key, fields in leases]),
+                (
+                    1,
+                    [
+                        (ledger.submitted, BOB.worker, place | {"digest": digests[place["group"]]})
+                        for place in handed_in
+                    ],
+                ),
+            ):
+                found = []
+                with ledger._lock if is_joined else contextlib.nullcontext():  # no commit begins
+                    for record, worker, fields in calls:
+                        found.append(record(worker, **fields))
+                        if not is_joined:
+                            found[-1].result()
+                assert len({one.result() for one in found}) == (num_events if is_joined else len(calls))
+            ledger.batch(1, run_rules.batch_digest(digests.values()), {(1, n): "trusted" for n in digests}).result()
+            states.append(ledger.run)
+        assert ledgers.verify(path / "ledger.db", keeper=KEEPER.worker).error is None
+    one, other = (
+        {name: value for name, value in vars(state).items() if name not in ("_count", "_done")} for state in states
+    )
+    assert one == other and one["submissions"] == {(1, n): (BOB.worker, digest) for n, digest in digests.items()}
+
+
+@pytest.mark.parametrize(
+    "also",
+    [
+        [],
+        [{"step": 1}],
+        [{"step": 1, "group": -1}],
+        [{"step": 2, "group": 1, "digest": "0" * 64}],
+        {"step": 1, "group": 1},
+    ],
+)
+def test_further_groups_have_the_form_and_the_rules_of_the_first(tmp_path, also):
+    fields = dict(split="train", step=1, group=0, version=0)
+    bad = events.sign("lease", ANN.worker, KEEPER, **fields, also=also)
+    assert "also: must be" in (events.form_error(bad) or "")
+    state = run_rules.RunState()
+    good = events.sign("lease", ANN.worker, KEEPER, **fields, also=[{"step": 0, "group": 1}])
+    assert events.form_error(good) is None and "step: batch 0" in (state.refusal(good, KEEPER.worker) or "")
+
+
 def test_a_batch_without_trust_is_refused_and_ends_the_ledger(tmp_path):
     failures = []
     with opened(tmp_path) as ledger:
@@ -71,6 +129,7 @@ def test_a_batch_without_trust_is_refused_and_ends_the_ledger(tmp_path):
 KILLS = """
 import itertools, os, pathlib, random, signal, sys, time
 from inference.rollouts import rollout as rollout_lib
+from rl.ledger import events, run_ledger, run_rules
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import run_ledger
 from tests.support import ledgers

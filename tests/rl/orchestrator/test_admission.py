@@ -1,4 +1,4 @@
-"""Strangers: keys alone buy nothing. The real `Orchestrator.lease` on a virtual clock, against floods of fresh keys."""
+"""Strangers: keys alone buy nothing. The real `Leases.lease` on a virtual clock, against floods of fresh keys."""
 
 import asyncio
 import heapq
@@ -16,11 +16,13 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.orchestrator import admission as admission_lib
-from rl.orchestrator import group_queue, nodes, submissions, verdict_collector, worker_health
+from rl.orchestrator import leases, nodes, submissions, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.gate import lease_waiters, request_rate
+from rl.orchestrator.groups import queue_entry
+from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import lease as lease_lib
-from rl.protocol import registry, timeline
+from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks
 from sharding.system import signed_message
 from tests.support import signed_http, validators
@@ -41,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (orchestrator_lib, submissions):
+    for module in (leases, orchestrator_lib, submissions):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -78,23 +80,23 @@ def test_a_stop_of_the_orchestrator_costs_no_lease_and_no_node(make, clock, monk
     monkeypatch.setattr(nodes, "time", clock)
     worker, other = (rollout_lib.WorkerKey.generate().worker for _ in range(2))
     orchestrator = make([worker, other])
-    held = [group.key for group in orchestrator.lease(worker, 16)]
+    held = [group.key for group in orchestrator.leases.lease(worker, 16)]
     clock.now_s += 2.0
-    orchestrator.lease(other, 0)
+    orchestrator.leases.lease(other, 0)
 
     def tick(seconds):
         for _ in range(round(5 * seconds)):
             clock.now_s += 0.2
-            orchestrator.tick(clock.now_s)
+            orchestrator.leases.tick(clock.now_s)
             orchestrator.nodes._ticked_s = clock.now_s  # as its loop does
 
     tick(4.0)
     clock.now_s += 10_000.0
     if first == "lease":
-        assert orchestrator.lease(other, 16) == []
+        assert orchestrator.leases.lease(other, 16) == []
     elif first == "heartbeat":
-        assert orchestrator.beat(worker, "worker", registry.Report(), held, leaving=False) == []
-    orchestrator.tick(clock.now_s)
+        assert orchestrator.leases.beat(worker, "worker", registry.Report(), held, leaving=False) == []
+    orchestrator.leases.tick(clock.now_s)
     orchestrator.nodes._sweep(clock.now_s)
     orchestrator.nodes._check_patience(clock.now_s, lambda there: not there)
     assert {row["state"] for row in orchestrator.table()} == {"healthy"}
@@ -117,13 +119,13 @@ def deliver(orchestrator, key, group, **changes):
 def earn(orchestrator, key, count, network="earned"):
     """Lets a key deliver `count` groups of further steps, one by one."""
     for _ in range(count):
-        (group,) = orchestrator.lease(key.worker, 1, network)
+        (group,) = orchestrator.leases.lease(key.worker, 1, network)
         assert not deliver(orchestrator, key, group).startswith("refused")
 
 
 def num_left(orchestrator):
     count = orchestrator._queue.count()
-    return count.total() - count[group_queue.State.ELIGIBLE]
+    return count.total() - count[queue_entry.State.ELIGIBLE]
 
 
 def fresh():
@@ -143,10 +145,10 @@ def periods(orchestrator, clock, honest, *, rate, network, per_s=10.0, act=lambd
         assert clock.now_s < begun_s + 20 * LEASE_S
         if key is None:
             number, worker = next(attackers)
-            act(orchestrator, worker, orchestrator.lease(worker, 16, network(number)))
+            act(orchestrator, worker, orchestrator.leases.lease(worker, 16, network(number)))
             heapq.heappush(events, (clock.now_s + rng.expovariate(rate), next(tie), None, None))
         elif group is None:
-            groups = orchestrator.lease(key.worker, 4 - busy[key], f"honest {honest.index(key)}")
+            groups = orchestrator.leases.lease(key.worker, 4 - busy[key], f"honest {honest.index(key)}")
             busy[key] += len(groups)
             for leased in groups:
                 heapq.heappush(events, (clock.now_s + 0.5, next(tie), key, leased))
@@ -182,7 +184,7 @@ def garbage(orchestrator, worker, groups):
 
 
 def give_back(orchestrator, worker, groups):
-    orchestrator.lease(worker, 0, "evil", [group.key for group in groups])
+    orchestrator.leases.lease(worker, 0, "evil", [group.key for group in groups])
 
 
 @pytest.mark.parametrize("act", [lambda *args: None, garbage, give_back], ids=["squat", "garbage", "give back"])
@@ -201,28 +203,31 @@ def test_a_newcomer_copies_a_group_of_the_only_worker_when_that_is_late(make, cl
     """The only worker was killed with all groups: the next one got none before these leases ended."""
     orchestrator, (key, other, *_) = make(), KEYS
     earn(orchestrator, key, 8)
-    assert len(orchestrator.lease(key.worker, 64, "a")) == 8 and orchestrator.lease(other.worker, 64, "b") == []
+    assert (
+        len(orchestrator.leases.lease(key.worker, 64, "a")) == 8
+        and orchestrator.leases.lease(other.worker, 64, "b") == []
+    )
     clock.now_s += LEASE_S / 2
-    (copy,) = orchestrator.lease(other.worker, 64, "b")
+    (copy,) = orchestrator.leases.lease(other.worker, 64, "b")
     deliver(orchestrator, other, copy)
-    assert len(orchestrator.lease(other.worker, 64, "b")) == 2  # it has a record now
+    assert len(orchestrator.leases.lease(other.worker, 64, "b")) == 2  # it has a record now
 
 
 def test_newcomers_that_hold_a_group_and_its_copy_keep_no_known_worker_from_it(make, clock):
     """Attack: nobody else got the group for a lease period, as newcomers that beat keep theirs for so long."""
     orchestrator, (honest, one, other, *_) = make(num_groups=24), KEYS
     earn(orchestrator, honest, 12)
-    (group,), held = (orchestrator.lease(key.worker, 64, key.worker) for key in (one, honest))
+    (group,), held = (orchestrator.leases.lease(key.worker, 64, key.worker) for key in (one, honest))
     assert len(held) == 11
     clock.now_s += 1.0
-    assert orchestrator.lease(other.worker, 64, "b")[0].key == group.key  # the one leased first
+    assert orchestrator.leases.lease(other.worker, 64, "b")[0].key == group.key  # the one leased first
     for leased in held:
         deliver(orchestrator, honest, leased)
     clock.now_s += 1.0
     for key in (one, other):
-        orchestrator.beat(key.worker, "worker", registry.Report(), [group.key], leaving=False)
-    assert orchestrator.has_work() and orchestrator.lease(STRANGER.worker, 1, "c") == []
-    assert [again.key for again in orchestrator.lease(honest.worker, 1)] == [group.key]
+        orchestrator.leases.beat(key.worker, "worker", registry.Report(), [group.key], leaving=False)
+    assert orchestrator.leases.has_work() and orchestrator.leases.lease(STRANGER.worker, 1, "c") == []
+    assert [again.key for again in orchestrator.leases.lease(honest.worker, 1)] == [group.key]
 
 
 def test_waiting_newcomers_of_one_network_hold_up_none_of_another():
@@ -231,34 +236,41 @@ def test_waiting_newcomers_of_one_network_hold_up_none_of_another():
 
     def attempt(worker):
         asked.append(worker)
-        return [work.pop()] if worker != "evil" else []  # whose network has its share
+        return [] if worker.startswith("evil") else [work.pop()]  # whose network has its share
 
     async def main():
         waiters, never = lease_waiters.LeaseWaiters(lambda: bool(work)), asyncio.Future()
 
         def wait(worker):
-            options = {"is_known": worker == "known", "gone": never}
-            return asyncio.ensure_future(waiters.wait(worker, lambda: attempt(worker), 60.0, worker, **options))
+            options = {"is_known": worker.startswith("known"), "gone": never}
+            network = worker.rstrip("0123456789")
+            return asyncio.ensure_future(waiters.wait(worker, lambda: attempt(worker), 60.0, network, **options))
 
-        waits = [wait(worker) for worker in (*["evil"] * lease_waiters.MAX_STRANGERS, "honest", "known")]
+        most = lease_waiters.MAX_STRANGERS
+        evil, known = ([f"{name}{i}" for i in range(most + 9)] for name in ("evil", "known"))
+        waits = [wait(worker) for worker in (*evil, "honest", *known)]
         await asyncio.sleep(0)
-        assert len(waiters) == lease_waiters.MAX_STRANGERS // 2 + 2
+        assert len(waiters) == most // 2 + 1 + len(known)  # more known workers than `most` polled once a second each
+        waits += [wait("known7") for _ in range(9)]
+        await asyncio.sleep(0.1)
+        assert len(waiters) == len({*waiters.workers()}) == most // 2 + 1 + len(known)  # one key held up all others
+        waiters.leave("evil0")  # it took the turn of a newcomer
         waiters.wake()
         waiters.close()
         await asyncio.gather(*waits)
 
     asyncio.run(main())
-    assert asked == ["evil", "honest"]
+    assert asked == ["evil1", "honest"]
 
 
 def test_a_newcomer_holds_one_group_until_one_is_accepted_then_more(make, clock):
     orchestrator, (key, other, *_) = make(), KEYS
-    held = orchestrator.lease(key.worker, 64, "a")
+    held = orchestrator.leases.lease(key.worker, 64, "a")
     for expected in (1, 2, 4, 8, 1):  # the last: 16 - 15
-        assert len(held) == expected and orchestrator.lease(key.worker, 64, "a") == []
+        assert len(held) == expected and orchestrator.leases.lease(key.worker, 64, "a") == []
         for group in held:
             assert deliver(orchestrator, key, group) in ("quarantined", "accepted")
-        held = orchestrator.lease(key.worker, 64, "a")
+        held = orchestrator.leases.lease(key.worker, 64, "a")
     assert held == []
     state, again = json.loads(json.dumps(orchestrator._health.state())), health_of()
     again.restore(state)
@@ -274,9 +286,9 @@ def test_a_stranger_must_finish_under_the_pinned_version(make, clock, pins, vers
     key, guest, other, *_ = KEYS
     orchestrator = make(invited=[guest.worker, other.worker], max_lag=1, pin_versions=pins)
     publish(orchestrator, 1)
-    assert len(orchestrator.lease(other.worker, 16)) == 16  # of batch 1, which version 1 comes too late for
+    assert len(orchestrator.leases.lease(other.worker, 16)) == 16  # of batch 1, which version 1 comes too late for
     for worker, is_pinned in ((key, pins != "none"), (guest, pins == "all")):
-        (group,) = orchestrator.lease(worker.worker, 1)
+        (group,) = orchestrator.leases.lease(worker.worker, 1)
         assert (group.step, group.min_version, group.version) == (2, 0, 1 if is_pinned else -1)
         verdict = deliver(orchestrator, worker, group, versions=np.array(versions, np.int32))
         if is_pinned and versions[0] == 0:
@@ -288,26 +300,31 @@ def test_a_stranger_must_finish_under_the_pinned_version(make, clock, pins, vers
 def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, clock):
     key, other, *_ = KEYS
     orchestrator = make(num_groups=32, invited=[other.worker])
-    orchestrator.lease(other.worker, 0)  # alone, a worker would get its groups again
+    orchestrator.leases.lease(other.worker, 0)  # alone, a worker would get its groups again
     earn(orchestrator, key, 7)
-    assert len(groups := orchestrator.lease(key.worker, 64)) == 8
+    assert len(groups := orchestrator.leases.lease(key.worker, 64)) == 8
     publish(orchestrator, 1)  # the pinned version is gone
-    kept = orchestrator.lease(key.worker, 64, "", [group.key for group in groups])
+    kept = orchestrator.leases.lease(key.worker, 64, "", [group.key for group in groups])
     assert len(kept) == 8 and not {g.key for g in kept} & {g.key for g in groups} and {g.version for g in kept} == {1}
     assert orchestrator._take_counts()["trust/num_lease_void"] == 8
     clock.now_s += LEASE_S + 1
-    assert len(orchestrator.lease(key.worker, 64)) == 4  # 7 // 2 + 1: they ended together
+    assert len(orchestrator.leases.lease(key.worker, 64)) == 4  # 7 // 2 + 1: they ended together
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 8
 
 
-@pytest.mark.parametrize(("batch", "num_versions", "record"), [("first", 9, 3), ("first", 8, 5), ("prescribed", 9, 5)])
+@pytest.mark.parametrize(
+    ("batch", "num_versions", "is_held_out", "record"),
+    [("first", 9, False, 3), ("first", 8, False, 5), ("prescribed", 9, False, 5), ("first", 9, True, 4)],
+)
 def test_a_group_that_arrives_stale_counts_as_a_lost_lease_where_it_is_not_made_again(
-    make, clock, batch, num_versions, record
+    make, clock, batch, num_versions, is_held_out, record
 ):
     """Attack: a worker handed in the groups that it disliked when no batch could use them, and lost nothing by it."""
     key, orchestrator = KEYS[0], make(batch=batch)
     earn(orchestrator, key, 4)
-    (group,) = orchestrator.lease(key.worker, 1)
+    if is_held_out:  # an evaluation is of an old version, and takes its time
+        orchestrator._queue.add(task_schedule.held_out_groups(orchestrator._config, 0), first=True)
+    (group,) = orchestrator.leases.lease(key.worker, 1)
     publish(orchestrator, num_versions)
     assert deliver(orchestrator, key, group) in ("quarantined", "accepted")
     assert orchestrator._health._of(key.worker).record == record  # 4 // 2 + 1, or 4 + 1
@@ -317,12 +334,12 @@ def test_work_of_an_expired_lease_costs_its_worker_neither_its_name_nor_its_new_
     """A worker paused for longer than a lease got the same groups for a newer version, and was banned by its earlier work."""
     key, other, *_ = KEYS
     orchestrator = make(invited=[other.worker], max_lag=1)
-    assert len(orchestrator.lease(other.worker, 16)) == 16  # of batch 1, which version 1 comes too late for
+    assert len(orchestrator.leases.lease(other.worker, 16)) == 16  # of batch 1, which version 1 comes too late for
     earn(orchestrator, key, 3)
-    old = orchestrator.lease(key.worker, 64)
+    old = orchestrator.leases.lease(key.worker, 64)
     publish(orchestrator, 1)
     clock.now_s += LEASE_S + 1
-    new = {group.key: group for group in orchestrator.lease(key.worker, 64)}
+    new = {group.key: group for group in orchestrator.leases.lease(key.worker, 64)}
     again = [group for group in old if group.key in new]
     assert again and {group.version for group in old} == {0} and {group.version for group in new.values()} == {1}
     for group in again:
@@ -336,14 +353,14 @@ def test_work_of_an_expired_lease_costs_its_worker_neither_its_name_nor_its_new_
 @pytest.mark.parametrize("is_void", [True, False])
 def test_a_newcomer_waits_for_its_place_unless_its_version_was_replaced(make, clock, is_void):
     orchestrator, (key, *_) = make(), KEYS
-    (group,) = orchestrator.lease(key.worker, 4)
+    (group,) = orchestrator.leases.lease(key.worker, 4)
     if is_void:
         publish(orchestrator, 1)
-    assert orchestrator.lease(key.worker, 4, "", [group.key]) == []
+    assert orchestrator.leases.lease(key.worker, 4, "", [group.key]) == []
     clock.now_s += LEASE_S / 16 + 0.1
-    assert len(orchestrator.lease(key.worker, 4)) == is_void
+    assert len(orchestrator.leases.lease(key.worker, 4)) == is_void
     clock.now_s += LEASE_S / 4
-    assert is_void or len(orchestrator.lease(key.worker, 4)) == 1
+    assert is_void or len(orchestrator.leases.lease(key.worker, 4)) == 1
 
 
 def test_two_strangers_that_beat_for_ever_hold_up_no_batch(make, clock):
@@ -351,12 +368,12 @@ def test_two_strangers_that_beat_for_ever_hold_up_no_batch(make, clock):
     orchestrator, (honest, one, other) = make(num_groups=4), (rollout_lib.WorkerKey.generate() for _ in range(3))
     for key in (honest, one, other):
         earn(orchestrator, key, 1)
-    ((group,), report, since_s) = orchestrator.lease(one.worker, 1), registry.Report(), clock.now_s
-    while not (found := orchestrator.lease(honest.worker, 1)):
+    ((group,), report, since_s) = orchestrator.leases.lease(one.worker, 1), registry.Report(), clock.now_s
+    while not (found := orchestrator.leases.lease(honest.worker, 1)):
         clock.now_s += LEASE_S / 8
-        orchestrator.lease(other.worker, 1)
+        orchestrator.leases.lease(other.worker, 1)
         for key in (one, other):
-            orchestrator.beat(key.worker, "worker", report, [group.key], leaving=False)
+            orchestrator.leases.beat(key.worker, "worker", report, [group.key], leaving=False)
         assert clock.now_s < since_s + 2 * LEASE_S
     assert found[0].key == group.key and deliver(orchestrator, honest, group) in ("accepted", "quarantined")
     assert num_left(orchestrator) == 0 and orchestrator._health._of(one.worker).record == 1  # it may only be slow
@@ -367,13 +384,13 @@ def test_strangers_that_leave_again_and_again_lose_their_records(make, clock):
     orchestrator, keys = make(), [rollout_lib.WorkerKey.generate() for _ in range(2)]
     for key in keys:
         earn(orchestrator, key, 1)
-    leases = 0
+    num_leases = 0
     for _ in range(50):
         for key in keys:
-            leases += len(orchestrator.lease(key.worker, 16))
-            orchestrator.beat(key.worker, "worker", registry.Report(), [], leaving=True)
+            num_leases += len(orchestrator.leases.lease(key.worker, 16))
+            orchestrator.leases.beat(key.worker, "worker", registry.Report(), [], leaving=True)
             clock.now_s += 0.001
-    assert 4 <= leases <= 12 and not any(orchestrator._health.is_known(key.worker) for key in keys)
+    assert 4 <= num_leases <= 12 and not any(orchestrator._health.is_known(key.worker) for key in keys)
 
 
 def test_no_one_holds_a_group_by_letting_others_lose_it(make, clock):
@@ -381,17 +398,17 @@ def test_no_one_holds_a_group_by_letting_others_lose_it(make, clock):
     orchestrator, (known, *_) = make(num_groups=17), KEYS
     earn(orchestrator, known, 1)
     names = fresh()
-    taken = [orchestrator.lease(next(names), 1, f"net {n}") for n in range(4)]
+    taken = [orchestrator.leases.lease(next(names), 1, f"net {n}") for n in range(4)]
     assert all(taken)
     clock.now_s += LEASE_S / 4 + 0.1
-    orchestrator.lease(known.worker, 0)
+    orchestrator.leases.lease(known.worker, 0)
     lost = {group.key for groups in taken for group in groups}
     for n in range(4):  # not the lost ones, which lead the queue
-        (group,) = orchestrator.lease(next(names), 1, f"net {n}")
+        (group,) = orchestrator.leases.lease(next(names), 1, f"net {n}")
         assert group.key not in lost
-    assert {group.key for group in orchestrator.lease(known.worker, 2)} <= lost
+    assert {group.key for group in orchestrator.leases.lease(known.worker, 2)} <= lost
     clock.now_s += LEASE_S + 1  # the worker with a record went away: its groups, and all others, are free again
-    assert all(orchestrator.lease(next(names), 1, f"net {n}") for n in range(4))
+    assert all(orchestrator.leases.lease(next(names), 1, f"net {n}") for n in range(4))
     assert all(orchestrator._health.may_lease(next(names), key, clock.now_s) for key in lost)
 
 
@@ -429,7 +446,7 @@ def test_thousands_of_keys_leave_no_trace(make, clock, monkeypatch):
         clock.now_s += 1e-3
         assert rate.take(str(number), clock.now_s)
         verifier.verify(message | {"worker": name, "time_us": int(now[0] * 1e6)}, "lease")
-        orchestrator.lease(name, 4, str(number))
+        orchestrator.leases.lease(name, 4, str(number))
 
     names, kept, sizes = fresh(), (verifier, rate, health, orchestrator._queue), []
     for number in range(32_000):

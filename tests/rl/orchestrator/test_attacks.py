@@ -21,8 +21,8 @@ from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.ledger import run_ledger
 from rl.orchestrator import orchestrator as orchestrator_lib
-from rl.orchestrator import verdict_collector
-from rl.orchestrator.group_queue import State
+from rl.orchestrator.groups.queue_entry import State
+from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule, timeline
 from rl.protocol import verdict as verdict_lib
@@ -165,7 +165,7 @@ def test_a_record_buys_as_many_forged_groups_as_the_docs_promise(tmp_path, num_h
             for _ in range(num_honest):
                 run._health.verified(CHEAT.worker)
                 run._health.accepted(CHEAT.worker, ("train", 0, 0))
-        for group in run.lease(CHEAT.worker, 64):
+        for group in run.leases.lease(CHEAT.worker, 64):
             found = run.submit(parquet.decode(parquet.to_bytes(signed(forged(group), CHEAT))))
             assert [future.result(WAIT_S) for future in found.values()][0] in ("accepted", "quarantined")
             if not run._submissions._draw(group.key) >= 32 / (32 + num_honest):

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from inference.rollouts import rollout as rollout_lib
-from rl.orchestrator import verdict_collector
+from rl.orchestrator.verdicts import verdict_collector
 from rl.validator import calibrate
 from rl.verification import evidence_log, verifier
 from tests.rl.orchestrator.test_attacks import HONEST, RUN, running

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from rl.orchestrator import group_queue
-from rl.orchestrator.group_queue import Delivery, State
+from rl.orchestrator.groups import group_queue, queue_index
+from rl.orchestrator.groups.queue_entry import Delivery, State
 from rl.protocol import task_schedule
 
 P, LEASE_S = 3, 10.0
@@ -26,10 +26,8 @@ def batch(step, split="train"):
 
 
 def rollouts(version=0):
-    mask = np.array([False, True])
-    return [
-        types.SimpleNamespace(sample=sample, sampled_mask=mask, versions=mask * version, epoch=0) for sample in (1, 0)
-    ]
+    arrays = {"sampled_mask": np.array([False, True]), "versions": np.full(2, version)}
+    return [types.SimpleNamespace(sample=sample, epoch=0, **arrays) for sample in (1, 0)]
 
 
 class Machine(stateful.RuleBasedStateMachine):
@@ -97,7 +95,7 @@ class Machine(stateful.RuleBasedStateMachine):
             key: self.now_s - max(since for since, _ in self.leases[key].values()) for key in self.sets[State.LEASED]
         }
         may = {key for key, age in age_s.items() if age > after_s and worker not in self.leases[key]}
-        may = {key for key in may if len(self.leases[key]) < group_queue.MAX_HOLDERS}
+        may = {key for key in may if len(self.leases[key]) < queue_index.MAX_HOLDERS}
         times = {"deadline_s": self.now_s + LEASE_S, "now_s": self.now_s}
         is_late = {"is_late": lambda lease: self.now_s - lease.since_s > after_s}
         found = [group.key for group in self.queue.lease(worker, count, **times, **is_late)]
@@ -317,7 +315,7 @@ def test_moves_that_the_states_do_not_allow_fail():
     assert next(iter(queue.entries)) == group.key and queue.entries[group.key].was_decided
 
 
-def test_held_out_groups_are_not_recalled_and_the_oldest_sampled_token_counts():
+def test_held_out_groups_are_not_recalled_and_the_oldest_token_counts():
     queue = group_queue.GroupQueue()
     queue.add(batch(1, "held_out"))
     for group in queue.lease("a", P, LEASE_S):

@@ -8,6 +8,7 @@ import dataclasses
 import re
 import socket
 import time
+import types
 import typing
 
 import fastapi
@@ -18,9 +19,10 @@ from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
 from inference.swarm import membership
 from rl.experiment import experiment
-from rl.orchestrator import nodes, verdict_collector
+from rl.orchestrator import nodes, static_servers
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.gate import request_rate
+from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry, request_limit, task_schedule, timeline
 from rl.verification import checks
@@ -77,7 +79,7 @@ def make(tmp_path):
         orchestrator = orchestrator_lib.Orchestrator(exp.config, tmp_path, **options, on_wait=lines.append)
         orchestrator.lines = lines
         for url in servers:
-            orchestrator.nodes.add(nodes.StaticServer(url, url))
+            orchestrator.nodes.add(url, url)
         orchestrator.url = orchestrator.serve()
         made.append(orchestrator)
         return orchestrator
@@ -104,7 +106,7 @@ class Node:
         self.session, self.key, self.role = signed_http.session(self.http), key, role
 
     def beat(self, holding=(), *, leaving=False, policy=None, **report):
-        report = registry.Report(policy=policy, **report).to_json()
+        report = dataclasses.asdict(registry.Report(policy=policy, **report))
         fields = {"role": self.role, "report": report, "holding": [*map(list, holding)], "leaving": leaving, "work": ""}
         reply = self.http.post("/heartbeat", json=lease_lib.request(self.key, self.session, **fields))
         assert reply.status_code != 200 or signed_message.is_signed(RUN.worker, reply.json())
@@ -218,8 +220,9 @@ def test_an_evaluation_for_which_only_a_stranger_is_there_ends_the_run(make, ser
     orchestrator = make(server.url, patience_s=1.0)
     orchestrator.publish(timeline.Policy(0, 0))
     stranger = Node(orchestrator, STRANGER)
-    proxy.wait_until(lambda: orchestrator.has_work())
-    orchestrator._queue.withdraw([*orchestrator._queue.entries])  # no training groups are left
+    proxy.wait_until(lambda: orchestrator.leases.has_work())
+    for key in [*orchestrator._queue.entries]:  # no training groups are left
+        orchestrator._queue.drop(key, "stale")
     orchestrator._queue.add(task_schedule.held_out_groups(orchestrator._config, 0))
     proxy.wait_until(lambda: stranger.beat() and orchestrator._failure)
     assert "a worker (for held-out tasks one of topology.workers" in str(orchestrator._failure)
@@ -246,12 +249,12 @@ def test_servers_sign_in_pull_and_leave(make):
     node, worker = Node(orchestrator, SERVER, "server"), Node(orchestrator, KEY)
     reply = node.beat(url="http://s:1")
     assert timeline.Policy.from_json(reply["policy"]) == timeline.Policy(0, 3) and reply["interval_s"] == 0.2
-    assert worker.beat()["servers"] == [] and not orchestrator.has_work()
+    assert worker.beat()["servers"] == [] and not orchestrator.leases.has_work()
     load = registry.Load(running=5, waiting=2)
     node.beat(url="http://s:1", policy=timeline.Policy(0, 3), load=load)
     (found,) = worker.beat()["servers"]
     assert found == {"url": "http://s:1", "key": SERVER.worker, "limit": 0, "version": 3, "load": 7}
-    assert orchestrator.has_work() and worker.lease()
+    assert orchestrator.leases.has_work() and worker.lease()
     proxy.wait_until(lambda: worker.beat()["servers"] == [])  # it is silent
     node.beat(url="http://s:1", policy=timeline.Policy(0, 3), load=load)
     for role in ("worker", "relay", "validator"):  # Attack: a beat of another role signed the server out
@@ -266,7 +269,7 @@ def test_servers_sign_in_pull_and_leave(make):
 
 def test_a_health_reply_of_too_many_bytes_is_a_fault(make, server, monkeypatch):
     """Attack: a reply without end filled the memory of the orchestrator."""
-    monkeypatch.setattr(nodes.client_lib, "MAX_HEALTH_BYTES", 10)
+    monkeypatch.setattr(static_servers.client_lib, "MAX_HEALTH_BYTES", 10)
     orchestrator, words = make(server.url), "no health: the reply has more than 10 bytes"
     proxy.wait_until(lambda: any(words in row["problem"] for row in orchestrator.nodes.table()))
 
@@ -281,7 +284,7 @@ def test_a_node_that_waits_for_work_and_changes_its_role_ends_no_run(make, role)
     body = signed_http.lease_body(key, node.session, 1, wait_s=WAIT_S)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         reply = pool.submit(worker.http.post, "/lease", json=body)
-        proxy.wait_until(lambda: orchestrator.nodes.num_workers() or reply.done())
+        proxy.wait_until(lambda: orchestrator.nodes.num_signed_in() or reply.done())
         worker.beat(leaving=True)
         assert reply.result(WAIT_S / 2).status_code == (400 if role == "server" else 200)
         assert "policy" in node.beat(url="http://s:1")
@@ -365,10 +368,10 @@ def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make):
 class Stub:
     """A server with the attributes that heartbeats read. Its first update fails."""
 
-    def __init__(self):
-        self.scheduler, self.policy_digest, self.updates = self, "", []
+    def __init__(self, run=""):
+        self.scheduler, self.policy_digest, self.updates, self.signer, self.run = self, "", [], SERVER, run
         self.version, self.epoch, self.num_pending, self.is_paused, self.stats = 0, 0, 5, False, {"tokens": 70}
-        self.load = lambda: {"running": 2, "waiting": 3, "kv_used": 0.5}
+        self.load, self.is_alive = lambda: {"running": 2, "waiting": 3, "kv_used": 0.5}, True
 
     def update(self, version, *, epoch, digest):
         self.updates.append((epoch, version, digest))
@@ -378,15 +381,24 @@ class Stub:
 
 
 def test_a_server_loads_and_reports_a_policy_long_before_its_next_heartbeat(make):
-    orchestrator, stub = make(mode="remote", server_keys=(SERVER.worker,), heartbeat_s=5.0), Stub()
+    orchestrator, stub = make(mode="remote", server_keys=(SERVER.worker,), heartbeat_s=5.0), Stub(RUN.worker)
     stub.updates.append(None)  # no update fails
-    node = membership.sign_in_server(orchestrator.url, SERVER.private, stub, "http://s:1", RUN.worker)
-    begun_s = time.monotonic()
-    for version in range(1, 9):
-        orchestrator.publish(timeline.Policy(0, version, "ab" * 32))
-        proxy.wait_until(lambda version=version: orchestrator._version == version)
-    assert time.monotonic() - begun_s < 15.0  # 60 with a heartbeat to hear of each, and one to report it
-    node.stop()
+    with membership.sign_in_server(orchestrator.url, stub, "http://s:1"):
+        begun_s = time.monotonic()
+        for version in range(1, 9):
+            orchestrator.publish(timeline.Policy(0, version, "ab" * 32))
+            proxy.wait_until(lambda version=version: orchestrator._version == version)
+        assert time.monotonic() - begun_s < 15.0  # 60 with a heartbeat to hear of each, and one to report it
+
+
+def test_the_speed_of_a_server_is_counted_over_seconds_since_it_signed_in(monkeypatch):
+    now_s, stub = [100.0], Stub()
+    monkeypatch.setattr(membership, "time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
+    node = membership.sign_in_server("http://o:1", stub, "http://s:1")
+    speeds = []
+    for now_s[0], stub.stats["tokens"] in ((100.1, 80), (110.0, 170), (110.1, 300), (115.0, 320)):
+        speeds.append(node.report()["load"]["tokens_per_s"])
+    assert speeds == [0.0, 10.0, 10.0, 30.0]
 
 
 def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_restart(make, monkeypatch, capsys):
@@ -395,7 +407,7 @@ def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_rest
     orchestrator, stub = make(mode="remote", server_keys=(SERVER.worker,)), Stub()
     orchestrator.publish(timeline.Policy(0, 1, "ab" * 32))
     # No run is named, so the server joins the first that answers.
-    node = membership.sign_in_server(orchestrator.url, SERVER.private, stub, "http://s:1")
+    node = membership.sign_in_server(orchestrator.url, stub, "http://s:1").__enter__()
     proxy.wait_until(lambda: any("no version 6" in row["problem"] for row in orchestrator.nodes.table()))
     proxy.wait_until(lambda: orchestrator._version == 1)
     assert stub.updates == [(0, 1, "ab" * 32)] * 2 and stub.run == RUN.worker  # for which it signs
@@ -411,12 +423,16 @@ def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_rest
     again.publish(timeline.Policy(1, 4))
     proxy.wait_until(lambda: again._version == 4)
     assert "signed in at" in capsys.readouterr().err and again.url == orchestrator.url
+    stub.is_alive = False  # its scheduler ended, and workers were sent to it for ever
+    proxy.wait_until(lambda: again.nodes.servers() == [] and "the scheduler ended" in capsys.readouterr().err)
+    stub.is_alive = True
+    proxy.wait_until(again.nodes.servers)
     again.end()
     proxy.wait_until(lambda: "the run ended" in capsys.readouterr().err)
     again.close()
     time.sleep(0.3)  # a few beats
     assert not capsys.readouterr().err  # that nobody is there is known
-    node.stop()
+    node.__exit__()
     assert again.nodes.servers() == [] and [row["state"] for row in again.nodes.table()] == ["gone"]
 
 
@@ -454,7 +470,7 @@ def test_a_group_that_takes_ten_leases_by_a_worker_that_beats_stays_its_own(make
     node.beat(leaving=True)
     assert len(other.lease(6)) == 6 and orchestrator._take_counts()["trust/num_lease_returned"] == 6
     time.sleep(0.5)
-    proxy.wait_until(lambda: orchestrator.has_work())  # expired, although no worker asks
+    proxy.wait_until(lambda: orchestrator.leases.has_work())  # expired, although no worker asks
     assert len(other.lease(6, wait_s=WAIT_S)) == 6
 
 
@@ -471,7 +487,7 @@ def test_leases_that_end_together_count_once_and_not_in_an_outage_of_servers(mak
     if lease_s == 60:
         proxy.wait_until(lambda: orchestrator.nodes.was_away(begun_s) == is_away)
         for group in groups:
-            orchestrator.lease(KEY.worker, 0, returned=[group.key])
+            orchestrator.leases.lease(KEY.worker, 0, returned=[group.key])
     proxy.wait_until(lambda: orchestrator._counts["lease_expired"] == 6)
     assert orchestrator._health._of(KEY.worker).num_halvings == halvings
 
@@ -516,8 +532,8 @@ def test_a_group_that_comes_back_again_and_again_rests_in_between(make):
     begun_s = time.monotonic()
     while time.monotonic() < begun_s + 2:
         for by in (KEY, OTHER):
-            leased += key in {group.key for group in orchestrator.lease(by.worker, 6)}
-            orchestrator.lease(by.worker, 0, returned=orchestrator._queue.held(by.worker))
+            leased += key in {group.key for group in orchestrator.leases.lease(by.worker, 6)}
+            orchestrator.leases.lease(by.worker, 0, returned=orchestrator._queue.held(by.worker))
     assert 3 <= leased <= 4  # after 0, 0, 0.5, 1, 2 s
 
 
@@ -543,7 +559,7 @@ def test_as_many_waiters_are_woken_as_there_is_work_in_order(make):
             calls.append(pool.submit(Node(orchestrator, key).lease, 2, wait_s=4.0))
             time.sleep(0.1)
         time.sleep(0.7)  # longer than silent workers count as there
-        assert orchestrator.nodes.num_workers() == 4
+        assert orchestrator.nodes.num_signed_in() == 4
         begun_s = time.monotonic()
         orchestrator.publish(timeline.Policy(0, 0))  # opens 6 groups; newcomers get one in four of those
         counts = [len(call.result(WAIT_S)) for call in calls]
@@ -597,14 +613,19 @@ def test_the_end_of_a_run_is_told_to_workers_that_wait_and_that_work(make):
         ({"role": "learner"}, "role 'learner'; send one of server, worker, relay, validator"),
         ({"holding": [["train", 1]]}, "at most 4096 keys"),
         ({"report": {}}, "exactly the fields"),
-        ({"report": registry.Report().to_json() | {"load": 5}}, "load is"),
+        ({"report": dataclasses.asdict(registry.Report()) | {"load": 5}}, "load is"),
         ({"leaving": 1}, "true with the last heartbeat"),
         ({"wait_s": 5}, "unknown field"),
     ],
 )
 def test_a_malformed_heartbeat_is_refused(make, change, words):
     node = Node(make(), KEY)
-    fields = {"role": "worker", "report": registry.Report().to_json(), "holding": [], "leaving": False, "work": ""}
+    fields = {
+        "role": "worker",
+        "report": dataclasses.asdict(registry.Report()),
+        "holding": [],
+        "leaving": False,
+        "work": "",
+    }
     reply = node.http.post("/heartbeat", json=lease_lib.request(KEY, node.session, **(fields | change)))
     assert reply.status_code == 400 and words in reply.json()["error"]["message"]
-    assert dataclasses.asdict(registry.Report()) == registry.Report().to_json()

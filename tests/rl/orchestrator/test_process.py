@@ -3,6 +3,7 @@
 The learner has no model: it hashes the rows of each batch into its weights, so that one row too many, too few, or elsewhere shows.
 """
 
+import dataclasses
 import json
 import os
 import random
@@ -113,7 +114,7 @@ class Run:
 
         def beat(http, at):
             nonlocal policy
-            report = registry.Report(url="http://127.0.0.1:1", policy=policy).to_json()
+            report = dataclasses.asdict(registry.Report(url="http://127.0.0.1:1", policy=policy))
             fields = {"role": "server", "report": report, "holding": [], "leaving": False, "work": ""}
             body = lease_lib.request(SERVER, at, **fields)
             reply = http.post("/heartbeat", json=body).raise_for_status().json()

@@ -73,7 +73,7 @@ def test_a_killed_orchestrator_goes_on_with_the_groups_that_it_took(start, rate)
 def test_a_killed_run_goes_on_with_late_groups_in_later_batches(start):
     options = {"rl": {"batch": "first", "max_lag": 2, "oversampling": 1.4}, "ledger_options": {"any_step": True}}
     first = begun(start(**options))
-    slow = [first.orchestrator.lease(KEY.worker, 1)[0] for _ in range(2)]
+    slow = [first.orchestrator.leases.lease(KEY.worker, 1)[0] for _ in range(2)]
     assert [group.group for group in slow] == [0, 1] and len(first.answer(99)) == math.ceil(3 * 3 * 1.4) - 2
     expected = first.batch(1)
     assert first.trained(1) == [2, 3, 4]
@@ -111,7 +111,7 @@ def test_work_of_an_earlier_epoch_is_made_again(start):
 def test_a_group_that_only_trust_let_pass_is_replayed_once_its_worker_is_caught(start):
     first = begun(start())
     first.answer(2)
-    (third,) = first.orchestrator.lease(KEY.worker, 1)
+    (third,) = first.orchestrator.leases.lease(KEY.worker, 1)
     bad = [rollout_lib.sign(r, KEY) for r in answers(third)]
     first.orchestrator._submissions.verdicts.ask = lambda *_: None  # killed before any verdict
     first.orchestrator._submissions.check_group_without_weights = lambda *_: (checks.Verdict("prompt", "bad"), {})

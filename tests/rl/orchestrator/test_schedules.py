@@ -13,9 +13,10 @@ import types
 import numpy as np
 import pytest
 
-from rl.orchestrator import batches as batches_lib
-from rl.orchestrator import group_queue, work_share
-from rl.orchestrator.group_queue import Delivery, State
+from rl.orchestrator import work_share
+from rl.orchestrator.groups import batches as batches_lib
+from rl.orchestrator.groups import group_queue, queue_index
+from rl.orchestrator.groups.queue_entry import Delivery, State
 from rl.protocol import registry, task_schedule
 from rl.protocol.timeline import Policy
 
@@ -30,16 +31,16 @@ class World:
         self.draw = draw = random.Random(seed)
         lag = draw.choice([0, 1, 1, 2, 3])
         self.rule = batches_lib.BatchRule(
-            kind=draw.choice(task_schedule.BATCHES),
-            num_groups=draw.randint(1, 4),
-            num_batches=NUM_BATCHES,
+            batch=draw.choice(task_schedule.BATCHES),
+            prompts_per_step=draw.randint(1, 4),
+            num_steps=NUM_BATCHES,
             max_lag=lag,
             max_off_policy=lag + draw.choice([-1, 0, 1, 3]) if lag else draw.choice([0, 1]),
             oversampling=draw.choice([1.0, 1.5]),
             refill=draw.choice([0.0, 0.0, 0.7, 2.0]),
-            tokens=draw.choice([0, 0, 9]),
+            tokens_per_step=draw.choice([0, 0, 9]),
         )
-        if self.rule.is_fixed:  # a config with more is refused
+        if task_schedule.is_fixed(self.rule):  # a config with more is refused
             self.rule = dataclasses.replace(self.rule, oversampling=1.0)
         self.calmness = draw.random()
         self.now_s = 0.0
@@ -73,10 +74,10 @@ class World:
         )
 
     def make_groups(self, numbers, version):
-        P, lag = self.rule.num_groups, self.rule.max_lag
+        P, lag = self.rule.prompts_per_step, self.rule.max_lag
         oldest = [min(version, max(0, number // P - lag)) for number in numbers]
         assert not {*numbers} & {*self.trained}, "a group that was trained on is opened again"
-        if self.rule.is_fixed:
+        if task_schedule.is_fixed(self.rule):
             assert max(numbers, default=0) // P - lag <= self.published, "a batch opens too early"
         assert not {*numbers} & self.recorded, "a group that the ledger has as dropped is opened again"
         fields = [(1 + n // P, n, "train", n, n, 2, 1.0, low) for n, low in zip(numbers, oldest, strict=True)]
@@ -110,7 +111,7 @@ class World:
         if not groups:
             groups = self.queue.lease(worker, room, is_late=self.is_late, **until)
         for group in groups:
-            assert len(self.queue.entries[group.key].leases) <= group_queue.MAX_HOLDERS
+            assert len(self.queue.entries[group.key].leases) <= queue_index.MAX_HOLDERS
             assert (group.epoch, group.version) == (self.epoch, pin)
             self.rights[group.key, worker] += 1
             self.jobs.append(types.SimpleNamespace(group=group, worker=worker, since_s=self.now_s, policies=None))
@@ -141,7 +142,7 @@ class World:
         forged, flat = job.worker == "cheat", self.draw.random() < 0.3
         digest = f"{self.draw.random()}"
         job.forged, job.flat = forged, flat
-        versions = np.array([0, *[policy.version for policy in job.policies]])
+        versions = np.array([policy.version for policy in (job.policies[0], *job.policies)])  # that of the prompt first
         epoch = job.policies[0].epoch
         fields = dict(sampled_mask=MASK, versions=versions, epoch=epoch, flat=flat)
         rollouts = [types.SimpleNamespace(sample=i, **fields) for i in (1, 0)]
@@ -224,7 +225,7 @@ class World:
             assert entry.group.group not in self.trained, "a group is trained on twice"
             self.trained[entry.group.group] = n
         assert numbers == sorted(numbers)
-        if rule.kind == "prescribed":  # no group of the order is left out
+        if rule.batch == "prescribed":  # no group of the order is left out
             assert {*self.trained} | self.dropped == {*range(len(self.trained) + len(self.dropped))}
         self.last = numbers, sorted(number for _, number in self.batches.take_dropped())
         assert {*self.last[1]} == self.dropped - self.recorded, "the ledger lacks a dropped group"
@@ -242,14 +243,14 @@ class World:
             state, digest = before[key]
             is_eligible = state is State.ELIGIBLE
             if not is_eligible or min(p.version for p in self.truth[digest].policies) < oldest:
-                if rule.kind == "prescribed":
+                if rule.batch == "prescribed":
                     return None
-            elif self.truth[digest].flat and num_flat < int(rule.refill * rule.num_groups):
+            elif self.truth[digest].flat and num_flat < int(rule.refill * rule.prompts_per_step):
                 num_flat += 1
             else:
                 chosen.append(key)
                 num_tokens += 4
-                if len(chosen) == rule.num_groups or 0 < rule.tokens <= num_tokens:
+                if len(chosen) == rule.prompts_per_step or 0 < rule.tokens_per_step <= num_tokens:
                     return chosen
         return None
 
@@ -281,8 +282,9 @@ class World:
         self.trained, self.recorded = (dict(found[1]), {*found[2]}) if found else ({}, set())
         self.dropped = {*self.recorded}
         self.queue.begin_epoch(self.epoch)
-        self.rights.clear()
-        self.decided.clear()
+        self.old_drops += self.queue.drops
+        self.begin()  # another orchestrator
+        self.queue.begin_epoch(self.epoch)
         self.states = {step: found and found[0]}
         self.batches.restore(step, self.states[step])
         self.batches.load(step)
@@ -387,7 +389,7 @@ class World:
         assert numbers <= waiting and waiting | self.trained.keys() | self.dropped == {*range(state["num_opened"])}
         assert not numbers & self.trained.keys() and len(numbers) == len(self.queue.entries)
         on_their_way = len(numbers) - sum(entry.is_submitted for entry in self.queue.entries.values())
-        batch_size, lag = self.rule.num_groups * self.rule.oversampling, self.rule.max_lag
+        batch_size, lag = self.rule.prompts_per_step * self.rule.oversampling, self.rule.max_lag
         # One that had no signal may be taken back.
         assert on_their_way <= np.ceil((1 + lag) * batch_size) + self.rule.max_flat
         num_opened = len(waiting) + sum(n > self.loaded for n in self.trained.values())
@@ -435,7 +437,7 @@ def test_random_schedules_train_on_no_wrong_token_and_never_stop(block):
     for seed in range(60 * block, 60 * (block + 1)):
         world = play(seed)
         drops += world.queue.drops + world.old_drops
-        kinds[world.rule.kind] += 1
+        kinds[world.rule.batch] += 1
     assert len(drops) == 5 and len(kinds) == 2  # all were seen
 
 

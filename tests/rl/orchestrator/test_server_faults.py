@@ -12,8 +12,10 @@ from inference.rollouts import attestation, parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.ledger import run_ledger
-from rl.orchestrator import group_queue, nodes, submissions, verdict_collector, worker_health
 from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator import submissions, worker_health
+from rl.orchestrator.groups import queue_entry
+from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import registry, task_schedule, timeline
 from rl.verification import checks, evidence_log, responsibility, rules, sequential_test
 from tests.support import proxy, validators
@@ -88,7 +90,7 @@ def started(tmp_path, monkeypatch):
     run.publish(POLICY)
     for number, key in enumerate(keys):
         url = f"http://server{number}"
-        run.nodes.add(nodes.StaticServer(url, "http://127.0.0.1:9", key=key))
+        run.nodes.add(url, "http://127.0.0.1:9", key=key)
         run.nodes.beat(url, "server", registry.Report(url, POLICY), 0.0)
     run._open(POLICY)
     with ledger:
@@ -101,7 +103,7 @@ def hand_in(run, server, count=P, change=lambda rollouts: rollouts):
     """Leases up to `count` groups as WORKER, hands them in as `server` signed them, and returns the replies. Verdicts come later."""
     replies = []
     run.may_judge.clear()
-    for group in run.lease(WORKER.worker, count):
+    for group in run.leases.lease(WORKER.worker, count):
         rollouts = change([sign(r, server, run.config) for r in answers(group)])
         replies += [reply.result(60) for reply in run.submit(parquet.decode(parquet.to_bytes(rollouts))).values()]
     run.may_judge.set()
@@ -113,9 +115,9 @@ def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
     assert {*run.describe()["server_keys"].values()} == {LIAR.worker, HONEST.worker}
     assert hand_in(run, LIAR) == ["quarantined"] + ["accepted"] * (P - 1)
     # All of it was called back, and is void.
-    proxy.wait_until(lambda: run._queue.count()[orchestrator_lib.State.OPEN] == P)
+    proxy.wait_until(lambda: run._queue.count()[queue_entry.State.OPEN] == P)
     with pytest.raises(ValueError, match="make another key"):  # the ledger takes no lease of it: the run ended
-        run.lease(LIAR.worker, 1)
+        run.leases.lease(LIAR.worker, 1)
     assert run._servers.is_banned(LIAR.worker) and run.describe()["server_keys"] == {"http://server1": HONEST.worker}
     assert "gets no more work" in run.lines[-1] and not run._failure
     assert not run._health.is_banned(WORKER.worker) and run._health.rate(WORKER.worker) < 0.9  # not even a suspect
@@ -228,7 +230,7 @@ def test_a_group_is_replayed_at_the_larger_rate_of_its_worker_and_its_server(run
     by = {key: [sign(r, key, run.config) for r in group] for key in (LIAR, HONEST, OWN)}
 
     def answering(rollouts):
-        entry = group_queue.Entry(None, worker=WORKER.worker, rollouts=rollouts)
+        entry = queue_entry.Entry(None, worker=WORKER.worker, rollouts=rollouts)
         return [name for _, name in run._submissions.answering(entry)]
 
     assert answering(by[HONEST]) == [WORKER.worker, HONEST.worker]

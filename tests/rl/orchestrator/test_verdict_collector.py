@@ -13,7 +13,7 @@ import pytest
 from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
-from rl.orchestrator import verdict_collector
+from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import task_schedule
 from rl.protocol import verdict as verdict_lib
 from tests.support import proxy, validators
@@ -93,7 +93,7 @@ def test_a_majority_decides_and_no_more_are_asked_than_needed():
 
 
 def test_waiting_groups_are_sent_together_the_earliest_step_first(monkeypatch):
-    monkeypatch.setattr(verdict_collector.rules_lib, "MAX_REPLAY_ROWS", 16)  # two groups of 8
+    monkeypatch.setattr(verdict_case.rules_lib, "MAX_REPLAY_ROWS", 16)  # two groups of 8
     one = double()
     with validators.served(one) as names, Collected(names) as collected:
         late, early = groups(5, 2), groups(4, 1)
@@ -139,7 +139,7 @@ def test_a_group_on_which_validators_fail_holds_up_no_other_and_is_void():
         assert collected.decisions.wait(8) == honest(8) | {("train", 1, 3): "unanswered"}
         assert "group train/1/3 is void, and is generated again: too many validators fail" in "".join(collected.lines)
         alone = sum(request == [3] for one in doubles for request in one.asked)
-        assert 2 * verdict_collector.MAX_FAILURES <= alone <= 3 * verdict_collector.MAX_FAILURES
+        assert 2 * verdict_case.MAX_FAILURES <= alone <= 3 * verdict_case.MAX_FAILURES
         for count, (step, reason) in enumerate([(9, "ok"), (4, "unanswered")], 9):  # numbers 8 and 3
             collected.ask(groups(1, step))
             assert collected.decisions.wait(count)["train", step, step - 1] == reason

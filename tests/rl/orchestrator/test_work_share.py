@@ -9,9 +9,10 @@ import types
 import numpy as np
 import pytest
 
-from rl.orchestrator import batches as batches_lib
-from rl.orchestrator import group_queue, work_share
-from rl.orchestrator.group_queue import State
+from rl.orchestrator import work_share
+from rl.orchestrator.groups import batches as batches_lib
+from rl.orchestrator.groups import group_queue, queue_entry
+from rl.orchestrator.groups.queue_entry import State
 from rl.protocol import task_schedule
 
 LEASE_S = 120.0
@@ -28,7 +29,7 @@ def play(speeds, *, num_groups=32, num_steps=40, max_lag=0, concurrency=64, seed
     def make_groups(numbers, version):
         return [task_schedule.Group(1 + n // num_groups, n, "train", n, n, 1, 1.0, 0) for n in numbers]
 
-    rule = batches_lib.BatchRule(num_groups=num_groups, num_batches=num_steps, max_lag=max_lag)
+    rule = batches_lib.BatchRule(prompts_per_step=num_groups, num_steps=num_steps, max_lag=max_lag)
     batches = batches_lib.Batches(rule, queue, make_groups)
     batches.restore(0, None)
     batches.load(0)
@@ -46,7 +47,7 @@ def play(speeds, *, num_groups=32, num_steps=40, max_lag=0, concurrency=64, seed
         for key in [key for key, job in jobs.items() if job[0] <= 1e-9]:
             since_s = jobs.pop(key)[1]
             one = types.SimpleNamespace(sample=0, sampled_mask=mask, versions=mask * step)
-            if queue.deliver(key, name, [one], "digest") is group_queue.Delivery.TAKEN:
+            if queue.deliver(key, name, [one], "digest") is queue_entry.Delivery.TAKEN:
                 queue.let_pass(key)
                 share.finished(name, since_s, now_s)
         for key in queue.renew(name, [*jobs], lambda lease: lease.since_s + 1e9):

@@ -5,24 +5,27 @@ import itertools
 import socket
 import threading
 import time
+import types
+from unittest import mock
 
 import pytest
 
-from rl.swarm import fault_schedule, tcp_link
+from rl.swarm import fault_schedule, supervisor, tcp_link
+from rl.swarm import faults as faults_lib
 from tests.support import proxy
-
-ROLES = {name: name for name in ("learner", "orchestrator", "impostor")} | {
-    f"{role}{i}": role for role in ("relay", "server", "worker", "validator") for i in range(2)
-}
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_schedule_repeats_and_hits_each_role_with_all_that_it_can_suffer(seed):
-    faults = list(itertools.islice(fault_schedule.schedule(seed, ROLES), 120))
-    assert faults == list(itertools.islice(fault_schedule.schedule(seed, ROLES), 120))
-    possible = {(kind, role) for kind, (roles, *_) in fault_schedule.KINDS.items() for role in roles}
-    assert {(fault.kind, ROLES[fault.target]) for fault in faults} == possible
-    assert [fault.at_s % fault_schedule.INTERVAL_S for fault in faults] == [0.0] * len(faults)
+def test_ten_minutes_repeat_by_seed_and_hit_each_role_with_all_that_it_can_suffer(seed):
+    counts = {"learner": 1, "orchestrator": seed % 2, "relay": 2, "server": 2, "worker": 4, "validator": 1}
+    roles = {f"{role}{i}": role for role, count in counts.items() for i in range(count)} | {"impostor": "impostor"}
+    schedules = (fault_schedule.schedule(one, roles) for one in (seed, seed, seed + 1))
+    faults, same, other = (list(itertools.takewhile(lambda fault: fault.at_s < 600, one)) for one in schedules)
+    assert faults == same and faults != other and len(faults) == 59
+    assert faults[0].kind == "forge"  # it needs time to be barred
+    kinds = {(kind, role) for kind, (hit, *_) in fault_schedule.KINDS.items() for role in hit if role in roles.values()}
+    assert {(fault.kind, roles[fault.target]) for fault in faults} == kinds
+    assert [fault.at_s % fault_schedule.INTERVAL_S for fault in faults] == [0.0] * 59
     ends = collections.defaultdict(float)
     for fault in faults:
         _, shortest, longest = fault_schedule.KINDS[fault.kind]
@@ -30,11 +33,23 @@ def test_a_schedule_repeats_and_hits_each_role_with_all_that_it_can_suffer(seed)
         ends[fault.target] = fault.at_s + fault.duration_s + fault_schedule.REST_S
 
 
-def test_schedules_of_other_seeds_and_fewer_roles_differ():
-    alone = {"learner": "learner", "server0": "server"}
-    faults = list(itertools.islice(fault_schedule.schedule(1, alone), 40))
-    assert {fault.target for fault in faults} == set(alone) and not {"forge"} & {fault.kind for fault in faults}
-    assert faults != list(itertools.islice(fault_schedule.schedule(2, alone), 40))
+def test_faults_begin_when_they_are_due_and_are_healed_in_time(tmp_path):
+    roles = {"learner": "learner", "relay0": "relay", "server0": "server", "impostor": "impostor"}
+    specs = {name: supervisor.Spec(name, role, ["inference.serve"]) for name, role in roles.items()}
+    running = {name: types.SimpleNamespace(child=name != "impostor", spec=spec) for name, spec in specs.items()}
+    nodes, links, lines = mock.Mock(nodes=running), mock.Mock(), []
+    schedules = itertools.tee(fault for fault in fault_schedule.schedule(5, roles) if fault.kind != "full_disk")
+    due = collections.Counter(one.kind for one in itertools.takewhile(lambda one: one.at_s < 300, schedules[0]))
+    with faults_lib.Faults(nodes, links, schedules[1], specs, {}, tmp_path / "chaos.jsonl", lines.append) as faults:
+        for elapsed_s in range(400):
+            faults.tick(float(elapsed_s), begin=elapsed_s < 300)
+        assert faults.active == {"impostor": "forge"} and faults.counts == due
+    begun, ended = ([line for line in lines if line.endswith(word)] for word in ("begins", "ends"))
+    lasting = [line for line in begun if not line.startswith(("chaos: kill", "chaos: reset"))]
+    assert not faults.active and [line.replace("begins", "ends") for line in sorted(lasting)] == sorted(ended)
+    assert nodes.replace.call_args_list[1::2] == [mock.call(specs["server0"])] * (nodes.replace.call_count // 2)
+    assert links.set.call_args_list[-1].args[1] == tcp_link.OPEN and nodes.remove.call_args == mock.call("impostor")
+    assert len((tmp_path / "chaos.jsonl").read_text().splitlines()) == len(lines)
 
 
 @pytest.fixture

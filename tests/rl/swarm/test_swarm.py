@@ -1,6 +1,5 @@
 """A swarm as processes: those that die start again, up to a limit, and a signal leaves nothing."""
 
-import collections
 import contextlib
 import itertools
 import json
@@ -14,7 +13,7 @@ import pytest
 
 from inference import client as client_lib
 from rl.reporting import metrics
-from rl.swarm import cheats, fault_schedule, processes, summary, supervisor
+from rl.swarm import cheats, processes, summary, supervisor
 from tests.support import cheats as played_cheats
 from tests.support import doubles, proxy, recorded_run, serving, tiny_run
 
@@ -36,21 +35,6 @@ def test_pauses_double_and_too_many_deaths_in_a_row_are_the_end():
     assert pauses == [1.0, 2.0, 4.0] + [8.0] * 17
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("is_apart", [False, True])
-def test_ten_minutes_have_each_fault_of_each_role_and_none_on_a_node_that_has_one(seed, is_apart):
-    counts = {"learner": 1, "orchestrator": int(is_apart), "relay": 2, "server": 2, "worker": 4, "validator": 1}
-    roles = {f"{role}{i}": role for role, count in counts.items() for i in range(count)} | {"impostor": "impostor"}
-    dealt = itertools.takewhile(lambda fault: fault.at_s < 600, fault_schedule.schedule(seed, roles))
-    faults, free_s = list(dealt), collections.Counter()
-    for fault in faults:
-        assert fault.at_s >= free_s[fault.target] and fault.duration_s <= {"forge": 1e6}.get(fault.kind, 60)
-        free_s[fault.target] = fault.at_s + fault.duration_s
-    kinds = {(kind, role) for kind, (hit, *_) in fault_schedule.KINDS.items() for role in hit if role in roles.values()}
-    assert {(fault.kind, roles[fault.target]) for fault in faults} == kinds and len(faults) == 59
-    assert faults[0].kind == "forge"  # it needs time to be barred
-
-
 def forged(double):
     """The rollouts of a double as the impostor of a swarm hands them in."""
     out = []
@@ -63,12 +47,14 @@ def forged(double):
 
 
 def test_each_group_of_the_impostor_is_refused_by_the_real_verifier():
-    caught = played_cheats.play(forged, 32, prompts=4)
-    assert caught.worst_until <= played_cheats.GROUP and {*caught.reasons} <= {"sampling", "logprob", "toploc"}, caught
+    caught, reasons = played_cheats.play(forged, 32, prompts=4), {"sampling", "logprob", "toploc", "termination"}
+    assert caught.worst_until <= played_cheats.GROUP and {*caught.reasons} <= reasons, caught
+    for tokens in ([5, 6, 5, 2], [5, 2], [2]):  # also those that read the same backward
+        assert cheats.forged(client_lib.Sample(tokens, [], [], 0, "stop", b"")).tokens != tokens
 
 
 def test_a_process_that_keeps_dying_ends_the_swarm_with_its_last_words(tmp_path):
-    lines, clock = [], iter(range(0, 10**6, 1))
+    lines, clock = [], itertools.count()
     with supervisor.Supervisor(tmp_path, lines.append, lambda spec: 0.0) as kept:
         kept.add(supervisor.Spec("worker0", "worker", COMMAND))
         patiently = lambda: kept.tick(400.0 * next(clock), is_patient=True)  # noqa: E731
@@ -95,7 +81,7 @@ def test_an_excluded_validator_is_a_problem_though_an_evaluation_came_last(tmp_p
     lines = [{"phase": "rl", "step": 1, "trust/num_validators_excluded": 1.0}, {"phase": "evaluation", "step": 1}]
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     swarm = processes.Swarm([], {}, "", {}, {processes.IMPOSTOR: "no key"})
-    assert [problem[:12] for problem in summary.of(workdir, swarm, {}, None).problems] == ["a validator "]
+    assert [problem[:12] for problem in summary.of(workdir, swarm, {}, None)[1]] == ["a validator "]
 
 
 def processes_of(workdir) -> dict[int, str]:
@@ -113,7 +99,7 @@ def processes_of(workdir) -> dict[int, str]:
 
 def steps(workdir) -> list[int]:
     try:
-        return [line["step"] for line in metrics.read(workdir / "metrics.jsonl") if line["phase"] == "rl"]
+        return [line["step"] for line in metrics.read(workdir / "metrics.jsonl", "rl")]
     except (OSError, ValueError):
         return []
 

@@ -16,18 +16,14 @@ def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
     nodes["learner"].begun_s = nodes["server1"].begun_s = 100.0
     nodes["server0"].begun_s = 50.0
     nodes["worker1"].problem = "worker1 ended"
-    row = {
-        "state": "healthy",
-        "policy": "version 6",
-        "groups": 2,
-        "tokens_per_s": 30.0,
-        "problem": "",
-        "beat_ago_s": 1.0,
-    }
-    told = [row | {"role": "server", "key": "s"}, row | {"role": "worker", "key": "w", "policy": ""}]
-    told += [row | {"role": "server", "key": "t", "state": "dead", "beat_ago_s": 50.0}]  # before it started again
-    told += [row | {"role": "relay", "key": "far0123456789", "state": "suspect", "problem": "no disk"}]
-    replies = [None, {"nodes": told, "waiting_for": "batch 8"}, None, None, {"nodes": [], "waiting_for": ""}]
+    numbers = {"groups": 2, "tokens_per_s": 30.0, "beat_ago_s": 1.0}
+    row = {"state": "healthy", "policy": "version 6 of epoch 1763905730123", "problem": ""} | numbers
+    listed = [row | {"role": "server", "key": "s"}, row | {"role": "worker", "key": "w", "policy": ""}]
+    listed += [row | {"role": "server", "key": "t", "state": "dead", "beat_ago_s": 50.0}]  # before it started again
+    listed += [row | {"role": "relay", "key": "far0123456789", "state": "suspect", "problem": "no disk"}]
+    resumed = [*listed[:1], *listed[2:], listed[1] | {"policy": "version 7 of epoch 1763905830123"}]
+    replies = [None, *({"nodes": nodes, "waiting_for": "batch 8"} for nodes in (listed, resumed))]
+    replies += [None, None, {"nodes": [], "waiting_for": ""}]
 
     def ask():
         if (reply := replies.pop(0)) is None:
@@ -48,6 +44,8 @@ def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
         ["relay far01234", "suspect", "6", "", "", "no disk"],
     ]
     assert table.waiting_for == "batch 8"
+    versions = ["7", "6 (epoch 1)", "", "7 (epoch 2)", "", "6 (epoch 1)"]
+    assert [row["version"] for row in table.rows(110.0)] == versions
     assert [table.progress(nodes[name].spec) for name in ("learner", "server0", "server1")] == [7, 50.0, 0.0]
     states(111.0)
     assert table.waiting_for == "the orchestrator does not reply"  # it did before

@@ -13,7 +13,7 @@ import pytest
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import workdir as run_directory
-from rl.orchestrator import verdict_collector
+from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.validator import judge as judge_lib

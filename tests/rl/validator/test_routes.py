@@ -180,8 +180,14 @@ def test_the_routes(service):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch, number):
     exp = doubles.experiment(prompts=2)
-    (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
+    config = json.loads(exp.config.to_json())
+    config["topology"]["server_keys"] = ["5e" * 32]
+    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
     closed, pulled, key = [], [], run_directory.signing_key(tmp_path).worker
+    made, judge = [], routes.judge_lib.Judge
+    monkeypatch.setattr(
+        routes.judge_lib, "Judge", lambda own, *a, **options: made.append(own) or judge(own, *a, **options)
+    )
 
     def run(sockets):
         sockets[0].close()
@@ -197,6 +203,9 @@ def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch, number):
     assert commands.run("rl.validator", "serve", *(f"--{name}={value}" for name, value in options.items())) == 0
     service, scores = closed
     assert isinstance(scores, scorer.Scorer)
+    vouched = [dataclasses.replace(one, server="5e" * 32) for one in stand.group()]
+    for validator in (*made, service._validator):  # a worker does not answer for the claims of a registered server
+        assert {one.worker for one in validator.evidence.attributed(vouched)} == {"5e" * 32}
     service._state.close()
     with contextlib.suppress(AttributeError):  # the false pull returns nothing with params
         service._validator._weights(3)

@@ -401,6 +401,19 @@ def test_requests_in_one_packet_are_all_answered(relay):
         assert replies.count(BODY) == 3 and replies.count(b"HTTP/1.1 200 OK") == 3
 
 
+def test_a_system_without_threads_costs_a_connection_and_not_the_relay(relay, monkeypatch):
+    """The accepting thread died of the first thread that the system refused."""
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with connect(relay) as connection:
+            assert received(connection) == b""
+    assert get(relay, "/health")[0] == 200 and relay._throttle.num_connections <= 1
+
+
 def test_idle_clients_block_no_other_and_are_counted(relay):
     idle = [connect(relay) for _ in range(9)]
     try:
@@ -539,6 +552,14 @@ def test_a_client_above_its_request_rate_gains_nothing_by_reconnecting():
     assert limited.book_request("10.0.0.1") == 0.5  # then it passes
     now[0] += 0.5
     assert limited.book_request("10.0.0.1") == 0.0
+
+
+def test_a_few_clients_leave_room_for_another():
+    limited = throttle.Throttle(throttle.Limits())
+    for number in range(8):
+        while limited.admit(f"10.0.0.{number}") is None:
+            pass
+    assert limited.admit("10.0.0.8") is None
 
 
 def test_addresses_of_one_subscriber_count_as_one():

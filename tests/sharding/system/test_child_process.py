@@ -1,7 +1,10 @@
 """Child processes: their logs and their end."""
 
 import datetime
+import pathlib
 import re
+
+import pytest
 
 from sharding.system import child_process
 from tests.support import proxy
@@ -26,6 +29,17 @@ def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reporte
     header = "==== start: python -m rl.worker --orchestrator nonsense"
     assert [line[2].startswith("error: ") for line in lines] == [False, True, False, True]
     assert [line[2] for line in lines[::2]] == [header] * 2
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_not_the_child(tmp_path):
+    """The thread that copies its output died, and with it the pipe, so that the child's next line ended it."""
+    if not pathlib.Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    (tmp_path / "worker0.log").symlink_to("/dev/full")
+    deaths = []
+    with child_process.ChildProcess("worker0", COMMAND, tmp_path, deaths.append):
+        proxy.wait_until(lambda: deaths, 60, "the end of the child")
+    assert "'nonsense'" in str(deaths[0])
 
 
 def test_a_child_that_is_stopped_is_not_reported(tmp_path):

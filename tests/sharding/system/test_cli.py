@@ -59,9 +59,5 @@ def test_help_of_the_commands_with_a_config_lists_their_flags(name):
     (line,) = mistyped.stderr.splitlines()
     assert mistyped.returncode == 2 and line.startswith("error: Unknown command line flag 'wrokdir'")
     (line,) = missing.stderr.splitlines()
-    assert (
-        missing.returncode == 2
-        and line.startswith("error: --")
-        and "--config" in line
-        and line.endswith(" must be given; --help lists the flags")
-    )
+    assert missing.returncode == 2 and line.startswith("error: --") and "--config" in line
+    assert line.endswith(" must be given; --help lists the flags")

@@ -16,43 +16,35 @@ All state belongs to one event loop in a thread of its own; the other threads on
 """
 
 import asyncio
-import collections
 import contextlib
-import dataclasses
 import hashlib
 import json
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import httpx
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl.orchestrator import group_queue
+from rl.orchestrator.groups import queue_entry
+from rl.orchestrator.verdicts import verdict_case
+from rl.orchestrator.verdicts.verdict_case import Case, Validator
 from rl.protocol import lease
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks
-from rl.verification import rules as rules_lib
 from sharding.system import bounded_reply, role_metrics, signed_message
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 GREETING_S = 10.0  # that a validator has for its first sign of life
 MAX_REPLY_BYTES = 2**20  # 64 verdicts of at most 2 KiB are far fewer
-# More than these, and than 1 in 20 of its verdicts, exclude a validator: rounding makes honest ones differ now and then.
-MAX_CONTRADICTIONS = 3
-MAX_DOUBTS = 8  # of rejections by "statistics" alone: more than these, and than 1 in 4
-MAX_FAILURES = 3  # of a validator that is up, on one group alone
-UNDECIDED = checks.Verdict("undecided", "the validators contradict each other")
-UNANSWERED = checks.Verdict("unanswered", "too many validators fail on this group alone")
-VOID = (UNDECIDED.reason, UNANSWERED.reason)  # no fault of the worker, so no validator may give these reasons
 
 Groups = Sequence[Sequence[rollout_lib.Rollout]]
 Replay = Callable[[Groups], list[checks.Verdict]]
 # (group, digest of its rollouts, the decision on it, signed verdicts); void groups are no fault of their worker
-Decide = Callable[[group_queue.Key, str, checks.Verdict, Sequence[verdict_lib.SignedVerdict]], None]
+Decide = Callable[[queue_entry.Key, str, checks.Verdict, Sequence[verdict_lib.SignedVerdict]], None]
 
 
 class ServerError(ValueError):
@@ -60,54 +52,6 @@ class ServerError(ValueError):
 
 
 REQUEST_ERRORS = (ValueError, OSError, httpx.HTTPError, httpx.InvalidURL)
-
-
-@dataclasses.dataclass
-class _Validator:
-    """One validator and its record in this run."""
-
-    url: str
-    key: str
-    free_s: float = -math.inf  # asked again from this time on
-    num_faults: int = 0  # in a row
-    answered_s: float = -math.inf  # last
-    failed_alone: set[str] = dataclasses.field(default_factory=set)  # digests of groups, since then
-    problem: str = ""  # of the last request; "": it was answered
-    num_decided: int = 0
-    num_contradictions: int = 0
-    num_doubts: int = 0  # contradictions by "statistics"
-    is_excluded: bool = False  # not asked again in this run
-
-    @property
-    def is_contradictory(self) -> bool:
-        is_doubtful = self.num_doubts > max(MAX_DOUBTS, self.num_decided / 4)
-        return is_doubtful or self.num_contradictions > max(MAX_CONTRADICTIONS, self.num_decided / 20)
-
-
-@dataclasses.dataclass
-class _Case:
-    """A group that waits for verdicts."""
-
-    group: group_queue.Key
-    rollouts: Sequence[rollout_lib.Rollout]
-    digest: str
-    order: list[_Validator]
-    since_s: float
-    verdicts: dict[str, verdict_lib.SignedVerdict] = dataclasses.field(default_factory=dict)  # by key of the validator
-    lack_weights: set[str] = dataclasses.field(default_factory=set)  # validators
-    # By validator: the first request with it without an answer.
-    failed_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    num_alone: int = 0  # requests
-    failures: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # alone, by validator
-
-    @property
-    def name(self) -> str:
-        return f"group {'/'.join(map(str, self.group))}"
-
-    def is_open(self, validator: _Validator) -> bool:
-        """Returns True if a verdict of this validator may still come."""
-        is_able = not validator.is_excluded and self.failures[validator.key] < MAX_FAILURES
-        return is_able and validator.key not in self.verdicts
 
 
 class VerdictCollector:
@@ -133,14 +77,14 @@ class VerdictCollector:
         on_fault: Callable[[str], None] = lambda line: None,
     ):
         parts = [one.rpartition("#") for one in validators] or [("", "", key.worker)]
-        self._validators = [_Validator(url.rstrip("/"), key) for url, _, key in parts]
+        self._validators = [Validator(url.rstrip("/"), key) for url, _, key in parts]
         self.validators: Sequence[str] = [one.key for one in self._validators]  # public keys
         self.quorum = quorum or len(parts) // 2 + 1
         self._key, self._replay, self._verdict_s, self._on_fault = key, replay, verdict_s, on_fault
-        self._cases: dict[str, _Case] = {}  # by digest
+        self._cases: dict[str, Case] = {}  # by digest
         self.seconds = role_metrics.latency("intellax_orchestrator_verdict", "Seconds until a group has its verdicts.")
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._lock = threading.Lock()  # of the counts
+        self._counts = {"validator_faults": 0, "validator_contradictions": 0}
+        self._taken = dict(self._counts)
         self._loop = asyncio.new_event_loop()
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
 
@@ -150,11 +94,11 @@ class VerdictCollector:
         self._thread = threading.Thread(target=self._run, name="verdicts", daemon=True)
         self._thread.start()
 
-    def ask(self, key: group_queue.Key, rollouts: Sequence[rollout_lib.Rollout], digest: str) -> None:
+    def ask(self, key: queue_entry.Key, rollouts: Sequence[rollout_lib.Rollout], digest: str) -> None:
         """Queues a group for the validators; returns immediately."""
         order = random.SystemRandom().sample(self._validators, len(self._validators))
         with contextlib.suppress(RuntimeError):  # closed meanwhile
-            self._loop.call_soon_threadsafe(self._add, _Case(key, rollouts, digest, order, time.monotonic()))
+            self._loop.call_soon_threadsafe(self._add, Case(key, rollouts, digest, order, time.monotonic()))
 
     def notice(self) -> str:
         """Returns the validators that do not answer or are not asked again, with the reason, or ""."""
@@ -165,11 +109,10 @@ class VerdictCollector:
 
     def counts(self) -> dict[str, float]:
         """Returns the faults and contradictions of validators since the last call, and how many are not asked again."""
-        with self._lock:
-            counts, self._counts = self._counts, collections.Counter()
-        names = ("validator_faults", "validator_contradictions")
+        counts, taken = dict(self._counts), self._taken  # the event loop counts on
+        self._taken = counts
         num_excluded = float(sum(one.is_excluded for one in self._validators))
-        return {name: float(counts[name]) for name in names} | {"validators_excluded": num_excluded}
+        return {name: float(counts[name] - taken[name]) for name in counts} | {"validators_excluded": num_excluded}
 
     def close(self) -> None:
         """Cancels all requests, waits for a replay in this process, and ends the thread."""
@@ -187,7 +130,7 @@ class VerdictCollector:
             self._fail(error)
 
     async def _main(self) -> None:
-        async with httpx.AsyncClient(timeout=None, trust_env=False) as http:  # `_exchange` has the time limit
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as http:  # `_request` has the time limit
             tasks = [asyncio.ensure_future(self._serve(http, one)) for one in self._validators]
             greeting = asyncio.ensure_future(self._greet(http))
             stop = asyncio.ensure_future(self._stop.wait())
@@ -204,7 +147,7 @@ class VerdictCollector:
     async def _greet(self, http: httpx.AsyncClient) -> None:
         """Names the validators that show no sign of life when the run starts. The run goes on: they may come later."""
 
-        async def ask(validator: _Validator) -> str:
+        async def ask(validator: Validator) -> str:
             try:
                 async with asyncio.timeout(GREETING_S):
                     await _check_health(http, validator)
@@ -216,7 +159,7 @@ class VerdictCollector:
         if silent:
             self._on_fault(f"validators without an answer at the start: {', '.join(silent)}")
 
-    def _add(self, case: _Case) -> None:
+    def _add(self, case: Case) -> None:
         self._cases[case.digest] = case
         self._notify()
 
@@ -224,11 +167,11 @@ class VerdictCollector:
         wake, self._wake = self._wake, asyncio.Event()
         wake.set()
 
-    async def _serve(self, http: httpx.AsyncClient, validator: _Validator) -> None:
+    async def _serve(self, http: httpx.AsyncClient, validator: Validator) -> None:
         """Sends waiting groups to one validator, for ever."""
         while True:
             wake, now_s = self._wake, time.monotonic()
-            wanted = [case for case in self._cases.values() if self._wants(case, validator, now_s)]
+            wanted = [case for case in self._cases.values() if case.wants(validator, self.quorum, now_s)]
             if not wanted:
                 left_s = validator.free_s - now_s
                 with contextlib.suppress(TimeoutError):
@@ -238,7 +181,7 @@ class VerdictCollector:
                 continue
             # A group that makes every request with it fail must not hold up the others: after a failure, each goes alone.
             if fresh := [case for case in wanted if not case.failed_s]:
-                batch = _take_batch(fresh, rules_lib.MAX_REPLAY_ROWS, rules_lib.MAX_REPLAY_TOKENS)
+                batch = verdict_case.take_batch(fresh)
             else:
                 # First those that it has not failed on, so that an outage does not look like the fault of one of them.
                 is_next = lambda case: (case.digest in validator.failed_alone, case.num_alone)  # noqa: E731
@@ -250,13 +193,7 @@ class VerdictCollector:
             else:
                 await self._request(http, validator, batch)
 
-    def _wants(self, case: _Case, validator: _Validator, now_s: float) -> bool:
-        """Returns True if `validator` is one of the next in the order of a group that has too few equal verdicts."""
-        missing = self.quorum - max(_votes(case).values())
-        able = (one for one in case.order if case.is_open(one) and one.free_s <= now_s)
-        return validator in [one for _, one in zip(range(missing), able, strict=False)]
-
-    def _replay_here(self, replay: Replay, cases: list[_Case]) -> list[verdict_lib.SignedVerdict]:
+    def _replay_here(self, replay: Replay, cases: list[Case]) -> list[verdict_lib.SignedVerdict]:
         """Replays groups in this process, in a thread of the event loop; returns verdicts signed by the run."""
         signed = []
         for case, verdict in zip(cases, replay([case.rollouts for case in cases]), strict=True):
@@ -268,25 +205,24 @@ class VerdictCollector:
             signed.append(verdict_lib.SignedVerdict(self._key.worker, *case.group, *fields).sign(self._key))
         return signed
 
-    async def _request(self, http: httpx.AsyncClient, validator: _Validator, cases: list[_Case]) -> None:
+    async def _request(self, http: httpx.AsyncClient, validator: Validator, cases: list[Case]) -> None:
         """Asks a validator about groups, and records its verdicts or its fault."""
         problem, found, first, request = "", [], cases[0], "GET /health"
-        num_failures, failed_s = first.failures[validator.key], first.failed_s.get(validator.key, math.inf)
-        first.num_alone += bool(first.failed_s)
+        is_alone, failed_s = bool(first.failed_s), first.failed_s.get(validator.key, math.inf)
+        first.num_alone += is_alone
         try:
             async with asyncio.timeout(self._verdict_s):
-                if first.failed_s:  # it goes alone
+                if is_alone:
                     await _check_health(http, validator)  # an outage is not the group's fault
-                    first.failures[validator.key] += 1  # unless an answer follows
                     validator.failed_alone.add(first.digest)
                 request = "POST /verdicts"
-                found = await self._exchange(http, validator, cases)
+                found = await _exchange(http, self._key, validator, cases)
         except REQUEST_ERRORS as error:
             problem = _problem(error, request, self._verdict_s)
             # It hangs or fails with several groups, and answered for none since: an outage, too.
             is_silent = validator.answered_s < failed_s and len(validator.failed_alone) > 1
-            if is_silent and isinstance(error, TimeoutError | ServerError):
-                first.failures[validator.key] = num_failures
+            is_outage = is_silent and isinstance(error, TimeoutError | ServerError)
+            first.failures[validator.key] += is_alone and request == "POST /verdicts" and not is_outage
         for case, verdict in zip(cases, found, strict=False):
             if verdict.reason == "weights":
                 problem = f"it lacks the weights of {case.name}: {verdict.detail}"
@@ -307,43 +243,12 @@ class VerdictCollector:
             self._check_quorum(case)
         self._notify()
 
-    async def _exchange(
-        self, http: httpx.AsyncClient, validator: _Validator, cases: list[_Case]
-    ) -> list[verdict_lib.SignedVerdict]:
-        """Returns a validator's verdicts on groups, in their order. Raises ValueError if they are not its own, on exactly these groups."""
-        rollouts = [rollout for case in cases for rollout in case.rollouts]
-        body = await asyncio.to_thread(parquet.to_bytes, rollouts)
-        session = lease.Session(self._key.worker, validator.key)
-        signed = lease.request(self._key, session, rollouts=hashlib.sha256(body).hexdigest())
-        headers = {lease.HEADER: json.dumps(signed)}
-        sent = {"content": body, "headers": headers}
-        response = await bounded_reply.fetch(http, "POST", f"{validator.url}/verdicts", MAX_REPLY_BYTES, **sent)
-        if response.status_code != 200:
-            kind = ServerError if response.status_code >= 500 else ValueError
-            raise kind(f"status {response.status_code}: {response.text[:200]}")
-        try:
-            answer = response.json()
-            verdicts = {one.digest: one for one in map(verdict_lib.SignedVerdict.read, answer["verdicts"])}
-            is_fresh = answer["request"] == signed["signature"] and signed_message.is_signed(validator.key, answer)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"its reply has no verdicts: {error}") from error
-        if not is_fresh:  # a copy of an earlier "weights" would fail the run
-            raise ValueError("its reply is not signed by its key over this request")
-        for case in cases:
-            expected = self._key.worker, *case.group, case.digest, validator.key
-            one = verdicts.get(case.digest)
-            if one is None or (one.run, one.split, one.step, one.group, one.digest, one.validator) != expected:
-                raise ValueError(f"its reply has no verdict of its own on {case.name}")
-            if one.reason in VOID:
-                raise ValueError(f"it calls {case.name} {one.reason}, which only the collector may decide")
-        return [verdicts[case.digest] for case in cases]
-
-    def _vote(self, case: _Case, validator: _Validator, verdict: verdict_lib.SignedVerdict) -> None:
+    def _vote(self, case: Case, validator: Validator, verdict: verdict_lib.SignedVerdict) -> None:
         """Counts one verdict, and decides the group if it has a quorum."""
         if self._cases.get(case.digest) is not case:  # decided meanwhile
             return
         case.verdicts[validator.key] = verdict
-        votes = _votes(case)
+        votes = case.votes
         if max(votes.values()) >= self.quorum:
             accepted = votes[True] >= self.quorum
             agreeing = [one for one in case.verdicts.values() if one.accepted == accepted]
@@ -353,21 +258,18 @@ class VerdictCollector:
                     self._compare(case, one, decision)
             self._finish(case, checks.Verdict(decision.reason, decision.detail))
 
-    def _check_quorum(self, case: _Case) -> None:
-        """Makes a group void if so many validators contradict each other, or fail on it alone, that it cannot get a quorum any more."""
-        votes = _votes(case)
-        is_lost = max(votes.values()) + sum(map(case.is_open, case.order)) < self.quorum
-        if is_lost and (min(votes.values()) or case.failures.total()):
-            verdict = UNDECIDED if min(votes.values()) else UNANSWERED
+    def _check_quorum(self, case: Case) -> None:
+        """Makes a group void if it cannot get a quorum any more."""
+        if verdict := case.void(self.quorum):
             self._on_fault(f"{case.name} is void, and is generated again: {verdict.detail}")
             self._finish(case, verdict)
 
-    def _finish(self, case: _Case, verdict: checks.Verdict) -> None:
+    def _finish(self, case: Case, verdict: checks.Verdict) -> None:
         del self._cases[case.digest]
         self.seconds.observe(time.monotonic() - case.since_s)
         self._decide(case.group, case.digest, verdict, list(case.verdicts.values()))
 
-    def _compare(self, case: _Case, validator: _Validator, decision: verdict_lib.SignedVerdict) -> None:
+    def _compare(self, case: Case, validator: Validator, decision: verdict_lib.SignedVerdict) -> None:
         """Counts a verdict against its validator if the quorum decided otherwise; evidence that others may lack weighs less, or nothing."""
         verdict = case.verdicts[validator.key]
         validator.num_decided += 1
@@ -375,7 +277,7 @@ class VerdictCollector:
             if verdict.reason == "statistics":
                 validator.num_doubts += 1
             else:
-                self._count("validator_contradictions")
+                self._counts["validator_contradictions"] += 1
                 validator.num_contradictions += 1
             if validator.is_contradictory and not validator.is_excluded:
                 validator.is_excluded = True
@@ -383,7 +285,7 @@ class VerdictCollector:
                 found = f"{num} of its {validator.num_decided} verdicts contradict the others"
                 self._on_fault(f"validator {validator.url} is not asked again: {found}")
 
-    def _note(self, validator: _Validator, problem: str) -> None:
+    def _note(self, validator: Validator, problem: str) -> None:
         """Records the outcome of a request: after a fault (`problem`), the validator is left alone for a time that doubles."""
         if bool(problem) != bool(validator.problem):
             state = f"is replaced by others for now: {problem}" if problem else "answers again"
@@ -391,10 +293,10 @@ class VerdictCollector:
         validator.problem = problem
         validator.num_faults = min(validator.num_faults + 1, 16) if problem else 0
         if problem:
-            self._count("validator_faults")
+            self._counts["validator_faults"] += 1
             validator.free_s = time.monotonic() + min(FIRST_PAUSE_S * 2 ** (validator.num_faults - 1), MAX_PAUSE_S)
 
-    def _check_weights(self, case: _Case) -> None:
+    def _check_weights(self, case: Case) -> None:
         """Fails the run if every validator that is asked lacks the weights of a group, and the time limit is over for it."""
         asked = {one.key for one in case.order if not one.is_excluded}
         is_late = time.monotonic() - case.since_s > self._verdict_s
@@ -402,12 +304,41 @@ class VerdictCollector:
             found = f"no validator can pull the weights that {case.name} names"
             self._fail(ValueError(f"{found}; check the published weights of the run, and --weights of the validators"))
 
-    def _count(self, name: str) -> None:
-        with self._lock:
-            self._counts[name] += 1
+
+async def _exchange(
+    http: httpx.AsyncClient,
+    key: rollout_lib.WorkerKey,
+    validator: Validator,
+    cases: Sequence[Case],
+) -> list[verdict_lib.SignedVerdict]:
+    """Returns a validator's verdicts on groups of the run with this `key`. Raises ValueError if they are not its own, on exactly these groups."""
+    body = await asyncio.to_thread(parquet.to_bytes, [rollout for case in cases for rollout in case.rollouts])
+    session = lease.Session(key.worker, validator.key)
+    signed = lease.request(key, session, rollouts=hashlib.sha256(body).hexdigest())
+    sent = {"content": body, "headers": {lease.HEADER: json.dumps(signed)}}
+    response = await bounded_reply.fetch(http, "POST", f"{validator.url}/verdicts", MAX_REPLY_BYTES, **sent)
+    if response.status_code != 200:
+        kind = ServerError if response.status_code >= 500 else ValueError
+        raise kind(f"status {response.status_code}: {response.text[:200]}")
+    try:
+        answer = response.json()
+        verdicts = {one.digest: one for one in map(verdict_lib.SignedVerdict.read, answer["verdicts"])}
+        is_fresh = answer["request"] == signed["signature"] and signed_message.is_signed(validator.key, answer)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"its reply has no verdicts: {error}") from error
+    if not is_fresh:  # a copy of an earlier "weights" would fail the run
+        raise ValueError("its reply is not signed by its key over this request")
+    for case in cases:
+        expected = key.worker, *case.group, case.digest, validator.key
+        one = verdicts.get(case.digest)
+        if one is None or (one.run, one.split, one.step, one.group, one.digest, one.validator) != expected:
+            raise ValueError(f"its reply has no verdict of its own on {case.name}")
+        if one.reason in verdict_case.VOID:
+            raise ValueError(f"it calls {case.name} {one.reason}, which only the collector may decide")
+    return [verdicts[case.digest] for case in cases]
 
 
-async def _check_health(http: httpx.AsyncClient, validator: _Validator) -> None:
+async def _check_health(http: httpx.AsyncClient, validator: Validator) -> None:
     async with http.stream("GET", f"{validator.url}/health") as response:
         if response.status_code != 200:
             raise ValueError(f"status {response.status_code} of /health")
@@ -420,23 +351,3 @@ def _problem(error: Exception, request: str, limit_s: float) -> str:
     if isinstance(error, ValueError):
         return str(error)
     return f"{request} ended with {str(error) or type(error).__name__}; see whether it runs, and read its log"
-
-
-def _take_batch(cases: list[_Case], max_rows: int, max_tokens: int) -> list[_Case]:
-    """Returns the groups to replay next: of the earliest steps, at least one, as many as fit."""
-    batch, num_rows, longest = [], 0, 0
-    for case in sorted(cases, key=lambda case: case.group[1]):
-        num_rows += len(case.rollouts)
-        longest = max(longest, *(len(rollout.tokens) for rollout in case.rollouts))
-        if batch and (num_rows > max_rows or num_rows * longest > max_tokens):
-            break
-        batch.append(case)
-    return batch
-
-
-def _votes(case: _Case) -> dict[bool, int]:
-    """Returns how many validators that are not excluded accept a group, and how many reject it."""
-    cast: Iterable[bool] = [
-        case.verdicts[v.key].accepted for v in case.order if v.key in case.verdicts and not v.is_excluded
-    ]
-    return {accepted: sum(vote == accepted for vote in cast) for accepted in (True, False)}

@@ -19,91 +19,22 @@ Deliveries and groups that are dropped are counted in `drops` by reason. The cal
 
 import collections
 import dataclasses
-import enum
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
+from rl.orchestrator.groups import queue_index
+from rl.orchestrator.groups.queue_entry import NEXT, Delivery, Entry, Key, Lease, State
 from rl.protocol import task_schedule
 
-Key = tuple[str, int, int]  # task_schedule.Group.key
-MAX_HOLDERS = 2  # of a group at the same time, but for those that leave room
-MAX_PAST = 4  # expired leases of a group whose work is still taken
 MAX_LOOKS = 1024  # at leased groups, for one that is late: a worker without work may ask often
 FEW_LOOKS = 16
 Allows = Callable[[Key], bool]
-
-
-class State(enum.Enum):
-    """The stages of a group in the queue, from its opening until a batch takes it."""
-
-    OPEN = "open"  # waits for a worker
-    LEASED = "leased"  # one or more workers have it until their deadlines
-    SUBMITTED = "submitted"  # its rollouts arrived; the checks that need no weights run
-    QUARANTINED = "quarantined"  # waits for the verdict of a replay
-    ELIGIBLE = "eligible"  # a batch may use it
-
-
-NEXT: dict[State, set[State]] = {
-    State.OPEN: {State.LEASED, State.SUBMITTED},
-    State.LEASED: {State.SUBMITTED, State.OPEN},
-    State.SUBMITTED: {State.QUARANTINED, State.ELIGIBLE, State.OPEN},
-    State.QUARANTINED: {State.ELIGIBLE, State.OPEN},
-    State.ELIGIBLE: {State.QUARANTINED, State.OPEN},
-}
-
-
-class Delivery(enum.Enum):
-    """The fate of delivered rollouts. None counts against the worker."""
-
-    TAKEN = "taken"  # the group is SUBMITTED with them
-    SPARE = "spare"  # they are checked if those of another worker are rejected
-    DUPLICATE = "duplicate"  # another worker's were accepted, or this worker's before
-    LATE = "late"  # this worker has no lease on the group (any more), or a batch took it
-    EPOCH = "epoch"  # policies of another epoch made them
-
-
-@dataclasses.dataclass(frozen=True)
-class Lease:
-    """The right of a worker to produce a group before a deadline."""
-
-    group: task_schedule.Group  # with the pinned version
-    worker: str
-    since_s: float
-    deadline_s: float
-    begun_us: int = 0  # the start of the worker's process, by its account
-
-
 IsTrue = Callable[[Lease], bool]
-
-
-@dataclasses.dataclass
-class Entry:
-    """A group in the queue with its state, its holders, and its submission."""
-
-    group: task_schedule.Group  # as leased last, or as it was leased to the worker that submitted
-    state: State = State.OPEN
-    worker: str = ""  # that submitted, or got the first of the current leases
-    leases: dict[str, Lease] = dataclasses.field(default_factory=dict)  # by worker; none of the one that submitted
-    past: dict[str, Lease] = dataclasses.field(default_factory=dict)  # the newest expired lease of each worker
-    rollouts: list[rollout_lib.Rollout] = dataclasses.field(default_factory=list)
-    digest: str = ""  # of the rollouts
-    # Ours, by sample; None: timed out.
-    scores: Mapping[int, Mapping[str, float] | None] = dataclasses.field(default_factory=dict)
-    is_verified: bool = False  # a verdict accepted the rollouts
-    was_decided: bool = False  # an earlier submission was quarantined or let pass, which its worker may have found out
-    since_s: float = -math.inf  # of the lease that the rollouts answer
-    spares: list[tuple[Lease, list[rollout_lib.Rollout], str]] = dataclasses.field(default_factory=list)  # with digests
-    indexed: tuple[State | None, frozenset[str]] = (None, frozenset())  # as the queue's indexes have it
-    oldest_version: int = 0  # that sampled a token of the submitted rollouts
-    lengths: Sequence[int] = ()  # sampled tokens of each
-
-    @property
-    def is_submitted(self) -> bool:
-        """True if rollouts were delivered and not rejected."""
-        return self.state not in (State.OPEN, State.LEASED)
 
 
 class GroupQueue:
@@ -116,14 +47,7 @@ class GroupQueue:
         self.entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
         self.drops: collections.Counter[str] = collections.Counter()  # groups or deliveries, by reason
         self.epoch = -1  # that leases pin and rollouts have; -1: any
-        # Indexes of the entries, which `_update` keeps.
-        self._open: collections.OrderedDict[Key, None] = collections.OrderedDict()  # in the order of `entries`
-        self._held: dict[str, dict[Key, None]] = {}  # by worker
-        self._aging: collections.OrderedDict[Key, None] = collections.OrderedDict()  # LEASED, the oldest lease first
-        self._shared: collections.OrderedDict[Key, None] = (
-            collections.OrderedDict()
-        )  # LEASED by MAX_HOLDERS: apart, as few get more
-        self._count: collections.Counter[State] = collections.Counter()
+        self._index = queue_index.QueueIndex()
         self._deadlines: list[tuple[float, int, Key, str]] = []  # a heap with one item per lease, maybe of an ended one
         self._serial = itertools.count()
 
@@ -156,7 +80,7 @@ class GroupQueue:
         With `is_late`, leases copies instead: of those of the oldest leased groups (`MAX_LOOKS`) whose holders are all late, and at
         most one of them does not leave room. Leases pin the epoch of the queue, and the policy version `version` unless it is -1.
         """
-        keys = self._late(MAX_LOOKS, is_late, leaves_room, worker) if is_late else self._open
+        keys = self._late(MAX_LOOKS, is_late, leaves_room, worker) if is_late else self._index.open
         found = [*itertools.islice(filter(may_lease, keys), max(0, count))]
         for key in found:
             entry = self.entries[key]
@@ -191,13 +115,13 @@ class GroupQueue:
             elif entry is None or entry.is_submitted or worker not in entry.past:
                 void.append(key)
                 if entry and lease:  # rollouts that are on their way are taken nevertheless
-                    self._keep_past(entry, lease)
+                    entry.keep_past(lease)
                     self._end_lease(key, worker)
         return void
 
     def orphans(self, worker: str, begun_us: int, known: Collection[Key] | None = None) -> list[Key]:
         """Returns the groups that earlier processes of `worker` leased than that of `begun_us`, and those not `known` to it."""
-        held = self._held.get(worker, {})
+        held = self._index.held.get(worker, {})
         known = held if known is None else known
         leases = ((key, self.entries[key].leases.get(worker)) for key in held)
         return [key for key, lease in leases if lease and (lease.begun_us < begun_us or key not in known)]
@@ -222,7 +146,7 @@ class GroupQueue:
             if lease and lease.deadline_s >= now_s:  # renewed
                 heapq.heappush(self._deadlines, (lease.deadline_s, serial, key, worker))
             elif lease:
-                self._keep_past(self.entries[key], lease)
+                self.entries[key].keep_past(lease)
                 if not self.entries[key].is_submitted:
                     ended.append(lease)
                 self._end_lease(key, worker)
@@ -243,7 +167,7 @@ class GroupQueue:
             return Delivery.LATE
         if self.epoch >= 0 and any(rollout.epoch != self.epoch for rollout in rollouts):
             return Delivery.EPOCH
-        lease = _lease_of(entry, worker, rollouts)
+        lease = entry.lease_of(worker, rollouts)
         if lease is None:
             return Delivery.LATE
         (entry.leases if entry.leases.get(worker) is lease else entry.past).pop(worker)
@@ -299,10 +223,9 @@ class GroupQueue:
         """
         old = self.entries[key]
         assert State.OPEN in NEXT[old.state], (key, old.state)
-        was_decided = old.was_decided or old.state in (State.QUARANTINED, State.ELIGIBLE)
         leases, past = ({}, old.leases | old.past) if old.state is State.LEASED else (old.leases, old.past)
-        entry = Entry(old.group, leases=dict(leases), past=dict(past), was_decided=was_decided, indexed=old.indexed)
-        self.entries[key] = entry
+        entry = self.entries[key] = old.emptied()
+        entry.leases, entry.past = dict(leases), dict(past)
         if old.spares:
             entry.spares = old.spares[1:]
             self._submit(key, *old.spares[0])
@@ -322,12 +245,6 @@ class GroupQueue:
         self.drops[reason] += 1
         return self._remove(key)
 
-    def withdraw(self, keys: Sequence[Key]) -> None:
-        """Removes groups that are open, and count as dropped for no reason: they will be added again."""
-        for key in keys:
-            assert self.entries[key].state is State.OPEN, (key, self.entries[key].state)
-            self._remove(key)
-
     def begin_epoch(self, epoch: int) -> list[Entry]:
         """Voids all leases and rollouts; returns the entries that had any, as they were before. All groups are open again.
 
@@ -338,10 +255,9 @@ class GroupQueue:
         for old in void:
             key = old.group.key
             self.drops["epoch"] += old.is_submitted + len(old.spares)
-            was_decided = old.was_decided or old.state in (State.QUARANTINED, State.ELIGIBLE)
-            self.entries[key] = Entry(old.group, was_decided=was_decided, indexed=old.indexed)
+            self.entries[key] = old.emptied()
             self._update(key)
-        self._open = collections.OrderedDict.fromkeys(self.entries)  # in order
+        self._index.open = collections.OrderedDict.fromkeys(self.entries)  # in order
         return void
 
     # Questions.
@@ -352,31 +268,35 @@ class GroupQueue:
 
     def held(self, worker: str) -> list[Key]:
         """Returns the keys of the groups that `worker` has a lease on, or submitted and no verdict has decided."""
-        return [*self._held.get(worker, ())]
+        return [*self._index.held.get(worker, ())]
 
     def num_leases(self, worker: str) -> int:
         """Returns the number of groups that `worker` has a lease on."""
-        return sum(worker in self.entries[key].leases for key in self._held.get(worker, ()))
+        return sum(worker in self.entries[key].leases for key in self._index.held.get(worker, ()))
 
     def num_leases_but(self, workers: frozenset[str]) -> int:
         """Returns the number of leased groups, without those that only these workers have."""
-        found = (self.entries[key] for key in {key for worker in workers for key in self._held.get(worker, ())})
-        return self._count[State.LEASED] - sum(e.state is State.LEASED and e.leases.keys() <= workers for e in found)
+        found = (self.entries[key] for key in {key for worker in workers for key in self._index.held.get(worker, ())})
+        return self._index.count[State.LEASED] - sum(
+            e.state is State.LEASED and e.leases.keys() <= workers for e in found
+        )
 
     def may_deliver(self, worker: str) -> bool:
         """Returns True if rollouts of `worker` may be needed, or if it made some that no batch has taken."""
         known = ((entry.worker, *entry.leases, *entry.past) for entry in self.entries.values())
-        return worker in self._held or any(worker in workers for workers in known)
+        return worker in self._index.held or any(worker in workers for workers in known)
 
     def count(self) -> collections.Counter[State]:
         """Returns the number of groups in each state."""
-        return collections.Counter({state: number for state, number in self._count.items() if number})
+        return collections.Counter({state: number for state in State if (number := self._index.count[state])})
 
     def _late(self, num_looks: int, is_late: IsTrue, leaves_room: IsTrue, worker: str = "") -> Iterator[Key]:
-        for key in itertools.chain(*(itertools.islice(keys, num_looks) for keys in (self._aging, self._shared))):
+        for key in itertools.chain(
+            *(itertools.islice(keys, num_looks) for keys in (self._index.aging, self._index.shared))
+        ):
             leases = self.entries[key].leases
             num_counted = sum(not leaves_room(lease) for lease in leases.values())
-            if num_counted < MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
+            if num_counted < queue_index.MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
                 yield key
 
     # Every change ends in `_update`.
@@ -389,12 +309,6 @@ class GroupQueue:
         else:
             self._update(key)
         return lease
-
-    def _keep_past(self, entry: Entry, lease: Lease) -> None:
-        entry.past.pop(lease.worker, None)
-        entry.past[lease.worker] = lease
-        if len(entry.past) > MAX_PAST:
-            del entry.past[next(iter(entry.past))]
 
     def _reopen(self, key: Key) -> None:
         """Makes a group without rollouts LEASED if it has holders, else OPEN at the front of the queue."""
@@ -409,8 +323,8 @@ class GroupQueue:
     def _submit(self, key: Key, lease: Lease, rollouts: list[rollout_lib.Rollout], digest: str) -> None:
         entry = self.entries[key]
         entry.worker, entry.group, entry.rollouts, entry.digest = lease.worker, lease.group, rollouts, digest
-        entry.since_s, entry.lengths = lease.since_s, [int(r.sampled_mask.sum()) for r in rollouts]
-        entry.oldest_version = min((int(r.versions[r.sampled_mask].min()) for r in rollouts), default=0)
+        entry.since_s, entry.lengths = lease.since_s, [int(np.count_nonzero(r.sampled_mask)) for r in rollouts]
+        entry.oldest_version = min((int(r.versions.min()) for r in rollouts), default=0)
         self._move(key, State.SUBMITTED)
 
     def _win(self, key: Key) -> None:
@@ -421,15 +335,15 @@ class GroupQueue:
         self._move(key, State.ELIGIBLE)
 
     def _remove(self, key: Key) -> Entry:
-        entry = self.entries[key]
+        entry = self.entries.pop(key)
         self.drops["duplicate"] += len(entry.spares)
         entry.leases, entry.spares = {}, []
-        self._update(key, is_gone=True)
-        return self.entries.pop(key)
+        self._index.update(key, None)
+        return entry
 
     def _to_front(self, key: Key) -> None:
         self.entries.move_to_end(key, last=False)
-        self._open.move_to_end(key, last=False)
+        self._index.open.move_to_end(key, last=False)
 
     def _move(self, key: Key, state: State) -> None:
         entry = self.entries[key]
@@ -437,48 +351,5 @@ class GroupQueue:
         entry.state = state
         self._update(key)
 
-    def _update(self, key: Key, is_gone: bool = False) -> None:
-        """Brings the indexes up to date with an entry that changed, or that is about to go."""
-        entry = self.entries[key]
-        old_state, old_holders = entry.indexed
-        state, holders = (None, frozenset()) if is_gone else (entry.state, _holders(entry))
-        entry.indexed = state, holders
-        for worker in old_holders - holders:
-            del self._held[worker][key]
-            if not self._held[worker]:
-                del self._held[worker]
-        for worker in holders - old_holders:
-            self._held.setdefault(worker, {})[key] = None
-        old, new = self._index(old_state, old_holders), self._index(state, holders)
-        if new is not old:
-            if old is not None:
-                del old[key]
-            if new is not None:
-                new[key] = None
-                new.move_to_end(key, last=old is not self._shared)
-        if state is not old_state:
-            if old_state is not None:
-                self._count[old_state] -= 1
-            if state is not None:
-                self._count[state] += 1
-
-    def _index(self, state: State | None, holders: frozenset[str]) -> collections.OrderedDict[Key, None] | None:
-        if state is State.LEASED:
-            return self._aging if len(holders) < MAX_HOLDERS else self._shared
-        return self._open if state is State.OPEN else None
-
-
-def _holders(entry: Entry) -> frozenset[str]:
-    if entry.state is State.ELIGIBLE:
-        return frozenset()
-    spares = (spare[0].worker for spare in entry.spares)
-    return frozenset({*entry.leases, *spares, *({entry.worker} if entry.is_submitted else ())})
-
-
-def _lease_of(entry: Entry, worker: str, rollouts: Sequence[rollout_lib.Rollout]) -> Lease | None:
-    """Returns the lease that rollouts of `worker` answer: the current one, unless only an expired one pinned their version."""
-    found = [leases[worker] for leases in (entry.leases, entry.past) if worker in leases]
-    if len(found) > 1:
-        versions = {int(version) for rollout in rollouts for version in rollout.versions[rollout.sampled_mask]}
-        found.sort(key=lambda lease: not (lease.group.version == -1 or versions == {lease.group.version}))
-    return found[0] if found else None
+    def _update(self, key: Key) -> None:
+        self._index.update(key, self.entries[key])

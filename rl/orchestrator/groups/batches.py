@@ -10,7 +10,7 @@ or dropped for a counted reason. Batch n trains on
 2. `collect(n)` returns the groups of batch n, or None as long as some are missing.
 3. With `refill`, a group without a signal (all advantages are zero) is dropped ("flat"), and the next of the order takes its place, for
    at most refill * P of them per batch. In a "prescribed" batch the earlier groups still come first, however slow they are.
-4. With `tokens`, a batch ends with the group that brings its sampled tokens to this number; P is then the most groups of a batch.
+4. With `tokens_per_step`, a batch ends with the group that brings its sampled tokens to this number; P is then the most groups of a batch.
 """
 
 import collections
@@ -18,8 +18,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from rl.orchestrator import group_queue
-from rl.orchestrator.group_queue import Key, State
+from rl.orchestrator.groups import group_queue, queue_entry
+from rl.orchestrator.groups.queue_entry import Key, State
 from rl.protocol import task_schedule
 
 REASONS = ("stale", "flat", "duplicate", "late", "epoch")  # of the queue's drops
@@ -27,33 +27,26 @@ REASONS = ("stale", "flat", "duplicate", "late", "epoch")  # of the queue's drop
 
 @dataclasses.dataclass(frozen=True)
 class BatchRule:
-    """The fields of a config that decide which groups a batch has."""
+    """The fields of `config.rl` that decide which groups a batch has."""
 
-    kind: str = "prescribed"  # of task_schedule.BATCHES
-    num_groups: int = 32  # P
-    num_batches: int = 2**31  # of the run
+    batch: str = "prescribed"  # of task_schedule.BATCHES
+    prompts_per_step: int = 32  # P
+    num_steps: int = 2**31
     max_lag: int = 1
     max_off_policy: int = 8
     oversampling: float = 1.0  # groups on their way, as a multiple of those that the open batches need
     refill: float = 0.0  # groups without a signal that are replaced, at most, as a multiple of P
-    tokens: int = 0  # sampled tokens of a batch; 0: its groups are counted
+    tokens_per_step: int = 0  # sampled tokens of a batch; 0: its groups are counted
 
     @classmethod
     def of(cls, config) -> "BatchRule":
         """Returns the rule of a resolved config."""
-        rl = config.rl
-        sizes = {"oversampling": rl.oversampling, "refill": rl.refill, "tokens": rl.tokens_per_step}
-        return cls(rl.batch, rl.prompts_per_step, rl.num_steps, rl.max_lag, rl.max_off_policy, **sizes)
-
-    @property
-    def is_fixed(self) -> bool:
-        """True if batch n has groups (n - 1) P .. n P - 1, and no others."""
-        return self.kind == "prescribed" and not self.refill and not self.tokens
+        return cls(**{field.name: config.rl[field.name] for field in dataclasses.fields(cls)})
 
     @property
     def max_flat(self) -> int:
         """The most groups without a signal that are replaced for a batch."""
-        return math.floor(self.refill * self.num_groups)
+        return math.floor(self.refill * self.prompts_per_step)
 
 
 class Batches:
@@ -68,7 +61,7 @@ class Batches:
         rule: BatchRule,
         queue: group_queue.GroupQueue,
         make_groups: Callable[[Sequence[int], int], Sequence[task_schedule.Group]],
-        has_signal: Callable[[group_queue.Entry], bool] = lambda entry: True,
+        has_signal: Callable[[queue_entry.Entry], bool] = lambda entry: True,
     ):
         self._rule, self._queue, self._make_groups, self._has_signal = rule, queue, make_groups, has_signal
         self._version = -1  # the newest that servers have
@@ -94,14 +87,14 @@ class Batches:
         if self._rule.max_flat and key in self._waiting and not self._signals(key):
             self._open()
 
-    def collect(self, step: int) -> list[group_queue.Entry] | None:
+    def collect(self, step: int) -> list[queue_entry.Entry] | None:
         """Takes batch `step`, the one after the last; returns its entries in order, or None if it is not complete."""
         assert step == self.step + 1, (step, self.step)
         if self._hole in self._waiting and self._queue.num_eligible([self._hole]) == 0:
             return None
-        if not self._rule.tokens and self._queue.count()[State.ELIGIBLE] < self._rule.num_groups:
+        if not self._rule.tokens_per_step and self._queue.count()[State.ELIGIBLE] < self._rule.prompts_per_step:
             return None
-        oldest, waits = step - 1 - self._rule.max_off_policy, self._rule.kind == "prescribed"
+        oldest, waits = step - 1 - self._rule.max_off_policy, self._rule.batch == "prescribed"
         taken: list[Key] = []
         flat: list[Key] = []
         stale: list[Key] = []
@@ -119,7 +112,7 @@ class Batches:
             else:
                 taken.append(key)
                 num_tokens += sum(entry.lengths)
-                if len(taken) == self._rule.num_groups or 0 < self._rule.tokens <= num_tokens:
+                if len(taken) == self._rule.prompts_per_step or 0 < self._rule.tokens_per_step <= num_tokens:
                     return self._take(step, taken, flat, stale)
         self._drop_stale(stale)
         self._open()
@@ -127,8 +120,8 @@ class Batches:
 
     def progress(self) -> tuple[int, int]:
         """Returns (number of eligible groups that the next batch could use, number that it needs at most), for people."""
-        most = self._rule.num_groups
-        candidates = [*self._waiting][: most if self._rule.kind == "prescribed" else None]
+        most = self._rule.prompts_per_step
+        candidates = [*self._waiting][: most if self._rule.batch == "prescribed" else None]
         return min(self._queue.num_eligible(candidates), most), most
 
     def take_metrics(self) -> dict[str, float]:
@@ -156,21 +149,19 @@ class Batches:
         return {"num_opened": self._num_opened, "waiting": [number for _, _, number in self._waiting] + self._again}
 
     def restore(self, step: int, state: dict | None) -> None:
-        """Continues after batch `step`; the groups on their way, which must be open, are withdrawn.
+        """Continues after batch `step`, before any group is open.
 
         Checkpoints of earlier releases have no state: the batches up to `step` took the first groups of the order, P each. Raises
         ValueError if the rule allows others.
         """
-        if step and state is None and not self._rule.is_fixed:
+        if step and state is None and not task_schedule.is_fixed(self._rule):
             found = f"the checkpoint of step {step} lacks the groups that its batches took"
             raise ValueError(f"{found}; resume from another one, or start another --workdir")
-        self._queue.withdraw([*self._waiting])
-        self.step, self._version = step, -1
-        self._num_opened = state["num_opened"] if state else step * self._rule.num_groups
+        self.step = step
+        self._num_opened = state["num_opened"] if state else step * self._rule.prompts_per_step
         self._again = sorted(state["waiting"]) if state else []
-        self._waiting, self._flat, self._hole, self._gone = {}, {}, None, []
         # Until servers have version `step`.
-        self._taken = collections.Counter({step: self._rule.num_groups} if step else {})
+        self._taken = collections.Counter({step: self._rule.prompts_per_step} if step else {})
 
     def skip(self, step: int, numbers: Collection[int], dropped: Collection[int] = ()) -> None:
         """Continues after batch `step`, which took and dropped groups with these numbers before a restart, after `restore`."""
@@ -188,8 +179,8 @@ class Batches:
         self._num_opened = max(self._num_opened, last + 1)
         self._add(numbers, version)
 
-    def _take(self, step: int, taken: list[Key], flat: list[Key], stale: list[Key]) -> list[group_queue.Entry] | None:
-        if stale and self._rule.kind == "prescribed":  # their places are not filled by later groups
+    def _take(self, step: int, taken: list[Key], flat: list[Key], stale: list[Key]) -> list[queue_entry.Entry] | None:
+        if stale and self._rule.batch == "prescribed":  # their places are not filled by later groups
             self._drop_stale(stale)
             return None
         self._drop_stale(stale)
@@ -206,7 +197,7 @@ class Batches:
 
     def _drop_stale(self, stale: list[Key]) -> None:
         for key in reversed(stale):
-            if self._rule.kind == "prescribed":
+            if self._rule.batch == "prescribed":
                 self._queue.drops["stale"] += 1
                 self._dropped += self._queue.requeue(key).lengths
                 self._hole = key
@@ -238,8 +229,8 @@ class Batches:
         if self._version < 0:
             return
         rule = self._rule
-        num_batches = min(self._version + 1 + rule.max_lag, rule.num_batches) - min(self._version, self.step)
-        needed = math.ceil(num_batches * rule.num_groups * rule.oversampling)
+        num_batches = min(self._version + 1 + rule.max_lag, rule.num_steps) - min(self._version, self.step)
+        needed = math.ceil(num_batches * rule.prompts_per_step * rule.oversampling)
         num_flat = min(len(self._flat), rule.max_flat)
         count = needed - (len(self._waiting) + self._taken.total() - num_flat)
         if count <= 0:
