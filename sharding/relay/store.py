@@ -17,6 +17,7 @@ import pathlib
 import secrets
 import shutil
 import threading
+from collections.abc import Iterator
 
 from sharding.format import digests, journal
 from sharding.format import head as head_lib
@@ -114,7 +115,7 @@ class Store:
             return 0
         (directory / "manifest.json").unlink(missing_ok=True)
         try:
-            self._write(directory, "objects.jsonl", b"".join(map(_line, version.log)))
+            self._write(version, "objects.jsonl", b"".join(map(_line, version.log)))
         except OSError:  # a full disk; without a journal the next start downloads the objects again
             (directory / "objects.jsonl").unlink(missing_ok=True)
         return num_bad
@@ -148,24 +149,29 @@ class Store:
             return sorted(n for n, version in self.versions.items() if version.manifest is None)
 
     def add(self, number: int, entry: journal.Object, data: bytes | memoryview | None) -> None:
-        """Makes a verified object available to clients; first writes `data`, unless None. Raises OSError if the disk is full."""
+        """Makes a verified object available to clients; first writes `data`, unless None. Raises OSError if the disk is full.
+
+        A complete version does not change: a late object of an earlier version of that number raises FileNotFoundError.
+        """
         version = self._version(number)
         if data is not None:
-            self._write(version.directory, entry.path, data)
-        self._expose(version, entry, write=data is not None)
+            self._write(version, entry.path, data, entry)
+        else:
+            with self._growing(version):
+                self._expose(version, entry)
 
     def finish(self, number: int, manifest: manifest_lib.Manifest, data: bytes) -> None:
         """Completes a version that has all objects of `manifest`: deletes other objects, writes the manifest's bytes, `data`."""
         version = self._version(number)
-        with self.lock:
+        with self._growing(version):
             assert all(version.objects.get(o.path) == o for o in manifest.objects), number
-            surplus = version.objects.keys() - {o.path for o in manifest.objects}
-            self.num_bytes -= sum(version.objects.pop(path).size for path in surplus)
-        if not self.in_place:
-            for path in surplus:
-                (version.directory / path).unlink(missing_ok=True)
-            self._write(version.directory, "manifest.json", data)
-        self._complete(version, manifest, data)
+            for path in version.objects.keys() - {o.path for o in manifest.objects}:
+                self.num_bytes -= version.objects.pop(path).size
+                if not self.in_place:
+                    (version.directory / path).unlink(missing_ok=True)
+            if not self.in_place:
+                self._write(version, "manifest.json", data)
+            self._complete(version, manifest, data)
 
     def remove(self, number: int) -> None:
         """Stops serving version `number`, then deletes its files, the manifest first. Does nothing if the version is unknown."""
@@ -177,27 +183,56 @@ class Store:
             self.num_bytes -= sum(o.size for o in version.objects.values()) + len(version.manifest or b"")
             self._changed()
             version.grown.notify_all()
-        if not self.in_place:
+            if self.in_place:
+                return
             (version.directory / "manifest.json").unlink(missing_ok=True)
             doomed = self.root / f".removed-{version.directory.name}-{secrets.token_hex(8)}"
             with contextlib.suppress(FileNotFoundError):
                 os.rename(version.directory, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+        shutil.rmtree(doomed, ignore_errors=True)
 
-    def _write(self, directory: pathlib.Path, name: str, data: bytes | memoryview) -> None:
-        """Writes a file that appears complete or not at all. Raises OSError if `max_bytes` would be exceeded."""
+    @contextlib.contextmanager
+    def _growing(self, version: Version) -> Iterator[None]:
+        """Holds the lock. Raises FileNotFoundError if `version` is complete or was removed: its directory may be another's by now."""
+        with self.lock:
+            if version.is_removed or version.manifest is not None:
+                raise FileNotFoundError(
+                    f"{version.directory} was completed or removed while an object came: it is not needed"
+                )
+            yield
+
+    def _write(
+        self, version: Version, name: str, data: bytes | memoryview, entry: journal.Object | None = None
+    ) -> None:
+        """Writes a file that appears complete or not at all, and exposes `entry` with it.
+
+        Raises OSError if `max_bytes` would be exceeded, or if `version` is complete or removed.
+        """
+        reserved = len(data)
         with self.lock:
             used = self.num_bytes + self._reserved_bytes
-            if self.max_bytes is not None and used + len(data) > self.max_bytes:
-                most = f"{len(data)} bytes more would exceed --max_bytes {self.max_bytes}"
+            if self.max_bytes is not None and used + reserved > self.max_bytes:
+                most = f"{reserved} bytes more would exceed --max_bytes {self.max_bytes}"
                 raise OSError(errno.EDQUOT, f"object {name} is not stored: {most}; raise it, or lower --keep")
-            self._reserved_bytes += len(data)
+            self._reserved_bytes += reserved
+
+        @contextlib.contextmanager
+        def renaming() -> Iterator[None]:
+            nonlocal reserved
+            with self._growing(version):
+                yield
+                if entry is not None:  # under the same lock, so that the entry is always that of the file
+                    self._reserved_bytes, reserved = self._reserved_bytes - reserved, 0
+                    _append(version.directory / "objects.jsonl", _line(entry))
+                    self._expose(version, entry)
+
         try:
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            atomic_file.write(directory / name, data)
+            path = version.directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_file.write(path, data, within=renaming())
         finally:
             with self.lock:
-                self._reserved_bytes -= len(data)
+                self._reserved_bytes -= reserved
 
     def _version(self, number: int) -> Version:
         with self.lock:
@@ -210,13 +245,8 @@ class Store:
                 self._changed()
             return version
 
-    def _expose(self, version: Version, entry: journal.Object, write: bool = False) -> None:
+    def _expose(self, version: Version, entry: journal.Object) -> None:
         with self.lock:
-            if version.is_removed:
-                text = f"{version.directory} was removed while object {entry.path} came"
-                raise FileNotFoundError(f"{text}: it is not needed")
-            if write:
-                _append(version.directory / "objects.jsonl", _line(entry))
             replaced = version.objects.get(entry.path)
             self.num_bytes += entry.size - (replaced.size if replaced else 0)
             version.objects[entry.path] = entry
@@ -225,7 +255,7 @@ class Store:
 
     def _complete(self, version: Version, manifest: manifest_lib.Manifest, data: bytes) -> None:
         with self.lock:
-            self.num_bytes += len(data) - len(version.manifest or b"")
+            self.num_bytes += len(data)
             version.manifest, version.base, version.sha256 = data, manifest.base, hashlib.sha256(data).hexdigest()
             self._changed()
             version.grown.notify_all()

@@ -13,18 +13,24 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 LEFTOVERS = ".*.tmp"
+NOTHING = contextlib.nullcontext()
 Kind = TypeVar("Kind", dict, list)
 
 
 def write(
-    path: str | os.PathLike, *parts: bytes | bytearray | memoryview, durable: bool = False, secret: bool = False
+    path: str | os.PathLike,
+    *parts: bytes | bytearray | memoryview,
+    durable: bool = False,
+    secret: bool = False,
+    within: contextlib.AbstractContextManager = NOTHING,
 ) -> None:
     """Writes the concatenated `parts` as the file `path`. If it raises OSError, an existing file is unchanged.
 
     With `durable`, the content is on disk before the rename. Without it, a power loss can leave an empty file. `secret` is for
-    keys: durable, readable by the owner only, and FileExistsError if `path` exists.
+    keys: durable, readable by the owner only, and FileExistsError if `path` exists. The rename happens `within` a context, such
+    as a lock; if entering it raises an error, nothing is renamed.
     """
-    with replacing(path, exclusive=secret) as temporary:
+    with replacing(path, exclusive=secret, within=within) as temporary:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(os.open(temporary, flags, 0o600 if secret else 0o666), "wb", buffering=0) as file:
             for part in parts:
@@ -36,20 +42,24 @@ def write(
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike, *, exclusive: bool = False) -> Iterator[pathlib.Path]:
+def replacing(
+    path: str | os.PathLike, *, exclusive: bool = False, within: contextlib.AbstractContextManager = NOTHING
+) -> Iterator[pathlib.Path]:
     """Yields a new name in the directory of `path`; the file that the block writes there becomes `path` when the block ends.
 
-    With `exclusive`, raises FileExistsError if `path` exists by then, and the new name is on disk.
+    With `exclusive`, raises FileExistsError if `path` exists by then, and the new name is on disk. The rename happens `within` a
+    context.
     """
     path = pathlib.Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
-        if exclusive:
-            os.link(temporary, path)
-            sync_directory(path.parent)
-        else:
-            os.replace(temporary, path)
+        with within:
+            if exclusive:
+                os.link(temporary, path)
+                sync_directory(path.parent)
+            else:
+                os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -22,7 +22,7 @@ from sharding.download import range_get, source
 from sharding.format import journal
 from sharding.relay import server as relay_lib
 from sharding.relay import store, throttle
-from sharding.system import sockets
+from sharding.system import atomic_file, sockets
 from tests.support import commands, proxy
 
 TRUSTED = proxy.public(proxy.KEY)
@@ -653,6 +653,42 @@ def test_half_an_object_is_never_exposed(tmp_path, monkeypatch, module, name):
         assert held.has(3, good) and held.num_bytes == 1000
         held.remove(3)
         assert held.num_bytes == 0
+
+
+def test_a_late_object_of_a_withdrawn_version_changes_nothing(tmp_path, monkeypatch):
+    """An upstream that still delivers an object of the old version 3 while the new one grows, or when it is complete."""
+    old, new = proxy.contents(22), proxy.contents(3)
+    entries = {path: store.journal.Object(**proxy.entry(path, data)) for path, data in new.items()}
+    late = "tensors/t4/c.0"
+    stale = store.journal.Object(**proxy.entry(late, old[late]))
+    data = proxy.manifest(3, new)
+
+    def withdraw():
+        held.remove(3)
+        for path, entry in entries.items():
+            held.add(3, entry, new[path])
+
+    with contextlib.closing(store.Store(tmp_path)) as held:
+        held.recover()
+        write = atomic_file.write
+        with monkeypatch.context() as patch:
+
+            def slow(*args, **options):
+                patch.undo()
+                withdraw()
+                write(*args, **options)
+
+            held.add(3, stale, old[late])
+            patch.setattr(atomic_file, "write", slow)
+            with pytest.raises(FileNotFoundError, match="not needed"):
+                held.add(3, stale, old[late])
+        held.finish(3, store.manifest_lib.parse(data, version=3), data)
+        with pytest.raises(FileNotFoundError, match="not needed"):
+            held.add(3, stale, old[late])
+        assert all(held.has(3, entry) for entry in entries.values())
+        assert held.num_bytes == sum(map(len, new.values())) + len(data)
+    with contextlib.closing(store.Store(tmp_path)) as held:
+        assert held.recover() == 0 and held.complete() == [3]
 
 
 def test_only_what_the_trusted_key_signed_is_mirrored(pub, tmp_path):
