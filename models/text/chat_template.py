@@ -5,8 +5,7 @@
 2. It gets the same functions and filters as in transformers. The clock, `strftime_now`, is passed with the messages,
    because a run can fix its date (models/text/tokenizer.py).
 3. `{% generation %}` blocks, which mark the assistant's text, are rendered between two private-use characters.
-4. A conversation costs one exchange with the child. Short results are cached: of the five renderings that find the assistant's
-   turns in a template without such blocks (models/text/tokenizer.py), three are the same for all conversations.
+4. A conversation costs one exchange with the child. The results of short ones are cached.
 """
 
 import datetime

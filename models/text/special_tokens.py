@@ -23,13 +23,13 @@ class Escaper:
     """Escapes control tokens of one tokenizer in users' text, so that they are encoded as plain text.
 
     Control tokens are `specials`, and the added tokens in `ordinary` with names such as <|user|>. The pattern `special`
-    matches any of `specials`, as a group.
+    matches any of `specials`, as a group; `token` any control token.
     """
 
     def __init__(self, specials: Collection[str], ordinary: Iterable[str]):
         controls = [name for name in ordinary if name not in specials and CONTROL.fullmatch(name)]
         names = [*specials, *controls]
-        self.special, self._control, self._either = _any_of(specials), _any_of(controls), _any_of(names)
+        self.special, self._control, self.token = _any_of(specials), _any_of(controls), _any_of(names)
         self._prefixes = tuple({name[:size] for name in names for size in range(1, len(name))})
 
     def escape(self, value: Any, escape: str) -> Any:
@@ -39,7 +39,7 @@ class Escaper:
         "<|im_" and "end|>".
         """
         if isinstance(value, str):
-            value = self._either.sub(lambda match: match[0][0] + escape + match[0][1:], value)
+            value = self.token.sub(lambda match: match[0][0] + escape + match[0][1:], value)
             return value + escape if value.endswith(self._prefixes) else value
         if isinstance(value, Mapping):
             return {self.escape(k, escape): self.escape(v, escape) for k, v in value.items()}

@@ -3,8 +3,8 @@
 1. `byte_chatml()` is the embedded tokenizer: IDs 0..255 are bytes, then come ChatML's special tokens, then markers.
 2. `Tokenizer.render` runs the chat template. Special tokens in a caller's strings are escaped (special_tokens.py), so the
    text of a message cannot open or close a turn.
-3. `{% generation %}` blocks give the assistant mask. In a template without them (Qwen3's own), a completion begins where the
-   template has opened the assistant's turn, and ends with the next stop token.
+3. `{% generation %}` blocks give the assistant mask. In a template without them (Qwen3's own), turns.py finds where the
+   assistant's turns begin and end. Its stop tokens end completions, in addition to those of the checkpoint.
 4. `Tokenizer.bridge` appends messages to sampled IDs without rendering the turn again, so a conversation trains on exactly
    the IDs that it consisted of.
 
@@ -15,6 +15,7 @@ import codecs
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -26,9 +27,14 @@ from tokenizers import decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
 from models.text import chat_template as chat_template_lib
-from models.text import harmony, parsers, special_tokens, tokenizer_files
+from models.text import harmony, parsers, special_tokens, tokenizer_files, turns
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # the names of a message's reasoning, of which templates read one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Tokenizer:
     chat_template: str | None
     pad_id: int
     eos_id: int
-    stop_ids: tuple[int, ...]  # eos_id first
+    eos_ids: tuple[int, ...]  # those that end a completion by the checkpoint's own files, eos_id first
     named: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {name, such as "bos_token": token's text}
     tool_template: str | None = None  # replaces `chat_template` when there are tools
     date: datetime.date | None = None  # returned by the template's clock; None for the present time
@@ -115,13 +121,17 @@ class Tokenizer:
         """
         if not messages:
             raise ValueError("messages is empty; pass at least one {'role': ..., 'content': ...}")
-        inputs, unused = self._template_inputs(messages, tools, variables)
-        if chat_template_lib.Generation.TAG.search(self._template_text(tools)) is None:
-            text = self._render_marked(inputs, add_generation_prompt, next(unused))
+        inputs, _ = self._template_inputs(messages, tools, variables)
+        [text] = self._render_texts(inputs, {"add_generation_prompt": add_generation_prompt})
+        template = self._template_text(tools)
+        if chat_template_lib.Generation.TAG.search(template):
+            blocks = re.split(f"[{inputs['generation_opener']}{inputs['generation_closer']}]", text)
         else:
-            [text] = self._render_texts(inputs, {"add_generation_prompt": add_generation_prompt})
+            spans = self._turns[template].spans(text, is_prompt=add_generation_prompt)
+            cuts = [0, *itertools.chain(*spans), len(text)]
+            blocks = [text[begin:end] for begin, end in itertools.pairwise(cuts)]
         ids, mask = [], []
-        for index, block in enumerate(re.split(f"[{inputs['generation_opener']}{inputs['generation_closer']}]", text)):
+        for index, block in enumerate(blocks):
             ids += self._encode_rendered(block, inputs["escape"])
             mask += [index % 2 == 1] * (len(ids) - len(mask))  # every second block is the assistant's
         return Rendered(ids, mask)
@@ -207,6 +217,18 @@ class Tokenizer:
             _write_json(directory / "generation_config.json", generation)
 
     @functools.cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The IDs that end a completion: the checkpoint's own, eos_id first, and those with which its chat templates end an answer."""
+        names = [name for found in self._turns.values() for name in (found.stop, found.call_stop) if name]
+        return tuple(dict.fromkeys([*self.eos_ids, *(id for name in names for id in self.encode(name, special=True))]))
+
+    def closing_ids(self, message: Mapping, *, tools: Sequence[Mapping] | None = None) -> list[int]:
+        """Returns the IDs with which the assistant ends `message`, for a conversation that the template leaves open; [] if unknown."""
+        found = self._turns[self._template_text(tools)]
+        name = found.call_stop if message.get("tool_calls") else found.stop
+        return self.encode(name, special=True)
+
+    @functools.cached_property
     def call_format(self) -> str:
         """The tool call format of the chat template: one of `parsers.FORMATS`."""
         return parsers.detect_format(self.tool_template or self.chat_template or "")
@@ -219,7 +241,7 @@ class Tokenizer:
         escape = next(unused)
         own = {
             "escape": escape,
-            "messages": self._escaper.escape(list(messages), escape),
+            "messages": self._escaper.escape([_with_reasoning(message) for message in messages], escape),
             "tools": self._escaper.escape(list(tools), escape) if tools else None,
             "generation_opener": next(unused),
             "generation_closer": next(unused),
@@ -229,39 +251,6 @@ class Tokenizer:
     def _render_texts(self, inputs: dict, *changes: dict) -> list[str]:
         now, text = self.date or datetime.datetime.now(), self._template_text(inputs["tools"])
         return chat_template_lib.render(text, inputs, changes, now=now, origin=self.origin)
-
-    def _render_marked(self, inputs: dict, add_generation_prompt: bool, mark: str) -> str:
-        """Renders a template without generation blocks; returns text with markers around assistant turns. No message contains `mark`."""
-        bare, prompted = self._render_texts(inputs, *({"add_generation_prompt": on} for on in (False, True)))
-        prompt = prompted[len(os.path.commonprefix([bare, prompted])) :]
-        header = self._header(inputs, prompt, mark)
-        text, *turns = bare.split(header) if header else [bare]
-        for turn in turns:
-            stop = self._stop.search(turn)
-            end = stop.end() if stop else len(turn)
-            text += header + inputs["generation_opener"] + turn[:end] + inputs["generation_closer"] + turn[end:]
-        if not add_generation_prompt:
-            return text
-        return text + prompt if prompted == bare + prompt else prompted
-
-    def _header(self, inputs: dict, prompt: str, mark: str) -> str:
-        """Returns the text that opens every assistant turn: the start of the generation prompt that past turns have, too.
-
-        QwQ's generation prompt opens a reasoning block that past turns lack; Qwen3's last turn has a reasoning block that its
-        generation prompt lacks.
-        """
-        user = {"role": "user", "content": "-"}
-        turns = [user, {"role": "assistant", "content": mark}, user]
-        try:
-            inputs = inputs | {"messages": None, "add_generation_prompt": False}
-            before, last, past = self._render_texts(inputs, *({"messages": turns[:n]} for n in (1, 2, 3)))
-        except ValueError:  # the template may require other turns first
-            return prompt
-        openings = [text.partition(mark)[0].removeprefix(before) for text in (last, past)]
-        if not all(mark in text and text.startswith(before) for text in (last, past)):
-            return prompt
-        header = os.path.commonprefix([prompt, *openings])
-        return header if header in (prompt, *openings) else header[: header.rfind("\n") + 1]
 
     def _encode_rendered(self, text: str, escape: str) -> list[int]:
         ids = []
@@ -299,11 +288,25 @@ class Tokenizer:
         return special_tokens.Escaper(self.specials, ordinary)
 
     @functools.cached_property
-    def _stop(self) -> re.Pattern:
-        """The pattern of the end of an assistant turn: a stop token or, in harmony, <|end|>, which does not stop sampling."""
-        ends = [name for name, id in self.specials.items() if id in self.stop_ids]
-        ends += harmony.ENDS if self.call_format == "harmony" else ()
-        return re.compile("|".join(map(re.escape, ends)))
+    def _turns(self) -> dict[str, turns.Turns]:
+        """Where each of the chat templates begins and ends the assistant's turns."""
+        token, own = self._escaper.token, [name for name, id in self.specials.items() if id in self.eos_ids]
+        inputs = dict(self.named) | {"tools": None, "generation_opener": "", "generation_closer": ""}
+        now = self.date or datetime.datetime.now()
+
+        def find(template: str) -> turns.Turns:
+            def render(messages, is_prompt: bool) -> str | None:
+                change = {"messages": messages, "add_generation_prompt": is_prompt}
+                try:
+                    return chat_template_lib.render(template, inputs, [change], now=now, origin=self.origin)[0]
+                except ValueError:  # the template may require other turns
+                    return None
+
+            return turns.find(render, token, own)
+
+        return {
+            template: find(template) for template in (self.chat_template, self.tool_template) if template is not None
+        }
 
     def _template_text(self, tools) -> str:
         text = self.tool_template if tools and self.tool_template is not None else self.chat_template
@@ -356,7 +359,7 @@ def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenize
     return dataclasses.replace(found, date=day, origin=str(name_or_dir))
 
 
-def _create(model: tokenizers.Tokenizer, named: dict[str, str], template, tool_template, stop_ids) -> Tokenizer:
+def _create(model: tokenizers.Tokenizer, named: dict[str, str], template, tool_template, eos_ids) -> Tokenizer:
     """Builds a Tokenizer from the results of `tokenizer_files.read`. Raises ValueError if `model` or a special token is unusable."""
     layout = json.loads(model.to_str())
     encoder = json.dumps([layout["pre_tokenizer"], layout["normalizer"]])
@@ -382,8 +385,14 @@ def _create(model: tokenizers.Tokenizer, named: dict[str, str], template, tool_t
         specials.setdefault(name, id)
     eos_id = specials[named["eos_token"]]
     pad_id = specials[named.get("pad_token", named["eos_token"])]
-    stop_ids = tuple(dict.fromkeys([eos_id, *stop_ids]))
-    return Tokenizer(model, specials, template, pad_id, eos_id, stop_ids, named, tool_template)
+    eos_ids = tuple(dict.fromkeys([eos_id, *eos_ids]))
+    return Tokenizer(model, specials, template, pad_id, eos_id, eos_ids, named, tool_template)
+
+
+def _with_reasoning(message: Mapping) -> Mapping:
+    """Returns the message with its reasoning under the two names that chat templates read, as transformers does; gpt-oss reads `thinking`."""
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _byte_chars() -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from models.text import harmony, parsers
 from models.text import tokenizer as tokenizer_lib
-from tests.support.conversations import CALL, OPENING, REPLY, RESULTS, byte_tokenizer, calls_of
+from tests.support.conversations import CALL, OPENING, REPLY, RESULTS, calls_of, family_tokenizer
 
 ADD = {"a": 1, "note": "<é>\n"}
 PROPERTIES = {"a": {"type": "integer"}, "zip": {"type": "string"}}
@@ -161,12 +161,12 @@ def test_streamed_text_is_never_taken_back(call_format):
 
 FAMILIES = {
     "chatml": tokenizer_lib.byte_chatml(),
-    "glm": byte_tokenizer(
+    "glm": family_tokenizer(
         "glm",
         ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
         ["<|endoftext|>", "<|user|>", "<|observation|>"],
     ),
-    "llama": byte_tokenizer(
+    "llama": family_tokenizer(
         "llama",
         ["<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
         + ["<|python_tag|>"],

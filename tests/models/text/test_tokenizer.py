@@ -26,11 +26,6 @@ CHAT = [
 ]
 CALL = {"name": "add", "arguments": {"a": 1, "note": "<é>"}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "a < b", "parameters": {}}}
-# As in Qwen3's own folder: no generation tags.
-PLAIN_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def with_template(template):
@@ -84,7 +79,7 @@ def test_a_conversation_only_grows_at_its_end():
         before = ids
 
 
-@pytest.mark.parametrize("template", [chat_template.CHATML, PLAIN_TEMPLATE], ids=["own", "plain"])
+@pytest.mark.parametrize("template", [chat_template.CHATML, conversations.PLAIN_TEMPLATE], ids=["own", "plain"])
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
 def test_text_cannot_open_or_close_a_turn(template, role):
     # Catches: encoding the rendered text in one go, and forgetting that the whole body may be one special.
