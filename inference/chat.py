@@ -1,6 +1,6 @@
 """A chat with a policy in the terminal.
 
-    python -m inference.chat --weights runs/quickstart/weights      (the newest version of a run)
+    python -m inference.chat --weights runs/quickstart              (the newest version of a run)
     python -m inference.chat --model path/to/a/hugging_face_folder
     python -m inference.chat --url http://host:8100                 (a running server)
 
@@ -103,7 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the chat command of the terminal. Returns the exit code."""
     parser = cli.Parser(prog="python -m inference.chat", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--weights", help="root of a weight broadcast, whose newest version is served")
+    source.add_argument(
+        "--weights", help="a run's working directory, or the root of its weights; serves the newest version"
+    )
     source.add_argument("--model", help="a Hugging Face folder or hub ID")
     source.add_argument("--url", help="URL of a running server")
     parser.add_argument("--system", help="system message of every conversation")

@@ -196,7 +196,8 @@ def _start_grpc(
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = cli.Parser(prog="python -m inference.serve", description=__doc__)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
-    add("--weights", nargs="+", help="the weight broadcast: a directory, a bucket URL, or the URLs of relays")
+    helps = "the weight broadcast: a directory, a run's working directory, a bucket URL, or the URLs of relays"
+    add("--weights", nargs="+", help=helps)
     add("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json) or hub ID")
     add = parser.add_argument
     add("--weights_key", help="hex of the public key that must have signed the weights, or its root file")
@@ -269,6 +270,8 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
     }
     sock = sockets.listen(args.host, args.port)
     if args.weights:
+        found = [pathlib.Path(source) / "weights" for source in args.weights]  # of a run's working directory
+        args.weights = [str(w) if w.is_dir() else source for w, source in zip(found, args.weights, strict=True)]
         key = head.HeadVerifier(args.weights_key, args.weights_floor) if args.weights_floor else args.weights_key
         server = inference_server.start(args.weights, make_config, key=key, **options)
     else:

@@ -157,19 +157,27 @@ def open_checkpoint() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int
     """Yields (experiment, work directory, step, the model's parameters) of the checkpoint that the command line names.
 
     `--step` is a number, "newest", or "best": the checkpoint with the highest held-out score. LoRA adapters are merged into the
-    parameters. The work directory stays locked during the block. Raises ValueError for another `--step` or another config,
-    and FileNotFoundError if the checkpoint does not exist.
+    parameters. Before the first step of RL, the checkpoint is that of supervised fine-tuning (rl/sft.py), as step 0. The work
+    directory stays locked during the block. Raises ValueError for another `--step` or another config, and FileNotFoundError
+    if the checkpoint does not exist.
     """
     exp = experiment.resolve(flags.FLAGS.config)
     mesh = mesh_lib.create(exp.config.mesh.to_dict())
-    directory = pathlib.Path(flags.FLAGS.workdir).absolute() / "checkpoints"
+    root = pathlib.Path(flags.FLAGS.workdir).absolute()
+    directory = root / ("checkpoints" if checkpoint.complete_steps(root / "checkpoints") else "warmup")
     if not checkpoint.complete_steps(directory):  # checked first: the lock creates a file
-        raise FileNotFoundError(f"no checkpoint in {directory}; set --workdir to the directory of a run of rl.train")
+        raise FileNotFoundError(
+            f"no checkpoint in {root}; set --workdir to the directory of a run of rl.train or rl.sft"
+        )
     with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir:
         yield exp, workdir, *_restore_policy(exp, mesh, directory, flags.FLAGS.step)
 
 
 def _restore_policy(exp, mesh, directory: pathlib.Path, wanted: str) -> tuple[int, transformer.Params]:
+    if directory.name == "warmup":
+        if wanted not in ("newest", "0"):
+            raise ValueError(f"--step={wanted}: {directory.parent} has taken no step of RL; set it to 0 or newest")
+        return 0, checkpoint.restore_params(directory, transformer.abstract(exp.model, mesh))[1]
     if wanted == "best":
         step = checkpoint.best_step(directory)
     elif re.fullmatch("newest|[0-9]+", wanted):

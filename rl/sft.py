@@ -4,18 +4,18 @@
 
 1. Batch n is a pure function of the config: tasks of the environment (`task_schedule.warmup_indices`), each with its solution
    or, for the fraction `warmup.decoy_fraction`, a wrong one, which RL then corrects; or lines of the file `warmup.data`.
-2. A conversation is rendered once, with tools and all turns. The loss is on the messages of `warmup.roles`: of an assistant,
-   on its sampled text with the closing token; of the others, on their whole message.
+2. A conversation is rendered once, with tools and all turns. The loss is on the messages of `warmup.roles`
+   (rl/batch/conversations.py).
 3. The batch is packed, sent to other hosts, and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
 4. Training ends early after `warmup.patience` held-out losses without a new best, one every `warmup.eval_every` steps.
 5. Checkpoints go to `<workdir>/warmup`; the same command resumes, and `rl.train` takes the last one as policy version 0.
+6. The command publishes that version, so that `inference.serve --weights WORKDIR` serves it; `rl.export` writes it as a folder.
 """
 
 import dataclasses
-import json
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,9 +24,8 @@ import numpy as np
 from absl import flags
 
 from models import hf, transformer
-from models.text import tokenizer as tokenizer_lib
 from rl import envs
-from rl.batch import host_feed, packing
+from rl.batch import conversations, host_feed, packing
 from rl.envs import environment
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
@@ -142,115 +141,6 @@ class Patience:
         return dataclasses.replace(self, best=min(self.best, loss), num_worse=num_worse)
 
 
-def stream(
-    tokenizer: tokenizer_lib.Tokenizer,
-    messages: Sequence[Mapping],
-    *,
-    tools: Sequence[Mapping] | None = None,
-    roles: Sequence[str] = ("assistant",),
-    max_length: int,
-) -> packing.Tree:
-    """Returns a conversation as one token sequence to train on. Only messages of `roles` train; tokens after them are cut off.
-
-    Raises ValueError if the conversation is longer than `max_length`, no token trains, or the chat template renders a message
-    differently when other messages follow, so that the tokens of a role are unknown.
-    """
-    rendered = tokenizer.render(messages, tools=tools)
-    mask = np.array(rendered.assistant_mask) if "assistant" in roles else np.zeros(len(rendered.token_ids), bool)
-    for index, message in enumerate(messages):
-        if message["role"] in set(roles) - {"assistant"}:
-            mask[_span(tokenizer, messages, index, tools, rendered.token_ids)] = True
-    mask[0] = False  # nothing predicts the first token
-    found = dict.fromkeys(message["role"] for message in messages)
-    if not mask.any() and "assistant" in roles and "assistant" in found:
-        raise ValueError(
-            "the chat template does not mark where an answer begins, so that no token trains; put {% generation %} blocks "
-            "into the chat_template.jinja of the tokenizer's folder"
-        )
-    if not mask.any():
-        raise ValueError(
-            f"the conversation has messages of {', '.join(found)}, none of roles {tuple(roles)}, so that no token trains; "
-            f"add a role of the conversation to warmup.roles"
-        )
-    end = int(np.flatnonzero(mask)[-1]) + 1  # only template follows
-    if end > max_length:
-        raise ValueError(
-            f"a conversation has {end} tokens, more than inference.max_model_len = {max_length}; raise it (and "
-            f"train.row_length), or shorten the examples"
-        )
-    tokens, weights = np.array(rendered.token_ids[:end], np.int32), mask[:end].astype(np.float32)
-    return packing.stream(tokens, weights, np.zeros_like(weights), weights, 1.0)
-
-
-def read_conversations(path: str) -> list[dict]:
-    """Reads conversations from a JSONL file with lines {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}.
-
-    Messages in the format of OpenAI's API are accepted: content as text parts or null, arguments of tool calls as a string.
-    Raises ValueError if the file cannot be read, or a line, whose number the error names, has another format.
-    """
-    try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"warmup.data = {path!r} cannot be read: {error}; set it to a JSONL file") from error
-    found = []
-    for number, line in enumerate(text.split("\n"), start=1):  # text may contain other line separators, such as U+2028
-        try:
-            found += [_conversation(line)] if line.strip() else []
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}; write one object per line") from None
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-    if not found:
-        raise ValueError(f"warmup.data = {path!r} is empty; set it to a JSONL file of conversations")
-    return found
-
-
-def _conversation(line: str) -> dict:
-    record = json.loads(line)
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("the line has no messages; write {'messages': [{'role': ..., 'content': ...}]}")
-    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        raise ValueError("a message has no role; add one, such as 'user' or 'assistant'")
-    if not isinstance(record.get("tools"), list | None):
-        raise ValueError("tools is not a list; give function descriptions, or leave it out")
-    return {"messages": [_plain(message) for message in messages], "tools": record.get("tools")}
-
-
-def _plain(message: Mapping) -> dict:
-    """Returns the message as chat templates expect it: content as a string, arguments of calls as an object."""
-    content, calls = message.get("content"), message.get("tool_calls")
-    if isinstance(content, list):
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            raise ValueError("a message has a part that is not text; remove it")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str | None):
-        raise ValueError(
-            f"a message's content is {json.dumps(content)[:60]}; make it a string, or a list of text parts"
-        )
-    plain = dict(message) | {"content": content or ""}
-    if calls is None:
-        return plain
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ValueError("tool_calls is not a list of objects; write [{'function': {'name': ..., 'arguments': {...}}}]")
-    return plain | {"tool_calls": [_plain_call(call) for call in calls]}
-
-
-def _plain_call(call: Mapping) -> dict:
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError("a tool call has no name; set function.name to a string")
-    arguments = function.get("arguments", {})
-    try:
-        loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        loaded = None
-    if not isinstance(loaded, dict):
-        raise ValueError(f"the arguments of a call of {function['name']} are {arguments!r}; make them a JSON object")
-    function = function | {"arguments": loaded}
-    return dict(call) | {"function": function} if "function" in call else function
-
-
 class _Source(NamedTuple):
     batch: Callable[[int], list[packing.Tree]]  # of step n
     held_out: Callable[[], list[packing.Tree]]
@@ -259,7 +149,7 @@ class _Source(NamedTuple):
 def _stream(exp: experiment.Experiment, messages, tools, where: str) -> packing.Tree:
     limits = {"roles": exp.config.warmup.roles, "max_length": exp.config.inference.max_model_len}
     try:
-        return stream(exp.tokenizer, messages, tools=tools, **limits)
+        return conversations.tree(exp.tokenizer, messages, tools=tools, **limits)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -287,7 +177,7 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
 def _from_file(exp: experiment.Experiment) -> _Source:
     """Returns a source of the conversations in `warmup.data`, in a new order every epoch; `eval_every` holds out the last `eval_tasks`."""
     warmup, seed = exp.config.warmup, exp.config.seed
-    path, count, records = warmup.data, warmup.tasks_per_step, read_conversations(warmup.data)
+    path, count, records = warmup.data, warmup.tasks_per_step, conversations.read(warmup.data)
     cut = len(records) - (warmup.eval_tasks if warmup.eval_every else 0)
     if cut < 1:
         raise ValueError(
@@ -322,18 +212,6 @@ def _demonstration(task: environment.Task, config) -> str:
     return task.decoy
 
 
-def _span(tokenizer, messages, index, tools, ids) -> slice:
-    """Returns the slice of a conversation's token IDs that belongs to message `index`. Raises ValueError if it is unknown."""
-    before = tokenizer.render(messages[:index], tools=tools).token_ids if index else []
-    through = tokenizer.render(messages[: index + 1], tools=tools).token_ids
-    if ids[: len(through)] != through or through[: len(before)] != before:
-        raise ValueError(
-            f"the chat template renders message {index + 1} differently when other messages follow; set warmup.roles to the "
-            f"assistant alone, or use a template that only appends"
-        )
-    return slice(len(before), len(through))
-
-
 def main() -> None:
     """Runs the command that does only the warm-up (supervised fine-tuning) of an experiment."""
     with experiment.joined() as hosts:
@@ -343,8 +221,16 @@ def main() -> None:
             raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             progress, writer = metrics.of_host(workdir, hosts)
-            train(exp, mesh, workdir, writer, progress, hosts)
-            progress.say(f"checkpoint: {workdir / 'warmup'}")
+            params = train(exp, mesh, workdir, writer, progress, hosts)
+            if hosts.broadcast(bool(checkpoint.complete_steps(workdir / "checkpoints"))):  # RL has begun
+                progress.say(f"checkpoint: {workdir / 'warmup'}")
+                return
+            with run_directory.publisher(workdir, exp, hosts) as publisher:
+                if hosts.is_first:
+                    publisher.forget(0)
+                hosts.broadcast()
+                publisher.publish(params, 0, metadata=exp.broadcast_metadata)
+            progress.say(f"checkpoint: {workdir / 'warmup'}; chat: python -m inference.chat --weights {workdir}")
 
 
 if __name__ == "__main__":

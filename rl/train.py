@@ -137,7 +137,7 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
     step_fn = train_step.jit_train_step(learner)
     with contextlib.ExitStack() as stack:
         stack.callback(writer.close)
-        publisher = stack.enter_context(_publisher(exp, workdir, hosts))
+        publisher = stack.enter_context(run_directory.publisher(workdir, exp, hosts))
         options = exp.config.checkpoint.to_dict()
         checkpointer = checkpoint.Checkpointer(workdir / "checkpoints", **options, hosts=hosts)
         stack.enter_context(checkpointer)
@@ -231,14 +231,6 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
 def _check_file(field: str, path: str, kind: str) -> None:
     if path and not pathlib.Path(path).is_file():
         raise ValueError(f"{field} = {path!r} does not exist or is not a file; set it to {kind}")
-
-
-def _publisher(exp: experiment.Experiment, workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> broadcast.Publisher:
-    rl, fields, root_file = exp.config.rl, exp.config.broadcast, run_directory.root_file(workdir)
-    keep = rl.max_lag + rl.max_off_policy + 2  # every version that a rollout in flight may name
-    own = {"key": run_directory.signing_key(workdir, hosts).private, "dtype": fields.dtype or None}
-    options = broadcast.PublishOptions(keep=keep, head_s=fields.head_s, root_file=root_file, **own)
-    return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=fields.snapshot_every)
 
 
 def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):

@@ -15,6 +15,7 @@ from inference.rollouts import rollout as rollout_lib
 from models import hub
 from rl.experiment import experiment as experiment_lib
 from rl.ledger import run_ledger
+from sharding import broadcast
 from sharding.format import journal, manifest
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
@@ -142,6 +143,17 @@ def signing_key(workdir: pathlib.Path, hosts: hosts_lib.Hosts = hosts_lib.ALONE)
         rollout_lib.WorkerKey.generate().save(file)
     hosts.broadcast()
     return rollout_lib.WorkerKey.load(file, "the run's signing key")
+
+
+def publisher(
+    workdir: pathlib.Path, experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts
+) -> broadcast.Publisher:
+    """Returns the publisher of the run's weights, signed with its key, into `weights`. All hosts must call it."""
+    rl, fields = experiment.config.rl, experiment.config.broadcast
+    keep = rl.max_lag + rl.max_off_policy + 2  # every version that a rollout in flight may name
+    own = {"key": signing_key(workdir, hosts).private, "dtype": fields.dtype or None}
+    options = broadcast.PublishOptions(keep=keep, head_s=fields.head_s, root_file=root_file(workdir), **own)
+    return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=fields.snapshot_every)
 
 
 def open_ledger(workdir: pathlib.Path, checkpoint_head: str | None, *, any_step: bool = False) -> run_ledger.RunLedger:

@@ -1,175 +1,28 @@
-"""The trained tokens of a conversation, the sources of examples, and the end of supervised training ends."""
+"""The sources of examples, and when supervised training ends."""
 
-import dataclasses
 import json
+import subprocess
+import sys
 
+import httpx
 import jax
 import numpy as np
 import pytest
 
 from configs import quickstart
+from inference import chat
 from models import hf, transformer
-from models.text import tokenizer as tokenizer_lib
 from rl import envs, sft
 from rl.envs import environment
 from rl.experiment import experiment
 from rl.learner import train_step
 from rl.protocol import task_schedule
 from rl.reporting import metrics
+from sharding import broadcast
 from sharding import mesh as mesh_lib
+from tests.rl.batch.test_conversations import conversation, trained_text, write
 from tests.support import clock as clock_lib
-
-CHATML = tokenizer_lib.load("byte_chatml")
-TURNS = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": "4"},
-    {"role": "tool", "content": "four"},
-    {"role": "assistant", "content": "It is 4."},
-    {"role": "user", "content": "Thanks."},
-]
-
-
-def trained_text(tree):
-    """The runs of trained tokens, as text with specials."""
-    (branch,) = tree.branches
-    runs, last = [], -2
-    for column in np.flatnonzero(branch.loss_mask):
-        if column != last + 1:
-            runs.append([])
-        runs[-1].append(int(branch.tokens[column]))
-        last = column
-    return [CHATML.decode(run, skip_special=False) for run in runs]
-
-
-@pytest.mark.parametrize(
-    ("roles", "expected"),
-    [
-        (("assistant",), ["4<|im_end|>", "It is 4.<|im_end|>"]),
-        (("tool",), ["<|im_start|>user\n<tool_response>\nfour\n</tool_response><|im_end|>\n"]),
-        (
-            ("assistant", "user"),
-            [
-                "<|im_start|>user\n2 + 2?<|im_end|>\n",
-                "4<|im_end|>",
-                "It is 4.<|im_end|>",
-                "<|im_start|>user\nThanks.<|im_end|>\n",
-            ],
-        ),
-    ],
-)
-def test_the_loss_lies_on_the_messages_of_the_roles(roles, expected):
-    """Several turns: every one of an assistant, its closing token included and its header not; others as a whole."""
-    tree = sft.stream(CHATML, TURNS, roles=roles, max_length=200)
-    assert trained_text(tree) == expected
-    (branch,) = tree.branches
-    assert branch.loss_mask[-1] == 1 and len(tree.prompt) == 0  # nothing after the last trained token
-    assert branch.tokens.tolist() == CHATML.render(TURNS).token_ids[: len(branch.tokens)]
-    np.testing.assert_array_equal(branch.advantage, branch.loss_mask)
-
-
-def test_the_first_token_never_trains():
-    (branch,) = sft.stream(CHATML, TURNS, roles=("system", "user"), max_length=200).branches
-    assert branch.loss_mask[0] == 0 and branch.loss_mask[1] == 1
-
-
-def test_conversations_that_cannot_train_are_refused():
-    with pytest.raises(ValueError, match="messages of user, none of roles .'assistant'"):
-        sft.stream(CHATML, [{"role": "user", "content": "x"}], max_length=99)
-    with pytest.raises(ValueError, match="has [0-9]+ tokens, more than inference.max_model_len = 20"):
-        sft.stream(CHATML, TURNS, max_length=20)
-
-
-class Rewriting:
-    """A template that spells a message otherwise once it is not the last, as those do that drop old reasoning."""
-
-    def render(self, messages, tools=None):
-        ids = [7] + [len(m["content"]) + (50 if i < len(messages) - 1 else 0) for i, m in enumerate(messages)]
-        return tokenizer_lib.Rendered(ids, [False] * len(ids))
-
-
-def test_a_template_that_rewrites_is_refused_for_other_roles():
-    with pytest.raises(ValueError, match="renders message 1 differently when other messages follow"):
-        sft.stream(Rewriting(), TURNS, roles=("system",), max_length=99)
-
-
-def test_tools_are_rendered(monkeypatch):
-    seen = []
-
-    class Recording:
-        def render(self, messages, tools=None):
-            seen.append(tools)
-            return CHATML.render(messages)
-
-    sft.stream(Recording(), TURNS, tools=[{"name": "add"}], roles=("assistant", "tool"), max_length=200)
-    assert len(seen) > 1 and all(tools == [{"name": "add"}] for tools in seen)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def conversation(text):
-    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]}
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records) + "\n", encoding="utf-8")
-    return str(path)
-
-
-def test_messages_as_other_tools_write_them(tmp_path):
-    """OpenAI's: arguments as a string, null next to a call, parts of text; and a separator of lines inside a text."""
-    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "one\u2028two"}, {"type": "text", "text": "\x85"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    path = tmp_path / "data.jsonl"
-    path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8")
-    ((user, assistant),) = (record["messages"] for record in sft.read_conversations(str(path)))
-    assert user["content"] == "one\u2028two\x85" and assistant["content"] == ""
-    assert assistant["tool_calls"] == [call | {"function": {"name": "add", "arguments": {"a": 1}}}]
-    for missing in ("absent.jsonl", ".", "empty.jsonl"):
-        (tmp_path / "empty.jsonl").write_text("\n")
-        with pytest.raises(ValueError, match="warmup.data = .* (cannot be read|is empty)"):
-            sft.read_conversations(str(tmp_path / missing))
-
-
-def test_a_template_in_which_no_answer_can_be_found_is_told_apart():
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    plain = dataclasses.replace(CHATML, chat_template=template)
-    with pytest.raises(ValueError, match="does not mark where an answer begins.*generation"):
-        sft.stream(plain, TURNS, max_length=200)
-
-
-def test_conversations_are_read(tmp_path):
-    good = write(tmp_path / "good.jsonl", [conversation("ab"), conversation("é") | {"tools": [{"name": "f"}]}])
-    first, second = sft.read_conversations(good)
-    assert first == conversation("ab") | {"tools": None} and second["tools"] == [{"name": "f"}]
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", "is not JSON"),
-        ("[1]", "no messages"),
-        ({"messages": []}, "no messages"),
-        ({"content": "x"}, "a message has no role"),
-        (conversation("a") | {"tools": "f"}, "tools is not a list"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "a message has a part that is not text"),
-        ({"role": "user", "content": {"text": "x"}}, "make it a string, or a list of text parts"),
-        ({"role": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "make them a JSON object"),
-        ({"role": "x", "tool_calls": [{"function": {}}]}, "a tool call has no name; set function.name"),
-        ({"role": "x", "tool_calls": {}}, "tool_calls is not a list"),
-    ],
-)
-def test_wrong_lines_are_named(tmp_path, line, words):
-    if isinstance(line, dict):  # a message, unless it is a whole record
-        line = json.dumps(line if "messages" in line else {"messages": [line]})
-    path = tmp_path / "wrong.jsonl"
-    path.write_text(json.dumps(conversation("ok")) + "\n" + line + "\n")
-    with pytest.raises(ValueError, match=f"line 2.*{words}"):
-        sft.read_conversations(str(path))
+from tests.support import conversations, tiny_run
 
 
 def config_of(**changes):
@@ -303,3 +156,46 @@ def test_a_run_starts_from_a_hugging_face_folder(tmp_path):
     config.model.ffn_dim, config.model.rope_theta = 400, 5e5
     with pytest.raises(ValueError, match="model.ffn_dim = 400 but .* has 384; model.rope_theta = 500000.0 but"):
         sft.check_initial(experiment.resolve(config))
+
+
+# ---- in and out ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_base_tokenizer_learns_answers_and_is_exported_served_and_talked_to(tmp_path):
+    """The whole chain, as commands. The model learns to reason, answer, and stop as its template closes a turn."""
+    answer = {"role": "assistant", "content": "Yes.", "reasoning_content": "so"}
+    turn = {"role": "user", "content": "a?"}
+    data = write(tmp_path / "c.jsonl", [{"messages": [turn, answer] * count} for count in (1, 2)])
+    fields = {"tokenizer": conversations.base_folder(tmp_path / "base"), "warmup.data": data, "warmup.num_steps": 60}
+    fields |= {"warmup.learning_rate": 1e-2, "inference.max_model_len": 160}
+    workdir, output = tmp_path / "run", tmp_path / "exported"
+    result = tiny_run.run(workdir, module="rl.sft", **fields)
+    assert result.returncode == 0, result.stderr
+    assert f"inference.chat --weights {workdir}" in result.stdout
+    command = [*tiny_run.command(workdir, module="rl.export", **fields), f"--output={output}"]
+    for step, code in (("--step=5", 1), ("--step=newest", 0)):
+        result = subprocess.run([*command, step], cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
+        assert result.returncode == code, result.stderr
+        assert code == 0 or "has taken no step of RL; set it to 0 or newest" in result.stderr
+    assert json.loads((output / "generation_config.json").read_text())["eos_token_id"] == [256, 258]
+    for source in (["--weights", workdir], ["--model", output]):
+        with chat.served([*map(str, source), "--max_model_len", "160"]) as url:
+            messages = {"messages": [turn, answer, turn], "temperature": 0, "max_tokens": 60}
+            (choice,) = httpx.post(f"{url}/v1/chat/completions", json=messages, timeout=100).json()["choices"]
+        assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("Yes.", "so")
+        assert choice["finish_reason"] == "stop"
+    talk = [sys.executable, "-m", "inference.chat", "--weights", str(workdir), "--temperature=0", "--max_model_len=160"]
+    talk = [*talk, "--max_tokens=60"]
+    result = subprocess.run(talk, input="a?\na?\n", cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0 and result.stdout.count("soYes.") == 2, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+def test_rl_goes_on_from_published_supervised_weights(tmp_path):
+    """Its own version 0 replaces them, and rl.sft leaves the run's versions alone from then on."""
+    for module, steps in (("rl.sft", 0), ("rl.train", 2), ("rl.sft", 2)):
+        result = tiny_run.run(tmp_path / "w", module=module, rl__num_steps=2)
+        assert result.returncode == 0, result.stderr
+        listed = broadcast.latest(tmp_path / "w" / "weights")
+        assert listed == steps

@@ -1,0 +1,152 @@
+"""Converts conversations to token sequences to train on, and reads them from files.
+
+1. A conversation is {"messages": [...], "tools": [...] or None}. Messages are in the form of OpenAI's API, with the reasoning of an
+   answer in `reasoning_content`; content may be text parts or null, and arguments of tool calls may be JSON.
+2. `tree` renders it once, with tools and all turns. The loss is on the messages of the given roles: of an assistant, on its
+   sampled text with the closing token; of the others, on their whole message.
+3. The result is the unit of packing (rl/batch/packing.py).
+"""
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from models.text import tokenizer as tokenizer_lib
+from rl.batch import packing
+
+
+def tree(
+    tokenizer: tokenizer_lib.Tokenizer,
+    messages: Sequence[Mapping],
+    *,
+    tools: Sequence[Mapping] | None = None,
+    roles: Sequence[str] = ("assistant",),
+    max_length: int,
+) -> packing.Tree:
+    """Returns a conversation as one token sequence to train on. Only messages of `roles` train; tokens after them are cut off.
+
+    Raises ValueError if the conversation is longer than `max_length`, no token trains, or the chat template renders a message
+    differently when other messages follow, so that the tokens of a role are unknown.
+    """
+    ids, mask = _closed(tokenizer, messages, tools)
+    mask &= "assistant" in roles
+    for index, message in enumerate(messages):
+        if message["role"] in set(roles) - {"assistant"}:
+            mask[_span(tokenizer, messages, index, tools, ids)] = True
+    mask[0] = False  # nothing predicts the first token
+    found = dict.fromkeys(message["role"] for message in messages)
+    if not mask.any() and "assistant" in roles and "assistant" in found:
+        raise ValueError(
+            "the chat template does not mark where an answer begins and ends, so that no token trains; put {% generation %} "
+            "blocks into the chat_template.jinja of the tokenizer's folder"
+        )
+    if not mask.any():
+        raise ValueError(
+            f"the conversation has messages of {', '.join(found)}, none of roles {tuple(roles)}, so that no token trains; "
+            f"add a role of the conversation to warmup.roles"
+        )
+    end = int(np.flatnonzero(mask)[-1]) + 1  # only template follows
+    if end > max_length:
+        raise ValueError(
+            f"a conversation has {end} tokens, more than inference.max_model_len = {max_length}; raise it (and "
+            f"train.row_length), or shorten the examples"
+        )
+    tokens, weights = np.array(ids[:end], np.int32), mask[:end].astype(np.float32)
+    return packing.stream(tokens, weights, np.zeros_like(weights), weights, 1.0)
+
+
+def read(path: str) -> list[dict]:
+    """Reads conversations from a JSONL file with lines {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}.
+
+    Messages in the format of OpenAI's API are accepted: content as text parts or null, arguments of tool calls as a string.
+    Raises ValueError if the file cannot be read, or a line, whose number the error names, has another format.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"warmup.data = {path!r} cannot be read: {error}; set it to a JSONL file") from error
+    found = []
+    for number, line in enumerate(text.split("\n"), start=1):  # text may contain other line separators, such as U+2028
+        try:
+            found += [parse(json.loads(line))] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}; write one object per line") from None
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    if not found:
+        raise ValueError(f"warmup.data = {path!r} is empty; set it to a JSONL file of conversations")
+    return found
+
+
+def parse(record: object) -> dict:
+    """Returns a record of a data set as a conversation. Raises ValueError if it has another format."""
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(record, dict) or not isinstance(messages, list) or not messages:
+        raise ValueError("the line has no messages; write {'messages': [{'role': ..., 'content': ...}]}")
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise ValueError("a message has no role; add one, such as 'user' or 'assistant'")
+    if not isinstance(record.get("tools"), list | None):
+        raise ValueError("tools is not a list; give function descriptions, or leave it out")
+    return {"messages": [_plain(message) for message in messages], "tools": record.get("tools")}
+
+
+def _plain(message: Mapping) -> dict:
+    """Returns the message as chat templates expect it: content as a string, arguments of calls as an object."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+            raise ValueError("a message has a part that is not text; remove it")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str | None):
+        raise ValueError(
+            f"a message's content is {json.dumps(content)[:60]}; make it a string, or a list of text parts"
+        )
+    plain = dict(message) | {"content": content or ""}
+    if calls is None:
+        return plain
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError("tool_calls is not a list of objects; write [{'function': {'name': ..., 'arguments': {...}}}]")
+    return plain | {"tool_calls": [_plain_call(call) for call in calls]}
+
+
+def _plain_call(call: Mapping) -> dict:
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool call has no name; set function.name to a string")
+    arguments = function.get("arguments", {})
+    try:
+        loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        loaded = None
+    if not isinstance(loaded, dict):
+        raise ValueError(f"the arguments of a call of {function['name']} are {arguments!r}; make them a JSON object")
+    function = function | {"arguments": loaded}
+    return dict(call) | {"function": function} if "function" in call else function
+
+
+def _closed(tokenizer: tokenizer_lib.Tokenizer, messages, tools) -> tuple[list[int], np.ndarray]:
+    """Returns (token IDs, assistant mask) of a conversation, with the closing token of a last answer that the template leaves open.
+
+    GLM-4.5's template does: the next turn closes an answer. Without the token, a model would not learn to end its answers.
+    """
+    rendered = tokenizer.render(messages, tools=tools)
+    ids, mask = rendered.token_ids, rendered.assistant_mask
+    begin = len(mask) - next((at for at, on in enumerate(reversed(mask)) if not on), len(mask))
+    if begin < len(mask) and not set(ids[begin:]) & set(tokenizer.stop_ids):
+        closing = tokenizer.closing_ids(messages[-1], tools=tools)
+        ids, mask = ids + closing, mask + [True] * len(closing)
+    return ids, np.array(mask)
+
+
+def _span(tokenizer, messages, index, tools, ids) -> slice:
+    """Returns the slice of a conversation's token IDs that belongs to message `index`. Raises ValueError if it is unknown."""
+    before = tokenizer.render(messages[:index], tools=tools).token_ids if index else []
+    through = tokenizer.render(messages[: index + 1], tools=tools).token_ids
+    if ids[: len(through)] != through or through[: len(before)] != before:
+        raise ValueError(
+            f"the chat template renders message {index + 1} differently when other messages follow; set warmup.roles to the "
+            f"assistant alone, or use a template that only appends"
+        )
+    return slice(len(before), len(through))
