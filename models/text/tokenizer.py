@@ -34,7 +34,7 @@ REASONING = (
     "reasoning_content",
     "thinking",
     "reasoning",
-)  # the names of a message's reasoning, of which templates read one
+)  # names of a message's reasoning, of which templates read one
 
 
 @dataclasses.dataclass(frozen=True)
