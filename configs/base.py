@@ -52,6 +52,9 @@ def get_config() -> config_dict.ConfigDict:
 
     # Axes of the learner's device mesh; one of them may be -1 and takes the remaining devices.
     c.mesh = config_dict.ConfigDict(dict(data=1, fsdp=-1, expert=1, context=1, tensor=1))
+    # Devices of each host for its inference engine alone, in topology.mode "colocated": weights go there directly, and with max_lag
+    # above 0 rollouts go on during a train step. 0: learner and engine take turns on all devices.
+    c.mesh.rollout_devices = 0
 
     # The environment; `options` go to its builder (rl/envs).
     c.env = config_dict.ConfigDict(dict(name="reverse_text", options={}))  # or "reasoning_gym:<dataset>"
@@ -157,7 +160,8 @@ def get_config() -> config_dict.ConfigDict:
     i.update(num_slots=64, max_model_len=64, prefill_batch=16)
     i.prefill_chunk = 512  # longer prompts are prefilled this many tokens at a time
     i.steps_per_call = 8
-    # Mesh axes of the local server, over the devices of its host; all 1: one device.
+    # Mesh axes of the run's own server. In topology.mode "local" over the devices of its host; all 1: one device. In "colocated"
+    # over the engine's devices, of which `data` takes those that the others leave.
     i.mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, expert=1, tensor=1))
 
     # Checks of rollouts beyond their format.
@@ -213,12 +217,13 @@ def get_config() -> config_dict.ConfigDict:
     # Mesh axes of one inference server.
     n.server_mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, expert=1, context=1, tensor=-1))
 
-    # Processes and addresses. With several hosts, the same command runs on each (sharding/multihost/hosts.py). "local": servers and
-    # workers are child processes on this machine. "remote": they run elsewhere (python -m inference.serve, python -m rl.worker)
-    # and use the addresses below.
+    # Processes and addresses. With several hosts, the same command runs on each (sharding/multihost/hosts.py). "colocated": each
+    # host has an inference server in the learner's process, and workers as child processes. "local": the server is a child process,
+    # too, which an accelerator does not allow. "auto": "colocated" on an accelerator, else "local". "remote": servers and workers
+    # run elsewhere (python -m inference.serve, python -m rl.worker) and use the addresses below.
     c.topology = p = config_dict.ConfigDict()
-    p.mode = "local"
-    p.num_workers = 1  # local rollout workers
+    p.mode = "auto"
+    p.num_workers = 1  # rollout workers that this run starts; in mode "colocated" on each host
     p.host = "127.0.0.1"  # listening address of the orchestrator
     p.port = 0  # 0: any free port
     p.metrics = ""  # [HOST:]PORT of /metrics and /health of learner and orchestrator, not for workers; "": none

@@ -33,8 +33,8 @@ from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.remote import client
 from rl.protocol import task_schedule, timeline
 from rl.reporting import metrics
+from rl.topology import colocated_server, layout
 from sharding import broadcast, checkpoint
-from sharding import mesh as mesh_lib
 from sharding.system import atomic_file
 
 NUM_SAMPLES_SHOWN = 12
@@ -162,7 +162,7 @@ def open_checkpoint() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int
     if the checkpoint does not exist.
     """
     exp = experiment.resolve(flags.FLAGS.config)
-    mesh = mesh_lib.create(exp.config.mesh.to_dict())
+    mesh = layout.learner_mesh(exp.config)
     root = pathlib.Path(flags.FLAGS.workdir).absolute()
     directory = root / ("checkpoints" if checkpoint.complete_steps(root / "checkpoints") else "warmup")
     if not checkpoint.complete_steps(directory):  # checked first: the lock creates a file
@@ -195,7 +195,10 @@ def _restore_policy(exp, mesh, directory: pathlib.Path, wanted: str) -> tuple[in
 
 def main() -> None:
     """Runs the command that scores one checkpoint of a run on held-out tasks."""
-    with open_checkpoint() as (exp, workdir, step, params), tempfile.TemporaryDirectory() as scratch:
+    with contextlib.ExitStack() as stack:
+        exp, workdir, step, params = stack.enter_context(open_checkpoint())
+        launch.check(exp)
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
         # The fields that change scores and differ from the run's, with their values.
         fields, prefixes = experiment.fields(exp), ("evaluation.", "sampling.", "inference.max")
         changed = {n: fields[n] for n in run_directory.differences(workdir, exp) if n.startswith(prefixes)}
@@ -206,8 +209,11 @@ def main() -> None:
         entry = broadcast.entry_of(weights, step, key=key.worker)
         assert entry is not None  # just signed
         policy = timeline.Policy(entry.epoch, step, entry.sha256)
-        progress, writer = metrics.Progress(), metrics.MetricsWriter(workdir)
-        with launch.start_rollout_system(exp, pathlib.Path(scratch), weights, policy, progress.say) as orchestrator:
+        progress, writer, server = metrics.Progress(), metrics.MetricsWriter(workdir), None
+        if layout.is_colocated(exp.config):
+            server = stack.enter_context(colocated_server.start(exp, weights, key.worker, policy, params))
+        system = launch.start_rollout_system(exp, pathlib.Path(scratch), weights, policy, progress.say, server=server)
+        with system as orchestrator:
             with Evaluations(exp, orchestrator, workdir, writer, progress, changed) as evaluations:
                 evaluations.begin(step, names=[""])
                 collections.deque(evaluations.finished(wait=True), maxlen=0)

@@ -1,9 +1,10 @@
-"""Starts the rollout system of a run: orchestrator and validator here, inference server and workers as child processes.
+"""Starts the rollout system of a run: orchestrator and validator here, workers as child processes, the inference server as either.
 
 1. The validator and the orchestrator run in this process, on the first host of several. With several hosts the validator replays
    on the CPU, since a program on one of their chips would block all of them.
-2. The server starts on the published weights and writes its address to a file. Workers start with the orchestrator's URL.
-   With `topology.mode = "remote"`, a relay of the weights starts instead, and the run prints the commands to start elsewhere.
+2. The server starts on the published weights and writes its address to a file, or is a thread of this process
+   (rl/topology/colocated_server.py). Workers start with the orchestrator's URL. With `topology.mode = "remote"`, a relay of the
+   weights starts instead, and the run prints the commands to start elsewhere.
 3. The standard input of a child is a pipe from this process: children stop when this process ends, however suddenly.
    A child that ends early ends the run with the last lines of its output.
 """
@@ -22,18 +23,26 @@ from rl.ledger import run_ledger
 from rl.orchestrator import assembly, orchestrator
 from rl.orchestrator.remote import client
 from rl.protocol import timeline
+from rl.topology import colocated_server, layout
+from sharding.multihost import hosts as hosts_lib
 from sharding.system import child_process, sockets
 
 START_TIMEOUT_S = 600.0
 
 
-def check(experiment: experiment_lib.Experiment, num_hosts: int) -> None:
-    """Raises ValueError if this config would start the inference server on chips that a learner of several hosts uses."""
-    chip = jax.default_backend()
-    if num_hosts > 1 and experiment.config.topology.mode == "local" and chip != "cpu":
-        found = f"topology.mode = 'local' would start the inference server on this host's {chip}s"
-        remedy = "Set topology.mode = 'remote' and topology.servers"
-        raise ValueError(f"{found}, but the learner of {num_hosts} hosts uses them. {remedy}")
+def check(experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE) -> None:
+    """Raises ValueError if the inference server of this config has no device, or no address that the workers of all hosts reach."""
+    topology, chip = experiment.config.topology, jax.default_backend()
+    if layout.is_colocated(experiment.config):
+        layout.engine_mesh(experiment)
+        if sockets.is_loopback(topology.host) and not sockets.is_loopback(hosts.address):
+            found = f"topology.host = {topology.host!r} cannot be reached from the other {hosts.count - 1} hosts"
+            raise ValueError(f"{found}; set it to an address of host 0")
+    elif topology.mode == "local" and chip != "cpu":
+        found = (
+            f"topology.mode = 'local' would start a second process on this host's {chip}s, and the learner uses them"
+        )
+        raise ValueError(f"{found}; set topology.mode = 'colocated', or 'remote' and topology.servers")
 
 
 @contextlib.contextmanager
@@ -46,12 +55,14 @@ def start_rollout_system(
     num_hosts: int = 1,
     known: dict | None = None,
     ledger: run_ledger.RunLedger | client.RemoteOrchestrator | None = None,
+    server: colocated_server.ColocatedServer | None = None,
 ) -> Iterator[orchestrator.Orchestrator | client.RemoteOrchestrator]:
     """Starts all processes that generate and check rollouts; yields the orchestrator and stops them at the end of the block.
 
     The first policy is `policy`, already published in the directory `weights`; `known` is the `Orchestrator.state` saved in its
     checkpoint, if any. `on_wait` receives lines for people during waits. With `num_hosts` learner hosts, this runs on the first.
     Events are recorded in `ledger`, if there is one. If that is an orchestrator in another process, none starts here.
+    `server` is the one in this process, if the run is colocated.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(ledger, client.RemoteOrchestrator):
@@ -65,8 +76,14 @@ def start_rollout_system(
 
         if isinstance(rollouts, client.RemoteOrchestrator):
             _say_elsewhere(experiment, workdir, weights, rollouts.url, start, on_wait)
-        elif experiment.config.topology.mode == "local":
-            _start_here(experiment, workdir, weights, rollouts, start, stack)
+        elif experiment.config.topology.mode != "remote":
+            url = rollouts.serve()
+            stack.callback(rollouts.close)
+            if server is not None:
+                stack.enter_context(join(experiment, workdir, url, server, on_wait, rollouts.fail))
+            else:
+                _start_server(workdir, server_command(experiment, workdir, weights), rollouts, start, stack)
+                _start_workers(experiment, workdir, url, start)
         else:
             url = assembly.serve(rollouts, experiment.config, workdir, stack)
             _say_elsewhere(experiment, workdir, weights, url, start, on_wait)
@@ -76,16 +93,42 @@ def start_rollout_system(
             rollouts.end()
 
 
-def _start_here(experiment, workdir, weights, rollouts, start: Callable, stack: contextlib.ExitStack) -> None:
-    url = rollouts.serve()
-    stack.callback(rollouts.close)
+@contextlib.contextmanager
+def join(
+    experiment: experiment_lib.Experiment,
+    workdir: pathlib.Path,
+    url: str,
+    server: colocated_server.ColocatedServer,
+    notify: Callable[[str], None],
+    on_death: Callable[[Exception], None],
+) -> Iterator[None]:
+    """Adds this host's server and its workers to the run whose orchestrator is at `url`, until the end of the block.
+
+    `notify` receives lines for people, and `on_death` the error if a worker ends early.
+    """
+    host, run = server.hosts.index, run_directory.signing_key(workdir).worker
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(server.join(url, run, assembly.server_key(workdir, host), notify))
+
+        def start(name: str, command: list[str]) -> None:
+            stack.enter_context(child_process.ChildProcess(name, command, workdir / "logs", on_death))
+
+        _start_workers(experiment, workdir, url, start, host)
+        yield
+
+
+def _start_server(workdir, command: list[str], rollouts, start: Callable, stack: contextlib.ExitStack) -> None:
     control, run = stack.enter_context(sockets.private_path()), run_directory.signing_key(workdir).worker
-    file = run_directory.worker_key_file(workdir, assembly.SERVER)
-    command = [*server_command(experiment, workdir, weights), "--control", control, "--key", str(file), "--run", run]
+    file = assembly.server_key(workdir)
+    command = [*command, "--control", control, "--key", str(file), "--run", run]
     server, key = _address(start, assembly.SERVER, command, workdir), rollout_lib.WorkerKey.load(file).worker
     rollouts.nodes.add(server, f"unix:{control}", key=key)
+
+
+def _start_workers(experiment, workdir, url: str, start: Callable, host: int = 0) -> None:
+    run = run_directory.signing_key(workdir).worker
     options = ["--orchestrator", url, "--run", run, "--sandbox", experiment.config.trust.sandbox]
-    for file in assembly.worker_keys(experiment.config, workdir):
+    for file in assembly.worker_keys(experiment.config, workdir, host):
         start(file.stem, ["rl.worker", *options, "--key", str(file)])
 
 

@@ -32,8 +32,8 @@ from rl.experiment import workdir as run_directory
 from rl.learner import objective, optimizers, reference, train_step
 from rl.protocol import task_schedule
 from rl.reporting import diagnostics, metrics
+from rl.topology import layout
 from sharding import checkpoint
-from sharding import mesh as mesh_lib
 from sharding.multihost import hosts as hosts_lib
 
 
@@ -216,7 +216,7 @@ def main() -> None:
     """Runs the command that does only the warm-up (supervised fine-tuning) of an experiment."""
     with experiment.joined() as hosts:
         exp = experiment.resolve(flags.FLAGS.config)
-        mesh = mesh_lib.create(exp.config.mesh.to_dict())
+        mesh = layout.learner_mesh(exp.config)
         if exp.config.warmup.num_steps == 0:
             raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:

@@ -40,9 +40,9 @@ from rl.orchestrator import assembly
 from rl.orchestrator.remote import client
 from rl.protocol import task_schedule, timeline
 from rl.reporting import diagnostics, metrics
+from rl.topology import colocated_server, layout
 from rl.verification import verifier
 from sharding import broadcast, checkpoint
-from sharding import mesh as mesh_lib
 from sharding.format import journal
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import role_metrics, secret_file, sockets
@@ -52,7 +52,7 @@ def main() -> None:
     """Runs the training command: the experiment of the command line, on this host or, with other hosts in its config, together."""
     with experiment.joined() as hosts:
         exp = experiment.resolve(flags.FLAGS.config)
-        mesh = mesh_lib.create(exp.config.mesh.to_dict())
+        mesh = layout.learner_mesh(exp.config)
         _check(exp, mesh, hosts)
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             if hosts.is_first:
@@ -77,6 +77,8 @@ def train(
                 with _timed(times, "wait"):
                     batch = orchestrator.next_batch(step) if orchestrator else None
                 with _timed(times, "train_step"):
+                    if run.server:
+                        run.server.release()
                     packed = run.feed(step, batch)
                     if run.reference is not None:
                         packed = packed.replace(ref_logp=run.reference(packed))
@@ -85,7 +87,7 @@ def train(
                     values = {name: float(value) for name, value in jax.device_get(step_metrics).items()}
                     _check_finite(step, values, packed, run, workdir, hosts)
                 with _timed(times, "publish"):
-                    policy = run.publish(train_step.policy(run.learner, run.state), step)
+                    policy = _publish_state(run, step)
                     if orchestrator:
                         orchestrator.publish(policy)
                         run.evaluations.begin(step)
@@ -127,6 +129,7 @@ class _Run:
     reference: Callable | None
     feed: Callable[[int, Any], packing.TrainBatch]  # (step, batch, None on hosts other than the first)
     publish: Callable[[Any, int], timeline.Policy]  # (params, version)
+    server: colocated_server.ColocatedServer | None  # the inference server in this process
     host_state: Callable[[int], dict]
 
 
@@ -153,13 +156,22 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
             publisher.forget(start)  # then the manifests that anchor the ledger are gone
         hosts.broadcast()
         publish = functools.partial(_publish, exp, workdir, publisher, ledger)
-        policy = publish(train_step.policy(learner, state), start)
+        params = train_step.policy(learner, state)
+        policy, server = publish(params, start), None
+        if layout.is_colocated(exp.config):
+            progress.note("compiling the inference engine")
+            weights, key = workdir / "weights", run_directory.trusted_key(workdir)
+            server = stack.enter_context(colocated_server.start(exp, weights, key, policy, params, hosts))
+        del params
         system = contextlib.nullcontext()
         if hosts.is_first:
             progress.note("starting the rollout system")
-            options = {"num_hosts": hosts.count, "known": saved.get("rollouts"), "ledger": ledger}
+            options = {"num_hosts": hosts.count, "known": saved.get("rollouts"), "ledger": ledger, "server": server}
             system = launch.start_rollout_system(exp, workdir, workdir / "weights", policy, progress.say, **options)
         orchestrator = stack.enter_context(system)
+        if server and (url := hosts.broadcast(server.orchestrator)) != server.orchestrator:  # not the first host
+            on_death = lambda error: hosts.report(None, error, None)  # noqa: E731
+            stack.enter_context(launch.join(exp, workdir, url, server, progress.say, on_death))
         if orchestrator and exp.config.topology.metrics:
             stack.enter_context(_metrics_served(exp.config.topology.metrics, writer, orchestrator))
         compiler = futures.ThreadPoolExecutor(1)  # while the first score and the first batch are made
@@ -188,6 +200,7 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
             feed=_feed(exp, remote, mesh, hosts),
             checkpointer=checkpointer,
             publish=publish,
+            server=server,
             host_state=functools.partial(_host_state, orchestrator, ledger),
             evaluations=evaluations,
             writer=writer,
@@ -200,7 +213,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     config = exp.config
     exp.rows(mesh)
     config_rules.check_trainable(config)
-    launch.check(exp, hosts.count)
+    launch.check(exp, hosts)
     if config.init_from:
         sft.check_initial(exp)
     if config.objective.reference_model:
@@ -221,7 +234,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
         metrics_routes.listen(config.topology.metrics).close()
     if config.topology.mode == "remote":
         sockets.listen(config.topology.relay_host, config.topology.relay_port).close()
-    elif exp.server_mesh:
+    elif exp.server_mesh and not layout.is_colocated(config):
         try:
             inference_server.host_mesh(exp.server_mesh, exp.engine)
         except ValueError as error:
@@ -295,6 +308,15 @@ def _publish(
     data = (workdir / "weights" / journal.dirname(version) / "manifest.json").read_bytes()
     policy = timeline.Policy(epoch, version, hashlib.sha256(data).hexdigest())
     ledger.published(version, policy.digest, epoch)
+    return policy
+
+
+def _publish_state(run: _Run, step: int) -> timeline.Policy:
+    """Publishes the policy of the train state, and hands it to the server in this process, if there is one; returns its name."""
+    params = train_step.policy(run.learner, run.state)
+    policy = run.publish(params, step)
+    if run.server:
+        run.server.hand_over(params, policy)
     return policy
 
 

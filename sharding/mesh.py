@@ -61,7 +61,7 @@ def platform() -> str:
 def _on_torus(shape: list[int], devices) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(shape, devices)
-    except NotImplementedError:
+    except (NotImplementedError, AssertionError):  # the latter: devices that are not a cuboid
         torus = "x".join(str(1 + max(device.coords[dim] for device in devices)) for dim in range(3))
         text = f"mesh {_format(shape)} cannot be laid out on the torus {torus}"
         raise ValueError(f"{text}: axes must be products of dims; {_REMEDY}") from None

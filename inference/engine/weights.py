@@ -51,6 +51,11 @@ class Store:
         """The shardings with which to read full weights; None if they are to be read as numpy arrays in host memory (int8)."""
         return self.shardings if self.quantization == "none" else None
 
+    @property
+    def abstract(self) -> transformer.Params:
+        """The tree of `ShapeDtypeStruct` of the weights as stored, with their shardings."""
+        return jax.tree.map(lambda x, s: x.update(sharding=s), rules.abstract(self.specs), self.shardings)
+
     def keep(self, params: transformer.Params) -> transformer.Params:
         """Converts full weights, read with `load_shardings`, to the form that the server stores, and returns that."""
         if self.quantization == "none":

@@ -41,6 +41,7 @@ from sharding.system import role_metrics
 GenerateRequest = request_lib.GenerateRequest  # the argument of `submit`,
 Completion = request_lib.Completion  # and its result, one per sample
 PIN_WAIT_S = 30.0  # that new weights wait for requests pinned to the old version
+HOST = "pinned_host"  # the memory kind of sequences in a released scheduler
 _STOP, _WAKE = object(), object()
 _STATS = """weight_updates aborted faults prefill_calls prefill_chunks prompt_tokens tokens samples requests
     generate_calls decode_steps decode_s prefix_queries prefix_hits first_tokens first_token_s"""
@@ -102,6 +103,8 @@ class Scheduler:
         self._lock = threading.Lock()
         self._is_closing = False
         self.is_paused = False
+        # While released: since when, and the state of running sequences, if there are any.
+        self._released: tuple[float, cpu_sub_batches.State | None] | None = None
         self.stats: dict[str, float] = dict.fromkeys(_STATS.split(), 0)  # never a new key: other threads copy it
         self.request_s = role_metrics.latency("vllm:e2e_request_latency", "Seconds per request, with all its samples.")
         self.prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
@@ -151,6 +154,17 @@ class Scheduler:
     def resume(self) -> concurrent.futures.Future:
         """Continues decoding after `pause`. Returns a future that is set once the scheduler has resumed."""
         return self._send(functools.partial(self._set_paused, False, False))
+
+    def release(self) -> concurrent.futures.Future:
+        """Pauses decoding, and frees the device memory of the decode state and of the prefix cache.
+
+        Running sequences keep their state in host memory until `reclaim`. Returns a future that is set once no decode call runs.
+        """
+        return self._send(self._release)
+
+    def reclaim(self) -> concurrent.futures.Future:
+        """Continues decoding after `release`, bit for bit as without it. Returns a future that is set once the memory is taken."""
+        return self._send(self._reclaim)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Rejects new requests, waits up to `drain_s` seconds for pending ones, fails the rest, and blocks until the thread has ended."""
@@ -214,12 +228,15 @@ class Scheduler:
 
     def _turn(self) -> bool:
         """Runs one turn of the scheduler thread's loop: messages, prefill, one decode call. Returns False if the loop should end."""
-        is_idle = not self._updates and (self.is_paused or not (self._waiting or self.slots.running))
+        is_empty = self.is_paused or not (self._waiting or self.slots.running)
+        is_idle = self._released is not None or (is_empty and not self._updates)
         if is_idle:
             self._publish()
         if not self._read_messages(is_idle):
             self._publish()
             return False
+        if self._released is not None:
+            return True
         self._drop_done()
         self._set_weights()
         if self.is_paused:
@@ -265,7 +282,11 @@ class Scheduler:
             elif message is not _WAKE:
                 action, done = message
                 if done.set_running_or_notify_cancel():  # not cancelled meanwhile
-                    action()
+                    try:
+                        action()
+                    except jax.errors.JaxRuntimeError as error:  # no memory for the decode state
+                        done.set_exception(error)
+                        raise
                     done.set_result(self.version)
 
     def _set_weights(self) -> None:
@@ -296,6 +317,22 @@ class Scheduler:
         self.is_paused = is_paused
         if clear_prefixes:
             self.prefixes.clear()
+
+    def _release(self) -> None:
+        if self._released is None:
+            self._publish()  # it refers to the state
+            self.prefixes.clear()
+            kept = _moved(self._state, HOST) if self.slots.running else None
+            self._state, self._released = (), (time.monotonic(), kept)
+
+    def _reclaim(self) -> None:
+        if self._released is None:
+            return
+        since_s, state = self._released
+        self._state = self._engine.init_decode_state() if state is None else _moved(state, "device")
+        for update in self._updates:  # their requests did not run meanwhile
+            update.deadline_s += time.monotonic() - since_s
+        self._released = None
 
     def _drop_done(self) -> None:
         """Removes requests that were cancelled or failed, from the queue and from slots."""
@@ -377,6 +414,12 @@ class Scheduler:
 def _pad(values: Sequence[int], size: int, *, fill: int) -> np.ndarray:
     """Returns int32 [size]: the values, then `fill`. The fixed size avoids compiling a program twice."""
     return np.array([*values, *[fill] * (size - len(values))], np.int32)
+
+
+def _moved(state: cpu_sub_batches.State, memory: str) -> cpu_sub_batches.State:
+    """Returns a decode state in another kind of memory, after the copy has ended."""
+    shardings = jax.tree.map(lambda x: x.sharding.with_memory_kind(memory), state)
+    return jax.block_until_ready(jax.device_put(state, shardings))
 
 
 def _gone(request: GenerateRequest, newest: "Scheduler | _Update") -> VersionGone:

@@ -52,6 +52,7 @@ class InferenceServer:
     model_name: str = "policy"
     key: source_lib.Trusted = None  # the publisher's, which must have signed all weights; None accepts any
     have: broadcast.Pulled | None = None  # the version in use, for deltas; None if it is from a Hugging Face folder
+    offered: broadcast.Pulled | None = None  # weights on the devices already: an update to them pulls nothing
     signers: frozenset[str] = frozenset()  # the keys that were trusted when `have` was loaded
     sources: Sequence[str] = ()  # those that an update may name, each with everything below it
     signer: rollout_lib.WorkerKey | None = None  # signs the samples of replies; None: nobody does
@@ -133,7 +134,10 @@ class InferenceServer:
             if is_same and self.have is not None and target.digest == self.have.digest:
                 return self.scheduler.version
             self._check_order(self._order(target, is_proved), rollback, is_proved)
-            pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, **pins)
+            if self.offered is not None and source is None and digest and digest == self.offered.sha256:
+                pulled = dataclasses.replace(self.offered, digest=target.digest)
+            else:
+                pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, **pins)
             # The source may have changed since.
             self._check_order(self._order(pulled, is_proved), rollback, is_proved)
             return self._swap(pulled.params, pulled.version, pulled)
@@ -275,11 +279,30 @@ def start(
     devices = host_mesh(mesh, config)
     store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), devices, quantize)
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
-    options["epoch"] = pulled.epoch or 0
-    server = _run(config, store, metadata["tokenizer"], pulled.params, pulled.version, **options)
-    server.weights, server.key, server.have = source, key, pulled
-    server.signers = server._trusted_keys()
+    cli.note("compiling")
+    server = start_offered(pulled, source, config, store, metadata["tokenizer"], key=key, **options)
     server.sources = [weights] if isinstance(weights, str) else weights
+    return server
+
+
+def start_offered(
+    offered: broadcast.Pulled,
+    source: source_lib.Source,
+    config: engine_lib.EngineConfig,
+    store: weights_lib.Store,
+    tokenizer: str,
+    *,
+    key: source_lib.Trusted = None,
+    **options,
+) -> InferenceServer:
+    """Starts a server with weights that are on its devices already; later versions come from the broadcast `source`.
+
+    `tokenizer` is its folder or name; `key` and `options` are those of `start`.
+    """
+    options["epoch"] = offered.epoch or 0
+    server = _run(config, store, tokenizer, offered.params, offered.version, **options)
+    server.weights, server.key, server.have = source, key, offered
+    server.signers = server._trusted_keys()
     return server
 
 
@@ -295,6 +318,7 @@ def start_model(
     cli.note(f"loading {folder}")
     folder = str(hub.folder(folder))
     store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config), quantize)
+    cli.note("compiling")
     server = _run(config, store, folder, _load_folder(folder, store), 0, **options)
     server.sources = [folder]
     return server
@@ -334,7 +358,6 @@ def _run(
         found = f"the tokenizer has {tokenizer.vocab_size} entries, and the model only {store.model.vocab_size}"
         raise ValueError(f"{found}; use tokenizer.json and config.json of the same checkpoint")
     check_params(params, store.model)
-    cli.note("compiling")
     params = store.keep(params)
     engine = engine_lib.Engine(store.model, config, tokenizer, params, store.mesh)
     state = warmup.compile_largest(engine, params)

@@ -16,8 +16,16 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 RATE_S = 5.0  # least time over which tokens are counted: a call of the engine makes many
 
 
-def sign_in_server(orchestrator: str, server: inference_server.InferenceServer, url: str) -> sign_in.SignIn:
-    """Returns the heartbeats of `server`, which workers reach at `url`; their replies make it follow the policies of the run."""
+def sign_in_server(
+    orchestrator: str,
+    server: inference_server.InferenceServer,
+    url: str,
+    notify: Callable[[str], None] = cli.note,
+) -> sign_in.SignIn:
+    """Returns the heartbeats of `server`, which workers reach at `url`; their replies make it follow the policies of the run.
+
+    `notify` receives lines for people when the orchestrator is lost or found.
+    """
     assert server.signer is not None
     rate, num_tokens, counted_s = 0.0, server.scheduler.stats["tokens"], time.monotonic()
 
@@ -38,7 +46,8 @@ def sign_in_server(orchestrator: str, server: inference_server.InferenceServer, 
         if reply["policy"]:
             follower.follow(reply["policy"])
 
-    node = sign_in.SignIn(orchestrator, server.signer.private, "server", report, run=server.run, on_reply=hear)
+    options = {"run": server.run, "on_reply": hear, "on_notice": notify}
+    node = sign_in.SignIn(orchestrator, server.signer.private, "server", report, **options)
     follower = PolicyFollower(server, node.beat_now)
     return node
 

@@ -183,7 +183,7 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         raise ValueError(f"{found}; set it to {-(-tokenizer.vocab_size // 16) * 16}")
     for name, value, table in (
         ("rl.loss", rl.loss, losses.LOSSES if loss == rl.loss else config.loss_options),
-        ("topology.mode", config.topology.mode, ("local", "remote")),
+        ("topology.mode", config.topology.mode, ("auto", "local", "colocated", "remote")),
         ("broadcast.dtype", config.broadcast.dtype, ("", "float32", "bfloat16")),
         ("trust.device", config.trust.device, ("auto", "accelerator", "cpu")),
         ("trust.admission", config.trust.admission, ("", "open", "invited", "stake", "work")),

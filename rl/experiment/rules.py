@@ -30,7 +30,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "optimizer.learning_rate optimizer.warmup_steps optimizer.total_steps optimizer.decay_steps optimizer.weight_decay "
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
-        "trust.quorum trust.routing_margin trust.logprob_tolerance trust.min_stake evaluation.every evaluation.temperature",
+        "trust.quorum trust.routing_margin trust.logprob_tolerance trust.min_stake evaluation.every evaluation.temperature "
+        "mesh.rollout_devices",
     ),
     (
         "at least 1",
@@ -190,6 +191,9 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.trust.admission == "stake" and not c.trust.stake_ledger:
         yield "trust.admission = 'stake' needs a ledger with stakes; set trust.stake_ledger to its file"
     yield from _contradictions_of(c.topology)
+    if c.mesh.rollout_devices and c.topology.mode in ("local", "remote"):
+        found = f"mesh.rollout_devices = {c.mesh.rollout_devices}, but topology.mode = {c.topology.mode!r} has its servers elsewhere"
+        yield f"{found}; set topology.mode = 'colocated', or mesh.rollout_devices = 0"
     length, row, completion = inference.max_model_len, c.train.row_length, c.sampling.max_tokens
     limit = f"inference.max_model_len = {length}"
     if length > row:
@@ -222,10 +226,11 @@ def _contradictions_of(topology: config_dict.ConfigDict) -> Iterator[str]:
     if topology.mode == "remote" and len(controls) != len(servers):
         found = f"topology.control_servers has {len(controls)} URLs for {len(servers)} servers"
         yield f"{found}; set it to the URL of each server's control listener (python -m inference.serve --control HOST:PORT)"
-    if topology.mode == "local" and servers:
-        yield "topology.mode = 'local' starts its own server; set topology.mode = 'remote' to use topology.servers"
-    if topology.mode == "local" and topology.workers:
-        yield "topology.mode = 'local' invites the workers that it starts; set topology.mode = 'remote' to invite topology.workers"
+    own = f"topology.mode = {topology.mode!r}"
+    if topology.mode != "remote" and servers:
+        yield f"{own} starts its own server; set topology.mode = 'remote' to use topology.servers"
+    if topology.mode != "remote" and topology.workers:
+        yield f"{own} invites the workers that it starts; set topology.mode = 'remote' to invite topology.workers"
 
 
 def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, str]]:
@@ -255,7 +260,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     yield r"trust\.device", not alone, "the processes in trust.validators replay, each on its own device; remove it"
     yield r"trust\.(stake_ledger|min_stake)", c.trust.admission != "stake", "set trust.admission = 'stake'"
     yield r"trust\.work_bits", c.trust.admission != "work", "set trust.admission = 'work'"
-    is_local = c.topology.mode == "local"
+    is_local = c.topology.mode != "remote"
     yield (
         r"topology\.(relay_host|relay_port|server_keys|control_servers|control_token_file|orchestrator)",
         is_local,

@@ -31,7 +31,8 @@ def main() -> None:
     """Runs the command until the learner has finished the run, or until it is interrupted."""
     exp, options = experiment.resolve(flags.FLAGS.config), flags.FLAGS
     if exp.config.topology.mode != "remote":
-        raise ValueError("topology.mode = 'local' has its orchestrator in the learner; set topology.mode = 'remote'")
+        found = f"topology.mode = {exp.config.topology.mode!r} has its orchestrator in the learner"
+        raise ValueError(f"{found}; set topology.mode = 'remote'")
     if options.metrics:
         metrics_routes.listen(options.metrics).close()  # it is opened when the learner attaches
     with contextlib.ExitStack() as stack:

@@ -16,6 +16,7 @@ from rl.ledger import run_ledger
 from rl.orchestrator import orchestrator
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import task_schedule
+from rl.topology import layout
 from rl.verification import checks, evidence_log, verifier
 from sharding import mesh as mesh_lib
 from sharding.system import secret_file
@@ -39,8 +40,9 @@ def make(
     rules = verifier.rules_of(config, experiment.tokenizer, on_wait, stack, key.worker)
     rules = dataclasses.replace(rules, tolerance=tolerance)
     server_keys = list(config.topology.server_keys)
-    if config.topology.mode == "local":
-        server_keys.append(rollout_lib.WorkerKey.load(run_directory.worker_key_file(workdir, SERVER)).worker)
+    num_parts = num_hosts if layout.is_colocated(config) else 1  # hosts that have a server and workers of this run
+    if config.topology.mode != "remote":
+        server_keys += [rollout_lib.WorkerKey.load(server_key(workdir, host)).worker for host in range(num_parts)]
     open_steps = task_schedule.num_open_steps(config)
     of_servers = {"servers": frozenset(server_keys), "on_flagged": on_wait}
     evidence = evidence_log.EvidenceLog(bands, count_once=True, open_steps=open_steps, **of_servers)
@@ -60,12 +62,18 @@ def make(
         evidence=lambda step: evidence.state(step - num_kept),
         on_verified=evidence.add_verified,
         secret=run_directory.secret(workdir, config.seed),
-        invited=[rollout_lib.WorkerKey.load(file).worker for file in worker_keys(config, workdir)],
+        invited=[
+            rollout_lib.WorkerKey.load(file).worker
+            for host in range(num_parts)
+            for file in worker_keys(config, workdir, host)
+        ],
         stake=_stakes(config.trust.stake_ledger, stack),
         ledger=ledger,
         server_keys=server_keys,
         on_wait=on_wait,
     )
+    if layout.is_colocated(config):
+        rollouts.nodes.invite(server_keys)
     if ledger:
         ledger.on_failure = rollouts.fail
     if known:
@@ -89,10 +97,15 @@ def token_file(config, workdir: pathlib.Path) -> str:
     return config.topology.control_token_file or str(workdir / "control.token")
 
 
-def worker_keys(config, workdir: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the key files of the workers that this process starts."""
-    num_workers = config.topology.num_workers if config.topology.mode == "local" else 0
-    return [run_directory.worker_key_file(workdir, f"worker{i}") for i in range(num_workers)]
+def server_key(workdir: pathlib.Path, host: int = 0) -> pathlib.Path:
+    """Returns the key file of the server that host `host` of the learner starts."""
+    return run_directory.worker_key_file(workdir, f"{SERVER}{host or ''}")
+
+
+def worker_keys(config, workdir: pathlib.Path, host: int = 0) -> list[pathlib.Path]:
+    """Returns the key files of the workers that host `host` of the learner starts."""
+    num = 0 if config.topology.mode == "remote" else config.topology.num_workers
+    return [run_directory.worker_key_file(workdir, f"worker{i}") for i in range(host * num, host * num + num)]
 
 
 def _stakes(file: str, stack: contextlib.ExitStack) -> Callable[[str], int]:

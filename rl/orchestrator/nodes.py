@@ -76,6 +76,10 @@ class Nodes:
         with self._lock:
             self._static[url] = static_servers.StaticServer(url, control, token, key)
 
+    def invite(self, keys: Iterable[str]) -> None:
+        """Lets nodes with these public keys sign in as servers, in addition to those of the config."""
+        self._server_keys |= frozenset(keys)
+
     def is_named(self, key: str) -> bool:
         """Returns True for a key that the run's config names, and for the URL of a static server."""
         return key in self._server_keys or key in self.validators or key in self._static

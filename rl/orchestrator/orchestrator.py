@@ -89,7 +89,7 @@ class Orchestrator:
         make_groups = functools.partial(task_schedule.numbered_groups, config)
         has_signal = lambda entry: credit.has_signal(self._rewarded(entry))  # noqa: E731
         self._batches = batches.Batches(batches.BatchRule.of(config), self._queue, make_groups, has_signal)
-        own_workers = invited if config.topology.mode == "local" else ()
+        own_workers = () if config.topology.mode == "remote" else invited
         invited = frozenset({*invited, *config.topology.workers})
         self._admission = admission.Admission(admission.Policy.of(config), key.worker, invited, stake)
         attempts, lease_s = config.trust.max_attempts, config.topology.lease_s

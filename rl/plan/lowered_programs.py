@@ -22,6 +22,7 @@ from rl.batch import packing
 from rl.experiment import experiment
 from rl.learner import reference, train_step
 from rl.plan import roofline
+from rl.topology import layout
 from sharding import mesh as mesh_lib
 from sharding import rules
 
@@ -63,7 +64,7 @@ def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
     """Returns the experiment of a config, without its tokenizer files and its servers. Does not change `config`."""
     config = config.copy_and_resolve_references()  # ConfigDict(config) would share nested dicts
     config.tokenizer = "byte_chatml"
-    config.topology.mode = "local"
+    config.topology.mode = "auto"
     return experiment.resolve(config)
 
 
@@ -81,7 +82,8 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
     except jax.errors.JaxRuntimeError as error:
         sizes = ", ".join(roofline.chip_of(topology).sizes)
         raise ValueError(f"the TPU compiler rejects topology {topology!r} ({error}); choose one of {sizes}") from None
-    return mesh_lib.create(axes, devices)
+    axes = dict(axes)
+    return mesh_lib.create(axes, layout.split(devices, axes.pop("rollout_devices", 0))[0])
 
 
 def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:

@@ -41,6 +41,11 @@ class Hosts:
         return self.index == 0
 
     @property
+    def address(self) -> str:
+        """The IP address of this host by which it is connected to the others; 127.0.0.1 for a process alone."""
+        return next((connection.own_address for connection in self._connections.values()), "127.0.0.1")
+
+    @property
     def processes(self) -> dict[int, int]:
         """Each host's index among JAX's processes, {host: index}; complete on host 0 only."""
         return self._met["process"]

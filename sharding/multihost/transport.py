@@ -29,6 +29,11 @@ class Connection:
             if hasattr(socket, name):  # Linux has all four
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
+    @property
+    def own_address(self) -> str:
+        """The IP address of this end of the connection."""
+        return self._sock.getsockname()[0].removeprefix("::ffff:")  # of IPv4 on a socket for both
+
     def send(self, header: dict, buffers: Sequence = ()) -> None:
         """Sends a JSON header and raw `buffers`; blocks until the kernel has them. Raises RemoteHostError on a broken connection."""
         text = json.dumps(header).encode()

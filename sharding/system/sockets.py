@@ -88,6 +88,11 @@ def address(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Returns True for an address that only processes of this machine reach."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
 def is_url(text: str) -> bool:
     """Returns True for a URL such as http://HOST:PORT."""
     try:

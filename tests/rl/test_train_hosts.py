@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 6
 
 
-def start(workdir, num_hosts=2, own=({}, {}), **overrides):
+def start(workdir, num_hosts=2, own=({}, {}), num_devices=2, **overrides):
     """The command on each host; `own` are overrides of one host alone."""
     port = free_ports()
     processes = []
@@ -34,7 +34,9 @@ def start(workdir, num_hosts=2, own=({}, {}), **overrides):
         if num_hosts > 1:
             fields |= {"topology.coordinator": f"127.0.0.1:{port}", "topology.num_processes": num_hosts}
             fields |= {"topology.process_id": host} | own[host]
-        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_NUM_CPU_DEVICES": str(2 // num_hosts)}
+        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+            "JAX_NUM_CPU_DEVICES": str(num_devices // num_hosts)
+        }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         command = tiny_run.command(workdir, **fields)
         processes.append(subprocess.Popen(command, cwd=tiny_run.ROOT, env=env, text=True, **pipes))

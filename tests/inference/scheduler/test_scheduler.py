@@ -8,11 +8,13 @@ import concurrent.futures
 import dataclasses
 import functools
 import threading
+import time
 
 import jax
 import numpy as np
 import pytest
 
+from inference.engine import compiled_steps
 from inference.engine import engine as engine_lib
 from inference.proofs import toploc
 from inference.scheduler import arrivals
@@ -255,6 +257,42 @@ def test_an_update_during_a_pause_waits_for_no_pinned_request(start):
     scheduler.resume()
     stepped.run()
     assert {*scheduler.submit(Ask()).result(WAIT_S)[0].versions} == {1}
+
+
+def test_released_sequences_continue_bit_for_bit(start, alone):
+    """The state leaves the device between two calls, and comes back; without a running sequence it is made anew."""
+    scheduler, stepped = start(Stepped)
+    asked = [Ask(seed=seed, proofs=True) for seed in range(6)]  # more than have slots
+    futures = [scheduler.submit(request) for request in asked]
+    for _ in range(3):
+        released = stepped.step(scheduler.release)
+        assert released.result(WAIT_S) == 0 and scheduler._state == () and scheduler.prefixes.num_bytes == 0
+        late = scheduler.submit(Ask(seed=77))
+        assert not stepped.entered.acquire(timeout=0.05)  # no call runs
+        scheduler.resume()  # a control route: it ends no release
+        scheduler.reclaim().result(WAIT_S)
+    stepped.run()
+    assert [future.result(WAIT_S) for future in futures] == [alone(request) for request in asked]
+    assert late.result(WAIT_S) == alone(Ask(seed=77))
+    num_compiled = compiled_steps.generate._cache_size  # pyright: ignore  # not in the stub
+    before = num_compiled()
+    scheduler.release().result(WAIT_S)
+    assert scheduler._released[1] is None
+    scheduler.reclaim().result(WAIT_S)
+    assert scheduler.submit(Ask()).result(WAIT_S) == alone(Ask())
+    assert num_compiled() == before  # nothing is compiled again
+
+
+def test_an_update_waits_for_pinned_requests_longer_by_the_time_of_a_release(start, monkeypatch):
+    monkeypatch.setattr(scheduler_lib, "PIN_WAIT_S", 0.3)
+    scheduler, stepped = start(Stepped)
+    pinned = scheduler.submit(Ask(policy_version=0, max_tokens=2 * K))
+    update = stepped.step(lambda: scheduler.update(params(1), 1))
+    stepped.step(scheduler.release).result(WAIT_S)
+    time.sleep(0.4)
+    scheduler.reclaim().result(WAIT_S)
+    stepped.run()
+    assert {*pinned.result(WAIT_S)[0].versions} == {0} and update.result(WAIT_S) == 1
 
 
 def test_a_prompt_keeps_the_version_that_prefilled_it(start):

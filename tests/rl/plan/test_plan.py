@@ -304,7 +304,7 @@ def test_a_program_too_large_for_its_chips_is_not_compiled():
 
 def abstract_mesh(topology, axes):
     """Replaces `lowered_programs.create_mesh`: the same sizes and shardings, without a compiler."""
-    size = roofline.num_chips(topology)
+    size, axes = roofline.num_chips(topology), {axis: axes[axis] for axis in mesh_lib.AXES}
     known = math.prod(n for n in axes.values() if n != -1)
     if size % known:
         raise ValueError(f"{axes} does not fit {size}")

@@ -1,0 +1,101 @@
+"""The inference server of a run as a thread of the learner's process, so that one process per host uses the accelerator.
+
+1. `start` hands the learner's parameters to an engine (sharding/handover.py), compiles it, and serves the data routes of
+   inference/serve.py.
+2. `join` signs the server in at the orchestrator. Heartbeats name the policies to load, as for any server.
+3. Before each train step the learner calls `release`: on devices that both use, the engine stops, and its cache leaves them.
+   After it `hand_over` puts the new parameters on the engine's devices, and the engine continues. It uses them as soon as the
+   orchestrator names their policy, in place of the published files.
+
+The first host of several has the orchestrator. Each has a server, which workers of all hosts use.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from inference import serve
+from inference.engine import weights as weights_lib
+from inference.rollouts import rollout as rollout_lib
+from inference.server import inference_server, web
+from inference.swarm import membership
+from models import config as config_lib
+from models import transformer
+from rl.experiment import experiment as experiment_lib
+from rl.protocol import timeline
+from rl.topology import layout
+from sharding import broadcast, handover
+from sharding.download import source as source_lib
+from sharding.multihost import hosts as hosts_lib
+from sharding.system import sockets
+
+
+@dataclasses.dataclass
+class ColocatedServer:
+    """The inference server in the learner's process, as the learner uses it. All hosts call its methods together."""
+
+    url: str  # at which workers reach it
+    hosts: hosts_lib.Hosts
+    is_shared: bool  # True if the learner uses the engine's devices, too
+    server: inference_server.InferenceServer
+    targets: Any  # the shapes, dtypes, and shardings of the engine's parameters
+    orchestrator: str = ""  # its URL, from `join`
+
+    def join(
+        self, orchestrator: str, run: str, key_file: pathlib.Path, notify: Callable[[str], None]
+    ) -> contextlib.AbstractContextManager:
+        """Returns a context in which the server is a node of the run with public key `run`, and follows its policies."""
+        self.orchestrator = orchestrator
+        self.server.signer, self.server.run = rollout_lib.WorkerKey.load(key_file), run
+        return membership.sign_in_server(orchestrator, self.server, self.url, notify)
+
+    def release(self) -> None:
+        """Makes room for a train step. On shared devices the engine stops, and running sequences wait in host memory."""
+        if self.is_shared:
+            self.server.scheduler.release().result()
+
+    def hand_over(self, params: transformer.Params, policy: timeline.Policy) -> None:
+        """Gives the engine the parameters of `policy`, to use when the orchestrator names it; ends a `release`.
+
+        Only the first host needs the policy's digest.
+        """
+        self.server.offered = _offered(params, policy, self.targets, self.hosts)
+        if self.is_shared:
+            self.server.scheduler.reclaim().result()
+
+
+@contextlib.contextmanager
+def start(
+    experiment: experiment_lib.Experiment,
+    weights: pathlib.Path,
+    key: str | None,
+    policy: timeline.Policy,
+    params: transformer.Params,
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+) -> Iterator[ColocatedServer]:
+    """Yields the server of this host, which serves `params` until the end of the block. Blocks until its engine is compiled.
+
+    `params` are on the learner's mesh, and `policy` is published in the directory `weights`, signed by `key`.
+    """
+    mesh, metadata = layout.engine_mesh(experiment), experiment.broadcast_metadata
+    store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), mesh)
+    offered = _offered(params, policy, store.abstract, hosts)
+    with contextlib.ExitStack() as stack:
+        source = source_lib.open(str(weights), trusted_key=key)
+        server = inference_server.start_offered(
+            offered, source, experiment.engine, store, metadata["tokenizer"], key=key
+        )
+        stack.callback(server.close)
+        sock = stack.enter_context(contextlib.closing(sockets.listen(hosts.address, 0)))
+        stack.enter_context(web.in_thread(web.server(serve.make_app(server)), sock))
+        is_shared = experiment.config.mesh.rollout_devices == 0
+        yield ColocatedServer(sockets.address(sock), hosts, is_shared, server, store.abstract)
+
+
+def _offered(params, policy: timeline.Policy, targets, hosts: hosts_lib.Hosts) -> broadcast.Pulled:
+    """Returns `params` on the engine's devices, as if pulled from the published version. Hosts get the digest from the first."""
+    digest = hosts.broadcast(policy.digest)
+    placed = handover.place(params, targets)
+    return broadcast.Pulled(policy.version, placed, {}, "", epoch=policy.epoch, sha256=digest)
