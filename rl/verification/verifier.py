@@ -179,7 +179,7 @@ def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[.
     versions, until a resumed run has published one again. Threads that call it take turns.
     """
     cached: dict[int, tuple[head.Entry | None, transformer.Params]] = {}
-    lock = threading.Lock()
+    lock, is_cpu = threading.Lock(), jax.default_backend() == "cpu"
 
     def weights(version: int, epoch: int | None = None) -> transformer.Params:
         with lock:
@@ -193,8 +193,9 @@ def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[.
                 while len(cached) >= keep:  # before the pull: no more than `keep` versions are ever in memory
                     del cached[min(cached)]
                 pulled = broadcast.pull(root, version, key=key, digest="" if entry is None else entry.sha256)
-                cached[version] = entry, jax.tree.map(jnp.asarray, pulled.params)
-            return cached[version][1]
+                cached[version] = entry, jax.tree.map(jnp.asarray, pulled.params) if is_cpu else pulled.params
+            # The memory of an accelerator is the learner's: it has a version only during a replay.
+            return cached[version][1] if is_cpu else jax.tree.map(jnp.asarray, cached[version][1])
 
     return weights
 

@@ -354,6 +354,18 @@ def batch(step=3):
     return tuple(doubles.honest(doubles.Double(step, prompts=2)))
 
 
+@pytest.mark.parametrize(("backend", "is_kept"), [("cpu", True), ("gpu", False)])
+def test_an_accelerator_has_published_weights_only_while_they_are_used(tmp_path, monkeypatch, backend, is_kept):
+    broadcast.publish({"w": np.arange(4.0)}, 0, tmp_path)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    weights = verifier.published(str(tmp_path))
+    used = weights(0)["w"]
+    assert used.tolist() == [0, 1, 2, 3] and isinstance(used, jax.Array)
+    alive = weakref.ref(used)
+    del used
+    assert (alive() is not None) == is_kept
+
+
 def test_what_the_scorer_gives_up_on_is_worth_nothing_and_refuses_nothing():
     """The group is otherwise good; and the replay does not call the scorer again."""
     asked, validator = [], doubles.make_validator(prompts=2)
