@@ -49,6 +49,7 @@ class GroupQueue:
         self.epoch = -1  # that leases pin and rollouts have; -1: any
         self._index = queue_index.QueueIndex()
         self._deadlines: list[tuple[float, int, Key, str]] = []  # a heap with one item per lease, maybe of an ended one
+        self._max_deadlines = 0  # with more of them, those of ended leases are dropped
         self._serial = itertools.count()
 
     def add(self, groups: Sequence[task_schedule.Group], *, first: bool = False) -> None:
@@ -93,6 +94,8 @@ class GroupQueue:
                 self._move(key, State.LEASED)
             else:
                 self._update(key)
+        if len(self._deadlines) > self._max_deadlines:
+            self._drop_ended()
         return [self.entries[key].leases[worker].group for key in found]
 
     def has_late(self, is_late: IsTrue, leaves_room: IsTrue) -> bool:
@@ -298,6 +301,13 @@ class GroupQueue:
             num_counted = sum(not leaves_room(lease) for lease in leases.values())
             if num_counted < queue_index.MAX_HOLDERS and worker not in leases and all(map(is_late, leases.values())):
                 yield key
+
+    def _drop_ended(self) -> None:
+        """Drops the deadlines of ended leases, which most are: a lease of an hour is answered in seconds."""
+        leases = ((key, lease) for key, entry in self.entries.items() for lease in entry.leases.values())
+        self._deadlines = [(lease.deadline_s, next(self._serial), key, lease.worker) for key, lease in leases]
+        heapq.heapify(self._deadlines)
+        self._max_deadlines = 2 * len(self._deadlines) + len(self.entries) // 4  # so that it happens seldom
 
     # Every change ends in `_update`.
 

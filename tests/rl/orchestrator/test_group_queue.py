@@ -338,3 +338,15 @@ def test_each_late_group_is_copied_for_workers_that_wait():
     assert queue.has_late(**late) and queue.lease("other", 9, LEASE_S, **late)[0].key == keys[40]
     late["leaves_room"] = lambda lease: lease.worker == "slow"  # such as a stranger
     assert not queue.has_late(**late) and queue.has_late(lambda lease: True, late["leaves_room"])
+
+
+def test_the_deadlines_of_ended_leases_take_no_memory():
+    queue = group_queue.GroupQueue()
+    queue.add(batch(1))
+    kept = queue.lease("slow", 1, deadline_s=5.0)
+    queue.renew("slow", [kept[0].key], lambda lease: 7.0)
+    for _ in range(1000):
+        for group in queue.lease("fast", 2, deadline_s=3600.0):
+            queue.give_back(group.key, "fast")
+    assert len(queue._deadlines) <= 2 * P
+    assert queue.expire(6.0) == [] and [lease.group.key for lease in queue.expire(8.0)] == [kept[0].key]
