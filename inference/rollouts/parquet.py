@@ -308,12 +308,15 @@ def _arrays(columns: dict[str, Any]) -> dict[str, _Lists]:
 
 
 def _have_good_values(arrays: dict[str, _Lists]) -> bool:
-    """Returns True if no rule for a single token is broken in any row: one look at all costs less than one at each."""
+    """Returns True if no rule for the arrays of a rollout is broken in any row: one look at all costs less than one at each."""
     lengths = arrays["tokens"].lengths
     if not all(np.array_equal(lists.lengths, lengths) for lists in arrays.values()):
         return False
     values = {name: lists.values[lists.offsets[0] : lists.offsets[-1]] for name, lists in arrays.items()}
-    return rollout_lib.value_error(**values) is None
+    mask, starts = values["sampled_mask"], np.cumsum(lengths) - lengths
+    if lengths.min(initial=1) < 1 or lengths.max(initial=1) > rollout_lib.MAX_TOKENS or mask[starts].any():
+        return False
+    return bool(np.logical_or.reduceat(mask, starts).all()) and rollout_lib.value_error(**values) is None
 
 
 def _rollouts(columns: dict[str, Any], arrays: dict[str, _Lists], num_rows: int) -> list[rollout_lib.Rollout]:

@@ -92,15 +92,15 @@ class Rollout:
 def validate(rollout: Rollout, *, has_good_values: bool = False) -> str | None:
     """Checks every field of an untrusted rollout; returns the first error as "field: rule, got value", or None if valid.
 
-    The signature is not verified here, only its length. With `has_good_values`, `value_error` found none in its arrays. Never
+    The signature is not verified here, only its length. With `has_good_values`, its arrays are known to break no rule. Never
     raises, for any argument.
     """
     if not isinstance(rollout, Rollout):
         return f"rollout: must be a Rollout, got {type(rollout).__name__}"
-    if reason := _array_error(rollout):
-        return reason
-    if not has_good_values and (reason := value_error(*(getattr(rollout, name) for name in _ARRAYS))):
-        return reason
+    if not has_good_values:
+        arrays = (getattr(rollout, name) for name in _ARRAYS)
+        if reason := _array_error(rollout) or value_error(*arrays):
+            return reason
     return _experts_error(rollout) or _scalar_error(rollout)
 
 
