@@ -24,7 +24,7 @@ from rl.experiment import experiment as experiment_lib
 from rl.orchestrator import routes
 from rl.protocol import lease, task_schedule
 
-POLL_S = 50.0  # as rl/worker.py
+POLL_S, MAX_POLL_S = 50.0, 490.0  # as rl/worker.py
 REPORT_S = 2.0
 NUM_NETWORKS = 4  # of the workers that hand in groups
 Make = Callable[[task_schedule.Group, rollout_lib.WorkerKey], list[rollout_lib.Rollout]]
@@ -129,7 +129,7 @@ class _Swarm:
             size = next(line for line in reply.lower().split(b"\r\n") if line.startswith(b"content-length"))
             reply = json.loads(await reader.readexactly(int(size.partition(b":")[2])))
             self._report["polls"] += 1
-            wait_s = max(POLL_S, reply["wait_s"]) * random.uniform(0.8, 1.2)
+            wait_s = min(max(POLL_S, reply["wait_s"]), MAX_POLL_S) * random.uniform(0.8, 1.2)
 
 
 def _maker(config) -> Make:

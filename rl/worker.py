@@ -47,7 +47,7 @@ from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
 VOID_PAUSE_S, MAX_FAILURE_PAUSE_S = 0.5, 30.0  # after a group that no server can generate any more
-MAX_POLL_S = 400.0
+MAX_POLL_S = 490.0  # a fifth more is less than lease.MAX_WAIT_S
 POLL_S = 50.0  # that a request waits for work; many proxies close a connection after 60
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
 SERVERS_S = 300.0  # without a server that completes a group, until it is given back

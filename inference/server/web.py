@@ -230,6 +230,7 @@ def client_network(request: fastapi.Request) -> str:
     return _network((request.scope.get("client") or ("",))[0])
 
 
+@functools.lru_cache(2**12)
 def _network(host: str) -> str:
     try:
         address = ipaddress.ip_address(host)

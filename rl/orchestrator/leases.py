@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import prometheus_client
@@ -149,12 +149,14 @@ class Leases:
         with self.changed:
             return self.queue.count()[State.OPEN] > 0 or self.queue.has_late(**self._late(time.monotonic(), True))
 
-    def lacks_worker(self, workers: Collection[str]) -> bool:
+    def lacks_worker(self, workers: Iterable[str]) -> bool:
         """Returns True if groups wait as in `has_work`, and none of `workers` may have one."""
         with self.changed:
+            if not self.has_work():
+                return False
             is_train = any(e.group.split == "train" and not e.is_submitted for e in self.queue.entries.values())
-            invited = self.health.invited or workers  # if there are any, strangers get no held-out groups
-            return not (workers if is_train else {*workers}.intersection(invited)) and self.has_work()
+            invited = self.health.invited  # if there are any, strangers get no held-out groups
+            return not any(is_train or not invited or worker in invited for worker in workers)
 
     def _late(self, now_s: float, is_known: bool) -> dict[str, Any]:
         """Returns the rule of copies for a worker: those of newcomers, which cost them nothing, keep no known worker out."""

@@ -242,7 +242,7 @@ class Nodes:
             is_without = self._has_servers() and not self._serving()
         return self._line("server") if is_without else ""
 
-    async def run(self, lacks_worker: Callable[[list[str]], bool], on_tick: Callable[[float], None]) -> None:
+    async def run(self, lacks_worker: Callable[[Iterable[str]], bool], on_tick: Callable[[float], None]) -> None:
         """Follows static servers, and acts as time passes, until it is cancelled. Raises ValueError if nobody is left to wait for.
 
         `lacks_worker(keys)` is true if groups wait, and none of these workers may have one; `on_tick(now_s)` is called every `TICK_S` seconds.
@@ -304,11 +304,12 @@ class Nodes:
             return first
         return min((report.policy for report in reports if report.policy and not report.problem), default=first)
 
-    def _check_patience(self, now_s: float, lacks_worker: Callable[[list[str]], bool]) -> None:
+    def _check_patience(self, now_s: float, lacks_worker: Callable[[Iterable[str]], bool]) -> None:
         patience_s = self.topology.patience_s
         with self._lock:
-            there = [node.key for node in self._registry.healthy("worker") if not self.is_banned(node.key)]
-        is_lacking = lacks_worker(there)  # which takes the lock of the queue
+            there = self._registry.healthy("worker")
+        # It takes the lock of the queue, and looks at few of them.
+        is_lacking = lacks_worker(node.key for node in there if not self.is_banned(node.key))
         with self._lock:
             if self.newest is None or not self._has_servers() or self._serving():
                 self._well_s["server"] = now_s

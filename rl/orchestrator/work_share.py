@@ -22,7 +22,7 @@ BACKUP_AFTER = 1.5  # mean durations of a group
 MOST_HELD = 2.0  # shares; beyond, others may copy groups of the holder
 PRIOR = 10.0  # groups at the average speed, which each record begins with
 SMOOTHING = 0.05  # of the mean duration, per group
-REFRESH_S = 1.0  # the sum of many speeds is at most this old
+REFRESH_S = 1.0  # the sum of many speeds is at most this old, or a millisecond per worker
 SLOW = 3.0  # times slower than the average: such a worker gets no group that would take longer than 1 / LEAST_SHARE of the rest
 LEAST_SHARE = 0.75
 FEW = 64  # speeds, whose sum is always new
@@ -111,7 +111,7 @@ class WorkShare:
         return (record.num_finished + PRIOR) / (busy_s + PRIOR / self._speed_of_average)
 
     def _refresh(self, now_s: float) -> None:
-        if len(self._records) > FEW and now_s - self._summed_s < REFRESH_S:
+        if len(self._records) > FEW and now_s - self._summed_s < max(REFRESH_S, len(self._records) / 1000):
             return
         for record in self._records.values():
             record.look(now_s, self._active_s)

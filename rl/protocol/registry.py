@@ -133,6 +133,7 @@ class Registry:
     def __init__(self, interval_s: float, *, is_named: Callable[[str], bool] = lambda key: False):
         self._interval_s, self._is_named = interval_s, is_named
         self._nodes: dict[str, Node] = {}
+        self._keys: dict[str, dict[str, None]] = {role: {} for role in ROLES}  # of the nodes of each role
         self._strangers: collections.OrderedDict[str, None] = collections.OrderedDict()  # the last to beat at the end
         self._count: collections.Counter[tuple[str, State]] = collections.Counter()  # of nodes
         self._changes: collections.deque[Change] = collections.deque(maxlen=MAX_CHANGES)
@@ -190,25 +191,27 @@ class Registry:
         self._look(now_s)
         for node in [*self._nodes.values()]:
             beats = (now_s - node.beat_s) / (self.worker_interval_s if node.role == "worker" else self._interval_s)
+            if beats <= SUSPECT_BEATS:
+                continue
             reason = f"silent for {now_s - node.beat_s:.0f} s"
             if beats > GONE_BEATS and node.state is State.DEAD:
                 self._end(node, reason)
             elif beats > DEAD_BEATS and node.state is State.SUSPECT:
                 self._put(dataclasses.replace(node, state=State.DEAD), node.state, reason)
-            elif beats > SUSPECT_BEATS and node.state in (State.HEALTHY, State.JOINING):
+            elif node.state in (State.HEALTHY, State.JOINING):
                 self._put(dataclasses.replace(node, state=State.SUSPECT), node.state, reason)
         changes = [*self._changes]
         self._changes.clear()
         return changes
 
     def healthy(self, role: str) -> list[Node]:
-        """Returns the HEALTHY nodes of a role, by key."""
-        found = [node for node in self._nodes.values() if node.role == role and node.state is State.HEALTHY]
-        return sorted(found, key=lambda node: node.key)
+        """Returns the HEALTHY nodes of a role."""
+        return [node for key in self._keys[role] if (node := self._nodes[key]).state is State.HEALTHY]
 
     def serving(self, oldest: timeline.Policy, newest: timeline.Policy | None = None) -> list[Node]:
         """Returns the servers that workers may use: HEALTHY, with a policy of this epoch from `oldest` to `newest`, by key."""
-        return [node for node in self.healthy("server") if _is_allowed(node.report.policy, oldest, newest)]
+        found = (node for node in self.healthy("server") if _is_allowed(node.report.policy, oldest, newest))
+        return sorted(found, key=lambda node: node.key)
 
     def was_away(self, since_s: float) -> bool:
         """Returns True if servers were away at some time from `since_s` on: none was HEALTHY, or as many were SUSPECT as HEALTHY."""
@@ -252,8 +255,10 @@ class Registry:
             self._away_s = self._now_s
 
     def _is_away(self) -> bool:
-        count = self.count("server")
-        return count.total() > 0 and (not count[State.HEALTHY] or count[State.SUSPECT] >= count[State.HEALTHY])
+        if not self._keys["server"]:
+            return False
+        num_healthy = self._count["server", State.HEALTHY]
+        return not num_healthy or self._count["server", State.SUSPECT] >= num_healthy
 
     def _make_room(self, now_s: float) -> bool:
         """Returns True if a stranger more may sign in, maybe in place of a silent one."""
@@ -273,6 +278,7 @@ class Registry:
     def _forget(self, key: str) -> None:
         self._strangers.pop(key, None)
         if node := self._nodes.pop(key, None):
+            del self._keys[node.role][key]
             self._count[node.role, node.state] -= 1
 
     def _put(self, node: Node, old: State | None, reason: str) -> None:
@@ -280,7 +286,7 @@ class Registry:
             self._away_s = self._now_s
         if node.key in self._nodes:
             self._count[node.role, self._nodes[node.key].state] -= 1
-        self._nodes[node.key] = node
+        self._nodes[node.key], self._keys[node.role][node.key] = node, None
         self._count[node.role, node.state] += 1
         if node.state is not old:
             assert node.state in NEXT[old], (old, node.state)
