@@ -94,7 +94,7 @@ def main() -> int:
 
 def write(folder: pathlib.Path, gigabytes: float) -> int:
     """Writes a checkpoint and returns its bytes. All parameters repeat the same random numbers."""
-    config = tiny.published("qwen3_0_6b", scan_layers=False)
+    config = tiny.published("Qwen/Qwen3-0.6B", scan_layers=False)
     one, two = (transformer.num_params(dataclasses.replace(config, num_layers=n)) for n in (1, 2))
     layers = max(1, round((gigabytes * 1e9 / 2 - (2 * one - two)) / (two - one)))
     config = dataclasses.replace(config, num_layers=layers)

@@ -11,7 +11,9 @@ def get_config() -> config_dict.ConfigDict:
     """Returns the default config, locked except for options of environments and losses."""
     c = config_dict.ConfigDict()
     c.seed = 0  # of all random draws: parameters, task order, sampling
-    c.init_from = ""  # a Hugging Face folder or hub ID to start from, of the architecture below; "": random parameters
+    # A Hugging Face folder or hub ID to start from; "": random parameters. It brings its architecture and tokenizer: fields of
+    # `model` and `tokenizer` that a config file or the command line sets replace them, if the parameters still fit.
+    c.init_from = ""
 
     # The policy: a Qwen3-type decoder. models/config.py explains each field and lists the choices.
     c.model = m = config_dict.ConfigDict()
@@ -19,7 +21,8 @@ def get_config() -> config_dict.ConfigDict:
     m.update(model_dim=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=384)
     m.update(rope_theta=10000.0, norm_eps=1e-6, qk_norm=True, tie_embeddings=True)
     m.update(num_experts=0, experts_per_token=0, expert_ffn_dim=0, first_dense_layers=0, norm_topk=True)
-    m.update(param_dtype="float32", dtype="float32")  # dtype: "bfloat16" on accelerators
+    # dtype: "bfloat16" on accelerators. "auto": that, and "float32" on a CPU and for parameters that train (rl/plan/sizes.py)
+    m.update(param_dtype="float32", dtype="float32")
     m.remat = "none"  # recomputed in the backward pass: "block" (each layer), "dots" (all but matmuls), "offload"
     m.family = "qwen3"  # the model family whose tensor names a saved checkpoint has
     m.max_positions = 0  # positions the model was trained for; 0: unknown
@@ -72,7 +75,7 @@ def get_config() -> config_dict.ConfigDict:
     # Reinforcement learning.
     c.rl = r = config_dict.ConfigDict()
     r.num_steps = 100
-    r.prompts_per_step = 32  # P: groups in a batch
+    r.prompts_per_step = 32  # P: groups in a batch; 0: as many as make 256 rollouts
     r.samples_per_prompt = 8  # G: rollouts in a group
     r.loss = "two_sided_clip"  # a name of rl.algorithms.losses.LOSSES
     r.loss_function = config_dict.placeholder(object)  # a config file's own function; rl.loss then names its options
@@ -130,9 +133,9 @@ def get_config() -> config_dict.ConfigDict:
     # Low-rank adapters (rl/learner/lora.py): with a rank above 0, RL trains only them. `targets`: ends of parameter names.
     c.lora = config_dict.ConfigDict(dict(rank=0, alpha=32.0, targets=("q", "k", "v", "o", "gate", "up", "down")))
 
-    # The layout of a batch.
+    # The layout of a batch. 0: chosen for the memory of the devices, and printed (rl/plan/sizes.py).
     c.train = t = config_dict.ConfigDict()
-    t.row_length = 256  # tokens per packed row
+    t.row_length = 256  # tokens per packed row; 0: those of the longest rollout
     t.rows = 8  # rows of a micro-batch; gradients accumulate over as many as the batch needs
     t.share_prompts = True  # compute a group's prompt once; its samples attend to the one copy
     t.router_replay = False  # use the experts that the sampler used (R3); rollouts name them with a byte or two each
@@ -155,7 +158,8 @@ def get_config() -> config_dict.ConfigDict:
     s.update(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # top_k = 0: off
     s.max_tokens = 16  # of a completion
 
-    # The inference server. Its programs are compiled for these sizes.
+    # The inference server. Its programs are compiled for these sizes. Slots of 0 are chosen as rows of 0 are, and a length of 0
+    # is twice sampling.max_tokens, or less if the model was trained for fewer positions.
     c.inference = i = config_dict.ConfigDict()
     i.update(num_slots=64, max_model_len=64, prefill_batch=16)
     i.prefill_chunk = 512  # longer prompts are prefilled this many tokens at a time

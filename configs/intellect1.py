@@ -16,7 +16,7 @@ from configs import tpu_gsm8k
 
 def get_config():
     """Returns the config of this experiment."""
-    c = tpu_gsm8k.get_config("intellect_1", "INTELLECT-1-Instruct", "v5e:8x8")
+    c = tpu_gsm8k.get_config("PrimeIntellect/INTELLECT-1-Instruct", "v5e:8x8")
     c.rl.update(num_steps=200, prompts_per_step=64, samples_per_prompt=16, loss="masked_importance_sampling")
     c.train.update(row_length=8192, rows=64)  # one row per chip
     c.sampling.max_tokens = 2048

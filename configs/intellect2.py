@@ -17,7 +17,7 @@ from configs import recipes, tpu_gsm8k
 
 def get_config():
     """Returns the config of this experiment."""
-    c = tpu_gsm8k.get_config("qwq_32b", "QwQ-32B", "v5p:4x4x4")
+    c = tpu_gsm8k.get_config("Qwen/QwQ-32B", "v5p:4x4x4")
     recipes.intellect2(c)
     c.rl.update(num_steps=400, prompts_per_step=256)
     c.train.update(row_length=32768, rows=64)  # one row per chip

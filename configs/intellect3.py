@@ -19,7 +19,7 @@ from configs import recipes, tpu_gsm8k
 
 def get_config():
     """Returns the config of this experiment."""
-    c = tpu_gsm8k.get_config("glm_4_5_air", "GLM-4.5-Air-Base", "v5p:4x4x8")
+    c = tpu_gsm8k.get_config("zai-org/GLM-4.5-Air-Base", "v5p:4x4x8")
     recipes.intellect3(c)
     c.model.remat = "offload"  # inputs of the layers, 23 GiB per chip, stay in host memory
     c.rl.update(num_steps=600, prompts_per_step=256)

@@ -1,4 +1,7 @@
-"""The architectures of published models, by name, for experiments and `rl.plan`. `models.hf.load` reads a config.json instead."""
+"""The architectures of published checkpoints, by hub ID, for experiments that `rl.plan` compiles without the files.
+
+A run with `init_from` takes them from config.json instead (rl/experiment/initial.py).
+"""
 
 from ml_collections import config_dict
 
@@ -6,7 +9,7 @@ DIMS = ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "h
 
 
 def use(c: config_dict.ConfigDict, name: str) -> None:
-    """Sets `c.model` to the architecture `name`, with scanned layers in bfloat16 that the backward pass recomputes."""
+    """Sets `c.model` to the architecture of the checkpoint `name`, with scanned layers in bfloat16 that the backward pass recomputes."""
     c.model.update(MODELS[name] | dict(dtype="bfloat16", remat="block", scan_layers=True))
 
 
@@ -30,16 +33,18 @@ _QWEN3_MOE = dict(num_experts=128, experts_per_token=8, expert_ffn_dim=768, max_
 _SMALL_QWEN3 = dict(tie_embeddings=True, max_positions=40960)
 
 MODELS: dict[str, dict] = {
-    "intellect_1": _model("llama", 128256, 4096, 42, 32, 8, 128, 14336, max_positions=8192, **_LLAMA),
-    "qwq_32b": _model("qwen2", 152064, 5120, 64, 40, 8, 128, 27648, norm_eps=1e-5, max_positions=131072),
-    "glm_4_5_air": _glm(151552, 4096, 46, 96, 8, 128, 10944, **_GLM_4_5_AIR),
-    "glm_4_5": _glm(151552, 5120, 92, 96, 8, 128, 12288, **_GLM_4_5),
-    "qwen3_0_6b": _model("qwen3", 151936, 1024, 28, 16, 8, 128, 3072, **_SMALL_QWEN3),
-    "qwen3_1_7b": _model("qwen3", 151936, 2048, 28, 16, 8, 128, 6144, **_SMALL_QWEN3),
-    "qwen3_4b": _model("qwen3", 151936, 2560, 36, 32, 8, 128, 9728, **_SMALL_QWEN3),
-    "qwen3_8b": _model("qwen3", 151936, 4096, 36, 32, 8, 128, 12288, max_positions=40960),
-    "qwen3_30b_a3b": _model("qwen3", 151936, 2048, 48, 32, 4, 128, 6144, **_QWEN3_MOE),
-    "llama_3_1_8b": _model("llama", 128256, 4096, 32, 32, 8, 128, 14336, **_LLAMA_3_1),
-    "qwen2_5_0_5b": _model("qwen2", 151936, 896, 24, 14, 2, 64, 4864, tie_embeddings=True, max_positions=32768),
-    "qwen2_5_1_5b": _model("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, tie_embeddings=True, max_positions=131072),
+    "PrimeIntellect/INTELLECT-1-Instruct": _model(
+        "llama", 128256, 4096, 42, 32, 8, 128, 14336, max_positions=8192, **_LLAMA
+    ),
+    "Qwen/QwQ-32B": _model("qwen2", 152064, 5120, 64, 40, 8, 128, 27648, norm_eps=1e-5, max_positions=131072),
+    "zai-org/GLM-4.5-Air-Base": _glm(151552, 4096, 46, 96, 8, 128, 10944, **_GLM_4_5_AIR),
+    "zai-org/GLM-4.5-Base": _glm(151552, 5120, 92, 96, 8, 128, 12288, **_GLM_4_5),
+    "Qwen/Qwen3-0.6B": _model("qwen3", 151936, 1024, 28, 16, 8, 128, 3072, **_SMALL_QWEN3),
+    "Qwen/Qwen3-1.7B": _model("qwen3", 151936, 2048, 28, 16, 8, 128, 6144, **_SMALL_QWEN3),
+    "Qwen/Qwen3-4B": _model("qwen3", 151936, 2560, 36, 32, 8, 128, 9728, **_SMALL_QWEN3),
+    "Qwen/Qwen3-8B": _model("qwen3", 151936, 4096, 36, 32, 8, 128, 12288, max_positions=40960),
+    "Qwen/Qwen3-30B-A3B": _model("qwen3", 151936, 2048, 48, 32, 4, 128, 6144, **_QWEN3_MOE),
+    "meta-llama/Llama-3.1-8B-Instruct": _model("llama", 128256, 4096, 32, 32, 8, 128, 14336, **_LLAMA_3_1),
+    "Qwen/Qwen2.5-0.5B": _model("qwen2", 151936, 896, 24, 14, 2, 64, 4864, tie_embeddings=True, max_positions=32768),
+    "Qwen/Qwen2.5-1.5B": _model("qwen2", 151936, 1536, 28, 12, 2, 128, 8960, tie_embeddings=True, max_positions=131072),
 }

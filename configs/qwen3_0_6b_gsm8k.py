@@ -16,7 +16,7 @@ from configs import tpu_gsm8k
 
 def get_config():
     """Returns the config of this experiment."""
-    c = tpu_gsm8k.get_config("qwen3_0_6b", "Qwen3-0.6B", "v5e:2x4")
+    c = tpu_gsm8k.get_config("Qwen/Qwen3-0.6B", "v5e:2x4")
     c.rl.update(num_steps=300, prompts_per_step=64, samples_per_prompt=8, loss="masked_importance_sampling")
     c.train.update(row_length=8192, rows=8)  # one row per chip
     c.sampling.max_tokens = 1536

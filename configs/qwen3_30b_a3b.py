@@ -16,7 +16,7 @@ from configs import tpu_gsm8k
 
 def get_config():
     """Returns the config of this experiment."""
-    c = tpu_gsm8k.get_config("qwen3_30b_a3b", "Qwen3-30B-A3B", "v5p:2x4x4")
+    c = tpu_gsm8k.get_config("Qwen/Qwen3-30B-A3B", "v5p:2x4x4")
     c.rl.update(num_steps=400, prompts_per_step=64, samples_per_prompt=8, loss="dppo_tv")
     c.train.update(row_length=32768, rows=32)  # one row per chip
     c.sampling.max_tokens = 30000

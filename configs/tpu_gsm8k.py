@@ -16,11 +16,11 @@ every rollout is as long as it may be. They assume the chips' full rate: bounds,
 from configs import base, presets
 
 
-def get_config(model: str, checkpoint: str, topology: str):
-    """Returns a config for the preset `model`, with weights in checkpoints/CHECKPOINT, on the slice `topology`."""
+def get_config(checkpoint: str, topology: str):
+    """Returns a config for the checkpoint ORG/NAME of configs/presets.py, in the folder checkpoints/NAME, on the slice `topology`."""
     c = base.get_config()
-    presets.use(c, model)
-    c.init_from = c.tokenizer = f"checkpoints/{checkpoint}"
+    presets.use(c, checkpoint)
+    c.init_from = f"checkpoints/{checkpoint.partition('/')[2]}"
     c.env.name = "gsm8k"
     c.env.options.path = "data/gsm8k"
     c.train.share_prompts = False  # the TPU's attention kernel supports packed sequences, not shared prompts

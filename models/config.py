@@ -2,7 +2,7 @@
 
 `ModelConfig` describes one decoder. Its fields cover Llama, Qwen2, Qwen3, Qwen3-MoE, GLM-4-MoE, DeepSeek-V3, gpt-oss and the
 text model of Gemma 3; a field means the same in every family. `models/hf/config.py` converts it from and to the `config.json`
-of a Hugging Face checkpoint; `configs/presets.py` has the published models.
+of a Hugging Face checkpoint; `configs/presets.py` has published ones.
 """
 
 import dataclasses

@@ -1,12 +1,13 @@
 """Held-out scores of a checkpoint: avg@k and pass@k, through the same servers and workers as training.
 
     python -m rl.evaluate --config=configs/quickstart.py --workdir=runs/quickstart --step=100
+    python -m rl.evaluate --config=configs/finetune.py --config.init_from=Qwen/Qwen3-0.6B
 
 1. The checkpoint's parameters are published to a separate broadcast, with the step as version, the run's key and its dtype,
-   so that servers elsewhere (`topology.mode = "remote"`) accept them.
+   so that servers elsewhere (`topology.mode = "remote"`) accept them. Without --workdir, they are those of `init_from`.
 2. A server and workers roll out the held-out tasks, k samples each, at `evaluation.temperature`.
-3. The scores are printed and kept in `<workdir>/evaluations.json`, once per step, and the report is written again. With other
-   settings than the run's (`--config.evaluation.*`, `sampling.*`), they go to `other_evaluations.json`, with these fields.
+3. The scores are printed. Those of a run are kept in `<workdir>/evaluations.json`, once per step, and the report is written again.
+   With other settings than the run's (`--config.evaluation.*`, `sampling.*`), they go to `other_evaluations.json`, with these fields.
 """
 
 import collections
@@ -28,9 +29,10 @@ from models import transformer
 from rl import launch, report
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
-from rl.learner import train_step
+from rl.learner import reference, train_step
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.remote import client
+from rl.plan import sizes
 from rl.protocol import task_schedule, timeline
 from rl.reporting import metrics
 from rl.topology import colocated_server, layout
@@ -96,7 +98,9 @@ class Evaluations(contextlib.AbstractContextManager):
             values = {f"held_out{suffix}/{name.replace('@', '_at_')}": value for name, value in result.items()}
             self.writer.write(version, f"evaluation{suffix}", values | {"time/eval_s": seconds})
         shown = "  ".join(f"{name} {metrics.format_value(value)}" for name, value in result.items())
-        self.progress.say(f"held-out{f' {one.name}' if one.name else ''}, version {version}: {shown}")
+        is_baseline = version == 0 and self.exp.config.init_from and not self.exp.config.warmup.num_steps
+        policy = "baseline" if is_baseline else f"version {version}"
+        self.progress.say(f"held-out{f' {one.name}' if one.name else ''}, {policy}: {shown}")
         return _mean_reward(result)
 
     def __exit__(self, *_) -> None:
@@ -161,7 +165,7 @@ def open_checkpoint() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int
     directory stays locked during the block. Raises ValueError for another `--step` or another config, and FileNotFoundError
     if the checkpoint does not exist.
     """
-    exp = experiment.resolve(flags.FLAGS.config)
+    exp = sizes.resolve(flags.FLAGS.config)
     mesh = layout.learner_mesh(exp.config)
     root = pathlib.Path(flags.FLAGS.workdir).absolute()
     directory = root / ("checkpoints" if checkpoint.complete_steps(root / "checkpoints") else "warmup")
@@ -193,15 +197,28 @@ def _restore_policy(exp, mesh, directory: pathlib.Path, wanted: str) -> tuple[in
     return restored[0], train_step.policy(learner, restored[1])
 
 
+@contextlib.contextmanager
+def _open_initial() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int, transformer.Params]]:
+    """Yields the same as `open_checkpoint`, of the checkpoint in `init_from` and of an empty directory instead of a run's."""
+    if not flags.FLAGS.config.init_from:
+        raise ValueError("neither --workdir nor config.init_from is set; give the run or the checkpoint to score")
+    exp = sizes.resolve(flags.FLAGS.config)
+    params = reference.load(exp.config.init_from, exp.model, layout.learner_mesh(exp.config))
+    with tempfile.TemporaryDirectory() as workdir:
+        yield exp, pathlib.Path(workdir), 0, params
+
+
 def main() -> None:
-    """Runs the command that scores one checkpoint of a run on held-out tasks."""
+    """Runs the command that scores one checkpoint, of a run or of `init_from`, on held-out tasks."""
+    is_run = bool(flags.FLAGS.workdir)
     with contextlib.ExitStack() as stack:
-        exp, workdir, step, params = stack.enter_context(open_checkpoint())
+        exp, workdir, step, params = stack.enter_context(open_checkpoint() if is_run else _open_initial())
         launch.check(exp)
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         # The fields that change scores and differ from the run's, with their values.
         fields, prefixes = experiment.fields(exp), ("evaluation.", "sampling.", "inference.max")
-        changed = {n: fields[n] for n in run_directory.differences(workdir, exp) if n.startswith(prefixes)}
+        names = run_directory.differences(workdir, exp) if is_run else []
+        changed = {n: fields[n] for n in names if n.startswith(prefixes)}
         weights, key = pathlib.Path(scratch) / "weights", run_directory.signing_key(workdir)
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout system reads it
         options = broadcast.PublishOptions(key=key.private, dtype=exp.config.broadcast.dtype or None)
@@ -220,10 +237,13 @@ def main() -> None:
     if changed:
         path = workdir / "other_evaluations.json"
         progress.say(f"saved in {path}, since {', '.join(changed)} differs from the run's")
-    else:
+    elif is_run:
         progress.say(f"report: {report.write(workdir)}")
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
-    experiment.run(main)
+    flags.DEFINE_string(
+        "workdir", None, "directory of the run; without it, the checkpoint in config.init_from is scored"
+    )
+    experiment.run(main, needs_workdir=False)

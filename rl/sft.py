@@ -23,13 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from models import hf, transformer
+from models import transformer
 from rl import envs
 from rl.batch import conversations, host_feed, packing
 from rl.envs import environment
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
 from rl.learner import objective, optimizers, reference, train_step
+from rl.plan import sizes
 from rl.protocol import task_schedule
 from rl.reporting import diagnostics, metrics
 from rl.topology import layout
@@ -102,24 +103,9 @@ def _restore_or_init(exp, learner: train_step.Learner, checkpointer: checkpoint.
         return step, state, Patience(**host)
     params = None
     if exp.config.init_from:
-        check_initial(exp)
         params = reference.load(exp.config.init_from, exp.model, learner.mesh)
     state = train_step.init_state(jax.random.key(exp.config.seed), learner, params)
     return 0, state, Patience(limit=exp.config.warmup.patience)
-
-
-def check_initial(exp: experiment.Experiment) -> None:
-    """Raises ValueError if the model of the checkpoint in `init_from` differs from the config's in a field that changes parameters."""
-    path, model = exp.config.init_from, exp.model
-    found = hf.read_config(path, dtype=model.param_dtype, scan_layers=model.scan_layers)
-    free = ("dtype", "remat", "attention", "grouped_matmul", "max_positions", "family")  # change no parameter
-    found = dataclasses.replace(found, **{field: getattr(model, field) for field in free})
-    wanted, given = dataclasses.asdict(model), dataclasses.asdict(found)
-    if differs := [field for field in wanted if wanted[field] != given[field]]:
-        raise ValueError(
-            "; ".join(f"model.{field} = {wanted[field]!r} but {path} has {given[field]!r}" for field in differs)
-            + "; set the config's model to that of the checkpoint (`python -m models.hf inspect` prints it)"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +201,7 @@ def _demonstration(task: environment.Task, config) -> str:
 def main() -> None:
     """Runs the command that does only the warm-up (supervised fine-tuning) of an experiment."""
     with experiment.joined() as hosts:
-        exp = experiment.resolve(flags.FLAGS.config)
+        exp = sizes.resolve(flags.FLAGS.config)
         mesh = layout.learner_mesh(exp.config)
         if exp.config.warmup.num_steps == 0:
             raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")

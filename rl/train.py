@@ -38,6 +38,7 @@ from rl.learner import optimizers, train_step
 from rl.learner import reference as reference_lib
 from rl.orchestrator import assembly
 from rl.orchestrator.remote import client
+from rl.plan import sizes
 from rl.protocol import task_schedule, timeline
 from rl.reporting import diagnostics, metrics
 from rl.topology import colocated_server, layout
@@ -51,7 +52,7 @@ from sharding.system import role_metrics, secret_file, sockets
 def main() -> None:
     """Runs the training command: the experiment of the command line, on this host or, with other hosts in its config, together."""
     with experiment.joined() as hosts:
-        exp = experiment.resolve(flags.FLAGS.config)
+        exp = sizes.resolve(flags.FLAGS.config)
         mesh = layout.learner_mesh(exp.config)
         _check(exp, mesh, hosts)
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
@@ -190,6 +191,9 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         if not compiled.done():
             progress.note("compiling the train step")
         compiled.result()
+        if evaluations and start == 0 and exp.config.init_from:  # the baseline, before the first step
+            for version, score in evaluations.finished(wait=True):
+                checkpointer.score(version, score)
         yield _Run(
             start=start,
             state=state,
@@ -214,8 +218,6 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     exp.rows(mesh)
     config_rules.check_trainable(config)
     launch.check(exp, hosts)
-    if config.init_from:
-        sft.check_initial(exp)
     if config.objective.reference_model:
         reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)
     if config.warmup.num_steps:

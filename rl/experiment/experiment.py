@@ -180,7 +180,10 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     model = config_lib.ModelConfig(**config.model)
     if tokenizer.vocab_size > model.vocab_size:
         found = f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries"
-        raise ValueError(f"{found}; set it to {-(-tokenizer.vocab_size // 16) * 16}")
+        remedy = (
+            "use the checkpoint's tokenizer" if config.init_from else f"set it to {-(-tokenizer.vocab_size // 16) * 16}"
+        )
+        raise ValueError(f"{found}; {remedy}")
     for name, value, table in (
         ("rl.loss", rl.loss, losses.LOSSES if loss == rl.loss else config.loss_options),
         ("topology.mode", config.topology.mode, ("auto", "local", "colocated", "remote")),
@@ -249,7 +252,7 @@ def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_di
 
 def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
     """Returns the text that a run prints first: the config fields that differ from configs/base.py, and the files to watch."""
-    defaults, found = flat(_defaults()), fields(experiment)
+    defaults, found = default_fields(), fields(experiment)
     changed = {name: value for name, value in found.items() if value != defaults.get(name)}
     width = max(map(len, changed), default=0)
     count = f"{len(changed)} of {len(found)} config fields differ from configs/base.py"
@@ -262,6 +265,11 @@ def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
 def fields(experiment: Experiment) -> dict:
     """Returns the fields of the resolved config as plain JSON values, by dotted name."""
     return flat(json.loads(experiment.config.to_json()))
+
+
+def default_fields() -> dict:
+    """Returns the fields of configs/base.py as plain JSON values, by dotted name."""
+    return flat(_defaults())
 
 
 def with_new_fields(saved: dict) -> dict:

@@ -36,8 +36,13 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
         raise SystemExit(0) from None
     except Exception as error:
         raise ValueError(_explained(error)) from error
-    rules.check_overrides(values.config, config_flags.get_override_values(values["config"]))
+    rules.check_overrides(values.config, given(values))
     return rest
+
+
+def given(values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """Returns the dotted names of the config fields that the command line sets."""
+    return list(config_flags.get_override_values(values["config"]))
 
 
 def _explained(error: Exception) -> str:

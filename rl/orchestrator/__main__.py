@@ -22,6 +22,7 @@ from rl.experiment import workdir as run_directory
 from rl.orchestrator import assembly, orchestrator
 from rl.orchestrator.remote import host as host_lib
 from rl.orchestrator.remote import learner_routes
+from rl.plan import sizes
 from rl.protocol import task_schedule
 from rl.reporting import metrics
 from sharding.system import sockets
@@ -29,7 +30,7 @@ from sharding.system import sockets
 
 def main() -> None:
     """Runs the command until the learner has finished the run, or until it is interrupted."""
-    exp, options = experiment.resolve(flags.FLAGS.config), flags.FLAGS
+    exp, options = sizes.resolve(flags.FLAGS.config), flags.FLAGS
     if exp.config.topology.mode != "remote":
         found = f"topology.mode = {exp.config.topology.mode!r} has its orchestrator in the learner"
         raise ValueError(f"{found}; set topology.mode = 'remote'")

@@ -7,8 +7,9 @@ import jax
 from absl import flags
 
 from models import flops
-from rl.experiment import experiment
-from rl.plan import lowered_programs, plan, roofline
+from rl.experiment import experiment, initial
+from rl.experiment import flags as command_line
+from rl.plan import lowered_programs, plan, roofline, sizes
 
 
 def main() -> None:
@@ -19,23 +20,35 @@ def main() -> None:
     if not topology:
         raise ValueError("no topology is set; give --topology=<kind>:<dims>, as in v5p:4x4x4, or set plan.topology")
     chip = roofline.chip_of(topology)
-    server_topology = flags.FLAGS.server_topology or f"{topology.partition(':')[0]}:{chip.host}"
+    is_shared, place = lowered_programs.is_shared(config), flags.FLAGS.server_topology
+    if is_shared and place:
+        found = f"topology.mode = {config.topology.mode!r} has its engine on the learner's chips"
+        raise ValueError(f"{found}; leave --server_topology out, or set topology.mode = 'remote'")
+    server_topology = topology if is_shared else place or f"{topology.partition(':')[0]}:{chip.host}"
+    config = initial.completed(config, command_line.given(), needs_files=False)
+    config, chosen = sizes.settled(config, lambda config: sizes.planned(config, topology), lowered_programs.resolve)
+    print(chosen, end="\n" if chosen else "")
     exp = lowered_programs.resolve(config)
     work = flops.ModelFlops.of(exp.model)
     print(f"model    {work.held / 1e9:.2f} B parameters, {work.multiplied / 1e9:.2f} B multiplied per token")
     places = {name: topology if name in lowered_programs.LEARNER else server_topology for name in flags.FLAGS.programs}
-    refused = []
+    refused, outcomes = [], {}
     for name, place in places.items():
         program = plan.make_program(name, exp, place)
         axes = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items() if size > 1)
         print(f"\n{place}, {program.mesh.size} chips, mesh {axes or 'of one'}", flush=True)
         # One at a time: a compilation uses all cores, and two in parallel have crashed the compiler.
         outcome = plan.compile_program(program, roofline.chip_of(place), flags.FLAGS.effort)
+        outcomes[name] = outcome
         print(plan.describe(outcome, place), flush=True)
         refused += [name] if outcome.refusal else []
     for role in (lowered_programs.LEARNER, lowered_programs.SERVER):
         if names := [name for name in refused if name in role]:
             print(f"\nremedy for {' and '.join(names)}: {plan.remedy(config, places[names[0]], names)}", flush=True)
+    if is_shared and not refused and outcomes.keys() >= {"train", "decode"}:
+        text, fits = plan.shared(outcomes, chip)
+        print(f"\nlearner and engine on the same chips\n{text}", flush=True)
+        refused += [] if fits else ["both"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     verdict, seconds = "does not fit" if refused else "fits", time.perf_counter() - BEGUN
     print(f"\n{verdict}; {seconds:.0f} s, {peak:.1f} GiB of this machine")

@@ -55,6 +55,11 @@ class LoweredProgram:
     cache: tuple[tuple[int, ...], ...] = ()  # dims of a chip's part of the cache, which the program may not copy
 
     @property
+    def passing_bytes(self) -> float:
+        """The bytes per chip of arguments that exist only while the program runs: a batch, or a prompt's part of the cache."""
+        return self.held.get("batch", 0.0) + (self.held.get("cache", 0.0) if self.name == "prefill" else 0.0)
+
+    @property
     def estimated_bytes(self) -> float:
         """The estimated bytes per chip, by which programs that cannot fit are skipped without compiling them."""
         return sum(self.held.values()) + sum(self.needed.values())
@@ -64,8 +69,26 @@ def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
     """Returns the experiment of a config, without its tokenizer files and its servers. Does not change `config`."""
     config = config.copy_and_resolve_references()  # ConfigDict(config) would share nested dicts
     config.tokenizer = "byte_chatml"
+    config.plan.server_mesh.update(server_axes(config))
     config.topology.mode = "auto"
     return experiment.resolve(config)
+
+
+def is_shared(config: config_dict.ConfigDict) -> bool:
+    """Returns True if learner and engine take turns on the same devices."""
+    return config.topology.mode != "remote" and not config.mesh.rollout_devices
+
+
+def server_axes(config: config_dict.ConfigDict) -> dict[str, int]:
+    """Returns the mesh axes of the engine: those of `plan.server_mesh` if it has devices of its own, else those of `inference.mesh`.
+
+    Of the latter, `data` takes the devices that the others leave (rl/topology/layout.py).
+    """
+    axes = config.plan.server_mesh.to_dict()
+    if not is_shared(config):
+        return axes
+    own = {axis: size for axis, size in config.inference.mesh.items() if size != 1}
+    return dict.fromkeys(axes, 1) | {"data": -1} | own
 
 
 def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
@@ -78,7 +101,10 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
         raise ValueError("libtpu, the TPU compiler, is missing; pip install -r third_party/plan-requirements.txt")
     os.environ.update(COMPILER_ENVIRONMENT | os.environ)
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        # A host has four chips or more, unless it is told otherwise.
+        dims = [int(part) for part in topology.partition(":")[2].split("x")]
+        few = {"chips_per_host_bounds": [*dims, 1, 1][:3]} if math.prod(dims) < 4 else {}
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **few).devices
     except jax.errors.JaxRuntimeError as error:
         sizes = ", ".join(roofline.chip_of(topology).sizes)
         raise ValueError(f"the TPU compiler rejects topology {topology!r} ({error}); choose one of {sizes}") from None
@@ -101,6 +127,8 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
     if exp.objective.needs_reference:  # it stays in memory next to the policy
         other = reference.model_of(exp.objective, model, exp.tokenizer.vocab_size)
         held["reference"] = bytes_per_chip(transformer.abstract(other, mesh))
+    # The adapted model, and the gradient of its kernels, from which those of the adapters follow.
+    merged = bytes_per_chip(state.frozen)
     num_saved = 0 if model.remat == "offload" else model.num_layers
     num_steps = min(exp.objective.optimizer_steps, num_micro_batches)
     return LoweredProgram(
@@ -111,7 +139,8 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
         lower=lambda: _lower(mesh, step, state, batch),
         held=held,
         needed={
-            "gradients": bytes_per_chip(state.params),
+            "gradients": bytes_per_chip(state.params) + merged,
+            "merged parameters": merged,
             "saved layer inputs": _local_tokens(mesh, rows, T)
             * model.model_dim
             * num_saved

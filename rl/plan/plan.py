@@ -17,14 +17,14 @@ import math
 import operator
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from ml_collections import config_dict
 
 from rl.experiment import experiment
-from rl.plan import hlo, lowered_programs, roofline
+from rl.plan import hlo, lowered_programs, roofline, sizes
 from sharding import rules
 
 GIB = 2**30
@@ -125,6 +125,19 @@ def _memory(outcome: Outcome, chip: roofline.Chip) -> str:
         return f"{line} GiB of {_gib(chip.memory_bytes)}"
     left = chip.memory_bytes - outcome.peak_bytes
     return f"{line}: {_gib(outcome.peak_bytes)} of {_gib(chip.memory_bytes)}, {left / GIB:.2f} left"
+
+
+def shared(outcomes: Mapping[str, Outcome], chip: roofline.Chip) -> tuple[str, bool]:
+    """Returns (lines about the memory of programs that share their chips, True if it suffices): one budget of learner and engine."""
+    programs = {name: outcome.program for name, outcome in outcomes.items()}
+    parts = sizes.budget(programs, {name: o.peak_bytes - sum(o.program.held.values()) for name, o in outcomes.items()})
+    total = sum(parts.values())
+    line = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in parts.items())
+    line = f"  memory per chip   {line}: {_gib(total)} of {_gib(chip.memory_bytes)}"
+    if total <= chip.memory_bytes:
+        return f"{line}, {(chip.memory_bytes - total) / GIB:.2f} left", True
+    remedy = "lower inference.num_slots or train.rows (0: chosen for the memory), or use more chips"
+    return f"{line}\n  DOES NOT FIT: {remedy}", False
 
 
 def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:

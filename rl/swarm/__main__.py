@@ -20,6 +20,7 @@ from absl import flags
 
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
+from rl.plan import sizes
 from rl.swarm import fault_schedule, faults, processes, summary, supervisor, tcp_link
 from rl.swarm import table as table_lib
 from sharding.system import sign_in
@@ -33,7 +34,7 @@ OURS += ("config.trust.validators", "config.trust.admission")
 def main() -> None:
     """Runs the swarm of the command line until its run ends. Raises SystemExit after a signal."""
     values = flags.FLAGS
-    experiment = experiment_lib.resolve(values.config)
+    experiment = sizes.resolve(values.config)
     _check()
     roles = _roles()
     if values.dry_run:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from configs import recipes
 from models import transformer
 from rl.experiment import experiment
+from rl.plan import sizes
 from tests.support import tiny
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
@@ -33,13 +34,13 @@ def shrunk(name: str, folder: pathlib.Path, *, prompts: int, samples: int, steps
     c.init_from, c.tokenizer, c.topology.mode = "", "byte_chatml", "local"
     c.rl.update(prompts_per_step=prompts, samples_per_prompt=samples, num_steps=steps, **rl)
     c.sampling.max_tokens = min(c.sampling.max_tokens, 24)
-    c.inference.update(num_slots=32, prefill_batch=8, max_model_len=min(c.inference.max_model_len, 192))
+    c.inference.update(num_slots=32, prefill_batch=8, max_model_len=min(c.inference.max_model_len or 192, 192))
     if c.env.name == "gsm8k":
         rows = [{"question": f"What is {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(1, 200)]
         for file in ("train.jsonl", "test.jsonl"):
             (folder / file).write_text("\n".join(map(json.dumps, rows)))
         c.env.options.update(path=str(folder), system_prompt="")
-    return experiment.resolve(c)
+    return experiment.resolve(sizes.settled(c, sizes.present, experiment.resolve)[0])
 
 
 @functools.cache

@@ -433,16 +433,16 @@ def test_a_config_that_its_family_cannot_express_is_not_saved(tmp_path):
 
 # Parameters as counted on the models' own pages, or (GLM, INTELLECT-1) to the digit that their names give.
 PUBLISHED = {
-    "intellect_1": (10.2e9, 0.01),
+    "PrimeIntellect/INTELLECT-1-Instruct": (10.2e9, 0.01),
     "intellect_2": (32_763_876_352, 0),
     "intellect_3": (106e9, 0.01),
-    "glm_4_5": (355e9, 0.01),
-    "qwen3_0_6b": (596_049_920, 0),
-    "qwen3_8b": (8_190_735_360, 0),
-    "qwen3_30b_a3b": (30_532_122_624, 0),
-    "llama_3_1_8b": (8_030_261_248, 0),
-    "qwen2_5_0_5b": (494_032_768, 0),
-    "qwen2_5_1_5b": (1_543_714_304, 0),
+    "zai-org/GLM-4.5-Base": (355e9, 0.01),
+    "Qwen/Qwen3-0.6B": (596_049_920, 0),
+    "Qwen/Qwen3-8B": (8_190_735_360, 0),
+    "Qwen/Qwen3-30B-A3B": (30_532_122_624, 0),
+    "meta-llama/Llama-3.1-8B-Instruct": (8_030_261_248, 0),
+    "Qwen/Qwen2.5-0.5B": (494_032_768, 0),
+    "Qwen/Qwen2.5-1.5B": (1_543_714_304, 0),
 }
 
 

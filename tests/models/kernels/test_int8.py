@@ -124,7 +124,7 @@ def num_bytes(specs):
     return sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for s in jax.tree.leaves(specs, is_leaf=rules.is_spec))
 
 
-@pytest.mark.parametrize("name", ["qwen3_0_6b", "qwen3_30b_a3b", "qwq_32b"])
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-30B-A3B", "Qwen/QwQ-32B"])
 def test_half_the_bytes_of_bfloat16(name):
     model = tiny.published(name)
     full, small = (num_bytes(weights.Store(model, ONE, kind).specs) for kind in ("none", "int8"))

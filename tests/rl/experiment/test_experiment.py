@@ -15,6 +15,7 @@ from configs import quickstart
 from rl.experiment import experiment, rules
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
+from rl.plan import sizes
 from sharding.multihost import failure
 
 # ml_collections loads a config file the old way.
@@ -76,9 +77,9 @@ def documented_commands():
 
 @pytest.mark.parametrize("command", list(documented_commands()))
 def test_the_documented_commands_resolve(command):
-    """But for the tokenizer, which is to be downloaded first."""
-    config = parsed(*shlex.split(command))
-    config.tokenizer = "byte_chatml"
+    """But for the checkpoint and its tokenizer, which are to be downloaded first."""
+    config = parsed(*shlex.split(command), "--config.init_from=")
+    config, _ = sizes.settled(config, sizes.present, experiment.resolve)
     assert experiment.resolve(config).config.rl.num_steps > 0
 
 

@@ -1,0 +1,98 @@
+"""A config is completed from a checkpoint's files, which transformers wrote (tests/fixtures/hf_parity)."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from configs import base, tpu_gsm8k
+from models import config as config_lib
+from models import hf
+from rl.experiment import initial
+
+FOLDERS = sorted(
+    path.parent for path in (pathlib.Path(__file__).parents[2] / "fixtures" / "hf_parity").glob("*/config.json")
+)
+LLAMA = next(path for path in FOLDERS if path.name == "llama_rope3")
+
+
+def completed(folder, *given, needs_files=True, **model):
+    c = base.get_config()
+    c.init_from = str(folder)
+    c.model.update(model)
+    return initial.completed(c, given, needs_files=needs_files)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_checkpoint_brings_its_model_and_its_tokenizer(folder):
+    config = completed(folder, scan_layers=True, remat="block")
+    stored = json.loads((folder / "config.json").read_text())
+    for field, entry in {
+        "model_dim": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "norm_eps": "rms_norm_eps",
+    }.items():
+        assert config.model[field] == stored[entry]
+    own = {"scan_layers": True, "remat": "block", "param_dtype": "float32", "dtype": "float32"}
+    assert config_lib.ModelConfig(**config.model) == dataclasses.replace(hf.read_config(folder), **own)
+    assert config.tokenizer == str(folder) and config.env.name == "reverse_text"
+
+
+def test_the_fields_of_the_config_replace_those_that_no_parameter_depends_on():
+    """Also one that a command line sets to the value that it has in configs/base.py."""
+    config = completed(LLAMA, rope_theta=5.0, max_positions=7)
+    assert (config.model.rope_theta, config.model.max_positions) == (5.0, 7)
+    assert completed(LLAMA).model.norm_eps == 1e-5 and completed(LLAMA, "model.norm_eps").model.norm_eps == 1e-6
+    assert completed(LLAMA, "tokenizer").tokenizer == "byte_chatml"
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "words"),
+    [
+        (
+            (),
+            {"num_layers": 9, "rope_theta": 5.0},
+            r"model.num_layers = 9 but .*llama_rope3 has \d+; model.rope_theta = 5.0 ",
+        ),
+        (
+            ("model.model_dim",),
+            {},
+            r"model.model_dim = 128 but .*llama_rope3 has \d+: its parameters do not fit; leave",
+        ),
+        ((), {"num_kv_heads": 3}, "model.num_heads = .* must be a multiple of model.num_kv_heads = 3"),
+    ],
+)
+def test_a_field_that_contradicts_the_checkpoint_is_refused(given, model, words):
+    with pytest.raises(ValueError, match=words) as error:
+        completed(LLAMA, *given, **model)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "init_from: .*config.json does not exist; give a checkpoint folder, with config.json"),
+        (
+            '{"model_type": "mamba"}',
+            "init_from: .*model_type 'mamba' in config.json is not supported; use one of llama, ",
+        ),
+        ("[]", "init_from: .*contains a list, not an object"),
+        ("{", "init_from: .*config.json"),
+    ],
+)
+def test_a_wrong_folder_is_answered_in_one_line(tmp_path, text, words):
+    if text:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=words) as error:
+        completed(tmp_path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="init_from: /nowhere is not a folder; give a checkpoint folder or a hub id"):
+        completed("/nowhere")
+
+
+def test_a_plan_of_a_known_size_needs_no_files():
+    config = tpu_gsm8k.get_config("Qwen/Qwen3-0.6B", "v5e:2x4")
+    assert initial.completed(config, needs_files=False).model.model_dim == 1024
+    with pytest.raises(ValueError, match="init_from: /nowhere is not a folder"):  # no dims of its own
+        completed("/nowhere", needs_files=False)
