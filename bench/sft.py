@@ -43,7 +43,7 @@ def main() -> int:
         sides = {"ours": lambda turn: ours(folder, data, pathlib.Path(scratch) / f"run_{turn}", args.steps, fields)}
         if args.trl:
             command = [args.trl, "bench/sft_peer.py", str(folder), str(data), str(args.steps), str(BATCH)]
-            sides["trl"] = lambda turn: [json.loads(line) for line in _output(command).splitlines() if line[:1] == "{"]
+            sides["trl"] = lambda turn: [json.loads(line) for line in _output(command).splitlines() if line[:2] == '{"']
         found: dict[str, list[list[dict]]] = {side: [] for side in sides}
         for turn in range(args.rounds):
             for side, run in sides.items():
