@@ -29,7 +29,8 @@ def test_there_are_two_commands_of_one_line():
         for name in re.findall(r"-r (\S+)", install):
             assert (ROOT / name).exists()
     assert tests.split(" && ")[-1] == "python -m pytest"
-    assert (ROOT / ".ci" / "run").read_text().count("\npython -m pytest") == 1  # failed tests once more on the same line
+    # Failed tests run once more, by the same line.
+    assert (ROOT / ".ci" / "run").read_text().count("\npython -m pytest") == 1
 
 
 def quickstart(workdir: pathlib.Path) -> list[str]:
