@@ -7,14 +7,17 @@ that depend on the size of the model are the quickstart's: learning rates of 3e-
 batch is 256 rollouts instead of 4096. configs/intellect2.py has its model. Hardware: 2 CPU cores, as the quickstart.
 """
 
+import difflib
+
 from configs import quickstart
 
 
 def get_config(name: str = "intellect2"):
     """Returns the config of the recipe `name`."""
     if name not in RECIPES:
+        near = "".join(f" (did you mean {near}?)" for near in difflib.get_close_matches(name, RECIPES, 1))
         remedy = f"write --config=configs/recipes.py:NAME with one of {', '.join(RECIPES)}"
-        raise ValueError(f"recipe {name!r} does not exist; {remedy}")
+        raise ValueError(f"recipe {name!r} does not exist{near}; {remedy}")
     c = quickstart.get_config()
     c.rl.prompts_per_step = 16  # of INTELLECT-2 and -3: 256
     RECIPES[name](c)

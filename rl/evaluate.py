@@ -166,7 +166,11 @@ def open_checkpoint() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int
     if the checkpoint does not exist.
     """
     exp = sizes.resolve(flags.FLAGS.config)
-    mesh = layout.learner_mesh(exp.config)
+    try:
+        mesh = layout.learner_mesh(exp.config)
+    except ValueError as error:
+        text = "this command runs on one host, whose mesh may differ from the run's"
+        raise ValueError(f"{error}; {text}, as by --config.mesh.fsdp=-1 --config.mesh.tensor=1") from None
     root = pathlib.Path(flags.FLAGS.workdir).absolute()
     directory = root / ("checkpoints" if checkpoint.complete_steps(root / "checkpoints") else "warmup")
     if not checkpoint.complete_steps(directory):  # checked first: the lock creates a file

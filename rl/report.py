@@ -166,8 +166,12 @@ def _median(records, name):
 def _score_figure(evaluations):
     names = list(evaluations[-1]["scores"])[:3] if evaluations else []  # there are three colors
     series = {name: [(item["step"], item["scores"].get(name, math.nan)) for item in evaluations] for name in names}
-    bars = {item["step"]: _error(item, item["scores"].get(names[0], math.nan)) for item in evaluations}
-    note = "bars: 95 %" if any(bars.values()) else ""
+    for name in [name for name in names[1:] if series[name] == series[names[0]]]:  # pass@1 of rewards 0 and 1 is avg@1
+        del series[name]
+    scores = [(item, item["scores"][names[0]]) for item in evaluations if names and names[0] in item["scores"]]
+    errors = [(item["step"], score, _error(item, score)) for item, score in scores]
+    bars = {step: (max(score - error, 0.0), min(score + error, 1.0)) for step, score, error in errors if error}
+    note = "bars: 95 %" if bars else ""
     return _figure(Curve("Held-out score", note, {"": "evaluations.json"}), series, bars)
 
 
@@ -181,7 +185,7 @@ def _curve_figure(curve, records):
 
 
 def _figure(curve, series, bars):
-    """Returns the template's data of a figure. `bars` maps x to half of an error bar of the first series."""
+    """Returns the template's data of a figure. `bars` maps x to the ends of an error bar of the first series."""
     notes, lines = [curve.note] * bool(curve.note), {}
     for label, points in series.items():
         good = [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not curve.log)]
@@ -200,7 +204,7 @@ def _figure(curve, series, bars):
 def _scale(curve, lines, bars):
     """Returns the axes of a drawing: ticks as (value, label), and the functions X and Y from values to coordinates."""
     xs, ys = [x for line in lines for x, _ in line], [y for line in lines for _, y in line] + [0.0] * curve.zero
-    ys += [y + sign * bars.get(x, 0.0) for x, y in lines[0] for sign in (-1, 1)]
+    ys += [y for x, _ in lines[0] for y in bars.get(x, ())]
     x_lo, x_hi, y_ticks = min(xs), max(xs), _ticks(min(ys), max(ys), 5, whole=curve.log)
     left, right, top, bottom = 56, 464, 10, 190
     x_scale, y_scale = (right - left) / (x_hi - x_lo or 1), (bottom - top) / (y_ticks[-1] - y_ticks[0])
@@ -223,6 +227,7 @@ def _moving_mean(line):
 
 def _ticks(lo, hi, num, *, whole=False):
     """Returns about `num` round numbers, at least two, that enclose lo and hi; integers if `whole`."""
+    hi = hi if hi > lo or hi else 1.0  # a metric that is always 0
     rough = max((hi - lo) / num, abs(hi) * 1e-9, 1e-12)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)

@@ -343,7 +343,7 @@ def _metrics_served(address: str, writer: metrics.MetricsWriter, orchestrator) -
 def _metrics(learned: dict[str, float], batch, times: dict[str, float]) -> dict[str, float]:
     """Returns all metrics of a step: of the train step (`learned`), its batch and the clock, and those derived from them."""
     per_s = batch.metrics["rollout/num_tokens"] / times["time/step_s"]
-    values = learned | batch.metrics | times | {"time/tokens_per_s": per_s}
+    values = diagnostics.of_trained_tokens(learned) | batch.metrics | times | {"time/tokens_per_s": per_s}
     return values | diagnostics.derived(values)
 
 

@@ -76,7 +76,7 @@ class Checkpointer:
             return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def score(self, step: int, value: float) -> None:
-        """Records the score of a saved step. The step with the highest score (the first of equals) is never deleted.
+        """Records the score of a saved step. The step with the highest score (the latest of equals) is never deleted.
 
         A score that comes after the deletion of its step is not recorded.
         """
@@ -84,7 +84,8 @@ class Checkpointer:
         if step not in steps and step < max(steps, default=0):
             return
         best = _best(self._directory)
-        if best is None or value > best["score"] or best["step"] not in (*complete_steps(self._directory), step):
+        is_kept = best is not None and best["step"] in (*complete_steps(self._directory), step)
+        if best is None or not is_kept or (value, step) > (best["score"], best["step"]):
             atomic_file.write(
                 self._directory / "best.json", json.dumps({"step": step, "score": value}).encode() + b"\n"
             )

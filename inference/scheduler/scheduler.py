@@ -105,8 +105,8 @@ class Scheduler:
         self.is_paused = False
         # While released: since when, and the state of running sequences, if there are any.
         self._released: tuple[float, cpu_sub_batches.State | None] | None = None
-        self.stats: dict[str, float] = dict.fromkeys(_STATS.split(), 0)  # never a new key: other threads copy it
-        self.request_s = role_metrics.latency("vllm:e2e_request_latency", "Seconds per request, with all its samples.")
+        self.stats: dict[str, float] = {}  # never a new key: other threads copy it
+        self._set_counts_to_0()
         self.prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
         self._waiting = prefill_queue.PrefillQueue(engine, self.prefixes, self.stats)
         self._waiting.set_weights(params, version)
@@ -165,6 +165,10 @@ class Scheduler:
     def reclaim(self) -> concurrent.futures.Future:
         """Continues decoding after `release`, bit for bit as without it. Returns a future that is set once the memory is taken."""
         return self._send(self._reclaim)
+
+    def forget_counts(self) -> concurrent.futures.Future:
+        """Sets the metrics of requests back to 0, as after a warm-up. Returns a future that is set once this is done."""
+        return self._send(self._set_counts_to_0)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Rejects new requests, waits up to `drain_s` seconds for pending ones, fails the rest, and blocks until the thread has ended."""
@@ -312,6 +316,10 @@ class Scheduler:
                 self.stats["weight_updates"] += 1
                 update.future.set_result(update.version)
         self._updates.clear()
+
+    def _set_counts_to_0(self) -> None:
+        self.stats.update(dict.fromkeys(_STATS.split(), 0))
+        self.request_s = role_metrics.latency("vllm:e2e_request_latency", "Seconds per request, with all its samples.")
 
     def _set_paused(self, is_paused: bool, clear_prefixes: bool) -> None:
         self.is_paused = is_paused

@@ -364,6 +364,7 @@ def _run(
     scheduler = scheduler_lib.Scheduler(engine, params, version, state=state, **options)
     for request in warmup.requests(config, every_length=every_length):
         scheduler.submit(request).result()
+    scheduler.forget_counts().result()
     return InferenceServer(None, scheduler, engine, store)
 
 

@@ -17,7 +17,8 @@ A loss that names one of these arguments gets it from the learner, too:
   sampler_logp_BT    log mu(token) as the sampler reported it, also where `behavior_logp_BT` was recomputed
 
 Every loss is a sum over tokens divided by a global count, and every metric one divided by `denom`: micro-batches add up exactly.
-A user's own loss is any function of this signature; `ratio_loss` makes such functions from formulas per token.
+A user's own loss is any function of this signature (`objective.check_own` checks it); `ratio_loss` makes such functions from
+formulas per token.
 
 Letters: B rows, T tokens. r = exp(logp - behavior_logp), A = advantage, sg = stop-gradient, |o| = trained tokens of a stream.
 r is at most e^20 (`importance.MAX_LOG_RATIO`); a token above has no gradient.

@@ -9,12 +9,12 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import importlib.util
 import inspect
 import json
 import logging
 import os
 import pathlib
-import runpy
 import signal
 import sys
 import traceback
@@ -32,6 +32,7 @@ from models.text import tokenizer as tokenizer_lib
 from rl.algorithms import losses
 from rl.batch import credit as credit_lib
 from rl.batch import packing, router_replay
+from rl.experiment import base_fields
 from rl.experiment import flags as command_line
 from rl.experiment import rules as config_rules
 from rl.learner import lora as lora_lib
@@ -193,7 +194,8 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         ("trust.pin_versions", config.trust.pin_versions, ("strangers", "all", "none")),
     ):
         if value not in table:
-            raise ValueError(f"{name} = {value!r} is unknown; choose one of {', '.join(x or repr(x) for x in table)}")
+            choices = ", ".join(x or repr(x) for x in table)
+            raise ValueError(f"{name} = {value!r} is unknown{cli.hint(value, table)}; choose one of {choices}")
     config_rules.check_ranges(config)
     optimizer = optimizers.OptimizerConfig(**config.optimizer)
     for message in config_rules.contradictions(config):
@@ -203,6 +205,8 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     except ValueError as error:  # begins with the field
         raise ValueError(f"objective.{error}") from None
     loss_options = config.loss_options[rl.loss].to_dict()
+    if not isinstance(loss, str):
+        objective_lib.check_own(loss, loss_options)
     if rl.loss == "dr_grpo" and not loss_options["length"]:
         loss_options["length"] = float(config.sampling.max_tokens)
     sizes = config.inference.to_dict()
@@ -241,9 +245,11 @@ def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_di
     if unknown := sorted(set(options) - set(taken)):
         own = function.__name__
         found = f"your loss function {own} has no keyword argument {unknown[0]!r}, but loss_options.{name} sets it"
-        remedy = f"set c.rl.loss = {own!r} and c.loss_options.{own} = dict(its own options)"
+        remedy = f"set c.rl.loss = {own!r}, and c.loss_options.{own} = dict(its own options) if it has any"
         raise ValueError(f"{found}. In the config file, {remedy}")
     config = config.copy_and_resolve_references()
+    if name == function.__name__ and name not in config.loss_options:
+        config.loss_options[name] = config_dict.ConfigDict()
     digest = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     with config.ignore_type():
         config.rl.loss_function = f"{function.__name__} {digest}"
@@ -258,7 +264,9 @@ def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
     count = f"{len(changed)} of {len(found)} config fields differ from configs/base.py"
     lines = [f"{count} (all are in {workdir / 'config.json'}):"]
     lines += [f"  {name:<{width}} = {value!r} (was {defaults.get(name)!r})" for name, value in changed.items()]
-    lines += [f"metrics: {workdir / 'metrics.jsonl'}, or tensorboard --logdir {workdir / 'tensorboard'}"]
+    has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+    install = "" if has_tensorboard else "pip install tensorboard; "
+    lines += [f"metrics: {workdir / 'metrics.jsonl'}, or {install}tensorboard --logdir {workdir / 'tensorboard'}"]
     return "\n".join([*lines, f"logs of the child processes: {workdir / 'logs'}"])
 
 
@@ -284,7 +292,7 @@ def with_new_fields(saved: dict) -> dict:
 
 
 def _defaults() -> dict:
-    return json.loads(runpy.run_path(str(ROOT / "configs" / "base.py"))["get_config"]().to_json())
+    return json.loads(base_fields.config().to_json())
 
 
 def flat(tree: dict) -> dict:

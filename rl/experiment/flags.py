@@ -3,16 +3,18 @@
 A config file is a program of the user, which may fail in any way; the line gives the place in it.
 """
 
+import pathlib
 import re
 import sys
 import traceback
 
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import config_dict, config_flags
 
-from rl.experiment import rules
+from rl.experiment import base_fields, rules
+from sharding.system import cli
 
-CONFIG_HELP = "the experiment, a file of configs/; --config.FIELD=VALUE sets a field (configs/base.py has all of them)"
+CONFIG_HELP = "the experiment, a file of configs/; --config.FIELD=VALUE sets a field; all fields are listed below"
 WORKDIR_HELP = "directory of the run: checkpoints, weights, rollouts, metrics, report"
 
 
@@ -33,9 +35,10 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
         rest = values(argv)
         _ = values.config.seed  # ml_collections reports a file that it could not load only when a field is read
     except SystemExit:  # of absl after --help, with the exit code of a mistake
+        print(f"\nfields of the config, with their defaults in configs/base.py:\n{base_fields.listing()}")
         raise SystemExit(0) from None
     except Exception as error:
-        raise ValueError(_explained(error)) from error
+        raise ValueError(_explained(error, argv, values["config"].parser)) from error  # pyright: ignore[reportArgumentType]
     rules.check_overrides(values.config, given(values))
     return rest
 
@@ -45,36 +48,48 @@ def given(values: flags.FlagValues = flags.FLAGS) -> list[str]:
     return list(config_flags.get_override_values(values["config"]))
 
 
-def _explained(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"config file {error.filename} does not exist; choose one of configs/"
+def _explained(error: Exception, argv: list[str], parser: flags.ArgumentParser) -> str:
+    """Returns one line on an error of the flags `argv`; `parser` reads a config file."""
     if isinstance(error, SyntaxError):
         return f"the config file has a syntax error: {error.filename}, line {error.lineno}: {error.msg}; correct it"
+    if isinstance(error, FileNotFoundError):
+        return _no_file(str(error.filename))
     if isinstance(error, OSError):  # of ml_collections, around that of the file
-        return f"the config file cannot be read: {str(error).rpartition('] ')[2]}; choose one of configs/"
+        reason, _, file = str(error).rpartition("] ")[2].partition(": ")
+        return _no_file(file.strip("'")) if file else f"the config file cannot be read: {reason}; choose another"
     cause = error.args[0] if error.args else error
-    if isinstance(cause, KeyError):  # the field, and on a second line "Did you mean ...?"
+    if isinstance(cause, KeyError):  # the field, and on a second line the most similar one of its section
         cause = cause.args[0]
     text, trace = str(cause).strip(), "".join(traceback.format_exception(error))
     if missing := re.findall(r"Flag --(\w+) must have a value other than None", text):
         return f"{' and '.join(f'--{name}' for name in missing)} must be given; --help lists the flags"
     if unknown := re.match(r'Key "(\w+)" does not exist and cannot be added', text):  # in a config file
-        hint = re.search(r"Did you mean.*", text)
-        return f"{_place(trace)}: {_no_field(unknown[1], hint[0] if hint else '')}"
+        return f"{_place(trace)}: {_no_field(unknown[1], base_fields.config())}"
     if isinstance(cause, AttributeError | str) and "has no attribute 'get_config" in text:
         return "the config file does not define get_config(), which returns the config; copy configs/quickstart.py"
     if "Traceback (most recent call last)" in text:  # of get_config, as ml_collections quotes it
         return _in_config_file(text)
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError, flags.Error)):
         return _in_config_file(trace)
-    field, _, hint = text.partition("\n")
     if isinstance(error, (AttributeError, KeyError)):
-        return _no_field(field.strip("'\""), hint)
+        config = parser.parse(re.search(r"--?config[= ](\S+)", " ".join(argv))[1])  # pyright: ignore[reportOptionalSubscript]
+        known = base_fields.names(config)
+        for path in re.findall(r"--?(?:no)?config\.([\w.]+)", " ".join(argv)):
+            starts = (path[: match.start()] for match in re.finditer(r"\.|$", path))
+            if unknown := next((start for start in starts if start not in known), None):
+                return _no_field(unknown, config)
     return text.replace("\n", " ")
 
 
-def _no_field(name: str, hint: str) -> str:
-    return f"the config has no field {name!r}; {hint or 'configs/base.py lists all fields'}"
+def _no_field(name: str, config: config_dict.ConfigDict) -> str:
+    near = cli.hint(name, base_fields.names(config))
+    return f"the config has no field {name!r}{near}; --help lists all fields"
+
+
+def _no_file(name: str) -> str:
+    folder, known = pathlib.Path(name).parent, pathlib.Path(name).parent.glob("*.py")
+    near = cli.hint(pathlib.Path(name).stem, [file.stem for file in known if not file.stem.startswith("_")])
+    return f"config file {name} does not exist{near}; choose one of {folder if folder.is_dir() else 'configs'}/"
 
 
 def _in_config_file(trace: str) -> str:

@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 
@@ -185,6 +186,29 @@ def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
     if missing := [n for n, p in own.items() if p.default is p.empty and n not in options]:
         raise ValueError(f"loss {name!r} needs the option {missing[0]!r}; set config.loss_options.{name}.{missing[0]}")
     return PolicyLoss(function, tuple(sorted(options.items())), tuple(n for n in known if n in _EXTRAS))
+
+
+def check_own(function: Callable, options: Mapping[str, float]) -> None:
+    """Raises ValueError unless a user's loss function takes the arguments of a loss, and returns (loss, metrics).
+
+    Traces the function on two rows of eight tokens; an error inside it is raised as it is.
+    """
+    loss, name = bind(function, options), function.__name__
+    float_BT, count = jax.ShapeDtypeStruct((2, 8), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    arrays = {"stream_ids_BT": jax.ShapeDtypeStruct((2, 8), jnp.int32), "sampler_logp_BT": float_BT}
+    extras = {extra: arrays.get(extra, count) for extra in loss.extras}
+    rule = "(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom, OPTIONS) -> (loss, metrics)"
+    remedy = f"write it as {name}{rule}; rl/algorithms/losses.py explains the arguments"
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*[None] * 4, **extras, **options)
+    except TypeError as error:
+        found = f"your loss function {name} cannot be called with the four arrays of a loss: {error}"
+        raise ValueError(f"{found}; {remedy}") from None
+    result = jax.eval_shape(functools.partial(function, **options), *[float_BT] * 4, **extras)
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+    if not (is_pair and all(x.shape == () for x in jax.tree.leaves(result)) and all("/" in key for key in result[1])):
+        found = f"your loss function {name} returns {result}, not a scalar and a dict of scalars such as 'loss/NAME'"
+        raise ValueError(f"{found}; {remedy}")
 
 
 def count(micro_batches: MicroBatches, first, stride) -> Counts:

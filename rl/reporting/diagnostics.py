@@ -40,6 +40,17 @@ def derived(values: dict[str, float]) -> dict[str, float]:
     }
 
 
+def of_trained_tokens(values: dict[str, float]) -> dict[str, float]:
+    """Returns the metrics of a train step without means over its trained tokens if it trained none: they are unknown, not 0."""
+    if values["loss/num_tokens"]:
+        return values
+    return {name: value for name, value in values.items() if not name.startswith("loss/") or name in _OF_STEPS}
+
+
+_OF_STEPS = ["loss/total", "loss/num_tokens", "loss/skipped", "loss/grad_norm", "loss/ce", "loss/ref_kl"]
+_OF_STEPS += ["loss/router_balance", "loss/optimizer_steps", "loss/optimizer_steps_missing"]
+
+
 def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict[str, float]:
     """Returns metrics of a batch's groups of rollouts: rewards, lengths, and lag. `step` is the train step that uses the batch.
 

@@ -195,6 +195,8 @@ class Relay:
                 body = json.dumps(listing).encode()
         elif path == f"/{head_lib.NAME}":
             body = self.store.head
+        elif path == "/":
+            body = b"a relay of policy versions; its routes are /versions, /health, and /metrics\n"
         elif path == "/metrics":
             body = self._metrics().encode()
         elif path == "/health":

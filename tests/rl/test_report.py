@@ -87,6 +87,16 @@ def test_the_headline_does_not_exaggerate(tmp_path, before, after, words):
     assert _parse(_draw(tmp_path)).text("h1") == f"Held-out avg@1 {words}"
 
 
+def test_the_axis_of_scores_ends_at_1_and_has_a_line_once(tmp_path):
+    scores = ({"avg@1": score, "pass@1": score, "num_tasks": 200} for score in (0.185, 1.0))
+    evaluations = [{"step": step, "scores": one, "samples": []} for step, one in enumerate(scores)]
+    (tmp_path / "evaluations.json").write_text(json.dumps(evaluations))
+    figure = report._score_figure(report._evaluations(tmp_path / "evaluations.json"))
+    assert [y for y, _ in figure["y_ticks"]] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    low, high = figure["bars"][1]
+    assert 0.97 < low < 1.0 == high and [*figure["lines"]] == ["avg@1"]
+
+
 def test_two_right_out_of_two_is_not_certain():
     assert report._error({"num_tasks": 2}, 1.0) > 0.3
 
@@ -100,7 +110,12 @@ def test_long_runs_are_binned(tmp_path):
 
 @pytest.mark.parametrize(
     "lo, hi, ticks",
-    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (0, 0, None), (5, 5, None), (-0.025, 0.008, [-0.03, -0.02, -0.01, 0, 0.01])],
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0, 0, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (5, 5, None),
+        (-0.025, 0.008, [-0.03, -0.02, -0.01, 0, 0.01]),
+    ],
 )
 def test_ticks_enclose(lo, hi, ticks):
     got = report._ticks(lo, hi, 5)

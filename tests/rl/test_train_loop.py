@@ -147,14 +147,15 @@ def test_the_learner_waits_for_its_evaluations_only_at_the_end(run_main, tmp_pat
     assert [
         line["step"] for line in metrics.read(tmp_path / "w" / "metrics.jsonl") if line["phase"] == "evaluation"
     ] == [0, 2]
-    assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 0
+    assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2  # the latest of equals
 
 
 def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
     """The head is in each manifest and checkpoint: a rollback of the whole file lacks it. A longer ledger is fine."""
 
     def own_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
-        shutil.copy(path, tmp_path / "older.db")  # of the last step, before its version and its checkpoint
+        if path.exists():  # not when the config is resolved
+            shutil.copy(path, tmp_path / "older.db")  # of the last step, before its version and its checkpoint
         return plain_loss(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, denom=denom)
 
     path = tmp_path / "w" / "ledger.db"

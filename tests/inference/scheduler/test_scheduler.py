@@ -100,6 +100,8 @@ def test_samples_share_a_prefill_and_count_their_seeds_up(start, alone):
     assert len({tuple(sample.tokens) for sample in samples}) == 5
     assert scheduler.stats["prefill_calls"] == 1 and scheduler.stats["prompt_tokens"] == 5
     assert scheduler.stats["samples"] == 5 and scheduler.stats["tokens"] == 5 * 24
+    scheduler.forget_counts().result(WAIT_S)
+    assert not any(scheduler.stats.values())
 
 
 def test_where_a_completion_ends(alone):

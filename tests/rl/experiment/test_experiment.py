@@ -1,5 +1,6 @@
 """The first steps of every command: mistakes of the user end in one line, and claim no working directory."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -11,8 +12,8 @@ import sys
 import pytest
 from absl import flags
 
-from configs import quickstart
-from rl.experiment import experiment, rules
+from configs import base, quickstart
+from rl.experiment import base_fields, experiment, rules
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
 from rl.plan import sizes
@@ -22,10 +23,8 @@ from sharding.multihost import failure
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 MISTAKES = {
-    "field": ("quickstart", ["--config.rl.num_stepz=3"], "no field 'num_stepz'; Did you mean \"num_steps\"", 2),
-    "section": ("quickstart", ["--config.modell.x=3"], "no field 'modell'; Did you mean \"model\"", 2),
+    "field": ("quickstart", ["--config.rl.num_stepz=3"], "no field 'rl.num_stepz' (did you mean rl.num_steps?)", 2),
     "type": ("quickstart", ["--config.rl.num_steps=abc"], "--config.rl.num_steps=abc: invalid literal for int()", 2),
-    "file": ("nope", [], "the config file cannot be read: No such file or directory: 'configs/nope.py'", 2),
     "argument": ("quickstart", ["--config.seed=1", "extra"], "argument 'extra' is not a flag", 1),
     "mesh": ("quickstart", ["--config.mesh.fsdp=7"], "fsdp=7 x expert=1 x context=1 x tensor=1 does not fit", 1),
     "rows": ("quickstart", ["--config.mesh.fsdp=8", "--config.train.rows=3"], "train.rows = 3 does not divide", 1),
@@ -48,6 +47,13 @@ def test_a_mistake_ends_in_one_line_and_leaves_nothing(tmp_path):
         assert process.returncode == code, (name, errors)
         assert errors.startswith("error: ") and errors.count("\n") == 1 and message in errors, (name, errors)
     assert not (tmp_path / "w").exists()
+
+
+def test_a_python_without_jax_is_one_line():
+    command = [sys.executable, "-S", "-m", "rl.train"]  # without site-packages
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert "has no module 'jax'; activate the environment of the installation, or pip install" in result.stderr
 
 
 def test_leftovers_of_a_config_file_and_neutral_values_are_no_mistakes(tmp_path):
@@ -88,7 +94,7 @@ CONFIG_FILES = {
     "no_function": ("x = 1\n", "does not define get_config"),
     "mistyped": (
         "from configs import quickstart\n\n\ndef get_config():\n    c = quickstart.get_config()\n    c.rl.num_stepz = 3\n",
-        "mistyped.py, line 6: the config has no field 'num_stepz'; Did you mean \"num_steps\"",
+        r"mistyped.py, line 6: the config has no field 'num_stepz' \(did you mean rl.num_steps or warmup.num_steps\?\)",
     ),
     "no_module": ("import nonesuch\n", "no_module.py, line 1: No module named 'nonesuch'"),
     "raises": ("def get_config():\n    raise ValueError('no such size')\n", "raises.py, line 2: no such size"),
@@ -102,6 +108,40 @@ def test_a_config_file_that_fails_is_told_in_one_line_with_its_place(tmp_path, n
     with pytest.raises(ValueError, match=words) as error:
         parsed(f"--config={tmp_path / name}.py", "--workdir=w")
     assert "\n" not in str(error.value) and "Traceback" not in str(error.value)
+
+
+NEAREST = {
+    "configs/quickstrat.py": "configs/quickstrat.py does not exist (did you mean quickstart?); choose one of configs/",
+    "configs/recipes.py:intelect2": "recipe 'intelect2' does not exist (did you mean intellect2?)",
+    "modell.x=3": "'modell' (did you mean model?)",
+    "num_steps=3": "'num_steps' (did you mean rl.num_steps or warmup.num_steps?)",
+    "optimizer.lr=1": "'optimizer.lr' (did you mean optimizer.learning_rate?)",
+    "env.options.lenght=3": "'env.options.lenght' (did you mean env.options.min_length?)",
+    "rl.num_steps.x=3": "no field 'rl.num_steps.x'",
+    "nonsense=3": "no field 'nonsense'; --help lists all fields",
+}
+
+
+@pytest.mark.parametrize("wrong", NEAREST)
+def test_a_wrong_name_is_answered_with_its_path_and_the_nearest(wrong):
+    with pytest.raises(ValueError, match=re.escape(NEAREST[wrong])):
+        parsed(f"--config={wrong}", "--workdir=w") if "configs" in wrong else quickstart_with(wrong)
+
+
+def test_help_lists_every_field_with_its_default_and_comment():
+    lines = [line.strip() for line in base_fields.listing().splitlines() if " = " in line and line[2] != "#"]
+    shown = dict(line.partition("  #")[0].split(" = ", 1) for line in lines)
+    defaults = experiment.flat(base.get_config().to_dict()) | {"env.options": {}, "evaluation.sets": {}}
+    assert {name: shown.pop(name) for name in defaults} == {name: repr(value) for name, value in defaults.items()}
+    assert shown == {"loss_options.cross_entropy": "{}"}
+    for line in (  # alone; of two fields; of a value in parentheses; above a field
+        "rl.prompts_per_step = 32  # P: groups in a batch",
+        "model.attention_softcap = 0.0  # 0: head_dim ** -0.5, and no cap",
+        'rl.average = \'tokens\'  # or "samples", "prompts"',
+    ):
+        assert any(found.startswith(line) for found in lines), line
+    assert "  # 0: those samples are worth 0" not in base_fields.listing().splitlines()
+    assert "  # Multi-head latent attention, if kv_latent_dim is above 0.\n  model.kv" in base_fields.listing()
 
 
 def test_a_config_file_may_add_options_of_its_environment_and_its_loss(tmp_path):
@@ -132,6 +172,14 @@ def test_an_option_that_nothing_reads_is_refused(override, words):
         quickstart_with(override)
 
 
+@pytest.mark.parametrize(
+    ("found", "words"), [(None, "or pip install tensorboard; tensorboard --"), (1, "or tensorboard --")]
+)
+def test_a_command_that_is_not_installed_is_named_with_its_installation(monkeypatch, found, words):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    assert words in experiment.describe(resolved(), pathlib.Path("w"))
+
+
 def test_an_option_that_is_read_is_not_refused():
     config = quickstart_with(
         "lora.rank=2", "lora.alpha=8.0", "loss_options.two_sided_clip.delta=3.0", "optimizer.beta1=0.8"
@@ -150,7 +198,7 @@ def resolved(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rl__loss": "ppo2"}, "rl.loss = 'ppo2' is unknown; choose one of "),
+        ({"rl__loss": "gropo"}, r"rl.loss = 'gropo' is unknown \(did you mean grpo\?\); choose one of "),
         ({"rl__samples_per_prompt": 0}, "rl.samples_per_prompt = 0 must be at least 1"),
         ({"trust__min_rate": 0.0}, r"trust.min_rate = 0.0 must be in \(0, 1\]"),
         ({"trust__validators": ("http://v:1",)}, "trust.validators contains 'http://v:1'; write http://HOST:PORT#KEY"),

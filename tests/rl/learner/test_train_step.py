@@ -335,6 +335,9 @@ def test_a_config_file_may_bring_its_own_loss():
         assert exp.loss is function and exp.loss_options == {"scale": 2.0}
         saved.append(json.loads(exp.config.to_json())["rl"]["loss_function"])
     assert saved[0] == saved[2] != saved[1] and saved[0].startswith("reinforce ")
+    config = quickstart.get_config()
+    config.rl.loss, config.rl.loss_function = "plain", losses_of_users()["plain"]
+    assert experiment.resolve(config).loss_options == {}  # and no loss_options.plain is needed
     config.rl.loss = "reinforced"
     with pytest.raises(ValueError, match="rl.loss = 'reinforced' is unknown"):
         experiment.resolve(config)
@@ -344,6 +347,49 @@ def test_a_config_file_may_bring_its_own_loss():
         experiment.resolve(config)
     plain = experiment.resolve(quickstart.get_config())
     assert plain.loss == "two_sided_clip" and plain.loss_options["delta"] == 4.0
+
+
+def losses_of_users():
+    def plain(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, denom):
+        return -(logp_BT * advantage_BT * mask_BT).sum() / denom, {}
+
+    def two(logp_BT, advantage_BT):
+        return 0.0, {}
+
+    def no_star(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, denom):
+        return plain(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, denom=denom)
+
+    def bare(logp_BT, behavior_logp_BT, advantage_BT, mask_BT):
+        return logp_BT.sum()
+
+    def per_token(logp_BT, behavior_logp_BT, advantage_BT, mask_BT):
+        return logp_BT, {}
+
+    def no_area(logp_BT, behavior_logp_BT, advantage_BT, mask_BT, *, stream_ids_BT, num_streams):
+        return logp_BT.sum(), {"streams": num_streams + stream_ids_BT.sum()}
+
+    return {function.__name__: function for function in (plain, two, no_star, bare, per_token, no_area)}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("two", "too many positional arguments"),
+        ("no_star", "missing a required argument: 'denom'"),
+        ("bare", r"returns ShapeDtypeStruct\(shape=\(\)"),
+        ("per_token", r"returns \(ShapeDtypeStruct\(shape=\(2, 8\)"),
+        ("no_area", r"returns .*'streams'.*not a scalar and a dict of scalars such as 'loss/NAME'"),
+    ],
+)
+def test_a_loss_with_a_wrong_signature_is_reported_with_the_config(name, words):
+    """An hour later, it would be a traceback of jax."""
+    config = quickstart.get_config()
+    config.rl.loss, config.rl.loss_function = name, losses_of_users()[name]
+    with pytest.raises(
+        ValueError, match=f"your loss function {name} .*{words}.*; write it as {name}\\(logp_BT, "
+    ) as error:
+        experiment.resolve(config)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

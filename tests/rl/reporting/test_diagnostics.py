@@ -49,6 +49,16 @@ def test_module_norms_are_over_all_layers():
     assert train_step.module_norms({"layers": {"000": {"attn": {"q": {"a": jnp.ones(4)}}}}}) == {"grad_norm/attn": 2.0}
 
 
+def test_a_step_that_trains_nothing_has_no_entropy():
+    """Its zeros would be points of the curves, as if the entropy had collapsed."""
+    step = HEALTHY | {"loss/num_tokens": 0.0, "loss/total": 0.0, "loss/own": 0.0, "grad_norm/attn": 0.0}
+    means = {"loss/entropy", "loss/clip_frac", "loss/mismatch_kl", "loss/effective_sample_frac", "loss/own"}
+    assert step.keys() - diagnostics.of_trained_tokens(step).keys() == means
+    trained = step | {"loss/num_tokens": 1.0}
+    assert diagnostics.of_trained_tokens(trained) == trained
+    assert diagnostics.advice([diagnostics.of_trained_tokens(step)] * 12) == ("", None)
+
+
 def test_derived_metrics_equal_loops_over_tokens():
     rng = np.random.default_rng(1)
     r, dropped = np.exp(rng.uniform(-2, 2, 50)), rng.random(50) < 0.3

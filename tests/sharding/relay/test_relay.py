@@ -470,6 +470,7 @@ def test_many_clients_at_the_same_time(pub, tmp_path):
 def test_metrics_and_health(relay):
     get(relay, "/v00000000/tensors/t2/c.0")
     proxy.wait_until(lambda: relay.counters["sent_bytes"] == 300)  # counted once it is sent
+    assert get(relay, "/")[1].startswith(b"a relay of policy versions; its routes are /versions")
     status, body, _ = get(relay, "/metrics")
     text = body.decode()
     assert status == 200
