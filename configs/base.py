@@ -130,7 +130,8 @@ def get_config() -> config_dict.ConfigDict:
     b.router_balance_coef = 0.0  # auxiliary loss that balances the experts (Switch Transformer)
     b.router_balance_rate = 0.0  # step of the routers' correction by load (DeepSeek-V3: 0.001)
 
-    # Low-rank adapters (rl/learner/lora.py): with a rank above 0, RL trains only them. `targets`: ends of parameter names.
+    # Low-rank adapters (rl/learner/lora.py): with a rank above 0, RL trains only them. `targets`: ends of parameter names; q, k
+    # and v stand for all projections of latent attention that make them.
     c.lora = config_dict.ConfigDict(dict(rank=0, alpha=32.0, targets=("q", "k", "v", "o", "gate", "up", "down")))
 
     # The layout of a batch. 0: chosen for the memory of the devices, and printed (rl/plan/sizes.py).

@@ -12,6 +12,7 @@ Letters: B sequences, T query tokens, S keys, H query heads, K key heads, G = H 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -56,6 +57,7 @@ def attend_packed(
     `ModelConfig.attention`. Raises ValueError if it cannot run this layer; "auto" then uses XLA. `attend` explains the others.
     """
     how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
+    k_BTKC, v_BTKV = _over_tensor(k_BTKC), _over_tensor(v_BTKV)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.shape["context"] > 1:
         run = functools.partial(_ring, window=window, scale=how["scale"], softcap=softcap)
@@ -92,6 +94,13 @@ def attend(
     q_BKGTC = _by_key_head(q_BTHC, k_BKSC.shape[1])
     out_BKGTV = _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, C**-0.5 if scale is None else scale, softcap, sinks_H)
     return jnp.moveaxis(out_BKGTV, 3, 1).reshape(B, T, H, v_BKSV.shape[-1])
+
+
+def _over_tensor(x_BTKC: jax.Array) -> jax.Array:
+    """Repeats key heads until the mesh's `tensor` axis divides them: a device with some query heads then has their key heads."""
+    mesh, num_heads = rules.several_devices(), x_BTKC.shape[2]
+    copies = 1 if mesh is None else math.lcm(num_heads, mesh.shape.get("tensor", 1)) // num_heads
+    return x_BTKC if copies == 1 else rules.constrain(jnp.repeat(x_BTKC, copies, 2), "batch", "sequence", "heads", None)
 
 
 def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, window: int = 0) -> jax.Array:

@@ -31,6 +31,9 @@ RULES = {
 # Experts are split over the tensor axis, too, if it divides their number, and their ffn then stays whole: a quarter of an ffn
 # of 1,408 would be 352 columns, not a multiple of a TPU register's 128, and its stack would be laid out anew at every call.
 EXPERTS, EXPERT_FFN = "experts", "expert_ffn"
+MAY_BE_WHOLE = (
+    "kv_heads",
+)  # dims that are not split where a mesh axis does not divide them: models have few key heads
 COPIES = ("layers", "experts")  # dims that count independent parameters
 VECTORS = ("norm", "heads", "kv_heads", "head_dim")  # a parameter with only these dims is a scale or a bias
 
@@ -59,20 +62,17 @@ def is_matrix(spec: ParamSpec) -> bool:
     return len(dims) > 1 and any(axis not in VECTORS for axis in dims)
 
 
-def shardings(specs, mesh: jax.sharding.Mesh, *, or_whole: tuple[str, ...] = ()):
+def shardings(specs, mesh: jax.sharding.Mesh):
     """Returns a tree of `NamedSharding` on `mesh`, one per `ParamSpec` of the tree `specs`.
 
-    Raises ValueError for a dim that is not divisible by its mesh axes, unless `or_whole` has its logical name: such a dim is
-    then not split.
+    Raises ValueError for a dim that is not divisible by its mesh axes, other than those of `MAY_BE_WHOLE`.
     """
 
     def sharding(path, spec):
-        axes = _axes(mesh, spec.shape, spec.logical_axes)
+        axes = dim_axes(mesh, spec.shape, spec.logical_axes)
         for at, (dim, name) in enumerate(zip(spec.shape, spec.logical_axes, strict=True)):
             ways = _num_ways(mesh, axes[at])
-            if dim % ways and name in or_whole:
-                axes[at] = ()
-            elif dim % ways:
+            if dim % ways:
                 raise ValueError(
                     f"parameter {jax.tree_util.keystr(path)} has {name} = {dim}, which is not divisible by the "
                     f"{ways}-way mesh axis {'/'.join(axes[at])}: change config.model or config.mesh"
@@ -84,9 +84,24 @@ def shardings(specs, mesh: jax.sharding.Mesh, *, or_whole: tuple[str, ...] = ())
     return jax.tree_util.tree_map_with_path(sharding, specs, is_leaf=is_spec)
 
 
+def dim_axes(mesh, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Returns the names of the mesh axes that split each dim of a parameter."""
+    axes = [_present(mesh, RULES[name]) for name in logical_axes]
+    for at, (dim, name) in enumerate(zip(shape, logical_axes, strict=True)):
+        if name in MAY_BE_WHOLE and dim % _num_ways(mesh, axes[at]):
+            axes[at] = ()
+    if EXPERTS in logical_axes:
+        at = logical_axes.index(EXPERTS)
+        spread = _present(mesh, (*RULES[EXPERTS], *RULES[EXPERT_FFN]))
+        if shape[at] % _num_ways(mesh, spread) == 0:
+            axes = [() if name == EXPERT_FFN else names for name, names in zip(logical_axes, axes, strict=True)]
+            axes[at] = spread
+    return axes
+
+
 def partition(mesh, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> PartitionSpec:
     """Returns the `PartitionSpec` of one parameter with these logical axes. Does not check that dims are divisible."""
-    return _spec(_axes(mesh, shape, logical_axes))
+    return _spec(dim_axes(mesh, shape, logical_axes))
 
 
 def fitting(mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...]) -> PartitionSpec:
@@ -129,18 +144,6 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, fitting(mesh, x.shape, logical_axes))
-
-
-def _axes(mesh, shape, logical_axes) -> list[tuple[str, ...]]:
-    """Returns the names of the mesh axes that split each dim of a parameter."""
-    axes = [_present(mesh, RULES[name]) for name in logical_axes]
-    if EXPERTS in logical_axes:
-        at = logical_axes.index(EXPERTS)
-        spread = _present(mesh, (*RULES[EXPERTS], *RULES[EXPERT_FFN]))
-        if shape[at] % _num_ways(mesh, spread) == 0:
-            axes = [() if name == EXPERT_FFN else names for name, names in zip(logical_axes, axes, strict=True)]
-            axes[at] = spread
-    return axes
 
 
 def _num_ways(mesh, axes: tuple[str, ...]) -> int:

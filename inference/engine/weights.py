@@ -44,7 +44,7 @@ class Store:
     @property
     def shardings(self) -> transformer.Params:
         """The tree of `NamedSharding` of the weights as stored. Raises ValueError if a dim does not divide over the mesh."""
-        return rules.shardings(self.specs, self.mesh, or_whole=("kv_heads",))
+        return rules.shardings(self.specs, self.mesh)
 
     @property
     def load_shardings(self) -> transformer.Params | None:

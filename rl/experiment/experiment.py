@@ -100,7 +100,11 @@ class Experiment:
         return packing.abstract(dataclasses.replace(layout, streams=(*layout.streams, *scored)), mesh)
 
     def rows(self, mesh: jax.sharding.Mesh) -> int:
-        """Returns the number of rows of a micro-batch. Raises ValueError if it does not divide over the mesh's batch axes."""
+        """Returns the number of rows of a micro-batch. Raises ValueError if they, or their tokens, do not divide over the mesh."""
+        length, parts = self.config.train.row_length, mesh.shape["context"]
+        if length % parts:
+            found = f"train.row_length = {length} does not divide over the {parts} devices of mesh.context"
+            raise ValueError(f"{found}; set it to {length + -length % parts}, or to another multiple of {parts}")
         shards = rules.num_batch_shards(mesh)
         if self.config.train.rows % shards:
             found = f"train.rows = {self.config.train.rows} does not divide over the {shards} batch shards of the mesh"

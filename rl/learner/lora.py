@@ -19,6 +19,8 @@ from rl.learner import optimizers
 from sharding import rules
 
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")
+# The kernels that a target stands for in latent attention (MLA), which has none of its name.
+LATENT = {"q": ("q_down", "q_up"), "k": ("kv_down", "k_rope", "k_up"), "v": ("kv_down", "v_up")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class LoraConfig:
 
     rank: int = 0
     alpha: float = 32.0  # A B is multiplied by alpha / rank
-    targets: tuple[str, ...] = KERNELS  # last part of a parameter's name
+    targets: tuple[str, ...] = KERNELS  # last part of a parameter's name, or a key of LATENT
 
     def __post_init__(self):
         if self.rank < 0:
@@ -45,8 +47,13 @@ def specs(model_specs: dict, config: LoraConfig) -> dict:
     """Returns the `ParamSpec` tree of the adapters: {"a": ..., "b": ...} at each targeted kernel, no other parameters.
 
     A kernel [D, H, C] has a [D, r] and b [r, H, C]; a kernel of experts [E, D, F] has a [E, D, r] and b [E, r, F].
-    Raises ValueError if a name in `config.targets` is not a parameter of the model, or not a matrix.
+    Raises ValueError if a name in `config.targets` is not a parameter of the model, or not a matrix, or if the rank exceeds
+    that of a targeted kernel.
     """
+    names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(model_specs, is_leaf=rules.is_spec)}
+    targets = [
+        kernel for name in config.targets for kernel in ((name,) if name in names else LATENT.get(name, (name,)))
+    ]
     matrices = set()
 
     def adapt(tree, name=""):
@@ -55,13 +62,16 @@ def specs(model_specs: dict, config: LoraConfig) -> dict:
             return {key: child for key, child in adapted.items() if child}
         if rules.is_matrix(tree):
             matrices.add(name)
-        elif name in config.targets:
+        elif name in targets:
             axes = tree.logical_axes
             raise ValueError(f"lora.targets has {name!r}, which is not a matrix: its dims are {axes}; remove it")
-        return _adapter(tree, config.rank) if name in config.targets else {}
+        if name in targets and config.rank > (most := _full_rank(tree)):
+            found = f"lora.rank = {config.rank} exceeds the rank {most} of the kernel {name!r}, of shape {tree.shape}"
+            raise ValueError(f"{found}; lower it, or leave the kernel out of lora.targets")
+        return _adapter(tree, config.rank) if name in targets else {}
 
     adapters = adapt(model_specs)
-    if missing := [name for name in config.targets if name not in matrices]:
+    if missing := [name for name in targets if name not in matrices]:
         choices = ", ".join(sorted(matrices))
         raise ValueError(f"lora.targets has {missing[0]!r}, but the model has no such parameter; choose from {choices}")
     return adapters
@@ -89,6 +99,11 @@ def merge(params: dict, adapters: dict, model_specs: dict, config: LoraConfig) -
         return (tree.astype(jnp.float32) + config.alpha / config.rank * change).astype(tree.dtype)
 
     return add(params, adapters, model_specs)
+
+
+def _full_rank(spec: rules.ParamSpec) -> int:
+    first, split = optimizers.matrix_dims(spec)
+    return min(math.prod(spec.shape[first:split]), math.prod(spec.shape[split:]))
 
 
 def _adapter(spec: rules.ParamSpec, rank: int) -> dict:

@@ -16,7 +16,7 @@ the FLOPs (docs/decisions/training.md).
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -176,27 +176,73 @@ def orthogonalize(x_NRC: jax.Array) -> jax.Array:
     return x_NRC
 
 
+class _Layout(NamedTuple):
+    """The mesh axes that split a stack of matrices [E, N, R, C], of N layers with E experts each; R is the dim split by fsdp."""
+
+    experts: tuple[str, ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
 def _orthogonalize_tree(tree, specs):
-    """Orthogonalizes each matrix of a tree: stacks matrices of one shape and splits each stack over the devices."""
+    """Orthogonalizes each matrix of a tree: stacks matrices of one shape and layout, and splits each stack over the devices."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)  # inside a partition, of some of the parameters
     by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=rules.is_spec))
     done: dict[int, jax.Array] = {}
-    by_shape: dict[tuple, dict[int, jax.Array]] = {}  # {shape: {index of the leaf: its matrices [N, R, C]}}
+    groups: dict[tuple, dict[int, jax.Array]] = {}  # {(E, R, C, layout): {index of the leaf: its stack [E, N, R, C]}}
     for i, (path, x) in enumerate(leaves):
-        first, split = matrix_dims(by_path[path])
-        shape = math.prod(x.shape[first:split]), math.prod(x.shape[split:])
-        by_shape.setdefault(shape, {})[i] = x.reshape(-1, *shape)
-    for shape, members in by_shape.items():
-        stack = _orthogonalize_spread(jnp.concatenate([*members.values()])) * (0.2 * math.sqrt(max(shape)))
-        ends = np.cumsum([len(x_NRC) for x_NRC in members.values()])
-        for i, x_NRC in zip(members, jnp.split(stack, ends[:-1]), strict=True):
-            done[i] = x_NRC.reshape(leaves[i][1].shape)
+        x_ENRC, layout = _as_stack(x, by_path[path])
+        groups.setdefault((x_ENRC.shape[0], *x_ENRC.shape[2:], layout), {})[i] = x_ENRC
+    for (_, *shape, layout), members in groups.items():
+        stack = _orthogonalize_spread(jnp.concatenate([*members.values()], 1), layout) * (0.2 * math.sqrt(max(shape)))
+        ends = np.cumsum([x_ENRC.shape[1] for x_ENRC in members.values()])
+        for i, x_ENRC in zip(members, jnp.split(stack, ends[:-1], 1), strict=True):
+            path, x = leaves[i]
+            x_ENRC = x_ENRC.swapaxes(2, 3) if _is_transposed(by_path[path]) else x_ENRC
+            done[i] = x_ENRC.swapaxes(0, 1).reshape(x.shape)
     return jax.tree.unflatten(structure, [done[i] for i in range(len(leaves))])
 
 
-def _orthogonalize_spread(x_NRC):
-    """Orthogonalizes matrices whose first dim is split over the mesh, padded to a multiple of the number of batch shards."""
-    mesh = jax.sharding.get_abstract_mesh()
-    ways = 1 if mesh.empty else rules.num_batch_shards(mesh)  # pyright: ignore[reportArgumentType]  # reads its shape alone
-    padded_NRC = rules.constrain(jnp.pad(x_NRC, ((0, -len(x_NRC) % ways), (0, 0), (0, 0))), "batch", None, None)
-    return rules.constrain(orthogonalize(padded_NRC), "batch", None, None)[: len(x_NRC)]
+def _as_stack(x: jax.Array, spec: rules.ParamSpec) -> tuple[jax.Array, _Layout]:
+    """Returns the matrices of a parameter as a stack [E, N, R, C], and its layout. Rows are the dim `model`, if there is one."""
+    (first, split), mesh = matrix_dims(spec), rules.several_devices()
+    num_experts = x.shape[first - 1] if rules.EXPERTS in spec.logical_axes else 1
+    shape = -1, num_experts, math.prod(x.shape[first:split]), math.prod(x.shape[split:])
+    axes = [()] * x.ndim if mesh is None else rules.dim_axes(mesh, x.shape, spec.logical_axes)
+    experts = axes[first - 1] if num_experts > 1 else ()
+    rows, columns = axes[first], axes[split]  # of several dims, such as heads and head_dim, only the first is split
+    x_ENRC = x.reshape(shape).swapaxes(0, 1)
+    if _is_transposed(spec):
+        return x_ENRC.swapaxes(2, 3), _Layout(experts, columns, rows)
+    return x_ENRC, _Layout(experts, rows, columns)
+
+
+def _is_transposed(spec: rules.ParamSpec) -> bool:
+    return "model" in spec.logical_axes[matrix_dims(spec)[1] :]
+
+
+def _orthogonalize_spread(x_ENRC, layout: _Layout):
+    """Orthogonalizes matrices, each on one device. From their layout to that and back it is one all-to-all, named step by step.
+
+    Asked for both at the same time, the compiler's partitioner would make the whole stack on every device ("involuntary full
+    rematerialization").
+    """
+    E, N, R, C = x_ENRC.shape
+    if (mesh := rules.several_devices()) is None:
+        return orthogonalize(x_ENRC.reshape(-1, R, C)).reshape(x_ENRC.shape)
+    experts, rows, columns = layout
+    others = tuple(axis for axis in rules.RULES["batch"] if mesh.shape[axis] > 1 and axis not in (*experts, *rows))
+    ways = math.prod(mesh.shape[axis] for axis in (*experts, *rows, *others))
+    x_ENRC = jnp.pad(x_ENRC, ((0, 0), (0, -N % (ways // math.gcd(E, ways))), (0, 0), (0, 0)))
+
+    def place(x, *axes):
+        return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*(names or None for names in axes)))
+
+    steps = (experts, rows, ()), ((*experts, *rows), (), ()), ((*experts, *rows, *others), (), ())
+    x_MRC = place(place(x_ENRC, experts, (), rows, columns), experts, (), rows, ()).reshape(-1, R, C)
+    for axes in steps:
+        x_MRC = place(x_MRC, *axes)
+    x_MRC = orthogonalize(x_MRC)
+    for axes in reversed(steps):
+        x_MRC = place(x_MRC, *axes)
+    return place(place(x_MRC.reshape(x_ENRC.shape), experts, (), rows, ()), experts, (), rows, columns)[:, :N]

@@ -432,8 +432,12 @@ def test_long_rows_hold_no_full_score_matrix(softcap, monkeypatch):
     assert compiled.memory_analysis().temp_size_in_bytes < full / 2
 
 
-def test_ring_attention_equals_one_device():
-    """Keys go round four devices; values and gradients, with a window, sinks and continuations of a shared prompt."""
+@pytest.mark.parametrize("sizes", [{"context": 4, "tensor": 2}, {"context": 2, "tensor": 4}], ids=str)
+def test_ring_attention_equals_one_device(sizes):
+    """Keys go round the devices; values and gradients, with a window, sinks and continuations of a shared prompt.
+
+    There are two key heads: with four tensor shards, two of these read the same one.
+    """
     q, k, v, packing, sinks = draw_attention(64)
     packing = packing._replace(branch_ids=np.random.default_rng(1).integers(0, 3, packing.segment_ids.shape))
     cotangent = np.random.default_rng(2).standard_normal((2, 64, 4, 16)).astype(np.float32)
@@ -446,7 +450,7 @@ def test_ring_attention_equals_one_device():
         return out, pull(cotangent * (packing.segment_ids > 0)[..., None, None])
 
     want = run_attention(q, k, v, packing, sinks)
-    mesh = mesh_lib.create({"context": 4, "tensor": 2})
+    mesh = mesh_lib.create(sizes)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", "context"))
     with jax.set_mesh(mesh):
         got = run_attention(*jax.device_put((q, k, v, packing), rows), sinks)

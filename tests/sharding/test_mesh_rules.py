@@ -184,8 +184,8 @@ def test_abstract_reads_shapes_without_making_arrays():
 
 def test_what_does_not_divide_is_refused_by_its_name():
     with pytest.raises(ValueError) as error:
-        transformer.abstract(CONFIG, mesh_lib.create({"tensor": 8}))  # 4 key heads
-    for word in ("['layers']['000']['attn']['k']", "kv_heads = 4", "8-way", "tensor", "config.model", "config.mesh"):
+        transformer.abstract(dataclasses.replace(CONFIG, num_heads=4), mesh_lib.create({"tensor": 8}))
+    for word in ("['layers']['000']['attn']['o']", "heads = 4", "8-way", "tensor", "config.model", "config.mesh"):
         assert word in str(error.value)
 
 
@@ -233,12 +233,12 @@ def test_a_mesh_in_bad_words(text):
         mesh_lib.parse(text)
 
 
-def test_dims_that_may_stay_whole_where_they_do_not_divide():
-    spec = rules.ParamSpec((8, 6), "float32", ("model", "kv_heads"), None)
+def test_key_heads_stay_whole_where_they_do_not_divide():
+    """A model may have fewer key heads than a mesh has tensor shards; the server and the learner both run it."""
     mesh = mesh_lib.create({"fsdp": 2, "tensor": 4})
-    with pytest.raises(ValueError, match="kv_heads = 6"):
-        rules.shardings({"k": spec}, mesh)
-    assert rules.shardings({"k": spec}, mesh, or_whole=("kv_heads",))["k"].shard_shape((8, 6)) == (4, 6)
+    for heads, shard in ((6, (4, 6)), (8, (4, 2))):
+        spec = rules.ParamSpec((8, heads), "float32", ("model", "kv_heads"), None)
+        assert rules.shardings({"k": spec}, mesh)["k"].shard_shape((8, heads)) == shard
     assert jax.sharding.NamedSharding(mesh, rules.fitting(mesh, (3, 8), ("batch", "heads"))).shard_shape((3, 8)) == (
         3,
         2,

@@ -27,6 +27,12 @@ MISTAKES = {
     "type": ("quickstart", ["--config.rl.num_steps=abc"], "--config.rl.num_steps=abc: invalid literal for int()", 2),
     "argument": ("quickstart", ["--config.seed=1", "extra"], "argument 'extra' is not a flag", 1),
     "mesh": ("quickstart", ["--config.mesh.fsdp=7"], "fsdp=7 x expert=1 x context=1 x tensor=1 does not fit", 1),
+    "context": (
+        "quickstart",
+        ["--config.mesh.fsdp=4", "--config.mesh.context=2", "--config.train.row_length=161"],
+        "train.row_length = 161 does not divide over the 2 devices of mesh.context; set it to 162, or to",
+        1,
+    ),
     "rows": ("quickstart", ["--config.mesh.fsdp=8", "--config.train.rows=3"], "train.rows = 3 does not divide", 1),
 }
 

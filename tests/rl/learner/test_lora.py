@@ -83,6 +83,31 @@ def test_only_targets_are_adapted_and_wrong_ones_are_refused():
         assert all(word in str(error.value) for word in words)
 
 
+def test_the_default_targets_fit_latent_attention():
+    """A target stands for the projections that make it; a name that the model has is that parameter alone."""
+    latent = dict(kv_latent_dim=16, rope_dim=4, head_dim=12, num_heads=4, num_kv_heads=4, qk_norm=False)
+    for q_latent_dim, queries in ((0, {"q"}), (24, {"q_down", "q_up"})):
+        specs = transformer.specs(tiny.model(**latent, q_latent_dim=q_latent_dim))
+        made = lora.specs(specs, CONFIG)["layers"]["000"]
+        assert made["attn"].keys() == queries | {"kv_down", "k_rope", "k_up", "v_up", "o"}
+        assert made["mlp"].keys() == {"gate", "up", "down"}
+    assert made["attn"]["k_up"]["b"].logical_axes == ("rank", "heads", "head_dim")
+
+
+def test_a_rank_above_that_of_a_kernel_is_refused():
+    """The key kernel is 32 x (4 x 8), a router 32 x 4."""
+    lora.specs(SPECS, dataclasses.replace(CONFIG, rank=32))
+    for changes, words in (
+        ({}, "33 exceeds the rank 32 of the kernel"),
+        ({"targets": ("router",)}, "rank 4 of the kernel 'router'"),
+    ):
+        with pytest.raises(
+            ValueError, match="lora.rank = 33 exceeds.*; lower it, or leave the kernel out of lora.targets"
+        ) as error:
+            lora.specs(SPECS, dataclasses.replace(CONFIG, rank=33, **changes))
+        assert words in str(error.value)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -49,6 +49,7 @@ def step_once(batch, config=small.DENSE, sizes=()):
         pytest.param(small.DENSE, small.axes(fsdp=2, tensor=4), 2, 6, marks=pytest.mark.slow),
         (small.DENSE, small.axes(data=2, fsdp=2, tensor=2), 4, 3),
         pytest.param(small.DENSE, small.axes(fsdp=4, context=2), 4, 3, marks=pytest.mark.slow),
+        (small.DENSE, small.axes(tensor=8), 2, 6),  # it has 4 key heads
         pytest.param(small.MOE, small.axes(expert=4, fsdp=2), 8, 2, marks=pytest.mark.slow),
     ],
     ids=lambda x: ("mixture" if x.num_experts else "dense") if isinstance(x, config_lib.ModelConfig) else str(x),
