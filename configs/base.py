@@ -245,6 +245,9 @@ def get_config() -> config_dict.ConfigDict:
     p.coordinator = ""
     p.num_processes = 0  # of the learner; 0: from the environment
     p.process_id = -1  # number of this process, from 0; -1: from the environment
+    # Folder of compiled programs, for child processes and later starts; "auto": $XDG_CACHE_HOME/intellax or ~/.cache/intellax;
+    # "": none.
+    p.compile_cache = "auto"
     p.join_s = 300.0  # seconds that hosts wait for each other at the start
     p.lease_s = 120.0  # seconds without a heartbeat of its worker until a lease expires
     p.heartbeat_s = 5.0  # seconds between two heartbeats of a node

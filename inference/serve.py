@@ -51,7 +51,7 @@ from inference.swarm import membership
 from sharding import broadcast
 from sharding import mesh as mesh_lib
 from sharding.format import head
-from sharding.system import cli, secret_file, sockets, status_line
+from sharding.system import cli, compile_cache, secret_file, sockets, status_line
 
 # Options of the engine with their defaults, which the sizes that a run publishes with its weights replace.
 SIZES = {
@@ -130,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         try:
             _check(args)
+            compile_cache.enable()
             api_key = secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
             listener = control_listener.opened(args.control, args.control_token_file, args.control_hosts)
             control = stack.enter_context(listener)
@@ -156,6 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.watch:
             threading.Thread(target=_watch, args=(server, args.watch), daemon=True).start()
         print(f"serving policy version {server.scheduler.version} on {sockets.address(sock)}", flush=True)
+        print(compile_cache.summary(), flush=True)
         print(f"control routes on {sockets.address(control.sock)}", flush=True)
         if grpc_port:
             print(f"serving JetStream's Decode on {args.host}:{grpc_port}", flush=True)

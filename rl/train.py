@@ -46,7 +46,7 @@ from rl.verification import verifier
 from sharding import broadcast, checkpoint
 from sharding.format import journal
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import role_metrics, secret_file, sockets
+from sharding.system import compile_cache, role_metrics, secret_file, sockets
 
 
 def main() -> None:
@@ -191,6 +191,7 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         if not compiled.done():
             progress.note("compiling the train step")
         compiled.result()
+        progress.say(compile_cache.summary())
         if evaluations and start == 0 and exp.config.init_from:  # the baseline, before the first step
             for version, score in evaluations.finished(wait=True):
                 checkpointer.score(version, score)

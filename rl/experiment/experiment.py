@@ -41,7 +41,7 @@ from rl.learner import optimizers, train_step
 from sharding import rules
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import cli
+from sharding.system import cli, compile_cache
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -127,6 +127,7 @@ def run(main: Callable[[], None], *, needs_workdir: bool = True) -> None:
             raise ValueError(f"argument {argv[1]!r} is not a flag; write --config.FIELD=VALUE")
         if flags.FLAGS.exit_with_parent:
             cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
+        compile_cache.enable(flags.FLAGS.config.topology.compile_cache)
         main()
 
     def parse(argv):

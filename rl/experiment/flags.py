@@ -7,6 +7,7 @@ import pathlib
 import re
 import sys
 import traceback
+from typing import Any
 
 from absl import flags
 from ml_collections import config_dict, config_flags
@@ -72,7 +73,7 @@ def _explained(error: Exception, argv: list[str], parser: flags.ArgumentParser) 
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError, flags.Error)):
         return _in_config_file(trace)
     if isinstance(error, (AttributeError, KeyError)):
-        config = parser.parse(re.search(r"--?config[= ](\S+)", " ".join(argv))[1])  # pyright: ignore[reportOptionalSubscript]
+        config: Any = parser.parse(re.search(r"--?config[= ](\S+)", " ".join(argv))[1])  # pyright: ignore[reportOptionalSubscript]
         known = base_fields.names(config)
         for path in re.findall(r"--?(?:no)?config\.([\w.]+)", " ".join(argv)):
             starts = (path[: match.start()] for match in re.finditer(r"\.|$", path))

@@ -239,6 +239,19 @@ def test_both_quickstarts_train_on_eight_devices(tmp_path, config, mesh):
 
 
 @pytest.mark.slow
+def test_a_second_start_compiles_nothing(tmp_path):
+    """Neither the run nor its server: they read the cache of another start, in another work directory."""
+    env = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    found = []
+    for name in ("first", "second"):
+        result = tiny_run.run(tmp_path / name, rl__num_steps=1, env=env)
+        assert result.returncode == 0, result.stderr
+        texts = result.stdout, (tmp_path / name / "logs" / "server.log").read_text()
+        found.append([int(re.search(r"compiled (\d+) programs in", text)[1]) for text in texts])
+    assert min(found[0]) > 10 and found[1] == [0, 0]
+
+
+@pytest.mark.slow
 def test_a_learning_rate_of_zero_changes_nothing(tmp_path):
     result = tiny_run.run(tmp_path / "w", optimizer__learning_rate=0.0)
     assert result.returncode == 0, result.stderr

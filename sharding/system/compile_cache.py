@@ -1,0 +1,80 @@
+"""The compilation cache: programs that one process compiled are read from disk by its children, and by later starts.
+
+`enable` names the folder. A folder in the variable JAX_COMPILATION_CACHE_DIR takes precedence. Code for CPUs uses the instructions of
+the CPU that it was compiled on, and a home directory may be on several machines, so each kind of CPU has a folder of its own.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+
+MAX_BYTES = 4 << 30  # then the programs that were not used for longest are deleted
+# The time to read a program from the cache is a part of its time to compile.
+_COMPILED, _READ = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_retrieval_time_sec"
+_config: Any = jax.config  # defines its attributes at run time
+_seconds: dict[str, list[float]] = {_COMPILED: [], _READ: []}
+
+
+def enable(folder: str = "auto") -> None:
+    """Sets the cache of this process and of those that it will start, and begins to count programs.
+
+    "auto" is a folder of this user, unless the cache is off by JAX_ENABLE_COMPILATION_CACHE, as in a child of a run without one. ""
+    means no cache. Raises ValueError if `folder` cannot be created.
+    """
+    if folder == "auto" and not _config.jax_enable_compilation_cache:
+        folder = ""
+    settings: dict[str, bool | float | str] = {"jax_enable_compilation_cache": bool(folder)}
+    if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        path = _user_folder() if folder == "auto" else pathlib.Path(folder).absolute()
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            found = f"the folder {path} of compiled programs cannot be created: {error.strerror}"
+            raise ValueError(f"{found}; set topology.compile_cache to another folder, or to '' for none") from error
+        settings |= {"jax_compilation_cache_dir": str(path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+        if importlib.util.find_spec("filelock"):  # by which jax bounds the size
+            settings["jax_compilation_cache_max_size"] = MAX_BYTES
+    for name, value in settings.items():
+        os.environ[name.upper()] = str(value)
+        _config.update(name, value)
+    _listen()
+
+
+def summary() -> str:
+    """Returns a line on the programs that this process has compiled or read from the cache since `enable`."""
+    read, every = list(_seconds[_READ]), list(_seconds[_COMPILED])
+    text = f"compiled {max(len(every) - len(read), 0)} programs in {max(sum(every) - sum(read), 0.0):.1f} s"
+    return (
+        f"{text}, and read {len(read)} in {sum(read):.1f} s from {_config.jax_compilation_cache_dir}" if read else text
+    )
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_record)
+
+
+def _record(event: str, duration_secs: float, **_) -> None:
+    if event in _seconds:
+        _seconds[event].append(duration_secs)
+
+
+def _user_folder() -> pathlib.Path:
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
+    kind = [
+        line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")) or len(lines) == 1
+    ]
+    return (
+        pathlib.Path(home)
+        / "intellax"
+        / "compiled"
+        / hashlib.sha256("\n".join(sorted(set(kind))).encode()).hexdigest()[:12]
+    )

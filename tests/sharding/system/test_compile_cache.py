@@ -1,0 +1,58 @@
+"""Programs of one process are read by later ones and by children, unless the cache is off."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from sharding.system import compile_cache
+from tests.support import tiny_run
+
+PROGRAM = """
+import json, os, subprocess, sys
+from sharding.system import compile_cache
+compile_cache.enable(*sys.argv[1:])
+import jax
+value = float(jax.jit(lambda x: x * 3 + 1)(2.0))
+print(json.dumps([value, compile_cache.summary(), jax.config.jax_compilation_cache_dir, os.environ["JAX_ENABLE_COMPILATION_CACHE"]]))
+"""
+
+
+def start(home, *args, **variables):
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XDG_"))}
+    env |= {"HOME": str(home), "JAX_PLATFORMS": "cpu", **variables}
+    command = [sys.executable, "-c", PROGRAM, *args]
+    result = subprocess.run(command, cwd=tiny_run.ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_later_process_reads_the_programs_of_an_earlier_one(tmp_path, monkeypatch):
+    value, first, folder, _ = start(tmp_path)
+    assert value == 7 and first.startswith("compiled ") and "read" not in first
+    assert folder.startswith(f"{tmp_path}/.cache/intellax/compiled/") and os.stat(folder).st_mode & 0o77 == 0
+    value, second, *_ = start(tmp_path)
+    assert (
+        value == 7
+        and second.startswith("compiled 0 programs in 0.")
+        and ", and read " in second
+        and second.endswith(folder)
+    )
+    off = start(tmp_path, "")
+    assert "read" not in off[1] and off[3] == "False"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert str(compile_cache._user_folder()).startswith(f"{tmp_path}/x/intellax/compiled/")
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    (tmp_path / "file").write_text("")
+    before = jax.config.jax_compilation_cache_dir
+    with pytest.raises(
+        ValueError, match="file/x of compiled programs .*: Not a directory; set topology.compile_cache to"
+    ):
+        compile_cache.enable(str(tmp_path / "file" / "x"))
+    assert jax.config.jax_compilation_cache_dir == before
