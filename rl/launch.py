@@ -10,6 +10,7 @@
 """
 
 import contextlib
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -82,8 +83,9 @@ def start_rollout_system(
             if server is not None:
                 stack.enter_context(join(experiment, workdir, url, server, on_wait, rollouts.fail))
             else:
-                _start_server(workdir, server_command(experiment, workdir, weights), rollouts, start, stack)
-                _start_workers(experiment, workdir, url, start)
+                start_workers = functools.partial(_start_workers, experiment, workdir, url, start)
+                command = server_command(experiment, workdir, weights)
+                _start_server(workdir, command, rollouts, start, stack, start_workers)
         else:
             url = assembly.serve(rollouts, experiment.config, workdir, stack)
             _say_elsewhere(experiment, workdir, weights, url, start, on_wait)
@@ -117,12 +119,14 @@ def join(
         yield
 
 
-def _start_server(workdir, command: list[str], rollouts, start: Callable, stack: contextlib.ExitStack) -> None:
+def _start_server(
+    workdir, command: list[str], rollouts, start: Callable, stack: contextlib.ExitStack, meanwhile: Callable[[], None]
+) -> None:
     control, run = stack.enter_context(sockets.private_path()), run_directory.signing_key(workdir).worker
     file = assembly.server_key(workdir)
     command = [*command, "--control", control, "--key", str(file), "--run", run]
-    server, key = _address(start, assembly.SERVER, command, workdir), rollout_lib.WorkerKey.load(file).worker
-    rollouts.nodes.add(server, f"unix:{control}", key=key)
+    server = _address(start, assembly.SERVER, command, workdir, meanwhile)
+    rollouts.nodes.add(server, f"unix:{control}", key=rollout_lib.WorkerKey.load(file).worker)
 
 
 def _start_workers(experiment, workdir, url: str, start: Callable, host: int = 0) -> None:
@@ -162,11 +166,17 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
     return command
 
 
-def _address(start: Callable, name: str, command: list[str], workdir: pathlib.Path) -> str:
-    """Starts a child process and waits for the file with its URL; returns the URL. Raises ValueError if it ends or is too slow."""
+def _address(
+    start: Callable, name: str, command: list[str], workdir: pathlib.Path, meanwhile: Callable[[], None] = lambda: None
+) -> str:
+    """Starts a child process, calls `meanwhile`, and waits for the file with the URL of the child, which is returned.
+
+    Raises ValueError if the child ends or is too slow.
+    """
     file = workdir / "logs" / f"{name}.address"
     file.unlink(missing_ok=True)
     child = start(name, [*command, "--address_file", str(file)])
+    meanwhile()
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not file.exists():
         if child.process.poll() is not None:

@@ -164,6 +164,11 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
             weights, key = workdir / "weights", run_directory.trusted_key(workdir)
             server = stack.enter_context(colocated_server.start(exp, weights, key, policy, params, hosts))
         del params
+        compiler = futures.ThreadPoolExecutor(
+            1
+        )  # while processes start, and the first score and the first batch are made
+        stack.callback(compiler.shutdown, wait=False)
+        compiled = compiler.submit(train_step.compile_train_step, learner, exp.abstract_batch(mesh))
         system = contextlib.nullcontext()
         if hosts.is_first:
             progress.note("starting the rollout system")
@@ -175,9 +180,6 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
             stack.enter_context(launch.join(exp, workdir, url, server, progress.say, on_death))
         if orchestrator and exp.config.topology.metrics:
             stack.enter_context(_metrics_served(exp.config.topology.metrics, writer, orchestrator))
-        compiler = futures.ThreadPoolExecutor(1)  # while the first score and the first batch are made
-        stack.callback(compiler.shutdown, wait=False)
-        compiled = compiler.submit(train_step.compile_train_step, learner, exp.abstract_batch(mesh))
         stack.push(hosts.report)
         evaluations = None
         if orchestrator:
