@@ -227,7 +227,8 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
         _check_file("warmup.data", config.warmup.data, "a JSONL file of conversations")
     if not hosts.is_first:
         return
-    envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
+    env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
+    exp.tokenizer.render(env.make_task(0, "train").messages, add_generation_prompt=True)  # it may have no chat template
     config_rules.check_tolerances(config)
     config_rules.check_stakes(config)
     if file := verifier.bands_file(config):

@@ -128,7 +128,9 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
         other = reference.model_of(exp.objective, model, exp.tokenizer.vocab_size)
         held["reference"] = bytes_per_chip(transformer.abstract(other, mesh))
     # The adapted model, and the gradient of its kernels, from which those of the adapters follow.
-    merged = bytes_per_chip(state.frozen)
+    merged, trained = bytes_per_chip(state.frozen), bytes_per_chip(state.params)
+    # Without collectives the compiler keeps a second gradient, and the parameters in other layouts and dtypes, over all turns.
+    copies = 3 * trained if mesh.size == 1 else 0.0  # as compiled for one v5e and v6e
     num_saved = 0 if model.remat == "offload" else model.num_layers
     num_steps = min(exp.objective.optimizer_steps, num_micro_batches)
     return LoweredProgram(
@@ -139,14 +141,15 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
         lower=lambda: _lower(mesh, step, state, batch),
         held=held,
         needed={
-            "gradients": bytes_per_chip(state.params) + merged,
+            "gradients": trained + merged,
+            "copies": copies,
             "merged parameters": merged,
             "saved layer inputs": _local_tokens(mesh, rows, T)
             * model.model_dim
             * num_saved
             * jnp.dtype(model.dtype).itemsize,
-            # With its gradient; the factor is that of the compiled configs/intellect2.py.
-            "a layer": 5 * _layer_bytes(model, mesh, rows, T),
+            # With its gradient; the factor is that of the compiled configs/intellect2.py. Without recomputation, those of all layers.
+            "layers": (5 + 4 * model.num_layers * (model.remat == "none")) * _layer_bytes(model, mesh, rows, T),
         },
         num_tokens=num_tokens,
         executed_flops=work.executed_flops(num_tokens, T) + num_scored * work.forward_flops(num_tokens, T),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -77,6 +78,7 @@ def test_a_checkpoint_is_scored_without_a_run(folder, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({}, "error: this tokenizer has no chat template; put a chat_template.jinja next to its tokenizer.json"),
         ({"init_from": "/nowhere"}, "error: init_from: /nowhere is not a folder; give a checkpoint folder or a hub id"),
         (
             {"model.num_layers": 3},
@@ -85,7 +87,10 @@ def test_a_checkpoint_is_scored_without_a_run(folder, tmp_path):
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(folder, tmp_path, fields, words):
-    done = run("rl.train", folder, f"--workdir={tmp_path / 'w'}", **fields)
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    done = run("rl.train", bare, f"--workdir={tmp_path / 'w'}", **fields)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and re.match(words, done.stderr), done.stderr
     assert not (tmp_path / "w").exists()
 
