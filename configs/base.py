@@ -59,17 +59,23 @@ def get_config() -> config_dict.ConfigDict:
     # above 0 rollouts go on during a train step. 0: learner and engine take turns on all devices.
     c.mesh.rollout_devices = 0
 
-    # The environment; `options` go to its builder (rl/envs).
-    c.env = config_dict.ConfigDict(dict(name="reverse_text", options={}))  # or "reasoning_gym:<dataset>"
+    # The environment: a name of rl.envs.ENVS, as "reverse_text" or "reasoning_gym:<dataset>", an entry point of an installed package,
+    # or your own "module:function" or "path/to/file.py:function" (docs/bring_your_own.md).
+    c.env = e = config_dict.ConfigDict(dict(name="reverse_text", options={}))  # `options` go to its builder
+    e.num_tasks = 0  # training tasks, each of them once per epoch; 0: those of a dataset, else as many as the run needs
+    e.digest = ""  # derived: SHA-256 of its code and data, on which all processes of a run must agree
 
     # Supervised warm-up on solved tasks, before RL. 0 steps: none.
     c.warmup = w = config_dict.ConfigDict()
     w.update(num_steps=0, tasks_per_step=64, learning_rate=2e-3)
     w.decoy_fraction = 0.0  # fraction of tasks with a wrong solution (the environment's decoy), for RL to correct
-    w.data = ""  # a JSONL file of conversations to imitate instead: {"messages": [...], "tools": [...]} per line
+    # Conversations to imitate instead, {"messages": [...], "tools": [...]} per row: a file (JSONL, Parquet, ...) or a folder, or several
+    # with commas between them.
+    w.data = ""
+    w.weights = ()  # parts of the files in each batch, a number for each; (): all rows alike
     w.roles = ("assistant",)  # the roles whose messages are trained on
     w.eval_every = 0  # steps between two losses on held-out examples; 0: never
-    w.eval_tasks = 64  # held-out examples; the last lines of a data file
+    w.eval_tasks = 64  # held-out examples; the last rows of data files
     w.patience = 0  # stop after this many such losses without a new best; 0: never
 
     # Reinforcement learning.
@@ -77,9 +83,13 @@ def get_config() -> config_dict.ConfigDict:
     r.num_steps = 100
     r.prompts_per_step = 32  # P: groups in a batch; 0: as many as make 256 rollouts
     r.samples_per_prompt = 8  # G: rollouts in a group
-    r.loss = "two_sided_clip"  # a name of rl.algorithms.losses.LOSSES
+    r.loss = "two_sided_clip"  # a name of rl.algorithms.losses.LOSSES, or your own "module:function"
     r.loss_function = config_dict.placeholder(object)  # a config file's own function; rl.loss then names its options
-    r.advantage = "group_mean"  # a name of rl.algorithms.advantages.ADVANTAGES
+    r.advantage = (
+        "group_mean"  # a name of rl.algorithms.advantages.ADVANTAGES, or your own "module:function" of [G] rewards
+    )
+    r.metrics = ()  # your own "module:function", each (groups of rollouts) -> {name: number}, for metrics own/NAME
+    r.digest = ""  # derived: hashes of the code of your own advantage and metrics
     r.normalize = "none"  # advantages over the whole batch: a name of rl.algorithms.advantages.NORMALIZERS
     r.average = (
         "tokens"  # or "samples", "prompts" (rl.algorithms.advantages.AVERAGES): units of equal weight in the loss

@@ -132,6 +132,7 @@ def _start_server(
 def _start_workers(experiment, workdir, url: str, start: Callable, host: int = 0) -> None:
     run = run_directory.signing_key(workdir).worker
     options = ["--orchestrator", url, "--run", run, "--sandbox", experiment.config.trust.sandbox]
+    options += experiment_lib.code_options(experiment)
     for file in assembly.worker_keys(experiment.config, workdir, host):
         start(file.stem, ["rl.worker", *options, "--key", str(file)])
 
@@ -153,7 +154,8 @@ def _say_elsewhere(experiment, workdir, weights, url: str, start: Callable, on_w
         on_wait(f"servers elsewhere: python -m inference.serve {options} {control}")
         file = assembly.token_file(experiment.config, workdir)
         on_wait(f"with HOST:PORT of topology.control_servers, and FILE a copy of {file}, which no worker needs")
-    on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {run}")
+    code = " ".join(["", "--code FOLDER"][: 1 + bool(experiment_lib.code_options(experiment))])
+    on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {run}{code}")
 
 
 def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path) -> list[str]:

@@ -70,6 +70,7 @@ class Run:
     router_replay: bool = False  # rollouts must name the experts that ran
     work_bits: int = 0  # of the proof of work that the run asks of an unknown key; 0: none
     server_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by URL, of servers that sign samples
+    env_digest: str = ""  # of the environment here, which is that of the run; "": the run has named none
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,6 +84,7 @@ class Worker:
     concurrency: int  # groups at the same time
     give_up_s: float  # seconds without the orchestrator, or without a server that completes a group
     sandbox: str = "auto"  # of scorers
+    code: Sequence[str] = ()  # folders in which the run's own environment and its data may be
     servers: Sequence[str] = ()  # URLs of inference servers to use instead of those of the run
 
     def __post_init__(self) -> None:
@@ -141,9 +143,11 @@ class Worker:
                 if run is None or lasting != described:  # else the environment and its scorer stay
                     if run is not None:
                         await asyncio.to_thread(run.scorer.close)
-                    run, described = _read_run(description, self.sandbox), lasting
+                    run, described = _read_run(description, self.sandbox, self.code), lasting
                     proof = await self._find_work(session.run, run.work_bits)
-                signed = signed_session.SignedSession(self._connection, self.key, session, proof, begun_us)
+                signed = signed_session.SignedSession(
+                    self._connection, self.key, session, proof, begun_us, run.env_digest
+                )
                 options = {"give_up_s": min(self.give_up_s, SERVERS_S), "keys": run.server_keys, "run": session.run}
                 options["api_key"] = None if self.trusted else ""
                 try:
@@ -355,10 +359,14 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict) -> li
     return rollout_lib.sign_all(rollouts, key)
 
 
-def _read_run(body: dict, sandbox: str) -> Run:
-    """Loads the run that a reply to `GET /run` describes; it can name environments, but no code of its own. Raises ValueError for another reply."""
+def _read_run(body: dict, sandbox: str, code: Sequence[str]) -> Run:
+    """Loads the run that a reply to `GET /run` describes. It names environments of this release, or ones in the folders `code`.
+
+    Raises ValueError for another reply, and for an environment whose code or data differ from those of the run.
+    """
     try:
         name, seed, options = (body["env"][field] for field in ("name", "seed", "options"))
+        expected = str(body["env"].get("digest", ""))
         tokenizer, date = body["tokenizer"], body["tokenizer_date"]
         servers, sampling = list(body["servers"]), dict(body["sampling"])
         router_replay, admission = bool(body.get("router_replay")), dict(body.get("admission", {}))
@@ -366,10 +374,14 @@ def _read_run(body: dict, sandbox: str) -> Run:
         keys = {str(url): str(key) for url, key in dict(body.get("server_keys", {})).items()}
     except (KeyError, TypeError, ValueError) as error:
         raise signed_message.not_an_orchestrator(body) from error
-    env = envs.load(name, seed=seed, **options)
-    scorer = scorer_lib.Scorer(name, options, seed, limit_s=scorer_lib.LIMIT_S, sandbox=sandbox)
+    found, located = envs.locate(name, options, code)
+    if expected:
+        envs.check_digest(name, envs.digest(found, located), expected)
+    env = dataclasses.replace(envs.load(found, seed=seed, **located), name=name)
+    limits = {"limit_s": scorer_lib.LIMIT_S, "sandbox": sandbox}
+    scorer = scorer_lib.Scorer(found, located, seed, **limits, digest=expected)
     loaded = tokenizer_lib.load(tokenizer, date=date)
-    return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys)
+    return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys, expected)
 
 
 async def _work_until_signal(worker: Worker) -> None:
@@ -399,6 +411,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--server", nargs="+", default=[], metavar="URL", help="own inference servers, instead of those of the run")
     helps = "scorers run without files and network: auto (as far as this machine can), require, or off"
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help=helps)
+    add("--code", nargs="+", default=[], metavar="FOLDER", help=envs.CODE_HELP)
     add("--metrics", metavar="[HOST:]PORT", help="serve /metrics and /health there")
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
@@ -416,6 +429,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--give_up_s = {args.give_up_s:g} must be at least 0; raise it")
         key = rollout_lib.WorkerKey.load_or_create(args.key) if args.key else rollout_lib.WorkerKey.generate()
         options = {"concurrency": args.concurrency, "give_up_s": args.give_up_s, "sandbox": args.sandbox}
+        options["code"] = args.code
         worker = Worker(args.orchestrator, key, args.run, servers=args.server, **options)
         with contextlib.ExitStack() as stack:
             if args.metrics:

@@ -11,7 +11,7 @@ Letters: P groups of a batch, G samples of a group, T tokens of one sample.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from rl.batch import router_replay as router_replay_lib
 class Credit:
     """A run's rules for turning rewards into advantages. The first three fields are names of tables in rl/algorithms/advantages.py."""
 
-    advantage: str = "group_mean"
+    advantage: str | Callable = "group_mean"  # or the user's own function of a group's rewards [G]
     normalize: str = "none"
     average: str = "tokens"
     overlong_buffer: int = 0  # tokens before `max_tokens` over which the reward falls by 1; 0: no penalty
@@ -33,11 +33,12 @@ class Credit:
     teacher_coef: float = 0.0  # of the distillation on sampled tokens
     share_prompts: bool = True
     router_replay: router_replay_lib.RouterReplay | None = None  # None: trees carry no routed experts
+    metrics: tuple[Callable, ...] = ()  # the user's own: (groups of rollouts) -> {name: number}
 
     def __post_init__(self):
         tables = advantages.ADVANTAGES, advantages.NORMALIZERS, advantages.AVERAGES
         for name, table in zip(("advantage", "normalize", "average"), tables, strict=True):
-            if getattr(self, name) not in table:
+            if not callable(getattr(self, name)) and getattr(self, name) not in table:
                 raise ValueError(f"rl.{name} = {getattr(self, name)!r} is unknown; choose one of {', '.join(table)}")
         if self.overlong_buffer and not 0 < self.overlong_buffer <= self.max_tokens:
             raise ValueError(
@@ -74,7 +75,13 @@ class Credit:
         if self.overlong_buffer:
             limits = {"max_tokens": self.max_tokens, "buffer": self.overlong_buffer}
             reward_G = reward_G + advantages.overlong_penalty(length_G, **limits)
-        return advantages.ADVANTAGES[self.advantage](reward_G)
+        if not callable(self.advantage):
+            return advantages.ADVANTAGES[self.advantage](reward_G)
+        found = np.asarray(self.advantage(reward_G), np.float64)
+        if found.shape != reward_G.shape or not np.isfinite(found).all():
+            problem = f"rl.advantage returned {found.tolist()!r:.80} for {len(reward_G)} rewards"
+            raise ValueError(f"{problem}; return one finite number for each")
+        return found
 
     def _trees(self, group: Sequence[rollout_lib.Rollout], advantage_G, *, trains: bool) -> list[packing.Tree]:
         start = group[0].prompt_length - bool(self.router_replay) if self.share_prompts else 0

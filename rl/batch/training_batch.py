@@ -50,7 +50,8 @@ def assemble(
     lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
     metrics = _describe(rollouts) | {"rollout/zero_advantage_frac": flat}
     metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
-    return Batch(trees, metrics | counts, groups)
+    own = {f"own/{name}": float(value) for function in credit.metrics for name, value in function(groups).items()}
+    return Batch(trees, metrics | own | counts, groups)
 
 
 def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:

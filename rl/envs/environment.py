@@ -1,6 +1,6 @@
 '''Defines an environment: how tasks are made, how completions are scored, and which tasks are held out.
 
-A new environment is a function that returns an `Environment`, and an entry in `rl.envs.ENVS`. This one teaches addition:
+An environment is a function that returns an `Environment`; `env.name = "module:function"` names it. This one teaches addition:
 
     >>> import random
     >>> from rl.envs import environment
@@ -46,14 +46,13 @@ Left out: environments of several turns.
 import dataclasses
 import difflib
 import hashlib
-import pathlib
-import traceback
 from collections.abc import Callable, Collection, Iterable, Set
+
+from rl.protocol import user_code
 
 SPLITS = ("train", "held_out")
 HELD_OUT_ONE_IN = 16
 MAX_ATTEMPTS = 512  # all of them miss the held-out split by chance with (15/16)^512 = 5e-15
-MAX_ERROR_CHARS = 300  # of an exception's text, which may repeat a completion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +75,7 @@ class Environment:
     name: str
     make_task: Callable[[int, str], Task]  # (index, split) -> task
     score: Callable[[Task, str], dict[str, float]]  # (task, completion) -> {"reward": ..., further numbers}
+    num_tasks: int = 0  # for training, each of them once per epoch; 0: as many as a run needs
 
 
 def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[[int], Task | None]) -> Task:
@@ -115,18 +115,10 @@ def checked(env: Environment) -> Environment:
         try:
             return env.make_task(index, split)
         except Exception as error:  # foreign code may raise anything
-            reason = f"environment {env.name} cannot make {split} task {index}: {describe(error)}"
+            reason = f"environment {env.name} cannot make {split} task {index}: {user_code.describe(error)}"
             raise ValueError(f"{reason}; fix its make_task or its options (env.options)") from error
 
     return dataclasses.replace(env, make_task=make_task)
-
-
-def describe(error: BaseException) -> str:
-    """Returns an exception as one printable line with its type, text, file and line number."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return "".join(c if c.isprintable() else "?" for c in text)[:MAX_ERROR_CHARS] + where
 
 
 def check_options(owner: str, options: Set[str], known: Collection[str]) -> None:

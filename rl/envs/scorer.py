@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rl import envs
 from rl.envs import environment
+from rl.protocol import user_code
 from sharding.system import cli, limited_process
 
 LIMIT_S = 1  # CPU seconds for one completion on a worker
@@ -66,6 +67,7 @@ class Scorer:
       max_children: the maximum number of child processes.
       sandbox: whether children run without files and network: "auto" (as far as this machine can), "require", or "off".
       on_error: called with a line of text for the first completion of each kind that could not be scored.
+      digest: of the environment's code and data (`envs.digest`), without which no child starts; "": any.
     """
 
     def __init__(
@@ -79,10 +81,13 @@ class Scorer:
         max_children: int = 1,
         sandbox: str = "auto",
         on_error: Log = cli.note,
+        digest: str = "",
     ):
         self.limit_s, self._max_failures, self._on_error = limit_s, max_failures, on_error
-        config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s}
         title, remedy = f"the scorer of environment {name}", "fix the environment or env.options"
+        with contextlib.suppress(ValueError):  # which the child reports
+            name, options = envs.locate(name, options)  # a child has another current directory
+        config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s, "digest": digest}
         child = functools.partial(limited_process.LimitedProcess, COMMAND, config, title=title, remedy=remedy)
         self._children = [child(sandbox_mode=sandbox) for _ in range(max_children)]
         self._free, self._changed = list(self._children), threading.Condition()
@@ -198,7 +203,7 @@ def _read_scored(reply: dict, count: int) -> list | None:
 def main(config_json: str) -> int:
     """Runs the child process of a Scorer. Returns the exit status.
 
-    `config_json` is an object with name, options, seed, limit_s, and the fields of `limited_process.serve`.
+    `config_json` is an object with name, options, seed, limit_s, digest, and the fields of `limited_process.serve`.
     """
     config = json.loads(config_json)
     made: list[environment.Environment] = []
@@ -214,14 +219,20 @@ def main(config_json: str) -> int:
             return {"error": str(error)}
         return {"scored": _score(made[0], task, request["completions"], config["limit_s"])}
 
+    def load() -> None:
+        name, options = config["name"], config["options"]
+        if config["digest"] and envs.digest(name, options) != config["digest"]:
+            raise ValueError("its code or data has changed since the run began")
+        made.append(envs.load(name, seed=config["seed"], **options))
+
     return limited_process.serve(
         config,
-        load=lambda: made.append(envs.load(config["name"], seed=config["seed"], **config["options"])),
+        load=load,
         rehearse=lambda: made[0].score(make_task(0, "train"), ""),
         answer=answer,
         max_growth_bytes=MAX_GROWTH_BYTES,
         patience_s=2 * CLOCK_FACTOR * config["limit_s"],
-        describe=environment.describe,
+        describe=user_code.describe,
     )
 
 
@@ -235,7 +246,7 @@ def _score(env: environment.Environment, task: environment.Task, completions: li
         except MemoryError:
             raise
         except Exception as raised:  # an environment's own code may raise anything
-            scores, error = None, environment.describe(raised)
+            scores, error = None, user_code.describe(raised)
         ended_s = time.process_time()
         out.append((scores, ended_s - begun_s, error))
         begun_s = ended_s

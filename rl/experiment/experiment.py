@@ -18,7 +18,7 @@ import pathlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import jax
@@ -29,6 +29,7 @@ from ml_collections import config_dict
 from inference.engine import engine as engine_lib
 from models import config as config_lib
 from models.text import tokenizer as tokenizer_lib
+from rl import envs
 from rl.algorithms import losses
 from rl.batch import credit as credit_lib
 from rl.batch import packing, router_replay
@@ -38,6 +39,7 @@ from rl.experiment import rules as config_rules
 from rl.learner import lora as lora_lib
 from rl.learner import objective as objective_lib
 from rl.learner import optimizers, train_step
+from rl.protocol import user_code
 from sharding import rules
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
@@ -178,9 +180,18 @@ def joined() -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
     )
 
 
-def resolve(config: config_dict.ConfigDict) -> Experiment:
-    """Checks a config, derives values, and returns the `Experiment`. Raises ValueError with the field, rule, and remedy."""
-    loss, config = _own_loss(config)
+def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -> Experiment:
+    """Checks a config, derives values, and returns the `Experiment`. Raises ValueError with the field, rule, and remedy.
+
+    The user's code comes from the folders `code`; None: from anywhere. `envs.load` reports an environment that cannot be found.
+    """
+    config = config.copy_and_resolve_references()
+    loss, (advantage, own_metrics) = _own_loss(config), _own_rules(config.rl)
+    with contextlib.suppress(ValueError):
+        name, options = envs.locate(config.env.name, config.env.options.to_dict(), code)
+        config.env.digest = envs.digest(name, options)
+        if not config.env.num_tasks and (name == "dataset" or name.partition(":")[0] not in envs.ENVS):
+            config.env.num_tasks = envs.load(name, seed=config.seed, **options).num_tasks
     rl = config.rl
     tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date)
     model = config_lib.ModelConfig(**config.model)
@@ -226,7 +237,9 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
         loss_options=loss_options,
         objective=objective,
         credit=credit_lib.Credit(
-            **{name: rl[name] for name in ("advantage", "normalize", "average", "overlong_buffer")},
+            advantage=advantage,
+            metrics=own_metrics,
+            **{name: rl[name] for name in ("normalize", "average", "overlong_buffer")},
             max_tokens=config.sampling.max_tokens,
             teacher_coef=objective.teacher_coef,
             share_prompts=config.train.share_prompts,
@@ -237,28 +250,54 @@ def resolve(config: config_dict.ConfigDict) -> Experiment:
     )
 
 
-def _own_loss(config: config_dict.ConfigDict) -> tuple[str | Callable, config_dict.ConfigDict]:
-    """Returns (loss, config that can be saved, with name and hash of `rl.loss_function` in place of the function)."""
-    function = config.rl.loss_function
+def _own_loss(config: config_dict.ConfigDict) -> str | Callable:
+    """Returns the loss. In the config, name and hash of an own one take the place of the function, or of "module:function"."""
+    function, name = config.rl.loss_function, config.rl.loss
+    if function is None and not user_code.is_name(name):
+        return name
     if function is None:
-        return config.rl.loss, config
-    if not callable(function):
+        function, digest = user_code.load(name), _code_digest(name)
+        config.rl.loss = name.rpartition(":")[2]
+    elif not callable(function):
         remedy = "set it in a config file, as rl/algorithms/losses.py describes"
         raise ValueError(f"rl.loss_function = {function!r} is not a function; {remedy}")
-    name, options = config.rl.loss, config.loss_options.get(config.rl.loss, {})
+    else:
+        name, digest = function.__name__, hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     taken = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    if unknown := sorted(set(options) - set(taken)):
+    if config.rl.loss == function.__name__ and config.rl.loss not in config.loss_options:
+        config.loss_options[config.rl.loss] = {}
+    if unknown := sorted(set(config.loss_options.get(config.rl.loss, {})) - set(taken)):
         own = function.__name__
-        found = f"your loss function {own} has no keyword argument {unknown[0]!r}, but loss_options.{name} sets it"
+        found = f"your loss function {own} has no keyword argument {unknown[0]!r}, but loss_options.{config.rl.loss} sets it"
         remedy = f"set c.rl.loss = {own!r}, and c.loss_options.{own} = dict(its own options) if it has any"
         raise ValueError(f"{found}. In the config file, {remedy}")
-    config = config.copy_and_resolve_references()
-    if name == function.__name__ and name not in config.loss_options:
-        config.loss_options[name] = config_dict.ConfigDict()
-    digest = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
     with config.ignore_type():
-        config.rl.loss_function = f"{function.__name__} {digest}"
-    return function, config
+        config.rl.loss_function = f"{name} {digest}"
+    return function
+
+
+def _own_rules(rl: config_dict.ConfigDict) -> tuple[str | Callable, tuple[Callable, ...]]:
+    """Returns the rule for advantages, and the functions for further metrics. `rl.digest` is set to the hash of the user's code."""
+    forms = {name: "metrics(groups)" for name in rl.metrics}
+    if user_code.is_name(rl.advantage):
+        forms[rl.advantage] = "advantage(rewards_G)"
+    functions = {name: user_code.load(name) for name in forms}
+    for name, form in forms.items():
+        user_code.check_arguments(functions[name], name, form, 1)
+    rl.digest = ",".join(map(_code_digest, forms))
+    advantage = functions[rl.advantage] if rl.advantage in functions else rl.advantage
+    return advantage, tuple(functions[name] for name in rl.metrics)
+
+
+def _code_digest(name: str) -> str:
+    return user_code.digest(user_code.code_files(user_code.locate(name)))[:16]
+
+
+def code_options(experiment: Experiment) -> list[str]:
+    """Returns the option --code, with the folders that workers and validators on this machine need, or [] if they need none."""
+    env = experiment.config.env
+    folders = envs.folders(*envs.locate(env.name, env.options.to_dict()))
+    return ["--code", *folders] if folders else []
 
 
 def describe(experiment: Experiment, workdir: pathlib.Path) -> str:

@@ -3,10 +3,14 @@
 A config file is a program of the user, which may fail in any way; the line gives the place in it.
 """
 
+import ast
+import contextlib
+import functools
 import pathlib
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from absl import flags
@@ -16,12 +20,16 @@ from rl.experiment import base_fields, rules
 from sharding.system import cli
 
 CONFIG_HELP = "the experiment, a file of configs/; --config.FIELD=VALUE sets a field; all fields are listed below"
+CODE_HELP = "a folder to import your own code from (environment, loss, advantage, metrics); may be repeated"
 WORKDIR_HELP = "directory of the run: checkpoints, weights, rollouts, metrics, report"
 
 
 def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS) -> None:
     """Defines the required command-line flags `--config` and, unless `needs_workdir` is False, `--workdir`."""
     config_flags.DEFINE_config_file("config", None, CONFIG_HELP, lock_config=True, flag_values=values)
+    parser = values["config"].parser
+    setattr(parser, "parse", functools.partial(_read_config, parser.parse))  # noqa: B010
+    flags.DEFINE_multi_string("code", [], CODE_HELP, flag_values=values)
     if needs_workdir:
         flags.DEFINE_string("workdir", None, WORKDIR_HELP, flag_values=values)
     flags.DEFINE_bool("exit_with_parent", False, "stop when standard input closes", flag_values=values)
@@ -33,6 +41,7 @@ def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS
 def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
     """Parses the command line; returns the program's name and the arguments that are not flags. A mistake is a ValueError of one line."""
     try:
+        sys.path += _values(argv, "code")  # before the config file, which may need it
         rest = values(argv)
         _ = values.config.seed  # ml_collections reports a file that it could not load only when a field is read
     except SystemExit:  # of absl after --help, with the exit code of a mistake
@@ -47,6 +56,42 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
 def given(values: flags.FlagValues = flags.FLAGS) -> list[str]:
     """Returns the dotted names of the config fields that the command line sets."""
     return list(config_flags.get_override_values(values["config"]))
+
+
+def _read_config(read: Callable[[str], Any], path: str) -> Any:
+    """Returns the config of a file, with the fields for options of the environment that the command line sets and the file does not.
+
+    Options belong to an environment: if the command line names another one, those of the file are dropped.
+    """
+    config = read(path)
+    names = _values(sys.argv, "config.env.name")
+    with contextlib.suppress(AttributeError):  # of another kind of config, which `parse` reports
+        options = config.env.options
+        if names and names[-1] != config.env.name:
+            for option in list(options):
+                del options[option]
+        for option in dict.fromkeys(re.findall(r"^--?config\.env\.options\.(\w+)", "\n".join(sys.argv), re.MULTILINE)):
+            if option not in options:
+                options[option] = _literal(_values(sys.argv, f"config.env.options.{option}")[-1])
+    return config
+
+
+def _values(argv: list[str], name: str) -> list[str]:
+    """Returns the texts that a flag is set to in `argv`, as --NAME=TEXT or --NAME TEXT."""
+    found = []
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, is_set, text = argument.partition("=")
+        if flag in (f"--{name}", f"-{name}"):
+            found.append(text if is_set else following if following and following[0] != "-" else "true")
+    return found
+
+
+def _literal(text: str) -> Any:
+    """Returns a number, a truth value, or a tuple of them for a text in Python's notation, else the text."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        if isinstance(value := ast.literal_eval(text), (bool, int, float, tuple)):
+            return value
+    return {"true": True, "false": False}.get(text, text)
 
 
 def _explained(error: Exception, argv: list[str], parser: flags.ArgumentParser) -> str:

@@ -26,7 +26,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
         lambda v: 0 <= v < math.inf,
-        "rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.min_group rl.tokens_per_step warmup.num_steps warmup.learning_rate warmup.eval_every warmup.patience "
+        "env.num_tasks rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.min_group rl.tokens_per_step warmup.num_steps warmup.learning_rate warmup.eval_every warmup.patience "
         "optimizer.learning_rate optimizer.warmup_steps optimizer.total_steps optimizer.decay_steps optimizer.weight_decay "
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
@@ -73,6 +73,8 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     if config.rl.batch not in task_schedule.BATCHES:
         found = f"rl.batch = {config.rl.batch!r} is unknown"
         raise ValueError(f"{found}; choose one of {', '.join(task_schedule.BATCHES)}")
+    if not all(weight > 0 for weight in config.warmup.weights):
+        raise ValueError(f"warmup.weights = {config.warmup.weights} must be above 0; remove the file of a weight of 0")
     _check_evaluation_sets(config.evaluation)
     for name in ("servers", "control_servers"):
         for url in config.topology[name]:
@@ -173,7 +175,8 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f"rl.loss = {loss!r} needs the log-probabilities of sampler and learner; set objective.old_logprobs = 'learner'"
     if c.rl.average != "tokens" and loss in ("grpo", "dr_grpo", "gspo", "gmpo"):
         yield f"rl.loss = {loss!r} averages over samples itself; set rl.average = 'tokens'"
-    if c.rl.samples_per_prompt == 1 and c.rl.advantage != "given" and not objective.teacher_coef:
+    is_alone = c.rl.samples_per_prompt == 1 and ":" not in c.rl.advantage  # the user's own function may do otherwise
+    if is_alone and c.rl.advantage != "given" and not objective.teacher_coef:
         yield "rl.samples_per_prompt = 1: the advantage of a group of one is always 0; raise it, or set rl.advantage = 'given'"
     if c.rl.oversampling > 1 and task_schedule.is_fixed(c.rl):
         found = f"rl.oversampling = {c.rl.oversampling}, but each batch waits for its own groups"
@@ -237,7 +240,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     """Yields rules (regex of fields, True if these fields have no effect in the config, remedy) for the field `name`."""
     loss = name.split(".")[1] if name.startswith("loss_options.") else c.rl.loss
     kind = f"optimizer.name = {c.optimizer.name!r} does not use it; set optimizer.name ="
-    yield r"loss_options\..*", loss != c.rl.loss, f"rl.loss is {c.rl.loss!r}; set rl.loss = {loss!r}"
+    yield r"loss_options\..*", loss != c.rl.loss.rpartition(":")[2], f"rl.loss is {c.rl.loss!r}; set rl.loss = {loss!r}"
     yield r"lora\.(alpha|targets)", c.lora.rank == 0, "set lora.rank above 0"
     yield r"objective\.kl_(estimator|place|reference)", c.objective.kl_coef == 0, "set objective.kl_coef above 0"
     yield r"optimizer\.momentum", c.optimizer.name not in ("muon", "sgd"), f"{kind} 'muon' or 'sgd'"
@@ -250,11 +253,13 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     )
     yield r"optimizer\.decay_steps", schedule != "linear", "set optimizer.schedule = 'linear'"
     yield r"warmup\.eval_tasks", c.warmup.eval_every == 0, "set warmup.eval_every above 0"
+    yield r"warmup\.weights", "," not in c.warmup.data, "set warmup.data to several files"
     has_decoys_of_file = bool(c.warmup.data) and c.warmup.decoy_fraction > 0
     yield r"warmup\.decoy_fraction", has_decoys_of_file, "a file has no decoys; remove it, or warmup.data"
     limits = r"trust\.(margin|max_wrong_tokens|logprob_tolerance|routing_margin)"
     yield limits, bool(c.trust.bands), "trust.bands sets the limits; remove it, or set trust.bands = ''"
     yield r"trust\.routing_margin", not c.train.router_replay, "rollouts name no experts; set train.router_replay"
+    yield r"(env|rl)\.digest", True, "it follows from the code and data that are named; remove it"
     alone = not c.trust.validators
     yield r"trust\.(quorum|verdict_s)", alone, "this process replays alone; set trust.validators"
     yield r"trust\.device", not alone, "the processes in trust.validators replay, each on its own device; remove it"

@@ -22,7 +22,7 @@ from sharding.system import atomic_file
 
 ORCHESTRATOR_LOCK = ".orchestrator.lock"
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
-READ_BY_RUNS = ("evaluation.", "inference.", "sampling.", "trust.", "train.", "broadcast.", "rl.num_steps")
+READ_BY_RUNS = tuple("evaluation. inference. sampling. trust. train. broadcast. rl.num_steps env.digest".split())
 
 
 @contextlib.contextmanager
@@ -89,11 +89,14 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
     """Returns the sorted names of config fields that differ from those saved in `path`, without those that a resume may change."""
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "evaluation.every"]
     free += ["evaluation.sets.", "evaluation.hold_s", "broadcast.head_s", "trust."]
+    old, new = experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment)
+    if not old["env.digest"]:  # a run of an earlier release
+        free.append("env.digest")
     if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # gradients are summed over all rows, in any division
         free.append("train.rows")
-    return _differing(experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment), free)
+    return _differing(old, new, free)
 
 
 def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
@@ -244,6 +247,9 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
 def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tuple[str, ...] = ()) -> None:
     """Raises ValueError if a field differs from the saved config, unless a resume may change it or it begins with one of `free`."""
     if names := [name for name in differences(path, experiment) if not name.startswith(free)]:
+        if {*names} <= {"env.digest", "env.num_tasks", "rl.digest", "rl.loss_function"}:
+            found = f"workdir {path}: code or data of the run ({', '.join(names)}) changed since its first start"
+            raise ValueError(f"{found}; restore them, or give another --workdir")
         both = experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment)
         old, new = (fields.get(names[0], "absent") for fields in both)
         found = f"belongs to another config: {names[0]} was {old!r}, now {new!r}; fields that differ: {len(names)}"

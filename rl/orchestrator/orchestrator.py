@@ -289,7 +289,8 @@ class Orchestrator:
             version, policy = self._version, self._policy
         servers = self.nodes.servers()
         return {
-            "env": {"name": config.env.name, "options": config.env.options.to_dict(), "seed": config.seed},
+            "env": {name: config.env[name] for name in ("name", "digest")}
+            | {"options": config.env.options.to_dict(), "seed": config.seed},
             "tokenizer": hub.pinned(config.tokenizer),
             "tokenizer_date": config.tokenizer_date,
             "servers": [server["url"] for server in servers],
@@ -300,6 +301,11 @@ class Orchestrator:
             "step": version,
             "policy": policy.to_json() if policy.version >= 0 else None,
         }
+
+    @property
+    def environment(self) -> tuple[str, str]:
+        """The name of the run's environment, and the digest of its code and data."""
+        return self._config.env.name, self._config.env.digest
 
     @property
     def submission_limits(self) -> dict[str, int]:

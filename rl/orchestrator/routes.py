@@ -77,6 +77,10 @@ def make_app(
         network = gate.limit_rate(request, count)
         message = await web.read_json(request, MAX_HEARTBEAT_BYTES)
         worker = gate.verify(message, "lease", network, count)
+        name, digest = orchestrator.environment
+        if (found := message.get("env_digest", digest)) != digest:
+            differs = f"your environment {name} has the digest {found[:16]}, and that of the run {digest[:16]}"
+            raise ValueError(f"{differs}; get the run's release, code, and data")
         returned, holding = ([tuple(key) for key in message.get(name, ())] for name in ("returned", "holding"))
         begun = {"begun_us": message.get("begun_us", 0)}
         attempt = functools.partial(orchestrator.leases.lease, worker, message["capacity"], network, **begun)

@@ -184,7 +184,7 @@ def _is_key(value: Any) -> bool:
 
 
 _is_index = _is_int(0, 2**63 - 1)
-OPTIONAL = {"wait_s", "begun_us", "holding"}  # absent in requests of earlier releases
+OPTIONAL = {"wait_s", "begun_us", "holding", "env_digest"}  # absent in requests of earlier releases
 # {kind: {field: (its test, the rule in words)}}; "request": of every kind. The kinds differ in their fields, so that a
 # signature for one is none for another.
 _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
@@ -209,6 +209,7 @@ _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
         "begun_us": (_is_index, "the start of the worker's process, in microseconds"),
         # By a worker without another request for groups under way: others that it leased were in a reply that it did not get.
         "holding": (_are_keys(MAX_CAPACITY), f"at most {MAX_CAPACITY} keys [split, step, group] of leased groups"),
+        "env_digest": (_is_hex("64"), "the digest of the environment's code and data in hex"),
     },
     "heartbeat": {
         "role": (lambda value: value in registry.ROLES, f"one of {', '.join(registry.ROLES)}"),

@@ -16,7 +16,7 @@ from typing import cast
 
 import grain
 
-NUM_TASKS = 2**30  # of a procedural environment: more than any run needs
+NUM_TASKS = 2**30  # of an environment without a number of tasks (env.num_tasks): more than any run needs
 BATCHES = ("prescribed", "first")  # values of rl.batch
 
 
@@ -55,7 +55,7 @@ def train_groups(config, step: int) -> list[Group]:
     rules = (config.rl.samples_per_prompt, config.sampling.temperature, oldest)
     return [
         Group(step, group, "train", index, sampling_seed(config.seed, "train", step, group), *rules)
-        for group, index in zip(groups, _task_indices(config.seed, groups), strict=True)
+        for group, index in zip(groups, _task_indices(config, groups), strict=True)
     ]
 
 
@@ -127,9 +127,10 @@ def held_out_groups(config, version: int, name: str | None = None) -> list[Group
 def warmup_indices(config, step: int) -> list[int]:
     """Returns the task indices of supervised warm-up batch `step`, from the end of the task order, which RL never reaches."""
     count = config.warmup.tasks_per_step
-    return _task_indices(config.seed, [NUM_TASKS - 1 - i for i in range((step - 1) * count, step * count)])
+    return _task_indices(config, [NUM_TASKS - 1 - i for i in range((step - 1) * count, step * count)])
 
 
-def _task_indices(seed: int, positions: Iterable[int]) -> list[int]:
-    order = grain.MapDataset.range(NUM_TASKS).shuffle(seed=seed).repeat()  # a permutation for each epoch of NUM_TASKS
+def _task_indices(config, positions: Iterable[int]) -> list[int]:
+    num_tasks = config.env.num_tasks or NUM_TASKS
+    order = grain.MapDataset.range(num_tasks).shuffle(seed=config.seed).repeat()  # a permutation for each epoch
     return [int(cast(int, order[position])) for position in positions]

@@ -118,7 +118,7 @@ def _config_arguments(argv: list[str]) -> list[str]:
     """Returns the arguments that set the config, which are for the learner, too."""
     found, is_value = [], False
     for argument in argv:
-        is_config = argument.startswith(("-config", "--config"))
+        is_config = argument.startswith(("-config", "--config", "-code", "--code"))
         if is_config or is_value:
             found.append(argument)
         is_value = is_config and "=" not in argument

@@ -64,6 +64,7 @@ def plan(
     keys = {name: run_directory.worker_key_file(workdir, name) for name in names}
     run, mirrors = run_directory.signing_key(workdir).worker, {name: workdir / "relays" / name for name in relays}
     trusted, sandbox = run_directory.root_file(workdir) or run, experiment.config.trust.sandbox
+    code = experiment_lib.code_options(experiment)
     urls = {name: connect(frozenset({name}), ports[name]) for name in (*relays, *servers, *validators)}
     host = "orchestrator" if "orchestrator" in roles else "learner"  # of the orchestrator
     first, specs, cheats = connect(frozenset({"learner"}), ports["weights"]), [], {}
@@ -87,8 +88,9 @@ def plan(
         cheats[name] = spec(name, "server", cheat, after, "--port", str(ports[liar]), "--url", url, key=liar)
     for name in validators:
         files = ["--workdir", str(workdir), "--weights", sources[0], "--port", str(ports[name])]
-        specs.append(spec(name, "validator", ["rl.validator", "serve"], after, *files))
-    specs += [spec(name, "worker", ["rl.worker"], "orchestrator", "--sandbox", sandbox) for name in workers]
+        specs.append(spec(name, "validator", ["rl.validator", "serve"], after, *files, *code))
+    own = ("--sandbox", sandbox, *code)
+    specs += [spec(name, "worker", ["rl.worker"], "orchestrator", *own) for name in workers]
     cheats[IMPOSTOR] = spec(IMPOSTOR, "impostor", ["rl.swarm.cheats", "forge"], "orchestrator", "--sandbox", sandbox)
     public = {name: rollout_lib.WorkerKey.load(file).worker for name, file in keys.items()}
     fields = {

@@ -37,6 +37,7 @@ from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from rl import envs, worker
+from rl.algorithms import advantages
 from rl.envs import scorer
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
@@ -431,13 +432,26 @@ def variant_rollouts(
     return roll_out(changed, params, version, groups, key)[:count]
 
 
-def load_experiment(workdir: str) -> experiment_lib.Experiment:
-    """Returns the experiment of a run, from the config in its working directory. Raises ValueError if config.json is missing."""
+def load_experiment(workdir: str, code: Sequence[str] | None = None) -> experiment_lib.Experiment:
+    """Returns the experiment of a run, from the config in its working directory, but for its own functions that only a learner needs.
+
+    Raises ValueError if config.json is missing, or if the environment's code or data differ from those of the run. `code`: the folders
+    that may have them; None: any.
+    """
     file = pathlib.Path(workdir) / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the --workdir of a run (rl.train writes its config there)")
     saved = experiment_lib.with_new_fields(json.loads(file.read_text())["config"])
-    return experiment_lib.resolve(config_dict.ConfigDict(saved))
+    if saved["rl"]["loss_function"]:
+        saved["rl"] |= {"loss": "cross_entropy", "loss_function": None}
+        saved["loss_options"] = {"cross_entropy": {}}
+    if saved["rl"]["advantage"] not in advantages.ADVANTAGES:
+        saved["rl"]["advantage"] = "given"
+    saved["rl"]["metrics"] = []
+    found = experiment_lib.resolve(config_dict.ConfigDict(saved), code)
+    if expected := saved["env"]["digest"]:
+        envs.check_digest(found.config.env.name, found.config.env.digest, expected)
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ import prometheus_client
 
 from inference.rollouts import rollout as rollout_lib
 from inference.server import metrics_routes, web
+from rl import envs
 from rl.experiment import workdir as run_directory
 from rl.ledger import ledger as ledger_lib
 from rl.protocol import lease, task_schedule
@@ -109,7 +110,7 @@ def _reply(status: validator_status.Status) -> dict:
 
 def serve(args: argparse.Namespace) -> int:
     """Runs the validator over HTTP until it is interrupted; returns the exit code. Raises ValueError for a wrong option."""
-    experiment, workdir = calibrate.load_experiment(args.workdir), pathlib.Path(args.workdir)
+    experiment, workdir = calibrate.load_experiment(args.workdir, args.code), pathlib.Path(args.workdir)
     config, weights = experiment.config, args.weights or str(workdir / "weights")
     if args.rollouts and not pathlib.Path(args.rollouts).is_dir():
         raise ValueError(f"--rollouts {args.rollouts} is not a directory; create it, or give another")
@@ -126,7 +127,7 @@ def serve(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         trusted = run_directory.root_file(workdir) or run
         pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=trusted)
-        rules = verifier.rules_of(config, experiment.tokenizer, stack=stack, run=run)
+        rules = verifier.rules_of(config, experiment.tokenizer, stack=stack, run=run, code=args.code)
         rules = dataclasses.replace(rules, tolerance=tolerance)
         open_steps = task_schedule.num_open_steps(config)
         keep_steps = open_steps + 7
@@ -225,6 +226,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slash", type=int, default=0, help="stake to take for an offense")
     add("--eject", action="store_true", help="eject a worker for an offense")
     add("--orchestrator", metavar="URL", help="sign in at this orchestrator, to be on its table of nodes")
+    add("--code", nargs="+", default=[], metavar="FOLDER", help=envs.CODE_HELP)
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8300, help="port to listen on; 0 takes a free one")
     add("--address_file", help="file to write the URL to, once the service listens")

@@ -206,16 +206,19 @@ def rules_of(
     on_error: Callable[[str], None] = cli.note,
     stack: contextlib.ExitStack | None = None,
     run: str = "",
+    code: Sequence[str] | None = None,
 ) -> rules_lib.Rules:
     """Returns all rules of the run with the public key `run` from its resolved config. The run's environment makes the tasks, prompts, and rewards.
 
-    `on_error` is called with a line of text if completions cannot be scored. Closing `stack` ends the processes that score.
+    `on_error` is called with a line of text if completions cannot be scored. Closing `stack` ends the processes that score. The
+    environment of a stranger's run is loaded from the folders `code` alone; None: from anywhere.
     """
-    options = config.env.options.to_dict()
-    env = envs.load(config.env.name, seed=config.seed, **options)
+    name, options = envs.locate(config.env.name, config.env.options.to_dict(), code)
+    env = envs.load(name, seed=config.seed, **options)
     limits = dict(limit_s=scorer.CHECK_LIMIT_S, max_failures=scorer.MAX_CHECK_FAILURES, max_children=MAX_SCORERS)
     sandbox = config.trust.sandbox
-    scores = scorer.Scorer(config.env.name, options, config.seed, **limits, sandbox=sandbox, on_error=on_error)
+    own = {"sandbox": sandbox, "on_error": on_error, "digest": config.env.digest}
+    scores = scorer.Scorer(name, options, config.seed, **limits, **own)
     if stack is not None:
         stack.callback(scores.close)
 

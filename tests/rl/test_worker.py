@@ -722,3 +722,38 @@ def test_the_process_works_without_jax_and_ends_with_its_parent(play):
 def test_a_mistake_is_told_at_once(arguments, words, capsys):
     """Not after minutes of asking an address that cannot be."""
     assert worker.main(arguments) == 1 and words in capsys.readouterr().err
+
+
+# ---- code of the user ------------------------------------------------------------------------------------------------
+
+
+def test_other_code_than_that_of_the_run_is_refused_before_it_works(play, tmp_path, capsys):
+    """It works on the same digest, under the name that the run has for the environment."""
+    (tmp_path / "own_reverse.py").write_text(
+        "from rl.envs.reverse_text import build as shipped\n\n\ndef build(**options):\n    return shipped(**options)\n"
+    )
+    file = f"{tmp_path}/own_reverse.py:build"
+    env = {
+        "name": "/home/owner/own_reverse.py:build",
+        "options": OPTIONS,
+        "seed": 4,
+        "digest": envs.digest(file, OPTIONS),
+    }
+    played = play(GROUP)
+    played.described = {"env": env}
+    assert (
+        run_main(played.url) == 1
+        and "for this process; give the folder that has it with --code" in capsys.readouterr().err
+    )
+    played.failures.append(("/submit", 400, refusal("enough")))
+    assert run_main(played.url, "--code", str(tmp_path)) == 1 and "enough" in capsys.readouterr().err
+    assert played.requests and played.leases[-1]["env_digest"] == env["digest"]
+
+    played = play(GROUP)
+    played.described = {"env": env}
+    with open(tmp_path / "own_reverse.py", "a") as own:
+        own.write("# changed\n")
+    assert run_main(played.url, "--code", str(tmp_path)) == 1
+    error = capsys.readouterr().err
+    assert f"environment {env['name']} has other code or data here" in error and error.count("\n") == 1
+    assert not played.leases and not played.requests

@@ -152,18 +152,6 @@ def test_checkers_that_raise_score_zero_with_an_error():
         ("reverse_text", {"alphabet": "a b"}, "white space"),
         ("reverse_text", {"reward": "f1"}, "lcs, position, exact"),
         ("reverse_text:x", {}, "has no variants"),
-        # A worker gets the name and the options from an orchestrator of strangers: they can name no code.
-        *(
-            (name, {}, "does not exist|has no dataset|has no variants")
-            for name in (
-                "os:system",
-                "rl.envs.scorer:main",
-                "reasoning_gym:os.system",
-                "/tmp/x.py",
-                "gsm8k:os.system",
-                "",
-            )
-        ),
         ("reverse_text", {"__class__": "os"}, "has no option '__class__'"),
         ("reasoning_gym:composite", {"datasets": []}, "cannot be used"),
         # Words of a worker's secret file became prompts, which go to servers that the orchestrator names.
@@ -177,6 +165,16 @@ def test_checkers_that_raise_score_zero_with_an_error():
 def test_refusals(name, options, message):
     with pytest.raises(ValueError, match=message):
         envs.load(name, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "rl.envs.scorer:main", "reasoning_gym:os.system", "/tmp/x.py:f", "gsm8k:os.system", ""]
+)
+def test_a_stranger_names_no_code(name):
+    """A worker gets the name and the options from an orchestrator of strangers."""
+    with pytest.raises(ValueError, match="does not exist|has no dataset|has no variants"):
+        found, options = envs.locate(name, {}, ())
+        envs.load(found, **options)
 
 
 def test_reasoning_gym_is_optional(monkeypatch):

@@ -17,6 +17,7 @@ from rl.experiment import base_fields, experiment, rules
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
 from rl.plan import sizes
+from rl.validator import calibrate
 from sharding.multihost import failure
 
 # ml_collections loads a config file the old way.
@@ -122,7 +123,6 @@ NEAREST = {
     "modell.x=3": "'modell' (did you mean model?)",
     "num_steps=3": "'num_steps' (did you mean rl.num_steps or warmup.num_steps?)",
     "optimizer.lr=1": "'optimizer.lr' (did you mean optimizer.learning_rate?)",
-    "env.options.lenght=3": "'env.options.lenght' (did you mean env.options.min_length?)",
     "rl.num_steps.x=3": "no field 'rl.num_steps.x'",
     "nonsense=3": "no field 'nonsense'; --help lists all fields",
 }
@@ -336,6 +336,50 @@ def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
     refused(workdir, other, "rl.prompts_per_step was 32, now 7;")
     with run_directory.open_workdir(workdir, one):
         refused(workdir, one, "in use by another run")
+
+
+def test_a_run_keeps_to_the_code_of_its_environment(tmp_path, monkeypatch):
+    """It goes on with no other code, and can still be looked at; a run of an earlier release has no digest."""
+    (tmp_path / "own_task.py").write_text("def build():\n    pass\n")
+    own = {"env__name": f"{tmp_path}/own_task.py:build"}
+    with run_directory.open_workdir(tmp_path / "w", resolved(**own)) as workdir:
+        (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
+    (tmp_path / "own_task.py").write_text("def build():\n    return 1\n")
+    other = resolved(**own)
+    refused(workdir, other, "code or data of the run .env.digest. changed since its first start; restore")
+    with run_directory.read_workdir(workdir, other):
+        pass
+    with pytest.raises(ValueError, match="has other code or data here .digest .* in a folder of --code"):
+        calibrate.load_experiment(str(workdir))
+    saved = json.loads((workdir / "config.json").read_text())
+    saved["config"]["env"].pop("digest")
+    (workdir / "config.json").write_text(json.dumps(saved))
+    with run_directory.open_workdir(workdir, other):
+        pass
+    assert calibrate.load_experiment(str(workdir)).config.env.digest == other.config.env.digest
+    with pytest.raises(ValueError, match="env.digest has no effect here; it follows from the code and data"):
+        quickstart_with("env.digest=1")
+
+
+OPTIONS = {
+    "base": (["env.options.min_length=4", "env.options.alphabet=ab"], {"min_length": 4, "alphabet": "ab"}),
+    "quickstart": (["env.options.min_length=4"], {"min_length": 4, "alphabet": "abcdefgh"}),
+    "another": (["env.name=reasoning_gym:chain_sum", "env.options.min_terms=2"], {"min_terms": 2}),
+    "same": (["env.name=reverse_text", "env.options.min_length=4"], {"min_length": 4, "alphabet": "abcdefgh"}),
+    "kinds": (
+        [f"env.options.{text}" for text in ("a=0.5", "b=true", "c=(1,'x')", "d=a b", "e=[1]", "f=None", "g")],
+        {"a": 0.5, "b": True, "c": (1, "x"), "d": "a b", "e": "[1]", "f": "None", "g": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_the_environment_may_be_given_on_the_command_line(name):
+    overrides, expected = OPTIONS[name]
+    file = "base" if name in ("base", "kinds") else "quickstart"
+    config = parsed(f"--config=configs/{file}.py", "--workdir=w", *(f"--config.{text}" for text in overrides))
+    found = config.env.options.to_dict()
+    assert found | expected == found and (name != "another" or found == expected)
 
 
 def refused(workdir, exp, message, opened=run_directory.open_workdir):

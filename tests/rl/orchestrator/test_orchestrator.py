@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
+from rl import envs
 from rl.experiment import experiment
 from rl.ledger import events as ledger_events
 from rl.ledger import run_ledger
@@ -882,7 +883,8 @@ def test_the_routes(make):
     with httpx.Client(base_url=orchestrator.serve(), timeout=WAIT_S) as http:
         run = http.get("/run").json()["run"]
         options = orchestrator._config.env.options.to_dict()
-        assert run["env"] == {"name": "reverse_text", "options": options, "seed": 0}
+        digest = envs.digest("reverse_text", options)
+        assert run["env"] == {"name": "reverse_text", "options": options, "seed": 0, "digest": digest}
         assert run["sampling"] == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
         assert (run["tokenizer"], run["tokenizer_date"]) == ("byte_chatml", "2026-01-01")
         assert run["servers"] == [] and run["step"] == -1
@@ -893,7 +895,12 @@ def test_the_routes(make):
 
         session = signed_http.session(http)
         assert session.run == orchestrator._key.worker
-        good = signed_http.lease_body(KEY, session, 2)
+        differs = http.post("/lease", json=signed_http.lease_body(KEY, session, env_digest="0" * 64))
+        words = (
+            f"your environment reverse_text has the digest {'0' * 16}, and that of the run {digest[:16]}; get the run's"
+        )
+        assert differs.status_code == 400 and words in differs.json()["error"]["message"]
+        good = signed_http.lease_body(KEY, session, 2, env_digest=digest)
         for body in ({}, good | {"capacity": 3}, good | {"worker": OTHER.worker}, []):
             reply = http.post("/lease", json=body)
             assert reply.status_code == 400 and reply.json()["error"]["message"], body

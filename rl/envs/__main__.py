@@ -1,0 +1,87 @@
+"""Shows an environment before a run: `python -m rl.envs try NAME --n 5` prints tasks, the scores of their answers, and lengths.
+
+Completions are scored as in a run, in a process with limits. For each task these are its own answer, which should get the reward 1, and
+an answer of another task, which should get less.
+"""
+
+import ast
+import contextlib
+import statistics
+import sys
+
+from models.text import tokenizer as tokenizer_lib
+from rl import envs
+from rl.envs import environment
+from rl.envs import scorer as scorer_lib
+from sharding.system import cli
+from sharding.system import sandbox as sandbox_lib
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command `try`; returns the exit code: 0, or 1 after an error, which is printed."""
+    parser = cli.Parser(prog="python -m rl.envs", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser(
+        "try", help="print tasks of an environment, with scores and lengths in tokens"
+    ).add_argument
+    add("name", help="as config.env.name: a shipped one, module:function, or path/to/file.py:function")
+    add("options", nargs="*", metavar="OPTION=VALUE", help="as config.env.options")
+    add("--n", type=int, default=5, help="number of tasks")
+    add("--split", choices=environment.SPLITS, default="train", help="which tasks")
+    add("--seed", type=int, default=0, help="as config.seed")
+    add("--tokenizer", default="byte_chatml", help="as config.tokenizer, for the lengths")
+    add("--sandbox", choices=sandbox_lib.MODES, default="auto", help="as config.trust.sandbox")
+    add("--code", nargs="+", default=[], metavar="FOLDER", help="folders to import your code from")
+    args = parser.parse_args(argv)
+    try:
+        if args.n < 1:
+            raise ValueError(f"--n {args.n} is below 1; raise it")
+        sys.path += args.code
+        options = dict(_option(text) for text in args.options)
+        return _try(args, options, tokenizer_lib.load(args.tokenizer, date="2026-01-01"))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _option(text: str) -> tuple[str, object]:
+    name, is_set, value = text.partition("=")
+    if not is_set or not name.isidentifier():
+        raise ValueError(f"{text!r} is not an option; write OPTION=VALUE")
+    with contextlib.suppress(ValueError, SyntaxError):
+        return name, ast.literal_eval(value)
+    return name, value
+
+
+def _try(args, options: dict, tokenizer: tokenizer_lib.Tokenizer) -> int:
+    env = envs.load(args.name, seed=args.seed, **options)
+    tasks = [env.make_task(index, args.split) for index in range(args.n)]
+    others = [*tasks[1:], env.make_task(args.n, args.split)]
+    prompts, answers, rewards = [], [], {"its answer": [], "the answer of the next task": []}
+    scorer = scorer_lib.Scorer(args.name, options, args.seed, limit_s=scorer_lib.LIMIT_S, sandbox=args.sandbox)
+    with contextlib.closing(scorer):
+        for task, other in zip(tasks, others, strict=True):
+            prompts.append(len(tokenizer.render(task.messages, add_generation_prompt=True).token_ids))
+            answers.append(len(tokenizer.encode(task.answer)))
+            print(f"task {task.index} ({task.split}): {prompts[-1]} tokens, its answer {answers[-1]}")
+            for role, text in [*((m["role"], m["content"]) for m in task.messages), ("answer", task.answer)]:
+                print(f"  {role}: {text}".replace("\n", "\n    "))
+            scored = scorer.score(task, [task.answer, other.answer])
+            for (completion, found), one in zip(rewards.items(), scored, strict=True):
+                found.append(one.scores["reward"])
+                numbers = ", ".join(f"{name} {value:g}" for name, value in one.scores.items())
+                print(f"  scores of {completion}: {numbers} ({1000 * one.cpu_s:.0f} ms)")
+    print(f"{args.n} tasks; tokens of prompts {_spread(prompts)}, of answers {_spread(answers)}")
+    print("; ".join(f"mean reward of {name} {statistics.fmean(found):g}" for name, found in rewards.items()))
+    print(f"training tasks: {env.num_tasks or 'unlimited'}; digest {envs.digest(*envs.locate(args.name, options))}")
+    if min(rewards["its answer"]) < 1:
+        print("warning: an answer gets less than 1, so the task cannot be solved as its author means")
+    return 0
+
+
+def _spread(counts: list[int]) -> str:
+    return f"{min(counts)} to {max(counts)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Tasks from your own file or folder: JSON lines, CSV, Parquet, or a folder in Hugging Face's layout (rl/data/sources.py).
+
+1. Each row is a task. Field `prompt` has the user's message, or a list of messages; field `answer` has the answer, and `solution`, if
+   there is such a field, a whole completion to imitate in a warm-up.
+2. Held-out tasks are those of the split `validation`, else `test`. Without one, a row is held out by the hash of its prompt, 1 in 16.
+3. rl/envs/rewards.py scores a completion by the answer.
+
+All rows are looked at when the environment is built, so that a malformed one ends a run before it begins.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl.data import sources
+from rl.envs import environment, rewards
+
+MAX_CHARS = 65536  # a longer completion scores as an empty one
+
+
+def build(
+    *,
+    path: str = "",
+    prompt: str = "prompt",
+    answer: str = "answer",
+    solution: str = "",
+    system_prompt: str = "",
+    reward: str = "exact",
+    pattern: str = "",
+    held_out: str = "",
+    seed: int = 0,
+) -> environment.Environment:
+    """Builds an environment of the rows at `path`. `held_out` names the split of held-out tasks; "": as the module docstring has it.
+
+    Raises ValueError for a missing or malformed file, a field that a row lacks, and a wrong reward. `seed` has no effect.
+    """
+    if not path:
+        raise ValueError("env.options.path is empty; set it to your file or folder of rows")
+    score_row, is_own = rewards.make(reward, pattern), reward not in rewards.NAMES
+    fields, system = (prompt, answer, solution), ({"role": "system", "content": system_prompt},) * bool(system_prompt)
+
+    def read(row: Mapping[str, Any]) -> tuple[tuple[dict, ...], str, str]:
+        for field in fields[:1] if is_own else filter(None, fields):
+            if field not in row:
+                hint = environment.did_you_mean(field, row)
+                raise ValueError(f"field {field!r} does not exist; {hint}set env.options.prompt and env.options.answer")
+        own = "" if row.get(answer) is None else str(row[answer])
+        if not is_own:
+            rewards.check_answer(reward, own)
+        return _messages(row[prompt]), own, str(row[solution]) if solution else own
+
+    splits = sources.read(path)
+    training, testing = _divide(splits, held_out, read, path)
+    rows = {"train": training, "held_out": testing}
+
+    def make_task(index: int, split: str) -> environment.Task:
+        row = rows[split][index % len(rows[split])]
+        messages, own, solved = read(row)
+        return environment.Task("dataset", index, split, (*system, *messages), solved, info={"row": row, "answer": own})
+
+    def score(task: environment.Task, completion: str) -> dict[str, float]:
+        completion = completion if len(completion) <= MAX_CHARS else ""
+        found = score_row(completion, task.info["answer"], task.info["row"])
+        return found if isinstance(found, dict) else {"reward": found}
+
+    return environment.Environment("dataset", make_task, score, len(training))
+
+
+def _messages(value: Any) -> tuple[dict, ...]:
+    """Returns the messages of a prompt. Raises ValueError for other values than a text and a list of messages."""
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},)
+    try:
+        messages = tuple({"role": m["role"] + "", "content": m["content"] + ""} for m in value)
+    except (TypeError, KeyError):
+        messages = ()
+    if not messages:
+        raise ValueError(f"the prompt is {str(value)[:80]!r}; write a text, or messages with role and content")
+    return messages
+
+
+def _divide(splits: Mapping[str, sources.Rows], held_out: str, read, path: str) -> tuple[sources.Rows, sources.Rows]:
+    """Returns the rows to train on and those that are held out. Raises ValueError with the place of a malformed row."""
+    name = held_out or next((split for split in ("validation", "test") if split in splits), "")
+    if name and (name not in splits or name == "train"):
+        raise ValueError(f"{path} has no split {name!r} to hold out (env.options.held_out); it has {', '.join(splits)}")
+    hashes = {}
+    for split in ["train", name] if name else ["train"]:
+        if not (rows := splits.get(split, ())):
+            raise ValueError(f"{path} has no rows of the split {split!r}; add a file of this name")
+        hashes[split] = []
+        for number in range(len(rows)):
+            try:
+                content = read(rows[number])[0][-1]["content"]
+            except ValueError as error:
+                raise ValueError(f"{path}, {split} row {number + 1}: {error}") from None
+            hashes[split].append(environment.stable_hash(content))
+    training = splits["train"]
+    if name:
+        return training, splits[name]
+    own = hashes["train"]
+    # The first hash stands in where a small file has none in the sixteenth part.
+    chosen = {x for x in own if x % environment.HELD_OUT_ONE_IN == 0} or {min(own)}
+    parts = ([i for i, x in enumerate(own) if (x in chosen) == is_held_out] for is_held_out in (False, True))
+    train, held = (sources.Chosen(training, part) for part in parts)
+    if not train:
+        raise ValueError(f"{path} has one prompt only, which is held out; add rows")
+    return train, held

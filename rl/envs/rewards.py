@@ -1,0 +1,103 @@
+"""Rewards of a completion by the answer of a dataset's row: `make("number")` returns a function for `rl/envs/dataset.py`.
+
+| name | 1 if |
+|---|---|
+| exact | the completion is the answer, without white space around it |
+| number | the last number of the completion equals the last one of the answer, in any notation: 1,000 = 1000.0 |
+| regex | the last match of `pattern` in the completion (its first group, if it has one) is the answer |
+| math | the last expression of the completion, best in \\boxed{}, is equal to the answer (math-verify) |
+| module:function | `function(completion, row)` returns the reward, or a dict of numbers with "reward" among them |
+
+A completion is untrusted text, and a policy learns to use every weakness: `number` and `math` take one guess, the last.
+math-verify limits its time by a signal of its own, which needs the main thread and disturbs others. It runs without:
+rl/envs/scorer.py ends a process that computes for too long.
+"""
+
+import decimal
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl.envs import environment
+from rl.protocol import user_code
+
+Reward = Callable[[str, str, Mapping[str, Any]], Any]  # (completion, answer, row)
+NAMES = ("exact", "number", "regex", "math")
+_NUMBER = re.compile(r"(?:(?<![\d).])-\$?|)\d[\d,]*(?:\.\d+)?", re.ASCII)
+
+
+def make(name: str, pattern: str = "") -> Reward:
+    """Returns the reward of this name. Raises ValueError for an unknown one, an unusable `pattern`, or a package that is missing."""
+    if user_code.is_name(name):
+        function = user_code.load(name)
+        user_code.check_arguments(function, name, "reward(completion, row)", 2)
+        return lambda completion, answer, row: function(completion, row)
+    if name not in NAMES:
+        hint = environment.did_you_mean(name, NAMES)
+        raise ValueError(f"reward {name!r} is unknown; {hint}choose one of {', '.join(NAMES)}, or module:function")
+    if (name == "regex") != bool(pattern):
+        remedy = "needs env.options.pattern, as in '<answer>(.*?)</answer>'" if name == "regex" else "has no pattern"
+        raise ValueError(f"reward {name!r} {remedy}; set reward = 'regex' and pattern together")
+    if name == "regex":
+        try:
+            return functools.partial(_regex, re.compile(pattern, re.DOTALL))
+        except re.error as error:
+            raise ValueError(
+                f"env.options.pattern = {pattern!r} is not a regular expression: {error}; correct it"
+            ) from None
+    if name == "math":
+        try:
+            import math_verify  # noqa: F401
+        except ImportError as error:
+            reason = f"reward 'math' needs the package math-verify, an optional dependency ({error})"
+            raise ValueError(f'{reason}; run pip install -e ".[math]" in the checkout') from error
+        logging.getLogger("math_verify").setLevel("ERROR")  # not a warning that no timeout is set
+    return {"exact": _exact, "number": _number, "math": _math}[name]
+
+
+def check_answer(name: str, answer: str) -> None:
+    """Raises ValueError for an answer that no completion can match."""
+    if name == "number" and last_number(answer) is None:
+        raise ValueError(f"the answer {answer[:80]!r} has no number; correct it, or choose another env.options.reward")
+    if not answer.strip():
+        raise ValueError("the answer is empty; correct it")
+
+
+def last_number(text: str) -> decimal.Decimal | None:
+    """Returns the last number in a text, or None if it has none. A minus sign after a digit or a bracket is an operator."""
+    found = _NUMBER.findall(text)
+    return decimal.Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+
+
+def _exact(completion: str, answer: str, row) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+def _number(completion: str, answer: str, row) -> float:
+    found = last_number(completion)
+    return float(found is not None and found == last_number(answer))
+
+
+def _regex(pattern: re.Pattern, completion: str, answer: str, row) -> float:
+    matches = list(pattern.finditer(completion))
+    return float(bool(matches) and (matches[-1][min(pattern.groups, 1)] or "").strip() == answer.strip())
+
+
+def _math(completion: str, answer: str, row) -> float:
+    import math_verify
+
+    found = math_verify.parse(completion, parsing_timeout=0)
+    if not (gold := _gold(answer)):  # a word
+        return _exact(completion, answer, row)
+    return float(bool(found) and math_verify.verify(gold, found, timeout_seconds=0))
+
+
+@functools.lru_cache(4096)
+def _gold(answer: str) -> list:
+    import math_verify
+
+    text = answer.rpartition("####")[2].strip()  # GSM8K's mark
+    is_marked = "\\boxed" in text or "$" in text
+    return math_verify.parse(text if is_marked else f"\\boxed{{{text}}}", parsing_timeout=0)

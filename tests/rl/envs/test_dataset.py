@@ -1,0 +1,215 @@
+"""The environment `dataset`: rows of files of each kind as tasks, and rewards by their answers."""
+
+import csv
+import json
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from configs import base
+from rl import envs
+from rl.data import sources
+from rl.envs import rewards, scorer
+from rl.experiment import experiment
+from rl.protocol import task_schedule
+
+ROWS = [{"question": f"What is {i} + {i}?", "result": str(2 * i), "hard": i > 20} for i in range(40)]
+OPTIONS = {"prompt": "question", "answer": "result"}
+
+
+def write(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".csv":
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+    else:
+        table = pa.Table.from_pylist(rows)
+        with pa.ipc.new_stream(str(path), table.schema) as stream:
+            for batch in table.to_batches(7):
+                stream.write(batch)
+    return path
+
+
+def load(path, **options):
+    return envs.load("dataset", path=str(path), **OPTIONS | options)
+
+
+@pytest.mark.parametrize("suffix", sources.READERS)
+def test_each_kind_of_file_has_the_same_rows_in_any_order_of_access(tmp_path, suffix):
+    (rows,) = sources.read(write(tmp_path / f"x{suffix}")).values()
+    kind = str if suffix == ".csv" else lambda x: x
+    assert [{k: kind(v) for k, v in row.items()} for row in ROWS] == list(rows) == [rows[i] for i in range(40)]
+
+
+def test_a_folder_is_read_in_the_layout_of_hugging_face(tmp_path):
+    for name, part in {
+        "hub/data/train-00000-of-00002.parquet": slice(0, 15),
+        "hub/data/train-00001-of-00002.parquet": slice(15, 30),
+        "hub/data/test-00000-of-00001.parquet": slice(30, 40),
+        "saved/train/data-00000-of-00001.arrow": slice(0, 30),
+        "saved/train/cache-1.arrow": slice(0, 1),
+        "saved/validation/data-00000-of-00001.arrow": slice(30, 40),
+        "saved/test/data-00000-of-00001.arrow": slice(0, 3),
+        "flat/contest.jsonl": slice(0, 40),  # not the word test
+    }.items():
+        write(tmp_path / name, ROWS[part])
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    (tmp_path / "hub" / "README.md").write_text("---\n")
+    for folder, held_out in (("hub", range(30, 40)), ("saved", range(30, 40))):
+        env = load(tmp_path / folder)
+        assert [env.make_task(i, "train").answer for i in range(31)] == [str(2 * (i % 30)) for i in range(31)]
+        assert [env.make_task(i, "held_out").answer for i in range(10)] == [str(2 * i) for i in held_out]
+        assert env.num_tasks == 30
+    assert load(tmp_path / "saved", held_out="test").make_task(5, "held_out").answer == "4"
+    assert load(tmp_path / "flat").num_tasks < 40
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_one_file_holds_out_rows_by_their_prompts(tmp_path, count):
+    """Also a small one; a prompt that occurs twice is on one side."""
+    env = load(write(tmp_path / "x.jsonl", ROWS[:count] * 2))
+    train = {env.make_task(i, "train").messages[-1]["content"] for i in range(env.num_tasks)}
+    held = {env.make_task(i, "held_out").messages[-1]["content"] for i in range(80)}
+    assert train and held and not train & held and train | held == {row["question"] for row in ROWS[:count]}
+
+
+def test_each_row_comes_once_per_epoch(tmp_path):
+    config = base.get_config()
+    config.env.name = "dataset"
+    config.env.options = {"path": str(write(tmp_path / "x.jsonl"))} | OPTIONS
+    config.rl.prompts_per_step = 4
+    config = experiment.resolve(config).config
+    num = config.env.num_tasks
+    assert num == load(tmp_path / "x.jsonl").num_tasks
+    order = [group.index for step in range(1, num + 1) for group in task_schedule.train_groups(config, step)]
+    epochs = np.array(order).reshape(4, num)
+    assert all(sorted(epoch) == list(range(num)) for epoch in epochs) and len({*map(tuple, epochs)}) == 4
+
+
+def test_prompts_may_be_messages_and_solutions_longer_than_answers(tmp_path):
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    rows = [{"question": prompt, "result": 2, "work": "It is 2."}, {"question": "2?", "result": 2, "work": "2."}]
+    env = load(write(tmp_path / "x.jsonl", rows), solution="work", reward="number", system_prompt="Add.")
+    tasks = {split: env.make_task(0, split) for split in ("train", "held_out")}
+    task = next(task for task in tasks.values() if len(task.messages) == 3)
+    assert task.messages == ({"role": "system", "content": "Add."}, *prompt) and task.answer == "It is 2."
+    assert env.score(task, task.answer) == {"reward": 1.0} and env.score(task, "3") == {"reward": 0.0}
+
+
+REWARDS = [
+    ("exact", "a b", " a b\n", "a  b"),
+    ("number", "1,000", "It costs $1000.00.", "1000 or 1001"),
+    ("number", "#### -2", "1 - 3 = -2", "10 - 2"),
+    ("number", "5", "3 + 2 is 5", "five"),
+    ("regex", "Paris", "<a>Rome</a> <a> Paris </a>", "<a>Paris</a> <a>Rome</a>"),
+    ("math", "0.5", r"so \boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}"),
+    ("math", r"\frac{x}{2}", r"$\frac{2x}{4}$", "x"),
+    ("math", "7", "The answer is 7.", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "answer", "right", "wrong"), REWARDS)
+def test_rewards(name, answer, right, wrong):
+    reward = rewards.make(name, "<a>(.*?)</a>" if name == "regex" else "")
+    rewards.check_answer(name, answer)
+    assert (reward(right, answer, {}), reward(wrong, answer, {})) == (1.0, 0.0)
+
+
+def test_math_and_own_rewards_are_computed_in_the_sandbox(tmp_path):
+    """A tower of powers ends its process, and neither the run nor the other completions."""
+    (tmp_path / "own_reward.py").write_text(
+        "def reward(completion, row):\n    return {'reward': float(completion == row['result']), 'hard': float(row['hard'])}\n"
+    )
+    path = write(tmp_path / "x.jsonl")
+    own = f"{tmp_path}/own_reward.py:reward"
+    for reward, completions, expected in (
+        ("math", [r"\boxed{%s}", r"\boxed{9^{9^{9^{9}}}}", "7.5"], [1, 0, 0]),
+        (own, ["%s", "x"], [1, 0]),
+    ):
+        options = {"path": str(path), "reward": reward} | OPTIONS
+        task = envs.load("dataset", **options).make_task(3, "train")
+        away = scorer.Scorer("dataset", options, 0, limit_s=1, digest=envs.digest(*envs.locate("dataset", options)))
+        found = away.score(task, [text.replace("%s", task.answer) for text in completions])
+        assert [one.scores["reward"] for one in found] == expected
+        away.close()
+    with open(tmp_path / "own_reward.py", "a") as file:
+        file.write("\n")
+    changed = scorer.Scorer("dataset", options, 0, limit_s=1, digest="0" * 64)
+    with pytest.raises(ValueError, match="did not start: ValueError: its code or data has changed since the run began"):
+        changed.score(task, ["x"])
+    sys.modules.pop("own_reward", None)
+
+
+def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
+    (tmp_path / "own_reward.py").write_text("def reward(completion, row):\n    return 1.0\n")
+    write(tmp_path / "x.jsonl")
+    options = {"path": str(tmp_path / "x.jsonl"), "reward": f"{tmp_path}/own_reward.py:reward"}
+    files = {path.name for path in envs._files_of(sys.modules["rl.envs.dataset"])}
+    assert files == {"dataset.py", "environment.py", "rewards.py", "sources.py"}
+    found = [envs.digest("dataset", options)]
+    for name in ("x.jsonl", "own_reward.py"):
+        with open(tmp_path / name, "a") as file:
+            file.write("\n")
+        found.append(envs.digest("dataset", options))
+    assert len({*found, envs.digest("dataset", {"reward": "math"})}) == 4
+    with pytest.raises(ValueError, match="env.options.reward = .* in /nowhere .--code.; add"):
+        envs.locate("dataset", options | {"path": ""}, ["/nowhere"])
+    with pytest.raises(ValueError, match="env.options.path = .*x.jsonl' does not exist in /nowhere"):
+        envs.locate("dataset", {"path": options["path"]}, ["/nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        (None, {}, "x.jsonl does not exist; give a file or a folder with rows"),
+        ("", {}, "x.jsonl has no rows; give a file"),
+        ("{}\n[1]\n", {}, "x.jsonl, train row 1: field 'question' does not exist; set env.options.prompt and"),
+        ('{"questions": ""}', {}, "field 'question' does not exist; did you mean 'questions'?"),
+        ('{"question": "a", "result": 1}\n\n{"a"', {}, r"x.jsonl, train row 2: .*x.jsonl, line 3 is not a JSON object"),
+        ('{"question": "a", "result": ""}', {}, "row 1: the answer is empty; correct it"),
+        ('{"question": "a", "result": "b"}', {"reward": "number"}, "the answer 'b' has no number; correct it"),
+        ('{"question": "a", "result": " "}', {"reward": "math"}, "row 1: the answer is empty; correct it"),
+        ('{"question": 5, "result": "b"}', {}, "the prompt is '5'; write a text, or messages with role"),
+        ('{"question": [], "result": "b"}', {}, "the prompt is '..'; write a text"),
+        ('{"question": [{"role": "user"}], "result": "b"}', {}, "the prompt is .* or messages with role"),
+        ('{"question": "a", "result": "b"}', {}, "x.jsonl has one prompt only, which is held out; add rows"),
+        ('{"question": "a", "result": "b"}', {"held_out": "test"}, "has no split 'test' to hold out .* it has train"),
+        ("", {"reward": "nubmer"}, "reward 'nubmer' is unknown; did you mean 'number'?"),
+        ("", {"reward": "regex"}, "reward 'regex' needs env.options.pattern"),
+        ("", {"reward": "regex", "pattern": "("}, "pattern = '.' is not a regular expression: missing .*; correct it"),
+        ("", {"pattern": "a"}, "reward 'exact' has no pattern; set reward = 'regex'"),
+        ("", {"reward": "json:loads"}, "json:loads cannot be called as reward.completion, row.: too many"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, content, options, words):
+    if content is not None:
+        (tmp_path / "x.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=words) as error:
+        load(tmp_path / "x.jsonl", **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.txt", "a", "x.txt is not a file of rows; use one that ends with .jsonl"),
+        ("x.csv", "a,b\n1\n", "x.csv cannot be read: row 1 does not have the 2 fields of the first line; correct"),
+        ("x.json", "[1", "x.json cannot be read: Expecting"),
+        ("x.parquet", "a", "x.parquet cannot be read: .*; correct the file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=words):
+        sources.read(tmp_path / name)

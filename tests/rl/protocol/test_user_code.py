@@ -1,0 +1,183 @@
+"""User code by name: where it may come from, how it fails, and which changes its digest sees."""
+
+import pathlib
+import shutil
+import sys
+
+import pytest
+
+from rl import envs
+from rl.protocol import user_code
+
+ENV = """
+import random
+
+from rl.envs import environment
+{extra}
+
+def build(*, largest=9, path=""):
+    def make_task(index, split):
+        return environment.Task("add", index, split, ({{"role": "user", "content": f"{{index % largest}}+1="}},), str(index % largest + 1))
+
+    def score(task, completion):
+        return {{"reward": float(completion == task.answer)}}
+
+    return environment.Environment("add", make_task, score)
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with a package, a module of one file that imports a neighbor, and data; removed from the import path after."""
+    folder = tmp_path / "project"
+
+    def write(name, text):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+    write("own_sums/__init__.py", "")
+    write("own_sums/parts.py", "TOP = 3\n")
+    write("own_sums/tasks.py", ENV.format(extra="from . import parts\n"))
+    write("own_alone.py", ENV.format(extra="import own_helper\n"))
+    write("own_helper.py", "HELP = 1\n")
+    write("own_apart.py", "X = 1\n")
+    write("data/rows.jsonl", "{}\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield folder
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]
+
+
+def located(name, **options):
+    return envs.locate(name, options)
+
+
+def test_each_form_of_a_name_loads_the_same_function(project, monkeypatch):
+    monkeypatch.chdir(project)
+    file = f"{project}/own_sums/tasks.py:build"
+    monkeypatch.syspath_prepend(project)
+    for name in ("own_sums.tasks:build", "own_sums/tasks.py:build", file):
+        assert user_code.locate(name) == file
+        env = envs.load(name, seed=5, largest=4)
+        assert env.name == name and env.make_task(5, "train").answer == "2"
+        assert env.score(env.make_task(5, "train"), "2") == {"reward": 1.0}
+    assert envs.folders(*located("own_sums.tasks:build")) == [str(project), str(project / "own_sums")]
+
+
+def test_a_process_for_strangers_loads_from_its_folders_alone(project, monkeypatch):
+    """A run that names any other function or file of this machine is refused before a line of it runs."""
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    allowed = [project / "own_sums"]
+    for name in (
+        "os:system",
+        "own_alone:build",
+        "own_alone.py:build",
+        f"{project}/own_alone.py:build",
+        "../own_alone.py:build",
+    ):
+        with pytest.raises(ValueError, match="env.name = .* in .*own_sums .--code.; add the folder that has it"):
+            envs.locate(name, {"command": "true"}, allowed)
+    with pytest.raises(ValueError, match="for this process; give the folder that has it with --code"):
+        envs.locate("os:system", {}, ())
+    (project / "own_sums" / "link.py").symlink_to(project / "own_alone.py")
+    with pytest.raises(ValueError, match="link.py' does not exist in"):
+        envs.locate("link.py:build", {}, allowed)
+    # The name of a file on the machine of the run's owner is found by its last part.
+    assert envs.locate("/home/alice/tasks.py:build", {}, allowed)[0] == f"{project}/own_sums/tasks.py:build"
+    with pytest.raises(ValueError, match="env.options.path = '/etc/passwd' does not exist in"):
+        envs.locate("tasks.py:build", {"path": "/etc/passwd"}, allowed)
+    assert envs.locate("tasks.py:build", {"path": "/x/rows.jsonl"}, [*allowed, project / "data"])[1] == {
+        "path": f"{project}/data/rows.jsonl"
+    }
+    assert "own_alone" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "own_nonesuch:build",
+            "module 'own_nonesuch' does not exist here or on the import path; correct the name, or add",
+        ),
+        ("own_alone:bild", "own_alone.py has no function 'bild'; correct the name"),
+        ("own_sums.parts:TOP", "parts.py has no function 'TOP'"),
+        (
+            "own_broken:build",
+            r"cannot be imported: ZeroDivisionError: division by zero \(own_broken.py:1\); correct it",
+        ),
+        ("own_wrong:build", "cannot be built: KeyError: 'k' .own_wrong.py:2.; correct it"),
+        ("own_none:build", "is NoneType; return a rl.envs.environment.Environment"),
+        ("own_alone:build:x", "module 'own_alone:build' does not exist"),
+        ("own_sums", "environment 'own_sums' does not exist; .* or write module:function for your own"),
+        ("other/json.py:build", "has the name of another module, .*json/__init__.py; rename it"),
+    ],
+)
+def test_a_mistake_is_one_line(project, monkeypatch, name, words):
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    (project / "own_broken.py").write_text("1 / 0\n")
+    (project / "own_wrong.py").write_text("def build():\n    return {}['k']\n")
+    (project / "own_none.py").write_text("def build():\n    pass\n")
+    (project / "other").mkdir()
+    (project / "other" / "json.py").write_text("def build():\n    pass\n")
+    import json  # noqa: F401
+
+    with pytest.raises(ValueError, match=words) as error:
+        envs.load(name, seed=0)
+    assert "\n" not in str(error.value)
+
+
+def test_an_option_that_the_builder_lacks_is_named(project):
+    with pytest.raises(
+        ValueError, match="has no option 'bigest' .env.options.; did you mean 'largest'. choose from largest, path"
+    ):
+        envs.load(f"{project}/own_alone.py:build", seed=0, bigest=3)
+
+
+def test_an_installed_package_offers_environments_by_name(project, monkeypatch):
+    info = project / "own_sums-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: own-sums\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[intellax.environments]\nsums = own_sums.tasks:build\n")
+    monkeypatch.syspath_prepend(project)
+    assert envs.load("sums", seed=0).name == "sums"
+    assert envs.locate("sums", {}, ())[0] == f"{project}/own_sums/tasks.py:build"  # its owner installed it
+
+
+def changed(project, name):
+    """The digests of the package and of the single module, with data, after a change of one file."""
+    with open(project / name, "a") as file:
+        file.write("\n")
+    data = {"path": f"{project}/data"}
+    names = (f"{project}/own_sums/tasks.py:build", f"{project}/own_alone.py:build")
+    return [envs.digest(name, data if name == names[1] else {}) for name in names]
+
+
+def test_the_digest_sees_code_and_data_and_nothing_else(project, tmp_path):
+    first = changed(project, "own_apart.py")
+    assert len({*first}) == 2 and changed(project, "own_apart.py") == first
+    for name, package, alone in (
+        ("own_sums/parts.py", True, False),
+        ("own_helper.py", False, True),
+        ("own_alone.py", False, True),
+        ("data/rows.jsonl", False, True),
+    ):
+        second = changed(project, name)
+        assert [a != b for a, b in zip(first, second, strict=True)] == [package, alone], name
+        first = second
+    (project / "own_sums" / "__pycache__").mkdir()
+    (project / "own_sums" / "__pycache__" / "x.pyc").touch()
+    shutil.copytree(project, tmp_path / "elsewhere")  # another machine has other folders
+    assert changed(tmp_path / "elsewhere", "own_apart.py") == first
+
+
+def test_the_digest_of_a_shipped_environment_is_of_its_own_files(tmp_path):
+    files = {path.name for path in envs._files_of(sys.modules[envs.ENVS["reverse_text"].__module__])}
+    assert files == {"reverse_text.py", "environment.py"}
+    assert envs.digest("reverse_text", {}) != envs.digest("gsm8k", {})
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    before = envs.digest("gsm8k", {"path": str(tmp_path)})
+    pathlib.Path(tmp_path, "test.jsonl").write_text('{"question": "1+2?", "answer": "#### 3"}\n')
+    assert envs.digest("gsm8k", {"path": str(tmp_path)}) != before
