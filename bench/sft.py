@@ -55,11 +55,11 @@ def main() -> int:
 def write(folder: pathlib.Path, data: pathlib.Path, num_steps: int) -> list[str]:
     """Writes the model's folder and the conversations, in the order of our batches; returns the flags of the model's fields."""
     import jax  # here, so that the process that waits for the others uses no memory
-    import numpy as np
 
     from configs import base
     from models import hf, transformer
     from models.text import tokenizer
+    from rl.data import batches
     from tests.support import shapes
 
     model = shapes.model("4m")
@@ -71,8 +71,9 @@ def write(folder: pathlib.Path, data: pathlib.Path, num_steps: int) -> list[str]
             text = " ".join(rng.choices(WORDS, k=1 + int(6 * rng.random() ** 3)))
             messages += [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
         records.append({"messages": messages})
-    order = np.random.default_rng([base.get_config().seed, 0]).permutation(len(records))
-    in_file = [record for _, record in sorted(zip(order.tolist(), records, strict=True), key=lambda pair: pair[0])]
+    mixed = batches.mix([[{"row": i} for i in range(len(records))]], (), BATCH, base.get_config().seed)
+    order = [row["row"] for number in range(num_steps) for row in mixed[number]]
+    in_file = [record for _, record in sorted(zip(order, records, strict=True), key=lambda pair: pair[0])]
     data.write_text("".join(json.dumps(record) + "\n" for record in in_file))
     data.with_suffix(".ordered").write_text("".join(json.dumps(record) + "\n" for record in records))
     defaults, fields = base.get_config().model.to_dict(), dataclasses.asdict(model)

@@ -3,7 +3,7 @@
     python -m rl.sft --config=configs/quickstart.py --workdir=runs/quickstart
 
 1. Batch n is a pure function of the config: tasks of the environment (`task_schedule.warmup_indices`), each with its solution
-   or, for the fraction `warmup.decoy_fraction`, a wrong one, which RL then corrects; or lines of the file `warmup.data`.
+   or, for the fraction `warmup.decoy_fraction`, a wrong one, which RL then corrects; or rows of the files `warmup.data`.
 2. A conversation is rendered once, with tools and all turns. The loss is on the messages of `warmup.roles`
    (rl/batch/conversations.py).
 3. The batch is packed, sent to other hosts, and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
 from models import transformer
 from rl import envs
 from rl.batch import conversations, host_feed, packing
+from rl.data import batches
 from rl.envs import environment
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
@@ -59,7 +59,7 @@ def train(
         if start == num_steps or patience.is_over:
             return state.params
         writer.truncate("warm-up", start)
-        source = (_from_file(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
+        source = (_from_files(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
         layout, held_out = exp.layout(mesh, config.warmup.tasks_per_step), None
         if config.warmup.eval_every:
             held_out_layout = exp.layout(mesh, config.warmup.eval_tasks)
@@ -160,26 +160,27 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
     return _Source(batch, held_out)
 
 
-def _from_file(exp: experiment.Experiment) -> _Source:
-    """Returns a source of the conversations in `warmup.data`, in a new order every epoch; `eval_every` holds out the last `eval_tasks`."""
-    warmup, seed = exp.config.warmup, exp.config.seed
-    path, count, records = warmup.data, warmup.tasks_per_step, conversations.read(warmup.data)
-    cut = len(records) - (warmup.eval_tasks if warmup.eval_every else 0)
-    if cut < 1:
-        raise ValueError(
-            f"warmup.data = {path} has {len(records)} conversations, all of them held out (warmup.eval_tasks = "
-            f"{warmup.eval_tasks}); add conversations, or set warmup.eval_tasks lower"
-        )
+def _from_files(exp: experiment.Experiment) -> _Source:
+    """Returns a source of the conversations in `warmup.data`, in a new order every epoch; `eval_every` holds out the last of each file."""
+    warmup, held = exp.config.warmup, []
+    paths = [path.strip() for path in warmup.data.split(",")]
+    share, parts = -(-warmup.eval_tasks // len(paths)) if warmup.eval_every else 0, []
+    for path in paths:
+        where = [(f"{path}, conversation {n}", record) for n, record in enumerate(conversations.read(path), start=1)]
+        if len(where) <= share:
+            raise ValueError(
+                f"warmup.data = {path} has {len(where)} conversations, all of them held out (warmup.eval_tasks = "
+                f"{warmup.eval_tasks}); add conversations, or set warmup.eval_tasks lower"
+            )
+        parts.append(where[: len(where) - share])
+        held += where[len(where) - share :]
 
-    def tree(index):
-        return _stream(exp, **records[index], where=f"{path}, conversation {index + 1}")
+    def trees(rows):
+        return [_stream(exp, **record, where=where) for where, record in rows]
 
-    def batch(step):
-        wanted = range((step - 1) * count, step * count)
-        orders = {i // cut: np.random.default_rng([seed, i // cut]).permutation(cut) for i in wanted}
-        return [tree(int(orders[i // cut][i % cut])) for i in wanted]
-
-    return _Source(batch, lambda: [tree(index) for index in range(cut, len(records))])
+    mixed = batches.mix(parts, warmup.weights, warmup.tasks_per_step, exp.config.seed)
+    batch = batches.in_order(mixed.map(trees))
+    return _Source(lambda step: batch(step - 1), lambda: trees(held[: warmup.eval_tasks]))
 
 
 def _nll(learner: train_step.Learner, params: transformer.Params, batch: packing.TrainBatch) -> float:

@@ -224,7 +224,8 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     if config.objective.reference_model:
         reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)
     if config.warmup.num_steps:
-        _check_file("warmup.data", config.warmup.data, "a JSONL file of conversations")
+        for path in config.warmup.data.split(","):
+            _check_file("warmup.data", path.strip(), "files or folders of conversations, with commas between them")
     if not hosts.is_first:
         return
     env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
@@ -248,8 +249,8 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
 
 
 def _check_file(field: str, path: str, kind: str) -> None:
-    if path and not pathlib.Path(path).is_file():
-        raise ValueError(f"{field} = {path!r} does not exist or is not a file; set it to {kind}")
+    if path and not pathlib.Path(path).exists():
+        raise ValueError(f"{field} = {path!r} does not exist; set it to {kind}")
 
 
 def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):

@@ -8,13 +8,13 @@
 """
 
 import json
-import pathlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from models.text import tokenizer as tokenizer_lib
 from rl.batch import packing
+from rl.data import sources
 
 
 def tree(
@@ -58,25 +58,20 @@ def tree(
 
 
 def read(path: str) -> list[dict]:
-    """Reads conversations from a JSONL file with lines {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}.
+    """Reads the conversations of a file, or of the split "train" of a folder (rl/data/sources.py).
 
-    Messages in the format of OpenAI's API are accepted: content as text parts or null, arguments of tool calls as a string.
-    Raises ValueError if the file cannot be read, or a line, whose number the error names, has another format.
+    A row is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}, with messages in the format of OpenAI's API:
+    content as text parts or null, arguments of tool calls as a string. Raises ValueError for rows that cannot be read, and one that
+    has another format, whose number the error names.
     """
-    try:
-        text = pathlib.Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"warmup.data = {path!r} cannot be read: {error}; set it to a JSONL file") from error
     found = []
-    for number, line in enumerate(text.split("\n"), start=1):  # text may contain other line separators, such as U+2028
+    for number, row in enumerate(sources.read(path).get("train", ()), start=1):
         try:
-            found += [parse(json.loads(line))] if line.strip() else []
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}; write one object per line") from None
+            found.append(parse(row))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+            raise ValueError(f"{path}, conversation {number}: {error}") from None
     if not found:
-        raise ValueError(f"warmup.data = {path!r} is empty; set it to a JSONL file of conversations")
+        raise ValueError(f"{path} has no rows of the split 'train'; set warmup.data to a file of conversations")
     return found
 
 
@@ -84,7 +79,7 @@ def parse(record: object) -> dict:
     """Returns a record of a data set as a conversation. Raises ValueError if it has another format."""
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(messages, list) or not messages:
-        raise ValueError("the line has no messages; write {'messages': [{'role': ..., 'content': ...}]}")
+        raise ValueError("the row has no messages; write {'messages': [{'role': ..., 'content': ...}]}")
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         raise ValueError("a message has no role; add one, such as 'user' or 'assistant'")
     if not isinstance(record.get("tools"), list | None):
@@ -103,7 +98,8 @@ def _plain(message: Mapping) -> dict:
         raise ValueError(
             f"a message's content is {json.dumps(content)[:60]}; make it a string, or a list of text parts"
         )
-    plain = dict(message) | {"content": content or ""}
+    plain = {name: value for name, value in message.items() if value is not None}  # columns of a table that others use
+    plain |= {"content": content or ""}
     if calls is None:
         return plain
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):

@@ -36,7 +36,7 @@ def config_of(**changes):
 def test_a_file_is_gone_through_once_per_epoch_without_what_is_held_out(tmp_path):
     path = write(tmp_path / "c.jsonl", [conversation(chr(97 + i) * 3) for i in range(14)])
     exp = experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1, warmup__eval_tasks=4))
-    source = sft._from_file(exp)
+    source = sft._from_files(exp)
 
     def texts(trees):
         return ["".join(trained_text(tree)).removesuffix("<|im_end|>") for tree in trees]
@@ -45,13 +45,20 @@ def test_a_file_is_gone_through_once_per_epoch_without_what_is_held_out(tmp_path
     assert sorted(letters[:10]) == sorted(letters[10:]) == list("abcdefghij") and letters[:10] != letters[10:]
     assert [text[0] for text in texts(source.held_out())] == list("klmn")
     assert texts(source.batch(2)) == texts(source.batch(2))  # a function of the step, for a resume
-    whole = sft._from_file(experiment.resolve(config_of(warmup__data=path)))
+    whole = sft._from_files(experiment.resolve(config_of(warmup__data=path)))
     assert len(set(sum((texts(whole.batch(step)) for step in range(1, 8)), []))) == 14
     with pytest.raises(ValueError, match="14 conversations, all of them held out .warmup.eval_tasks = 64"):
-        sft._from_file(experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1)))
+        sft._from_files(experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1)))
+    other = write(tmp_path / "d.jsonl", [conversation(c * 3) for c in "AB"])
+    both = config_of(
+        warmup__data=f"{path}, {other}", warmup__weights=(1.0, 3.0), warmup__eval_every=1, warmup__eval_tasks=2
+    )
+    mixed = sft._from_files(experiment.resolve(both))
+    assert texts(mixed.held_out()) == ["nnn", "BBB"]
+    assert sum(text == "AAA" for step in range(1, 6) for text in texts(mixed.batch(step))) == 15
     long = write(tmp_path / "long.jsonl", [conversation("x" * 99)])
     with pytest.raises(ValueError, match="conversation 1: a conversation has .* tokens, more than"):
-        sft._from_file(experiment.resolve(config_of(warmup__data=long))).batch(1)
+        sft._from_files(experiment.resolve(config_of(warmup__data=long))).batch(1)
 
 
 def test_tasks_are_taught_with_their_answers_but_for_the_decoys():

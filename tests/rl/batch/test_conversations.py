@@ -120,9 +120,9 @@ def test_messages_as_other_tools_write_them(tmp_path):
     ((user, assistant),) = (record["messages"] for record in conversations.read(str(path)))
     assert user["content"] == "one\u2028two\x85" and assistant["content"] == ""
     assert assistant["tool_calls"] == [call | {"function": {"name": "add", "arguments": {"a": 1}}}]
-    for missing in ("absent.jsonl", ".", "empty.jsonl"):
+    for missing in ("absent.jsonl", "empty.jsonl"):
         (tmp_path / "empty.jsonl").write_text("\n")
-        with pytest.raises(ValueError, match="warmup.data = .* (cannot be read|is empty)"):
+        with pytest.raises(ValueError, match="(does not exist|has no rows)"):
             conversations.read(str(tmp_path / missing))
 
 
@@ -142,8 +142,8 @@ def test_conversations_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "is not JSON"),
-        ("[1]", "no messages"),
+        ("{", "is not a JSON object"),
+        ("[1]", "write {field: value}"),
         ({"messages": []}, "no messages"),
         ({"content": "x"}, "a message has no role"),
         (conversation("a") | {"tools": "f"}, "tools is not a list"),
@@ -159,7 +159,7 @@ def test_wrong_lines_are_named(tmp_path, line, words):
         line = json.dumps(line if "messages" in line else {"messages": [line]})
     path = tmp_path / "wrong.jsonl"
     path.write_text(json.dumps(conversation("ok")) + "\n" + line + "\n")
-    with pytest.raises(ValueError, match=f"line 2.*{words}"):
+    with pytest.raises(ValueError, match=f"(line|conversation) 2.*{words}"):
         conversations.read(str(path))
 
 
