@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from sharding.system import cli
+
 MAX_BYTES = 4 << 30  # then the programs that were not used for longest are deleted
 # The time to read a program from the cache is a part of its time to compile.
 _COMPILED, _READ = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_retrieval_time_sec"
@@ -25,17 +27,20 @@ def enable(folder: str = "auto") -> None:
     """Sets the cache of this process and of those that it will start, and begins to count programs.
 
     "auto" is a folder of this user, unless the cache is off by JAX_ENABLE_COMPILATION_CACHE, as in a child of a run without one. ""
-    means no cache. Raises ValueError if `folder` cannot be created.
+    means no cache. Raises ValueError if `folder` cannot be created; without a folder of the user, the process has no cache.
     """
     if folder == "auto" and not _config.jax_enable_compilation_cache:
         folder = ""
     settings: dict[str, bool | float | str] = {"jax_enable_compilation_cache": bool(folder)}
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        path = _user_folder() if folder == "auto" else pathlib.Path(folder).absolute()
         try:
+            path = _user_folder() if folder == "auto" else pathlib.Path(folder).absolute()
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            found = f"the folder {path} of compiled programs cannot be created: {error.strerror}"
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+            if folder == "auto":
+                cli.note(f"note: compiled programs are not kept: {error}")
+                return enable("")
+            found = f"the folder {folder} of compiled programs cannot be created: {error}"
             raise ValueError(f"{found}; set topology.compile_cache to another folder, or to '' for none") from error
         settings |= {"jax_compilation_cache_dir": str(path), "jax_persistent_cache_min_compile_time_secs": 0.0}
         if importlib.util.find_spec("filelock"):  # by which jax bounds the size
