@@ -56,7 +56,7 @@ def test_a_package_elsewhere_trains_and_other_code_does_not_go_on(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = tiny_run.lines(tmp_path / "w")
     assert len(lines) == 2
-    for name in ("own/solved_groups", "own/position", "loss/capped_frac"):
+    for name in ("own/solved_groups", "own/position"):
         assert all(name in line for line in lines), name
     assert sum(line["trust/num_accepted"] for line in lines) == 32 and not sum(
         line["trust/num_refused"] for line in lines
