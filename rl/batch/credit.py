@@ -32,6 +32,7 @@ class Credit:
     max_tokens: int = 0  # of a completion; needed with overlong_buffer
     teacher_coef: float = 0.0  # of the distillation on sampled tokens
     share_prompts: bool = True
+    max_lag: int = 0  # versions may change within a rollout if it is above 0
     router_replay: router_replay_lib.RouterReplay | None = None  # None: trees carry no routed experts
     metrics: tuple[Callable, ...] = ()  # the user's own: (groups of rollouts) -> {name: number}
 
@@ -49,7 +50,7 @@ class Credit:
     @property
     def streams(self) -> tuple[str, ...]:
         """The names of optional arrays (of `packing.OPTIONAL`) that the trees returned by `assign` have."""
-        return ("ref_kl_weight",) if self.teacher_coef else ()
+        return ("ref_kl_weight",) * bool(self.teacher_coef) + ("mixed",) * bool(self.max_lag)
 
     def assign(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> tuple[list[packing.Tree], float]:
         """Assigns advantages to P groups of rollouts. Returns (token trees to train on, fraction of groups with only zero advantages)."""
@@ -62,7 +63,7 @@ class Credit:
         for i, group in enumerate(groups):
             if i in factors:
                 trees += self._trees(group, advantages_P[i] * factors[i], trains=True)
-            elif self.streams:
+            elif self.teacher_coef:
                 trees += self._trees(group, advantages_P[i], trains=False)
         return trees, float(np.mean(is_flat))
 
@@ -98,12 +99,23 @@ class Credit:
                 mask_T * np.float32(advantage),
                 rollout.temperature,
                 ref_kl_weight=mask_T * np.float32(self.teacher_coef) if self.teacher_coef else None,
+                mixed=mask_T * _is_mixed(rollout)[start:] if self.max_lag else None,
                 routed_experts=own_TLX,
             )
             prompt_experts = b"" if prompt_PLX is None else prompt_PLX.tobytes()
             key = prompt_experts if self.share_prompts else number
             trees.setdefault(key, (prompt_PLX, []))[1].append(branch)
         return [packing.Tree(group[0].tokens[:start], tuple(own), prompt) for prompt, own in trees.values()]
+
+
+def _is_mixed(rollout: rollout_lib.Rollout) -> np.ndarray:
+    """Returns True for each token for which the sampler read a key of another version than the token's own."""
+    own_T, is_sampled_T = rollout.versions, rollout.sampled_mask
+    keys_T = np.where(
+        is_sampled_T[1:], own_T[1:], own_T[:-1]
+    )  # written when the next token was sampled, or by the prefill
+    bounds = (np.minimum.accumulate(keys_T), np.maximum.accumulate(keys_T))
+    return np.append(False, np.any([bound_T != own_T[1:] for bound_T in bounds], axis=0))
 
 
 def _is_flat(advantage_G: np.ndarray) -> bool:

@@ -45,10 +45,11 @@ class TrainBatch(struct.PyTreeNode):
     advantage: Array
     temperature: Array
     num_micro_batches: Array  # int32 scalar: how many of the M are in use
-    # None unless the run's layout names them; the weights are those of components in rl/algorithms/divergences.py.
+    # None unless the run's layout names them. Weights are those of components in rl/algorithms/divergences.py.
     ref_logp: Array | None = None  # under a reference policy
     ce_weight: Array | None = None
     ref_kl_weight: Array | None = None
+    mixed: Array | None = None  # 1.0 where the sampler read keys of other policy versions than the token's own
     routed_experts: Array | None = None  # [M, B, T, L, X], of a run with router replay, for `router_replay.given`
 
 
@@ -87,6 +88,7 @@ class Branch:
     ref_logp: np.ndarray | None = None
     ce_weight: np.ndarray | None = None
     ref_kl_weight: np.ndarray | None = None
+    mixed: np.ndarray | None = None
     routed_experts: np.ndarray | None = None  # [T, L, X] of `RouterReplay.rows`; None: routers choose
 
     def __post_init__(self):
@@ -210,7 +212,7 @@ def load(path: pathlib.Path) -> TrainBatch:
         return TrainBatch(**{name: arrays[name] for name in arrays})
 
 
-OPTIONAL = ("ref_logp", "ce_weight", "ref_kl_weight")
+OPTIONAL = ("ref_logp", "ce_weight", "ref_kl_weight", "mixed")
 _INTEGERS = ("tokens", "positions", "segment_ids", "branch_ids", "predictors")
 _FLOATS = ("loss_mask", "behavior_logp", "advantage", "temperature")
 

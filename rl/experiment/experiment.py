@@ -243,6 +243,7 @@ def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -
             max_tokens=config.sampling.max_tokens,
             teacher_coef=objective.teacher_coef,
             share_prompts=config.train.share_prompts,
+            max_lag=rl.max_lag,
             router_replay=router_replay.RouterReplay.of(model) if config.train.router_replay else None,
         ),
         lora=lora_lib.LoraConfig(**config.lora),

@@ -111,10 +111,17 @@ class Objective:
         total = self.policy_coef * policy
         entropy = importance.total(entropy_BT, mask_BT, counts.denom)
         metrics = {"loss/policy": policy, "loss/entropy": entropy}
-        if self.old_logprobs == "learner":  # the loss's own mismatch is that of this batch's optimizer steps alone
-            log_ratio_BT = importance.log_ratio(micro_batch.old_logp, batch.behavior_logp, mask_BT)
+        is_apart = (
+            self.old_logprobs == "learner"
+        )  # the loss's own mismatch is that of this batch's optimizer steps alone
+        if is_apart or batch.mixed is not None:
+            learner_logp_BT = micro_batch.old_logp if is_apart else jax.lax.stop_gradient(logp_BT)
+            log_ratio_BT = importance.log_ratio(learner_logp_BT, batch.behavior_logp, mask_BT)
             kl_BT = jnp.expm1(log_ratio_BT) - log_ratio_BT
-            metrics["loss/sampler_kl"] = importance.total(kl_BT, mask_BT, counts.denom)
+            metrics |= {"loss/sampler_kl": importance.total(kl_BT, mask_BT, counts.denom)} if is_apart else {}
+            if batch.mixed is not None:
+                metrics["loss/mismatch_kl_mixed"] = importance.total(kl_BT * batch.mixed, mask_BT, counts.denom)
+                metrics["loss/mixed_frac"] = importance.total(batch.mixed, mask_BT, counts.denom)
         if self.entropy_coef:
             total -= self.entropy_coef * entropy
         if self.kl_coef:

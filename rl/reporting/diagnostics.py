@@ -28,12 +28,24 @@ def derived(values: dict[str, float]) -> dict[str, float]:
                                    variance would have (Kish 1965); 1 on policy
     loss/mismatch_kl_per_dropped   mean k3 of the tokens whose gradient the loss dropped
     loss/mismatch_kl_per_kept      mean k3 of the other tokens
+
+    If versions may change within a rollout, also its part in the mismatch of learner and sampler, since the learner scores
+    all of a rollout with one version:
+
+    loss/mismatch_kl_per_mixed     mean k3 of the tokens for which the sampler read keys of other versions than their own
+    loss/mismatch_kl_per_unmixed   mean k3 of the other tokens
     """
     if "loss/ratio_sq_mean" not in values:
         return {}
     kl, dropped_kl, dropped = (values[f"loss/{name}"] for name in ("mismatch_kl", "mismatch_kl_dropped", "clip_frac"))
     second = values["loss/ratio_sq_mean"]
-    return {
+    found = {}
+    if "loss/mixed_frac" in values:
+        sampler_kl, mixed = values.get("loss/sampler_kl", kl), values["loss/mixed_frac"]
+        mixed_kl = values["loss/mismatch_kl_mixed"]
+        found["loss/mismatch_kl_per_mixed"] = mixed_kl / mixed if mixed > 0 else 0.0
+        found["loss/mismatch_kl_per_unmixed"] = (sampler_kl - mixed_kl) / (1 - mixed) if mixed < 1 else 0.0
+    return found | {
         "loss/effective_sample_frac": values["loss/ratio_mean"] ** 2 / second if second > 0 else 0.0,
         "loss/mismatch_kl_per_dropped": dropped_kl / dropped if dropped > 0 else 0.0,
         "loss/mismatch_kl_per_kept": (kl - dropped_kl) / (1 - dropped) if dropped < 1 else 0.0,

@@ -137,3 +137,23 @@ def test_flat_means_equal_up_to_rounding():
     assert flat == 0.5 and len(trees) == 1 and trees[0].prompt.tolist() == [5]
     trees, flat = credit.Credit("group_mean").assign([slight])
     assert flat == 0 and [float(b.advantage[0]) for b in trees[0].branches] == pytest.approx([-1e-6, 0, 1e-6], rel=1e-5)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_tokens_after_keys_of_other_versions_are_mixed(share_prompts):
+    """Each token and each key that it reads, by the contract of versions in docs/architecture.md, one by one."""
+    rng = np.random.default_rng(0)
+    for prompt_length in (1, 3):
+        versions = np.sort(rng.integers(2, 5, (2, 9)), axis=1).astype(np.int32)
+        versions[0, 1:] = versions[0, -1]  # the prompt alone may be older
+        group = [
+            rollout([5] * prompt_length, [20] * (9 - prompt_length), [1] * (9 - prompt_length), float(i))
+            for i in (0, 1)
+        ]
+        group = [dataclasses.replace(one, versions=own) for one, own in zip(group, versions, strict=True)]
+        trees, _ = credit.Credit(max_lag=1, share_prompts=share_prompts).assign([group])
+        found = [branch.mixed[-(9 - prompt_length) :] for tree in trees for branch in tree.branches]
+        for one, mixed in zip(group, found, strict=True):
+            keys = [one.versions[j + 1] if one.sampled_mask[j + 1] else one.versions[j] for j in range(8)]
+            for t in range(prompt_length, 9):
+                assert mixed[t - prompt_length] == any(key != one.versions[t] for key in keys[:t])

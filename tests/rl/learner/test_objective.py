@@ -5,6 +5,7 @@ import pytest
 
 from rl.batch import packing
 from rl.learner import objective as objective_lib
+from rl.reporting import diagnostics
 
 
 def draw():
@@ -50,3 +51,25 @@ def test_a_kl_in_the_advantage_is_to_the_sampler_too():
     )
     expected = np.where(mask > 0, 1 - 0.5 * (logp - micro_batch.batch.behavior_logp), 0)
     np.testing.assert_allclose(objective.advantage(micro_batch.batch, logp), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("old_logprobs", ["sampler", "learner"])
+def test_the_mismatch_of_mixed_tokens_is_shown_apart(old_logprobs):
+    micro_batch, logp, mask = draw()
+    mixed = mask * (np.arange(mask.size).reshape(mask.shape) % 3 == 0)
+    micro_batch = micro_batch.replace(batch=micro_batch.batch.replace(mixed=mixed.astype(np.float32)))
+    objective = objective_lib.Objective(old_logprobs=old_logprobs)
+    _, metrics = objective.total(3.0, micro_batch, logp, np.zeros_like(logp), None, counts(mask))
+    log_r = (logp if old_logprobs == "sampler" else micro_batch.old_logp) - np.float64(micro_batch.batch.behavior_logp)
+    kl = np.expm1(log_r) - log_r
+    values = {name: float(value) for name, value in metrics.items()} | {
+        "loss/mismatch_kl": (kl * mask).sum() / mask.sum()
+    }
+    shown = diagnostics.derived(
+        values
+        | dict.fromkeys(("loss/mismatch_kl_dropped", "loss/clip_frac", "loss/ratio_mean"), 0.0)
+        | {"loss/ratio_sq_mean": 1.0}
+    )
+    assert values["loss/mixed_frac"] == pytest.approx(mixed.sum() / mask.sum())
+    assert shown["loss/mismatch_kl_per_mixed"] == pytest.approx(kl[mixed > 0].mean(), rel=1e-5)
+    assert shown["loss/mismatch_kl_per_unmixed"] == pytest.approx(kl[(mask > 0) & (mixed == 0)].mean(), rel=1e-5)
