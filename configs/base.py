@@ -21,7 +21,8 @@ def get_config() -> config_dict.ConfigDict:
     m.update(model_dim=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, ffn_dim=384)
     m.update(rope_theta=10000.0, norm_eps=1e-6, qk_norm=True, tie_embeddings=True)
     m.update(num_experts=0, experts_per_token=0, expert_ffn_dim=0, first_dense_layers=0, norm_topk=True)
-    # dtype: "bfloat16" on accelerators. "auto": that, and "float32" on a CPU and for parameters that train (rl/plan/sizes.py)
+    # param_dtype is of the base of adapters, and of an exported checkpoint: parameters that train are float32. dtype: "bfloat16" on
+    # accelerators. "auto": that, and "float32" on a CPU and for parameters that train (rl/plan/sizes.py)
     m.update(param_dtype="float32", dtype="float32")
     m.remat = "none"  # recomputed in the backward pass: "block" (each layer), "dots" (all but matmuls), "offload"
     m.family = "qwen3"  # the model family whose tensor names a saved checkpoint has
@@ -218,12 +219,13 @@ def get_config() -> config_dict.ConfigDict:
     e.sets = config_dict.ConfigDict()
     e.hold_s = 600.0  # seconds for which a server keeps the version of an unfinished evaluation; then that is given up
 
-    c.checkpoint = config_dict.ConfigDict(dict(every=20, keep=3))  # steps between two checkpoints; number kept
+    # Checkpoints, of which `keep` stay: every so many steps, and at the first end of a step so long after the last (0: by steps alone).
+    c.checkpoint = config_dict.ConfigDict(dict(every=20, every_minutes=0.0, keep=3))
 
     # Publishing of weights (sharding/broadcast/publish.py), signed with the key <workdir>/weights.key.
     c.broadcast = b = config_dict.ConfigDict()
     b.snapshot_every = 1  # versions; only deltas between two snapshots (8 is good for relays)
-    b.dtype = ""  # wider floats are cast to it on the device; "": no cast
+    b.dtype = ""  # in which weights are published and served: wider floats are cast to it; "": model.dtype
     b.head_s = 86400.0  # until relays that withhold newer weights are refused; the run signs again before
 
     # The hardware for rl.plan; no other command reads it.

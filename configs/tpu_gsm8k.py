@@ -26,6 +26,7 @@ def get_config(checkpoint: str, topology: str):
     c.train.share_prompts = False  # the TPU's attention kernel supports packed sequences, not shared prompts
     c.optimizer.update(learning_rate=1e-6, beta2=0.999, weight_decay=0.01)  # PRIME-RL, August 2026
     c.inference.steps_per_call = 16
+    c.checkpoint.every_minutes = 20.0  # a step may take half an hour
     c.topology.mode = "remote"
     c.plan.topology = topology
     return c

@@ -35,6 +35,7 @@ from rl.protocol import task_schedule
 from rl.reporting import diagnostics, metrics
 from rl.topology import layout
 from sharding import checkpoint
+from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
 
 
@@ -48,13 +49,15 @@ def train(
 ) -> transformer.Params:
     """Runs or resumes the warm-up (supervised fine-tuning before RL) and returns the model's parameters. All hosts must call it."""
     config = exp.config
+    if config.init_from and not config.warmup.num_steps:
+        return reference.load(config.init_from, exp.model, mesh)  # without the moments of an optimizer
     rates = {"learning_rate": config.warmup.learning_rate, "warmup_steps": 20, "schedule": "constant"}
     rates = dataclasses.replace(exp.optimizer, **rates)
     loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(rates, exp.model)
     learner = train_step.Learner(exp.model, optimizer, loss, mesh, share_prompts=False)
     take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(rates)
-    num_steps, every = config.warmup.num_steps, config.checkpoint.every
-    with checkpoint.Checkpointer(workdir / "warmup", keep=1, every=every, hosts=hosts) as checkpointer:
+    num_steps, options = config.warmup.num_steps, config.checkpoint.to_dict() | {"keep": 1, "hosts": hosts}
+    with checkpoint.Checkpointer(workdir / "warmup", **options) as checkpointer, hosts.terminable():
         start, state, patience = _restore_or_init(exp, learner, checkpointer)
         if start == num_steps or patience.is_over:
             return state.params
@@ -88,7 +91,11 @@ def train(
                 shown = {"loss": "loss/total", "held-out": "loss/held_out", "grad": "loss/grad_norm"}
                 bar.update(step, {short: values[name] for short, name in shown.items() if name in values})
                 is_last = step == num_steps or patience.is_over
-                checkpointer.save(step, state, dataclasses.asdict(patience), force=is_last)
+                is_ending = hosts.broadcast(hosts.is_terminating)
+                checkpointer.save(step, state, dataclasses.asdict(patience), force=is_last or is_ending)
+                if is_ending:
+                    checkpointer.wait()
+                    raise failure.Terminated(f"warm-up step {step}")
                 if is_last:
                     break
         if patience.is_over:

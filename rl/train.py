@@ -8,8 +8,9 @@
 4. Held-out score before and after, report.html.
 
 If killed at any moment, the same command resumes from the last complete checkpoint; with `rl.max_lag = 0` the resumed run is
-bit-identical. With several hosts each runs the loop, and all take every step, publish and save together. Only the first has
-the rollout system, the scores, and the files that people read; the others end when it ends (sharding/multihost/hosts.py).
+bit-identical. SIGTERM, the notice of a preemption, saves at the end of the step in progress, or during the wait for its batch.
+With several hosts each runs the loop, and all take every step, publish and save together. Only the first has the rollout
+system, the scores, and the files that people read; the others end when it ends (sharding/multihost/hosts.py).
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import functools
 import hashlib
 import pathlib
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -45,8 +47,11 @@ from rl.topology import colocated_server, layout
 from rl.verification import verifier
 from sharding import broadcast, checkpoint
 from sharding.format import journal
+from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import compile_cache, role_metrics, secret_file, sockets
+
+NOTICE_S = 0.2  # between two looks for a SIGTERM of any host
 
 
 def main() -> None:
@@ -68,7 +73,7 @@ def train(
     """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than host 0."""
     num_steps = exp.config.rl.num_steps
     adviser, scored = diagnostics.Adviser(), task_schedule.evaluation_sets(exp.config)[0]
-    with _started(exp, mesh, workdir, hosts) as run:
+    with _started(exp, mesh, workdir, hosts) as run, hosts.terminable():
         orchestrator, checkpointer = run.orchestrator, run.checkpointer
         with run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
             for step in range(run.start + 1, num_steps + 1):
@@ -76,7 +81,10 @@ def train(
                 times: dict[str, float] = {}
                 rate = optimizers.next_rate(exp.optimizer, run.state.opt_state)
                 with _timed(times, "wait"):
-                    batch = orchestrator.next_batch(step) if orchestrator else None
+                    batch = _next_batch(orchestrator, step, hosts) if orchestrator else None
+                if hosts.broadcast(hosts.is_first and batch is None):
+                    _save(step - 1, run.state, run, hosts)
+                    raise failure.Terminated(f"step {step - 1}")
                 with _timed(times, "train_step"):
                     if run.server:
                         run.server.release()
@@ -361,14 +369,37 @@ def _check_finite(step, values, packed, run: _Run, workdir: pathlib.Path, hosts:
     if hosts.is_first:
         packing.save(whole, file)
     checkpointer.wait()
-    if values["loss/skipped"] == 1 and hosts.broadcast(step - 1 > (checkpointer.latest_step() or 0)):
-        before = run.state.replace(step=run.state.step - 1)
-        checkpointer.save(step - 1, before, run.host_state(step - 1), force=True)
-        checkpointer.wait()
+    if values["loss/skipped"] == 1:
+        _save(step - 1, run.state.replace(step=run.state.step - 1), run, hosts)
     found = f"{bad} is {values[bad]} at step {step}; nothing of this step was published. Its batch is {file}, its rollouts are in"
     found += f" {workdir / 'rollouts' / f'step_{step}'}, the last good checkpoint is step {checkpointer.latest_step()}"
     remedy = "look at the rollouts, or start another --workdir with a lower optimizer.learning_rate"
     raise ValueError(f"{found}; {remedy}")
+
+
+def _save(step: int, state, run: _Run, hosts: hosts_lib.Hosts) -> None:
+    """Saves the state after `step`, unless it has been saved, and blocks until that is done. All hosts must call it."""
+    run.checkpointer.wait()
+    if hosts.broadcast(step > (run.checkpointer.latest_step() or 0)):
+        run.checkpointer.save(step, state, run.host_state(step), force=True)
+        run.checkpointer.wait()
+
+
+def _next_batch(orchestrator, step: int, hosts: hosts_lib.Hosts):
+    """Returns batch `step`, or None after SIGTERM: a wait for rollouts may be longer than the notice of a preemption."""
+    result = futures.Future()
+
+    def run():
+        try:
+            result.set_result(orchestrator.next_batch(step))
+        except BaseException as error:
+            result.set_exception(error)
+
+    # Not of a pool, whose threads are joined at the exit of the process.
+    threading.Thread(target=run, name=f"batch {step}", daemon=True).start()
+    while not hosts.is_terminating and not futures.wait([result], NOTICE_S).done:
+        pass
+    return None if hosts.is_terminating else result.result()
 
 
 @contextlib.contextmanager

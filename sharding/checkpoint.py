@@ -20,6 +20,7 @@ import os
 import pathlib
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,12 +40,19 @@ class Checkpointer:
     """Saves and restores the train state of one run in a directory. As a context manager, finishes the last save at exit."""
 
     def __init__(
-        self, directory: str | os.PathLike, *, keep: int = 3, every: int = 1, hosts: hosts_lib.Hosts = hosts_lib.ALONE
+        self,
+        directory: str | os.PathLike,
+        *,
+        keep: int = 3,
+        every: int = 1,
+        every_minutes: float = 0.0,
+        hosts: hosts_lib.Hosts = hosts_lib.ALONE,
     ):
         if keep < 1 or every < 1:
             raise ValueError(f"keep={keep} and every={every} must both be at least 1: correct config.checkpoint")
         self._directory = pathlib.Path(directory).absolute()
-        self._every, self._keep, self._hosts = every, keep, hosts
+        self._every, self._every_s, self._keep, self._hosts = every, 60 * every_minutes, keep, hosts
+        self._saved_s = time.monotonic()
         self._last_saved: int | None = None
         callback = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
         options = ocp.CheckpointManagerOptions(preservation_policy=self, async_options=callback)
@@ -60,17 +68,18 @@ class Checkpointer:
                 self._manager.close()
 
     def save(self, step: int, state: Any, host_state: dict, *, force: bool = False) -> bool:
-        """Starts to save a checkpoint if `step` is a multiple of `every`, or with `force`. Returns True if a save started.
+        """Starts to save a checkpoint if `step` is a multiple of `every`, `every_minutes` after the last one, or with `force`.
 
-        `state` is a tree of jax arrays, `host_state` any JSON object. Blocks until the previous save is complete, and raises
-        its error, such as a full disk. Raises ValueError for a step older than the newest saved one.
+        Returns True if a save started. All hosts must call it. `state` is a tree of jax arrays, `host_state` any JSON object. Blocks
+        until the previous save is complete, and raises its error, such as a full disk. Raises ValueError for a step older than the
+        newest saved one.
         """
-        if step % self._every and not force:
+        if step % self._every and not force and not self._is_late():
             return False
         self.wait()
         if not self._hosts.broadcast(self._hosts.is_first and self._is_due(step, state)):
             return False
-        self._last_saved = step
+        self._last_saved, self._saved_s = step, time.monotonic()
         with _full_disk(self._directory):
             items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host_state)}
             return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -121,6 +130,10 @@ class Checkpointer:
         best = _best(self._directory)
         newest = [c.step for c in checkpoints][-self._keep :]
         return [c.step in newest or (best is not None and c.step == best["step"]) for c in checkpoints]
+
+    def _is_late(self) -> bool:
+        """Returns True if host 0's last save was longer ago than `every_minutes`, for all hosts."""
+        return self._every_s > 0 and self._hosts.broadcast(time.monotonic() - self._saved_s >= self._every_s)
 
     def _is_due(self, step: int, state: Any) -> bool:
         newest = self.latest_step()

@@ -159,6 +159,8 @@ def explain(error: BaseException) -> tuple[str, int, int]:
 
     When several hosts fail, the error of the lowest priority number (sharding/multihost/failure.py) is reported as the cause.
     """
+    if isinstance(error, failure.Terminated):
+        return str(error), 128 + signal.SIGTERM, failure.INTERRUPTED
     if isinstance(error, KeyboardInterrupt):
         return failure.INTERRUPTION, 130, failure.INTERRUPTED
     outside = isinstance(error, OSError) and error.errno in OUTSIDE

@@ -25,6 +25,14 @@ SETTLE_S = 1.0  # a collective can break on one host before another host reports
 INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
 DEATH = "its process ended without an error report (killed, or out of memory); see its output and its machine's log"
 
+
+class Terminated(KeyboardInterrupt):
+    """Raised after SIGTERM, when the state of the run is saved; its argument names the step."""
+
+    def __str__(self) -> str:
+        return f"terminated, with a checkpoint of {self.args[0]}; the same command resumes"
+
+
 Explain = Callable[[BaseException], tuple[str, int, int]]  # an error's message, exit code and priority
 
 
@@ -94,8 +102,8 @@ class Shutdown:
         # Threads in a collective cannot be joined, and JAX's own exit would wait for the other hosts.
         os._exit(end["code"])
 
-    def watch_signals(self) -> None:
-        """Makes SIGTERM and Ctrl-C end all hosts, even while the main thread is blocked."""
+    def watch_signals(self, on_notice: Callable[[], bool]) -> None:
+        """Makes SIGTERM and Ctrl-C end all hosts, even while the main thread is blocked, but not a SIGTERM at which `on_notice` is True."""
         reader, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
@@ -105,6 +113,8 @@ class Shutdown:
         def watch():
             while True:
                 number = reader.recv(1)[0]
+                if number == signal.SIGTERM and on_notice():
+                    continue
                 if number in (signal.SIGINT, signal.SIGTERM):
                     self.submit(ErrorReport(INTERRUPTED, self._peers.index, INTERRUPTION, 128 + number))
 

@@ -13,6 +13,7 @@ import contextlib
 import json
 import pathlib
 import queue
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ class Hosts:
         self._shutdown = failure.Shutdown(self._peers, explain)
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # messages from host 0
         self._changed = threading.Condition()
+        self._is_terminable, self.is_terminating = False, False  # `terminable`
         self._met: dict[str, dict[int, Any]] = {"process": {}, "leave": {}}  # kind of barrier -> host -> its value
 
     @property
@@ -76,6 +78,34 @@ class Hosts:
         if error is not None and self.count > 1:
             self._shutdown.report(error)
 
+    @contextlib.contextmanager
+    def terminable(self) -> Iterator[None]:
+        """During the block, the first SIGTERM of any host sets `is_terminating` on host 0, which saves and ends; a second one ends all."""
+        self._is_terminable = True
+        alone = self.count == 1 and threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGTERM, self._terminate_alone) if alone else None
+        try:
+            yield
+        finally:
+            self._is_terminable = False
+            if alone:
+                signal.signal(signal.SIGTERM, before)
+
+    def _terminate_alone(self, number: int, frame) -> None:
+        if not self._take_notice():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def _take_notice(self) -> bool:
+        """Handles SIGTERM in a `terminable` block; returns False if it is the second, or outside of such a block."""
+        if not self._is_terminable or self.is_terminating:
+            return False
+        self.is_terminating = True
+        if not self.is_first:
+            with contextlib.suppress(OSError):  # host 0 is gone, which the thread that listens to it reports
+                self._connections[0].send({"kind": "notice"})
+        return True
+
     def before_exit(self, clean_up: Callable[[], None]) -> None:
         """Registers `clean_up`, which is called before an error, of this host or of another, ends the process."""
         self._shutdown.cleanups.append(clean_up)
@@ -105,6 +135,8 @@ class Hosts:
                 kind = header["kind"]
                 if kind == "end":
                     self._shutdown.exit(header)
+                elif kind == "notice":
+                    self.is_terminating = True
                 elif kind == "cause":
                     self._shutdown.submit(failure.ErrorReport(*header["report"]))
                 elif kind in self._met:
@@ -149,7 +181,7 @@ def joined(
     address, index, count, device_ids = found
     hosts = Hosts(index, count, explain)
     try:
-        hosts._shutdown.watch_signals()
+        hosts._shutdown.watch_signals(hosts._take_notice)
         meet = rendezvous.connect if index else rendezvous.accept_all
         name, _, port = address.rpartition(":")
         meet(hosts._peers, (name.strip("[]"), int(port)), workdir, timeout_s)

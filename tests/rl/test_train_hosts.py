@@ -138,9 +138,31 @@ def test_what_one_host_began_two_carry_on_until_a_signal(straight, tmp_path):
     processes[1].send_signal(signal.SIGTERM)
     results = finish(processes)
     assert [code for code, _, _ in results] == [128 + signal.SIGTERM] * 2
-    assert re.search(r"host 1 of 2 \(\S+\): interrupted; the same command resumes", the_error(results))
+    assert re.search(r"terminated, with a checkpoint of step \d+; the same command resumes", the_error(results))
     lines = curve(tmp_path / "w")
     assert lines == straight[: len(lines)] and len(lines) >= 2 + 5
+
+
+POD = {  # of configs/intellect3.py, at this size; no step but the last would be saved
+    **{"model.dtype": "bfloat16", "model.scan_layers": True, "model.remat": "block", "optimizer.name": "muon"},
+    **{"rl.loss": "masked_importance_sampling", "checkpoint.every": 1000, "checkpoint.every_minutes": 20.0},
+    "rl.num_steps": 12,
+}
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_sigterm_of_any_host_saves_the_step_at_which_the_run_resumes(tmp_path, num_hosts):
+    run(tmp_path / "straight", num_hosts, **POD)
+    processes = start(tmp_path / "w", num_hosts, **POD)
+    wait_for_step(tmp_path / "w", 3, processes)
+    processes[-1].send_signal(signal.SIGTERM)
+    results = finish(processes)
+    assert [code for code, _, _ in results] == [128 + signal.SIGTERM] * num_hosts, results
+    step = checkpoint.complete_steps(tmp_path / "w" / "checkpoints")[-1]
+    assert f"terminated, with a checkpoint of step {step}; the same command resumes" in the_error(results)
+    assert 3 <= step == len(tiny_run.lines(tmp_path / "w")) < 12
+    assert f"resuming after step {step}" in run(tmp_path / "w", num_hosts, **POD)[0][1]
+    assert tiny_run.learned(tmp_path / "w") == tiny_run.learned(tmp_path / "straight")
 
 
 def test_a_number_that_is_none_stops_both(tmp_path):

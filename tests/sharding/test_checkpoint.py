@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pathlib
+import types
 from typing import Any
 
 import flax.struct
@@ -159,6 +160,17 @@ def test_keep_every_force_and_repeats(tmp_path):
         checkpoint.Checkpointer(tmp_path, keep=0)
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         checkpoint.restore_params(tmp_path / "nowhere", {})
+
+
+def test_a_checkpoint_is_due_by_time_too(tmp_path, monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(checkpoint, "time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
+    with checkpoint.Checkpointer(tmp_path, every=100, every_minutes=10.0) as checkpointer:
+        saved = []
+        for step, minutes in enumerate((5.0, 9.9, 10.0, 19.9, 20.1), start=1):
+            now_s[0] = 60 * minutes
+            saved.append(checkpointer.save(step, {"x": jnp.zeros(2)}, {}))
+    assert saved == [False, False, True, False, True]
 
 
 def test_the_best_is_kept_however_old(tmp_path):

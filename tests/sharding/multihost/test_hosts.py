@@ -29,6 +29,8 @@ import numpy as np
 from sharding.multihost import failure, hosts as hosts_lib, rendezvous, transport
 
 def explain(error):
+    if isinstance(error, failure.Terminated):
+        return str(error), 143, failure.INTERRUPTED
     if isinstance(error, KeyboardInterrupt):
         return failure.INTERRUPTION, 130, failure.INTERRUPTED
     ranks = {ValueError: failure.MISTAKE, transport.RemoteHostError: failure.MISTAKE, OSError: failure.REMOTE}
@@ -105,6 +107,14 @@ def terminated(index):
             hang()
         hosts.receive() if index else hang()
 
+def noticed(index):
+    with join(index, 2) as hosts, hosts.terminable():
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        while not hosts.broadcast(hosts.is_terminating):
+            time.sleep(0.05)
+        raise failure.Terminated("step 7")
+
 def counts(index):
     with join(index, (2, 3)[index]):
         hang()
@@ -133,7 +143,7 @@ def no_first(index):
             hang()
 
 os.chdir(sys.argv[1])
-cases = dict(messages=3, mistake=2, cause_comes_first=2, bug=2, killed=2, killed_during_broadcast=2, first_killed=2, terminated=2,
+cases = dict(messages=3, mistake=2, cause_comes_first=2, bug=2, killed=2, killed_during_broadcast=2, first_killed=2, terminated=2, noticed=2,
              counts=2, versions=2, disks=2, missing=3, twice=3, no_first=2)
 running, ports = {}, []
 for name in cases:
@@ -197,6 +207,7 @@ def test_host_0_broadcasts_and_scatters(cases):
         ("killed_during_broadcast", 1, "ended without an error report", 1),
         ("first_killed", 0, "ended without an error report", 1),
         ("terminated", 1, "interrupted; the same command resumes from the last checkpoint", 128 + signal.SIGTERM),
+        ("noticed", 0, "terminated, with a checkpoint of step 7; the same command resumes", 128 + signal.SIGTERM),
         ("counts", 0, "has topology.num_processes = 3, host 0 has 2; make them the same on all hosts", 1),
         ("versions", 0, "has jax = 0.12.0, host 0 has 0.11.0; make them the same on all hosts", 1),
         ("disks", 0, "does not see the key of this run in here; give a --workdir that all hosts share", 1),
