@@ -74,8 +74,9 @@ def num_params(config: config_lib.ModelConfig) -> int:
 
 
 def num_bytes(config: config_lib.ModelConfig) -> int:
-    """Returns the number of bytes of the model's parameters in `config.param_dtype`."""
-    return num_params(config) * jnp.dtype(config.param_dtype).itemsize
+    """Returns the number of bytes of the model's parameters at rest."""
+    leaves = jax.tree.leaves(specs(config), is_leaf=rules.is_spec)
+    return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in leaves)
 
 
 def apply(

@@ -36,7 +36,7 @@ from rl.plan import sizes
 from rl.protocol import task_schedule, timeline
 from rl.reporting import metrics
 from rl.topology import colocated_server, layout
-from sharding import broadcast, checkpoint
+from sharding import broadcast, checkpoint, rules
 from sharding.system import atomic_file
 
 NUM_SAMPLES_SHOWN = 12
@@ -182,10 +182,11 @@ def open_checkpoint() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int
 
 
 def _restore_policy(exp, mesh, directory: pathlib.Path, wanted: str) -> tuple[int, transformer.Params]:
+    abstract = rules.abstract(train_step.trained_specs(exp.model), mesh)
     if directory.name == "warmup":
         if wanted not in ("newest", "0"):
             raise ValueError(f"--step={wanted}: {directory.parent} has taken no step of RL; set it to 0 or newest")
-        return 0, checkpoint.restore_params(directory, transformer.abstract(exp.model, mesh))[1]
+        return 0, checkpoint.restore_params(directory, abstract)[1]
     if wanted == "best":
         step = checkpoint.best_step(directory)
     elif re.fullmatch("newest|[0-9]+", wanted):
@@ -193,7 +194,7 @@ def _restore_policy(exp, mesh, directory: pathlib.Path, wanted: str) -> tuple[in
     else:
         raise ValueError(f"--step={wanted} does not name a checkpoint; set it to a step, newest, or best")
     if not exp.lora:
-        return checkpoint.restore_params(directory, transformer.abstract(exp.model, mesh), step)
+        return checkpoint.restore_params(directory, abstract, step)
     learner = exp.learner(mesh)
     with checkpoint.Checkpointer(directory, keep=exp.config.checkpoint.keep) as checkpointer:
         restored = checkpointer.restore(train_step.abstract_state(learner), step)
@@ -225,7 +226,7 @@ def main() -> None:
         changed = {n: fields[n] for n in names if n.startswith(prefixes)}
         weights, key = pathlib.Path(scratch) / "weights", run_directory.signing_key(workdir)
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout system reads it
-        options = broadcast.PublishOptions(key=key.private, dtype=exp.config.broadcast.dtype or None)
+        options = broadcast.PublishOptions(key=key.private, dtype=exp.published_dtypes)
         broadcast.publish(params, step, str(weights), options, metadata=exp.broadcast_metadata)
         entry = broadcast.entry_of(weights, step, key=key.worker)
         assert entry is not None  # just signed

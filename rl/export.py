@@ -11,10 +11,11 @@ import pathlib
 
 from absl import flags
 
-from models import hf
+from models import hf, transformer
 from rl import evaluate
 from rl.experiment import experiment
 from rl.reporting import metrics
+from sharding import rules
 
 
 def main() -> None:
@@ -23,6 +24,7 @@ def main() -> None:
     hf.check_new(output)
     with evaluate.open_checkpoint() as (exp, workdir, step, params):
         ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}
+        params = rules.cast(params, transformer.specs(exp.model))  # from float32, in which they train
         hf.save(output, exp.model, params, extra=ids, write_more=exp.tokenizer.save)
     metrics.Progress().say(f"step {step} of {workdir} is in {output}: python -m inference.chat --model {output}")
 

@@ -118,6 +118,11 @@ def abstract(specs, mesh: jax.sharding.Mesh | None = None):
     return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), plain, shardings(specs, mesh))
 
 
+def cast(params, specs):
+    """Returns arrays in the dtypes of their specs."""
+    return jax.tree.map(lambda spec, x: x.astype(spec.dtype), specs, params, is_leaf=is_spec)
+
+
 def batch_sharding(mesh: jax.sharding.Mesh, ndim: int, num_whole: int = 0) -> NamedSharding:
     """Returns the sharding of a batch array of `ndim` dims, [..., B, T] and then `num_whole` dims that are not split.
 

@@ -28,6 +28,7 @@ from ml_collections import config_dict
 
 from inference.engine import engine as engine_lib
 from models import config as config_lib
+from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.algorithms import losses
@@ -41,6 +42,7 @@ from rl.learner import objective as objective_lib
 from rl.learner import optimizers, train_step
 from rl.protocol import user_code
 from sharding import rules
+from sharding.format import tree
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import cli, compile_cache
@@ -71,11 +73,21 @@ class Experiment:
         return train_step.Learner(self.model, optimizer, loss, mesh, self.objective, self.lora, share_prompts)
 
     @property
+    def published_model(self) -> config_lib.ModelConfig:
+        """The model as it is published and served: wider parameters are cast to `broadcast.dtype`, by default that of activations."""
+        dtypes = self.model.param_dtype if self.lora else "float32", self.config.broadcast.dtype or self.model.dtype
+        return dataclasses.replace(self.model, param_dtype=min(dtypes, key=lambda name: jax.numpy.dtype(name).itemsize))
+
+    @property
+    def published_dtypes(self) -> dict[str, str]:
+        """The dtype in which each tensor is published, by its name: some are float32 at any `param_dtype`."""
+        leaves, _ = tree.flatten(transformer.abstract(self.published_model), lambda name, leaf: None)
+        return {name: leaf.dtype.name for name, leaf in leaves.items()}
+
+    @property
     def broadcast_metadata(self) -> dict:
         """The metadata published with the weights, from which a server can start: model, tokenizer, and sizes of the engine."""
-        model = self.config.model.to_dict()
-        if self.config.broadcast.dtype and model["param_dtype"] == "float32":  # the widest there is
-            model["param_dtype"] = self.config.broadcast.dtype
+        model = self.config.model.to_dict() | {"param_dtype": self.published_model.param_dtype}
         return {"model": model, "tokenizer": self.config.tokenizer, "engine": dataclasses.asdict(self.engine)}
 
     def layout(self, mesh: jax.sharding.Mesh, num_streams: int, **fields) -> packing.Layout:

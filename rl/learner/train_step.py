@@ -54,7 +54,8 @@ class Learner:
 class TrainState(struct.PyTreeNode):
     """The state that training updates: the parameters that train, the optimizer state, and the number of batches consumed (int32).
 
-    With LoRA (rl/learner/lora.py) `params` are the adapters and `frozen` the model's own parameters; else `frozen` is empty.
+    With LoRA (rl/learner/lora.py) `params` are the adapters and `frozen` the model's own parameters, in its `param_dtype`; else
+    `frozen` is empty. `params` and moments are float32.
     """
 
     step: packing.Array
@@ -174,7 +175,13 @@ def make_optimizer(
     config: optimizers.OptimizerConfig, model: config_lib.ModelConfig, lora: lora_lib.LoraConfig | None = None
 ) -> optax.GradientTransformation:
     """Returns the optimizer of the parameters that train: the model's, or with `lora` the adapters'."""
-    return optimizers.make(config, _trained_specs(model, lora))
+    return optimizers.make(config, trained_specs(model, lora))
+
+
+def trained_specs(model: config_lib.ModelConfig, lora: lora_lib.LoraConfig | None = None) -> dict:
+    """Returns the specs of the parameters that train: float32 at any `param_dtype`, since bfloat16 would lose most steps of 1e-6."""
+    specs = transformer.specs(dataclasses.replace(model, param_dtype="float32"))
+    return lora_lib.specs(specs, lora) if lora else specs
 
 
 def init_state(key: jax.Array, learner: Learner, params: transformer.Params | None = None) -> TrainState:
@@ -182,11 +189,12 @@ def init_state(key: jax.Array, learner: Learner, params: transformer.Params | No
 
     @functools.partial(jax.jit, out_shardings=_shardings(learner))
     def create(key, params):
-        trained = transformer.init(key, learner.model) if params is None else params
-        frozen = {}
+        trained, frozen = transformer.init(key, learner.model) if params is None else params, {}
+        specs = trained_specs(learner.model, learner.lora)
         if learner.lora:
-            specs = _trained_specs(learner.model, learner.lora)
-            trained, frozen = lora_lib.init(jax.random.fold_in(key, 1), specs), trained
+            frozen = rules.cast(trained, transformer.specs(learner.model))
+            trained = lora_lib.init(jax.random.fold_in(key, 1), specs)
+        trained = rules.cast(trained, specs)
         return TrainState(jnp.zeros((), jnp.int32), trained, learner.optimizer.init(trained), frozen)
 
     with jax.set_mesh(learner.mesh):
@@ -195,7 +203,7 @@ def init_state(key: jax.Array, learner: Learner, params: transformer.Params | No
 
 def abstract_state(learner: Learner) -> TrainState:
     """Returns the train state as `ShapeDtypeStruct` with shardings; optimizer moments are split exactly as their parameters."""
-    specs = _trained_specs(learner.model, learner.lora)
+    specs = trained_specs(learner.model, learner.lora)
     params = rules.abstract(specs, learner.mesh)
     replicated = jax.sharding.NamedSharding(learner.mesh, jax.sharding.PartitionSpec())
     layouts = dict(jax.tree_util.tree_leaves_with_path(rules.shardings(specs, learner.mesh)))
@@ -234,10 +242,6 @@ def _whole(learner: Learner, params, frozen) -> transformer.Params:
     if not learner.lora:
         return params
     return lora_lib.merge(frozen, params, transformer.specs(learner.model), learner.lora)
-
-
-def _trained_specs(model, lora) -> dict:
-    return lora_lib.specs(transformer.specs(model), lora) if lora else transformer.specs(model)
 
 
 def _shardings(learner: Learner) -> TrainState:

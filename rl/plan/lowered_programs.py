@@ -1,7 +1,7 @@
 """Lowers the programs of a run for a TPU topology: arrays have a shape and a sharding, but no content.
 
 Each `*_program` describes a function that training or serving calls. The learner's are those of rl/learner/train_step.py as
-rl/train.py makes them; a server's are those of inference/engine/engine.py, with the weights in the dtype of the activations. The
+rl/train.py makes them; a server's are those of inference/engine/engine.py, with the weights as they are published. The
 batch is the largest possible: every rollout has the maximum length.
 """
 
@@ -249,8 +249,8 @@ def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple
 
 
 def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine.Engine, transformer.Params]:
-    """Returns an engine and its weights, which are published in the dtype of the activations."""
-    model = dataclasses.replace(exp.model, param_dtype=exp.model.dtype)
+    """Returns an engine and its weights, as they are published."""
+    model = exp.published_model
     engine.check_mesh(exp.engine, mesh)
     params = _sharded(transformer.abstract(model), weights.Store(model, mesh).shardings)
     return engine.Engine(model, exp.engine, exp.tokenizer), params

@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -77,9 +77,9 @@ def named_leaves(params: Any) -> tuple[dict[str, Any], dict[str, str], dict[str,
     return leaves, containers, ties
 
 
-def blank_tensor(name: str, leaf: Any, dtype: str | None, tied_to: str | None) -> manifest.Tensor:
+def blank_tensor(name: str, leaf: Any, dtype: str | Mapping[str, str] | None, tied_to: str | None) -> manifest.Tensor:
     """Returns the manifest's entry for the array `leaf`, without digests. Floats wider than `dtype` will be cast to it."""
-    kind = chunks.dtype(leaf.dtype.name)
+    kind, dtype = chunks.dtype(leaf.dtype.name), dtype if dtype is None or isinstance(dtype, str) else dtype[name]
     if dtype is not None and jax.numpy.issubdtype(kind, np.floating):
         kind = min(kind, chunks.dtype(dtype), key=lambda k: k.itemsize)
     chunk = chunks.chunk_shape(leaf.shape, chunks.shard_shape(leaf), kind.itemsize)

@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -34,12 +34,13 @@ class PublishOptions:
 
     `key` signs the manifests and the head (sharding/format/head.py), which expires after `head_s` seconds unless it is signed again.
     With `root_file`, readers trust that file, by which the key can be replaced. The newest `keep` versions are kept, and older ones
-    that their deltas need. Floats wider than `dtype` are cast to it. `run` is the name of the run; readers may require it.
+    that their deltas need. Floats wider than `dtype` are cast to it; a mapping has a dtype for each tensor by its name. `run` is the
+    name of the run; readers may require it.
     """
 
     key: ed25519.Ed25519PrivateKey | None = None
     keep: int = 8
-    dtype: str | None = None
+    dtype: str | Mapping[str, str] | None = None
     run: str = ""
     head_s: float = 86400.0
     root_file: str = ""
@@ -50,9 +51,12 @@ class PublishOptions:
             raise ValueError(f"head_s={self.head_s} must be 1 to {most:.0f} seconds: pass 86400 for a day")
         if self.keep < 1:
             raise ValueError(f"keep={self.keep} would delete the version just published: set keep to 1 or more")
-        name = self.dtype or "float32"
-        if name not in manifest.ITEM_BYTES or not jax.numpy.issubdtype(chunks.dtype(name), np.floating):
-            raise ValueError(f"dtype {self.dtype!r} is not a floating dtype of a tensor: pass 'bfloat16' or None")
+        names = (
+            {self.dtype or "float32"} if self.dtype is None or isinstance(self.dtype, str) else {*self.dtype.values()}
+        )
+        for name in names:
+            if name not in manifest.ITEM_BYTES or not jax.numpy.issubdtype(chunks.dtype(name), np.floating):
+                raise ValueError(f"dtype {name!r} is not a floating dtype of a tensor: pass 'bfloat16' or None")
         if not isinstance(self.run, str) or len(self.run) > manifest.MAX_RUN_LENGTH:
             text = f"run {str(self.run)[:80]!r} has more than {manifest.MAX_RUN_LENGTH} characters: shorten it"
             raise ValueError(text)

@@ -14,8 +14,13 @@ import numpy as np
 import pytest
 
 from configs import base, intellect2, intellect3
-from models import flops
+from inference.engine import weights
+from inference.server import inference_server
+from models import config as config_lib
+from models import flops, transformer
+from rl.learner import train_step
 from rl.plan import hlo, lowered_programs, plan, roofline
+from sharding import broadcast
 from sharding import mesh as mesh_lib
 from tests.support import tiny
 
@@ -337,8 +342,40 @@ def test_the_shipped_configs_are_those_models_and_divide(name, held, multiplied)
     program = lowered_programs.train_program(exp, abstract_mesh(topology, config.mesh.to_dict()))
     assert program.estimated_bytes < chip.memory_bytes
     server = abstract_mesh(f"{kind}:{chip.host}", config.plan.server_mesh.to_dict())
-    assert sum(lowered_programs.decode_program(exp, server).held.values()) < chip.memory_bytes
+    decode = lowered_programs.decode_program(exp, server)
+    assert sum(decode.held.values()) < chip.memory_bytes
+    version = transformer.num_bytes(exp.published_model)
+    assert version == pytest.approx(2 * work.held, rel=1e-4)  # bfloat16, and few corrections of routers
+    assert name != "intellect3" or version <= 214e9
     assert topology in module.__doc__ and f"configs/{name}.py" in module.__doc__
+
+
+# All but configs/finetune.py, whose model is its checkpoint's.
+TEXTS = {path: path.read_text() for path in sorted(ROOT.glob("configs/*.py"))}
+SHIPPED = [p.stem for p, text in TEXTS.items() if f"--config=configs/{p.name}" in text and '"auto"' not in text]
+SMALL = dict(model_dim=64, vocab_size=320, num_heads=8, num_kv_heads=4, head_dim=16, ffn_dim=128, rope_dim=0)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_server_holds_the_bytes_of_the_plan(name, tmp_path):
+    """The weights that the learner of each shipped config publishes, pulled and kept by a server's store; narrower, but of the same tensors."""
+    config = importlib.import_module(f"configs.{name}").get_config()
+    config.model.update(SMALL | dict(num_layers=min(config.model.num_layers, 3)))
+    if config.model.num_experts:
+        config.model.update(num_experts=4, experts_per_token=2, expert_ffn_dim=32)
+    exp, mesh = lowered_programs.resolve(config), mesh_lib.create({"tensor": 4}, jax.devices()[:4])
+    trained = train_step.abstract_state(exp.learner(mesh_lib.create({}, jax.devices()[:1]))).params
+    options = broadcast.PublishOptions(dtype=exp.published_dtypes)
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trained)
+    broadcast.publish(params, 0, tmp_path, options, metadata=exp.broadcast_metadata)
+    model = config_lib.ModelConfig(**broadcast.read_manifest(tmp_path, 0).metadata["model"])
+    store = weights.Store(model, mesh)
+    pulled = broadcast.pull(tmp_path, shardings=store.load_shardings)
+    inference_server.check_params(pulled.params, model)
+    held = jax.tree.leaves(store.keep(pulled.params))
+    decode = lowered_programs.decode_program(exp, mesh)
+    assert decode.held["parameters"] == sum(x.addressable_shards[0].data.nbytes for x in held)
+    assert {str(x.dtype) for x in held} <= {config.model.dtype, "float32"}
 
 
 @pytest.mark.slow
