@@ -109,11 +109,13 @@ def join(
     `notify` receives lines for people, and `on_death` the error if a worker ends early.
     """
     host, run = server.hosts.index, run_directory.signing_key(workdir).worker
+    notify(f"inference server: {server.url} (/health, /metrics)")
     with contextlib.ExitStack() as stack:
         stack.enter_context(server.join(url, run, assembly.server_key(workdir, host), notify))
 
         def start(name: str, command: list[str]) -> None:
-            stack.enter_context(child_process.ChildProcess(name, command, workdir / "logs", on_death))
+            logs, cpu = workdir / "logs", {"JAX_PLATFORMS": "cpu"}  # an environment may import JAX
+            stack.enter_context(child_process.ChildProcess(name, command, logs, on_death, environment=cpu))
 
         _start_workers(experiment, workdir, url, start, host)
         yield

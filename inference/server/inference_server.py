@@ -7,6 +7,7 @@
    between two engine calls. After an error before the swap, the old weights keep serving.
 """
 
+import concurrent.futures
 import dataclasses
 import os
 import pathlib
@@ -52,7 +53,8 @@ class InferenceServer:
     model_name: str = "policy"
     key: source_lib.Trusted = None  # the publisher's, which must have signed all weights; None accepts any
     have: broadcast.Pulled | None = None  # the version in use, for deltas; None if it is from a Hugging Face folder
-    offered: broadcast.Pulled | None = None  # weights on the devices already: an update to them pulls nothing
+    # The digest of a policy whose weights are on the devices, or will be soon: an update to it pulls nothing.
+    offered: tuple[str, "concurrent.futures.Future[broadcast.Pulled]"] | None = None
     signers: frozenset[str] = frozenset()  # the keys that were trusted when `have` was loaded
     sources: Sequence[str] = ()  # those that an update may name, each with everything below it
     signer: rollout_lib.WorkerKey | None = None  # signs the samples of replies; None: nobody does
@@ -134,8 +136,9 @@ class InferenceServer:
             if is_same and self.have is not None and target.digest == self.have.digest:
                 return self.scheduler.version
             self._check_order(self._order(target, is_proved), rollback, is_proved)
-            if self.offered is not None and source is None and digest and digest == self.offered.sha256:
-                pulled = dataclasses.replace(self.offered, digest=target.digest)
+            offered = self.offered  # another thread replaces it
+            if offered is not None and source is None and digest and digest == offered[0]:
+                pulled = dataclasses.replace(offered[1].result(), digest=target.digest)
             else:
                 pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, **pins)
             # The source may have changed since.

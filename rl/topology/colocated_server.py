@@ -10,6 +10,7 @@
 The first host of several has the orchestrator. Each has a server, which workers of all hosts use.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
@@ -61,7 +62,9 @@ class ColocatedServer:
 
         Only the first host needs the policy's digest.
         """
-        self.server.offered = _offered(params, policy, self.targets, self.hosts)
+        digest, offer = self.hosts.broadcast(policy.digest), concurrent.futures.Future()
+        self.server.offered = digest, offer  # before the first host can name the policy: it waits for all in `place`
+        offer.set_result(_placed(params, policy, digest, self.targets))
         if self.is_shared:
             self.server.scheduler.reclaim().result()
 
@@ -81,11 +84,11 @@ def start(
     """
     mesh, metadata = layout.engine_mesh(experiment), experiment.broadcast_metadata
     store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), mesh)
-    offered = _offered(params, policy, store.abstract, hosts)
+    placed = _placed(params, policy, hosts.broadcast(policy.digest), store.abstract)
     with contextlib.ExitStack() as stack:
         source = source_lib.open(str(weights), trusted_key=key)
         server = inference_server.start_offered(
-            offered, source, experiment.engine, store, metadata["tokenizer"], key=key
+            placed, source, experiment.engine, store, metadata["tokenizer"], key=key
         )
         stack.callback(server.close)
         sock = stack.enter_context(contextlib.closing(sockets.listen(hosts.address, 0)))
@@ -94,8 +97,7 @@ def start(
         yield ColocatedServer(sockets.address(sock), hosts, is_shared, server, store.abstract)
 
 
-def _offered(params, policy: timeline.Policy, targets, hosts: hosts_lib.Hosts) -> broadcast.Pulled:
-    """Returns `params` on the engine's devices, as if pulled from the published version. Hosts get the digest from the first."""
-    digest = hosts.broadcast(policy.digest)
+def _placed(params, policy: timeline.Policy, digest: str, targets) -> broadcast.Pulled:
+    """Returns `params` on the engine's devices, as if pulled from the published version."""
     placed = handover.place(params, targets)
     return broadcast.Pulled(policy.version, placed, {}, "", epoch=policy.epoch, sha256=digest)

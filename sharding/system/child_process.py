@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: its packa
 class ChildProcess(contextlib.AbstractContextManager):
     """A child process `python -m COMMAND` during a `with` block, its output in a log. `on_death` gets the error if it ends early.
 
-    With `is_group`, it leads a process group, which is killed with it: no child of its own outlives it, and Ctrl-C in the terminal
+    `environment` are variables that it gets in addition. With `is_group`, it leads a process group, which is killed with it: no child of its own outlives it, and Ctrl-C in the terminal
     reaches only this process.
     """
 
@@ -35,6 +35,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         on_death: Callable[[Exception], None] = lambda error: None,
         *,
         is_group: bool = False,
+        environment: dict[str, str] | None = None,
     ):
         self.name, self.log, self._on_death = name, logs / f"{name}.log", on_death
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,7 @@ class ChildProcess(contextlib.AbstractContextManager):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {}),
             process_group=0 if is_group else None,
         )
         self._is_group = is_group

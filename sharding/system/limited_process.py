@@ -76,8 +76,9 @@ class LimitedProcess:
             command = [sys.executable, *self._command, json.dumps(config)]
             # Standard input is empty, and printed text goes to standard error.
             files = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [far_end.fileno()]}
-            variables = sandbox.environment(os.environ) if self._mode != "off" else None
-            self.process = subprocess.Popen(command, cwd=ROOT, env=variables, **files)
+            variables = sandbox.environment(os.environ) if self._mode != "off" else os.environ
+            # Foreign code may import JAX, and the accelerator is the learner's.
+            self.process = subprocess.Popen(command, cwd=ROOT, env=variables | {"JAX_PLATFORMS": "cpu"}, **files)
         self._finalizer = weakref.finalize(self, _end, self.process, self._pipe)  # runs at exit, too
         reply = self._receive(START_S)
         if "ready" not in reply:

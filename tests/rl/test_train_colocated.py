@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 
 import pyarrow.parquet as pq
@@ -26,6 +27,15 @@ def initialize():
         os._exit(17)
 """
 
+# Python imports it when a process starts.
+CUSTOMIZE = """
+import os
+
+if file := os.environ.get("DEVICE_LOCK"):  # a sandbox hides it
+    with open(file + ".processes", "a") as processes:
+        print(os.environ["JAX_PLATFORMS"], file=processes)
+"""
+
 
 def run(workdir, fields, config="quickstart", env=None):
     result = tiny_run.run(workdir, config, env=env, **({"topology.mode": "colocated"} | fields))
@@ -48,10 +58,11 @@ def scores(workdir):
 
 
 def learns_from_its_own_tokens(workdir):
-    steps = tiny_run.curve(workdir)
+    steps, lines = tiny_run.curve(workdir), tiny_run.lines(workdir)
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    # The engine has the learner's parameters of the version that it names: other ones differ by more.
-    return all(step["loss/mismatch_kl"] < 1e-6 and step["trust/num_refused"] == 0 for step in steps)
+    # The engine has the learner's parameters of the version that it names: replays of half of the groups refuse other ones.
+    assert all(step["trust/num_refused"] == 0 for step in steps) and any(step["trust/num_checked"] for step in lines)
+    return all(step["loss/mismatch_kl"] < 1e-6 for step in steps if step["sync/lag"] == 0)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +71,8 @@ def exclusive(tmp_path_factory):
     folder = tmp_path_factory.mktemp("driver")
     (folder / "jax_plugins" / "exclusive").mkdir(parents=True)
     (folder / "jax_plugins" / "exclusive" / "__init__.py").write_text(LOCK)
-    return {"PYTHONPATH": str(folder), "DEVICE_LOCK": str(folder / "lock")}
+    (folder / "sitecustomize.py").write_text(CUSTOMIZE)
+    return {"PYTHONPATH": str(folder), "DEVICE_LOCK": str(folder / "lock"), "JAX_PLATFORMS": ""}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +85,8 @@ def local(tmp_path_factory):
 def test_one_process_learns_the_same_bits_as_two(local, exclusive, tmp_path):
     workdir = tmp_path / "w"
     run(workdir, {}, env=exclusive)
+    processes = pathlib.Path(exclusive["DEVICE_LOCK"] + ".processes").read_text().split("\n")[:-1]
+    assert processes[0] == "" and {*processes[1:]} == {"cpu"}  # no other one could take the device, if it imported JAX
     assert tiny_run.curve(workdir) == tiny_run.curve(local) and tiny_run.learned(workdir) == tiny_run.learned(local)
     assert scores(workdir) == scores(local)
     assert made_by(workdir, 6) == {key_of(workdir, "server")}
@@ -102,7 +116,13 @@ def test_a_checkpoint_is_scored_in_one_process(exclusive, tmp_path):
         ("quickstart", {"mesh.rollout_devices": 4}),
         (
             "quickstart",
-            {"mesh.rollout_devices": 2, "mesh.tensor": 2, "train.rows": 6, "rl.max_lag": 1, "inference.mesh.tensor": 2},
+            {
+                "mesh.rollout_devices": 4,
+                "mesh.tensor": 2,
+                "model.num_kv_heads": 2,
+                "rl.max_lag": 1,
+                "inference.mesh.tensor": 2,
+            },
         ),
         ("quickstart_moe", {"mesh.expert": 4, "inference.mesh.expert": 2, "rl.max_lag": 1}),
         ("quickstart", {"lora.rank": 2, "optimizer.learning_rate": 1e-2, "mesh.rollout_devices": 4}),
@@ -111,8 +131,7 @@ def test_a_checkpoint_is_scored_in_one_process(exclusive, tmp_path):
 def test_both_layouts_on_eight_devices(tmp_path, config, fields):
     run(tmp_path / "w", fields, config, env={"JAX_NUM_CPU_DEVICES": "8"})
     assert learns_from_its_own_tokens(tmp_path / "w")
-    lags = {step["sync/lag"] for step in tiny_run.lines(tmp_path / "w")}
-    assert lags == ({0, 1} if fields.get("rl.max_lag") else {0})  # batch 1 has only version 0
+    assert any(step["sync/lag"] > 0 for step in tiny_run.lines(tmp_path / "w")) == ("rl.max_lag" in fields)
 
 
 @pytest.mark.parametrize("num_rollout_devices", [0, 2])

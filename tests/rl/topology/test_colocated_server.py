@@ -1,0 +1,68 @@
+"""The server in the learner's process, in this process: whose weights it uses, and when it stops."""
+
+import concurrent.futures
+
+import jax
+import pytest
+
+from configs import quickstart
+from inference.engine import request as request_lib
+from inference.rollouts import rollout as rollout_lib
+from models import transformer
+from rl.experiment import experiment
+from rl.protocol import timeline
+from rl.topology import colocated_server, layout
+from sharding import broadcast
+from tests.support import tiny, tiny_run
+
+WAIT_S = 60
+ASK = request_lib.GenerateRequest(tuple(b"hello"), seed=5, max_tokens=40)
+
+
+@pytest.mark.usefixtures("compile_fast")
+@pytest.mark.parametrize("num_rollout_devices", [0, 4])
+def test_the_engine_uses_the_learners_own_arrays(tmp_path, monkeypatch, num_rollout_devices):
+    config, key = quickstart.get_config(), rollout_lib.WorkerKey.generate()
+    fields = tiny_run.TINY | {"topology.mode": "colocated", "mesh.rollout_devices": num_rollout_devices}
+    config.update_from_flattened_dict(fields)
+    exp = experiment.resolve(config)
+    abstract = transformer.abstract(exp.model, layout.learner_mesh(exp.config))
+    options = broadcast.PublishOptions(key=key.private)
+
+    def published(version):
+        params = jax.device_put(tiny.params(exp.model, version), jax.tree.map(lambda x: x.sharding, abstract))
+        broadcast.publish(params, version, str(tmp_path), options, metadata=exp.broadcast_metadata)
+        entry = broadcast.entry_of(tmp_path, version, key=key.worker)
+        assert entry is not None
+        return params, timeline.Policy(entry.epoch, version, entry.sha256)
+
+    def step(params):
+        jax.jit(lambda tree: jax.tree.map(lambda x: 0 * x, tree), donate_argnums=0)(params)
+
+    monkeypatch.setattr(broadcast, "pull", lambda *args, **options: pytest.fail("weights were read from files"))
+    params, policy = published(0)
+    with colocated_server.start(exp, tmp_path, key.worker, policy, params) as colocated:
+        step(params)
+        server, submit = colocated.server, colocated.server.scheduler.submit
+
+        def tokens(future):
+            (sample,) = future.result(WAIT_S)
+            return sample.tokens, sample.logprobs, {*sample.versions}
+
+        expected = tokens(submit(ASK))
+        colocated.release()
+        during = submit(ASK)
+        if num_rollout_devices:
+            assert tokens(during) == expected  # next to a train step
+        else:
+            with pytest.raises(concurrent.futures.TimeoutError):
+                during.result(0.3)
+        params, policy = published(1)
+        colocated.hand_over(params, policy)
+        step(params)
+        # It uses them only when they are named.
+        assert tokens(during) == expected == tokens(submit(ASK))
+        assert server.update(1, epoch=policy.epoch, digest=policy.digest) == 1
+        assert server.policy_digest == policy.digest
+        after = tokens(submit(ASK))
+        assert after[0] != expected[0] and after[2] == {1}
