@@ -12,6 +12,7 @@ import tempfile
 import time
 
 import datasets
+import torch
 import transformers
 import trl
 
@@ -47,11 +48,6 @@ def main() -> None:
             train_sampling_strategy="sequential",
             assistant_only_loss=True,
             max_length=512,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant_with_warmup",
-            warmup_steps=20,
-            adam_beta1=0.9,
-            adam_beta2=0.95,
             max_grad_norm=1.0,
             gradient_checkpointing=False,
             bf16=False,
@@ -61,12 +57,17 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         )
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+        # Step 0 has a rate above 0, as ours; that of transformers' own schedules is 0.
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
         trl.SFTTrainer(
-            model=transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32"),
+            model=model,
             args=config,
             train_dataset=datasets.Dataset.from_list([json.loads(line) for line in lines]),
             processing_class=transformers.AutoTokenizer.from_pretrained(folder),
             callbacks=[Clock()],
+            optimizers=(optimizer, schedule),
         ).train()
 
 
