@@ -85,6 +85,11 @@ class Experiment:
         return {name: leaf.dtype.name for name, leaf in leaves.items()}
 
     @property
+    def num_kept_versions(self) -> int:
+        """The number of newest versions that a rollout in flight may name, which publisher and relays keep."""
+        return self.config.rl.max_lag + self.config.rl.max_off_policy + 2
+
+    @property
     def broadcast_metadata(self) -> dict:
         """The metadata published with the weights, from which a server can start: model, tokenizer, and sizes of the engine."""
         model = self.config.model.to_dict() | {"param_dtype": self.published_model.param_dtype}

@@ -152,8 +152,7 @@ def publisher(
     workdir: pathlib.Path, experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts
 ) -> broadcast.Publisher:
     """Returns the publisher of the run's weights, signed with its key, into `weights`. All hosts must call it."""
-    rl, fields = experiment.config.rl, experiment.config.broadcast
-    keep = rl.max_lag + rl.max_off_policy + 2  # every version that a rollout in flight may name
+    fields, keep = experiment.config.broadcast, experiment.num_kept_versions
     own = {"key": signing_key(workdir, hosts).private, "dtype": experiment.published_dtypes}
     options = broadcast.PublishOptions(keep=keep, head_s=fields.head_s, root_file=root_file(workdir), **own)
     return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=fields.snapshot_every)

@@ -77,6 +77,7 @@ def plan(
     source, after = first, "weights"
     for name in relays:
         files = ["--dir", str(mirrors[name]), "--port", str(ports[name]), "--trusted_key", trusted]
+        files += ["--keep", str(experiment.num_kept_versions)]
         specs.append(spec(name, "relay", ["sharding.relay", "--upstream", source], after, *files))
         source, after = (urls[name], name) if is_chain else (first, "weights")
     sources, after = [urls[name] for name in relays] or [first], (relays or ["weights"])[-1]

@@ -6,6 +6,7 @@ readers of a publisher's directory can read a relay's. Files are not synced: aft
 ones, since it hashes everything before exposing it.
 """
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -23,6 +24,10 @@ from sharding.format import digests, journal
 from sharding.format import head as head_lib
 from sharding.format import manifest as manifest_lib
 from sharding.system import atomic_file
+
+
+class NotNeeded(FileNotFoundError):
+    """An object came too late: its version is complete, or was removed while the object was downloaded."""
 
 
 @dataclasses.dataclass
@@ -58,6 +63,7 @@ class Store:
         self.head: bytes | None = None  # the signed head, as the publisher wrote it
         self.max_bytes = max_bytes
         self._reserved_bytes = 0  # of objects being written now
+        self._num_removals = collections.Counter()  # by version number
         self._tag = secrets.token_hex(8)  # another one after each change of the versions
         self._closed = False
         if not in_place:
@@ -148,12 +154,21 @@ class Store:
         with self.lock:
             return sorted(n for n, version in self.versions.items() if version.manifest is None)
 
-    def add(self, number: int, entry: journal.Object, data: bytes | memoryview | None) -> None:
+    def num_removals(self, number: int) -> int:
+        """Returns how many versions of that number were removed; see `add`."""
+        with self.lock:
+            return self._num_removals[number]
+
+    def add(self, number: int, entry: journal.Object, data: bytes | memoryview | None, num_removals: int) -> None:
         """Makes a verified object available to clients; first writes `data`, unless None. Raises OSError if the disk is full.
 
-        A complete version does not change: a late object of an earlier version of that number raises FileNotFoundError.
+        Raises NotNeeded if the version is complete or `num_removals`, that of the time at which the download began, has grown: the
+        number may stand for another version by now.
         """
-        version = self._version(number)
+        with self.lock:
+            if num_removals != self._num_removals[number]:
+                raise NotNeeded(f"version {number} was removed while an object came")
+            version = self._version(number)
         if data is not None:
             self._write(version, entry.path, data, entry)
         else:
@@ -164,7 +179,8 @@ class Store:
         """Completes a version that has all objects of `manifest`: deletes other objects, writes the manifest's bytes, `data`."""
         version = self._version(number)
         with self._growing(version):
-            assert all(version.objects.get(o.path) == o for o in manifest.objects), number
+            if any(version.objects.get(o.path) != o for o in manifest.objects):
+                raise NotNeeded(f"an object of version {number} was replaced by that of another claim")
             for path in version.objects.keys() - {o.path for o in manifest.objects}:
                 self.num_bytes -= version.objects.pop(path).size
                 if not self.in_place:
@@ -180,6 +196,7 @@ class Store:
             if version is None:
                 return
             version.is_removed = True
+            self._num_removals[number] += 1
             self.num_bytes -= sum(o.size for o in version.objects.values()) + len(version.manifest or b"")
             self._changed()
             version.grown.notify_all()
@@ -193,12 +210,10 @@ class Store:
 
     @contextlib.contextmanager
     def _growing(self, version: Version) -> Iterator[None]:
-        """Holds the lock. Raises FileNotFoundError if `version` is complete or was removed: its directory may be another's by now."""
+        """Holds the lock. Raises NotNeeded if `version` is complete or was removed: its directory may be another's by now."""
         with self.lock:
             if version.is_removed or version.manifest is not None:
-                raise FileNotFoundError(
-                    f"{version.directory} was completed or removed while an object came: it is not needed"
-                )
+                raise NotNeeded(f"{version.directory} was completed or removed while an object came")
             yield
 
     def _write(
@@ -208,28 +223,25 @@ class Store:
 
         Raises OSError if `max_bytes` would be exceeded, or if `version` is complete or removed.
         """
-        reserved = len(data)
-        with self.lock:
+        path, reserved = version.directory / name, len(data)
+        with self._growing(version):
             used = self.num_bytes + self._reserved_bytes
             if self.max_bytes is not None and used + reserved > self.max_bytes:
                 most = f"{reserved} bytes more would exceed --max_bytes {self.max_bytes}"
                 raise OSError(errno.EDQUOT, f"object {name} is not stored: {most}; raise it, or lower --keep")
-            self._reserved_bytes += reserved
-
-        @contextlib.contextmanager
-        def renaming() -> Iterator[None]:
-            nonlocal reserved
-            with self._growing(version):
-                yield
-                if entry is not None:  # under the same lock, so that the entry is always that of the file
-                    self._reserved_bytes, reserved = self._reserved_bytes - reserved, 0
-                    _append(version.directory / "objects.jsonl", _line(entry))
-                    self._expose(version, entry)
-
-        try:
-            path = version.directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_file.write(path, data, within=renaming())
+            self._reserved_bytes += reserved
+        try:
+            with atomic_file.staged(path) as temporary:
+                temporary.write_bytes(data)
+                with self._growing(version):  # one lock for both, so that the entry is always that of the file
+                    replaced = version.objects.pop(entry.path, None) if entry else None
+                    self.num_bytes -= replaced.size if replaced else 0
+                    os.replace(temporary, path)
+                    if entry:
+                        _append(version.directory / "objects.jsonl", _line(entry))
+                        self._reserved_bytes, reserved = self._reserved_bytes - reserved, 0
+                        self._expose(version, entry)
         finally:
             with self.lock:
                 self._reserved_bytes -= reserved

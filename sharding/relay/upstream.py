@@ -23,6 +23,7 @@ from sharding.download import relays, source, version_search
 from sharding.format import journal
 from sharding.relay import lasting_thread
 from sharding.relay import plan as plan_lib
+from sharding.relay import store as store_lib
 
 MAX_REFUTED = 8  # at once; later one per second, else the upstream is left alone
 MAX_CHAIN = 64  # bases of a version that are proven with it
@@ -272,11 +273,11 @@ class Upstream:
 
     def _submit(self, number: int, entry: journal.Object, *, makes_room: bool) -> concurrent.futures.Future:
         """Begins the download of an object that `_take` has marked. `makes_room` deletes old versions on a full disk."""
-        future = self._pool.submit(self._copy, number, entry, makes_room)
+        future = self._pool.submit(self._copy, number, entry, makes_room, self._store.num_removals(number))
         future.add_done_callback(lambda _: self._plan.taken.pop((number, entry.path), None))  # even if it is cancelled
         return future
 
-    def _copy(self, number: int, entry: journal.Object, makes_room: bool) -> None:
+    def _copy(self, number: int, entry: journal.Object, makes_room: bool, num_removals: int) -> None:
         data = None if self._store.in_place else self._buffer(entry.size)
         if data is not None:
             self.source.read(number, entry, [data])
@@ -287,12 +288,14 @@ class Upstream:
         if self._store.has(number, entry):  # another upstream was faster
             return
         try:
-            self._store.add(number, entry, data)
+            self._store.add(number, entry, data, num_removals)
+        except store_lib.NotNeeded:
+            return
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not (makes_room and is_full and self._plan.make_room(number)):
                 raise
-            self._store.add(number, entry, data)
+            self._store.add(number, entry, data, num_removals)
         self._log.count("objects")
         self._log.count("bytes", entry.size)
 

@@ -13,24 +13,18 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 LEFTOVERS = ".*.tmp"
-NOTHING = contextlib.nullcontext()
 Kind = TypeVar("Kind", dict, list)
 
 
 def write(
-    path: str | os.PathLike,
-    *parts: bytes | bytearray | memoryview,
-    durable: bool = False,
-    secret: bool = False,
-    within: contextlib.AbstractContextManager = NOTHING,
+    path: str | os.PathLike, *parts: bytes | bytearray | memoryview, durable: bool = False, secret: bool = False
 ) -> None:
     """Writes the concatenated `parts` as the file `path`. If it raises OSError, an existing file is unchanged.
 
     With `durable`, the content is on disk before the rename. Without it, a power loss can leave an empty file. `secret` is for
-    keys: durable, readable by the owner only, and FileExistsError if `path` exists. The rename happens `within` a context, such
-    as a lock; if entering it raises an error, nothing is renamed.
+    keys: durable, readable by the owner only, and FileExistsError if `path` exists.
     """
-    with replacing(path, exclusive=secret, within=within) as temporary:
+    with replacing(path, exclusive=secret) as temporary:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(os.open(temporary, flags, 0o600 if secret else 0o666), "wb", buffering=0) as file:
             for part in parts:
@@ -42,24 +36,27 @@ def write(
 
 
 @contextlib.contextmanager
-def replacing(
-    path: str | os.PathLike, *, exclusive: bool = False, within: contextlib.AbstractContextManager = NOTHING
-) -> Iterator[pathlib.Path]:
+def replacing(path: str | os.PathLike, *, exclusive: bool = False) -> Iterator[pathlib.Path]:
     """Yields a new name in the directory of `path`; the file that the block writes there becomes `path` when the block ends.
 
-    With `exclusive`, raises FileExistsError if `path` exists by then, and the new name is on disk. The rename happens `within` a
-    context.
+    With `exclusive`, raises FileExistsError if `path` exists by then, and the new name is on disk.
     """
     path = pathlib.Path(path)
+    with staged(path) as temporary:
+        yield temporary
+        if exclusive:
+            os.link(temporary, path)
+            sync_directory(path.parent)
+        else:
+            os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def staged(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a new name in the directory of `path`, for the block to write to and to rename; deletes it if the block did not."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
-        with within:
-            if exclusive:
-                os.link(temporary, path)
-                sync_directory(path.parent)
-            else:
-                os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 

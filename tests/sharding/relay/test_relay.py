@@ -338,7 +338,7 @@ def test_ranges(relay, range_, status, body):
 
 @pytest.mark.parametrize(
     "path",
-    "/ /v00000000 /v00000000/ /v00000000/secret /v00000000/tensors /v00000000/../secret /v00000000/%2e%2e/secret /secret "
+    "/v00000000 /v00000000/ /v00000000/secret /v00000000/tensors /v00000000/../secret /v00000000/%2e%2e/secret /secret "
     "/../../etc/passwd //etc/passwd /v00000000//secret /v00000000/tensors/t2/c.0/ /v0/tensors/t2/c.0 "
     "/v00000001/manifest.json /v00000009/objects.jsonl /v99999999999999999999999999/manifest.json".split(),
 )
@@ -647,49 +647,62 @@ def test_half_an_object_is_never_exposed(tmp_path, monkeypatch, module, name):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, full)
             with pytest.raises(OSError, match="No space"):
-                held.add(3, good, b"x" * 1000)
+                held.add(3, good, b"x" * 1000, 0)
         assert not held.has(3, good) and held.object(3, "a/b") is None and held.num_bytes == 0
         assert not list(tmp_path.rglob(".*.tmp"))
-        held.add(3, good, b"x" * 1000)
+        held.add(3, good, b"x" * 1000, 0)
         assert held.has(3, good) and held.num_bytes == 1000
         held.remove(3)
         assert held.num_bytes == 0
 
 
 def test_a_late_object_of_a_withdrawn_version_changes_nothing(tmp_path, monkeypatch):
-    """An upstream that still delivers an object of the old version 3 while the new one grows, or when it is complete."""
+    """An upstream delivers an object of the old version 3 before the new one has begun, while it grows, or when it is complete."""
     old, new = proxy.contents(22), proxy.contents(3)
     entries = {path: store.journal.Object(**proxy.entry(path, data)) for path, data in new.items()}
     late = "tensors/t4/c.0"
     stale = store.journal.Object(**proxy.entry(late, old[late]))
     data = proxy.manifest(3, new)
 
-    def withdraw():
+    def begin_again(*args):
+        patch.undo()
         held.remove(3)
         for path, entry in entries.items():
-            held.add(3, entry, new[path])
+            held.add(3, entry, new[path], held.num_removals(3))
+        return atomic_file.staged(*args)
 
     with contextlib.closing(store.Store(tmp_path)) as held:
         held.recover()
-        write = atomic_file.write
+        held.add(3, stale, old[late], 0)
+        held.remove(3)
+        with pytest.raises(store.NotNeeded):
+            held.add(3, stale, old[late], 0)
+        assert not held.versions and not (tmp_path / "v00000003").exists()
+        held.add(3, stale, old[late], 1)
         with monkeypatch.context() as patch:
-
-            def slow(*args, **options):
-                patch.undo()
-                withdraw()
-                write(*args, **options)
-
-            held.add(3, stale, old[late])
-            patch.setattr(atomic_file, "write", slow)
-            with pytest.raises(FileNotFoundError, match="not needed"):
-                held.add(3, stale, old[late])
+            patch.setattr(atomic_file, "staged", begin_again)
+            with pytest.raises(store.NotNeeded):  # removed while it was written
+                held.add(3, stale, old[late], 1)
         held.finish(3, store.manifest_lib.parse(data, version=3), data)
-        with pytest.raises(FileNotFoundError, match="not needed"):
-            held.add(3, stale, old[late])
+        with pytest.raises(store.NotNeeded):
+            held.add(3, stale, old[late], 2)
         assert all(held.has(3, entry) for entry in entries.values())
         assert held.num_bytes == sum(map(len, new.values())) + len(data)
     with contextlib.closing(store.Store(tmp_path)) as held:
         assert held.recover() == 0 and held.complete() == [3]
+
+
+def test_an_object_whose_line_finds_no_room_is_not_exposed(tmp_path, monkeypatch):
+    """The file is another's by then, so the entry of the earlier object must not stay."""
+    first, second = (store.journal.Object(**proxy.entry("a", data)) for data in (b"one", b"other"))
+    with contextlib.closing(store.Store(tmp_path)) as held:
+        held.recover()
+        held.add(3, first, b"one", 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "_append", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            with pytest.raises(OSError, match="No space"):
+                held.add(3, second, b"other", 0)
+        assert held.object(3, "a") is None and held.num_bytes == 0
 
 
 def test_only_what_the_trusted_key_signed_is_mirrored(pub, tmp_path):
