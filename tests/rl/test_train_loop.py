@@ -18,6 +18,7 @@ from absl import flags
 from configs import quickstart
 from rl import launch, train
 from rl.batch import packing
+from rl.experiment import flags as command_line
 from rl.learner import train_step
 from rl.ledger import ledger as ledger_lib
 from rl.reporting import metrics
@@ -78,6 +79,7 @@ def run_main(tmp_path, monkeypatch):
         )
         values = types.SimpleNamespace(config=config, workdir=str(tmp_path / "w"))
         monkeypatch.setattr(flags, "FLAGS", values)
+        monkeypatch.setattr(command_line, "given", lambda: [])
         train.main()
         return evaluated
 

@@ -37,9 +37,11 @@ def shrunk(name: str, folder: pathlib.Path, *, prompts: int, samples: int, steps
     c.inference.update(num_slots=32, prefill_batch=8, max_model_len=min(c.inference.max_model_len or 192, 192))
     if c.env.name == "gsm8k":
         rows = [{"question": f"What is {i} and {i}?", "answer": f"#### {2 * i}"} for i in range(1, 200)]
+        data = folder / "gsm8k"  # its digest covers all files
+        data.mkdir(exist_ok=True)
         for file in ("train.jsonl", "test.jsonl"):
-            (folder / file).write_text("\n".join(map(json.dumps, rows)))
-        c.env.options.update(path=str(folder), system_prompt="")
+            (data / file).write_text("\n".join(map(json.dumps, rows)))
+        c.env.options.update(path=str(data), system_prompt="")
     return experiment.resolve(sizes.settled(c, sizes.present, experiment.resolve)[0])
 
 
