@@ -146,7 +146,7 @@ def test_what_one_host_began_two_carry_on_until_a_signal(straight, tmp_path):
 POD = {  # of configs/intellect3.py, at this size; no step but the last would be saved
     **{"model.dtype": "bfloat16", "model.scan_layers": True, "model.remat": "block", "optimizer.name": "muon"},
     **{"rl.loss": "masked_importance_sampling", "checkpoint.every": 1000, "checkpoint.every_minutes": 20.0},
-    "rl.num_steps": 12,
+    "rl.num_steps": 9,  # the run keeps ten versions
 }
 
 
@@ -160,7 +160,7 @@ def test_sigterm_of_any_host_saves_the_step_at_which_the_run_resumes(tmp_path, n
     assert [code for code, _, _ in results] == [128 + signal.SIGTERM] * num_hosts, results
     step = checkpoint.complete_steps(tmp_path / "w" / "checkpoints")[-1]
     assert f"terminated, with a checkpoint of step {step}; the same command resumes" in the_error(results)
-    assert 3 <= step == len(tiny_run.lines(tmp_path / "w")) < 12
+    assert 3 <= step == len(tiny_run.lines(tmp_path / "w")) < 9
     assert f"resuming after step {step}" in run(tmp_path / "w", num_hosts, **POD)[0][1]
     assert tiny_run.learned(tmp_path / "w") == tiny_run.learned(tmp_path / "straight")
 
