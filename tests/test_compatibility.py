@@ -443,7 +443,7 @@ def test_a_working_directory_is_resumed(workdir):
     assert {rollout.worker for rollout in rollouts} == {expected["worker"]}
     assert broadcast.verify(str(workdir / "weights"), 3, key=expected["weights_key"]).version == 3
     records = json.loads(host_of(workdir, 3))["rollouts"]["evidence"]["records"].values()
-    # Of all steps, not of the last alone: the worker answers for the first two, and the server that signs now for the third.
+    # The records cover all steps: the worker answers for the first two, and the server that signs now for the third.
     assert sorted(record["num_claims"] for record in records) == [4, 8]
 
 

@@ -243,7 +243,7 @@ class Nodes:
         return self._line("server") if is_without else ""
 
     async def run(self, lacks_worker: Callable[[Iterable[str]], bool], on_tick: Callable[[float], None]) -> None:
-        """Follows static servers, and acts as time passes, until it is cancelled. Raises ValueError if nobody is left to wait for.
+        """Follows static servers, and acts as time passes, until it is cancelled. Raises ValueError if no node is left to wait for.
 
         `lacks_worker(keys)` is true if groups wait, and none of these workers may have one; `on_tick(now_s)` is called every `TICK_S` seconds.
         """

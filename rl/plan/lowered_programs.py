@@ -101,7 +101,7 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
         raise ValueError("libtpu, the TPU compiler, is missing; pip install -r third_party/plan-requirements.txt")
     os.environ.update(COMPILER_ENVIRONMENT | os.environ)
     try:
-        # A host has four chips or more, unless it is told otherwise.
+        # Without this option, libtpu assumes hosts with four chips or more.
         dims = [int(part) for part in topology.partition(":")[2].split("x")]
         few = {"chips_per_host_bounds": [*dims, 1, 1][:3]} if math.prod(dims) < 4 else {}
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **few).devices

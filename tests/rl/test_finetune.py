@@ -144,5 +144,5 @@ def test_folders_of_transformers_train_and_go_back(tmp_path):
         for module, options in (("rl.train", []), ("rl.export", [f"--output={tmp_path / family / 'out'}"])):
             done = run(module, tmp_path / family, f"--workdir={tmp_path / family / 'w'}", *options, **fields)
             assert done.returncode == 0, (family, module, done.stdout, done.stderr)
-    said = test_variants.run_torch(READ, *(str(tmp_path / family / "out") for family in FAMILIES))
-    assert said.split("\n")[:-1] == [f"{family} 4 True" for family in FAMILIES], said
+    printed = test_variants.run_torch(READ, *(str(tmp_path / family / "out") for family in FAMILIES))
+    assert printed.split("\n")[:-1] == [f"{family} 4 True" for family in FAMILIES], printed
