@@ -38,7 +38,7 @@ def train(folder: pathlib.Path, options: Sequence[str]) -> None:
 
 def figures(folder: pathlib.Path) -> dict[str, float]:
     """Returns the last held-out score of a finished run, the mean seconds of its steps, and busy shares of its roles."""
-    steps = metrics.read(folder / "metrics.jsonl", "rl")
+    steps = metrics.read_steps(folder)
     shares = timeline_trace.shares(timeline_trace.write(folder, steps))
     evaluations = json.loads((folder / "evaluations.json").read_text())
     found = {"score": evaluations[-1]["scores"]["avg@1"], "version lag": statistics.fmean(s["sync/lag"] for s in steps)}

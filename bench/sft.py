@@ -3,10 +3,10 @@
     python -m bench.sft --trl /venv/bin/python
 
 1. A folder with a Qwen3-type model of 4.1 M parameters with random weights (bench/grpo_step.py describes it) and the byte-level
-   tokenizer. Conversations of 1 to 4 turns and 30 to 460 tokens, most of them short; their answers repeat the question.
-2. Ours is the command `rl.sft`, TRL's is bench/sft_peer.py: batches of 32 conversations in the same order, loss on the answers,
-   AdamW with the same rates, clip norm 1, float32. TRL pads 8 conversations at a time, and accumulates their gradients; it packs
-   only on GPUs with flash attention.
+   tokenizer. Conversations of 1 to 4 turns and 30 to 294 tokens, most of them short; their answers repeat the question.
+2. Ours is the command `rl.sft` with the rows that it chooses (`train.rows = 0`), TRL's is bench/sft_peer.py: batches of 32
+   conversations in the same order, loss on the answers, AdamW with the same rates, clip norm 1, float32. TRL pads 8 conversations at
+   a time, and accumulates their gradients; it packs only on GPUs with flash attention.
 3. The two take turns `--rounds` times, so that a busy machine is busy for both. Steps of a step's duration, data included; the
    first `--warmup` steps are not counted.
 
@@ -87,7 +87,7 @@ def ours(folder, data, workdir, num_steps: int, fields: list[str]) -> list[dict]
         "warmup.tasks_per_step": BATCH,
         "inference.max_model_len": 512,
         "train.row_length": 512,
-        "train.rows": 4,
+        "train.rows": 0,
     }
     flags = [*fields, *(f"--config.{name}={value}" for name, value in changes.items())]
     _output([sys.executable, "-m", "rl.sft", "--config=configs/base.py", f"--workdir={workdir}", *flags])

@@ -11,8 +11,9 @@ def get_config() -> config_dict.ConfigDict:
     """Returns the default config, locked except for options of environments and losses."""
     c = config_dict.ConfigDict()
     c.seed = 0  # of all random draws: parameters, task order, sampling
-    # A Hugging Face folder or hub ID to start from; "": random parameters. It brings its architecture and tokenizer: fields of
-    # `model` and `tokenizer` that a config file or the command line sets replace them, if the parameters still fit.
+    # A Hugging Face folder, its gs:// or s3:// URL, or hub ID to start from, or the working directory of a run, whose newest policy it
+    # is; "": random parameters. It brings its architecture and tokenizer: fields of `model` and `tokenizer` that a config file or the command line
+    # sets replace them, if the parameters still fit.
     c.init_from = ""
 
     # The policy: a Qwen3-type decoder. models/config.py explains each field and lists the choices.
@@ -86,9 +87,8 @@ def get_config() -> config_dict.ConfigDict:
     r.samples_per_prompt = 8  # G: rollouts in a group
     r.loss = "two_sided_clip"  # a name of rl.algorithms.losses.LOSSES, or your own "module:function"
     r.loss_function = config_dict.placeholder(object)  # a config file's own function; rl.loss then names its options
-    r.advantage = (
-        "group_mean"  # a name of rl.algorithms.advantages.ADVANTAGES, or your own "module:function" of [G] rewards
-    )
+    # A name of rl.algorithms.advantages.ADVANTAGES, or your own "module:function" of [G] rewards.
+    r.advantage = "group_mean"
     r.metrics = ()  # your own "module:function", each (groups of rollouts) -> {name: number}, for metrics own/NAME
     r.digest = ""  # derived: hashes of the code of your own advantage and metrics
     r.normalize = "none"  # advantages over the whole batch: a name of rl.algorithms.advantages.NORMALIZERS
@@ -141,8 +141,8 @@ def get_config() -> config_dict.ConfigDict:
     b.router_balance_coef = 0.0  # auxiliary loss that balances the experts (Switch Transformer)
     b.router_balance_rate = 0.0  # step of the routers' correction by load (DeepSeek-V3: 0.001)
 
-    # Low-rank adapters (rl/learner/lora.py): with a rank above 0, RL trains only them. `targets`: ends of parameter names; q, k
-    # and v stand for all projections of latent attention that make them.
+    # Low-rank adapters (rl/learner/lora.py): with a rank above 0, RL trains only them, and so does the warm-up of a checkpoint
+    # (`init_from`). `targets`: ends of parameter names; q, k and v stand for all projections of latent attention that make them.
     c.lora = config_dict.ConfigDict(dict(rank=0, alpha=32.0, targets=("q", "k", "v", "o", "gate", "up", "down")))
 
     # The layout of a batch. 0: chosen for the memory of the devices, and printed (rl/plan/sizes.py).
@@ -177,7 +177,7 @@ def get_config() -> config_dict.ConfigDict:
     i.prefill_chunk = 512  # longer prompts are prefilled this many tokens at a time
     i.steps_per_call = 8
     # Mesh axes of the run's own server. In topology.mode "local" over the devices of its host; all 1: one device. In "colocated"
-    # over the engine's devices, of which `data` takes those that the others leave.
+    # over the engine's devices, of which `data` takes those that the others leave; `tensor` of 0: the least that fits the memory.
     i.mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, expert=1, tensor=1))
 
     # Checks of rollouts beyond their format.
@@ -263,7 +263,8 @@ def get_config() -> config_dict.ConfigDict:
     p.join_s = 300.0  # seconds that hosts wait for each other at the start
     p.lease_s = 120.0  # seconds without a heartbeat of its worker until a lease expires
     p.heartbeat_s = 5.0  # seconds between two heartbeats of a node
-    p.patience_s = 3600.0  # seconds without a server, or without a worker for open groups, after which the run ends
+    # Seconds without a server, or without a worker for open groups, after which the run ends: also for its own server's start.
+    p.patience_s = 3600.0
 
     c.lock()  # a mistyped field is an error that names the nearest field
     # Any environment, losses of one's own, and any number of evaluation sets.

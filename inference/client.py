@@ -4,54 +4,39 @@
    reply, another server is tried. So a server that fails, or cheats, costs a retry and not the worker.
 2. While a server has requests, it is asked for its health. One that is silent, or makes no token for long, loses its requests to
    others: a server that hangs costs a bounded time, however long a completion takes. Once a reply begins, its time is bounded as well.
-   If a reply takes much longer than others, another server is asked, too, and the first reply counts: a server may keep a request
-   for ever, and make tokens for others.
+   If a reply takes much longer than others, or than its tokens should, another server is asked, too, and the first reply counts: a
+   server may keep a request for ever, and make tokens for others.
 3. Another 4xx is tried on the other servers as well. If all send one, it is the caller's mistake and is raised with the message;
    else it is the fault of those that sent it.
 """
 
 import asyncio
-import base64
 import collections
 import dataclasses
 import math
 import os
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import httpx
-import numpy as np
 
-from inference.rollouts import attestation
 from inference.rollouts import rollout as rollout_lib
+from inference.swarm import sample as sample_lib
 from inference.swarm import server_choice
 from sharding.system import bounded_reply
 
 HEALTH_S = 5.0  # between two questions for the health of a server
 SILENT_S, STALLED_S = 30.0, 300.0  # until it counts as hung: without an answer, and without a token, as it may compile
-FIRST_REPLY_S = 300.0  # that a reply is expected to take
-PATIENCE = 8.0  # mean times of a reply, until another server is asked, too
+PATIENCE, SMOOTHING = 8.0, 8.0  # mean times of a reply, until another server is asked, too; replies in this mean
+SLOW, MAX_S = 10.0, 1800.0  # tokens/s of the slowest sequence, before any reply; at most, until another server is asked
 REPLY_S = 600.0  # from the first byte of a reply to its last: a server may send a byte at a time
 WAIT_S = 0.1  # for a server that may be used
 UPDATE_S = 600.0  # for other weights
-MAX_HEALTH_BYTES = 2**18  # of a reply without completions
-TOKEN_BYTES, EXPERTS_BYTES = 256, 2**13  # of a reply, per token and sample, at most; the second if it names experts
+MAX_HEALTH_BYTES = 2**18  # of a reply without samples
 # A connection is silent for as long as a completion takes: probes keep it open, and show that the other end is gone.
 KEEPALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 _PROBES = "TCP_KEEPIDLE", "TCP_KEEPINTVL"  # where the system has them
 KEEPALIVE += [(socket.IPPROTO_TCP, getattr(socket, name), 10) for name in _PROBES if hasattr(socket, name)]
-MAX_NATS = 1e30  # of a log-probability; larger ones may not be finite in float32
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample(attestation.Answer):
-    """One completion that an inference server returned."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    server: str = ""  # public key of the server that vouches for this sample; "" if none does
-    server_signature: bytes = b""
 
 
 class Unavailable(RuntimeError):
@@ -62,16 +47,12 @@ class VersionGone(RuntimeError):
     """Raised when no server serves the policy version that a request must use."""
 
 
-class MalformedReply(ValueError):
-    """Raised when an inference server replied with status 200 but an invalid body; `Client` then tries another server."""
-
-
 class _Failed(RuntimeError):
     """Raised when a server did not answer a request: it hangs, is busy or broken, or rejected it."""
 
 
 # The last two are of URLs that only look like one. Also no connection, and a wrong content-encoding.
-_FAULTS = (MalformedReply, _Failed, httpx.RequestError, httpx.InvalidURL, UnicodeError)
+_FAULTS = (sample_lib.MalformedReply, _Failed, httpx.RequestError, httpx.InvalidURL, UnicodeError)
 
 
 class Client:
@@ -86,14 +67,14 @@ class Client:
         keys: Mapping[str, str] | None = None,
         run: str = "",
     ):
-        """Creates a client of the servers at `urls`. A request is retried for `give_up_s`.
+        """Creates a client of the servers at `urls`. A request that fails is retried for `give_up_s`.
 
         All servers are sent `api_key`, unless it is empty; None sends $INTELLAX_API_KEY, if it is set. A server with a public key
         in `keys`, by its URL, must sign each sample with proofs for the run with the key `run`: another reply is malformed.
         """
         self.servers = server_choice.ServerChoice(urls, keys or {})
-        self._give_up_s, self._run = give_up_s, run
-        self._watches: dict[str, tuple[asyncio.Task, set[object]]] = {}  # by URL: of its health, with its requests
+        self.give_up_s, self.run = give_up_s, run
+        self._watches: dict[str, _Watch] = {}  # by URL, of servers with requests
         key = os.environ.get("INTELLAX_API_KEY") if api_key is None else api_key
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.AsyncClient(
@@ -103,14 +84,14 @@ class Client:
             mounts={"all://*": httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEPALIVE)},
             headers={"authorization": f"Bearer {key}"} if key else {},
         )
-        self.num_retries, self._reply_s = 0, FIRST_REPLY_S  # the second is the mean time of a reply
+        self.num_retries, self._patience_s = 0, 0.0  # the second is 0 before the first reply
 
     async def __aenter__(self) -> "Client":
         return self
 
     async def __aexit__(self, *exc) -> None:
-        for watch, _ in self._watches.values():
-            watch.cancel()
+        for watch in self._watches.values():
+            watch.task.cancel()
         await self._http.aclose()
 
     async def generate(
@@ -123,138 +104,189 @@ class Client:
         policy_epoch: int = -1,
         oldest_version: int = 0,
         sticky: str = "",
-    ) -> list[Sample]:
+    ) -> list[sample_lib.Sample]:
         """Generates and returns `sampling["n"]` completions of one prompt. `sampling` has the fields of vLLM's sampling_params.
 
         Policy `policy_version` generates all tokens, unless it is -1, or versions of `policy_epoch`; none is older than `oldest_version`.
         Requests with the same key `sticky` go to the same server where possible. Raises VersionGone if no server serves these
-        versions any more, ValueError if all servers reject the request, and Unavailable if none sends a valid reply within
-        `give_up_s`.
+        versions any more, ValueError if all servers reject the request, and Unavailable if none sends a valid reply
+        `give_up_s` after the first failure.
         """
         body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
         pins = {"policy_version": policy_version, "policy_epoch": policy_epoch}
         body |= {name: number for name, number in pins.items() if number >= 0}
-        clock = asyncio.get_running_loop().time
-        tried: collections.Counter = collections.Counter()
-        gone: dict[str, str] = {}  # server without that version -> its message
-        refused: dict[str, str] = {}  # server that rejects the request -> its message
-        deadline_s, reason = clock() + self._give_up_s, "no server is known"
-        pending: dict[asyncio.Future[httpx.Response], tuple[str, float]] = {}  # requests, with their servers and times
-        try:
-            while True:
-                avoid = {*gone, *refused, *(other for other, _ in pending.values())}
-                url = self.servers.choose(clock(), sticky=sticky, min_version=oldest_version, tried=tried, avoid=avoid)
-                if url is not None:
-                    tried[url] += 1
-                    self.servers.begin(url)
-                    pending[asyncio.ensure_future(self._post(url, body))] = url, clock()
-                wait_s = SILENT_S + PATIENCE * self._reply_s if url else HEALTH_S  # then another may be free
-                for request in await _finished(pending, wait_s):
-                    at, sent_s = pending.pop(request)
-                    try:
-                        samples = self._read(request, at, body, gone, refused, oldest_version)
-                    except _FAULTS as error:
-                        reason, self.num_retries = f"{at}: {str(error) or type(error).__name__}", self.num_retries + 1
-                        continue
-                    self._reply_s += (clock() - sent_s - self._reply_s) / 8
-                    late = {other: "it keeps a request" for other, since_s in pending.values() if since_s < sent_s}
-                    for other, message in (late | refused).items():  # these without a cause
-                        self.servers.fail(other, clock(), message)
-                    return samples
-                if pending:
-                    continue
-                self._check(tried, gone, refused, reason if clock() > deadline_s else "")
-                if url is None or tried.keys() >= {*self.servers.urls()}:
-                    await asyncio.sleep(WAIT_S)
-        finally:
-            for request, (url, _) in pending.items():
-                request.cancel()
-                self.servers.end(url, clock(), problem=None)
-
-    def _check(self, tried: Collection[str], gone: dict[str, str], refused: dict[str, str], last_reason: str) -> None:
-        """Raises the error with which a request ends, if no server will answer it or the time is over (`last_reason`)."""
-        urls = set(self.servers.urls())
-        if gone and urls <= {*tried}:
-            raise VersionGone(next(iter(gone.values())))
-        if refused and urls <= refused.keys():
-            raise ValueError(next(iter(refused.values())))
-        if last_reason:
-            raise Unavailable(
-                f"no inference server sent a valid reply in {self._give_up_s:.0f} s; the last error is from {last_reason}; "
-                "check that the servers run, in the release of this client"
-            )
-
-    def _read(
-        self,
-        request: asyncio.Future[httpx.Response],
-        url: str,
-        body: dict,
-        gone: dict[str, str],
-        refused: dict[str, str],
-        oldest_version: int,
-    ) -> list[Sample]:
-        """Returns the completions of a request to one server that has ended. Raises MalformedReply, _Failed, or httpx.RequestError without them."""
-        problem, is_busy = None, False
-        try:
-            response = request.result()
-            if response.status_code >= 400:
-                message, problem = error_message(response), ""
-                if response.status_code == 409:
-                    gone[url] = message
-                elif response.status_code >= 500:
-                    problem = f"HTTP {response.status_code}: {message}"
-                elif not (is_busy := response.status_code == 429):
-                    refused[url] = f"{response.request.url} rejected the request: {message}"
-                raise _Failed(f"HTTP {response.status_code}: {message}")
-            keys = self.servers.keys(url) if body["proofs"] else frozenset()
-            samples = _read_reply(response, body, keys, self._run)
-            oldest, problem = min(map(min, map(_versions, samples))), ""
-            if oldest < oldest_version:
-                self.servers.lags(url, oldest)
-                raise MalformedReply(f"server sent policy version {oldest}; {oldest_version} or newer was requested")
-            return samples
-        except _FAULTS as error:
-            problem = f"{type(error).__name__}: {error}" if problem is None else problem
-            raise
-        finally:
-            self.servers.end(url, asyncio.get_running_loop().time(), problem=problem, is_busy=is_busy)
+        return await _Request(self, body, oldest_version, sticky).complete()
 
     async def _post(self, url: str, body: dict) -> httpx.Response:
-        """Returns the response of a server to a request. Raises _Failed if it is silent meanwhile."""
-        watch, requests = self._watches.get(url) or (asyncio.ensure_future(self._watch(url)), set())
-        self._watches[url] = watch, requests
-        request = asyncio.ensure_future(self._generate(f"{url}/inference/v1/generate", body))
-        requests.add(request)
+        """Returns the response of a server to a request. Raises _Failed if it hangs meanwhile."""
+        if (watch := self._watches.get(url)) is None:
+            watch = self._watches[url] = _Watch(self._http, url)
+        target, most = f"{url}/inference/v1/generate", sample_lib.max_bytes(body)
+        fetch = bounded_reply.fetch(self._http, "POST", target, most, body_s=REPLY_S, json=body)
+        request = asyncio.ensure_future(fetch)
+        watch.num_requests += 1
         try:
-            await asyncio.wait((request, watch), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((request, watch.task), return_when=asyncio.FIRST_COMPLETED)
             if not request.done():
-                raise _Failed(watch.result())
+                raise _Failed(watch.task.result())
             return request.result()
         finally:
             request.cancel()
-            requests.discard(request)
-            if (not requests or watch.done()) and self._watches.get(url, (None,))[0] is watch:
-                watch.cancel()
+            watch.num_requests -= 1
+            if (not watch.num_requests or watch.task.done()) and self._watches.get(url) is watch:
+                watch.task.cancel()
                 del self._watches[url]
 
-    async def _generate(self, url: str, body: dict) -> httpx.Response:
-        sampling = body["sampling_params"]
-        num_tokens = len(body["token_ids"]) + sampling.get("max_tokens", rollout_lib.MAX_TOKENS)
-        num_bytes = TOKEN_BYTES + EXPERTS_BYTES * bool(sampling.get("return_routed_experts"))
-        most = MAX_HEALTH_BYTES + sampling.get("n", 1) * num_tokens * num_bytes
-        return await bounded_reply.fetch(self._http, "POST", url, most, body_s=REPLY_S, json=body)
+    def _patience(self, url: str, sampling: dict) -> float:
+        """Returns how long a server may keep a request: by the time of earlier replies, or before any by the number of tokens."""
+        watch, num_tokens = self._watches.get(url), sampling.get("max_tokens", rollout_lib.MAX_TOKENS)
+        shown_s = sampling.get("n", 1) * num_tokens * watch.token_s if watch else math.inf  # a liar may show anything
+        # Bounded: a server could raise the mean by each reply that it keeps nearly as long as it may.
+        return min(self._patience_s, SILENT_S + MAX_S) or SILENT_S + min(num_tokens / SLOW, MAX_S, shown_s)
 
-    async def _watch(self, url: str) -> str:
-        """Returns the reason why a server counts as hung, once it does."""
-        clock, num_tokens = asyncio.get_running_loop().time, None
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Attempt:
+    """A request that was sent to a server."""
+
+    url: str
+    sent_s: float
+    response: asyncio.Future[httpx.Response]
+
+
+class _Request:
+    """A request of a client: its attempts at servers, and their results."""
+
+    def __init__(self, client: Client, body: dict, oldest_version: int, sticky: str):
+        self._client, self._servers, self._body = client, client.servers, body
+        self._oldest_version, self._sticky = oldest_version, sticky
+        self._clock = asyncio.get_running_loop().time
+        self._tried: collections.Counter[str] = collections.Counter()  # attempts by server
+        self._pending: list[_Attempt] = []  # in the order of sending
+        self._gone: dict[str, str] = {}  # server without that version -> its message
+        self._refused: dict[str, str] = {}  # server that rejects the request -> its message
+        self._reason = "no server is known"  # of the last failure
+
+    async def complete(self) -> list[sample_lib.Sample]:
+        """Returns the samples of the first valid reply. Raises the errors of `Client.generate`."""
+        deadline_s = None
+        try:
+            while True:
+                self._send()
+                if not self._pending:
+                    await asyncio.sleep(WAIT_S)
+                elif (samples := await self._receive()) is not None:
+                    return samples
+                if not self._pending:
+                    deadline_s = self._clock() + self._client.give_up_s if deadline_s is None else deadline_s
+                    self._check(is_over=self._clock() > deadline_s)
+        finally:
+            for attempt in self._pending:
+                attempt.response.cancel()
+                self._servers.end(attempt.url, self._clock(), problem=None)
+
+    def _send(self) -> None:
+        """Sends the request to a server that is free, if none has it or the last one is late."""
+        now_s, sampling = self._clock(), self._body["sampling_params"]
+        if self._pending:
+            last = self._pending[-1]
+            if now_s < last.sent_s + self._client._patience(last.url, sampling):
+                return
+        options = {"sticky": self._sticky, "min_version": self._oldest_version, "tried": self._tried}
+        avoid = {*self._gone, *self._refused, *(attempt.url for attempt in self._pending)}
+        if url := self._servers.choose(now_s, avoid=avoid, **options):
+            self._tried[url] += 1
+            self._servers.begin(url)
+            self._pending.append(_Attempt(url, now_s, asyncio.ensure_future(self._client._post(url, self._body))))
+
+    async def _receive(self) -> list[sample_lib.Sample] | None:
+        """Waits a while for replies; returns the samples of the first valid one, or None."""
+        responses = [attempt.response for attempt in self._pending]
+        await asyncio.wait(responses, timeout=HEALTH_S, return_when=asyncio.FIRST_COMPLETED)
+        ended = [attempt for attempt in self._pending if attempt.response.done()]
+        self._pending = [attempt for attempt in self._pending if attempt not in ended]
+        valid = [(attempt, samples) for attempt in ended if (samples := self._read(attempt)) is not None]
+        if not valid:
+            return None
+        first, samples = valid[0]
+        late = {other.url: "it keeps a request" for other in self._pending if other.sent_s < first.sent_s}
+        for url, message in (late | self._refused).items():  # these without a cause
+            self._servers.fail(url, self._clock(), message)
+        return samples
+
+    def _read(self, attempt: _Attempt) -> list[sample_lib.Sample] | None:
+        """Records how an attempt ended; returns its samples, None if it has no valid ones."""
+        client, url, now_s = self._client, attempt.url, self._clock()
+        samples, problem, is_busy = None, "", False  # of the server; a rejection and an old version are none
+        try:
+            response = attempt.response.result()
+            if response.status_code >= 400:
+                message = error_message(response)
+                reason = f"HTTP {response.status_code}: {message}"
+                if response.status_code == 409:
+                    self._gone[url] = message
+                elif response.status_code >= 500:
+                    problem = reason
+                elif not (is_busy := response.status_code == 429):
+                    self._refused[url] = f"{response.request.url} rejected the request: {message}"
+            else:
+                keys = self._servers.keys(url) if self._body["proofs"] else frozenset()
+                samples = sample_lib.read(response, self._body, keys, client.run)
+                oldest = min(min(sample.all_versions()) for sample in samples)
+                reason = f"server sent policy version {oldest}; {self._oldest_version} or newer was requested"
+                if oldest < self._oldest_version:
+                    self._servers.lags(url, oldest)
+                    samples = None
+        except _FAULTS as error:
+            reason, problem = str(error) or type(error).__name__, f"{type(error).__name__}: {error}"
+        self._servers.end(url, now_s, problem=problem, is_busy=is_busy)
+        if samples is None:
+            self._reason, client.num_retries = f"{url}: {reason}", client.num_retries + 1
+        else:
+            patience_s = client._patience(url, self._body["sampling_params"])
+            target_s = SILENT_S + PATIENCE * (now_s - attempt.sent_s)
+            client._patience_s = patience_s + (target_s - patience_s) / SMOOTHING
+        return samples
+
+    def _check(self, *, is_over: bool) -> None:
+        """Raises the error with which a request ends, if no server will answer it or its time `is_over`."""
+        urls = set(self._servers.urls())
+        if self._gone and urls <= self._tried.keys():
+            raise VersionGone(next(iter(self._gone.values())))
+        if self._refused and urls <= self._refused.keys():
+            raise ValueError(next(iter(self._refused.values())))
+        if is_over:
+            raise Unavailable(
+                f"no inference server sent a valid reply in {self._client.give_up_s:.0f} s; the last error is from {self._reason}; "
+                "check that the servers run, in the release of this client"
+            )
+
+
+class _Watch:
+    """Asks a server for its health while it has requests."""
+
+    def __init__(self, http: httpx.AsyncClient, url: str):
+        self.num_requests = 0
+        self.token_s = math.inf  # that a token takes if all requests take turns; infinity: unknown
+        self.task = asyncio.ensure_future(self._run(http, f"{url}/health"))
+
+    async def _run(self, http: httpx.AsyncClient, url: str) -> str:
+        """Returns the reason why the server counts as hung, once it does."""
+        clock, first, num_tokens, most = asyncio.get_running_loop().time, None, None, 1.0
         heard_s = moved_s = clock()
         while True:
             await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=HEALTH_S)
             try:
-                response = await bounded_reply.fetch(self._http, "GET", f"{url}/health", MAX_HEALTH_BYTES, HEALTH_S)
-                heard_s, found = clock(), response.json()["stats"]["tokens"]
-                moved_s, num_tokens = (moved_s, found) if found == num_tokens else (heard_s, found)
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, RecursionError):
+                health = (await bounded_reply.fetch(http, "GET", url, MAX_HEALTH_BYTES, HEALTH_S)).json()
+                heard_s, found = clock(), health["stats"]["tokens"]
+                # A released server makes no token because a train step has its devices.
+                is_moving = found != num_tokens or health.get("released") is True
+                moved_s, num_tokens = heard_s if is_moving else moved_s, found
+                first = first or (heard_s, found)
+                most = max(most, health["load"]["running"] + health["load"]["waiting"])
+                if found > first[1]:
+                    self.token_s = most * (heard_s - first[0]) / (found - first[1])
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 pass  # silent, or without such a health
             if clock() - heard_s > SILENT_S:
                 return f"the server is silent for {SILENT_S:.0f} s"
@@ -298,98 +330,3 @@ def error_message(response: httpx.Response) -> str:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return f"HTTP {response.status_code}: {response.text[:500]}"
-
-
-async def _finished(pending: Collection[asyncio.Future], timeout_s: float) -> Collection[asyncio.Future]:
-    return (await asyncio.wait(pending, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED))[0] if pending else ()
-
-
-def _versions(sample: Sample) -> set[int]:
-    return {sample.prompt_version, *sample.versions}
-
-
-def _read_reply(response: httpx.Response, body: dict, keys: Collection[str], run: str) -> list[Sample]:
-    """Returns the completions in a server's reply to the request `body`.
-
-    Raises MalformedReply if one is invalid, not as requested, or not signed for `run` by one of `keys`, unless these are none.
-    """
-    sampling, num_prompt = body["sampling_params"], len(body["token_ids"])
-    try:
-        reply = response.json()
-        epoch = reply.get("policy_epoch", 0)
-        if type(epoch) is not int or not 0 <= epoch < 2**48 or epoch != body.get("policy_epoch", epoch):
-            raise ValueError(f"server sent policy epoch {str(epoch)[:80]}; {body.get('policy_epoch')} was requested")
-        samples = [_read_choice(choice, sampling, num_prompt, epoch) for choice in reply["choices"]]
-        if len(samples) != sampling.get("n", 1):
-            raise ValueError(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were requested")
-        wrong = set().union(*map(_versions, samples)) - {body.get("policy_version")}
-        if "policy_version" in body and wrong:
-            raise ValueError(f"server sent policy versions {sorted(wrong)[:4]}; {body['policy_version']} was requested")
-        if keys:
-            signed = enumerate(zip(samples, reply["choices"], strict=True))
-            samples = [_read_signature(sample, choice, index, body, keys, run) for index, (sample, choice) in signed]
-        return samples
-    except (AttributeError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise MalformedReply(f"server sent a malformed reply: {type(error).__name__}: {str(error)[:200]}") from error
-    except ValueError as error:
-        raise MalformedReply(str(error)[:500]) from error
-
-
-def _read_signature(sample: Sample, choice: dict, index: int, body: dict, servers: Collection[str], run: str) -> Sample:
-    """Returns a sample with the signature of one of `servers`, or without one if "" is among them.
-
-    Raises ValueError unless it signed sample `index` as an answer to `body`.
-    """
-    sampling, settings = body["sampling_params"], {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    signature = bytes.fromhex(choice.get("server_signature", ""))
-    asked = {"temperature": sampling.get("temperature", 1.0), "seed": (sampling.get("seed", 0) + index) % 2**32}
-    asked["settings"] = settings | {"return_routed_experts": False} | sampling | {"run": run}
-    answer = attestation.message(body["token_ids"], sample, **asked)
-    for server in servers:
-        if server and rollout_lib.signed(server, signature, answer):
-            return dataclasses.replace(sample, server=server, server_signature=signature)
-    if "" in servers:
-        return sample
-    raise ValueError(f"server sent a sample without a signature of its key {min(servers)[:16]} that fits")
-
-
-def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> Sample:
-    """Converts one entry of the reply's `choices` to a Sample. Raises ValueError with the server's mistake if it is invalid."""
-    tokens = choice["token_ids"]
-    logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    runs = choice["policy_versions"]
-    integers = [*tokens, *(value for run in runs for value in run), choice["prompt_policy_version"]]
-    if any(type(value) is not int or not 0 <= value < 2**31 for value in integers):
-        raise ValueError("server sent a token ID or a policy version that is not an integer in 0..2^31 - 1")
-    if sum(count for _, count in runs) > len(tokens):  # before they are expanded: a count may be huge
-        raise ValueError(f"server sent {len(tokens)} tokens, and policy_versions {runs[:4]} for more than those")
-    versions = [version for version, count in runs for _ in range(count)]
-    if not len(tokens) == len(logprobs) == len(versions):
-        counts = f"{len(tokens)} tokens, {len(logprobs)} logprobs and {len(versions)} versions"
-        raise ValueError(f"server sent {counts}, not equally many")
-    if not tokens or not all(math.isfinite(logprob) and abs(logprob) < MAX_NATS for logprob in logprobs):
-        raise ValueError("server sent an empty completion or a log-probability that is not finite")
-    if len(tokens) > sampling.get("max_tokens", len(tokens)):
-        raise ValueError(f"server sent {len(tokens)} tokens; at most {sampling['max_tokens']} were requested")
-    if (reason := choice["finish_reason"]) not in rollout_lib.FINISH_REASONS:
-        raise ValueError(f"server sent the finish_reason {str(reason)[:80]!r}, which a rollout does not allow")
-    proofs = base64.b64decode(choice["proofs"], validate=True)
-    if len(proofs) > (most := rollout_lib.MAX_PROOF_BYTES):
-        raise ValueError(f"server sent {len(proofs)} bytes of proofs, more than {most}, the maximum")
-    has_experts, num_rows = sampling.get("return_routed_experts"), num_prompt + len(tokens) - 1
-    experts = _read_experts(choice["routed_experts"], num_rows) if has_experts else None
-    return Sample(tokens, logprobs, versions, choice["prompt_policy_version"], reason, proofs, experts, epoch)
-
-
-def _read_experts(field: dict, num_rows: int) -> np.ndarray:
-    shape, dtype = field["shape"], str(field["dtype"])[:80]
-    if dtype not in ("uint8", "uint16") or field["start"] != 0:
-        found = f"{dtype!r} from token {str(field['start'])[:80]}"
-        raise ValueError(f"server sent routed_experts of {found}, not uint8 or uint16 from token 0")
-    if len(shape) != 3 or any(type(size) is not int or not 0 < size < 2**31 for size in shape) or shape[0] != num_rows:
-        raise ValueError(f"server sent routed_experts of shape {str(shape)[:80]}; {num_rows} rows were requested")
-    data = base64.b64decode(field["data"], validate=True)
-    dtype = np.dtype(dtype).newbyteorder("<")
-    if len(data) != math.prod(shape) * dtype.itemsize or len(data) > rollout_lib.MAX_ROUTED_BYTES:
-        raise ValueError(f"server sent {len(data)} bytes of routed_experts, too many or not of shape {shape}")
-    return np.frombuffer(data, dtype).reshape(shape)

@@ -22,7 +22,10 @@ import argparse
 import contextlib
 import functools
 import gc
+import math
+import os
 import pathlib
+import signal
 import socket
 import sys
 import threading
@@ -48,7 +51,8 @@ from inference.server import (
     web,
 )
 from inference.swarm import membership
-from sharding import broadcast
+from models import hub
+from sharding import broadcast, bucket
 from sharding import mesh as mesh_lib
 from sharding.format import head
 from sharding.system import cli, compile_cache, secret_file, sockets, status_line
@@ -130,6 +134,8 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         try:
             _check(args)
+            if args.exit_with_parent:
+                cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
             compile_cache.enable()
             api_key = secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
             listener = control_listener.opened(args.control, args.control_token_file, args.control_hosts)
@@ -147,8 +153,6 @@ def main(argv: list[str] | None = None) -> int:
         uvicorn_server = web.server(make_app(server, api_key=api_key), drain_s=args.drain_s)
         control_app = make_control_app(server, token=control.token, hosts=control.hosts)
         stack.enter_context(web.in_thread(web.server(control_app), control.sock))
-        if args.exit_with_parent:
-            cli.stop_at_eof(lambda: setattr(uvicorn_server, "should_exit", True))
         if signer:
             print(f"samples are signed by {signer.worker}", flush=True)
         if signer and args.orchestrator:
@@ -270,16 +274,29 @@ def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.In
         "quantize": args.quantize,
         "every_length": args.warm_up,
     }
+    args.weights = _sources(args)
     sock = sockets.listen(args.host, args.port)
     if args.weights:
-        found = [pathlib.Path(source) / "weights" for source in args.weights]  # of a run's working directory
-        args.weights = [str(w) if w.is_dir() else source for w, source in zip(found, args.weights, strict=True)]
         key = head.HeadVerifier(args.weights_key, args.weights_floor) if args.weights_floor else args.weights_key
-        server = inference_server.start(args.weights, make_config, key=key, **options)
+        wait_s = math.inf if args.exit_with_parent else None  # a parent knows how long to wait
+        server = inference_server.start(args.weights, make_config, key=key, wait_s=wait_s, **options)
     else:
         server = inference_server.start_model(args.model, make_config({}), **options)
     server.model_name, server.sources = args.served_model_name, [*server.sources, *args.weights_allow]
     return sock, server
+
+
+def _sources(args: argparse.Namespace) -> list[str]:
+    """Returns the sources of weights. A run's working directory stands for its published versions, one in a bucket for those of its newest state."""
+    found = []
+    for source in args.weights or []:
+        is_url = hub.is_url(source)
+        run = bucket.fetched(source, ["weights/*"], is_optional=True) if is_url else pathlib.Path(source)
+        if args.watch and is_url and (run / "weights").is_dir():
+            text = f"--watch sees no later state of {source}, the working directory of a run"
+            raise ValueError(f"{text}; leave it out, or give --weights relays or published weights")
+        found.append(str(run / "weights") if (run / "weights").is_dir() else source)
+    return found
 
 
 def _engine_config(args: argparse.Namespace, published: dict) -> engine_lib.EngineConfig:

@@ -124,6 +124,7 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
     """Returns the attention implementation to use, with "auto" resolved. Raises ValueError if a named one cannot run here."""
     T, C = q_BTHC.shape[1], q_BTHC.shape[-1]
     heads = f"head dims {C} and {v_BTKV.shape[-1]} are not one multiple of 8 <= 128"
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))  # of an NVIDIA GPU
     reasons = {
         "xla": [],
         "splash": [
@@ -132,6 +133,7 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
         ],
         "cudnn": [
             (q_BTHC.dtype != jnp.bfloat16, f"activations are {q_BTHC.dtype}, not bfloat16"),
+            (capability[:2] in ("5.", "6.", "7."), f"a GPU of compute capability {capability} has no bfloat16"),
             (C % 8 != 0 or C > 128 or v_BTKV.shape[-1] != C, heads),
             (how["sinks_H"] is not None or how["softcap"] > 0, "the layer has sinks or a softcap"),
         ],

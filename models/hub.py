@@ -1,12 +1,15 @@
-"""Finds a checkpoint by its folder or its id on the Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION.
+"""Finds a checkpoint by its folder, its URL in a bucket, or its id on the Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION.
 
 A repository can change, so `commits` names the commits that were downloaded, for the records of a run.
 
 Imports no jax: a worker uses it to find its tokenizer.
 """
 
+import functools
 import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +19,19 @@ TOKENIZER = ("*token*.json", "generation_config.json", "config.json", "*.jinja")
 
 
 def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> pathlib.Path:
-    """Returns the local folder of a checkpoint. For the id of a Hugging Face repository, downloads `files` (glob patterns).
+    """Returns the local folder of a checkpoint. From a bucket or a Hugging Face repository, downloads `files` (glob patterns).
 
-    Raises ValueError if `path_or_repo` is neither a folder nor a repository that can be downloaded.
+    Raises ValueError if `path_or_repo` is neither a folder, nor a bucket or repository that can be downloaded.
     """
+    if is_url(path_or_repo):
+        return _from_bucket(str(path_or_repo), tuple(files))
     path = pathlib.Path(path_or_repo)
     if path.is_dir():
         return path
     if not is_id(path_or_repo):
-        raise ValueError(f"{path_or_repo} is not a folder; give a checkpoint folder or a hub id like 'Qwen/Qwen3-0.6B'")
+        raise ValueError(
+            f"{path_or_repo} is not a folder; give a folder, gs:// or s3:// URL, or hub id like 'Qwen/Qwen3-0.6B'"
+        )
     import huggingface_hub  # a second of imports that a local checkpoint does not need
 
     name, _, revision = str(path_or_repo).partition("@")
@@ -54,6 +61,23 @@ def pinned(path_or_repo: str) -> str:
 def without_revision(value: Any) -> Any:
     """Returns OWNER/NAME for the text OWNER/NAME@REVISION, and any other value unchanged."""
     return value.partition("@")[0] if isinstance(value, str) and is_id(value) else value
+
+
+def is_url(path: str | os.PathLike) -> bool:
+    """Returns True if `path` has the form of a folder's URL in a bucket."""
+    return str(path).startswith(("gs://", "s3://", "file://"))
+
+
+@functools.cache
+def _from_bucket(url: str, files: tuple[str, ...]) -> pathlib.Path:
+    # A process of its own has the client of buckets: a worker would spend a second on its imports.
+    command = [sys.executable, "-m", "sharding.bucket", url, *files, "weights/*"]
+    root = pathlib.Path(__file__).resolve().parents[1]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    if result.returncode:
+        raise ValueError(result.stderr.strip().splitlines()[-1].removeprefix("error: "))
+    sys.stderr.write(result.stderr)
+    return pathlib.Path(result.stdout.strip())
 
 
 def is_id(text: str | os.PathLike) -> bool:

@@ -32,6 +32,7 @@ from rl.ledger import run_history, run_rules
 from rl.protocol import check_rate, task_schedule
 from rl.protocol import verdict as verdict_lib
 from rl.reporting import metrics
+from sharding import bucket
 from sharding.format import journal, manifest
 from sharding.system import cli
 
@@ -50,6 +51,7 @@ RULES = {
     "submitted": "the worker handed in these bytes, and they were verified or trusted",
     "draw": "a group without a verdict was not drawn for one",
 }
+READ = ("*.json", "*.jsonl", "*.key", "ledger.db", "weights/*", "rollouts/step_*")
 MAX_SHOWN = 100  # findings on the terminal
 
 
@@ -59,7 +61,7 @@ class Audit:
     def __init__(self, workdir: pathlib.Path):
         self.workdir = workdir
         # Before the ledger, which then has all that they name: the run may go on.
-        self._trained = [one["step"] for one in metrics.read(workdir / "metrics.jsonl", "rl")]
+        self._trained = [one["step"] for one in metrics.read_steps(workdir)]
         self._manifests: dict[pathlib.Path, bytes] = {}
         for file in sorted((workdir / "weights").glob("v*/manifest.json")):
             with contextlib.suppress(FileNotFoundError):  # the run kept it no longer
@@ -274,11 +276,11 @@ def table(audit: Audit) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command `python -m rl.audit WORKDIR`; returns its exit code: 0 if no rule is broken, else 1."""
     parser = cli.Parser(prog="python -m rl.audit", description=__doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", type=pathlib.Path, help="work directory of a run")
+    parser.add_argument("workdir", metavar="WORKDIR", help="work directory of a run")
     workdir = parser.parse_args(argv).workdir
     progress = metrics.Progress()
     try:
-        audit = run(workdir, progress)
+        audit = run(bucket.fetched(workdir, READ), progress)
     except (ValueError, OSError, sqlite3.Error) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

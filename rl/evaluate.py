@@ -26,17 +26,18 @@ from absl import flags
 
 from inference.rollouts import rollout as rollout_lib
 from models import transformer
-from rl import launch, report
-from rl.experiment import experiment
+from rl import launch, report, sft
+from rl.experiment import experiment, initial
+from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
-from rl.learner import reference, train_step
+from rl.learner import train_step
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.remote import client
 from rl.plan import sizes
 from rl.protocol import task_schedule, timeline
 from rl.reporting import metrics
 from rl.topology import colocated_server, layout
-from sharding import broadcast, checkpoint, rules
+from sharding import broadcast, bucket, checkpoint, rules
 from sharding.system import atomic_file
 
 NUM_SAMPLES_SHOWN = 12
@@ -171,35 +172,36 @@ def open_checkpoint() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int
     except ValueError as error:
         text = "this command runs on one host, whose mesh may differ from the run's"
         raise ValueError(f"{error}; {text}, as by --config.mesh.fsdp=-1 --config.mesh.tensor=1") from None
-    root = pathlib.Path(flags.FLAGS.workdir).absolute()
+    root = bucket.fetched(flags.FLAGS.workdir, ("*/seal.json",)).absolute()
     directory = root / ("checkpoints" if checkpoint.complete_steps(root / "checkpoints") else "warmup")
     if not checkpoint.complete_steps(directory):  # checked first: the lock creates a file
         raise FileNotFoundError(
             f"no checkpoint in {root}; set --workdir to the directory of a run of rl.train or rl.sft"
         )
     with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir:
-        yield exp, workdir, *_restore_policy(exp, mesh, directory, flags.FLAGS.step)
+        yield exp, workdir, *_restore_policy(exp, mesh, workdir / directory.name, flags.FLAGS.step)
 
 
 def _restore_policy(exp, mesh, directory: pathlib.Path, wanted: str) -> tuple[int, transformer.Params]:
-    abstract = rules.abstract(train_step.trained_specs(exp.model), mesh)
-    if directory.name == "warmup":
-        if wanted not in ("newest", "0"):
-            raise ValueError(f"--step={wanted}: {directory.parent} has taken no step of RL; set it to 0 or newest")
-        return 0, checkpoint.restore_params(directory, abstract)[1]
+    is_supervised = directory.name == "warmup"
+    if is_supervised and wanted not in ("newest", "0"):
+        raise ValueError(f"--step={wanted}: {directory.parent} has taken no step of RL; set it to 0 or newest")
     if wanted == "best":
         step = checkpoint.best_step(directory)
     elif re.fullmatch("newest|[0-9]+", wanted):
-        step = None if wanted == "newest" else int(wanted)
+        step = None if wanted == "newest" or is_supervised else int(wanted)
     else:
         raise ValueError(f"--step={wanted} does not name a checkpoint; set it to a step, newest, or best")
-    if not exp.lora:
-        return checkpoint.restore_params(directory, abstract, step)
-    learner = exp.learner(mesh)
-    with checkpoint.Checkpointer(directory, keep=exp.config.checkpoint.keep) as checkpointer:
-        restored = checkpointer.restore(train_step.abstract_state(learner), step)
-    assert restored is not None, directory
-    return restored[0], train_step.policy(learner, restored[1])
+    learner = sft.make_learner(exp, mesh) if is_supervised else exp.learner(mesh)
+    if not learner.lora:
+        abstract = rules.abstract(train_step.trained_specs(exp.model), mesh)
+        found, params = checkpoint.restore_params(directory, abstract, step)
+    else:
+        with checkpoint.Checkpointer(directory, keep=exp.config.checkpoint.keep) as checkpointer:
+            restored = checkpointer.restore(train_step.abstract_state(learner), step)
+        assert restored is not None, directory
+        found, params = restored[0], train_step.policy(learner, restored[1])
+    return 0 if is_supervised else found, params
 
 
 @contextlib.contextmanager
@@ -208,7 +210,7 @@ def _open_initial() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int, 
     if not flags.FLAGS.config.init_from:
         raise ValueError("neither --workdir nor config.init_from is set; give the run or the checkpoint to score")
     exp = sizes.resolve(flags.FLAGS.config)
-    params = reference.load(exp.config.init_from, exp.model, layout.learner_mesh(exp.config))
+    params = initial.load(exp, layout.learner_mesh(exp.config))
     with tempfile.TemporaryDirectory() as workdir:
         yield exp, pathlib.Path(workdir), 0, params
 
@@ -219,6 +221,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         exp, workdir, step, params = stack.enter_context(open_checkpoint() if is_run else _open_initial())
         launch.check(exp)
+        config_rules.check_prompts(exp.config, exp.tokenizer)
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         # The fields that change scores and differ from the run's, with their values.
         fields, prefixes = experiment.fields(exp), ("evaluation.", "sampling.", "inference.max")
@@ -232,8 +235,10 @@ def main() -> None:
         assert entry is not None  # just signed
         policy = timeline.Policy(entry.epoch, step, entry.sha256)
         progress, writer, server = metrics.Progress(), metrics.MetricsWriter(workdir), None
+        stack.callback(writer.close)
         if layout.is_colocated(exp.config):
-            server = stack.enter_context(colocated_server.start(exp, weights, key.worker, policy, params))
+            context = colocated_server.start(exp, weights, key.worker, policy, params)
+            server = lambda: stack.enter_context(context)  # noqa: E731
         system = launch.start_rollout_system(exp, pathlib.Path(scratch), weights, policy, progress.say, server=server)
         with system as orchestrator:
             with Evaluations(exp, orchestrator, workdir, writer, progress, changed) as evaluations:

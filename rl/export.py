@@ -15,18 +15,22 @@ from models import hf, transformer
 from rl import evaluate
 from rl.experiment import experiment
 from rl.reporting import metrics
-from sharding import rules
+from sharding import bucket, rules
 
 
 def main() -> None:
     """Runs the command that exports one checkpoint of a run as a Hugging Face folder."""
     output = pathlib.Path(flags.FLAGS.output)
+    if bucket.is_url(flags.FLAGS.output):
+        raise ValueError(
+            f"--output {flags.FLAGS.output} is in a bucket; export to a folder, and copy that to the bucket"
+        )
     hf.check_new(output)
     with evaluate.open_checkpoint() as (exp, workdir, step, params):
         ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}
         params = rules.cast(params, transformer.specs(exp.model))  # from float32, in which they train
         hf.save(output, exp.model, params, extra=ids, write_more=exp.tokenizer.save)
-    metrics.Progress().say(f"step {step} of {workdir} is in {output}: python -m inference.chat --model {output}")
+    metrics.Progress().say(f"version {step} of {workdir} is in {output}: python -m inference.chat --model {output}")
 
 
 if __name__ == "__main__":

@@ -2,18 +2,19 @@
 
 1. The validator and the orchestrator run in this process, on the first host of several. With several hosts the validator replays
    on the CPU, since a program on one of their chips would block all of them.
-2. The server starts on the published weights and writes its address to a file, or is a thread of this process
-   (rl/topology/colocated_server.py). Workers start with the orchestrator's URL. With `topology.mode = "remote"`, a relay of the
+2. The server process (`begin_server`, before the warm-up) waits for published weights, and writes its address to a file; or the server is a
+   thread of this process (rl/topology/colocated_server.py). Workers start with the orchestrator's URL. With `topology.mode = "remote"`, a relay of the
    weights starts instead, and the run prints the commands to start elsewhere.
 3. The standard input of a child is a pipe from this process: children stop when this process ends, however suddenly.
    A child that ends early ends the run with the last lines of its output.
 """
 
 import contextlib
-import functools
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 
@@ -27,8 +28,6 @@ from rl.protocol import timeline
 from rl.topology import colocated_server, layout
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import child_process, sockets
-
-START_TIMEOUT_S = 600.0
 
 
 def check(experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE) -> None:
@@ -46,6 +45,31 @@ def check(experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_
         raise ValueError(f"{found}; set topology.mode = 'colocated', or 'remote' and topology.servers")
 
 
+def has_server_process(experiment: experiment_lib.Experiment) -> bool:
+    """Returns True if a run starts its inference server as a process: not in its own, and not elsewhere."""
+    topology = experiment.config.topology
+    return topology.mode != "remote" and not topology.orchestrator and not layout.is_colocated(experiment.config)
+
+
+class BegunServer(NamedTuple):
+    """The process of an inference server that may not serve yet."""
+
+    process: child_process.ChildProcess
+    control: str  # its unix socket of control routes
+    address: pathlib.Path  # the file to which it writes its URL once it serves
+
+
+def begin_server(
+    experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, stack: contextlib.ExitStack
+) -> BegunServer:
+    """Starts the process of the run's server, which waits for the first version in the directory `weights`; `stack` ends it."""
+    control, run = stack.enter_context(sockets.private_path()), run_directory.signing_key(workdir).worker
+    options = ["--control", control, "--key", str(assembly.server_key(workdir)), "--run", run]
+    start = lambda name, command: stack.enter_context(child_process.ChildProcess(name, command, workdir / "logs"))  # noqa: E731
+    child, file = _begin(start, assembly.SERVER, [*server_command(experiment, workdir, weights), *options], workdir)
+    return BegunServer(child, control, file)
+
+
 @contextlib.contextmanager
 def start_rollout_system(
     experiment: experiment_lib.Experiment,
@@ -56,14 +80,15 @@ def start_rollout_system(
     num_hosts: int = 1,
     known: dict | None = None,
     ledger: run_ledger.RunLedger | client.RemoteOrchestrator | None = None,
-    server: colocated_server.ColocatedServer | None = None,
+    server: Callable[[], colocated_server.ColocatedServer] | None = None,
+    begun: "BegunServer | None" = None,
 ) -> Iterator[orchestrator.Orchestrator | client.RemoteOrchestrator]:
     """Starts all processes that generate and check rollouts; yields the orchestrator and stops them at the end of the block.
 
     The first policy is `policy`, already published in the directory `weights`; `known` is the `Orchestrator.state` saved in its
     checkpoint, if any. `on_wait` receives lines for people during waits. With `num_hosts` learner hosts, this runs on the first.
     Events are recorded in `ledger`, if there is one. If that is an orchestrator in another process, none starts here.
-    `server` is the one in this process, if the run is colocated.
+    `server` starts the one in this process, if the run is colocated, and `begun` is a server process that has begun to start (None: it begins here).
     """
     with contextlib.ExitStack() as stack:
         if isinstance(ledger, client.RemoteOrchestrator):
@@ -81,11 +106,14 @@ def start_rollout_system(
             url = rollouts.serve()
             stack.callback(rollouts.close)
             if server is not None:
-                stack.enter_context(join(experiment, workdir, url, server, on_wait, rollouts.fail))
+                stack.enter_context(join(experiment, workdir, url, 0, server, on_wait, rollouts.fail))
             else:
-                start_workers = functools.partial(_start_workers, experiment, workdir, url, start)
-                command = server_command(experiment, workdir, weights)
-                _start_server(workdir, command, rollouts, start, stack, start_workers)
+                begun = begun or begin_server(experiment, workdir, weights, stack)
+                begun.process.on_death = rollouts.fail
+                _start_workers(experiment, workdir, url, start)
+                key = rollout_lib.WorkerKey.load(assembly.server_key(workdir)).worker
+                server_url = _address(begun.process, begun.address, experiment.config.topology.patience_s)
+                rollouts.nodes.add(server_url, f"unix:{begun.control}", key=key)
         else:
             url = assembly.serve(rollouts, experiment.config, workdir, stack)
             _say_elsewhere(experiment, workdir, weights, url, start, on_wait)
@@ -100,35 +128,32 @@ def join(
     experiment: experiment_lib.Experiment,
     workdir: pathlib.Path,
     url: str,
-    server: colocated_server.ColocatedServer,
+    host: int,
+    server: Callable[[], colocated_server.ColocatedServer],
     notify: Callable[[str], None],
     on_death: Callable[[Exception], None],
 ) -> Iterator[None]:
-    """Adds this host's server and its workers to the run whose orchestrator is at `url`, until the end of the block.
+    """Adds the workers and the server of a host to the run whose orchestrator is at `url`, until the end of the block.
 
-    `notify` receives lines for people, and `on_death` the error if a worker ends early.
+    `server` is called while the workers start: it may compile. `notify` receives lines for people, and `on_death` the error if a worker or the engine ends early.
     """
-    host, run = server.hosts.index, run_directory.signing_key(workdir).worker
-    notify(f"inference server: {server.url} (/health, /metrics)")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(server.join(url, run, assembly.server_key(workdir, host), notify))
 
         def start(name: str, command: list[str]) -> None:
             logs, cpu = workdir / "logs", {"JAX_PLATFORMS": "cpu"}  # an environment may import JAX
             stack.enter_context(child_process.ChildProcess(name, command, logs, on_death, environment=cpu))
 
         _start_workers(experiment, workdir, url, start, host)
+        found, run = server(), run_directory.signing_key(workdir).worker
+        notify(f"inference server: {found.url} (/health, /metrics)")
+        stack.enter_context(found.join(url, run, assembly.server_key(workdir, host), notify))
+
+        def watch() -> None:
+            if error := found.death():
+                on_death(error)
+
+        threading.Thread(target=watch, name="watch-engine", daemon=True).start()
         yield
-
-
-def _start_server(
-    workdir, command: list[str], rollouts, start: Callable, stack: contextlib.ExitStack, meanwhile: Callable[[], None]
-) -> None:
-    control, run = stack.enter_context(sockets.private_path()), run_directory.signing_key(workdir).worker
-    file = assembly.server_key(workdir)
-    command = [*command, "--control", control, "--key", str(file), "--run", run]
-    server = _address(start, assembly.SERVER, command, workdir, meanwhile)
-    rollouts.nodes.add(server, f"unix:{control}", key=rollout_lib.WorkerKey.load(file).worker)
 
 
 def _start_workers(experiment, workdir, url: str, start: Callable, host: int = 0) -> None:
@@ -146,7 +171,8 @@ def _say_elsewhere(experiment, workdir, weights, url: str, start: Callable, on_w
     command = ["sharding.relay", "--upstream", str(weights), "--host", topology.relay_host]
     command += ["--port", str(topology.relay_port), "--trusted_key", trusted]
     run = run_directory.signing_key(workdir).worker
-    options = f"--weights {_address(start, 'relay', command, workdir)} --weights_key {trusted} --port PORT"
+    relay = _address(*_begin(start, "relay", command, workdir), topology.patience_s)
+    options = f"--weights {relay} --weights_key {trusted} --port PORT"
     if topology.server_keys:
         signing = f"--orchestrator {url} --run {run} --key FILE --url URL"
         on_wait(f"servers elsewhere: python -m inference.serve {options} {signing}")
@@ -170,22 +196,21 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
     return command
 
 
-def _address(
-    start: Callable, name: str, command: list[str], workdir: pathlib.Path, meanwhile: Callable[[], None] = lambda: None
-) -> str:
-    """Starts a child process, calls `meanwhile`, and waits for the file with the URL of the child, which is returned.
-
-    Raises ValueError if the child ends or is too slow.
-    """
+def _begin(start: Callable, name: str, command: list[str], workdir: pathlib.Path):
+    """Starts a child process that will write its URL to a file. Returns (the child, the file)."""
     file = workdir / "logs" / f"{name}.address"
     file.unlink(missing_ok=True)
-    child = start(name, [*command, "--address_file", str(file)])
-    meanwhile()
-    deadline_s = time.monotonic() + START_TIMEOUT_S
+    return start(name, [*command, "--address_file", str(file)]), file
+
+
+def _address(child: child_process.ChildProcess, file: pathlib.Path, timeout_s: float) -> str:
+    """Waits for the file with the URL of a child process, which is returned. Raises ValueError if it ends, or needs `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
     while not file.exists():
         if child.process.poll() is not None:
             raise ValueError(child.obituary())
         if time.monotonic() > deadline_s:
-            raise ValueError(f"the {name} process did not start in {START_TIMEOUT_S:.0f} s. Read its log: {child.log}")
+            found = f"the {child.name} process did not start in {timeout_s:.0f} s (topology.patience_s)"
+            raise ValueError(f"{found}; read its log, {child.log}, or raise the field")
         time.sleep(0.02)
     return file.read_text()

@@ -26,6 +26,8 @@ import jinja2
 import markupsafe
 
 from rl.reporting import metrics, timeline_trace
+from sharding import bucket
+from sharding.format import journal
 from sharding.system import atomic_file, cli
 
 MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bins), per page, per text: below 1 MB
@@ -89,19 +91,20 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
     """Draws `<workdir>/report.html` and returns its path. Raises ValueError for a malformed file."""
     workdir = pathlib.Path(workdir)
     records = metrics.read(workdir / "metrics.jsonl")
+    steps = [record for record in records if record["phase"] == "rl"]
     for record in records:  # the curve is the mismatch with the sampler
         if (name := metrics.sampler_kl(record)) in record:
             record["loss/mismatch_kl"] = record[name]
     evaluations = _evaluations(workdir / "evaluations.json")
     config = atomic_file.read_json(workdir / "config.json", dict)
     split = _time_split(records)
-    spans = timeline_trace.write(workdir, records)
-    headline, lede = _headline(evaluations, records, sum(split.values()))
+    spans = timeline_trace.write(workdir, steps)
+    headline, lede = _headline(evaluations, steps, sum(split.values()))
     page = _template().render(
         name=workdir.resolve().name,
         headline=headline,
         lede=lede,
-        tiles={label: _median(records, name) for label, name in TILES.items()},
+        tiles={label: _median(steps, name) for label, name in TILES.items()},
         figures=[_score_figure(evaluations), *filter(None, (_curve_figure(curve, records) for curve in CURVES))],
         split=split,
         shares=timeline_trace.shares(spans),
@@ -133,8 +136,8 @@ def _evaluations(path):
     return [item for item in evaluations if item["scores"]]
 
 
-def _headline(evaluations, records, seconds):
-    lede = f"{max((r['step'] for r in records if r['phase'] == 'rl'), default=0)} RL steps"
+def _headline(evaluations, steps, seconds):
+    lede = f"{max((one['step'] for one in steps), default=0)} RL steps"
     lede += f", {metrics.format_seconds(seconds)} of measured time" if seconds else ""
     if not evaluations:
         return "No held-out evaluation yet", f"{lede}."
@@ -158,8 +161,8 @@ def _error(item, score):
     return 1.96 * math.sqrt(p * (1 - p) / n) if n > 4 and 0 <= score <= 1 else 0.0
 
 
-def _median(records, name):
-    values = [r[name] for r in records if r["phase"] == "rl" and _finite(r.get(name))]
+def _median(steps, name):
+    values = [one[name] for one in steps if _finite(one.get(name))]
     return statistics.median(values) if values else None
 
 
@@ -289,10 +292,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("workdir", metavar="WORKDIR", help="work directory of a run")
     workdir = parser.parse_args(argv).workdir
     try:
-        if not (path := pathlib.Path(workdir) / "metrics.jsonl").exists():
+        folder = bucket.fetched(workdir, ("*.json", "*.jsonl", "ledger.db"))
+        if not (path := folder / "metrics.jsonl").exists():
             raise ValueError(f"{path}: not found; give the --workdir of a run")
-        print(write(workdir))
-    except ValueError as error:
+        print(write(folder))
+    except (ValueError, journal.Unavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

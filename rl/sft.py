@@ -7,6 +7,7 @@
 2. A conversation is rendered once, with tools and all turns. The loss is on the messages of `warmup.roles`
    (rl/batch/conversations.py).
 3. The batch is packed, sent to other hosts, and stepped through exactly as in RL; only the loss differs (`cross_entropy`).
+   With `lora.rank` and a checkpoint in `init_from` adapters train, as in RL.
 4. Training ends early after `warmup.patience` held-out losses without a new best, one every `warmup.eval_every` steps.
 5. Checkpoints go to `<workdir>/warmup`; the same command resumes, and `rl.train` takes the last one as policy version 0.
 6. The command publishes that version, so that `inference.serve --weights WORKDIR` serves it; `rl.export` writes it as a folder.
@@ -27,12 +28,12 @@ from rl import envs
 from rl.batch import conversations, host_feed, packing
 from rl.data import batches
 from rl.envs import environment
-from rl.experiment import experiment
+from rl.experiment import experiment, initial
 from rl.experiment import workdir as run_directory
-from rl.learner import objective, optimizers, reference, train_step
+from rl.learner import objective, optimizers, train_step
 from rl.plan import sizes
 from rl.protocol import task_schedule
-from rl.reporting import diagnostics, metrics
+from rl.reporting import diagnostics, metrics, start_clock
 from rl.topology import layout
 from sharding import checkpoint
 from sharding.multihost import failure
@@ -46,21 +47,22 @@ def train(
     writer: metrics.MetricsWriter,
     progress: metrics.Progress,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+    on_compiled: Callable[[], object] = lambda: None,
 ) -> transformer.Params:
-    """Runs or resumes the warm-up (supervised fine-tuning before RL) and returns the model's parameters. All hosts must call it."""
+    """Runs or resumes the warm-up (supervised fine-tuning before RL) and returns the model's parameters. All hosts must call it.
+
+    `on_compiled` is called before the first step, if one is taken.
+    """
     config = exp.config
     if config.init_from and not config.warmup.num_steps:
-        return reference.load(config.init_from, exp.model, mesh)  # without the moments of an optimizer
-    rates = {"learning_rate": config.warmup.learning_rate, "warmup_steps": 20, "schedule": "constant"}
-    rates = dataclasses.replace(exp.optimizer, **rates)
-    loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(rates, exp.model)
-    learner = train_step.Learner(exp.model, optimizer, loss, mesh, share_prompts=False)
-    take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(rates)
+        return initial.load(exp, mesh)  # without the moments of an optimizer
+    learner = make_learner(exp, mesh)
+    take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(_rates(exp))
     num_steps, options = config.warmup.num_steps, config.checkpoint.to_dict() | {"keep": 1, "hosts": hosts}
     with checkpoint.Checkpointer(workdir / "warmup", **options) as checkpointer, hosts.terminable():
         start, state, patience = _restore_or_init(exp, learner, checkpointer)
         if start == num_steps or patience.is_over:
-            return state.params
+            return train_step.policy(learner, state)
         writer.truncate("warm-up", start)
         source = (_from_files(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
         layout, held_out = exp.layout(mesh, config.warmup.tasks_per_step), None
@@ -69,7 +71,10 @@ def train(
             held_out = host_feed.place(source.held_out() if source else None, held_out_layout, mesh, hosts)
         progress.note("compiling the warm-up step")
         # Before the display's clock starts: it derives the rate from the first step.
+        start_clock.mark("preparation")
         train_step.compile_train_step(learner, packing.abstract(layout, mesh))
+        start_clock.mark("warm-up program")
+        on_compiled()
         with progress.phase("warm-up", total=num_steps, initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
                 begun = time.perf_counter()
@@ -83,7 +88,9 @@ def train(
                         f"{checkpointer.latest_step()}; look at the examples, or lower warmup.learning_rate"
                     )
                 if held_out is not None and (step % config.warmup.eval_every == 0 or step == num_steps):
-                    values["loss/held_out"] = hosts.broadcast(_nll(learner, state.params, held_out))
+                    values["loss/held_out"] = hosts.broadcast(
+                        _nll(learner, train_step.policy(learner, state), held_out)
+                    )
                     patience = patience.after(values["loss/held_out"])
                 values["optimizer/learning_rate"] = float(jax.device_get(rate(step - 1)))
                 values["time/step_s"] = time.perf_counter() - begun
@@ -98,9 +105,22 @@ def train(
                     raise failure.Terminated(f"warm-up step {step}")
                 if is_last:
                     break
+        start_clock.mark(start_clock.WARM_UP)
         if patience.is_over:
             progress.say(f"stopped at step {step}: {patience.num_worse} held-out losses not below {patience.best:.4g}")
-    return state.params
+    return train_step.policy(learner, state)
+
+
+def make_learner(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> train_step.Learner:
+    """Returns the `Learner` of supervised fine-tuning. Random parameters all train: adapters of them would learn nothing."""
+    lora = exp.lora if exp.config.init_from else None
+    loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(_rates(exp), exp.model, lora)
+    return train_step.Learner(exp.model, optimizer, loss, mesh, lora=lora, share_prompts=False)
+
+
+def _rates(exp: experiment.Experiment) -> optimizers.OptimizerConfig:
+    rates = {"learning_rate": exp.config.warmup.learning_rate, "warmup_steps": 20, "schedule": "constant"}
+    return dataclasses.replace(exp.optimizer, **rates)
 
 
 def _restore_or_init(exp, learner: train_step.Learner, checkpointer: checkpoint.Checkpointer):
@@ -108,9 +128,7 @@ def _restore_or_init(exp, learner: train_step.Learner, checkpointer: checkpoint.
     if restored := checkpointer.restore(train_step.abstract_state(learner)):
         step, state, host = restored
         return step, state, Patience(**host)
-    params = None
-    if exp.config.init_from:
-        params = reference.load(exp.config.init_from, exp.model, learner.mesh)
+    params = initial.load(exp, learner.mesh) if exp.config.init_from else None
     state = train_step.init_state(jax.random.key(exp.config.seed), learner, params)
     return 0, state, Patience(limit=exp.config.warmup.patience)
 

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from absl import flags
@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 
 from inference.server import inference_server, metrics_routes
 from models import hub
-from rl import envs, evaluate, launch, report, sft
+from rl import evaluate, launch, report, sft
 from rl.batch import host_feed, packing
 from rl.experiment import experiment
 from rl.experiment import rules as config_rules
@@ -42,7 +42,7 @@ from rl.orchestrator import assembly
 from rl.orchestrator.remote import client
 from rl.plan import sizes
 from rl.protocol import task_schedule, timeline
-from rl.reporting import diagnostics, metrics
+from rl.reporting import diagnostics, metrics, start_clock
 from rl.topology import colocated_server, layout
 from rl.verification import verifier
 from sharding import broadcast, checkpoint
@@ -56,6 +56,7 @@ NOTICE_S = 0.2  # between two looks for a SIGTERM of any host
 
 def main() -> None:
     """Runs the training command: the experiment of the command line, on this host or, with other hosts in its config, together."""
+    start_clock.mark("imports")
     with experiment.joined() as hosts:
         exp = sizes.resolve(flags.FLAGS.config)
         mesh = layout.learner_mesh(exp.config)
@@ -73,18 +74,19 @@ def train(
     """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than host 0."""
     num_steps = exp.config.rl.num_steps
     adviser, scored = diagnostics.Adviser(), task_schedule.evaluation_sets(exp.config)[0]
-    with _started(exp, mesh, workdir, hosts) as run, hosts.terminable():
+    with _started(exp, mesh, workdir, hosts) as run:
         orchestrator, checkpointer = run.orchestrator, run.checkpointer
-        with run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
+        with hosts.terminable(), run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
             for step in range(run.start + 1, num_steps + 1):
                 begun = time.perf_counter()
                 times: dict[str, float] = {}
                 rate = optimizers.next_rate(exp.optimizer, run.state.opt_state)
                 with _timed(times, "wait"):
                     batch = _next_batch(orchestrator, step, hosts) if orchestrator else None
+                if step == run.start + 1:
+                    start_clock.mark("first rollouts")
                 if hosts.broadcast(hosts.is_first and batch is None):
-                    _save(step - 1, run.state, run, hosts)
-                    raise failure.Terminated(f"step {step - 1}")
+                    _terminate(step - 1, run, hosts)
                 with _timed(times, "train_step"):
                     if run.server:
                         run.server.release()
@@ -97,6 +99,8 @@ def train(
                     _check_finite(step, values, packed, run, workdir, hosts)
                 with _timed(times, "publish"):
                     policy = _publish_state(run, step)
+                    if run.server:
+                        run.server.reclaim()
                     if orchestrator:
                         orchestrator.publish(policy)
                         run.evaluations.begin(step)
@@ -111,8 +115,13 @@ def train(
                 values = _metrics(values | {"optimizer/learning_rate": rate}, batch, times)
                 run.writer.write(step, "rl", values)
                 bar.update(step, _shown(values))
+                if step == run.start + 1:
+                    start_clock.mark("first step")
+                    run.progress.say(start_clock.summary())
                 if line := adviser.after(step, values):
                     run.progress.say(line)
+            if hosts.broadcast(hosts.is_terminating):  # since the last wait for a batch
+                _terminate(num_steps, run, hosts)
         if orchestrator is None:
             return None
         for version, score in run.evaluations.finished(wait=True):
@@ -156,9 +165,19 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         remote = stack.enter_context(_remote(exp, mesh, workdir, progress, hosts))
         if remote and hosts.is_first:
             remote.check(experiment.fields(exp))  # before minutes of warm-up
-        warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts)
+        begun = None
+        if hosts.is_first and launch.has_server_process(exp) and not any((workdir / "weights").glob("v*")):
+            begun = launch.begin_server(exp, workdir, workdir / "weights", stack)
+        compiler = futures.ThreadPoolExecutor(1)
+        stack.callback(compiler.shutdown, wait=False)
+        compile_step = functools.partial(train_step.compile_train_step, learner, exp.abstract_batch(mesh))
+        # While the warm-up takes steps, processes start, and the first score and the first batch are made.
+        begin_to_compile = functools.cache(lambda: compiler.submit(compile_step))
+        warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts, begin_to_compile)
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
         state, start, saved = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
+        start_clock.mark("state")
+        compiled = begin_to_compile()
         ledger = stack.enter_context(_ledger(exp, workdir, start, saved, hosts, remote))
         writer.truncate("rl", start)
         if hosts.is_first:  # also the version of the checkpoint: a power failure may have torn it
@@ -166,26 +185,24 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         hosts.broadcast()
         publish = functools.partial(_publish, exp, workdir, publisher, ledger)
         params = train_step.policy(learner, state)
-        policy, server = publish(params, start), None
+        policy, serve = publish(params, start), None
+        start_clock.mark("publish")
         if layout.is_colocated(exp.config):
-            progress.note("compiling the inference engine")
             weights, key = workdir / "weights", run_directory.trusted_key(workdir)
-            server = stack.enter_context(colocated_server.start(exp, weights, key, policy, params, hosts))
+            server = colocated_server.start(exp, weights, key, policy, params, hosts)
+            serve = functools.cache(lambda: stack.enter_context(server))  # compiles, while the workers start
         del params
-        compiler = futures.ThreadPoolExecutor(
-            1
-        )  # while processes start, and the first score and the first batch are made
-        stack.callback(compiler.shutdown, wait=False)
-        compiled = compiler.submit(train_step.compile_train_step, learner, exp.abstract_batch(mesh))
         system = contextlib.nullcontext()
         if hosts.is_first:
             progress.note("starting the rollout system")
-            options = {"num_hosts": hosts.count, "known": saved.get("rollouts"), "ledger": ledger, "server": server}
+            options = {"num_hosts": hosts.count, "known": saved.get("rollouts"), "ledger": ledger}
+            options |= {"server": serve, "begun": begun}
             system = launch.start_rollout_system(exp, workdir, workdir / "weights", policy, progress.say, **options)
         orchestrator = stack.enter_context(system)
-        if server and (url := hosts.broadcast(server.orchestrator)) != server.orchestrator:  # not the first host
+        start_clock.mark("rollout system")
+        if serve and (url := hosts.broadcast(serve().orchestrator)) != serve().orchestrator:  # not the first host
             on_death = lambda error: hosts.report(None, error, None)  # noqa: E731
-            stack.enter_context(launch.join(exp, workdir, url, server, progress.say, on_death))
+            stack.enter_context(launch.join(exp, workdir, url, hosts.index, serve, progress.say, on_death))
         if orchestrator and exp.config.topology.metrics:
             stack.enter_context(_metrics_served(exp.config.topology.metrics, writer, orchestrator))
         stack.push(hosts.report)
@@ -201,6 +218,7 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
         if not compiled.done():
             progress.note("compiling the train step")
         compiled.result()
+        start_clock.mark("train step")
         progress.say(compile_cache.summary())
         if evaluations and start == 0 and exp.config.init_from:  # the baseline, before the first step
             for version, score in evaluations.finished(wait=True):
@@ -215,7 +233,7 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
             feed=_feed(exp, remote, mesh, hosts),
             checkpointer=checkpointer,
             publish=publish,
-            server=server,
+            server=serve and serve(),
             host_state=functools.partial(_host_state, orchestrator, ledger),
             evaluations=evaluations,
             writer=writer,
@@ -236,8 +254,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
             _check_file("warmup.data", path.strip(), "files or folders of conversations, with commas between them")
     if not hosts.is_first:
         return
-    env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
-    exp.tokenizer.render(env.make_task(0, "train").messages, add_generation_prompt=True)  # it may have no chat template
+    config_rules.check_prompts(config, exp.tokenizer)
     config_rules.check_tolerances(config)
     config_rules.check_stakes(config)
     if file := verifier.bands_file(config):
@@ -375,6 +392,12 @@ def _check_finite(step, values, packed, run: _Run, workdir: pathlib.Path, hosts:
     found += f" {workdir / 'rollouts' / f'step_{step}'}, the last good checkpoint is step {checkpointer.latest_step()}"
     remedy = "look at the rollouts, or start another --workdir with a lower optimizer.learning_rate"
     raise ValueError(f"{found}; {remedy}")
+
+
+def _terminate(step: int, run: _Run, hosts: hosts_lib.Hosts) -> NoReturn:
+    """Ends the run after SIGTERM, with a checkpoint of its state after `step`. All hosts must call it."""
+    _save(step, run.state, run, hosts)
+    raise failure.Terminated(f"step {step}")
 
 
 def _save(step: int, state, run: _Run, hosts: hosts_lib.Hosts) -> None:

@@ -37,6 +37,7 @@ from inference import client as client_lib
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import metrics_routes, web
+from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.envs import environment
@@ -53,7 +54,6 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
 SERVERS_S = 300.0  # without a server that completes a group, until it is given back
 DRAIN_S, LEAVE_S = 20.0, 5.0  # after SIGTERM: for finished groups, and for the last heartbeat
 
-Key = tuple[str, int, int]  # of a group: split, step, group
 _key = operator.itemgetter("split", "step", "group")
 
 
@@ -176,9 +176,9 @@ class _Groups:
         self._worker, self._signed, self._client, self._run = worker, signed, client, run
         self._ended = asyncio.Event()
         self._own_server = registry.OWN_SERVER if worker.servers else ""
-        self._running: dict[Key, asyncio.Task] = {}
-        self._held: set[Key] = set()  # leased, and neither answered nor given back
-        self._finished: asyncio.Queue[tuple[Key, list[rollout_lib.Rollout]]] = asyncio.Queue()
+        self._running: dict[lease.Key, asyncio.Task] = {}
+        self._held: set[lease.Key] = set()  # leased, and neither answered nor given back
+        self._finished: asyncio.Queue[tuple[lease.Key, list[rollout_lib.Rollout]]] = asyncio.Queue()
         self._num_failures, self._problem = 0, ""
 
     def load(self) -> tuple[int, int]:
@@ -230,7 +230,7 @@ class _Groups:
             pause_s = min(pause_s * 1.5, MAX_PAUSE_S) if time.monotonic() - begun_s < 1.0 else FIRST_PAUSE_S
             await asyncio.sleep(FIRST_PAUSE_S if reply["groups"] else pause_s)  # a reply without either came too early
 
-    def _forget(self, key: Key, task: asyncio.Task) -> None:
+    def _forget(self, key: lease.Key, task: asyncio.Task) -> None:
         if self._running.get(key) is task:  # else the group was given back, and leased again before the task ended
             del self._running[key]
 
@@ -314,7 +314,7 @@ class _Groups:
 
 
 def make_rollouts(
-    run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[client_lib.Sample]
+    run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[sample_lib.Sample]
 ) -> list[rollout_lib.Rollout]:
     """Scores the samples of one group and returns them as unsigned rollouts; blocks while the scorer runs."""
     P = len(prompt)

@@ -4,8 +4,9 @@
 parses any. A damaged step is renamed to `torn-<step>`, and the one before is used.
 
 The seal exists because orbax does not notice a flipped bit (zstd chunks carry no checksum here), and raises a bare `Exception`
-for a truncated file. The dtype check exists because orbax casts silently. The room is checked beforehand because a write
-that fails in tensorstore prints tracebacks of orbax's closed event loop.
+for a truncated file. The dtype check exists because orbax casts silently; only bfloat16 becomes float32, which is exact: earlier
+releases trained in it. The room is checked beforehand because a write that fails in tensorstore prints tracebacks of orbax's
+closed event loop.
 
 All hosts share one directory. Each writes and reads its own shards; the first seals, and decides for all which steps are saved,
 restored and renamed, since a network disk may show the others an older state.
@@ -27,6 +28,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from sharding import bucket
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
 
@@ -77,6 +79,7 @@ class Checkpointer:
         if step % self._every and not force and not self._is_late():
             return False
         self.wait()
+        bucket.pace(self._directory.parent)
         if not self._hosts.broadcast(self._hosts.is_first and self._is_due(step, state)):
             return False
         self._last_saved, self._saved_s = step, time.monotonic()
@@ -257,7 +260,7 @@ def _sha256(path: pathlib.Path) -> str:
 
 
 def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
-    """Raises ValueError unless the saved leaves below `prefix` have the names, shapes and dtypes of `abstract`."""
+    """Raises ValueError unless the saved leaves below `prefix` have the names, shapes and dtypes of `abstract`, or narrower ones."""
     with ocp.PyTreeCheckpointer() as reader:
         saved = _named(reader.metadata(path).item_metadata.tree)
     saved = {name.removeprefix(prefix): leaf for name, leaf in saved.items() if name.startswith(prefix)}
@@ -266,11 +269,16 @@ def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
         where = "is in the checkpoint but not in" if name in saved else "is not in the checkpoint but in"
         text = f"{path}: array {prefix}{name} {where} the config's state: restore with the config that saved it"
         raise ValueError(text)
+    widened = 0
     for name, leaf in expected.items():
         was, now = (tuple(saved[name].shape), saved[name].dtype), (tuple(leaf.shape), leaf.dtype)
-        if was != now:
+        is_wider = was == (now[0], "bfloat16") and now[1] == "float32"
+        if was != now and not is_wider:
             text = f"{path}: array {prefix}{name} was saved as {was}, not {now}: restore with the config that saved it"
             raise ValueError(text)
+        widened += is_wider
+    if widened:
+        _log.warning("%s: %d x bfloat16 of an earlier release becomes float32", path, widened)
 
 
 def _named(tree: Any) -> dict[str, Any]:

@@ -31,9 +31,7 @@ RULES = {
 # Experts are split over the tensor axis, too, if it divides their number, and their ffn then stays whole: a quarter of an ffn
 # of 1,408 would be 352 columns, not a multiple of a TPU register's 128, and its stack would be laid out anew at every call.
 EXPERTS, EXPERT_FFN = "experts", "expert_ffn"
-MAY_BE_WHOLE = (
-    "kv_heads",
-)  # dims that are not split where a mesh axis does not divide them: models have few key heads
+MAY_BE_WHOLE = ("kv_heads",)  # dims that a mesh axis splits only if it divides them: models have few key heads
 COPIES = ("layers", "experts")  # dims that count independent parameters
 VECTORS = ("norm", "heads", "kv_heads", "head_dim")  # a parameter with only these dims is a scale or a bias
 

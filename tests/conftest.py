@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
         return
     skip = pytest.mark.skip(reason="slow: run with -m slow")
     for item in items:
-        if "slow" in item.keywords:
+        if item.get_closest_marker("slow"):  # not by keyword: a parameter may be called slow
             item.add_marker(skip)
 
 

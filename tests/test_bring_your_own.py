@@ -90,9 +90,9 @@ def test_the_dataset_of_the_page_trains_with_its_commands(tmp_path):
 
 def test_an_environment_is_shown_before_a_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "sums.jsonl").write_text("".join(f'{{"prompt": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(40)))
+    (tmp_path / "sums.jsonl").write_text("".join(f'{{"prompt": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(4)))
     options = [f"path={tmp_path}/sums.jsonl", "reward=number"]
-    assert commands.run("rl.envs", "try", "dataset", *options, "--n", 3) == 0
+    assert commands.run("rl.envs", "try", "dataset", *options) == 0  # 3 tasks: one row is held out
     text = capsys.readouterr().out
     assert (
         text.count("scores of its answer: reward 1 ")

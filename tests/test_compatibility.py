@@ -478,7 +478,7 @@ def test_a_working_directory_is_evaluated(workdir):
 @pytest.mark.parametrize(("asked", "step"), [("newest", 2), ("best", 0)])
 def test_a_working_directory_is_exported(workdir, tmp_path, asked, step):
     result = run(EXPORT, *flags(workdir), f"--step={asked}", f"--output={tmp_path / 'exported'}")
-    assert f"step {step} of" in result.stdout
+    assert f"version {step} of" in result.stdout
     _, params = hf.load(tmp_path / "exported")
     assert trees.digest(params) == EXPECTED["run"]["weights"][str(step)]["digest"]
 

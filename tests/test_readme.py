@@ -33,6 +33,12 @@ def test_there_are_two_commands_of_one_line():
     assert (ROOT / ".ci" / "run").read_text().count("\npython -m pytest") == 1
 
 
+def test_the_first_screen_has_the_three_ways_in():
+    screen = "".join((ROOT / "README.md").read_text().splitlines(keepends=True)[:45])
+    ways = ("--config=configs/quickstart.py", "colab.research.google.com", "--config=configs/finetune.py")
+    assert sorted(screen.index(way) for way in ways) == [screen.index(way) for way in ways]
+
+
 def quickstart(workdir: pathlib.Path) -> list[str]:
     """Returns the first command without its installation, in this environment and for this `workdir`."""
     python, *words, _ = shlex.split(commands()[0].split(" && ")[-1])

@@ -95,7 +95,7 @@ class Scheduler:
     version = -1
 
     def update(self, params, version, epoch):
-        self.version, self.epoch, self.params = version, epoch, params
+        self.version, self.epoch, self.params = version, epoch, params(None)
         (done := concurrent.futures.Future()).set_result(version)
         return done
 
@@ -123,7 +123,7 @@ class Readers:
         options = dict(trusted_key=str(self.trusted), options=OPTIONS, keep=3)
         self.relay.enter_context(proxy.running(self.urls, self.directory / "mirror", **options))
         opened, have = self.open(self.directory / "floor"), self.server and self.server.have
-        store = types.SimpleNamespace(load_shardings=None, keep=lambda params: params)
+        store = types.SimpleNamespace(load_shardings=None, load=lambda params, old: params)
         engine = types.SimpleNamespace(model=None)
         self.server = inference_server.InferenceServer(opened, self.scheduler, engine, store, "", opened.trusted, have)
 

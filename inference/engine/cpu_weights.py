@@ -4,6 +4,8 @@ It is made at the first decode call with new weights and kept until the next one
 original weights: so a CPU keeps most weights twice.
 """
 
+import ctypes
+import gc
 import weakref
 
 import jax
@@ -14,6 +16,18 @@ from models import transformer
 from models.kernels import cpu_transposed, int8
 
 MAX_BYTES = 2**31  # of weights that are worth a second copy
+MIN_TRIM_BYTES = 2**20
+
+
+def trim_memory(num_bytes: int) -> None:
+    """Returns memory to the operating system after `num_bytes` were freed on a CPU; does nothing for a few.
+
+    JAX drops its references to numpy arrays in garbage collections, and malloc keeps pieces that the next weights may not fit.
+    """
+    if num_bytes >= MIN_TRIM_BYTES:
+        gc.collect(0)
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+            trim(0)
 
 
 class TransposedWeights:
@@ -32,6 +46,7 @@ class TransposedWeights:
         # Compared leaf by leaf: two versions may share some.
         if len(sources) != len(leaves) or any(s() is not leaf for s, leaf in zip(sources, leaves, strict=True)):
             self._kept, made = ([], {}), {}  # frees the old copy before the new one is made
+            trim_memory(sum(leaf.nbytes for leaf in leaves))
             made = cpu_transposed.transpose(params)
             self._kept = [weakref.ref(leaf) for leaf in leaves], made
         return made

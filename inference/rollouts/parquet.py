@@ -160,10 +160,16 @@ class Rows:
         return len(self.table.schema) == len(ALL_SCHEMA)
 
     def take(self, rows: Sequence[int]) -> "Rows":
-        """Returns some of the rows, by number."""
-        start, is_span = rows[0], list(rows) == list(range(rows[0], rows[0] + len(rows)))
-        table = self.table.slice(start, len(rows)) if is_span else self.table.take(pa.array(rows))
-        return Rows(table, [self.rollouts[row] for row in rows])
+        """Returns some of the rows, by number: a copy, unless it is all of them, so that a few keep no large file in memory."""
+        if list(rows) == list(range(self.table.num_rows)):
+            return self
+        found = [self.rollouts[row] for row in rows]
+        return Rows(self.table.take(pa.array(rows)), [dataclasses.replace(one, **_copied(one)) for one in found])
+
+
+def _copied(rollout: rollout_lib.Rollout) -> dict[str, np.ndarray]:
+    """Returns copies of the arrays that the rollouts of a file share."""
+    return {name: getattr(rollout, name).copy() for name in ("tokens", "logprobs", "sampled_mask", "versions")}
 
 
 def from_bytes(

@@ -68,9 +68,17 @@ class PrefillQueue:
         """Sets the weights for later prefills. Empties the prefix cache; a partly prefilled long prompt starts over."""
         self._params, self._version = params, version
         self._prefixes.clear()
-        if self._long is not None:
-            self._waiting.appendleft(self._long.group)
-        self._long = None
+        self._restart_long()
+
+    def release(self) -> None:
+        """Frees the keys of prompts that no sample has yet, which are then prefilled again, and the prefix cache."""
+        self._prefixes.clear()
+        self._restart_long()
+        without_slot = [group for group in self._ready if not group.num_started]
+        for group in without_slot:
+            group.drop_keys()
+        self._ready = collections.deque(group for group in self._ready if group.num_started)
+        self._waiting.extendleft(reversed(without_slot))
 
     def next(self, most: int) -> sequence_lib.Sequence | None:
         """Returns the sample that gets the next free slot, or None if no prompt is ready; prefills prompts if necessary.
@@ -103,6 +111,11 @@ class PrefillQueue:
             self._prefixes.add(tokens, prefix, 0)
             self._make_ready(long.group, prefix, 0, long.num_cached)
             self._long = None
+
+    def _restart_long(self) -> None:
+        if self._long is not None:
+            self._waiting.appendleft(self._long.group)
+        self._long = None
 
     def _prefill(self) -> bool:
         """Prefills the oldest prompts of one length bucket; returns False if no request became ready."""

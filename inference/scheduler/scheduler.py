@@ -67,7 +67,7 @@ class VersionGone(RuntimeError):
 class _Update:
     """New weights that wait until no request pinned to the old ones runs, or until `deadline_s`."""
 
-    params: transformer.Params
+    params: transformer.Params | Callable[[transformer.Params], transformer.Params]
     version: int
     epoch: int
     deadline_s: float
@@ -103,6 +103,7 @@ class Scheduler:
         self._lock = threading.Lock()
         self._is_closing = False
         self.is_paused = False
+        self.error: BaseException | None = None  # that ended the thread
         # While released: since when, and the state of running sequences, if there are any.
         self._released: tuple[float, cpu_sub_batches.State | None] | None = None
         self.stats: dict[str, float] = {}  # never a new key: other threads copy it
@@ -136,8 +137,16 @@ class Scheduler:
         group.future.add_done_callback(functools.partial(self._ended, group))
         return group.future
 
-    def update(self, params: transformer.Params, version: int, epoch: int = 0) -> "concurrent.futures.Future[int]":
+    def update(
+        self,
+        params: transformer.Params | Callable[[transformer.Params], transformer.Params],
+        version: int,
+        epoch: int = 0,
+    ) -> "concurrent.futures.Future[int]":
         """Replaces the weights before the next decode call, also for running sequences. Raises Closed after `close`.
+
+        `params` is the new weights, or a function that makes them between two calls and may delete its argument, the weights in
+        use. An error of that function ends the thread: no weights are left.
 
         Requests pinned to the old version are finished first; those left after PIN_WAIT_S seconds, or during a pause, fail with
         VersionGone. So do all requests, and at once, if the weights are of another epoch. Returns a future that is set to
@@ -156,7 +165,7 @@ class Scheduler:
         return self._send(functools.partial(self._set_paused, False, False))
 
     def release(self) -> concurrent.futures.Future:
-        """Pauses decoding, and frees the device memory of the decode state and of the prefix cache.
+        """Pauses decoding, and frees the device memory of the decode state, of the prefix cache, and of prompts without a slot.
 
         Running sequences keep their state in host memory until `reclaim`. Returns a future that is set once no decode call runs.
         """
@@ -179,6 +188,16 @@ class Scheduler:
             time.sleep(0.01)
         self._inbox.put(_STOP)
         self._thread.join()
+
+    def join(self) -> BaseException | None:
+        """Blocks until the scheduler's thread has ended; returns the error that ended it, or None after `close`."""
+        self._thread.join()
+        return self.error
+
+    @property
+    def is_released(self) -> bool:
+        """True between `release` and `reclaim`."""
+        return self._released is not None
 
     @property
     def is_alive(self) -> bool:
@@ -218,6 +237,9 @@ class Scheduler:
         try:
             while self._turn():
                 pass
+        except BaseException as error:
+            self.error = error
+            raise
         finally:  # an error in the engine fails every request, so that no caller waits for ever; then the thread ends
             with self._lock:
                 self._is_closing = True
@@ -233,13 +255,13 @@ class Scheduler:
     def _turn(self) -> bool:
         """Runs one turn of the scheduler thread's loop: messages, prefill, one decode call. Returns False if the loop should end."""
         is_empty = self.is_paused or not (self._waiting or self.slots.running)
-        is_idle = self._released is not None or (is_empty and not self._updates)
+        is_idle = self.is_released or (is_empty and not self._updates)
         if is_idle:
             self._publish()
         if not self._read_messages(is_idle):
             self._publish()
             return False
-        if self._released is not None:
+        if self.is_released:
             return True
         self._drop_done()
         self._set_weights()
@@ -311,8 +333,13 @@ class Scheduler:
         self._drop_done()
         for update in self._updates:
             if update.future.set_running_or_notify_cancel():  # not cancelled meanwhile
-                self._params, self.version, self.epoch = update.params, update.version, update.epoch
-                self._waiting.set_weights(update.params, update.version)
+                try:
+                    self._params = update.params(self._params) if callable(update.params) else update.params
+                except BaseException as error:
+                    update.future.set_exception(error)
+                    raise
+                self.version, self.epoch = update.version, update.epoch
+                self._waiting.set_weights(self._params, update.version)
                 self.stats["weight_updates"] += 1
                 update.future.set_result(update.version)
         self._updates.clear()
@@ -329,7 +356,7 @@ class Scheduler:
     def _release(self) -> None:
         if self._released is None:
             self._publish()  # it refers to the state
-            self.prefixes.clear()
+            self._waiting.release()
             kept = _moved(self._state, HOST) if self.slots.running else None
             self._state, self._released = (), (time.monotonic(), kept)
 
@@ -374,6 +401,9 @@ class Scheduler:
                 _pad(slots, size, fill=self._num_slots),
                 decode_state.request_arrays([sequence.seeded_request for sequence in sequences], size),
             )
+            for group in {sequence.group for sequence in sequences}:
+                if group.num_started == group.request.num_samples:
+                    group.drop_keys()
 
     def _decode(self) -> None:
         """Runs one decode call; publishes the output of the previous call meanwhile, then collects the output of this call."""

@@ -45,6 +45,10 @@ class SequenceGroup:
         self.num_running += 1
         return sequence
 
+    def drop_keys(self) -> None:
+        """Frees the prompt's keys and values, of which the slots of all samples have copies, or which will be computed again."""
+        self.prefix = dataclasses.replace(self.prefix, cache=None)
+
 
 @dataclasses.dataclass(eq=False)
 class Sequence:

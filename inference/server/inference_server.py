@@ -4,7 +4,7 @@
    Face folder. Both compile the large programs concurrently, then run one request.
 2. `InferenceServer.request` turns sampling fields of a request into a `GenerateRequest` and fills in defaults.
 3. `InferenceServer.update` pulls other weights while the old ones serve, checks them against the model, and swaps them in
-   between two engine calls. After an error before the swap, the old weights keep serving.
+   between two engine calls. After an error before the swap, the old weights keep serving; one in the swap ends the scheduler.
 """
 
 import concurrent.futures
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import prometheus_client
 
 from inference.engine import engine as engine_lib
@@ -31,14 +32,14 @@ from inference.server import schemas, weight_sources
 from models import config as config_lib
 from models import hf, hub, transformer
 from models.text import tokenizer as tokenizer_lib
-from sharding import broadcast, rules
+from sharding import accelerator, broadcast
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
-from sharding.format import head, manifest
+from sharding.format import chunks, head, manifest
 from sharding.system import cli, role_metrics
 
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
-START_S = 600.0  # how long to wait for the first version
+START_S = 3600.0  # how long to wait for the first version: a learner loads a large checkpoint before it
 NOTICE_S = 5.0  # and before a line about it is logged
 
 
@@ -53,7 +54,7 @@ class InferenceServer:
     model_name: str = "policy"
     key: source_lib.Trusted = None  # the publisher's, which must have signed all weights; None accepts any
     have: broadcast.Pulled | None = None  # the version in use, for deltas; None if it is from a Hugging Face folder
-    # The digest of a policy whose weights are on the devices, or will be soon: an update to it pulls nothing.
+    # The digest of a policy whose weights are on the devices, or will be soon, and were checked: an update to it pulls nothing.
     offered: tuple[str, "concurrent.futures.Future[broadcast.Pulled]"] | None = None
     signers: frozenset[str] = frozenset()  # the keys that were trusted when `have` was loaded
     sources: Sequence[str] = ()  # those that an update may name, each with everything below it
@@ -136,11 +137,13 @@ class InferenceServer:
             if is_same and self.have is not None and target.digest == self.have.digest:
                 return self.scheduler.version
             self._check_order(self._order(target, is_proved), rollback, is_proved)
-            offered = self.offered  # another thread replaces it
-            if offered is not None and source is None and digest and digest == offered[0]:
-                pulled = dataclasses.replace(offered[1].result(), digest=target.digest)
+            offered = self._offered(digest) if source is None else None
+            if offered is not None:
+                pulled = dataclasses.replace(offered, digest=target.digest)
             else:
-                pulled = broadcast.pull(root, version, shardings=self.store.load_shardings, base=self.have, **pins)
+                options = {"shardings": self.store.load_shardings, "staged": True, "base": self.have}
+                pulled = broadcast.pull(root, version, **options, **pins)
+                check_params(pulled.params, self.engine.model)
             # The source may have changed since.
             self._check_order(self._order(pulled, is_proved), rollback, is_proved)
             return self._swap(pulled.params, pulled.version, pulled)
@@ -209,7 +212,9 @@ class InferenceServer:
         config = hf.read_config(folder)
         if config != self.engine.model:
             raise ValueError(f"{folder} has another model than this server; send the same model, or start a new server")
-        return self._swap(_load_folder(folder, self.store), version)
+        params = _load_folder(folder, self.store, on_host=True)
+        check_params(params, self.engine.model)
+        return self._swap(params, version)
 
     def _order(self, weights: broadcast.Pulled | manifest.Manifest | None, is_proved: bool = False) -> tuple[int, int]:
         """Returns (epoch, version) of `weights`, None for those of a Hugging Face folder. An epoch that nothing proves is 0."""
@@ -225,6 +230,14 @@ class InferenceServer:
         is_revoked = bool(self.signers - self._trusted_keys())
         return (-1, -1) if is_revoked else self._order(self.have, is_proved)
 
+    def _offered(self, digest: str) -> broadcast.Pulled | None:
+        """Returns the offered weights of policy `digest`; None without them, or if a swap to others has deleted them."""
+        offered = self.offered  # another thread replaces it
+        if offered is None or not digest or offered[0] != digest:
+            return None
+        pulled = offered[1].result()
+        return None if any(leaf.is_deleted() for leaf in jax.tree.leaves(pulled.params)) else pulled
+
     def _trusted_keys(self) -> frozenset[str]:
         verifier = head.verifier_of(self.key)
         return verifier.keys if verifier is not None else frozenset()
@@ -238,9 +251,16 @@ class InferenceServer:
             raise ValueError(f'{found}; send a newer version, or "rollback": true to load it all the same')
 
     def _swap(self, params: transformer.Params, version: int, pulled: broadcast.Pulled | None = None) -> int:
-        check_params(params, self.engine.model)
         epoch = (pulled and pulled.epoch) or 0
-        version = self.scheduler.update(self.store.keep(params), version, epoch).result()
+
+        def load(old: transformer.Params) -> transformer.Params:
+            nonlocal pulled
+            loaded = self.store.load(params, old)
+            if pulled is not None and self.store.load_shardings is not None:
+                pulled = dataclasses.replace(pulled, params=loaded)  # for deltas
+            return loaded
+
+        version = self.scheduler.update(load, version, epoch).result()
         self.have, self.signers = pulled, self._trusted_keys()
         return version
 
@@ -252,16 +272,18 @@ def start(
     key: source_lib.Trusted = None,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
+    wait_s: float | None = None,
     **options,
 ) -> InferenceServer:
     """Starts a server with the newest version of a weight broadcast. Blocks until a version exists and the engine is compiled.
 
     Args:
-      weights: a directory, a bucket URL, or the URLs of relays. Raises TimeoutError if no version appears within START_S.
+      weights: a directory, a bucket URL, or the URLs of relays. Raises TimeoutError if no version appears within `wait_s`.
       config: sizes of the engine, or the function from those that were published with the weights ({} if none were).
       key: of the publisher, who must have signed the weights: hex, a root file, or a verifier; None accepts any.
       mesh: {axis: size} of a mesh over this host's devices; None for one device.
       quantize: one of weights.QUANTIZATIONS.
+      wait_s: how long a version may take to appear; None: START_S.
       **options: `every_length` (compile for prompts of every length now), and the options of `Scheduler`.
     """
     source = source_lib.open(weights, trusted_key=key)
@@ -269,7 +291,7 @@ def start(
         version = broadcast.wait_for(source, 0, timeout_s=NOTICE_S)
     except TimeoutError as error:
         cli.note(f"waiting for weights: {error}")
-        version = broadcast.wait_for(source, 0, timeout_s=START_S)
+        version = broadcast.wait_for(source, 0, timeout_s=START_S if wait_s is None else wait_s)
     cli.note(f"loading policy version {version}")
     metadata = broadcast.read_manifest(source, version, key=key).metadata
     if not {"model", "tokenizer"} <= metadata.keys():
@@ -330,8 +352,9 @@ def start_model(
 def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
     """Returns a mesh over all devices of this process, or over its first device if `sizes` is empty.
 
-    Raises ValueError if the engine of `config` cannot run on that mesh.
+    Raises ValueError if the engine of `config` cannot run on that mesh, or an accelerator cannot be used.
     """
+    accelerator.devices()
     devices = jax.local_devices()
     mesh = mesh_lib.create(sizes, devices) if sizes else mesh_lib.create({}, devices[:1])
     engine_lib.check_mesh(config, mesh)
@@ -347,7 +370,11 @@ def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> N
             found += f", and the model that serves needs {expected.get(path, 'none')}"
             raise ValueError(f"{found}; publish weights of that model")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not _is_finite(leaf):
+        if isinstance(leaf, broadcast.Staged):
+            is_finite = leaf.is_finite
+        else:
+            is_finite = chunks.is_finite(leaf) if isinstance(leaf, np.ndarray) else _is_finite(leaf)
+        if not is_finite:
             name = jax.tree_util.keystr(path)
             found = f"the new weights have NaN or infinity in {name}"
             raise ValueError(f"{found}; publish weights of a run that did not diverge")
@@ -361,7 +388,7 @@ def _run(
         found = f"the tokenizer has {tokenizer.vocab_size} entries, and the model only {store.model.vocab_size}"
         raise ValueError(f"{found}; use tokenizer.json and config.json of the same checkpoint")
     check_params(params, store.model)
-    params = store.keep(params)
+    params = store.load(params)
     engine = engine_lib.Engine(store.model, config, tokenizer, params, store.mesh)
     state = warmup.compile_largest(engine, params)
     scheduler = scheduler_lib.Scheduler(engine, params, version, state=state, **options)
@@ -371,13 +398,10 @@ def _run(
     return InferenceServer(None, scheduler, engine, store)
 
 
-def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store) -> transformer.Params:
-    """Reads the weights of a Hugging Face folder and places them on the devices as the engine's weight store requires."""
-    if store.load_shardings is not None:
-        return hf.load(folder, shardings=store.load_shardings)[1]
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    specs = transformer.specs(store.model)
-    return hf.load(folder, shardings=jax.tree.map(lambda _: host, specs, is_leaf=rules.is_spec))[1]
+def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store, on_host: bool = False) -> transformer.Params:
+    """Reads the weights of a Hugging Face folder onto the devices as `store` requires, or into this host's memory."""
+    shardings = None if on_host else store.load_shardings
+    return hf.load(folder, shardings=shardings, on_host=shardings is None)[1]
 
 
 @jax.jit

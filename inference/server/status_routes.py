@@ -39,6 +39,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
             "policy_epoch": scheduler.epoch,
             "policy_digest": server.policy_digest,
             "paused": scheduler.is_paused,
+            "released": scheduler.is_released,
             "running": len(scheduler.slots.running),
             "pending": scheduler.num_pending,
             "load": server.load(),
@@ -59,6 +60,8 @@ def waiting_for(server: inference_server.InferenceServer) -> str:
     """Returns why an idle server waits, as a line for people, or "" if it generates."""
     if server.scheduler.is_paused:
         return "POST /resume, after a POST /pause"
+    if server.scheduler.is_released:
+        return "the end of a train step on its devices"
     loading = "; an update loads other weights" if server.update_lock.locked() else ""
     return f"requests{loading}" if not server.scheduler.num_pending else ""
 

@@ -2,6 +2,7 @@
 
 1. A connection is closed if it sends no complete request head within 30 s, or reads nothing of a reply for 60 s. A network
    may have as many connections as it leaves free of those that the process can open; further ones are closed immediately.
+   16 networks can fill all. So one with few connections takes the place of another's last: it must not be kept out.
 2. A request body is read up to a maximum size. A pause of 30 s ends the request with status 408, and so does a rate below
    32 KiB/s after the first 30 s. So 64 MiB take 35 minutes at most.
 3. All bodies of a server share a budget of bytes. A network may use as many bytes as it leaves free: one network at most half,
@@ -18,6 +19,7 @@ import collections
 import contextlib
 import functools
 import ipaddress
+import itertools
 import json
 import resource
 import signal
@@ -39,6 +41,9 @@ MAX_BODY_BYTES = 64 * 2**20
 MAX_JSON_BYTES = 2**16
 MAX_BODIES_BYTES = 512 * 2**20  # of all connections together
 MAX_FILES = 2**16  # open files that the process requests from the system
+FEW_CONNECTIONS = 4  # of a network, which it gets at the cost of larger ones: a worker has two
+SITE_BITS = 48  # of IPv6, whose connections count together: a site has 65,536 networks of 64 bits
+MAX_LOOKS = 64  # at large networks, for the largest
 RETRY_S = 2
 HEAD_S, BODY_PAUSE_S, WRITE_PAUSE_S = 30.0, 30.0, 60.0
 BODY_GRACE_S, MIN_BODY_RATE = 30.0, 2**15  # bytes per second, after the first seconds
@@ -58,7 +63,7 @@ def server(
     app.add_exception_handler(requests.ClientDisconnect, handle_disconnect)
     app.add_exception_handler(fastapi.HTTPException, _reply_error)
     app.state.body_budget = Budget(max_bodies_bytes)
-    app.state.connections = Budget(max_connections or _max_files() * 3 // 4)
+    app.state.connections = Connections(max_connections or _max_files() * 3 // 4)
     config = uvicorn.Config(
         app,
         http=_Protocol,
@@ -176,6 +181,44 @@ class Budget:
             del self.used[network]
 
 
+class Connections(Budget):
+    """The open connections of a server. A network with fewer than `FEW_CONNECTIONS` gets one more at the cost of a larger one."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self._opened: dict[str, dict[asyncio.Transport, None]] = collections.defaultdict(
+            dict
+        )  # by network, the last at the end
+        self._large: dict[str, None] = {}  # networks with more than FEW_CONNECTIONS
+
+    def open(self, network: str, transport: asyncio.Transport) -> bool:
+        """Adds a connection, maybe after another's end; returns False if its network may not have one more."""
+        if not self.take(network, 1):
+            if self.used[network] >= FEW_CONNECTIONS or not self._large:
+                return False
+            largest = max(itertools.islice(self._large, MAX_LOOKS), key=self.used.__getitem__)
+            last = next(reversed(self._opened[largest]))
+            self.close(largest, last)
+            last.abort()
+            self.free -= 1
+            self.used[network] += 1
+        self._opened[network][transport] = None
+        if self.used[network] > FEW_CONNECTIONS:
+            self._large[network] = None
+        return True
+
+    def close(self, network: str, transport: asyncio.Transport) -> None:
+        """Removes a connection, unless that was done before."""
+        if transport not in self._opened.get(network, ()):
+            return
+        del self._opened[network][transport]
+        if not self._opened[network]:
+            del self._opened[network]
+        self.give_back(network, 1)
+        if self.used[network] <= FEW_CONNECTIONS:
+            self._large.pop(network, None)
+
+
 async def run_until_disconnect(request: fastapi.Request, work: Awaitable[Result]) -> Result:
     """Awaits `work` and returns its result. If the client disconnects first, cancels `work` and raises ClientDisconnect."""
     task = asyncio.ensure_future(work)
@@ -231,14 +274,14 @@ def client_network(request: fastapi.Request) -> str:
 
 
 @functools.lru_cache(2**12)
-def _network(host: str) -> str:
+def _network(host: str, bits: int = 64) -> str:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host
     if address.version == 4:
         return host
-    return str(address.ipv4_mapped or ipaddress.IPv6Address(int(address) >> 64 << 64))
+    return str(address.ipv4_mapped or ipaddress.IPv6Address(int(address) >> 128 - bits << 128 - bits))
 
 
 def _max_files() -> int:
@@ -270,8 +313,8 @@ class _Protocol(h11_impl.H11Protocol):
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
         self.app = functools.partial(_refuse_two_lengths, self.app)
-        network = _network((self.client or ("",))[0])
-        if self._connections().take(network, 1):
+        network = _network((self.client or ("",))[0], SITE_BITS)
+        if self._connections().open(network, self.transport):
             self._counted_for = network
             self._expect_head()
         else:
@@ -288,7 +331,7 @@ class _Protocol(h11_impl.H11Protocol):
         self._stop("_head_timer")
         self._stop("_write_timer")
         if self._counted_for is not None:
-            self._connections().give_back(self._counted_for, 1)
+            self._connections().close(self._counted_for, self.transport)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -300,7 +343,7 @@ class _Protocol(h11_impl.H11Protocol):
         self._stop("_write_timer")
         super().resume_writing()
 
-    def _connections(self) -> Budget:
+    def _connections(self) -> Connections:
         assert isinstance(self.config.app, fastapi.FastAPI)
         return self.config.app.state.connections
 

@@ -36,14 +36,16 @@ def load(
     *,
     dtype: str | None = None,
     shardings: transformer.Params | None = None,
+    on_host: bool = False,
     scan_layers: bool = False,
 ) -> tuple[config_lib.ModelConfig, transformer.Params]:
     """Loads a Hugging Face checkpoint. Returns (config, parameters). Blocks until all parameters are on their devices.
 
     `path_or_repo` is a folder, or the id of a hub repository, which is downloaded. `dtype` also becomes the config's
     `param_dtype` and `dtype`; None keeps the checkpoint's. `shardings` is a tree of `jax.sharding.Sharding` like
-    `transformer.specs(read_config(...))`, or None for the default device. `scan_layers` stacks equal layers. Raises
-    ValueError if the architecture is not supported, a file is damaged, or a tensor is missing, unknown or of another shape.
+    `transformer.specs(read_config(...))`, or None for the default device; with `on_host`, the parameters are numpy arrays, on
+    no device. `scan_layers` stacks equal layers. Raises ValueError if the architecture is not supported, a file is damaged, or
+    a tensor is missing, unknown or of another shape.
     """
     folder = hub.folder(path_or_repo)
     config = read_config(folder, dtype=dtype, scan_layers=scan_layers)
@@ -60,7 +62,7 @@ def load(
 
     def place(n):
         path, spec = paths_and_specs[n]
-        return _place(reader, spec, sources[tuple(key.key for key in path)], layouts[n])
+        return _place(reader, spec, sources[tuple(key.key for key in path)], layouts[n], on_host)
 
     with concurrent.futures.ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
         placed = dict(zip(largest_first, pool.map(place, largest_first), strict=True))
@@ -123,8 +125,13 @@ def check_new(path: pathlib.Path) -> None:
         raise ValueError(f"{path} exists and is not an empty folder; give a folder that does not exist")
 
 
-def _place(reader: safetensors_file.Reader, spec: rules.ParamSpec, sources, sharding) -> jax.Array:
-    """Returns one parameter, read from its tensors `sources` (name, part), as a jax array in `sharding` (None: one device)."""
+def _place(
+    reader: safetensors_file.Reader, spec: rules.ParamSpec, sources, sharding, on_host: bool
+) -> jax.Array | np.ndarray:
+    """Returns one parameter, read from its tensors `sources` (name, part), as a jax array in `sharding` (None: one device).
+
+    With `on_host`, returns a numpy array.
+    """
     dtype = jnp.dtype(spec.dtype)
 
     @functools.cache  # devices with the same part share the copy
@@ -134,11 +141,10 @@ def _place(reader: safetensors_file.Reader, spec: rules.ParamSpec, sources, shar
     def part(index) -> np.ndarray:
         return copy(*(s.indices(dim)[:2] for s, dim in zip(index, spec.shape, strict=True)))
 
-    if sharding is None:
-        array = jax.device_put(part((slice(None),) * len(spec.shape)))
-    else:
-        array = jax.make_array_from_callback(spec.shape, sharding, part)
-    return array.block_until_ready()
+    if sharding is not None:
+        return jax.make_array_from_callback(spec.shape, sharding, part).block_until_ready()
+    whole = part((slice(None),) * len(spec.shape))
+    return whole if on_host else jax.device_put(whole).block_until_ready()
 
 
 def _copy(reader, sources, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:

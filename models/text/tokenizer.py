@@ -30,11 +30,8 @@ from models.text import chat_template as chat_template_lib
 from models.text import harmony, parsers, special_tokens, tokenizer_files, turns
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names of a message's reasoning, of which templates read one
+# Names of a message's reasoning, of which templates read one.
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclasses.dataclass(frozen=True)

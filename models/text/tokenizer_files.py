@@ -26,7 +26,7 @@ def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str],
     FileNotFoundError for a missing file, and ValueError for a malformed one. Both name the file.
     """
     directory = pathlib.Path(path)
-    if not directory.is_dir() and hub.is_id(path):
+    if not directory.is_dir() and (hub.is_id(path) or hub.is_url(path)):
         directory = hub.folder(path, hub.TOKENIZER)
     missing = [name for name in ("tokenizer.json", "tokenizer_config.json") if not (directory / name).is_file()]
     if missing:

@@ -111,9 +111,8 @@ class Credit:
 def _is_mixed(rollout: rollout_lib.Rollout) -> np.ndarray:
     """Returns True for each token for which the sampler read a key of another version than the token's own."""
     own_T, is_sampled_T = rollout.versions, rollout.sampled_mask
-    keys_T = np.where(
-        is_sampled_T[1:], own_T[1:], own_T[:-1]
-    )  # written when the next token was sampled, or by the prefill
+    # A key is written when the next token is sampled, or by the prefill.
+    keys_T = np.where(is_sampled_T[1:], own_T[1:], own_T[:-1])
     bounds = (np.minimum.accumulate(keys_T), np.maximum.accumulate(keys_T))
     return np.append(False, np.any([bound_T != own_T[1:] for bound_T in bounds], axis=0))
 

@@ -1,6 +1,6 @@
 """Batches of rows by grain: sources are shuffled anew in each epoch, mixed by weight, cut into batches, and prepared ahead.
 
-Batch n is a function of the arguments alone, so the state of an iterator, which a checkpoint has, is the number of the next one.
+Batch n is a function of the arguments alone, so a checkpoint needs no state of an iterator: its step is the number of the next batch.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
 """Rows of files with random access: JSON lines, JSON arrays, CSV, Parquet, Arrow, and folders of them. Imports no jax.
 
-A source is a sequence of rows {field: value}, by index alone, as grain takes it. Lines and tables are mapped into memory, so that the processes of a
-machine share one copy, and stay readable in a sandbox that can open no file. A line is parsed when it is read.
+A source is a sequence of rows {field: value}, by index alone, as grain takes it. Lines and Arrow tables are mapped into memory, so that
+the processes of a machine share one copy; CSV and Parquet are decoded as a whole. All stay readable in a sandbox that can open no
+file. A line is parsed when it is read.
 
 In a folder, the split of a file is the first word of its path that names one, as in Hugging Face's layout: `train.jsonl`,
 `data/test-00000-of-00001.parquet`, `validation/data-00000-of-00001.arrow`. Files without such a word are of the split "train".
@@ -31,25 +32,31 @@ SPLITS = {  # {word in a path: split}
 
 def read(path: str | pathlib.Path) -> dict[str, Rows]:
     """Returns the rows of a file or folder by split; a file has one split, "train". Raises ValueError if there are none, or a file is malformed."""
-    path = pathlib.Path(path)
-    if path.is_file():
-        if path.suffix not in READERS:
-            raise ValueError(f"{path} is not a file of rows; use one that ends with {', '.join(READERS)}")
-        found = {"train": [path]}
-    elif path.is_dir():
-        found = collections.defaultdict(list)
-        for file in sorted(path.rglob("*")):
-            parts = file.relative_to(path).parts
-            is_hidden = any(part.startswith((".", "cache-")) for part in parts)
-            if file.suffix in READERS and not is_hidden and file.name not in NOT_ROWS:
-                words = re.split("[^a-z]+", "/".join(parts).lower())
-                found[next((SPLITS[word] for word in words if word in SPLITS), "train")].append(file)
-    else:
+    path, found = pathlib.Path(path), collections.defaultdict(list)
+    if not path.exists():
         raise ValueError(f"{path} does not exist; give a file or a folder with rows ({', '.join(READERS)})")
+    if path.is_file() and path.suffix not in READERS:
+        raise ValueError(f"{path} is not a file of rows; use one that ends with {', '.join(READERS)}")
+    for name, file in files(path).items():
+        words = re.split("[^a-z]+", name.lower())
+        found[next((SPLITS[word] for word in words if word in SPLITS), "train")].append(file)
     sources = {split: join([_read_file(file) for file in files]) for split, files in found.items()}
     if not any(map(len, sources.values())):
         raise ValueError(f"{path} has no rows; give a file or a folder with rows ({', '.join(READERS)})")
     return sources
+
+
+def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Returns {path relative to `path`: file} of the files with rows in a folder, sorted; {"": path} for a file."""
+    if not path.is_dir():
+        return {"": path}
+    found = {}
+    for file in sorted(path.rglob("*")):
+        parts = file.relative_to(path).parts
+        is_hidden = any(part.startswith((".", "cache-")) for part in parts)
+        if file.suffix in READERS and not is_hidden and file.name not in NOT_ROWS:
+            found["/".join(parts)] = file
+    return found
 
 
 def join(sources: Sequence[Rows]) -> Rows:
@@ -107,7 +114,7 @@ class _Lines(Sequence):
 
 class _Table(Sequence):
     def __init__(self, table):
-        self._columns = {name: table[name].combine_chunks() for name in table.column_names}
+        self._columns = {name: table[name] for name in table.column_names}
         self._length = table.num_rows
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable
 from importlib import metadata
 
+from rl.data import sources
 from rl.envs import dataset, environment, gsm8k, reasoning, reverse_text
 from rl.protocol import user_code
 
@@ -25,6 +26,8 @@ ENVS: dict[str, Callable[..., environment.Environment]] = {
     "dataset": dataset.build,
     "reasoning_gym": reasoning.build,
 }
+# {name: function from `path` to the {name: file} that its environment reads}; of other environments, all files count.
+FILES = {"dataset": sources.files, "gsm8k": gsm8k.files}
 OURS = ("rl.envs.", "rl.data.")  # modules that a digest covers
 GROUP = "intellax.environments"  # of entry points
 CODE_HELP = "folders with the run's own environment and its data; nothing of them is loaded from elsewhere"
@@ -76,8 +79,8 @@ def locate(name: str, options: dict, folders: user_code.Folders = None) -> tuple
     for option, path in _paths(options).items():
         try:
             found[option] = str(user_code.find(path, folders))
-        except ValueError as error:
-            if folders is not None and (kind not in ENVS or kind == "dataset"):
+        except ValueError as error:  # `load` reports it, too
+            if folders is not None:
                 raise ValueError(f"env.options.{option} = {error}") from None
     if reward := _reward(kind, options):
         found["reward"] = _located("env.options.reward", reward, folders)
@@ -93,12 +96,15 @@ def digest(name: str, options: dict) -> str:
         files = user_code.code_files(name)
     if reward := _reward(kind, options):
         files |= user_code.code_files(reward)
-    package, version = "math-verify" if options.get("reward") == "math" else "reasoning-gym", ""
-    if kind == "reasoning_gym" or (kind, package) == ("dataset", "math-verify"):  # its version decides tasks or rewards
+    packages, version = {"reasoning_gym": "reasoning-gym"}, ""
+    if options.get("reward") == "math":
+        packages["dataset"] = "math-verify"
+    if package := packages.get(kind):  # its version decides tasks or rewards
         with contextlib.suppress(metadata.PackageNotFoundError):  # `load` reports it
             version = f"{package} {metadata.version(package)}"
+    data = FILES.get(kind, user_code.files_in)
     for option, path in _paths(options).items():
-        files |= {f"{option}/{name}": file for name, file in user_code.files_in(pathlib.Path(path)).items()}
+        files |= {f"{option}/{name}": file for name, file in data(pathlib.Path(path)).items()}
     return user_code.digest(files, version)
 
 

@@ -55,8 +55,9 @@ def _option(text: str) -> tuple[str, object]:
 
 def _try(args, options: dict, tokenizer: tokenizer_lib.Tokenizer) -> int:
     env = envs.load(args.name, seed=args.seed, **options)
-    tasks = [env.make_task(index, args.split) for index in range(args.n)]
-    others = [*tasks[1:], env.make_task(args.n, args.split)]
+    count = min(args.n, env.num_tasks or args.n)  # then the tasks repeat
+    tasks = [env.make_task(index, args.split) for index in range(count)]
+    others = [*tasks[1:], env.make_task(count, args.split)]
     prompts, answers, rewards = [], [], {"its answer": [], "the answer of the next task": []}
     scorer = scorer_lib.Scorer(args.name, options, args.seed, limit_s=scorer_lib.LIMIT_S, sandbox=args.sandbox)
     with contextlib.closing(scorer):
@@ -71,7 +72,7 @@ def _try(args, options: dict, tokenizer: tokenizer_lib.Tokenizer) -> int:
                 found.append(one.scores["reward"])
                 numbers = ", ".join(f"{name} {value:g}" for name, value in one.scores.items())
                 print(f"  scores of {completion}: {numbers} ({1000 * one.cpu_s:.0f} ms)")
-    print(f"{args.n} tasks; tokens of prompts {_spread(prompts)}, of answers {_spread(answers)}")
+    print(f"{count} tasks; tokens of prompts {_spread(prompts)}, of answers {_spread(answers)}")
     print("; ".join(f"mean reward of {name} {statistics.fmean(found):g}" for name, found in rewards.items()))
     print(f"training tasks: {env.num_tasks or 'unlimited'}; digest {envs.digest(*envs.locate(args.name, options))}")
     if min(rewards["its answer"]) < 1:

@@ -42,6 +42,11 @@ def build(*, path: str = "", system_prompt: str = INSTRUCTION, seed: int = 0) ->
     return environment.Environment("gsm8k", make_task, score)
 
 
+def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Returns {name: file} of the two files in the directory `path`, which may not exist."""
+    return {name: path / name for name in ("test.jsonl", "train.jsonl")}
+
+
 def final_number(text: str) -> decimal.Decimal | None:
     """Returns the number after the last answer mark in a completion, or None without a mark or a number."""
     if len(text) > MAX_CHARS or not (marks := _MARK.findall(text)):

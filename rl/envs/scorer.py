@@ -9,7 +9,6 @@
    that one completion does not affect the score of another. After `max_failures` of such completions in a group, the rest of the
    group gets 0 without being scored: the time of a group is bounded.
 4. A completion for which `score` raises, or returns no numbers, gets 0 in every number, and 1 in a further one, "error".
-
 5. The child loads the environment with the rights of its user and scores without files, network, other processes, and secret
    environment variables (sharding/system/sandbox.py). Environments read their data when they are built.
 

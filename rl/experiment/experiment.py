@@ -17,6 +17,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -41,7 +42,7 @@ from rl.learner import lora as lora_lib
 from rl.learner import objective as objective_lib
 from rl.learner import optimizers, train_step
 from rl.protocol import user_code
-from sharding import rules
+from sharding import bucket, rules
 from sharding.format import tree
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
@@ -137,7 +138,7 @@ def run(main: Callable[[], None], *, needs_workdir: bool = True) -> None:
     A user's mistake exits with one line on stderr and a non-zero code; an error raised inside a library keeps its traceback.
     """
     command_line.define(needs_workdir=needs_workdir)
-    quiet = (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "ERROR"))
+    quiet = (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "WARNING"))
     for name, level in (*quiet, ("tuf", "WARNING")):
         logging.getLogger(name).setLevel(level)  # otherwise a line per request, absent backend, and missing signature
 
@@ -146,6 +147,8 @@ def run(main: Callable[[], None], *, needs_workdir: bool = True) -> None:
             raise ValueError(f"argument {argv[1]!r} is not a flag; write --config.FIELD=VALUE")
         if flags.FLAGS.exit_with_parent:
             cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _terminate)  # also where a run cannot save yet
         compile_cache.enable(flags.FLAGS.config.topology.compile_cache)
         main()
 
@@ -194,7 +197,7 @@ def joined() -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
         num_processes=topology.num_processes,
         process_id=topology.process_id,
         timeout_s=topology.join_s,
-        workdir=pathlib.Path(flags.FLAGS.workdir).absolute(),
+        workdir=bucket.local_folder(flags.FLAGS.workdir),
         explain=explain,
     )
 
@@ -368,6 +371,10 @@ def _raised_by_us(error: BaseException) -> bool:
     file = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
     # A function in a config file, wherever it is, is the user's: only its traceback shows where it failed.
     return any(ROOT / package in file.parents for package in ("inference", "models", "rl", "sharding"))
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise failure.Terminated()
 
 
 def _fail(message: str, code: int) -> NoReturn:

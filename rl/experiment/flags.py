@@ -21,7 +21,7 @@ from sharding.system import cli
 
 CONFIG_HELP = "the experiment, a file of configs/; --config.FIELD=VALUE sets a field; all fields are listed below"
 CODE_HELP = "a folder to import your own code from (environment, loss, advantage, metrics); may be repeated"
-WORKDIR_HELP = "directory of the run: checkpoints, weights, rollouts, metrics, report"
+WORKDIR_HELP = "directory of the run, or its gs:// or s3:// URL: checkpoints, weights, rollouts, metrics, report"
 
 
 def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS) -> None:

@@ -15,12 +15,15 @@ from ml_collections import config_dict
 
 from inference.engine import request
 from inference.server import web
+from models.text import tokenizer as tokenizer_lib
+from rl import envs
 from rl.ledger import ledger
 from rl.protocol import lease, task_schedule
 from sharding.system import sockets
 
 # Losses that correct the sampler's policy to the learner's old one.
 SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
+TEMPLATE_TOKENS = 512  # at most, of a chat template's own text
 # (rule, its test, the fields it applies to); NaN passes no test
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
@@ -153,6 +156,26 @@ def check_trainable(config: config_dict.ConfigDict) -> None:
             raise ValueError(f"{found}; remove the filter, or {remedy}")
 
 
+def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib.Tokenizer) -> None:
+    """Raises ValueError for a task whose prompt leaves no room for a completion, which every server would refuse, again and again.
+
+    All tasks of a dataset are checked, and the first of others. A prompt so short that no chat template makes it too long is not
+    rendered.
+    """
+    env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
+    limit, first = config.inference.max_model_len, 16
+    for split, count in (("train", env.num_tasks), ("held_out", config.evaluation.num_tasks if env.num_tasks else 0)):
+        for index in range(count or first):
+            messages = env.make_task(index, split).messages
+            if index and sum(len(str(message).encode()) for message in messages) < limit - TEMPLATE_TOKENS:
+                continue  # a token has a byte or more
+            if (num_tokens := len(tokenizer.render(messages, add_generation_prompt=True).token_ids)) >= limit:
+                found = f"the prompt of task {index} ({split}) has {num_tokens} tokens, and inference.max_model_len = {limit}"
+                raise ValueError(
+                    f"{found} has no room for an answer; raise it (and train.row_length), or shorten the task"
+                )
+
+
 def check_overrides(config: config_dict.ConfigDict, names: Iterable[str]) -> None:
     """Raises ValueError, with the remedy, for the first field in `names` (set on the command line) that has no effect."""
     for name in names:
@@ -202,7 +225,8 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if length > row:
         yield f"{limit} exceeds train.row_length = {row}: the longest rollout would not fit into a row; raise train.row_length"
     if length <= completion:
-        yield f"{limit} leaves no room for a prompt: it must exceed sampling.max_tokens = {completion}; raise it"
+        remedy = "lower that" if length == model.max_positions else "raise it"
+        yield f"{limit} leaves no room for a prompt: it must exceed sampling.max_tokens = {completion}; {remedy}"
     if 0 < model.max_positions < length:
         remedy = "lower it, or set model.rope_scaling and raise model.max_positions"
         yield f"{limit} exceeds model.max_positions = {model.max_positions}, for which the model was trained; {remedy}"

@@ -15,7 +15,7 @@ from inference.rollouts import rollout as rollout_lib
 from models import hub
 from rl.experiment import experiment as experiment_lib
 from rl.ledger import run_ledger
-from sharding import broadcast
+from sharding import broadcast, bucket
 from sharding.format import journal, manifest
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
@@ -31,12 +31,13 @@ def open_workdir(
 ) -> Iterator[pathlib.Path]:
     """Creates or reopens the run's work directory, locks it during the block, and saves the config in it; yields its absolute path.
 
+    Of a directory in a bucket, this is the folder that is mirrored there (sharding/bucket/mirror.py).
     Raises ValueError if the directory belongs to another config, another process uses it, or this host's config differs from
     that of host 0. Hosts other than the first do not access the directory.
     """
     if not workdir:
         raise ValueError("--workdir is empty; give a directory for the run")
-    path = pathlib.Path(workdir).absolute()
+    path = bucket.local_folder(workdir)
     if not hosts.is_first:
         first, own = experiment_lib.flat(json.loads(hosts.broadcast())), experiment_lib.fields(experiment)
         for name in _differing(first, own, ["topology.process_id"]):
@@ -49,7 +50,7 @@ def open_workdir(
     except OSError as error:
         problem = "is a file" if path.is_file() else f"cannot be created: {error.strerror}"
         raise ValueError(f"workdir {path} {problem}; give another --workdir") from error
-    with _locked(path):
+    with _locked(path), bucket.mirrored(workdir):
         _claim(path, experiment)
         hosts.broadcast(experiment.config.to_json())
         yield path
@@ -61,8 +62,10 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
 
     Raises ValueError if a field differs that determines the policy (any but `READ_BY_RUNS`).
     """
-    path = pathlib.Path(workdir).absolute()
-    with _locked(path):
+    path = bucket.local_folder(workdir)
+    if bucket.is_url(workdir):
+        path.mkdir(parents=True, exist_ok=True)
+    with _locked(path), bucket.mirrored(workdir):
         _check_same(path, experiment, free=READ_BY_RUNS)
         yield path
 
@@ -70,6 +73,10 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
 @contextlib.contextmanager
 def open_orchestrator(workdir: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Creates or reopens the directory of an orchestrator, maybe that of its learner, and locks it; yields its absolute path."""
+    if bucket.is_url(workdir):
+        raise ValueError(
+            f"--workdir {workdir} is in a bucket, which is the learner's; give the orchestrator a local folder"
+        )
     path = pathlib.Path(workdir).absolute()
     path.mkdir(parents=True, exist_ok=True)
     with _locked(path, ORCHESTRATOR_LOCK):

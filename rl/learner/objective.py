@@ -111,9 +111,7 @@ class Objective:
         total = self.policy_coef * policy
         entropy = importance.total(entropy_BT, mask_BT, counts.denom)
         metrics = {"loss/policy": policy, "loss/entropy": entropy}
-        is_apart = (
-            self.old_logprobs == "learner"
-        )  # the loss's own mismatch is that of this batch's optimizer steps alone
+        is_apart = self.old_logprobs == "learner"  # then the loss's own mismatch is that of the optimizer steps alone
         if is_apart or batch.mixed is not None:
             learner_logp_BT = micro_batch.old_logp if is_apart else jax.lax.stop_gradient(logp_BT)
             log_ratio_BT = importance.log_ratio(learner_logp_BT, batch.behavior_logp, mask_BT)

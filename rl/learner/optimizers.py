@@ -235,12 +235,10 @@ def _orthogonalize_spread(x_ENRC, layout: _Layout):
     ways = math.prod(mesh.shape[axis] for axis in (*experts, *rows, *others))
     x_ENRC = jnp.pad(x_ENRC, ((0, 0), (0, -N % (ways // math.gcd(E, ways))), (0, 0), (0, 0)))
 
-    def place(
-        x, *axes
-    ):  # without the barrier, XLA:CPU may fuse a transpose into one operand of an all-to-all, and refuse it
-        return jax.lax.with_sharding_constraint(
-            jax.lax.optimization_barrier(x), jax.sharding.PartitionSpec(*(names or None for names in axes))
-        )
+    def place(x, *axes):
+        spec = jax.sharding.PartitionSpec(*(names or None for names in axes))
+        # Without the barrier, XLA:CPU may fuse a transpose into one operand of an all-to-all, and refuse it.
+        return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(x), spec)
 
     steps = (experts, rows, ()), ((*experts, *rows), (), ()), ((*experts, *rows, *others), (), ())
     x_MRC = place(place(x_ENRC, experts, (), rows, columns), experts, (), rows, ()).reshape(-1, R, C)

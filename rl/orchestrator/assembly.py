@@ -43,11 +43,10 @@ def make(
     num_parts = num_hosts if layout.is_colocated(config) else 1  # hosts that have a server and workers of this run
     if config.topology.mode != "remote":
         server_keys += [rollout_lib.WorkerKey.load(server_key(workdir, host)).worker for host in range(num_parts)]
-    open_steps = task_schedule.num_open_steps(config)
-    of_servers = {"servers": frozenset(server_keys), "on_flagged": on_wait}
-    evidence = evidence_log.EvidenceLog(bands, count_once=True, open_steps=open_steps, **of_servers)
+    options = {"servers": server_keys, "count_once": True, "on_flagged": on_wait}
+    evidence = evidence_log.EvidenceLog.of(config, bands, **options)
     # A resumed run makes late groups of earlier steps again.
-    num_kept = 0 if task_schedule.is_fixed(config.rl) else open_steps
+    num_kept = 0 if task_schedule.is_fixed(config.rl) else task_schedule.num_open_steps(config)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
     params = verifier.published(str(weights), keep=keep, key=run_directory.trusted_key(workdir))
     validator = verifier.Validator(experiment.model, params, rules, evidence)

@@ -6,39 +6,27 @@
 3. The end of a lease counts against the worker only if it could reach a server (rl/orchestrator/nodes.py).
 """
 
-import collections
 import dataclasses
 import functools
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import prometheus_client
 
-from rl.ledger import run_ledger
-from rl.orchestrator import nodes, work_share, worker_health
-from rl.orchestrator.groups import group_queue, queue_entry
+from rl.orchestrator import nodes, shared
+from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.groups.queue_entry import State
-from rl.protocol import registry, task_schedule, timeline
+from rl.protocol import registry, task_schedule
 
 
 @dataclasses.dataclass(kw_only=True)
 class Leases:
     """Leases groups of a queue to workers. All methods are thread-safe."""
 
-    changed: threading.Condition  # guards the next four
-    queue: group_queue.GroupQueue
-    health: worker_health.WorkerHealth  # the marks of workers
-    share: work_share.WorkShare
-    counts: collections.Counter[str]  # of leases that ended without rollouts, under the end of their metric's name
+    shared: shared.Shared
     nodes: nodes.Nodes
-    server_keys: Collection[str]  # public, which get no groups
-    ledger: run_ledger.RunLedger | run_ledger.NoLedger
     config: Any  # the run's
-    newest: Callable[[], timeline.Policy]  # returns the newest that a server may have
-    version: Callable[[], int]  # returns the newest that servers have
-    is_ended: Callable[[], bool]  # returns True once the run is over
     seconds: prometheus_client.Histogram  # of a lease without its wait for work
 
     def lease(
@@ -58,55 +46,55 @@ class Leases:
         its request lists as held; None for a request of an earlier release, which lists none.
         """
         now_s = time.monotonic()
-        if worker in self.server_keys:  # the ledger takes no lease of a banned server, so the run would end
+        if worker in self.shared.servers.invited:  # the ledger takes no lease of a banned server, so the run would end
             raise ValueError(f"key {worker[:16]} is a server's; make another key for a worker")
         self.nodes.seen([worker], now_s)
-        with self.seconds.time(), self.changed:
+        with self.seconds.time(), self.shared.changed:
             self.tick(now_s)
             known = None if holding is None else {*holding, *returned}
-            self._take_back(worker, self.queue.orphans(worker, begun_us, known), now_s)
+            self._take_back(worker, self.shared.queue.orphans(worker, begun_us, known), now_s)
             for key in returned:
-                if lease := self.queue.give_back(key, worker):
-                    is_gone = 0 <= lease.group.version < self.newest().version  # it is not served any more
-                    is_void = is_gone or self.queue.entries[key].is_submitted
+                if lease := self.shared.queue.give_back(key, worker):
+                    is_gone = 0 <= lease.group.version < self.shared.policy.version  # it is not served any more
+                    is_void = is_gone or self.shared.queue.entries[key].is_submitted
                     self._expire(lease, now_s, "lease_void" if is_void else "lease_expired", blame=not is_void)
-                    self.health.returned(key, now_s)
-            self.health.seen(worker, now_s)
-            groups = [] if self.is_ended() else self._lease(worker, capacity, network, now_s, begun_us)
+                    self.shared.health.returned(key, now_s)
+            self.shared.health.seen(worker, now_s)
+            groups = [] if self.shared.is_ended else self._lease(worker, capacity, network, now_s, begun_us)
             if groups:
-                self.ledger.joined(worker, worker in self.health.invited)
+                self.shared.ledger.joined(worker, worker in self.shared.health.invited)
             for group in groups:
-                self.ledger.leased(worker, *group.key, group.version, group.epoch)
+                self.shared.ledger.leased(worker, *group.key, group.version, group.epoch)
             return groups
 
     def _lease(
         self, worker: str, capacity: int, network: str, now_s: float, begun_us: int
     ) -> list[task_schedule.Group]:
         """Leases open groups or, if there are none, copies of late ones; returns them. The caller has the lock."""
-        is_known = self.health.is_known(worker) and not self.health.is_banned(worker)
+        is_known = self.shared.health.is_known(worker) and not self.shared.health.is_banned(worker)
         count = self._room(worker, network, capacity, now_s, is_known=is_known)
-        pins = {"all": True, "none": False}.get(self.config.trust.pin_versions, self.health.is_stranger(worker))
-        until_s, version = now_s + self.health.lease_s(worker), self.version() if pins else -1
-        may_lease = functools.partial(self.health.may_lease, worker, now_s=now_s)
+        pins = {"all": True, "none": False}.get(self.config.trust.pin_versions, self.shared.health.is_stranger(worker))
+        until_s, version = now_s + self.shared.health.lease_s(worker), self.shared.version if pins else -1
+        may_lease = functools.partial(self.shared.health.may_lease, worker, now_s=now_s)
         terms = worker, count, until_s, may_lease, version, now_s, begun_us
-        groups = self.queue.lease(*terms)
+        groups = self.shared.queue.lease(*terms)
         if not groups and count > 0:
-            groups = self.queue.lease(*terms, **self._late(now_s, is_known))
+            groups = self.shared.queue.lease(*terms, **self._late(now_s, is_known))
         if is_known and groups:
-            self.share.seen(worker, self.queue.num_leases(worker), now_s)
-        self.health.leased(worker, network, [group.key for group in groups], now_s)
+            self.shared.share.seen(worker, self.shared.queue.num_leases(worker), now_s)
+        self.shared.health.leased(worker, network, [group.key for group in groups], now_s)
         return groups
 
     def _room(self, worker: str, network: str, capacity: int, now_s: float, *, is_known: bool) -> int:
         """Returns how many more groups a worker gets, by its standing, its share of the work, and the limits of the servers."""
-        count, held = self.queue.count(), self.queue.num_leases(worker)
+        count, held = self.shared.queue.count(), self.shared.queue.num_leases(worker)
         num_unfinished = count.total() - count[State.ELIGIBLE]
-        room = self.health.room(worker, network, num_unfinished, now_s, self.queue.held)
+        room = self.shared.health.room(worker, network, num_unfinished, now_s, self.shared.queue.held)
         if is_known and (capacity or held):  # one that asks for nothing has no share
-            self.share.seen(worker, held, now_s)
-            room = min(room, self.share.room(worker, held, count[State.OPEN] + count[State.LEASED], now_s))
+            self.shared.share.seen(worker, held, now_s)
+            room = min(room, self.shared.share.room(worker, held, count[State.OPEN] + count[State.LEASED], now_s))
         if worker not in (own := self.nodes.own_servers):  # each worker may hold one
-            room = int(min(room, max(1 - held, self.nodes.max_leases() - self.queue.num_leases_but(own))))
+            room = int(min(room, max(1 - held, self.nodes.max_leases() - self.shared.queue.num_leases_but(own))))
         return min(room, capacity)
 
     def beat(self, key: str, role: str, report: registry.Report, holding: Sequence[queue_entry.Key], *, leaving: bool):
@@ -115,72 +103,76 @@ class Leases:
         Returns the keys of the groups that it need not finish. Raises ValueError if the key is another role's.
         """
         now_s = time.monotonic()
-        if leaving or self.is_ended():
+        if leaving or self.shared.is_ended:
             self.nodes.leave(key, role)
         else:
             self.nodes.beat(key, role, report, now_s)
         if role != "worker":
             return []
-        with self.changed:
+        with self.shared.changed:
             self.tick(now_s)  # a renewal after a pause is of this time
-            self.health.seen(key, now_s)
+            self.shared.health.seen(key, now_s)
             if not leaving:
-                return self.queue.renew(key, holding, lambda lease: self.health.renewed_s(key, lease.since_s, now_s))
-            self.share.left(key)
-            self._take_back(key, self.queue.held(key), now_s)
+                return self.shared.queue.renew(
+                    key, holding, lambda lease: self.shared.health.renewed_s(key, lease.since_s, now_s)
+                )
+            self.shared.share.left(key)
+            self._take_back(key, self.shared.queue.held(key), now_s)
             return []
 
     def servers(self, worker: str) -> list[dict]:
         """Returns the servers that a worker may use now, with limits in proportion to its leases."""
-        with self.changed:
-            held, total = self.queue.num_leases(worker), self.queue.num_leases_but(self.nodes.own_servers)
+        with self.shared.changed:
+            held, total = self.shared.queue.num_leases(worker), self.shared.queue.num_leases_but(self.nodes.own_servers)
         return self.nodes.servers(min(max(held, 1) / max(total, 1), 1.0))
 
     def tick(self, now_s: float) -> None:
         """Reopens expired leases."""
-        with self.changed:
+        with self.shared.changed:
             if stopped_s := self.nodes.stopped_s(now_s):
-                self.queue.extend(stopped_s)
-            for lease in self.queue.expire(now_s):
+                self.shared.queue.extend(stopped_s)
+            for lease in self.shared.queue.expire(now_s):
                 self._expire(lease, now_s, "lease_expired")
 
     def has_work(self) -> bool:
         """Returns True if groups wait for a worker, or for another one than theirs."""
-        with self.changed:
-            return self.queue.count()[State.OPEN] > 0 or self.queue.has_late(**self._late(time.monotonic(), True))
+        with self.shared.changed:
+            return self.shared.queue.count()[State.OPEN] > 0 or self.shared.queue.has_late(
+                **self._late(time.monotonic(), True)
+            )
 
     def lacks_worker(self, workers: Iterable[str]) -> bool:
         """Returns True if groups wait as in `has_work`, and none of `workers` may have one."""
-        with self.changed:
+        with self.shared.changed:
             if not self.has_work():
                 return False
-            is_train = any(e.group.split == "train" and not e.is_submitted for e in self.queue.entries.values())
-            invited = self.health.invited  # if there are any, strangers get no held-out groups
+            is_train = any(e.group.split == "train" and not e.is_submitted for e in self.shared.queue.entries.values())
+            invited = self.shared.health.invited  # if there are any, strangers get no held-out groups
             return not any(is_train or not invited or worker in invited for worker in workers)
 
     def _late(self, now_s: float, is_known: bool) -> dict[str, Any]:
         """Returns the rule of copies for a worker: those of newcomers, which cost them nothing, keep no known worker out."""
         old_s = now_s - self.config.topology.lease_s
         return {
-            "is_late": lambda lease: self.share.is_late(lease.worker, lease.since_s, now_s),
-            "leaves_room": lambda it: it.since_s < old_s or (is_known and not self.health.is_known(it.worker)),
+            "is_late": lambda lease: self.shared.share.is_late(lease.worker, lease.since_s, now_s),
+            "leaves_room": lambda it: it.since_s < old_s or (is_known and not self.shared.health.is_known(it.worker)),
         }
 
     def _take_back(self, worker: str, keys: Sequence[queue_entry.Key], now_s: float) -> None:
         """Ends the leases of a worker that leaves, has started again, or did not get them."""
-        lost = [lease for key in keys if (lease := self.queue.give_back(key, worker))]
-        blame = bool(lost) and self.health.left(worker, now_s)
+        lost = [lease for key in keys if (lease := self.shared.queue.give_back(key, worker))]
+        blame = bool(lost) and self.shared.health.left(worker, now_s)
         for lease in lost:
-            self.counts["lease_returned"] += 1
-            self.health.lost(lease.worker, lease.group.key, now_s, blame=blame)
+            self.shared.counts["lease_returned"] += 1
+            self.shared.health.lost(lease.worker, lease.group.key, now_s, blame=blame)
 
     def _expire(self, lease: queue_entry.Lease, now_s: float, count: str, *, blame: bool = True) -> None:
         """Counts a lease that ended without rollouts, also against its worker if it is to `blame`, and could reach a server."""
-        self.counts[count] += 1
+        self.shared.counts[count] += 1
         is_to_blame = blame and not self.nodes.was_away(lease.since_s)
-        self.health.expired(lease.worker, lease.group.key, now_s, blame=is_to_blame)
+        self.shared.health.expired(lease.worker, lease.group.key, now_s, blame=is_to_blame)
 
     def holds_groups(self, worker: str) -> bool:
         """Returns True if a worker has groups that no batch has taken; else the answer would tell which passed without a verdict."""
-        with self.changed:
-            return self.queue.may_deliver(worker)
+        with self.shared.changed:
+            return self.shared.queue.may_deliver(worker)

@@ -236,6 +236,12 @@ class Nodes:
             bans = {key: self._bans.get(key, EARLIER) for key, _ in rows if self.is_banned(key)}
         return [row | {"state": "banned", "problem": bans[key]} if key in bans else row for key, row in rows]
 
+    def counts(self) -> collections.Counter[str]:
+        """Returns the number of nodes by role and state, as "worker_healthy"."""
+        with self._lock:
+            found = [(node.role, node.state.value, self._key(node.key)) for node in self._registry.nodes()]
+        return collections.Counter(f"{role}_{'banned' if self.is_banned(key) else state}" for role, state, key in found)
+
     def notice(self) -> str:
         """Returns a line on all servers if workers can use none of them, else ""."""
         with self._lock:

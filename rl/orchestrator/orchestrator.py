@@ -13,7 +13,6 @@ rl/orchestrator/groups/group_queue.py has the states of a group; this file adds 
 learner's process and imports no environment: a task is only an index here.
 """
 
-import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -33,7 +32,7 @@ from models import hub
 from rl.batch import credit as credit_lib
 from rl.batch import training_batch
 from rl.ledger import run_ledger, run_rules
-from rl.orchestrator import admission, leases, nodes, routes, status, submissions, work_share, worker_health
+from rl.orchestrator import admission, leases, nodes, routes, shared, status, submissions, work_share, worker_health
 from rl.orchestrator.groups import batches, group_queue, queue_entry
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import task_schedule, timeline
@@ -81,10 +80,6 @@ class Orchestrator:
     ):
         self._config, self._workdir, self._credit, self._key = config, workdir, credit, key
         self._ledger, self._evidence, self._on_wait = ledger or run_ledger.NoLedger(), evidence, on_wait
-        self._changed = threading.Condition()  # guards everything below
-        self._policy = timeline.Policy(0, -1)  # the newest that a server may have
-        self._version = -1  # the newest version that servers have
-        self._published_s = 0.0  # when `_policy` was
         self._queue = group_queue.GroupQueue()
         make_groups = functools.partial(task_schedule.numbered_groups, config)
         has_signal = lambda entry: credit.has_signal(self._rewarded(entry))  # noqa: E731
@@ -98,6 +93,16 @@ class Orchestrator:
         registered = {*server_keys, *config.topology.server_keys}
         self._servers = worker_health.WorkerHealth(attempts, lease_s, invited=registered, **rates)  # of those that sign
         self._share = work_share.WorkShare(lease_s)
+        self._shared = shared.Shared(
+            queue=self._queue,
+            batches=self._batches,
+            health=self._health,
+            servers=self._servers,
+            share=self._share,
+            ledger=self._ledger,
+        )
+        self._changed, self._counts = self._shared.changed, self._shared.counts  # the lock guards everything below, too
+        self._published_s = 0.0  # when the newest policy was
         self.nodes = nodes.Nodes(
             topology=config.topology,
             num_samples=config.rl.samples_per_prompt,
@@ -112,41 +117,29 @@ class Orchestrator:
         self._kept: dict[queue_entry.Key, submissions.Kept] = {}  # of the log, until the first policy is published
         self._recorded: dict[int, list[queue_entry.Entry]] = {}  # the ledger's last batch, maybe not returned yet
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
-        self._counts: collections.Counter[str] = collections.Counter()  # by the end of their metric's name
         self._wanted: int | None = None  # the batch that the learner waits for
         self._failure: BaseException | None = None
         self.metrics = role_metrics.RoleMetrics("orchestrator", self._metrics, LATENCIES)  # not for workers
         self.metrics.seconds["verdict"] = verdicts.seconds
-        shared: dict[str, Any] = {"changed": self._changed, "queue": self._queue, "health": self._health}
-        shared |= {"share": self._share, "counts": self._counts, "ledger": self._ledger, "newest": lambda: self._policy}
-        self.leases = leases.Leases(
-            **shared,
-            nodes=self.nodes,
-            server_keys=self._servers.invited,
-            config=config,
-            version=lambda: self._version,
-            is_ended=lambda: self.is_ended,
-            seconds=self.metrics.seconds["lease"],
-        )
-        self._status = status.Status(self._queue, self._health, self.nodes, verdicts, self._counts)
+        seconds = self.metrics.seconds["lease"]
+        self.leases = leases.Leases(shared=self._shared, nodes=self.nodes, config=config, seconds=seconds)
+        self._status = status.Status(self._shared, self.nodes, verdicts)
         self._log = row_log.RowLog(workdir / "rollouts" / "open", self.fail)
         self._submissions = submissions.Submissions(
-            **shared,
-            servers=self._servers,
+            shared=self._shared,
             log=self._log,
             rules=rules_lib.Rules.of(config, key.worker),
-            max_age=config.rl.max_off_policy if config.rl.batch == "first" else math.inf,
+            is_withheld=config.rl.batch == "first",
             held_out={(group.group, group.index) for group in task_schedule.held_out_groups(config, 0)},
             check_group_without_weights=check_group_without_weights,
             verdicts=verdicts,
             secret=secret,
             on_verified=on_verified,
-            on_accepted=self._batches.accepted,
             on_caught=on_wait,
             on_banned=self.nodes.banned,
             fail=self.fail,
         )
-        self.is_ended = self.is_closing = False
+        self.is_closing = False
 
     def serve(self) -> str:
         """Starts the HTTP server for workers in a thread; returns its URL. Raises ValueError if its address cannot be used."""
@@ -162,7 +155,7 @@ class Orchestrator:
     def end(self) -> None:
         """Tells all nodes that the run is over, so that workers do not wait for its next process; returns when they know, or soon."""
         with self._changed:
-            self.is_ended = True
+            self._shared.is_ended = True
         deadline_s = time.monotonic() + min(3 * self._config.topology.heartbeat_s, MAX_FAREWELL_S)
         while self.nodes.num_signed_in() and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -205,7 +198,7 @@ class Orchestrator:
         A policy of another epoch makes all work of earlier ones void.
         """
         with self._changed:
-            self._policy, self._published_s = policy, time.monotonic()
+            self._shared.policy, self._published_s = policy, time.monotonic()
             if policy.epoch != self._queue.epoch:
                 self._submissions.begin_epoch(policy.epoch)
                 self._restore(policy.epoch)
@@ -228,7 +221,7 @@ class Orchestrator:
         submissions.write_batch(self._log, self._workdir, step, taken, kept)
         if recorded:
             recorded.result()
-        atomic_file.write(self._log.directory / STATES, states.encode())
+        atomic_file.write(self._log.directory / STATES, states.encode(), durable=True)
         groups = [*map(self._rewarded, taken)]
         counts = diagnostics.of_groups(groups, step=step, max_tokens=self._config.sampling.max_tokens)
         counts["batch/num_left_out"] = float(sum(len(e.rollouts) - len(g) for e, g in zip(taken, groups, strict=True)))
@@ -247,15 +240,15 @@ class Orchestrator:
         """
         groups = task_schedule.held_out_groups(self._config, version, name)
         keys, end_s = [group.key for group in groups], time.monotonic() + self._config.evaluation.hold_s
-        newest = self._policy
+        newest = self._shared.policy
         policy = newest if newest.version == version else timeline.Policy(newest.epoch, version)
         with self.nodes.holding(policy), self._changed:
-            self._wait_for(lambda: self._version >= version)
+            self._wait_for(lambda: self._shared.version >= version)
             self._queue.add(groups, first=True)  # before training groups, which any newer version may generate
             notice_s = min(WAIT_NOTICE_S, self._config.evaluation.hold_s)
             while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), notice_s):
                 self._on_wait(self._waiting("the evaluation", (self._queue.num_eligible(keys), len(keys))))
-                if time.monotonic() > end_s and self._policy.version > version:
+                if time.monotonic() > end_s and self._shared.policy.version > version:
                     for key in keys:
                         self._queue.drop(key, "evaluation")
                     return []
@@ -282,11 +275,16 @@ class Orchestrator:
 
     # Called by workers over HTTP.
 
+    @property
+    def is_ended(self) -> bool:
+        """True once the run is over."""
+        return self._shared.is_ended
+
     def describe(self) -> dict:
         """Returns the reply to `GET /run`: the run's environment, tokenizer, servers, and sampling settings."""
         config = self._config
         with self._changed:
-            version, policy = self._version, self._policy
+            version, policy = self._shared.version, self._shared.policy
         servers = self.nodes.servers()
         return {
             "env": {name: config.env[name] for name in ("name", "digest")}
@@ -326,10 +324,10 @@ class Orchestrator:
     def _open(self, policy: timeline.Policy) -> None:
         """Opens the groups that may use a policy which servers have."""
         with self._changed:
-            if policy.epoch != self._policy.epoch:  # replaced meanwhile
+            if policy.epoch != self._shared.policy.epoch:  # replaced meanwhile
                 return
-            self._version = policy.version
-            if policy == self._policy:
+            self._shared.version = policy.version
+            if policy == self._shared.policy:
                 self.metrics.seconds["update"].observe(time.monotonic() - self._published_s)
             self._batches.load(policy.version)
             self._changed.notify_all()
@@ -337,7 +335,7 @@ class Orchestrator:
     def _record_batch(self, step: int, taken: list[queue_entry.Entry]) -> concurrent.futures.Future:
         basis = {entry.group.key[1:]: "verified" if entry.is_verified else "trusted" for entry in taken}
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
-        return self._ledger.batch(step, digest, basis, self._policy.epoch, self._batches.take_dropped())
+        return self._ledger.batch(step, digest, basis, self._shared.policy.epoch, self._batches.take_dropped())
 
     def _collect(self, step: int) -> list[queue_entry.Entry]:
         """Blocks until batch `step` is complete; takes its groups."""
@@ -346,6 +344,7 @@ class Orchestrator:
         while not self._wait_for(lambda: taken.extend(self._batches.collect(step) or []) or taken, WAIT_NOTICE_S):
             self._on_wait(self._waiting(f"batch {step}", self._batches.progress()))  # a long wait is not an error
         self._wanted = None
+        self._submissions.void_too_old()
         self._mark(step, taken)
         self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
         return taken
@@ -373,10 +372,11 @@ class Orchestrator:
                 raise ValueError(f"{found}; put the directory back, or start the learner again")
             self._recorded[run.step] = [kept.pop(key).entry(run.batch[key[1:]] == "verified") for key in keys]
             self._batches.skip(run.step, *([number for _, number in names] for names in (run.batch, run.dropped)))
-        oldest = max(0, self._policy.version - self._config.rl.max_lag)
+        oldest = max(0, self._shared.policy.version - self._config.rl.max_lag)
         self._batches.reopen(max((number for _, _, number in kept), default=-1), oldest)
         for one in kept.values():
             self._submissions.restore(one)
+        self._submissions.void_too_old()
 
     def _wait_for(self, condition: Callable[[], Any], timeout_s: float | None = None) -> bool:
         """Returns True if `condition` became true in time; raises the error given to `fail`, if any. Call it under the lock."""
@@ -386,7 +386,7 @@ class Orchestrator:
         return bool(is_met)
 
     def _waiting(self, name: str, progress: tuple[int, int]) -> str:
-        loading = self._policy if self._policy.version > self._version else None
+        loading = self._shared.policy if self._shared.policy.version > self._shared.version else None
         return self._status.waiting(name, progress, loading, time.monotonic())
 
     def _take_counts(self) -> dict[str, float]:
@@ -397,7 +397,8 @@ class Orchestrator:
 
     def _metrics(self) -> role_metrics.Values:
         with self._changed:
-            return self._status.values(self._version)
+            values = self._status.values()
+        return {**values, "nodes": self.nodes.counts()}
 
     def _rewarded(self, entry: queue_entry.Entry) -> list[rollout_lib.Rollout]:
         min_group = self._config.rl.min_group if entry.group.split == "train" else 0

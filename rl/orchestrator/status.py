@@ -3,8 +3,7 @@
 import collections
 import dataclasses
 
-from rl.orchestrator import nodes, worker_health
-from rl.orchestrator.groups import group_queue
+from rl.orchestrator import nodes, shared
 from rl.orchestrator.groups.queue_entry import State
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import timeline
@@ -18,16 +17,14 @@ COUNTS = """accepted called_back refused checked stale lease_expired lease_void 
 class Status:
     """The status of a run from the parts of its orchestrator. The caller has the lock."""
 
-    queue: group_queue.GroupQueue
-    health: worker_health.WorkerHealth
+    shared: shared.Shared  # its counts are those of rollouts by outcome, since they were taken last
     nodes: nodes.Nodes
     verdicts: verdict_collector.VerdictCollector
-    counts: collections.Counter[str]  # of rollouts by outcome, since they were taken last
     totals: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # until then
 
     def waiting(self, name: str, progress: tuple[int, int], loading: timeline.Policy | None, now_s: float) -> str:
         """Returns why the batch or evaluation `name` waits, which has the first of `progress` groups and needs the second."""
-        count, banned, servers = self.queue.count(), self.health.num_banned(now_s), self.nodes.notice()
+        count, banned, servers = self.shared.queue.count(), self.shared.health.num_banned(now_s), self.nodes.notice()
         num_silent = self.nodes.num_silent_workers()
         return (
             f"{name} has {progress[0]} of {progress[1]} groups; "
@@ -40,20 +37,19 @@ class Status:
             f"{f'; no server can be used: {servers}' if servers else ''}"
         )
 
-    def values(self, version: int) -> role_metrics.Values:
-        """Returns the values of /metrics; servers have policy `version`."""
-        count = self.queue.count()
+    def values(self) -> role_metrics.Values:
+        """Returns the values of /metrics but those of nodes, which need no lock."""
+        count = self.shared.queue.count()
         return {
             "groups": {state.name.lower(): count[state] for state in State},
-            "policy_version": version,
-            "rollouts_total": self.totals + self.counts,
-            "drops_total": dict(self.queue.drops),
-            "nodes": collections.Counter(f"{node['role']}_{node['state']}" for node in self.nodes.table()),
+            "policy_version": self.shared.version,
+            "rollouts_total": self.totals + self.shared.counts,
+            "drops_total": dict(self.shared.queue.drops),
         }
 
     def take_counts(self) -> dict[str, float]:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""
-        counts = dict.fromkeys(COUNTS, 0) | self.verdicts.counts() | dict(self.counts)
-        self.totals += self.counts
-        self.counts.clear()
+        counts = dict.fromkeys(COUNTS, 0) | self.verdicts.counts() | dict(self.shared.counts)
+        self.totals += self.shared.counts
+        self.shared.counts.clear()
         return {f"trust/num_{name}": float(number) for name, number in counts.items()}

@@ -5,7 +5,8 @@
    could not recompute in time is 0 and rejects nothing: it would recur forever.
 3. Then the group is quarantined until a verdict on its replay accepts it (rl/orchestrator/verdicts/verdict_collector.py). Only a draw that no
    worker can predict lets a group pass without one, and only by the worker's record (rl/orchestrator/worker_health.py).
-4. A rejected group is requeued. After a failed check, all groups of that worker that no batch has taken are quarantined, and the
+4. A group that becomes too old for any batch meanwhile is void, without blame for its quarantine, and is made again.
+5. A rejected group is requeued. After a failed check, all groups of that worker that no batch has taken are quarantined, and the
    steps that trained on its unverified groups are named.
 """
 
@@ -15,26 +16,24 @@ import dataclasses
 import hmac
 import itertools
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
 from inference.server import fair_pool
-from rl.ledger import run_ledger
-from rl.orchestrator import work_share, worker_health
-from rl.orchestrator.groups import group_queue, queue_entry
+from rl.orchestrator import shared, worker_health
+from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.groups.queue_entry import State
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
-from rl.protocol import check_rate, task_schedule, timeline
+from rl.protocol import check_rate, task_schedule
 from rl.protocol import verdict as verdict_lib
 from rl.verification import checks, responsibility
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file
 
 NOT_LEASED = "not leased (or already submitted); late work has no consequences"
-VOID = "refused: void: the run was resumed, and this work is of another epoch"
+VOID = "refused: void: this work is of another epoch, or too old for any batch"
 Future = concurrent.futures.Future
 NUM_CHECKS = 4  # without weights, at the same time; few, as each may start a scorer process
 TURN_S = 0.05  # of a worker's groups in one of these threads
@@ -108,23 +107,15 @@ def read_kept(log: row_log.RowLog) -> dict[queue_entry.Key, Kept]:
 class Submissions:
     """Checks the groups that workers hand in, and decides which of them may be trained on. All methods are thread-safe."""
 
-    changed: threading.Condition  # guards the next five; notified when a group may be trained on, or is open again
-    queue: group_queue.GroupQueue
-    health: worker_health.WorkerHealth  # the marks of workers
-    servers: worker_health.WorkerHealth  # those of the servers that answer for the samples they sign: invited keys
-    share: work_share.WorkShare
-    counts: collections.Counter[str]  # rollouts by outcome, under the end of their metric's name
-    ledger: run_ledger.RunLedger | run_ledger.NoLedger  # gets the events
+    shared: shared.Shared
     log: row_log.RowLog  # gets the training groups that passed the checks without weights
     rules: rules_lib.Rules  # those of the run
-    max_age: float  # in versions, of rollouts when they arrive: later they are a lost lease. Infinity: such groups are made again
+    is_withheld: bool  # groups that arrive too old count as lost leases: batches go on without them
     held_out: Collection[tuple[int, int]]  # (group number, index) of its held-out tasks
-    newest: Callable[[], timeline.Policy]  # returns the newest policy that a server may have; called under the lock
     check_group_without_weights: CheckGroupWithoutWeights  # runs in a few threads, which workers share in turns
     verdicts: verdict_collector.VerdictCollector  # replays groups
     secret: bytes  # decides which groups are verified; workers must not know it
     on_verified: Callable[[Sequence[rollout_lib.Rollout]], None]  # called with each group that a verdict accepted
-    on_accepted: Callable[[queue_entry.Key], None]  # called under the lock for each group that may be trained on
     on_caught: Callable[[str], None]  # called with a line for people on the steps that a caught worker spoiled
     on_banned: Callable[[str, str], None]  # called with the key of a node that gets no more work, and the reason
     fail: Callable[[BaseException], None]  # ends the run
@@ -137,10 +128,10 @@ class Submissions:
         """Continues the run of a ledger, with fresh draws."""
         # The workers of batches that are made again may know which groups were not replayed the first time. The ledger has the head
         # from which an auditor with the secret repeats the draws.
-        head = self.ledger.head()  # without the lock: it waits for a thread that may call `fail`
-        with self.changed:
+        head = self.shared.ledger.head()  # without the lock: it waits for a thread that may call `fail`
+        with self.shared.changed:
             self.secret = hmac.digest(self.secret, head.encode(), "sha256")
-            self.ledger.appointed(self.verdicts.validators, self.verdicts.quorum, **self.health.rates)
+            self.shared.ledger.appointed(self.verdicts.validators, self.verdicts.quorum, **self.shared.health.rates)
 
     def close(self) -> None:
         """Waits for running replays, but not for other checks; cancels the rest."""
@@ -152,61 +143,74 @@ class Submissions:
 
         A training group that is not refused is on disk when its future is set.
         """
+        # The lock is taken for each group: a file has thousands of rows, and leases need the lock, too.
+        splits: dict[tuple[int, int, int], str] = {}
         by_key: dict[queue_entry.Key, list[int]] = collections.defaultdict(list)
-        with self.changed:
-            for row, rollout in sorted(enumerate(rows.rollouts), key=lambda one: one[1].sample):
-                by_key[(self._split(rollout), rollout.step, rollout.task.group)].append(row)
-        groups = {key: rows.take(of) for key, of in by_key.items()}
-        digests = {key: self._digest(key, group.rollouts) for key, group in groups.items()}
+        for row, rollout in sorted(enumerate(rows.rollouts), key=lambda one: one[1].sample):
+            task = rollout.step, rollout.task.group, rollout.task.index
+            if task not in splits:
+                splits[task] = self._split(*task)
+            by_key[splits[task], *task[:2]].append(row)
         jobs: list[_Job] = []
         replies = {}
-        for key, group in groups.items():
-            with self.changed:  # for each: leases need it, too
-                replies["/".join(map(str, key))] = self._deliver(key, group, digests[key], jobs)
+        for key, of in by_key.items():
+            name, digest = "/".join(map(str, key)), self._digest(key, [rows.rollouts[row] for row in of])
+            if not digest:
+                replies[name] = self._not_leased(len(of), digest)
+                continue
+            group = rows.take(of)
+            with self.shared.changed:
+                replies[name] = self._deliver(key, group, digest, jobs)
         self._queue_checks(jobs)
         return replies
 
     def answering(self, entry: queue_entry.Entry) -> list[tuple[worker_health.WorkerHealth, str]]:
         """Returns who answers for a group, with the marks: its worker, and the registered server that all of its samples name."""
-        server = responsibility.server_of(entry.rollouts, self.servers.invited)
-        return [(self.health, entry.worker), *([(self.servers, server)] if server else [])]
+        server = responsibility.server_of(entry.rollouts, self.shared.servers.invited)
+        return [(self.shared.health, entry.worker), *([(self.shared.servers, server)] if server else [])]
 
     def begin_epoch(self, epoch: int) -> None:
         """Voids all work of other epochs, without blame: its workers could not know. The caller has the lock."""
-        for entry in self.queue.begin_epoch(epoch):
-            self.counts["void_epoch"] += len(entry.rollouts)
+        for entry in self.shared.queue.begin_epoch(epoch):
+            self.shared.counts["void_epoch"] += len(entry.rollouts)
             for worker in {entry.worker, *entry.leases} - {""}:
-                self.health.lost(worker, entry.group.key, time.monotonic(), blame=False)
-        self.changed.notify_all()
+                self.shared.health.lost(worker, entry.group.key, time.monotonic(), blame=False)
+        self.shared.changed.notify_all()
+
+    def void_too_old(self) -> None:
+        """Voids the groups in checks or quarantine that are too old for the next batch, without blame. The caller has the lock."""
+        for key in self.shared.batches.too_old():
+            self._void(self.shared.batches.void(key))
 
     def restore(self, kept: Kept) -> None:
         """Takes a group that was submitted and checked before a restart, if the ledger still has it. The caller has the lock.
 
         Groups without a verdict are drawn again: the restart has other draws, by which an auditor judges the batch.
         """
-        known = self.ledger.run.submission(kept.group.step, kept.group.group)
-        entry = self.queue.entries.get(kept.group.key)
+        known = self.shared.ledger.run.submission(kept.group.step, kept.group.group)
+        entry = self.shared.queue.entries.get(kept.group.key)
         if known and known[0] == kept.digest and entry and entry.state is State.OPEN:
-            entry = self.queue.restore(kept.group, kept.worker, kept.rollouts, kept.digest)
+            entry = self.shared.queue.restore(kept.group, kept.worker, kept.rollouts, kept.digest)
             entry.scores = kept.scores
             if not known[1]:
                 self._quarantine_or_pass(entry)
                 return
-            self.queue.quarantine(kept.group.key)
-            self.queue.accept(kept.group.key)
+            self.shared.queue.quarantine(kept.group.key)
+            self.shared.queue.accept(kept.group.key)
             self._accepted(entry)
 
-    def _split(self, rollout: rollout_lib.Rollout) -> str:
+    def _split(self, step: int, group: int, index: int) -> str:
         """Returns "train" or "held_out". A rollout does not name its split, but only one of them has its task under this number."""
-        entry = self.queue.entries.get(("train", rollout.step, rollout.task.group))
-        is_train = entry is not None and entry.group.index == rollout.task.index
-        return "held_out" if not is_train and (rollout.task.group, rollout.task.index) in self.held_out else "train"
+        with self.shared.changed:
+            entry = self.shared.queue.entries.get(("train", step, group))
+            is_train = entry is not None and entry.group.index == index
+        return "held_out" if not is_train and (group, index) in self.held_out else "train"
 
     def _digest(self, key: queue_entry.Key, rollouts: list[rollout_lib.Rollout]) -> str | None:
         """Returns the digest of a group whose signer has leased it; "" if it is not signed, None if it is not leased."""
         holder = rollouts[0].worker
-        with self.changed:
-            entry = self.queue.entries.get(key)
+        with self.shared.changed:
+            entry = self.shared.queue.entries.get(key)
             if entry is None or not {holder} & {*entry.leases, *entry.past}:
                 return None
             num_samples = entry.group.num_samples
@@ -216,48 +220,50 @@ class Submissions:
         is_signed = all(r.worker == holder for r in rollouts) and all(map(rollout_lib.is_signed, signed, digests))
         return verdict_lib.group_digest(rollouts, digests) if is_signed else ""
 
-    def _deliver(self, key: queue_entry.Key, rows: parquet.Rows, digest: str | None, jobs: list[_Job]) -> Future[str]:
-        """Takes a submitted group by its lease, and adds its other checks to `jobs`; returns a future of the reply.
-
-        A group that its signer has not leased (see `_digest`) is rejected and changes nothing. The caller has the lock.
-        """
+    def _deliver(self, key: queue_entry.Key, rows: parquet.Rows, digest: str, jobs: list[_Job]) -> Future[str]:
+        """Takes a submitted group by its lease, and adds its other checks to `jobs`; returns a future of the reply. The caller has the lock."""
         rollouts, holder = rows.rollouts, rows.rollouts[0].worker
-        if not digest:
-            reason = NOT_LEASED if digest is None else "signature: not signed by the leaseholder; sign with its key"
-            return self._not_leased(rollouts, reason)
-        fate = self.queue.deliver(key, holder, rollouts, digest)
+        fate = self.shared.queue.deliver(key, holder, rollouts, digest)
         if fate is queue_entry.Delivery.LATE:
-            return self._not_leased(rollouts)
+            return self._not_leased(len(rollouts))
         if fate is queue_entry.Delivery.EPOCH:
-            self.counts["void_epoch"] += len(rollouts)
-            self.health.lost(holder, key, time.monotonic(), blame=False)
+            self.shared.counts["void_epoch"] += len(rollouts)
+            self.shared.health.lost(holder, key, time.monotonic(), blame=False)
             return _known(VOID)
         if fate is queue_entry.Delivery.TAKEN:
-            return self._screen(self.queue.entries[key], rows, jobs)
-        self.counts["spare"] += len(rollouts)
+            return self._screen(self.shared.queue.entries[key], rows, jobs, blame=self.is_withheld)
+        self.shared.counts["spare"] += len(rollouts)
         return _known("spare")  # also for a duplicate: the reply must not reveal whether the group passed
 
-    def _screen(self, entry: queue_entry.Entry, rows: parquet.Rows, jobs: list[_Job]) -> Future[str]:
-        """Checks a group that is SUBMITTED now, but for `jobs`; returns a future of the reply. The caller has the lock."""
+    def _screen(self, entry: queue_entry.Entry, rows: parquet.Rows, jobs: list[_Job], *, blame: bool) -> Future[str]:
+        """Checks a group that is SUBMITTED now, but for `jobs`; returns a future of the reply. The caller has the lock.
+
+        One that is too old for any batch counts as a lost lease if `blame`.
+        """
         key = entry.group.key
-        recorded = self.ledger.submitted(entry.worker, *key, entry.digest)
-        verdict = checks.check_at_lease(rows.rollouts, self.rules.at_lease(entry.group, self.newest().version))
+        recorded = self.shared.ledger.submitted(entry.worker, *key, entry.digest)
+        verdict = checks.check_at_lease(rows.rollouts, self.rules.at_lease(entry.group, self.shared.policy.version))
         if not verdict.accepted:
             return _known(self._reject(key, verdict, is_fault=False))
-        if key[0] == "train" and self.newest().version - entry.oldest_version > self.max_age:  # maybe withheld
-            self.health.lost(entry.worker, key, time.monotonic())
+        if key[0] == "train" and entry.oldest_version < self.shared.batches.oldest:
+            self._void(self.shared.batches.void(key), blame=blame)
+            return _known(VOID)
         jobs.append(_Job(entry, rows, recorded, Future()))
         return jobs[-1].reply
 
     def _screen_spare(self, key: queue_entry.Key) -> None:
         """Checks the rollouts of another holder that took the place of rejected ones, if there are any."""
-        if (entry := self.queue.entries[key]).state is State.SUBMITTED:
+        if (entry := self.shared.queue.entries[key]).state is State.SUBMITTED:
             jobs: list[_Job] = []
-            self._screen(entry, parquet.Rows(parquet.to_table(entry.rollouts), entry.rollouts), jobs)
+            rows = parquet.Rows(parquet.to_table(entry.rollouts), entry.rollouts)
+            self._screen(entry, rows, jobs, blame=False)  # it grew old here
             self._queue_checks(jobs)
 
-    def _not_leased(self, rollouts: list[rollout_lib.Rollout], reason: str = NOT_LEASED):
-        self.counts["unleased"] += len(rollouts)
+    def _not_leased(self, num_rollouts: int, digest: str | None = None) -> Future[str]:
+        """Returns a future of the reply for a group without a digest (see `_digest`), which changes nothing."""
+        with self.shared.changed:
+            self.shared.counts["unleased"] += num_rollouts
+        reason = NOT_LEASED if digest is None else "signature: not signed by the leaseholder; sign with its key"
         return _known(f"refused: {reason}")
 
     def _queue_checks(self, jobs: Sequence[_Job]) -> None:
@@ -288,15 +294,15 @@ class Submissions:
         def decide(durable: Future) -> None:
             try:
                 durable.result()
-                with self.changed:
+                with self.shared.changed:
                     reply.set_result(self._conclude(key, entry, verdict, scores))
             except BaseException as error:
                 self.fail(error)
                 reply.set_exception(error)
 
         try:
-            with self.changed:
-                is_void = self.queue.entries.get(key) is not entry
+            with self.shared.changed:
+                is_void = self.shared.queue.entries.get(key) is not entry
             if is_void:
                 return reply.set_result(VOID)
             verdict, scores = self.check_group_without_weights(entry.rollouts, key[0])
@@ -310,7 +316,7 @@ class Submissions:
 
     def _conclude(self, key: queue_entry.Key, entry: queue_entry.Entry, verdict: checks.Verdict, scores) -> str:
         """Rejects a group that was checked without weights, quarantines it, or lets it pass. Returns the reply. The caller has the lock."""
-        if self.queue.entries.get(key) is not entry:
+        if self.shared.queue.entries.get(key) is not entry:
             return VOID
         if not verdict.accepted:
             return self._reject(key, verdict, is_fault=True)
@@ -323,10 +329,10 @@ class Submissions:
         # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
         rate = max(health.rate(key) for health, key in self.answering(entry))
         if key[0] == "train" and (entry.was_decided or self._draw(key) < rate):
-            self.queue.quarantine(key)
+            self.shared.queue.quarantine(key)
             self.verdicts.ask(key, entry.rollouts, entry.digest)
             return "quarantined"
-        self.queue.let_pass(key)
+        self.shared.queue.let_pass(key)
         return self._accepted(entry)
 
     def _draw(self, key: queue_entry.Key) -> float:
@@ -334,21 +340,18 @@ class Submissions:
 
     def _decide(self, key, digest, verdict, signed: Sequence[verdict_lib.SignedVerdict]) -> None:
         """Accepts or rejects a quarantined group by `verdict`, or requeues it if the group is void."""
-        with self.changed:
+        with self.shared.changed:
             for one in signed:
-                self.ledger.verdict(one)
-            entry = self.queue.entries.get(key)
+                self.shared.ledger.verdict(one)
+            entry = self.shared.queue.entries.get(key)
             if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
                 return
             if verdict.reason in verdict_case.VOID:
-                self.counts[verdict.reason] += len(self.queue.requeue(key).rollouts)
-                self.health.lost(entry.worker, key, time.monotonic(), blame=False)
-                self._screen_spare(key)
-                self.changed.notify_all()
-                return
-            self.counts["checked"] += len(entry.rollouts)
+                self.shared.counts[verdict.reason] += len(entry.rollouts)
+                return self._void(self.shared.queue.requeue(key))
+            self.shared.counts["checked"] += len(entry.rollouts)
             if verdict.accepted:
-                self.queue.accept(key)
+                self.shared.queue.accept(key)
                 for health, name in self.answering(entry):
                     health.verified(name)
                 self.on_verified(entry.rollouts)
@@ -356,68 +359,78 @@ class Submissions:
             else:
                 self._reject(key, verdict, is_fault=True)
 
+    def _void(self, entry: queue_entry.Entry, *, blame: bool = False) -> None:
+        """Ends the lease and the checks of a group that was requeued, and looks at its spare. The caller has the lock."""
+        self.verdicts.withdraw(entry.digest)
+        self.shared.health.lost(entry.worker, entry.group.key, time.monotonic(), blame=blame)
+        self._screen_spare(entry.group.key)
+        self.shared.changed.notify_all()
+
     def _accepted(self, entry: queue_entry.Entry) -> str:
-        self.counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
-        self.health.accepted(entry.worker, entry.group.key)
-        self.share.finished(entry.worker, entry.since_s, time.monotonic())
-        self.on_accepted(entry.group.key)
-        self.changed.notify_all()
+        self.shared.counts["accepted"] += len(entry.rollouts) if entry.group.split == "train" else 0
+        self.shared.health.accepted(entry.worker, entry.group.key)
+        self.shared.share.finished(entry.worker, entry.since_s, time.monotonic())
+        self.shared.batches.accepted(entry.group.key)
+        self.shared.changed.notify_all()
         return "accepted"
 
     def _reject(self, key: queue_entry.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Reopens a group and counts it against its worker; after a failed check (`is_fault`), ends the trust in it. Returns the reply."""
-        entry = self.queue.requeue(key)
+        entry = self.shared.queue.requeue(key)
         reply = self._blame(key, entry, verdict, is_fault=is_fault)
         self._screen_spare(key)
         return reply
 
     def _blame(self, key: queue_entry.Key, entry: queue_entry.Entry, verdict: checks.Verdict, *, is_fault: bool) -> str:
         """Counts a rejected group against its worker, or its server; returns the reply."""
-        rules = self.rules.at_lease(entry.group, self.newest().version)
-        if server := responsibility.server_at_fault(entry.rollouts, verdict, rules, self.servers.invited):
+        rules = self.rules.at_lease(entry.group, self.shared.policy.version)
+        if server := responsibility.server_at_fault(entry.rollouts, verdict, rules, self.shared.servers.invited):
             return self._reject_server(entry, server, verdict)
         worker, group = entry.worker, entry.group
-        self.counts["refused"] += len(entry.rollouts)
-        self.counts[f"refused_{verdict.reason}"] += 1
-        self.ledger.refused(worker, *key, entry.digest, str(verdict))
-        self.health.rejected(worker, key, time.monotonic(), is_fault=is_fault)
+        self.shared.counts["refused"] += len(entry.rollouts)
+        self.shared.counts[f"refused_{verdict.reason}"] += 1
+        self.shared.ledger.refused(worker, *key, entry.digest, str(verdict))
+        self.shared.health.rejected(worker, key, time.monotonic(), is_fault=is_fault)
         if is_fault:
-            self._distrust("worker", self.health, worker)
-        if self.health.is_banned(worker):
-            self.share.left(worker)
-            found = f"{self.health.max_rejections} rejected groups; the last"
-            self.ledger.ejected(worker, f"{found}: {verdict}")
+            self._distrust("worker", self.shared.health, worker)
+        if self.shared.health.is_banned(worker):
+            self.shared.share.left(worker)
+            found = f"{self.shared.health.max_rejections} rejected groups; the last"
+            self.shared.ledger.ejected(worker, f"{found}: {verdict}")
             self.on_banned(worker, f"{found}, group {group.group} of step {group.step}: {verdict}")
-        self.changed.notify_all()
+        self.shared.changed.notify_all()
         return f"refused: {verdict}"
 
     def _reject_server(self, entry: queue_entry.Entry, server: str, verdict: checks.Verdict) -> str:
         """Counts a group that failed by the fault of `server` against it; the group is void for its worker. Returns the reply."""
-        self.counts["server_faults"] += len(entry.rollouts)
-        self.health.lost(entry.worker, entry.group.key, time.monotonic(), blame=False)
-        was_banned = self.servers.is_banned(server)
-        self.servers.rejected(server, entry.group.key, time.monotonic(), is_fault=True)
-        self.ledger.joined(server)
-        self.ledger.refused(server, *entry.group.key, entry.digest, str(verdict))
-        self._distrust("server", self.servers, server)
-        if self.servers.is_banned(server) and not was_banned:
-            found = f"the samples of {self.servers.max_rejections} groups; the last: {verdict}"
-            self.ledger.ejected(server, found)
+        self.shared.counts["server_faults"] += len(entry.rollouts)
+        self.shared.health.lost(entry.worker, entry.group.key, time.monotonic(), blame=False)
+        was_banned = self.shared.servers.is_banned(server)
+        self.shared.servers.rejected(server, entry.group.key, time.monotonic(), is_fault=True)
+        self.shared.ledger.joined(server)
+        self.shared.ledger.refused(server, *entry.group.key, entry.digest, str(verdict))
+        self._distrust("server", self.shared.servers, server)
+        if self.shared.servers.is_banned(server) and not was_banned:
+            found = f"the samples of {self.shared.servers.max_rejections} groups; the last: {verdict}"
+            self.shared.ledger.ejected(server, found)
             self.on_banned(server, found)
             self.on_caught(f"server {server[:16]} gets no more work; its last fault is {verdict}")
-        self.changed.notify_all()
+        self.shared.changed.notify_all()
         return f"refused: void: the inference server is at fault: {verdict}"
 
     def _distrust(self, role: str, health: worker_health.WorkerHealth, key: str) -> None:
         """Quarantines all groups of a caught node that passed without a verdict, and names the steps that trained on such groups."""
-        for entry in self.queue.recall(lambda entry: (health, key) in self.answering(entry)):
-            self.counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
-            self.verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
+        for entry in self.shared.queue.recall(lambda entry: (health, key) in self.answering(entry)):
+            self.shared.counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
+            if entry.oldest_version < self.shared.batches.oldest:  # no validator may have the weights any more
+                self._void(self.shared.batches.void(entry.group.key))
+            else:
+                self.verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
         num_groups, steps = health.reveal(key)
         if num_groups:
-            if health is self.health:
-                self.counts["trained_unverified_of_cheats"] += num_groups
-                self.ledger.named(key, steps)
+            if health is self.shared.health:
+                self.shared.counts["trained_unverified_of_cheats"] += num_groups
+                self.shared.ledger.named(key, steps)
             where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
             self.on_caught(f"{role} {key[:16]} failed a check; {where}; an earlier checkpoint is without them")
 

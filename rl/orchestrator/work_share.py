@@ -37,6 +37,7 @@ class _Record:
     looked_s: float = 0.0  # up to when busy_s counts
     num_finished: float = 0.0
     busy_s: float = 0.0
+    speed: float = 0.0  # as it is in the sum of all
 
     def look(self, now_s: float, fades_s: float) -> None:
         """Adds the time since the last look if groups were held, else lets the record fade."""
@@ -65,12 +66,12 @@ class WorkShare:
         record.seen_s, record.num_held = now_s, num_held
         self._records.move_to_end(worker)
         while now_s - next(iter(self._records.values())).seen_s > self._active_s:
-            self._records.popitem(last=False)
+            self.left(next(iter(self._records)))
 
     def left(self, worker: str) -> None:
         """Records that a worker takes no more groups: it has left, or is banned."""
-        if self._records.pop(worker, None):
-            self._summed_s = -math.inf
+        if record := self._records.pop(worker, None):
+            self._sum -= record.speed
 
     def finished(self, worker: str, since_s: float, now_s: float) -> None:
         """Records that a group which a worker leased at `since_s` was accepted."""
@@ -104,7 +105,8 @@ class WorkShare:
         record = self._records.get(worker)
         if record is None:
             return False
-        return record.num_held > max(1.0, MOST_HELD * self._num_unfinished * self.speed(worker, now_s) / self._sum)
+        speed = self.speed(worker, now_s)
+        return record.num_held > max(1.0, MOST_HELD * self._num_unfinished * speed / max(self._sum, speed))
 
     def _speed(self, record: _Record, now_s: float) -> float:
         busy_s = record.busy_s + (now_s - record.looked_s if record.num_held else 0.0)
@@ -119,5 +121,7 @@ class WorkShare:
         busy_s = sum(record.busy_s for record in self._records.values())
         if num_finished and busy_s:
             self._speed_of_average = num_finished / busy_s
-        self._sum = sum(self._speed(record, now_s) for record in self._records.values())
+        for record in self._records.values():
+            record.speed = self._speed(record, now_s)
+        self._sum = sum(record.speed for record in self._records.values())
         self._summed_s = now_s

@@ -31,13 +31,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
 
-from rl.protocol import check_rate
+from rl.protocol import check_rate, lease
 
 MOST_HALVINGS = 12
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # of a group that came back again
 NEWCOMER_FRACTION = 4  # newcomers get 1 / this of the unfinished groups, and of the time of a lease
 
-Key = tuple[str, int, int]  # task_schedule.Group.key
 _Times = collections.OrderedDict[str, float]
 
 
@@ -60,7 +59,7 @@ class _Place:
 
     worker: str
     network: str
-    key: Key
+    key: lease.Key
     until_s: float
 
 
@@ -92,8 +91,10 @@ class WorkerHealth:
         )  # of workers: the last lease that expired and was held against them
         self._places: list[_Place] = []
         # Group -> its last holder, and until when newcomers do not get it.
-        self._lost: dict[Key, tuple[str, float]] = {}
-        self._pauses: dict[Key, tuple[int, float]] = {}  # group -> the number of its returns, and the end of its rest
+        self._lost: dict[lease.Key, tuple[str, float]] = {}
+        self._pauses: dict[
+            lease.Key, tuple[int, float]
+        ] = {}  # group -> the number of its returns, and the end of its rest
 
     def is_stranger(self, worker: str) -> bool:
         """Returns True unless config or launcher invited this key."""
@@ -120,7 +121,7 @@ class WorkerHealth:
         self._lost = {tuple(key): (worker, 0.0) for *key, worker in state["expired_with"]}
 
     def room(
-        self, worker: str, network: str, num_unfinished: int, now_s: float, held: Callable[[str], Collection[Key]]
+        self, worker: str, network: str, num_unfinished: int, now_s: float, held: Callable[[str], Collection[lease.Key]]
     ) -> int:
         """Returns how many more of `num_unfinished` groups a worker may lease; 0 if it is banned.
 
@@ -140,7 +141,7 @@ class WorkerHealth:
         is_waiting = len(used) < len(self._places)  # for its own group, or for the end of its lease
         return int(not is_waiting and not held(worker) and used.count(network) < free)
 
-    def may_lease(self, worker: str, key: Key, now_s: float) -> bool:
+    def may_lease(self, worker: str, key: lease.Key, now_s: float) -> bool:
         """Returns False for a group that this worker lost or that is kept for known workers, if one may have it and is active."""
         if now_s < self._pauses.get(key, (0, 0.0))[1]:
             return False
@@ -162,12 +163,12 @@ class WorkerHealth:
         most_s = math.inf if self.is_known(worker) else since_s + self._lease_s
         return min(now_s + self.lease_s(worker), most_s)
 
-    def leased(self, worker: str, network: str, keys: Collection[Key], now_s: float) -> None:
+    def leased(self, worker: str, network: str, keys: Collection[lease.Key], now_s: float) -> None:
         """Records new leases of a worker."""
         if not self.is_known(worker):
             self._places += [_Place(worker, network, key, now_s + self.lease_s(worker)) for key in keys]
 
-    def lost(self, worker: str, key: Key, now_s: float, *, blame: bool = True) -> None:
+    def lost(self, worker: str, key: lease.Key, now_s: float, *, blame: bool = True) -> None:
         """Records that a worker's lease on a group ended without rollouts; without `blame`, its marks stay, and its place is soon free."""
         self._lost[key] = worker, now_s + self._lease_s if self.is_stranger(worker) else 0.0
         if not blame:
@@ -187,19 +188,19 @@ class WorkerHealth:
         is_again = self._note(self._left_s, worker, now_s)
         return not self.is_known(worker) or (self.is_stranger(worker) and is_again)
 
-    def expired(self, worker: str, key: Key, now_s: float, *, blame: bool) -> None:
+    def expired(self, worker: str, key: lease.Key, now_s: float, *, blame: bool) -> None:
         """Records that a lease ended by its deadline. Several that end in one outage of a worker are one fault."""
         if blame and self.is_known(worker):  # the marks of others do not change
             blame = not self._note(self._blamed_s, worker, now_s)
         self.lost(worker, key, now_s, blame=blame)
 
-    def returned(self, key: Key, now_s: float) -> None:
+    def returned(self, key: lease.Key, now_s: float) -> None:
         """Records that a worker gave a group back, such as for want of a server: from the second time on it rests, longer each time."""
         times = self._pauses.get(key, (0, 0.0))[0] + 1
         pause_s = min(FIRST_PAUSE_S * 2 ** (times - 2), MAX_PAUSE_S) if times > 1 else 0.0
         self._pauses[key] = min(times, MOST_HALVINGS), now_s + pause_s
 
-    def accepted(self, worker: str, key: Key) -> None:
+    def accepted(self, worker: str, key: lease.Key) -> None:
         """Records that a group of this worker was accepted, which undoes one halving."""
         self._lost.pop(key, None)
         self._pauses.pop(key, None)
@@ -230,7 +231,7 @@ class WorkerHealth:
         else:
             one.steps.append([step, step])
 
-    def rejected(self, worker: str, key: Key, now_s: float, *, is_fault: bool) -> None:
+    def rejected(self, worker: str, key: lease.Key, now_s: float, *, is_fault: bool) -> None:
         """Records that a group was rejected: a stranger is a newcomer again. A failed check (`is_fault`) makes the worker a suspect."""
         self._workers[worker].num_rejected += 1
         self._workers[worker].is_suspect |= is_fault

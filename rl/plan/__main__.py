@@ -22,11 +22,12 @@ def main() -> None:
     if not topology:
         raise ValueError("no topology is set; give --topology=<kind>:<dims>, as in v5p:4x4x4, or set plan.topology")
     chip = roofline.chip_of(topology)
-    is_shared, place = lowered_programs.is_shared(config), flags.FLAGS.server_topology
-    if is_shared and place:
-        found = f"topology.mode = {config.topology.mode!r} has its engine on the learner's chips"
+    place, server_topology = flags.FLAGS.server_topology, roofline.host_of(topology)
+    if not lowered_programs.has_engine(config):
+        server_topology = place or f"{topology.partition(':')[0]}:{chip.host}"
+    elif place:
+        found = f"topology.mode = {config.topology.mode!r} has its engine on the learner's hosts"
         raise ValueError(f"{found}; leave --server_topology out, or set topology.mode = 'remote'")
-    server_topology = topology if is_shared else place or f"{topology.partition(':')[0]}:{chip.host}"
     config = initial.completed(config, command_line.given(), needs_files=False)
     config, chosen = sizes.settled(config, lambda config: sizes.planned(config, topology), lowered_programs.resolve)
     print(chosen, end="\n" if chosen else "")
@@ -47,7 +48,7 @@ def main() -> None:
     for role in (lowered_programs.LEARNER, lowered_programs.SERVER):
         if names := [name for name in refused if name in role]:
             print(f"\nremedy for {' and '.join(names)}: {plan.remedy(config, places[names[0]], names)}", flush=True)
-    if is_shared and not refused and outcomes.keys() >= {"train", "decode"}:
+    if lowered_programs.is_shared(config) and not refused and outcomes.keys() >= {"train", "decode"}:
         text, fits = plan.shared(outcomes, chip)
         print(f"\nlearner and engine on the same chips\n{text}", flush=True)
         refused += [] if fits else ["both"]

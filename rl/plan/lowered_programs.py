@@ -52,6 +52,7 @@ class LoweredProgram:
     read_bytes: float  # per chip, of one run, from its memory
     model_flops: float = 0.0  # the FLOPs that MFU counts; 0 if it has no MFU
     turns: tuple[int, ...] = ()  # of loops bounded by data (rl/plan/hlo.py)
+    waiting_bytes: float = 0.0  # of new weights in the memory of a server's host, until they replace its own one by one
     cache: tuple[tuple[int, ...], ...] = ()  # dims of a chip's part of the cache, which the program may not copy
 
     @property
@@ -65,35 +66,46 @@ class LoweredProgram:
         return sum(self.held.values()) + sum(self.needed.values())
 
 
+LEARNERS, ENGINES = 0, 1  # whose devices a mesh is made of
+
+
 def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
     """Returns the experiment of a config, without its tokenizer files and its servers. Does not change `config`."""
     config = config.copy_and_resolve_references()  # ConfigDict(config) would share nested dicts
     config.tokenizer = "byte_chatml"
-    config.plan.server_mesh.update(server_axes(config))
-    config.topology.mode = "auto"
-    return experiment.resolve(config)
+    mode, config.topology.mode = config.topology.mode, "auto"
+    exp = experiment.resolve(config)
+    config = config_dict.ConfigDict(exp.config)
+    config.topology.mode = mode
+    return dataclasses.replace(exp, config=config_dict.FrozenConfigDict(config))
 
 
 def is_shared(config: config_dict.ConfigDict) -> bool:
     """Returns True if learner and engine take turns on the same devices."""
-    return config.topology.mode != "remote" and not config.mesh.rollout_devices
+    return has_engine(config) and not config.mesh.rollout_devices
+
+
+def has_engine(config: config_dict.ConfigDict) -> bool:
+    """Returns True if each host of the learner has an engine, on the learner's devices or on others; else, servers are elsewhere."""
+    return config.topology.mode != "remote"
 
 
 def server_axes(config: config_dict.ConfigDict) -> dict[str, int]:
-    """Returns the mesh axes of the engine: those of `plan.server_mesh` if it has devices of its own, else those of `inference.mesh`.
+    """Returns the mesh axes of a server elsewhere, `plan.server_mesh`, or of a host's engine: `inference.mesh`.
 
     Of the latter, `data` takes the devices that the others leave (rl/topology/layout.py).
     """
     axes = config.plan.server_mesh.to_dict()
-    if not is_shared(config):
+    if not has_engine(config):
         return axes
     own = {axis: size for axis, size in config.inference.mesh.items() if size != 1}
-    return dict.fromkeys(axes, 1) | {"data": -1} | own
+    return dict.fromkeys(axes, 1) | {"data": -1, "rollout_devices": config.mesh.rollout_devices} | own
 
 
-def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
+def create_mesh(topology: str, axes: dict[str, int], role: int = LEARNERS) -> jax.sharding.Mesh:
     """Returns a mesh over the devices of a topology that this machine does not have.
 
+    With `rollout_devices` in `axes`, learner and engines have devices apart, and `role` is LEARNERS or ENGINES.
     Raises ValueError if the TPU compiler is missing, rejects the topology, or the axes do not fit it.
     """
     roofline.chip_of(topology)
@@ -101,15 +113,15 @@ def create_mesh(topology: str, axes: dict[str, int]) -> jax.sharding.Mesh:
         raise ValueError("libtpu, the TPU compiler, is missing; pip install -r third_party/plan-requirements.txt")
     os.environ.update(COMPILER_ENVIRONMENT | os.environ)
     try:
-        # Without this option, libtpu assumes hosts with four chips or more.
+        # Without this option, libtpu assumes hosts of four chips, as those of larger slices are.
         dims = [int(part) for part in topology.partition(":")[2].split("x")]
-        few = {"chips_per_host_bounds": [*dims, 1, 1][:3]} if math.prod(dims) < 4 else {}
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **few).devices
+        alone = {"chips_per_host_bounds": [*dims, 1, 1][:3]} if roofline.host_of(topology) == topology else {}
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **alone).devices
     except jax.errors.JaxRuntimeError as error:
         sizes = ", ".join(roofline.chip_of(topology).sizes)
         raise ValueError(f"the TPU compiler rejects topology {topology!r} ({error}); choose one of {sizes}") from None
     axes = dict(axes)
-    return mesh_lib.create(axes, layout.split(devices, axes.pop("rollout_devices", 0))[0])
+    return mesh_lib.create(axes, layout.split(devices, axes.pop("rollout_devices", 0))[role])
 
 
 def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
@@ -214,12 +226,14 @@ def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowe
 def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
     """Returns the program that decodes all slots of a server. Its work and bytes are those of one decode step."""
     server, params = _server(exp, mesh)
-    slots = exp.engine.num_slots
+    slots, config = exp.engine.num_slots, exp.config
     # Not the layout of this machine's own slots (inference/engine/cpu_decode_attention.py), should it be a CPU.
     cache = jax.eval_shape(lambda: kv_cache.create(server.model, slots, exp.engine.capacity))
     state = _placed(jax.eval_shape(lambda: server.init_slots(slots)).replace(cache=cache), mesh)
     work = flops.ModelFlops.of(server.model)
     held = _held(parameters=params, cache=state.cache, other_state=state.replace(cache=()))
+    if config.mesh.rollout_devices and has_engine(config):  # they are handed over while the engine runs
+        held["new version"] = held["parameters"]
     read_share = work.read_parameters(slots) / work.held
     return LoweredProgram(
         name="decode",
@@ -232,12 +246,13 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
         executed_flops=slots * (2 * work.multiplied + work.attention_flops(exp.engine.capacity)),
         read_bytes=read_share * held["parameters"] + held["cache"],
         turns=(1,),
+        waiting_bytes=0.0 if has_engine(config) else float(transformer.num_bytes(server.model)),
         cache=tuple(sorted({dims for x in jax.tree.leaves(state.cache) for dims in _whole_and_layer(x)})),
     )
 
 
 LEARNER = {"train": train_program, "logprobs": logprobs_program}  # on config.mesh
-SERVER = {"prefill": prefill_program, "decode": decode_program}  # on config.plan.server_mesh
+SERVER = {"prefill": prefill_program, "decode": decode_program}  # on `server_axes`
 
 
 def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[packing.TrainBatch, int]:

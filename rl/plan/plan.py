@@ -1,7 +1,8 @@
 """Compiles a config for a TPU topology without a TPU, and reports memory, lower bounds of time, and remedies.
 
-1. The learner's programs are lowered on the mesh of `config.mesh` over the topology, those of a server on
-   `config.plan.server_mesh` over one host of the same kind. A program whose arguments alone need too much is not compiled.
+1. The learner's programs are lowered on the mesh of `config.mesh` over the topology, those of a server elsewhere on
+   `config.plan.server_mesh` over one host of the same kind, those of an engine on the learner's hosts on `config.inference.mesh`
+   over its devices of one host. A program whose arguments alone need too much is not compiled.
 2. The TPU compiler, which is part of libtpu and needs no TPU, reports the memory that each program needs on a chip, or a shortage.
 3. The compiled text gives the collectives and their bytes (rl/plan/hlo.py), the model the arithmetic, the chip the rates
    (rl/plan/roofline.py). Together they bound the times from below.
@@ -51,10 +52,11 @@ class Outcome:
 
 def make_program(name: str, exp: experiment.Experiment, topology: str) -> lowered_programs.LoweredProgram:
     """Returns the program `name` (a key of LEARNER or SERVER) of an experiment, on a mesh over `topology`."""
-    is_learner = name in lowered_programs.LEARNER
-    programs = lowered_programs.LEARNER if is_learner else lowered_programs.SERVER
-    axes = exp.config.mesh if is_learner else exp.config.plan.server_mesh
-    return programs[name](exp, lowered_programs.create_mesh(topology, axes.to_dict()))
+    if name in lowered_programs.LEARNER:
+        return lowered_programs.LEARNER[name](exp, lowered_programs.create_mesh(topology, exp.config.mesh.to_dict()))
+    axes = lowered_programs.server_axes(exp.config)
+    mesh = lowered_programs.create_mesh(topology, axes, lowered_programs.ENGINES)
+    return lowered_programs.SERVER[name](exp, mesh)
 
 
 def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chip, effort: float = EFFORT) -> Outcome:
@@ -76,7 +78,8 @@ def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chi
     assert memory is not None and text is not None, "the TPU compiler returns both"
     instructions = hlo.parse(text, program.turns)
     results = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
-    peak = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+    new_version = program.held.get("new version", 0.0)  # no argument
+    peak = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes + new_version
     refusal = "" if peak <= chip.memory_bytes else f"it needs {_gib(peak)} of {_gib(chip.memory_bytes)} per chip"
     copies = sum(hlo.copies(instructions, dims) for dims in program.cache)
     if copies and not refusal:
@@ -155,6 +158,11 @@ def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
         (outcome.host_bytes > 0.01 * GIB, "memory of hosts", f"{_gib(outcome.host_bytes)} per chip"),
         (True, "arithmetic", f"{model}{_flops(program.executed_flops)} executed, {program.num_tokens:,} tokens"),
         *((True, label, text) for label, text in _collective_rows(outcome)),
+        (
+            program.waiting_bytes,
+            "swap of weights",
+            f"one by one, with no second copy; the new ones wait in {_gib(program.waiting_bytes)} of the host's memory",
+        ),
         (program.cache, "cache", f"{outcome.cache_copies} copies of a whole array of it in the program"),
         (
             True,
@@ -265,7 +273,7 @@ def _learner_changes(config, topology: str) -> Iterator[tuple[str, dict]]:
 
 
 def _server_changes(config, topology: str) -> Iterator[tuple[str, dict]]:
-    """Yields fewer slots, then larger and other topologies with as many slots as fit."""
-    for place in [topology, *roofline.alternatives(topology)]:
+    """Yields fewer slots, then for a server elsewhere larger and other topologies with as many slots as fit."""
+    for place in [topology, *([] if lowered_programs.has_engine(config) else roofline.alternatives(topology))]:
         for k in range(min(10, config.inference.num_slots.bit_length())):
             yield place, {"inference.num_slots": config.inference.num_slots // 2**k}

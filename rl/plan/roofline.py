@@ -57,6 +57,14 @@ def num_chips(topology: str) -> int:
     return math.prod(int(part) for part in topology.partition(":")[2].split("x"))
 
 
+def host_of(topology: str) -> str:
+    """Returns the topology of one host of a slice: the slice itself if it is not larger than a host, else four chips of it."""
+    kind, chip = topology.partition(":")[0], chip_of(topology)
+    if num_chips(topology) <= num_chips(f"{kind}:{chip.host}"):
+        return topology
+    return f"{kind}:2x2x1" if chip.host.count("x") == 2 else f"{kind}:2x2"
+
+
 def alternatives(topology: str) -> list[str]:
     """Returns larger topologies of the same kind, then those of all other kinds of chip; both smallest first."""
     kind = topology.partition(":")[0]

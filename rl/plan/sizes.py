@@ -1,10 +1,12 @@
-"""Chooses the sizes that a config leaves open (0, or "auto" for a dtype), for the memory of devices that learner and engine share.
+"""Chooses the sizes that a config leaves open (0, or "auto" for a dtype), for the memory of the devices of learner and engine.
 
 1. `inference.max_model_len` is twice `sampling.max_tokens`, but at most the positions that the model was trained for.
    `train.row_length` is that, in whole tiles of the attention kernel. `rl.prompts_per_step` makes a batch of `ROLLOUTS`.
 2. `inference.num_slots` and `train.rows` double in turn while all fits by the plan's own estimates
-   (rl/plan/lowered_programs.py): train state, weights of the engine, and the larger of a train step and the slots.
-3. The dtypes of `model` are bfloat16 on accelerators and float32 on a CPU. Parameters that train are float32.
+   (rl/plan/lowered_programs.py): train state, weights of the engine, and the larger of a train step and the slots. On devices of
+   their own, learner and engine grow apart. The slots of servers elsewhere are not chosen: their memory is not known here.
+3. `inference.mesh.tensor` is the smallest power of 2 with which the smallest sizes fit: each of its shards has a part of the weights.
+4. The dtypes of `model` are bfloat16 on accelerators and float32 on a CPU. Parameters that train are float32.
 
 A run with a checkpoint keeps the sizes of its config.json, on any devices.
 """
@@ -13,7 +15,6 @@ import dataclasses
 import math
 import operator
 import os
-import pathlib
 from collections.abc import Callable, Mapping
 
 import jax
@@ -25,8 +26,8 @@ from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
 from rl.plan import lowered_programs, roofline
 from rl.topology import layout
+from sharding import bucket, rules
 from sharding import mesh as mesh_lib
-from sharding import rules
 
 GIB = 2**30
 ROLLOUTS = 256  # of a batch: with fewer, gradients are noisy
@@ -35,18 +36,20 @@ SHARE = 0.85  # of the memory: estimates err by less (tests/rl/plan/test_sizes.p
 TILE = 128  # tokens of a row, of which the TPU's attention kernel needs whole tiles
 FIELDS = (
     *("model.dtype", "model.param_dtype", "inference.max_model_len", "train.row_length", "rl.prompts_per_step"),
-    *("inference.num_slots", "train.rows"),
+    *("inference.num_slots", "train.rows", "inference.mesh.tensor"),
 )
-# Tokens of a micro-batch per device beyond which matmuls gain nothing, on accelerators and on a CPU.
-MOST_TOKENS = {False: 32768, True: 4096}
+TENSOR = FIELDS[-1]
+# Tokens of a micro-batch per device beyond which matmuls gain nothing, on accelerators and on a CPU. There more of them leave the
+# caches: a step of 3,600 tokens in rows of 512 took 2.09, 1.76, 1.27, and 1.25 s of CPU time with 8, 4, 2, and 1 rows (4 M model).
+MOST_TOKENS = {False: 32768, True: 512}
 
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices that the learner and the engine of a run share."""
+    """The devices of the learner and of the engine of a run, which are the same or of one kind."""
 
     mesh: jax.sharding.Mesh  # of the learner
-    server_mesh: jax.sharding.Mesh
+    server_mesh: jax.sharding.Mesh | None  # of the engine of one host; None: servers are elsewhere
     memory_bytes: float  # of one device
     kind: str
     is_cpu: bool = False
@@ -55,11 +58,12 @@ class Devices:
 def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
     """Resolves the config of the command line, completed from its checkpoint, with sizes for this process's devices, which it prints.
 
-    A run that has a checkpoint keeps its sizes. Raises ValueError in one line, as `initial.completed`, `settled`, and `experiment.resolve` do.
+    A run that has a checkpoint, of RL or of its warm-up, keeps its sizes. Raises ValueError in one line, as `initial.completed`, `settled`, and `experiment.resolve` do.
     """
     config = initial.completed(config, command_line.given())
-    workdir = pathlib.Path(flags.FLAGS.workdir or "")
-    if flags.FLAGS.workdir and any(workdir.glob("checkpoints/[0-9]*")):
+    names = ("config.json", "checkpoints/*/seal.json", "warmup/*/seal.json")
+    workdir = bucket.fetched(flags.FLAGS.workdir or ".", names, is_optional=True)
+    if flags.FLAGS.workdir and any(file for name in names[1:] for file in workdir.glob(name)):
         saved = experiment.flat(run_directory.saved_config(workdir))
         config.update_from_flattened_dict({name: saved[name] for name in _open(config)})
     config, chosen = settled(config, present, experiment.resolve)
@@ -69,9 +73,11 @@ def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
 
 def present(config: config_dict.ConfigDict) -> Devices:
     """Returns the devices of this process and of the other hosts of the learner."""
-    local = jax.local_devices()
+    local, server, axes = jax.local_devices(), None, lowered_programs.server_axes(config)
+    _, devices = layout.split(local, axes.pop("rollout_devices", 0))
     is_one = set(config.inference.mesh.values()) == {1} and not layout.is_colocated(config)  # a process of its own
-    server = mesh_lib.create(lowered_programs.server_axes(config), local[:1] if is_one else local)
+    if lowered_programs.has_engine(config):
+        server = mesh_lib.create(axes, devices[:1] if is_one else devices)
     host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (2 * len(local))  # half for other programs
     memory_bytes = (local[0].memory_stats() or {}).get("bytes_limit", host_bytes)
     mesh, is_cpu = layout.learner_mesh(config), local[0].platform == "cpu"
@@ -81,8 +87,10 @@ def present(config: config_dict.ConfigDict) -> Devices:
 def planned(config: config_dict.ConfigDict, topology: str) -> Devices:
     """Returns the devices of a TPU topology `<kind>:<dims>`, without having them."""
     chip = roofline.chip_of(topology)
-    mesh = lowered_programs.create_mesh(topology, config.mesh.to_dict())
-    server_mesh = lowered_programs.create_mesh(topology, lowered_programs.server_axes(config))
+    mesh, server_mesh = lowered_programs.create_mesh(topology, config.mesh.to_dict()), None
+    if lowered_programs.has_engine(config):
+        axes, host = lowered_programs.server_axes(config), roofline.host_of(topology)
+        server_mesh = lowered_programs.create_mesh(host, axes, lowered_programs.ENGINES)
     return Devices(mesh, server_mesh, chip.memory_bytes, topology.partition(":")[0])
 
 
@@ -91,19 +99,23 @@ def settled(
 ) -> tuple[config_dict.ConfigDict, str]:
     """Returns (a copy of the config with a value for each open field, a line about them, "" if none was open).
 
-    `devices` and `resolve` (`experiment.resolve`, or the plan's) are called if a field is open. Raises ValueError if the engine
-    has devices of its own, or if the smallest sizes do not fit the memory.
+    `devices` and `resolve` (`experiment.resolve`, or the plan's) are called if a field is open. Raises ValueError if the slots of
+    servers elsewhere are open, or if the smallest sizes do not fit the memory.
     """
     config = config.copy_and_resolve_references()
     if not (names := _open(config)):
         return config, ""
-    if not lowered_programs.is_shared(config):
-        raise ValueError(
-            f"{names[0]} is open, but the engine has other devices than the learner; set {', '.join(names)}"
-        )
+    if "inference.num_slots" in names and not lowered_programs.has_engine(config):
+        found = "inference.num_slots = 0 is chosen for the memory of this run's devices, but topology.mode = 'remote'"
+        raise ValueError(f"{found} has its servers elsewhere; set the slots of one server")
+    if TENSOR in names:
+        config.inference.mesh.tensor = 1
     place = devices(config)
-    config.update_from_flattened_dict({name: v for name, v in _least(config, place).items() if name in names})
-    num_bytes = _grow(config, place, resolve, names)
+    _set_least(config, place, names)
+    exp = resolve(config)
+    if TENSOR in names and place.server_mesh is not None and not place.is_cpu:
+        place = _with_parts(exp, config, place, devices, names)
+    num_bytes = _grow(exp, config, place, names)
     values = ", ".join(f"{name} = {operator.attrgetter(name)(config)}" for name in names)
     where = f"{place.mesh.size} x {place.kind} with {place.memory_bytes / GIB:.2f} GiB"
     return config, f"chosen for {where}: {values}; about {num_bytes / GIB:.2f} GiB of each"
@@ -120,9 +132,11 @@ def budget(
     train, decode = programs["train"], programs["decode"].held
     weights, slots = decode["parameters"], sum(decode.values()) - decode["parameters"]
     turns = {name: size + programs[name].passing_bytes for name, size in workspaces.items()}
-    turns |= {f"{name} with slots": turns.pop(name) + slots for name in lowered_programs.SERVER if name in turns}
-    # Old and new weights of the engine exist together, and with adapters the merged parameters of the learner as well.
-    turns["new version"] = weights + train.needed.get("merged parameters", 0.0)
+    served = {f"{name} with slots": turns.pop(name) + slots for name in lowered_programs.SERVER if name in turns}
+    # A new version is on the devices before the engine stops to use the old one. While it is made, the slots are not there, but with
+    # adapters the merged parameters of the learner are.
+    merged = train.needed.get("merged parameters", 0.0)
+    turns |= {"new version": weights + max(merged, *served.values())}
     largest = max(turns, key=turns.__getitem__)
     state = sum(train.held.values()) - train.passing_bytes
     return {"train state": state, "weights of the engine": weights, largest: turns[largest]}
@@ -132,25 +146,41 @@ def _open(config) -> list[str]:
     return [name for name in FIELDS if operator.attrgetter(name)(config) in (0, "auto")]
 
 
-def _least(config, place: Devices) -> dict:
-    """Returns the values of the fields that do not depend on the memory, and the least of those that do."""
+def _set_least(config, place: Devices, names: list[str]) -> None:
+    """Sets those of the fields `names` that do not depend on the memory, and the least values of slots and rows."""
     dtype, wanted = "float32" if place.is_cpu else "bfloat16", 2 * config.sampling.max_tokens
     length = config.inference.max_model_len or min(wanted, config.model.max_positions or wanted)
     tile = TILE * place.mesh.shape["context"]
-    return {
+    values = {
         "model.dtype": dtype,
         "model.param_dtype": dtype if config.lora.rank else "float32",
         "inference.max_model_len": length,
         "train.row_length": -(-length // tile) * tile,
         "rl.prompts_per_step": -(-ROLLOUTS // config.rl.samples_per_prompt),
-        "inference.num_slots": LEAST_SLOTS * rules.num_batch_shards(place.server_mesh),
+        "inference.num_slots": place.server_mesh and LEAST_SLOTS * rules.num_batch_shards(place.server_mesh),
         "train.rows": rules.num_batch_shards(place.mesh),
     }
+    config.update_from_flattened_dict({name: value for name, value in values.items() if name in names})
 
 
-def _grow(config, place: Devices, resolve: Callable, names: list[str]) -> float:
+def _with_parts(exp: experiment.Experiment, config, place: Devices, devices: Callable, names: list[str]) -> Devices:
+    """Returns the devices, with the engine's weights in the fewest parts with which the smallest sizes fit; whole if none do."""
+    found = place
+    try:
+        while _estimate(exp, config, found) > SHARE * place.memory_bytes:
+            config.inference.mesh.tensor *= 2
+            found = devices(config)
+            _set_least(config, found, names)
+    except ValueError:  # more parts than devices, or dims that do not divide
+        config.inference.mesh.tensor = 1
+        _set_least(config, place, names)
+        return place
+    return found
+
+
+def _grow(exp: experiment.Experiment, config, place: Devices, names: list[str]) -> float:
     """Doubles those of slots and rows that are in `names` while they fit, in turn; returns the bytes of a device in use."""
-    exp, length = resolve(config), config.train.row_length
+    length = config.train.row_length
     num_rollouts, shards = config.rl.prompts_per_step * config.rl.samples_per_prompt, rules.num_batch_shards(place.mesh)
     most = {
         "inference.num_slots": min(num_rollouts, MOST_SLOTS),
@@ -163,7 +193,8 @@ def _grow(config, place: Devices, resolve: Callable, names: list[str]) -> float:
             f"{trains} needs about {num_bytes / GIB:.1f} of {place.memory_bytes / GIB:.1f} GiB with the smallest sizes"
         )
         remedy = "lower sampling.max_tokens" if config.lora.rank else "set lora.rank = 16"
-        if (copies := place.server_mesh.shape["data"]) > 1:
+        copies = place.server_mesh.shape["data"] if place.server_mesh and TENSOR not in names else 1
+        if copies > 1:
             remedy += f", set inference.mesh.tensor = {copies} (each device has a copy of the engine's weights)"
         raise ValueError(f"{found}; {remedy}, use more devices, or a smaller checkpoint")
     growing = [name for name in most if name in names]
@@ -181,10 +212,12 @@ def _grow(config, place: Devices, resolve: Callable, names: list[str]) -> float:
 
 
 def _estimate(exp: experiment.Experiment, config, place: Devices) -> float:
-    """Returns the estimated bytes of a device in use, with the slots and rows of `config`."""
+    """Returns the estimated bytes in use of the device with the least left, with the slots and rows of `config`."""
     engine = dataclasses.replace(exp.engine, num_slots=config.inference.num_slots)
     exp = dataclasses.replace(exp, config=config_dict.FrozenConfigDict(config), engine=engine)
-    train = lowered_programs.train_program(exp, place.mesh)
-    decode = lowered_programs.decode_program(exp, place.server_mesh)
-    programs = {"train": train, "decode": decode}
+    programs = {"train": lowered_programs.train_program(exp, place.mesh)}
+    if place.server_mesh is not None:
+        programs["decode"] = lowered_programs.decode_program(exp, place.server_mesh)
+    if not lowered_programs.is_shared(config):
+        return max(program.estimated_bytes for program in programs.values())
     return sum(budget(programs, {name: sum(program.needed.values()) for name, program in programs.items()}).values())

@@ -33,6 +33,8 @@ MAX_REMEMBERED = 2**16  # workers whose previous request is known
 MAX_WORK_BITS = 40  # days of one CPU core
 HEADER = "x-intellax-request"  # the signed request as JSON, where the body is a file of rollouts
 
+Key = tuple[str, int, int]  # names a group in a run: split, step, group number
+
 
 class Replayed(ValueError):
     """Raised for a request that is not newer than an earlier one of its signer: a copy, or one that another has overtaken."""

@@ -17,7 +17,7 @@ import dataclasses
 import enum
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rl.protocol import timeline
@@ -134,7 +134,8 @@ class Registry:
         self._interval_s, self._is_named = interval_s, is_named
         self._nodes: dict[str, Node] = {}
         self._keys: dict[str, dict[str, None]] = {role: {} for role in ROLES}  # of the nodes of each role
-        self._strangers: collections.OrderedDict[str, None] = collections.OrderedDict()  # the last to beat at the end
+        # Workers and other nodes apart, as their intervals differ; the last to beat at the end.
+        self._strangers = {is_worker: collections.OrderedDict[str, None]() for is_worker in (True, False)}
         self._count: collections.Counter[tuple[str, State]] = collections.Counter()  # of nodes
         self._changes: collections.deque[Change] = collections.deque(maxlen=MAX_CHANGES)
         self._now_s = -math.inf
@@ -161,9 +162,10 @@ class Registry:
         # A server that is ready and loads other weights goes on serving its old ones, so it never joins twice while it beats.
         state = node.state if held or (ready is State.JOINING and node.state is State.HEALTHY) else ready
         self._put(dataclasses.replace(node, report=report, beat_s=now_s, state=state), node.state, "a beat")
-        self._strangers.pop(key, None)
+        strangers = self._strangers[role == "worker"]
+        strangers.pop(key, None)
         if not self._is_named(key):
-            self._strangers[key] = None  # the last to beat
+            strangers[key] = None  # the last to beat
         return self._nodes[key]
 
     def fault(self, key: str, now_s: float, problem: str) -> None:
@@ -190,7 +192,7 @@ class Registry:
         """Applies the passing of time; returns all changes since the last sweep, the first first."""
         self._look(now_s)
         for node in [*self._nodes.values()]:
-            beats = (now_s - node.beat_s) / (self.worker_interval_s if node.role == "worker" else self._interval_s)
+            beats = self._silent_beats(node, now_s)
             if beats <= SUSPECT_BEATS:
                 continue
             reason = f"silent for {now_s - node.beat_s:.0f} s"
@@ -224,6 +226,10 @@ class Registry:
     def count(self, role: str) -> collections.Counter[State]:
         """Returns the number of nodes of a role in each state."""
         return collections.Counter({state: n for state in State if (n := self._count[role, state])})
+
+    def nodes(self) -> Iterable[Node]:
+        """Returns all nodes, in no order."""
+        return self._nodes.values()
 
     def table(self) -> list[dict[str, Any]]:
         """Returns a row per node for people, by role and key: ages in seconds as of the last call that named a time."""
@@ -262,13 +268,19 @@ class Registry:
 
     def _make_room(self, now_s: float) -> bool:
         """Returns True if a stranger more may sign in, maybe in place of a silent one."""
-        if len(self._strangers) >= MAX_STRANGERS:
-            oldest = self._nodes[next(iter(self._strangers))]
-            if now_s - oldest.beat_s <= SUSPECT_BEATS * self._interval_s:
-                return False
-            del self._strangers[oldest.key]
-            self._end(oldest, "another took its place")
-        return True
+        if sum(map(len, self._strangers.values())) < MAX_STRANGERS:
+            return True
+        for strangers in self._strangers.values():
+            oldest = self._nodes[next(iter(strangers))] if strangers else None
+            if oldest and self._silent_beats(oldest, now_s) > SUSPECT_BEATS:
+                del strangers[oldest.key]
+                self._end(oldest, "another took its place")
+                return True
+        return False
+
+    def _silent_beats(self, node: Node, now_s: float) -> float:
+        """Returns how long a node has been silent, in its intervals."""
+        return (now_s - node.beat_s) / (self.worker_interval_s if node.role == "worker" else self._interval_s)
 
     def _end(self, node: Node, reason: str) -> None:
         self._put(dataclasses.replace(node, state=State.GONE), node.state, reason)
@@ -276,8 +288,8 @@ class Registry:
             self._forget(node.key)
 
     def _forget(self, key: str) -> None:
-        self._strangers.pop(key, None)
         if node := self._nodes.pop(key, None):
+            self._strangers[node.role == "worker"].pop(key, None)
             del self._keys[node.role][key]
             self._count[node.role, node.state] -= 1
 

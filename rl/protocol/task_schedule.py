@@ -16,6 +16,8 @@ from typing import cast
 
 import grain
 
+from rl.protocol import lease
+
 NUM_TASKS = 2**30  # of an environment without a number of tasks (env.num_tasks): more than any run needs
 BATCHES = ("prescribed", "first")  # values of rl.batch
 
@@ -36,7 +38,7 @@ class Group:
     epoch: int = -1  # of every version that may, pinned by the lease; -1: any
 
     @property
-    def key(self) -> tuple[str, int, int]:
+    def key(self) -> lease.Key:
         """The tuple (split, step, group number) that identifies this group in a run."""
         return self.split, self.step, self.group
 
@@ -125,7 +127,10 @@ def held_out_groups(config, version: int, name: str | None = None) -> list[Group
 
 
 def warmup_indices(config, step: int) -> list[int]:
-    """Returns the task indices of supervised warm-up batch `step`, from the end of the task order, which RL never reaches."""
+    """Returns the task indices of supervised warm-up batch `step`, from the far end of the task order.
+
+    RL does not come to them in an environment that makes its tasks. Of a dataset, both use all rows.
+    """
     count = config.warmup.tasks_per_step
     return _task_indices(config, [NUM_TASKS - 1 - i for i in range((step - 1) * count, step * count)])
 

@@ -22,7 +22,9 @@ from typing import Any, TextIO
 import rich.console
 import rich.progress
 import rich.text
-import tensorboardX
+from tensorboardX import event_file_writer
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
@@ -63,15 +65,11 @@ class MetricsWriter:
         self._file.flush()
         if self._tensorboard:
             if phase not in self._writers:
-                # tensorboardX names files by the second and opens them with "wb": two of one second would be one.
-                self._writers[phase] = tensorboardX.SummaryWriter(
-                    str(self.path.parent / "tensorboard" / phase),
-                    purge_step=self._purge_steps.get(phase),
-                    flush_secs=10,
-                    filename_suffix=f".{secrets.token_hex(4)}",
-                )
-            for name, value in values.items():
-                self._writers[phase].add_scalar(name, value, int(step))
+                self._writers[phase] = self._open_events(phase)
+            scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+            summary = Summary(value=scalars)
+            self._writers[phase].write_event(Event(wall_time=time.time(), step=int(step), summary=summary))
+            self._writers[phase].flush()
 
     def truncate(self, phase: str, after_step: int) -> None:
         """Removes the metrics of `phase` after step `after_step`, for a resume. Readers see the old file or the new one."""
@@ -94,16 +92,30 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Closes the metrics file and all TensorBoard files."""
-        if self._active:
-            self._file.close()
-        for writer in self._writers.values():
+        for file in [*([self._file] if self._active else []), *self._writers.values()]:
             with contextlib.suppress(OSError):  # a full disk, which must not hide the error that ended the run
-                writer.close()
+                file.close()
 
     def _open(self):
         if self.path.exists():
             os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         self._file = self.path.open("a", encoding="ascii", newline="\n")
+
+    def _open_events(self, phase: str) -> event_file_writer.EventsWriter:
+        """Returns a new TensorBoard file of a phase, without the thread of `SummaryWriter`, which prints its own errors."""
+        directory = self.path.parent / "tensorboard" / phase
+        directory.mkdir(parents=True, exist_ok=True)
+        # Files are named by the second and opened with "wb": two of one second would be one.
+        writer = event_file_writer.EventsWriter(str(directory / "events"), f".{secrets.token_hex(4)}")
+        if (step := self._purge_steps.get(phase)) is not None:
+            start = SessionLog(status=SessionLog.START)
+            writer.write_event(Event(step=step, session_log=start))
+        return writer
+
+
+def read_steps(workdir: pathlib.Path) -> list[dict]:
+    """Returns the lines of the RL steps of the run in a working directory, as `read` does."""
+    return read(workdir / "metrics.jsonl", "rl")
 
 
 def read(path: str | os.PathLike, phase: str = "") -> list[dict]:

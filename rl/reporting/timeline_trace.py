@@ -39,25 +39,25 @@ class Span:
     group: int = -1
 
 
-def write(workdir: pathlib.Path, records: Sequence[dict]) -> list[Span]:
-    """Writes trace.json from the ledger and the lines of metrics in `records`; returns its spans, [] for a run without a ledger."""
+def write(workdir: pathlib.Path, steps: Sequence[dict]) -> list[Span]:
+    """Writes trace.json from the ledger and the metrics of train `steps`; returns its spans, [] for a run without a ledger."""
     file, entries = workdir / "ledger.db", []
     if file.exists():
         with contextlib.closing(storage.connect(file)) as db:
             (last,) = db.execute("SELECT MAX(seq) FROM entries").fetchone()
             first = max(0, (last or 0) + 1 - MAX_ENTRIES)
             entries = [(entry.time_ms / 1000, entry.event) for entry in storage.read(db, first)]
-    spans = sorted([*of_learner(records), *of_ledger(entries)]) if entries else []
+    spans = sorted([*of_learner(steps), *of_ledger(entries)]) if entries else []
     if spans:
         lines = (json.dumps(event, separators=(",", ":")) for event in chrome_events(spans))
         atomic_file.write(workdir / "trace.json", b"[\n", ",\n".join(lines).encode(), b"\n]\n")
     return spans
 
 
-def of_learner(records: Iterable[dict]) -> Iterator[Span]:
-    """Yields the spans of the train steps in the lines of metrics.jsonl that have the time of their end."""
-    for record in records:
-        if record["phase"] != "rl" or "time/unix" not in record:
+def of_learner(steps: Iterable[dict]) -> Iterator[Span]:
+    """Yields the spans of the train steps whose metrics have the time of their end."""
+    for record in steps:
+        if "time/unix" not in record:
             continue
         begin_s = record["time/unix"] - record["time/step_s"]
         for part, name in PARTS.items():

@@ -55,7 +55,7 @@ def main() -> None:
         chaos: faults.Faults | None = None
         orchestrator = sign_in.Orchestrator(swarm.orchestrator, key.private, key.worker, timeout_s=table_lib.ASK_S)
         ask, active = functools.partial(orchestrator.ask, "/nodes"), lambda: chaos.active if chaos else {}
-        table = table_lib.Table(nodes.nodes, swarm.keys, ask, workdir / "metrics.jsonl", active)
+        table = table_lib.Table(nodes.nodes, swarm.keys, ask, workdir, active)
         note = stack.enter_context(table_lib.shown(table, sys.stdout))
         if values.chaos is not None:
             disks = {name: path for name, path in swarm.mirrors.items() if stack.enter_context(faults.small_disk(path))}

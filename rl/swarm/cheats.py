@@ -13,9 +13,9 @@ import functools
 import sys
 from collections.abc import Sequence
 
-from inference import client as client_lib
 from inference import serve
 from inference.server import generate_routes, inference_server
+from inference.swarm import sample as sample_lib
 from rl import worker
 
 LIE = 0.5  # nats
@@ -47,7 +47,7 @@ def _forge(honest, run, group, task, prompt, samples):
     return honest(run, group, task, prompt, [*map(forged, samples)])
 
 
-def forged(sample: client_lib.Sample) -> client_lib.Sample:
+def forged(sample: sample_lib.Sample) -> sample_lib.Sample:
     """Returns a sample with its tokens in another order; the last stays: it may be the stop token. A palindrome gets another first token."""
     tokens = [*sample.tokens[-2::-1], sample.tokens[-1]]
     tokens[0] ^= tokens == [*sample.tokens]

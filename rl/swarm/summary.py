@@ -26,7 +26,7 @@ def of(
     problems += [f"{name} is honest, and was barred" for name in sorted(barred - cheats)]
     if swarm.keys[processes.IMPOSTOR] in audit.workers:
         problems.append(f"the run was trained on groups of {processes.IMPOSTOR}, which all are forged")
-    steps = metrics.read(workdir / "metrics.jsonl", "rl")
+    steps = metrics.read_steps(workdir)
     if steps and steps[-1].get("trust/num_validators_excluded"):
         problems.append("a validator is not asked any more, as it contradicted the others")
     lines = [] if faults is None else [f"faults: {sum(faults.values())} ({_listed(faults)})"]

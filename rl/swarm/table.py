@@ -36,7 +36,7 @@ class Table:
     nodes: Mapping[str, supervisor.Node]  # the processes by name
     keys: Mapping[str, str]  # their public keys
     ask: Callable[[], dict[str, Any]]  # the orchestrator's reply to POST /nodes; OSError or ValueError if it is away
-    steps: pathlib.Path  # the learner's file of metrics
+    workdir: pathlib.Path  # of the learner, which writes the metrics
     faults: Callable[[], Mapping[str, str]]  # the kind of the fault that a node has now, if any
     waiting_for: str = ""  # why the learner waits, as of the last `rows`
     replied_s: float = -math.inf  # when the orchestrator replied last
@@ -65,7 +65,7 @@ class Table:
             row = dict.fromkeys(COLUMNS, "") | {"node": name, "state": "running" if node.child else "waiting"}
             row["last line"] = node.child.last_line if node.child else node.problem
             known = signed_in.pop(self.keys.get(name, ""), None)
-            if node.spec.role == "learner" and (steps := _steps(self.steps)):
+            if node.spec.role == "learner" and (steps := _steps(self.workdir)):
                 row["version"] = str(steps[-1]["step"])
                 row["tok/s"] = metrics.format_value(steps[-1].get("time/tokens_per_s", 0.0))
             elif node.child and node.spec.role not in HOSTS:
@@ -83,7 +83,7 @@ class Table:
         """Returns a number that is greater once a process has got further: the steps of the run, or the start of the last that signed in."""
         if spec.role not in HOSTS:
             return self.heard.get(spec.name, 0.0)
-        return max((step["step"] for step in _steps(self.steps)), default=0)
+        return max((step["step"] for step in _steps(self.workdir)), default=0)
 
 
 def _cells(epochs: Sequence[str], row: Mapping[str, Any], last_line: str) -> dict[str, str]:
@@ -129,8 +129,8 @@ def shown(table: Table, stream: TextIO) -> Iterator[Callable[[str], None]]:
             thread.join()
 
 
-def _steps(file: pathlib.Path) -> list[dict[str, Any]]:
+def _steps(workdir: pathlib.Path) -> list[dict[str, Any]]:
     try:
-        return metrics.read(file, "rl")
+        return metrics.read_steps(workdir)
     except (OSError, ValueError):
         return []

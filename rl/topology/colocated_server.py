@@ -4,8 +4,8 @@
    inference/serve.py.
 2. `join` signs the server in at the orchestrator. Heartbeats name the policies to load, as for any server.
 3. Before each train step the learner calls `release`: on devices that both use, the engine stops, and its cache leaves them.
-   After it `hand_over` puts the new parameters on the engine's devices, and the engine continues. It uses them as soon as the
-   orchestrator names their policy, in place of the published files.
+   After it `hand_over` puts the new parameters on the engine's devices, and with `reclaim` the engine continues. It uses the new
+   ones as soon as the orchestrator names their policy, in place of the published files. Until then it has both.
 
 The first host of several has the orchestrator. Each has a server, which workers of all hosts use.
 """
@@ -17,9 +17,12 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from inference import serve
 from inference.engine import weights as weights_lib
 from inference.rollouts import rollout as rollout_lib
+from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server, web
 from inference.swarm import membership
 from models import config as config_lib
@@ -30,7 +33,7 @@ from rl.topology import layout
 from sharding import broadcast, handover
 from sharding.download import source as source_lib
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import sockets
+from sharding.system import secret_file, sockets
 
 
 @dataclasses.dataclass
@@ -55,18 +58,45 @@ class ColocatedServer:
     def release(self) -> None:
         """Makes room for a train step. On shared devices the engine stops, and running sequences wait in host memory."""
         if self.is_shared:
-            self.server.scheduler.release().result()
+            self._await(self.server.scheduler.release)
 
     def hand_over(self, params: transformer.Params, policy: timeline.Policy) -> None:
-        """Gives the engine the parameters of `policy`, to use when the orchestrator names it; ends a `release`.
+        """Gives the engine the parameters of `policy`, to use when the orchestrator names it.
 
-        Only the first host needs the policy's digest.
+        Only the first host needs the policy's digest. Raises ValueError if a number is not finite.
         """
         digest, offer = self.hosts.broadcast(policy.digest), concurrent.futures.Future()
         self.server.offered = digest, offer  # before the first host can name the policy: it waits for all in `place`
-        offer.set_result(_placed(params, policy, digest, self.targets))
+        try:
+            placed = _placed(params, policy, digest, self.targets)
+            # The check has collectives. In the thread of an update, next to a train step on the same devices, it could block both.
+            inference_server.check_params(placed.params, self.server.engine.model)
+        except BaseException as error:
+            offer.set_exception(error)  # or an update would wait for it
+            raise
+        offer.set_result(placed)
+
+    def reclaim(self) -> None:
+        """Ends a `release`. The caller needs no merged parameters any more."""
         if self.is_shared:
-            self.server.scheduler.reclaim().result()
+            self._await(self.server.scheduler.reclaim)
+
+    def death(self) -> ValueError | None:
+        """Blocks until the engine's thread has ended. Returns the error to end the run with, None if it was closed."""
+        error = self.server.scheduler.join()
+        if error is None:
+            return None
+        text = f"{type(error).__name__}: {error}".splitlines()[0]  # XLA appends a table of allocations
+        remedy = "the same command resumes"
+        if "RESOURCE_EXHAUSTED" in text:
+            remedy = "lower inference.num_slots or train.rows, or set them to 0: chosen for the memory"
+        return ValueError(f"the inference engine of this process ended: {text}; {remedy}")
+
+    def _await(self, action: Callable[[], concurrent.futures.Future]) -> None:
+        try:
+            action().result()
+        except (scheduler_lib.Closed, jax.errors.JaxRuntimeError) as error:
+            raise self.death() or error from error
 
 
 @contextlib.contextmanager
@@ -85,14 +115,17 @@ def start(
     mesh, metadata = layout.engine_mesh(experiment), experiment.broadcast_metadata
     store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), mesh)
     placed = _placed(params, policy, hosts.broadcast(policy.digest), store.abstract)
+    del params  # with adapters, they are a copy of the whole model
     with contextlib.ExitStack() as stack:
         source = source_lib.open(str(weights), trusted_key=key)
         server = inference_server.start_offered(
             placed, source, experiment.engine, store, metadata["tokenizer"], key=key
         )
+        del placed  # the server's, until it has newer ones
         stack.callback(server.close)
         sock = stack.enter_context(contextlib.closing(sockets.listen(hosts.address, 0)))
-        stack.enter_context(web.in_thread(web.server(serve.make_app(server)), sock))
+        api_key = secret_file.choose(None, None, "INTELLAX_API_KEY")  # which workers send to any server of the run
+        stack.enter_context(web.in_thread(web.server(serve.make_app(server, api_key=api_key)), sock))
         is_shared = experiment.config.mesh.rollout_devices == 0
         yield ColocatedServer(sockets.address(sock), hosts, is_shared, server, store.abstract)
 

@@ -20,6 +20,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,12 +30,12 @@ import jax
 import numpy as np
 from ml_collections import config_dict
 
-from inference import client as client_lib
 from inference.engine import engine as engine_lib
 from inference.engine import routed_experts
 from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
+from inference.swarm import sample as sample_lib
 from models import transformer
 from rl import envs, worker
 from rl.algorithms import advantages
@@ -44,7 +45,7 @@ from rl.experiment import workdir as run_directory
 from rl.protocol import task_schedule
 from rl.verification import checks, sequential_test, verifier
 from rl.verification import rules as rules_lib
-from sharding import broadcast, rules
+from sharding import broadcast, bucket, rules
 from sharding import mesh as mesh_lib
 
 SAFETY = 2.0  # of limits on proofs
@@ -146,7 +147,7 @@ def roll_out(
             is_named = exp.engine.routed_experts
             experts = [routed_experts.with_all_layers(c.experts, exp.model) if is_named else None for c in completions]
             samples = [
-                client_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, c.proofs, e)
+                sample_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, c.proofs, e)
                 for c, e in zip(completions, experts, strict=True)
             ]
             made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)
@@ -370,13 +371,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, Measured]) -> dict:
     """Adds the measurements of one run to `measured`. Returns its policy for people to read: version, dtypes, and model."""
-    exp, weights = load_experiment(workdir), pathlib.Path(workdir) / "weights"
+    folder = bucket.fetched(workdir, ("*.json", "*.key", "weights/*"))
+    exp, weights = load_experiment(folder), folder / "weights"
     if args.rollouts < (least := 2 * exp.config.rl.samples_per_prompt):
         raise ValueError(f"--rollouts {args.rollouts} is less than two groups of {workdir}; give {least} or more")
     version = broadcast.latest(str(weights)) if args.version is None else args.version
     if version is None:
         raise ValueError(f"{weights} contains no published weights; run python -m rl.train first")
-    trusted = run_directory.trusted_key(pathlib.Path(workdir))
+    trusted = run_directory.trusted_key(folder)
     get = verifier.published(str(weights), key=trusted)
     replayed = dataclasses.replace(exp.model, dtype=args.replay_dtype or exp.model.dtype)
     validator = verifier.Validator(replayed, lambda version, epoch: get(version), rules_lib.Rules.of(exp.config))
@@ -432,7 +434,7 @@ def variant_rollouts(
     return roll_out(changed, params, version, groups, key)[:count]
 
 
-def load_experiment(workdir: str, code: Sequence[str] | None = None) -> experiment_lib.Experiment:
+def load_experiment(workdir: str | os.PathLike, code: Sequence[str] | None = None) -> experiment_lib.Experiment:
     """Returns the experiment of a run, from the config in its working directory, but for its own functions that only a learner needs.
 
     Raises ValueError if config.json is missing, or if the environment's code or data differ from those of the run. `code`: the folders

@@ -30,7 +30,7 @@ from rl.validator import service as validator_service
 from rl.validator import state as validator_state
 from rl.validator import status as validator_status
 from rl.verification import evidence_log, verifier
-from sharding import broadcast
+from sharding import broadcast, bucket
 from sharding.system import cli, role_metrics, sign_in, signed_message, sockets
 
 MAX_REQUEST_BYTES = 2**15  # 256 hashes take 17 KiB
@@ -110,6 +110,9 @@ def _reply(status: validator_status.Status) -> dict:
 
 def serve(args: argparse.Namespace) -> int:
     """Runs the validator over HTTP until it is interrupted; returns the exit code. Raises ValueError for a wrong option."""
+    if bucket.is_url(args.workdir):
+        found = f"--workdir {args.workdir} is in a bucket, and a validator writes its state to it"
+        raise ValueError(f"{found}; copy the run's config.json to a folder here, and add --run, --weights, --rollouts")
     experiment, workdir = calibrate.load_experiment(args.workdir, args.code), pathlib.Path(args.workdir)
     config, weights = experiment.config, args.weights or str(workdir / "weights")
     if args.rollouts and not pathlib.Path(args.rollouts).is_dir():
@@ -129,15 +132,11 @@ def serve(args: argparse.Namespace) -> int:
         pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=trusted)
         rules = verifier.rules_of(config, experiment.tokenizer, stack=stack, run=run, code=args.code)
         rules = dataclasses.replace(rules, tolerance=tolerance)
-        open_steps = task_schedule.num_open_steps(config)
-        keep_steps = open_steps + 7
-        of_servers = {
-            "servers": frozenset(config.topology.server_keys),
-            "on_flagged": functools.partial(print, flush=True),
-        }
+        keep_steps = task_schedule.num_open_steps(config) + 7
 
-        def make_validator(**options) -> verifier.Validator:
-            evidence = evidence_log.EvidenceLog(bands, open_steps=open_steps, **of_servers, **options)
+        def make_validator(*, count_once: bool = False) -> verifier.Validator:
+            options = {"count_once": count_once, "on_flagged": functools.partial(print, flush=True)}
+            evidence = evidence_log.EvidenceLog.of(config, bands, **options)
             return verifier.Validator(experiment.model, pull, rules, evidence)
 
         key = own_key(args.key or run_directory.worker_key_file(workdir, "validator"))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from inference.rollouts import rollout as rollout_lib
+from rl.protocol import task_schedule
 from rl.verification import checks, peers, responsibility, seen_set, sequential_test
 
 
@@ -40,6 +41,14 @@ class EvidenceLog:
         self._seen = self._nothing_seen()
         self._peers = peers.Peers(open_steps)
         self.tests: dict[str, sequential_test.SequentialTest] = {}
+
+    @classmethod
+    def of(
+        cls, config, bands: sequential_test.Bands | None, *, servers: Collection[str] = (), **options
+    ) -> "EvidenceLog":
+        """Returns the log of a run by its resolved config: of `servers` in addition to `topology.server_keys`; `options` as above."""
+        answering = frozenset({*config.topology.server_keys, *servers})
+        return cls(bands, servers=answering, open_steps=task_schedule.num_open_steps(config), **options)
 
     def add_claims(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
         """Adds the claimed log-probabilities of whole groups to their workers' tests. Returns "statistics" for rollouts of a flagged cheat, else OK."""

@@ -2,6 +2,7 @@
 
 from sharding.broadcast.assemble import Pulled
 from sharding.broadcast.destination import remove
+from sharding.broadcast.placement import Staged
 from sharding.broadcast.publish import Publisher, PublishOptions, publish
 from sharding.broadcast.pull import (
     entry_of,
@@ -16,5 +17,5 @@ from sharding.broadcast.pull import (
 )
 from sharding.format.journal import CorruptSource
 
-__all__ = ["CorruptSource", "PublishOptions", "Publisher", "Pulled", "entry_of", "latest", "latest_order", "publish"]
-__all__ += ["pull", "read_manifest", "remove", "verify", "versions", "wait_for", "watch"]
+__all__ = ["CorruptSource", "PublishOptions", "Publisher", "Pulled", "Staged", "entry_of", "latest", "latest_order"]
+__all__ += ["publish", "pull", "read_manifest", "remove", "verify", "versions", "wait_for", "watch"]

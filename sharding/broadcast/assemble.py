@@ -122,12 +122,13 @@ def read(
     requests: Sequence[TensorRequest],
     place: Callable[[TensorRequest, list[np.ndarray]], Any],
     progress: Progress | None = None,
+    in_flight_bytes: int | None = None,
 ) -> Iterator[tuple[TensorRequest, Any]]:
     """Reads tensors of a version. Yields (request, `place(request, arrays)`) in order; `arrays` has one array per region.
 
-    All arrays are verified. Calls `progress`, if given, with (bytes done, bytes in total). Raises CorruptSource, naming the
-    wrong object or chunk, and FileNotFoundError if a version was deleted meanwhile, or if this host's devices lack a part of
-    the base.
+    All arrays are verified. Arrays of `in_flight_bytes` (None: IN_FLIGHT_BYTES) are read at a time, or one larger one. Calls
+    `progress`, if given, with (bytes done, bytes in total). Raises CorruptSource, naming the wrong object or chunk, and
+    FileNotFoundError if a version was deleted meanwhile, or if this host's devices lack a part of the base.
     """
     num_threads = NUM_THREADS if isinstance(source, source_lib.Directory) else NUM_REQUESTS
     with concurrent.futures.ThreadPoolExecutor(num_threads, "weights") as pool:
@@ -135,26 +136,27 @@ def read(
 
         def start(request: TensorRequest) -> tuple[Any, list[concurrent.futures.Future]]:
             kind = chunks.dtype(request.tensor.dtype)
-            arrays = [_empty([s.stop - s.start for s in region], kind) for region in request.regions]
+            arrays = [empty([s.stop - s.start for s in region], kind) for region in request.regions]
             calls = [pool.submit(reader.read_chunk, request, arrays, *chunk) for chunk in request.chunks()]
             return (request, arrays), calls
 
-        for request, arrays in in_order((r.num_bytes, functools.partial(start, r)) for r in requests):
+        jobs = ((r.num_bytes, functools.partial(start, r)) for r in requests)
+        for request, arrays in in_order(jobs, in_flight_bytes or IN_FLIGHT_BYTES):
             result = place(request, arrays)
             del arrays
             yield request, result
 
 
-def in_order(jobs: Iterable[Job]) -> Iterator[Any]:
+def in_order(jobs: Iterable[Job], limit: int) -> Iterator[Any]:
     """Starts jobs (bytes of memory, start), where `start()` returns (value, futures). Yields each value in order.
 
     Blocks until the futures of the next job are done, and raises their first error. Later jobs are started as long as the
-    jobs in progress need at most `IN_FLIGHT_BYTES`.
+    jobs in progress need at most `limit` bytes.
     """
     running, num_bytes = collections.deque(), 0
     try:
         for size, start in itertools.chain(jobs, [(math.inf, None)]):
-            while running and num_bytes + size > IN_FLIGHT_BYTES:
+            while running and num_bytes + size > limit:
                 for future in running[0][2]:
                     future.result()
                 num_bytes -= running[0][0]
@@ -167,7 +169,7 @@ def in_order(jobs: Iterable[Job]) -> Iterator[Any]:
             future.cancel()
 
 
-def _empty(shape: Sequence[int], kind: np.dtype) -> np.ndarray:
+def empty(shape: Sequence[int], kind: np.dtype) -> np.ndarray:
     """Returns an uninitialized array whose address is a multiple of `ALIGN_BYTES`, or of `HUGE_BYTES` if it is large."""
     size = math.prod(shape) * kind.itemsize
     align = HUGE_BYTES if size >= 8 * HUGE_BYTES else ALIGN_BYTES  # wastes at most an eighth

@@ -19,6 +19,7 @@ from typing import IO
 
 import tensorstore as ts
 
+from sharding import bucket
 from sharding.format import journal
 from sharding.system import atomic_file
 
@@ -67,7 +68,7 @@ def _bucket_lock(root: str) -> threading.Lock:
 
 @functools.cache
 def _store(root: str) -> ts.KvStore:
-    return ts.KvStore.open(root if root.endswith("/") else root + "/").result()
+    return bucket.open_store(root)
 
 
 def base_of(root: str | os.PathLike, version: int) -> int | None:

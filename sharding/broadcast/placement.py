@@ -1,10 +1,12 @@
-"""Places a pulled tree: in host memory as numpy arrays, or on devices as jax arrays with given shardings.
+"""Places a pulled tree: in host memory as numpy arrays, or on devices as jax arrays with given shardings, now or later.
 
-Both functions return the requests for `assemble.read` and the function that turns the arrays of a request into a leaf.
+Each function returns the requests for `assemble.read` and the function that turns the arrays of a request into a leaf.
 """
 
 import collections
-from collections.abc import Callable
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +15,8 @@ import numpy as np
 from sharding.broadcast import assemble
 from sharding.format import chunks, manifest, tree
 
+FILE_BYTES = 64 << 20  # of a version from which it is staged in a file, if the devices' memory is this host's
+IN_FLIGHT_SHARE = 64  # of a version that is staged in a file, the part in memory meanwhile: 2 %
 Placement = tuple[list[assemble.TensorRequest], Callable[[assemble.TensorRequest, list[np.ndarray]], Any]]
 
 
@@ -55,6 +59,95 @@ def on_devices(target: manifest.Manifest, shardings: Any) -> Placement:
         return jax.make_array_from_single_device_arrays(request.tensor.shape, sharding, values)
 
     return requests, place
+
+
+class _File:
+    """A temporary file without a name, which is closed, and so deleted, with the last reference to it."""
+
+    def __init__(self):
+        self.raw = tempfile.TemporaryFile(buffering=0)
+
+    def __del__(self):
+        self.raw.close()
+
+
+class Staged:
+    """One verified tensor that waits on this host for its place on the devices, in memory or in a file."""
+
+    def __init__(self, request: assemble.TensorRequest, place: Callable, file: _File | None = None):
+        """`place` turns the arrays of `request` into a jax array. They wait in `file`, from its position on, if there is one."""
+        self.shape, self.dtype = request.tensor.shape, chunks.dtype(request.tensor.dtype)
+        self.is_finite = True  # no number is NaN or infinite
+        self._request, self._place, self._file = request, place, file
+        self._arrays, self._start = [], 0 if file is None else file.raw.tell()
+        self._placed: jax.Array | None = None
+
+    def add(self, arrays: list[np.ndarray]) -> "Staged":
+        """Adds the next arrays of the request, or the next rows of one, and returns itself."""
+        self.is_finite &= all(map(chunks.is_finite, arrays))
+        if self._file is None:
+            self._arrays += arrays
+            return self
+        for array in arrays:
+            _whole(self._file.raw.write, array)
+        return self
+
+    def put(self) -> jax.Array:
+        """Returns the tensor on its devices, the same array in each call. The first one frees the values on the host."""
+        if self._placed is not None:
+            return self._placed
+        arrays, self._arrays, file, self._file = self._arrays, [], self._file, None
+        if file is not None:
+            file.raw.seek(self._start)
+            for region in self._request.regions:
+                arrays.append(assemble.empty([s.stop - s.start for s in region], self.dtype))
+                _whole(file.raw.readinto, arrays[-1])
+        self._placed = placed = self._place(self._request, arrays)
+        return placed
+
+
+def _whole(transfer: Callable[[memoryview], int], array: np.ndarray) -> None:
+    """Writes an array to a file, or reads it, in as many calls as the system takes."""
+    view = array.reshape(-1).view(np.uint8).data
+    while view:
+        if not (size := transfer(view)):
+            raise OSError(f"the temporary file of new weights lacks {view.nbytes} bytes: free space under TMPDIR")
+        view = view[size:]
+
+
+def staged(target: manifest.Manifest, shardings: Any) -> tuple[*Placement, int]:
+    """Returns the placement of `on_devices` with `Staged` leaves, which are put on the devices later, and a limit of bytes in flight.
+
+    They wait in memory. If that is also the devices' memory, as on a CPU, large versions wait in a file without a name, and are
+    read a few rows at a time.
+    """
+    requests, place = on_devices(target, shardings)
+    kinds = {device.platform for leaf in jax.tree.leaves(shardings) for device in leaf.device_set}
+    num_bytes = sum(request.num_bytes for request in requests)
+    if num_bytes < FILE_BYTES or kinds != {"cpu"}:
+        return requests, lambda request, arrays: Staged(request, place).add(arrays), assemble.IN_FLIGHT_BYTES
+    whole, limit = {request.names: request for request in requests}, num_bytes // IN_FLIGHT_SHARE
+    file, leaves = _File(), {}
+
+    def add(rows: assemble.TensorRequest, arrays: list[np.ndarray]) -> Staged:
+        if rows.names not in leaves:
+            leaves[rows.names] = Staged(whole[rows.names], place, file)
+        return leaves[rows.names].add(arrays)
+
+    return [rows for request in requests for rows in _by_rows(request, limit // 4)], add, limit
+
+
+def _by_rows(request: assemble.TensorRequest, limit: int) -> Iterator[assemble.TensorRequest]:
+    """Yields requests of a few rows each, of at most `limit` bytes if a row of chunks is not larger, in the order of their bytes."""
+    if not request.num_bytes or not request.tensor.shape:
+        yield request
+        return
+    for first, *others in request.regions:
+        part = dataclasses.replace(request, regions=((slice(0, 1), *others),))
+        step = max(1, limit // part.num_bytes // request.tensor.chunk[0]) * request.tensor.chunk[0]
+        for start in range(first.start - first.start % step, first.stop, step):
+            rows = slice(max(start, first.start), min(start + step, first.stop))
+            yield dataclasses.replace(request, regions=((rows, *others),))
 
 
 def _leaves(target: manifest.Manifest) -> list[tuple[manifest.Tensor, list[str]]]:

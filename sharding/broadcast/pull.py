@@ -32,6 +32,7 @@ def pull(
     version: int | None = None,
     *,
     shardings: Any = None,
+    staged: bool = False,
     base: assemble.Pulled | None = None,
     key: Trusted = None,
     run: str | None = None,
@@ -45,6 +46,7 @@ def pull(
       version: the version number, or None for the newest version. Older ones are those that the head lists.
       shardings: a tree like the params, with a Sharding, or a ShapeDtypeStruct with a sharding, per leaf. The shape and dtype of
         a ShapeDtypeStruct are checked. Only the regions of this process's devices are read.
+      staged: with `shardings`, returns `placement.Staged` leaves, which the caller puts on the devices one by one.
       base: an earlier result of `pull`. Deltas from that version are read if they are fewer bytes than a snapshot.
       key: the publisher's; None accepts any key, and unsigned manifests.
       run: the name of the run that must have published the version; None accepts any.
@@ -61,14 +63,24 @@ def pull(
         target, sha256 = _target(opened, version, epoch, digest)
         text = f"version {target.version} is of run {target.run!r}, not of {run!r}: use the right run's source or name"
         journal.require(run in (None, target.run), text)
-        requests, place = placement.on_host(target) if shardings is None else placement.on_devices(target, shardings)
+
+        def read(plan: assemble.Plan) -> list[tuple[assemble.TensorRequest, Any]]:
+            limit = None
+            if shardings is None:
+                requests, place = placement.on_host(target)
+            elif staged:
+                requests, place, limit = placement.staged(target, shardings)
+            else:
+                requests, place = placement.on_devices(target, shardings)
+            return list(assemble.read(opened, plan, requests, place, in_flight_bytes=limit))
+
         plan = assemble.make_plan(opened, target, base)
         try:
-            found = list(assemble.read(opened, plan, requests, place))
+            found = read(plan)
         except (journal.CorruptSource, FileNotFoundError):
             if plan.snapshot is not None:
                 raise
-            found = list(assemble.read(opened, assemble.make_plan(opened, target), requests, place))
+            found = read(assemble.make_plan(opened, target))
     params = tree.unflatten({name: leaf for request, leaf in found for name in request.names}, target.containers)
     return assemble.Pulled(target.version, params, target.metadata, target.digest, target.run, target.epoch, sha256)
 

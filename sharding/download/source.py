@@ -271,9 +271,11 @@ class Bucket(_Storage):
     def __init__(self, url: str, trusted_key: Trusted = None):
         import tensorstore as ts  # only here: relays and their clients start without it
 
+        from sharding import bucket
+
         super().__init__(url, trusted_key, BUCKET_POLL_S)
         self._range = ts.KvStore.KeyRange
-        self._store = ts.KvStore.open(self._place).result()
+        self._store = bucket.open_store(self._place)
         self._lock = threading.Lock()
         self._complete: set[int] = set()
         self._cursors: dict[int, int] = {}  # version -> bytes read of the journal

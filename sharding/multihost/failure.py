@@ -27,10 +27,11 @@ DEATH = "its process ended without an error report (killed, or out of memory); s
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised after SIGTERM, when the state of the run is saved; its argument names the step."""
+    """Raised after SIGTERM; its argument, if there is one, names the step of which the state of the run is saved."""
 
     def __str__(self) -> str:
-        return f"terminated, with a checkpoint of {self.args[0]}; the same command resumes"
+        saved = f", with a checkpoint of {self.args[0]}" if self.args else ""
+        return f"terminated{saved}; the same command resumes"
 
 
 Explain = Callable[[BaseException], tuple[str, int, int]]  # an error's message, exit code and priority

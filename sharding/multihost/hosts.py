@@ -34,7 +34,8 @@ class Hosts:
         self._shutdown = failure.Shutdown(self._peers, explain)
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()  # messages from host 0
         self._changed = threading.Condition()
-        self._is_terminable, self.is_terminating = False, False  # `terminable`
+        # For `terminable`: we are in its block; this host got SIGTERM; some host did.
+        self._is_terminable = self._is_signaled = self.is_terminating = False
         self._met: dict[str, dict[int, Any]] = {"process": {}, "leave": {}}  # kind of barrier -> host -> its value
 
     @property
@@ -80,12 +81,15 @@ class Hosts:
 
     @contextlib.contextmanager
     def terminable(self) -> Iterator[None]:
-        """During the block, the first SIGTERM of any host sets `is_terminating` on host 0, which saves and ends; a second one ends all."""
+        """During the block, the first SIGTERM of each host sets `is_terminating` on host 0, which saves and ends; a second one of a host ends all."""
         self._is_terminable = True
         alone = self.count == 1 and threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, self._terminate_alone) if alone else None
         try:
             yield
+        except failure.Terminated:
+            self._is_signaled = self.is_terminating = False  # a further run of this process begins without a notice
+            raise
         finally:
             self._is_terminable = False
             if alone:
@@ -97,10 +101,13 @@ class Hosts:
             signal.raise_signal(number)
 
     def _take_notice(self) -> bool:
-        """Handles SIGTERM in a `terminable` block; returns False if it is the second, or outside of such a block."""
-        if not self._is_terminable or self.is_terminating:
+        """Handles SIGTERM in a `terminable` block; returns False if it is this host's second, or outside of such a block.
+
+        A cluster signals all hosts, and the notice of another may come first.
+        """
+        if not self._is_terminable or self._is_signaled:
             return False
-        self.is_terminating = True
+        self._is_signaled = self.is_terminating = True
         if not self.is_first:
             with contextlib.suppress(OSError):  # host 0 is gone, which the thread that listens to it reports
                 self._connections[0].send({"kind": "notice"})

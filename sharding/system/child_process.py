@@ -23,8 +23,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: its packa
 class ChildProcess(contextlib.AbstractContextManager):
     """A child process `python -m COMMAND` during a `with` block, its output in a log. `on_death` gets the error if it ends early.
 
-    `environment` are variables that it gets in addition. With `is_group`, it leads a process group, which is killed with it: no child of its own outlives it, and Ctrl-C in the terminal
-    reaches only this process.
+    `environment` are variables that it gets in addition. With `is_group`, it leads a process group, which is killed with it: no child
+    of its own outlives it, and Ctrl-C in the terminal reaches only this process.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         is_group: bool = False,
         environment: dict[str, str] | None = None,
     ):
-        self.name, self.log, self._on_death = name, logs / f"{name}.log", on_death
+        self.name, self.log, self.on_death = name, logs / f"{name}.log", on_death
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.process = subprocess.Popen(
             [sys.executable, "-m", *command, "--exit_with_parent"],
@@ -81,7 +81,7 @@ class ChildProcess(contextlib.AbstractContextManager):
     def _watch(self) -> None:
         self.process.wait()
         if not self._is_stopping:
-            self._on_death(ValueError(self.obituary()))
+            self.on_death(ValueError(self.obituary()))
 
     def ask_to_end(self) -> None:
         """Closes the standard input of the child, which then ends by itself; its death is not reported."""

@@ -55,9 +55,9 @@ def summary() -> str:
     """Returns a line on the programs that this process has compiled or read from the cache since `enable`."""
     read, every = list(_seconds[_READ]), list(_seconds[_COMPILED])
     text = f"compiled {max(len(every) - len(read), 0)} programs in {max(sum(every) - sum(read), 0.0):.1f} s"
-    return (
-        f"{text}, and read {len(read)} in {sum(read):.1f} s from {_config.jax_compilation_cache_dir}" if read else text
-    )
+    if read:
+        text += f", and read {len(read)} in {sum(read):.1f} s from {_config.jax_compilation_cache_dir}"
+    return text
 
 
 @functools.cache
@@ -71,15 +71,10 @@ def _record(event: str, duration_secs: float, **_) -> None:
 
 
 def _user_folder() -> pathlib.Path:
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
-    kind = [
-        line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")) or len(lines) == 1
-    ]
-    return (
-        pathlib.Path(home)
-        / "intellax"
-        / "compiled"
-        / hashlib.sha256("\n".join(sorted(set(kind))).encode()).hexdigest()[:12]
-    )
+    home, info = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", pathlib.Path("/proc/cpuinfo")
+    kind = {platform.processor()}
+    if info.exists():
+        names = ("model name", "flags", "Features", "CPU part")
+        kind = {line for line in info.read_text().splitlines() if line.startswith(names)}
+    digest = hashlib.sha256("\n".join(sorted(kind)).encode()).hexdigest()
+    return pathlib.Path(home) / "intellax" / "compiled" / digest[:12]

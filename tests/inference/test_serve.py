@@ -14,6 +14,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import httpx
@@ -33,10 +35,10 @@ from models import hf, transformer
 from models.text import tokenizer as tokenizer_lib
 from rl.experiment import experiment
 from sharding import broadcast, rules
-from sharding.broadcast import head_writer
+from sharding.broadcast import head_writer, placement
 from sharding.download import source as source_lib
 from sharding.format import head, roots
-from tests.support import serving, tiny
+from tests.support import serving, tiny, tiny_run
 
 MODEL = tiny.model()
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=48, prefill_batch=2, steps_per_call=4)
@@ -231,7 +233,7 @@ def test_a_client_that_hangs_up_frees_its_slots(server):
 
 
 def test_a_scheduler_that_stopped_is_503(weights, server):
-    scheduler = scheduler_lib.Scheduler(server.engine, server.engine.load_params(), 0)
+    scheduler = scheduler_lib.Scheduler(server.engine, broadcast.pull(str(weights), 0).params, 0)
     scheduler.close()
     stopped = inference_server.InferenceServer(str(weights), scheduler, server.engine, server.store)
     stopped.have = broadcast.pull(str(weights), 0)
@@ -443,6 +445,7 @@ def swaps_under_load(server, root, *, num_requests, num_swaps):
     prompts = [[int(t) for t in np.random.default_rng(i).integers(0, 256, 4 + i % 9)] for i in range(num_requests)]
     start = server.scheduler.version
     first = start + 1000
+    replaced = jax.tree.map(np.array, server.scheduler._params)  # a swap deletes them
     for version in range(first, first + num_swaps):
         publish(root, version, broadcast.PublishOptions(keep=num_swaps))
 
@@ -479,8 +482,7 @@ def swaps_under_load(server, root, *, num_requests, num_swaps):
     results = asyncio.run(main())
     used, mixed = collections.Counter(), 0
     trees = {v: broadcast.pull(str(root), v).params for v in range(first, first + num_swaps)}
-    trees[start] = server.engine.load_params() if start == 0 else None  # an earlier test's are gone
-    replay = _Replay(trees)
+    replay = _Replay(trees | {start: replaced})
     for prompt, choices in zip(prompts, results, strict=True):
         # Those that saw the most versions: to score all, token by token, takes longer than to roll them out.
         for choice in sorted(choices, key=lambda choice: -len(choice["policy_versions"]))[:2]:
@@ -488,8 +490,6 @@ def swaps_under_load(server, root, *, num_requests, num_swaps):
             assert versions == sorted(versions) and len(versions) == len(choice["token_ids"])
             used.update(versions)
             mixed += len(set(versions)) > 1
-            if trees[start] is None and start in (*versions, choice["prompt_policy_version"]):
-                continue
             expected = replay(prompt, choice["token_ids"], choice["prompt_policy_version"], versions)
             got = [entry["logprob"] for entry in choice["logprobs"]["content"]]
             # float32 programs of other shapes, log-probabilities of order 10, keys of up to every version
@@ -501,8 +501,7 @@ class _Replay:
     """Each token by the weights stamped on it, over the keys as they were written: one token at a time, no engine."""
 
     def __init__(self, trees):
-        self._trees = {version: params for version, params in trees.items() if params is not None}
-        self._step = jax.jit(self._run)
+        self._trees, self._step = trees, jax.jit(self._run)
 
     def __call__(self, prompt, tokens, prompt_version, versions):
         cache = kv_cache.create(MODEL, 1, CONFIG.max_model_len)
@@ -522,7 +521,8 @@ class _Replay:
         return transformer.logits(params, MODEL, hidden)[0, 0], cache
 
 
-def test_log_probabilities_are_of_the_version_stamped_on_them(server, tmp_path):
+def test_log_probabilities_are_of_the_version_stamped_on_them(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(placement, "FILE_BYTES", 0)  # so the new weights wait in a file, as those of a large model
     swaps_under_load(server, tmp_path, num_requests=8, num_swaps=3)
 
 
@@ -572,7 +572,7 @@ def test_sigterm_lets_requests_end(weights, tmp_path):
             httpx.get(f"{url}/health")
 
 
-def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
+def test_a_hugging_face_folder_is_served_and_updated(tmp_path, monkeypatch):
     """--model: the same tokens as the parameters it was written from; an update from another folder is the next version."""
     folders = [tmp_path / name for name in ("first", "second")]
     trees = [jax.jit(transformer.init, static_argnums=1)(jax.random.key(seed), MODEL) for seed in range(2)]
@@ -585,6 +585,7 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path):
     request = server.request(schemas.SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PROMPT)
     try:
         assert server.scheduler.submit(request).result(serving.WAIT_S) == plain.submit(request).result(serving.WAIT_S)
+        monkeypatch.setattr(inference_server, "_is_finite", lambda leaf: pytest.fail("a second copy is on the device"))
         assert server.update(None, str(folders[1])) == 1
         plain.update(trees[1], 1).result(serving.WAIT_S)
         assert server.scheduler.submit(request).result(serving.WAIT_S) == plain.submit(request).result(serving.WAIT_S)
@@ -625,3 +626,14 @@ def test_a_server_takes_the_sizes_that_its_run_published_unless_they_are_given()
     odd = {"num_slots": "9", "max_model_len": True, "unknown": 5, "routed_experts": True}
     found = serve._engine_config(serve._parse([*command, "--no-routed_experts"]), odd)
     assert dataclasses.asdict(found) == serve.SIZES
+
+
+@pytest.mark.slow
+def test_a_server_that_waits_for_weights_ends_with_its_parent(tmp_path):
+    """A run starts it before its warm-up, which may take hours."""
+    command = [sys.executable, "-m", "inference.serve", "--weights", str(tmp_path), "--port", "0", "--exit_with_parent"]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tiny_run.ROOT, text=True, **pipes) as process:
+        assert "waiting for weights" in process.stderr.readline()
+        process.stdin.close()
+        assert process.wait(60) == 130 and "Traceback" not in process.stderr.read()

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -472,6 +473,17 @@ def test_a_kernel_that_cannot_express_the_layer_is_refused(implementation, T, dt
     packing = packing._replace(branch_ids=packing.positions if branches else None)
     with pytest.raises(ValueError, match=words):
         attention.attend_packed(q, k, v, packing, implementation=implementation)
+
+
+def test_a_gpu_without_bfloat16_runs_the_attention_of_xla(monkeypatch):
+    """A T4 of Colab: cuDNN refuses its bfloat16, which XLA converts."""
+    q, k, v, packing, _ = draw_attention(128, dtype=jnp.bfloat16)
+    want = attention.attend_packed(q, k, v, packing, implementation="xla")
+    monkeypatch.setattr(attention.mesh_lib, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability="7.5")])
+    np.testing.assert_array_equal(attention.attend_packed(q, k, v, packing), want)
+    with pytest.raises(ValueError, match="compute capability 7.5 has no bfloat16"):
+        attention.attend_packed(q, k, v, packing, implementation="cudnn")
 
 
 def test_splash_lowers_for_tpu():

@@ -10,8 +10,9 @@ import sqlite3
 import numpy as np
 import pytest
 
-from rl import audit
+from rl import audit, report
 from rl.ledger import run_ledger, run_rules
+from sharding import bucket
 from tests.support import recorded_run
 
 STEPS, P, G = 4, 32, 8
@@ -50,6 +51,19 @@ def test_an_honest_run_of_the_quickstarts_size_is_clean(tmp_path, capsys, honest
     assert rows["seed"] == rows["signature"] == f"{num_rollouts:,}" and rows["submitted"] == f"{num_groups:,}"
     assert 0 < int(rows["draw"].replace(",", "")) < num_groups // 2  # those of the invited worker that were not drawn
     assert f"{num_groups:,} groups, {num_rollouts:,} rollouts of 2 workers: no findings" in captured.out
+
+
+def test_a_run_in_a_bucket_is_audited_and_reported(tmp_path, capsys, honest, monkeypatch):
+    url = f"file://{tmp_path}/bucket/run"
+    monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(tmp_path / "here"))
+    with bucket.mirrored(url):
+        shutil.copytree(honest, bucket.local_folder(url), dirs_exist_ok=True)
+    for cache in ("here", "elsewhere"):
+        monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(tmp_path / cache))
+        assert findings(url, capsys)[:2] == (0, {})
+        assert report.main([url]) == 0 and cache in capsys.readouterr().out
+    assert audit.main([f"{url}/no"]) == report.main([f"{url}/no"]) == 1
+    assert capsys.readouterr().err.count(f"{url}/no is not the working directory of a run; correct the URL") == 2
 
 
 GROUP, STEP, SAMPLE = 37, 2, 5

@@ -6,12 +6,17 @@ import shutil
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
 from models import hf
 from models.text import tokenizer
+from rl.experiment import experiment
+from sharding import broadcast
 from tests.models.hf import test_variants
-from tests.support import tiny, tiny_run
+from tests.rl.batch import test_conversations
+from tests.support import small_learner, tiny, tiny_run
 
 TINY = {
     "rl.num_steps": 1,
@@ -53,8 +58,7 @@ def test_a_folder_trains_after_its_baseline(folder, tmp_path):
     chosen = re.search(r"^chosen for .*: (.*); about", done.stdout, re.MULTILINE)[1]
     saved = json.loads((tmp_path / "w" / "config.json").read_text())["config"]
     for name, value in (part.split(" = ") for part in chosen.split(", ")):
-        section, field = name.split(".")
-        assert str(saved[section][field]) == value
+        assert str(experiment.flat(saved)[name]) == value
     assert saved["tokenizer"] == str(folder) and saved["model"]["num_layers"] == 2 and saved["model"]["model_dim"] == 32
     baseline, first = (
         done.stdout.index("held-out, baseline: avg@1"),
@@ -79,7 +83,7 @@ def test_a_checkpoint_is_scored_without_a_run(folder, tmp_path):
     ("fields", "words"),
     [
         ({}, "error: this tokenizer has no chat template; put a chat_template.jinja next to its tokenizer.json"),
-        ({"init_from": "/nowhere"}, "error: init_from: /nowhere is not a folder; give a checkpoint folder or a hub id"),
+        ({"init_from": "/nowhere"}, "error: init_from: /nowhere is not a folder; give a folder, gs"),
         (
             {"model.num_layers": 3},
             "error: model.num_layers = 3 but .* has 2: its parameters do not fit; leave these fields out",
@@ -95,6 +99,34 @@ def test_a_mistake_is_one_line_and_leaves_nothing(folder, tmp_path, fields, word
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.slow
+def test_adapters_of_supervised_tuning_are_scored_exported_and_trained_on(folder, tmp_path):
+    """Merged, and the same in each: RL of another working directory begins with them, and with adapters of its own."""
+    data = test_conversations.write(tmp_path / "c.jsonl", [test_conversations.conversation(x) for x in ("abc", "bca")])
+    tuned, own = tmp_path / "tuned", {"warmup.num_steps": 3, "warmup.data": data, "warmup.tasks_per_step": 2}
+    done = run("rl.sft", folder, f"--workdir={tuned}", **own)
+    assert done.returncode == 0, done.stderr
+    for module, start, workdir, fields, options in (
+        ("rl.export", folder, tuned, own, [f"--output={tmp_path / 'out'}"]),
+        ("rl.evaluate", folder, tuned, own, []),
+        ("rl.train", tuned, tmp_path / "run", {}, []),
+    ):
+        done = run(module, start, f"--workdir={workdir}", *options, **fields)
+        assert done.returncode == 0, (module, done.stdout, done.stderr)
+    scored = [json.loads((workdir / "evaluations.json").read_text())[0] for workdir in (tuned, tmp_path / "run")]
+    assert scored[0] == scored[1] and scored[0]["step"] == 0  # with the same samples
+    begun = broadcast.pull(tmp_path / "run" / "weights", 0).params
+    for params in (broadcast.pull(tuned / "weights", 0).params, hf.load(tmp_path / "out", scan_layers=True)[1]):
+        jax.tree.map(np.testing.assert_array_equal, begun, params)
+    (before,) = hf.load(folder, scan_layers=True)[1:]
+    moved = {path[-1].key for path, x in jax.tree_util.tree_leaves_with_path(jax.tree.map(_differ, begun, before)) if x}
+    assert moved == set(small_learner.PRODUCTS)
+
+
+def _differ(a, b):
+    return not np.array_equal(a, b)
+
+
 FAMILIES = {
     "Qwen3": dict(head_dim=16),
     "Llama": dict(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}),
@@ -102,7 +134,6 @@ FAMILIES = {
     "Glm4Moe": test_variants.GLM | dict(head_dim=16),
     "GptOss": test_variants.GPT_OSS | dict(head_dim=16, num_hidden_layers=2),
 }
-PARTIAL = "    c.env.options.reward = 'lcs'\n    return c\n"
 WRITE = """
 import json, pathlib, sys, torch, transformers
 root = pathlib.Path(sys.argv[1])
@@ -122,7 +153,7 @@ for name in sys.argv[1:]:
     model, info = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (name, info)
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    chat = [{"role": "user", "content": "Reverse: abc"}]
+    chat = [{"role": "user", "content": "What is 1 + 2?"}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = model.generate(**ids, max_new_tokens=4, do_sample=False)
     before = transformers.AutoModelForCausalLM.from_pretrained(pathlib.Path(name).parent, dtype=torch.float32)
@@ -132,17 +163,20 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_folders_of_transformers_train_and_go_back(tmp_path):
-    """transformers writes a tiny folder of five families; each trains, is exported, and transformers generates with it."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_transformers_learns_from_a_file_and_goes_back(family, tmp_path):
+    """One command on the user's rows: some of 256 samples of a random model end with the right digit, and that moves its parameters."""
     (tmp_path / "tokenizer").mkdir()
     tokenizer.byte_chatml().save(tmp_path / "tokenizer")
-    test_variants.run_torch(WRITE, str(tmp_path), json.dumps(FAMILIES))
-    config = tmp_path / "partial.py"  # rewards below 1, without which a random model learns nothing
-    config.write_text("from configs import finetune\n\n\ndef get_config():\n    c = finetune.get_config()\n" + PARTIAL)
-    for family in FAMILIES:
-        fields = {"config": config, "rl.num_steps": 2, "optimizer.warmup_steps": 0}
-        for module, options in (("rl.train", []), ("rl.export", [f"--output={tmp_path / family / 'out'}"])):
-            done = run(module, tmp_path / family, f"--workdir={tmp_path / family / 'w'}", *options, **fields)
-            assert done.returncode == 0, (family, module, done.stdout, done.stderr)
-    printed = test_variants.run_torch(READ, *(str(tmp_path / family / "out") for family in FAMILIES))
-    assert printed.split("\n")[:-1] == [f"{family} 4 True" for family in FAMILIES], printed
+    test_variants.run_torch(WRITE, str(tmp_path), json.dumps({family: FAMILIES[family]}))
+    rows = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"path": tmp_path / "sums.jsonl", "prompt": "question", "reward": "number"}
+    fields = {"env.name": "dataset"} | {f"env.options.{name}": value for name, value in options.items()}
+    fields |= {"rl.num_steps": 2, "rl.prompts_per_step": 8, "rl.samples_per_prompt": 16, "optimizer.warmup_steps": 0}
+    workdir, output = tmp_path / "w", tmp_path / family / "out"
+    for module, options in (("rl.train", []), ("rl.export", [f"--output={output}"])):
+        done = run(module, tmp_path / family, f"--workdir={workdir}", *options, **fields)
+        assert done.returncode == 0, (module, done.stdout, done.stderr)
+    assert any(line["rollout/reward"] > 0 for line in tiny_run.lines(workdir))
+    assert test_variants.run_torch(READ, str(output)) == f"{family} 4 True\n"

@@ -1,7 +1,9 @@
 """The rollout system of a run: its keys, stakes, and the commands of its processes."""
 
 import contextlib
+import queue
 import stat
+import types
 
 import pytest
 
@@ -15,6 +17,7 @@ from rl.ledger import ledger as ledger_lib
 from rl.orchestrator import assembly
 from rl.protocol import timeline
 from rl.verification import verifier
+from sharding.system import child_process
 from tests.support import doubles
 
 
@@ -66,3 +69,31 @@ def test_the_server_of_a_run_trusts_its_root_file_if_there_is_one(tmp_path):
         command = launch.server_command(doubles.experiment(), tmp_path, tmp_path)
         assert command[command.index("--weights_key") + 1] == expected
         (tmp_path / "root.json").write_bytes(b"of `python -m sharding.broadcast keys`")
+
+
+def test_a_process_may_take_as_long_to_start_as_the_config_says(tmp_path):
+    """600 s, a constant, were too few for a large model on a slow disk."""
+    child = types.SimpleNamespace(
+        name="server", process=types.SimpleNamespace(poll=lambda: None), log="logs/server.log"
+    )
+    with pytest.raises(
+        ValueError, match=r"did not start in 0 s \(topology.patience_s\); read its log, logs/server.log, or"
+    ):
+        launch._address(child, tmp_path / "server.address", 0.05)
+
+
+def test_workers_start_before_an_engine_compiles_in_this_process(tmp_path, monkeypatch):
+    started, exp = [], experiment.resolve(quickstart.get_config())
+    died = ValueError("the engine ended")
+    server = types.SimpleNamespace(url="http://a", join=lambda *args: contextlib.nullcontext(), death=lambda: died)
+
+    def child(name, *args, **options):
+        started.append((name, options["environment"]))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(child_process, "ChildProcess", child)
+    deaths: queue.SimpleQueue = queue.SimpleQueue()
+    serve = lambda: started.append("server") or server  # noqa: E731
+    with launch.join(exp, tmp_path, "http://b", 1, serve, lambda line: None, deaths.put):
+        assert deaths.get(timeout=60) is died
+    assert started == [("worker1", {"JAX_PLATFORMS": "cpu"}), "server"]

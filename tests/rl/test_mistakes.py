@@ -18,7 +18,7 @@ RELAY = ["sharding.relay", "--upstream", NONE, "--dir", "mirror", "--port", "0"]
     ("command", "words"),
     [
         (["rl.audit", NONE], "no ledger at /nowhere/ledger.db; that of a run is WORKDIR/ledger.db; correct the path"),
-        (["rl.audit", "file"], "no ledger at file/ledger.db"),
+        (["rl.audit", "file"], "no ledger at .*/file/ledger.db"),
         (["rl.audit", "."], "config.json is not a run's config .* use another"),
         ([*SERVE, "--orchestrator", URL], f"--orchestrator {URL} needs --key, .* add --key FILE"),
         (
@@ -31,6 +31,10 @@ RELAY = ["sharding.relay", "--upstream", NONE, "--dir", "mirror", "--port", "0"]
         (
             [*SERVE, "--run", "a", "--key", "file"],
             "worker key file is not an unencrypted PEM private key .* name another file",
+        ),
+        (
+            ["rl.validator", "serve", "--workdir", "s3://b/run"],
+            "s3://b/run is in a bucket, .* copy the run's config.json",
         ),
         ([*RELAY, "--orchestrator", URL], f"--orchestrator {URL} needs --key, .* add --key FILE"),
         ([*SERVE, "--control", "a:xx"], r"--control a:xx has the port 'xx', .* write HOST:PORT, or ./a:xx for a path"),
@@ -80,12 +84,15 @@ def test_a_mistake_ends_a_node_with_one_line(tmp_path, monkeypatch, capfd, comma
         ([*APART, "--control=nonsense:70000"], "write HOST:PORT, or ./nonsense:70000 for a path"),
         (["rl.swarm", "--chaos=1", "--minutes=-1"], "--minutes=-1 must be above 0; change it, or leave it out for 10"),
         (["rl.export", "--output=x", "--config.mesh.fsdp=7"], "as by --config.mesh.fsdp=-1 --config.mesh.tensor=1"),
+        (["rl.export", "--output=s3://b/x"], "export to a folder, and copy that to the bucket"),
+        ([*APART, "--workdir=file:///nowhere/run"], "give the orchestrator a local folder"),
         (["rl.swarm", "--servers=0"], "--servers=0 is not in 1..32; change it"),
         (["rl.swarm", "--minutes=1"], "add --chaos=SEED, or leave it out"),
         (["rl.swarm", "--config.topology.port=1"], "--config.topology.port=1 is set by the swarm; leave it out"),
     ],
 )
-def test_a_mistake_ends_a_command_of_a_config_with_one_line(tmp_path, command, words):
+def test_a_mistake_ends_a_command_of_a_config_with_one_line(tmp_path, monkeypatch, command, words):
+    monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(tmp_path / "cache"))
     module, *options = command
     argv = [sys.executable, "-m", module, "--config=configs/quickstart.py", f"--workdir={tmp_path}", *options]
     found = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=300)

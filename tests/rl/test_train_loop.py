@@ -5,6 +5,7 @@ import hashlib
 import json
 import pathlib
 import shutil
+import signal
 import threading
 import traceback
 import types
@@ -19,11 +20,14 @@ from configs import quickstart
 from rl import launch, train
 from rl.batch import packing
 from rl.experiment import flags as command_line
+from rl.experiment import initial
 from rl.learner import train_step
 from rl.ledger import ledger as ledger_lib
 from rl.reporting import metrics
-from sharding import checkpoint
-from tests.support import ledgers, tiny
+from sharding import bucket, checkpoint
+from sharding.bucket import mirror
+from sharding.multihost import failure
+from tests.support import commands, ledgers, proxy, tiny, tiny_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -71,19 +75,20 @@ def run_main(tmp_path, monkeypatch):
     def no_processes(exp, *args, ledger, **options):
         yield Rollouts(exp.credit, evaluated, ledger)
 
-    def run(loss):
+    def run(loss, workdir=tmp_path / "w", **fields):
         config = quickstart.get_config()
         config.rl.loss, config.rl.loss_function, config.loss_options = loss.__name__, loss, {loss.__name__: {}}
         config.update_from_flattened_dict(
-            {"model.num_layers": 1, "rl.num_steps": 2, "warmup.num_steps": 0, "inference.max_model_len": 64}
+            {"model.num_layers": 1, "rl.num_steps": 2, "warmup.num_steps": 0, "inference.max_model_len": 64} | fields
         )
-        values = types.SimpleNamespace(config=config, workdir=str(tmp_path / "w"))
+        values = types.SimpleNamespace(config=config, workdir=str(workdir))
         monkeypatch.setattr(flags, "FLAGS", values)
         monkeypatch.setattr(command_line, "given", lambda: [])
         train.main()
         return evaluated
 
     monkeypatch.setattr(launch, "start_rollout_system", no_processes)
+    monkeypatch.setattr(launch, "has_server_process", lambda exp: False)
     monkeypatch.setattr(train_step, "compile_train_step", lambda *args: None)  # so that the loop traces the step itself
     return run
 
@@ -128,6 +133,48 @@ def test_the_logged_rate_is_that_of_the_optimizer_and_a_finished_run_is_not_scor
     assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2
 
 
+def test_a_killed_run_resumes_from_its_bucket_on_an_empty_machine(run_main, tmp_path, monkeypatch, capfd):
+    """The kill is during step 2, when the bucket has the checkpoint of step 1."""
+    monkeypatch.setattr(mirror, "EVERY_S", 0.05)
+    monkeypatch.setattr(mirror, "LEASE_S", 0.5)
+    url, next_batch, killed = f"file://{tmp_path}/bucket/run", Rollouts.next_batch, []
+
+    def policy(folder):
+        return json.loads((folder / "weights" / "v00000002" / "manifest.json").read_bytes())["digest_after"]
+
+    def killing(self, step):
+        if step == 2 and not killed:
+            (one,) = mirror._MIRRORS.values()
+            killed.append(one.folder)
+            proxy.wait_until(lambda: "checkpoints/1/seal.json" in one._files, 30)
+            one._storage.close()
+            one._closed.set()
+            raise KeyboardInterrupt
+        return next_batch(self, step)
+
+    fields = {name: value for name, value in tiny_run.TINY.items() if name.startswith("model.")} | {
+        "checkpoint.every": 1
+    }
+    run_main(plain_loss, **fields)
+    monkeypatch.setattr(Rollouts, "next_batch", killing)
+    for name in ("first", "second"):
+        monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(tmp_path / name))
+        with contextlib.nullcontext() if killed else pytest.raises(KeyboardInterrupt):
+            run_main(plain_loss, url, **fields)
+    folder = bucket.fetched(url)
+    assert [folder.relative_to(tmp_path).parts[0], *killed[0].relative_to(tmp_path).parts[:1]] == ["second", "first"]
+    events = [entry.event for entry in ledger_lib.Ledger(folder / "ledger.db").entries()]
+    assert [event.fields["step"] for event in events if event.kind == "resume"] == [0, 1]
+    assert tiny_run.curve(folder) == tiny_run.curve(tmp_path / "w")
+    assert policy(folder) == policy(tmp_path / "w")
+    monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(tmp_path / "third"))
+    config = quickstart.get_config()
+    config.init_from = url  # the newest policy of the run
+    assert initial.completed(config).model.model_dim == fields["model.model_dim"] != config.model.model_dim
+    assert commands.run("inference.serve", "--weights", url, "--watch", "1", "--port", "0") == 1
+    assert f"--watch sees no later state of {url}, the working directory of a run" in capfd.readouterr().err
+
+
 def test_the_learner_waits_for_its_evaluations_only_at_the_end(run_main, tmp_path, monkeypatch):
     """The results of the first version come after the last step, and count for its checkpoint."""
     (next_batch, evaluate), steps, go_on = (Rollouts.next_batch, Rollouts.evaluate), [], threading.Event()
@@ -150,6 +197,19 @@ def test_the_learner_waits_for_its_evaluations_only_at_the_end(run_main, tmp_pat
         line["step"] for line in metrics.read(tmp_path / "w" / "metrics.jsonl") if line["phase"] == "evaluation"
     ] == [0, 2]
     assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2  # the latest of equals
+
+
+def test_sigterm_in_the_last_step_ends_the_run_before_its_evaluation(run_main, tmp_path, monkeypatch):
+    go_on, evaluate = threading.Event(), Rollouts.evaluate
+    monkeypatch.setattr(Rollouts, "evaluate", lambda self, *args: go_on.wait(60) and evaluate(self, *args))
+    monkeypatch.setattr(Rollouts, "fail", lambda self, error: go_on.set())
+    monkeypatch.setattr(
+        Rollouts, "publish", lambda _, policy: policy.version == 2 and signal.raise_signal(signal.SIGTERM)
+    )
+    with pytest.raises(failure.Terminated, match="checkpoint of step 2"):
+        run_main(plain_loss)
+    assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints") == [0, 2]
+    assert not (tmp_path / "w" / "evaluations.json").exists()
 
 
 def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
@@ -198,3 +258,20 @@ def test_a_state_is_saved_as_the_one_before_the_failed_batch_only_if_it_is(run_m
     batch = packing.load(tmp_path / "w" / "failed_batch.npz")
     assert batch.loss_mask.sum() == 16 and set(np.sign(batch.advantage[batch.loss_mask > 0])) == {-1, 1}
     assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints") == ([0, 1] if spoiled == "loss/total" else [0])
+
+
+def test_the_server_process_begins_before_the_warm_up_of_a_new_run(run_main, monkeypatch):
+    """It imports and waits meanwhile. Not where versions are published: it would load one that a resume replaces."""
+    events, warm_up, system = [], train.sft.train, launch.start_rollout_system
+
+    def start(*args, begun, **options):
+        events.append(begun)
+        return system(*args, **options)
+
+    monkeypatch.setattr(launch, "has_server_process", lambda exp: True)
+    monkeypatch.setattr(launch, "begin_server", lambda *args: events.append("server") or "begun")
+    monkeypatch.setattr(train.sft, "train", lambda *args: events.append("warm-up") or warm_up(*args))
+    monkeypatch.setattr(launch, "start_rollout_system", start)
+    run_main(plain_loss)
+    run_main(plain_loss)
+    assert events == ["server", "warm-up", "begun", None]

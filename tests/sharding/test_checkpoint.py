@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import types
 from typing import Any
 
@@ -226,6 +227,18 @@ def test_other_state_is_refused_by_name(tmp_path, change, message):
     if "params" in message:
         with pytest.raises(ValueError, match=message):
             checkpoint.restore_params(tmp_path, wanted.params)
+
+
+def test_bfloat16_of_an_earlier_release_becomes_float32(tmp_path, caplog):
+    (before,) = _save_steps(tmp_path, 1)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, before)
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, narrow, {})
+    expected = jax.tree.map(lambda new, old: new.astype(old.dtype), narrow, before)
+    with checkpoint.Checkpointer(tmp_path) as checkpointer:
+        trees.assert_same(checkpointer.restore(_abstract(before))[1], expected)
+    trees.assert_same(checkpoint.restore_params(tmp_path, _abstract(before.params))[1], expected.params)
+    assert re.search(r"/2/state: 3 x bfloat16 of an earlier release becomes float32", caplog.text)
 
 
 def test_nothing_on_stderr(tmp_path, capfd):

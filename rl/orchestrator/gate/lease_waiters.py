@@ -4,6 +4,7 @@ A worker that polls costs its orchestrator a millisecond per request, and an idl
 here (a long poll), and costs nothing until a group is open. Known workers come before newcomers, because keys cost nothing. But a
 newcomer is first once per `NEWCOMER_S`: a single known worker may take all groups of each batch, and no other would get any. Networks
 have turns then, and none may take more places than it leaves free: a thousand keys at one address hold up no newcomer elsewhere.
+Where there is work and no waiter may have it (they lost it, or their share is used up), fewer and fewer try, each in turn.
 Only for use in the event loop of the HTTP server.
 """
 
@@ -20,6 +21,7 @@ _Queue = collections.OrderedDict[asyncio.Future, tuple[Attempt, str]]
 MAX_STRANGERS = 4096  # that wait; others get their reply, and poll: a connection costs a stranger nothing
 NEWCOMER_S = 10.0
 MAX_FAILURES = 32  # attempts without a group, until the next call; more would hold up the loop
+MIN_FAILURES = 8  # after calls in which no attempt got one; fewer would hold up a newcomer after many of an attacker's
 
 
 class LeaseWaiters:
@@ -27,6 +29,7 @@ class LeaseWaiters:
 
     def __init__(self, has_work: Callable[[], bool]):
         self._has_work, self._is_closed, self._turn_s = has_work, False, 0.0
+        self._max_failures = MAX_FAILURES  # in the next call of `wake`
         # {result: (the worker's attempt, its network)} by arrival; first those of known workers.
         self._queues = tuple[_Queue, _Queue](collections.OrderedDict() for _ in range(2))
         self._waits: dict[str, asyncio.Future] = {}  # by worker
@@ -64,18 +67,23 @@ class LeaseWaiters:
     def wake(self) -> None:
         """Lets waiters try to lease, one after the other, as long as there is work."""
         known, newcomers = self._queues
-        now_s = asyncio.get_running_loop().time()
+        now_s, limit, results = asyncio.get_running_loop().time(), self._max_failures, []
         if newcomers and now_s > self._turn_s and self._has_work():
             first: dict[str, asyncio.Future] = {}  # that waits, by network
             for groups, (_, network) in newcomers.items():
                 if not groups.done():  # an attempt that ends as it begins must not take the turn
                     first.setdefault(network, groups)
-            if any(self._try(newcomers, groups) for groups in itertools.islice(first.values(), MAX_FAILURES)):
-                self._turn_s = now_s + NEWCOMER_S
+            for groups in itertools.islice(first.values(), limit):
+                results.append(self._try(newcomers, groups))
+                if results[-1] and groups.exception() is None:
+                    self._turn_s = now_s + NEWCOMER_S
+                    break
         for queue in (known, newcomers):
-            num_failures, most = 0, min(MAX_FAILURES, len(queue))
+            num_failures, most = 0, min(limit, len(queue))
             while queue and num_failures < most and self._has_work():
-                num_failures += not self._try(queue, next(iter(queue)))
+                results.append(self._try(queue, next(iter(queue))))
+                num_failures += not results[-1]
+        self._max_failures = max(MIN_FAILURES, limit // 2) if results and not any(results) else MAX_FAILURES
 
     def _try(self, queue: _Queue, groups: asyncio.Future) -> bool:
         """Lets a waiter of a queue try to lease; returns False if it got nothing, and waits on."""

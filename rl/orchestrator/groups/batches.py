@@ -6,6 +6,9 @@ or dropped for a counted reason. Batch n trains on
 - "first": the first P in the order among those that are eligible. Late ones are kept for later batches, up to `max_off_policy`
   versions; then they are dropped ("stale"). Slow workers hold up nothing, and long answers come later or never: the metrics show both.
 
+Rollouts that become too old before they are eligible are void (`too_old`, `void`), and their group is made again: nothing can replay
+them once the weights of their versions are gone.
+
 1. `load(version)`: groups open until as many are on their way as the batches up to version + 1 + max_lag need, times `oversampling`.
 2. `collect(n)` returns the groups of batch n, or None as long as some are missing.
 3. With `refill`, a group without a signal (all advantages are zero) is dropped ("flat"), and the next of the order takes its place, for
@@ -50,7 +53,7 @@ class BatchRule:
 
 
 class Batches:
-    """The batches of a run, from the groups of `queue`. Only `load` and `collect` may add, take, or drop its training groups.
+    """The batches of a run, from the groups of `queue`. Only these methods may add, take, or drop its training groups.
 
     `make_groups(numbers, min_version)` returns the groups with these numbers in the prescribed order (from 0); `has_signal` returns
     False for an eligible entry with zero advantages only.
@@ -87,6 +90,23 @@ class Batches:
         if self._rule.max_flat and key in self._waiting and not self._signals(key):
             self._open()
 
+    @property
+    def oldest(self) -> int:
+        """The oldest version that the next batch may have."""
+        return self.step - self._rule.max_off_policy
+
+    def too_old(self) -> list[Key]:
+        """Returns the groups whose rollouts wait for checks or a verdict, and are too old for the next batch."""
+        found = ((key, self._queue.entries[key]) for key in self._waiting)
+        waiting = (State.SUBMITTED, State.QUARANTINED)
+        return [key for key, entry in found if entry.state in waiting and entry.oldest_version < self.oldest]
+
+    def void(self, key: Key) -> queue_entry.Entry:
+        """Drops the rollouts of a group that are too old, so that it is made again; returns its entry as it was before."""
+        entry = self._queue.void(key)
+        self._dropped += entry.lengths
+        return entry
+
     def collect(self, step: int) -> list[queue_entry.Entry] | None:
         """Takes batch `step`, the one after the last; returns its entries in order, or None if it is not complete."""
         assert step == self.step + 1, (step, self.step)
@@ -94,7 +114,7 @@ class Batches:
             return None
         if not self._rule.tokens_per_step and self._queue.count()[State.ELIGIBLE] < self._rule.prompts_per_step:
             return None
-        oldest, waits = step - 1 - self._rule.max_off_policy, self._rule.batch == "prescribed"
+        waits = self._rule.batch == "prescribed"
         taken: list[Key] = []
         flat: list[Key] = []
         stale: list[Key] = []
@@ -105,7 +125,7 @@ class Batches:
                 if waits:
                     self._hole = key
                     break
-            elif entry.oldest_version < oldest:
+            elif entry.oldest_version < self.oldest:
                 stale.append(key)
             elif len(flat) < self._rule.max_flat and not self._signals(key):
                 flat.append(key)
@@ -198,8 +218,7 @@ class Batches:
     def _drop_stale(self, stale: list[Key]) -> None:
         for key in reversed(stale):
             if self._rule.batch == "prescribed":
-                self._queue.drops["stale"] += 1
-                self._dropped += self._queue.requeue(key).lengths
+                self.void(key)
                 self._hole = key
             else:
                 self._drop(key, "stale")
@@ -228,6 +247,8 @@ class Batches:
         """Opens groups until enough are on their way: those waiting, and those in batches that are not published yet."""
         if self._version < 0:
             return
+        # One that servers have: work of a lease that pins it is not refused.
+        self._queue.min_version = min(self._version, self.oldest)
         rule = self._rule
         num_batches = min(self._version + 1 + rule.max_lag, rule.num_steps) - min(self._version, self.step)
         needed = math.ceil(num_batches * rule.prompts_per_step * rule.oversampling)

@@ -12,7 +12,8 @@ trusts its worker; `recall` quarantines such groups when that trust is gone. Eve
    that is rejected. Later ones are duplicates, which count against no worker.
 3. Leases are renewed (`renew`), given back (`give_back`), and expire (`expire`). A group without a holder opens again, ahead of the
    others. Work that arrives after its lease expired is taken as long as the group needs it.
-4. `begin_epoch` voids all work: policies of another epoch have the same numbers and other weights.
+4. `begin_epoch` voids all work: policies of another epoch have the same numbers and other weights. `void` drops rollouts that are too
+   old for any batch, whose group is made again.
 
 Deliveries and groups that are dropped are counted in `drops` by reason. The caller provides the lock and the time.
 """
@@ -47,6 +48,7 @@ class GroupQueue:
         self.entries: collections.OrderedDict[Key, Entry] = collections.OrderedDict()
         self.drops: collections.Counter[str] = collections.Counter()  # groups or deliveries, by reason
         self.epoch = -1  # that leases pin and rollouts have; -1: any
+        self.min_version = -1  # the oldest that further leases of training groups allow; -1: the group's own
         self._index = queue_index.QueueIndex()
         self._deadlines: list[tuple[float, int, Key, str]] = []  # a heap with one item per lease, maybe of an ended one
         self._max_deadlines = 0  # with more of them, those of ended leases are dropped
@@ -86,7 +88,8 @@ class GroupQueue:
         for key in found:
             entry = self.entries[key]
             pinned = key[1] if key[0] == "held_out" else version  # an evaluation is of one version
-            group = dataclasses.replace(entry.group, version=pinned, epoch=self.epoch)
+            oldest = max(entry.group.min_version, self.min_version if key[0] == "train" else -1)
+            group = dataclasses.replace(entry.group, version=pinned, epoch=self.epoch, min_version=oldest)
             entry.leases[worker] = Lease(group, worker, now_s, deadline_s, begun_us)
             heapq.heappush(self._deadlines, (deadline_s, next(self._serial), key, worker))
             if entry.state is State.OPEN:
@@ -222,19 +225,23 @@ class GroupQueue:
         """Drops the rollouts of a group; returns its entry as it was before.
 
         A spare takes their place, and the group is SUBMITTED again. Without one, its other holders keep it, or it opens at the
-        front of the queue. A group that is only leased loses all its leases.
+        front of the queue.
         """
         old = self.entries[key]
-        assert State.OPEN in NEXT[old.state], (key, old.state)
-        leases, past = ({}, old.leases | old.past) if old.state is State.LEASED else (old.leases, old.past)
+        assert old.is_submitted, (key, old.state)
         entry = self.entries[key] = old.emptied()
-        entry.leases, entry.past = dict(leases), dict(past)
+        entry.leases, entry.past = dict(old.leases), dict(old.past)
         if old.spares:
             entry.spares = old.spares[1:]
             self._submit(key, *old.spares[0])
         else:
             self._reopen(key)
         return old
+
+    def void(self, key: Key) -> Entry:
+        """Does as `requeue` with rollouts that are too old for any batch, and counts them."""
+        self.drops["stale"] += 1
+        return self.requeue(key)
 
     # Batches.
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
+from rl.protocol.lease import Key as Key
 
-Key = tuple[str, int, int]  # task_schedule.Group.key
 MAX_PAST = 4  # expired leases of a group whose work is still taken
 
 

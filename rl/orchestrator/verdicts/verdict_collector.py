@@ -10,9 +10,10 @@
    A validator that is down, or fails on one group after another, fails on none of them: an outage of all is a pause. One that often
    contradicts the quorum is not asked again.
 4. Until then the group stays quarantined, and `notice` names the validators at fault. Only if all of them lack the weights does the
-   run fail: the weights are ours. This process always answers, or the run fails.
+   run fail: the weights are ours. This process always answers, or the run fails. The caller withdraws groups that are too old for
+   any batch, before the weights of their versions are gone.
 
-All state belongs to one event loop in a thread of its own; the other threads only call `ask`, `notice`, `counts`, and `close`.
+All state belongs to one event loop in a thread of its own; the other threads only call the public methods.
 """
 
 import asyncio
@@ -99,6 +100,11 @@ class VerdictCollector:
         order = random.SystemRandom().sample(self._validators, len(self._validators))
         with contextlib.suppress(RuntimeError):  # closed meanwhile
             self._loop.call_soon_threadsafe(self._add, Case(key, rollouts, digest, order, time.monotonic()))
+
+    def withdraw(self, digest: str) -> None:
+        """Forgets a group, whose verdict is not needed any more; returns immediately."""
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self._loop.call_soon_threadsafe(self._cases.pop, digest, None)
 
     def notice(self) -> str:
         """Returns the validators that do not answer or are not asked again, with the reason, or ""."""
@@ -189,6 +195,9 @@ class VerdictCollector:
             if self._replay:
                 verdicts = await asyncio.to_thread(self._replay_here, self._replay, batch)
                 for case, verdict in zip(batch, verdicts, strict=True):
+                    if verdict.reason == "weights" and self._is_open(case):  # of a published version: our own fault
+                        found = f"the validator cannot replay {case.name}: weights: {verdict.detail}"
+                        raise ValueError(f"{found}; check the published weights of the run")
                     self._vote(case, validator, verdict)
             else:
                 await self._request(http, validator, batch)
@@ -197,10 +206,6 @@ class VerdictCollector:
         """Replays groups in this process, in a thread of the event loop; returns verdicts signed by the run."""
         signed = []
         for case, verdict in zip(cases, replay([case.rollouts for case in cases]), strict=True):
-            if verdict.reason == "weights":  # of a published version: our own fault
-                raise ValueError(
-                    f"the validator cannot replay {case.name}: {verdict}; check the published weights of the run"
-                )
             fields = case.digest, verdict.accepted, verdict.reason, verdict.detail
             signed.append(verdict_lib.SignedVerdict(self._key.worker, *case.group, *fields).sign(self._key))
         return signed
@@ -224,7 +229,7 @@ class VerdictCollector:
             is_outage = is_silent and isinstance(error, TimeoutError | ServerError)
             first.failures[validator.key] += is_alone and request == "POST /verdicts" and not is_outage
         for case, verdict in zip(cases, found, strict=False):
-            if verdict.reason == "weights":
+            if verdict.reason == "weights" and self._is_open(case):  # not withdrawn because they are gone
                 problem = f"it lacks the weights of {case.name}: {verdict.detail}"
                 case.lack_weights.add(validator.key)
                 case.failures[validator.key] = 0
@@ -245,7 +250,7 @@ class VerdictCollector:
 
     def _vote(self, case: Case, validator: Validator, verdict: verdict_lib.SignedVerdict) -> None:
         """Counts one verdict, and decides the group if it has a quorum."""
-        if self._cases.get(case.digest) is not case:  # decided meanwhile
+        if not self._is_open(case):
             return
         case.verdicts[validator.key] = verdict
         votes = case.votes
@@ -257,6 +262,10 @@ class VerdictCollector:
                 if one.key in case.verdicts:
                     self._compare(case, one, decision)
             self._finish(case, checks.Verdict(decision.reason, decision.detail))
+
+    def _is_open(self, case: Case) -> bool:
+        """Returns False for a group that was decided or withdrawn meanwhile."""
+        return self._cases.get(case.digest) is case
 
     def _check_quorum(self, case: Case) -> None:
         """Makes a group void if it cannot get a quorum any more."""
@@ -300,7 +309,7 @@ class VerdictCollector:
         """Fails the run if every validator that is asked lacks the weights of a group, and the time limit is over for it."""
         asked = {one.key for one in case.order if not one.is_excluded}
         is_late = time.monotonic() - case.since_s > self._verdict_s
-        if self._cases.get(case.digest) is case and asked and asked <= case.lack_weights and is_late:
+        if self._is_open(case) and asked and asked <= case.lack_weights and is_late:
             found = f"no validator can pull the weights that {case.name} names"
             self._fail(ValueError(f"{found}; check the published weights of the run, and --weights of the validators"))
 

@@ -69,6 +69,19 @@ def test_any_valid_stream_survives(mask, data):
     assert_equal(before, after)
 
 
+def test_some_rows_of_a_file_keep_nothing_of_the_others_in_memory():
+    """Attack: one leased group in a file of thousands kept the whole file in memory until a batch took the group."""
+    rows = parquet.decode(parquet.to_bytes([rollout_lib.sign(make(20), KEY) for _ in range(500)]))
+    assert rows.take(range(500)) is rows
+    for numbers in ([7, 8], [9, 3]):
+        taken = rows.take(numbers)
+        for number, rollout in zip(numbers, taken.rollouts, strict=True):
+            assert_equal(rollout, rows.rollouts[number])
+            arrays = [value for value in vars(rollout).values() if isinstance(value, np.ndarray)]
+            assert len(arrays) == 4 and all(array.base is None for array in arrays)
+        assert 0 < taken.table.get_total_buffer_size() < rows.table.get_total_buffer_size() / 100
+
+
 def test_numpy_scalars_are_numbers():
     rollout = make(reward=np.float32(0.1), step=np.int64(4), seed=np.uint32(7), rewards={"a": np.float64(1)})
     (after,) = parquet.from_bytes(parquet.to_bytes([rollout]))

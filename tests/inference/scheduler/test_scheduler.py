@@ -269,6 +269,8 @@ def test_released_sequences_continue_bit_for_bit(start, alone):
     for _ in range(3):
         released = stepped.step(scheduler.release)
         assert released.result(WAIT_S) == 0 and scheduler._state == () and scheduler.prefixes.num_bytes == 0
+        kept = [g.prefix for g in (*scheduler.slots.groups, *scheduler._waiting) if hasattr(g, "prefix")]
+        assert kept and all(prefix.cache is None for prefix in kept)
         late = scheduler.submit(Ask(seed=77))
         assert not stepped.entered.acquire(timeout=0.05)  # no call runs
         scheduler.resume()  # a control route: it ends no release

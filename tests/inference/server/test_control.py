@@ -300,7 +300,7 @@ def test_without_a_key_numbers_alone_decide(tmp_path, monkeypatch):
     scheduler = types.SimpleNamespace(
         version=1, update=lambda _, version, epoch: types.SimpleNamespace(result=lambda: version)
     )
-    store = types.SimpleNamespace(load_shardings=None, keep=lambda params: params)
+    store = types.SimpleNamespace(load_shardings=None)
     weights = source.open(publish(tmp_path, 2))
     server = inference_server.InferenceServer(weights, scheduler, types.SimpleNamespace(model=MODEL), store)
     assert server.update(2, epoch=7) == server.have.version == 2

@@ -388,6 +388,11 @@ def test_pause_keeps_requests_and_resume_finishes_them(server):
     assert ask("/resume").json() == ask("/resume").json() == {"status": "resumed"}
     assert len(future.result(WAIT_S)[0].tokens) <= 3 and server.scheduler.num_pending == 0
     assert ask("/pause?mode=abort").status_code == 400 and not server.scheduler.is_paused
+    server.scheduler.release().result(WAIT_S)
+    health = ask("/health", method="GET").json()
+    assert health["released"] and health["waiting_for"] == "the end of a train step on its devices"
+    server.scheduler.reclaim().result(WAIT_S)
+    assert not ask("/health", method="GET").json()["released"]
 
 
 def test_metrics_have_the_names_that_controllers_read(ask):

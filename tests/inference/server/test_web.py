@@ -11,10 +11,12 @@ import signal
 import socket
 import threading
 import time
+from unittest import mock
 
 import fastapi
 import httpx
 import pytest
+import uvicorn
 
 from inference.server import web
 from tests.support import serving
@@ -169,6 +171,25 @@ def test_a_network_of_ipv6_is_one_address(host, party):
     assert web._network(host) == party
 
 
+def test_the_connections_of_an_ipv6_site_count_together():
+    """Attack: each of its 65,536 networks had the few connections that are cut for no other."""
+    counted = []
+
+    class Connections:
+        def open(self, network, transport):
+            return counted.append(network)
+
+    config = uvicorn.Config(app := fastapi.FastAPI())
+    app.state.connections = Connections()
+    config.load()
+    for number in range(3):
+        transport = mock.Mock()
+        transport.get_extra_info = {"peername": (f"2001:db8:1:{number}::1", 1)}.get
+        web._Protocol(config, uvicorn.server.ServerState(), {}, _loop=mock.Mock()).connection_made(transport)
+        transport.abort.assert_called_once()
+    assert counted == ["2001:db8:1::"] * 3
+
+
 def test_a_body_counts_until_its_block_ends(run):
     async def main(url, budget, gate):
         async with client(url, "127.0.0.1") as http:
@@ -291,6 +312,38 @@ def test_an_address_leaves_connections_to_others():
             assert time.monotonic() < deadline
         for opened in (other, again[0], *(opened for opened, _ in greedy[5:])):
             opened.close()
+
+
+def test_many_addresses_that_hold_all_connections_keep_no_other_out():
+    """Attack: 16 addresses had as many connections as they could get, and no worker of another one got any."""
+    connections, ended = web.Connections(1000), []
+
+    class Transport:
+        def __init__(self, network):
+            self.network = network
+
+        def abort(self):
+            ended.append((self.network, self))
+
+    def connect(network):
+        transport = Transport(network)
+        return connections.open(network, transport) and transport
+
+    for number in range(16):
+        while connect(f"evil{number}"):
+            pass
+    assert connections.used["evil0"] > 100 and connections.free < 8
+    ended.clear()
+    few = web.FEW_CONNECTIONS
+    opened = [connect("honest") for _ in range(few)]
+    assert all(opened) and not connect("honest") and 0 < len(ended) <= few
+    assert {network for network, _ in ended} <= {"evil0", "evil1"}  # the largest
+    for network, transport in ended:
+        connections.close(network, transport)  # when its end is noticed
+    assert connections.free + connections.used.total() == 1000
+    for transport in opened:
+        connections.close("honest", transport)
+    assert "honest" not in connections.used and "honest" not in connections._opened
 
 
 def test_a_trickle_is_408_and_what_is_fast_enough_is_read(run, monkeypatch):

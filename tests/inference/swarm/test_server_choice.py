@@ -37,6 +37,8 @@ def test_requests_of_one_episode_stay_on_their_server_until_it_is_loaded():
     assert collections.Counter(homes.values()).keys() == {A, B, C}
     choice.tell(told(A, B))  # the third leaves: only its own move
     assert all(choice.choose(0.0, sticky=key) == home for key, home in homes.items() if home != C)
+    choice.begin(homes["0"])
+    assert choice.choose(0.0, sticky="0") == homes["0"]  # one request more is no load
     for _ in range(30):
         choice.begin(homes["0"])
     assert choice.choose(0.0, sticky="0") != homes["0"]
@@ -48,8 +50,14 @@ def test_load_of_other_clients_counts():
     choice.tell([{"url": A, "load": 90}, {"url": B, "load": 10}])
     found = send(choice, 60)
     assert found[B] >= 55 and found[A] + found[B] == 60
-    choice.tell([{"url": A, "load": 0}, {"url": B, "load": 60}])  # 60 of which are ours
+    choice.tell([{"url": A, "load": 0}, {"url": B, "load": found[B]}])  # all of it is ours
     assert send(choice, 60)[A] >= 50
+    choice = server_choice.ServerChoice()
+    choice.tell(told(A, B))
+    for _ in range(50):
+        choice.begin(B)
+    choice.tell([{"url": A, "load": 80}, {"url": B, "load": 50}])
+    assert send(choice, 10) == {B: 10}  # 80 requests of others, against 50 of ours, which count once
 
 
 def test_limits_versions_and_servers_that_leave():
@@ -79,9 +87,8 @@ def test_a_dead_server_costs_a_probe_now_and_then():
         choice.end(url, now_s, problem="refused" if url == A else "")
     assert 8 <= num_failed <= 16
     assert choice.problems() == f"{A}: refused"
-    now_s += 31.0  # it is back: one request tries it, then all may
-    while (url := choice.choose(now_s, sticky=str(now_s), tried={B: 1})) != A:
-        now_s += 0.1
+    now_s += server_choice.MAX_PAUSE_S + 1.0  # it is back: one request tries it, then all may
+    assert choice.choose(now_s, tried={B: 1}) == A
     choice.begin(A)
     assert {choice.choose(now_s, sticky=str(i)) for i in range(20)} == {B}
     choice.end(A, now_s)
@@ -100,3 +107,8 @@ def test_requests_that_fail_together_count_once(at_once):
     choice.begin(A)
     choice.end(A, 9.0, is_busy=True)
     assert choice.choose(9.5) is None and choice.choose(10.0) == A
+    choice.begin(A)
+    choice.end(A, 10.0, problem=None)  # cancelled by us, which shows nothing
+    assert choice.problems() == f"{A}: reset"
+    choice.fail(A, 10.0, "reset")
+    assert choice.choose(10.0 + 1.9 * server_choice.FIRST_PAUSE_S) is None  # twice as long as the first time

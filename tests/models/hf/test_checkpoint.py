@@ -203,6 +203,9 @@ def test_tensors_go_straight_to_their_shards(name):
             np.testing.assert_array_equal(shard.data, np.asarray(whole)[shard.index])
 
     jax.tree.map(same, params, placed, shardings)
+    _, host = hf.load(FOLDERS[name], dtype="float32", on_host=True)
+    assert {type(leaf) for leaf in jax.tree.leaves(host)} == {np.ndarray}
+    jax.tree.map(np.testing.assert_array_equal, host, params)
 
 
 def test_several_files_under_an_index(tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def test_a_copy_is_kept_until_any_of_the_weights_is_another(calls):
 def test_who_decodes_with_the_weights_as_they_are(calls, monkeypatch):
     params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 3))
     store = weights.Store(MODEL, mesh_lib.create({}, devices=jax.local_devices()[:1]), "int8")
-    integers = store.keep(tiny.params(MODEL, 3))
+    integers = store.load(tiny.params(MODEL, 3))
     assert isinstance(integers["embed"], int8.Quantized)
     assert cpu_weights.TransposedWeights(MODEL).of(integers) is integers
     stacked = tiny.model(scan_layers=True)

@@ -49,7 +49,7 @@ def params(name, version=0):
 
 @functools.cache
 def kept(name, version=0):
-    return weights.Store(MODELS[name], ONE, "int8").keep(params(name, version))
+    return weights.Store(MODELS[name], ONE, "int8").load(params(name, version))
 
 
 def meant(tree):
@@ -180,7 +180,7 @@ AXES = {"dense": dict(tensor=2, data=4), "mixed": dict(fsdp=2, expert=2, tensor=
 def test_integers_on_a_mesh(name, axes):
     mesh = mesh_lib.create(axes)
     store = weights.Store(MODELS[name], mesh, "int8")
-    placed = store.keep(params(name))
+    placed = store.load(params(name))
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed))
     assert held < 0.55 * sum(x.nbytes for x in jax.tree.leaves(kept(name)))  # norms are whole everywhere
     for x, sharding in zip(jax.tree.leaves(placed), jax.tree.leaves(store.shardings), strict=True):

@@ -163,6 +163,18 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
             file.write("\n")
         found.append(envs.digest("dataset", options))
     assert len({*found, envs.digest("dataset", {"reward": "math"})}) == 4
+    for kind in ("dataset", "gsm8k"):  # files that they do not read change nothing
+        (tmp_path / kind).mkdir()
+        before = []
+        for name, is_read in (
+            ("train.jsonl", True),
+            ("notes.txt", False),
+            ("cache-1.arrow", False),
+            ("test.jsonl", True),
+        ):
+            before.append(envs.digest(kind, {"path": str(tmp_path / kind)}))
+            (tmp_path / kind / name).write_text(name)
+            assert (envs.digest(kind, {"path": str(tmp_path / kind)}) != before[-1]) == is_read
     with pytest.raises(ValueError, match="env.options.reward = .* in /nowhere .--code.; add"):
         envs.locate("dataset", options | {"path": ""}, ["/nowhere"])
     with pytest.raises(ValueError, match="env.options.path = .*x.jsonl' does not exist in /nowhere"):

@@ -13,12 +13,14 @@ import pytest
 from absl import flags
 
 from configs import base, quickstart
+from rl import train
 from rl.experiment import base_fields, experiment, rules
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
 from rl.plan import sizes
+from rl.topology import layout
 from rl.validator import calibrate
-from sharding.multihost import failure
+from sharding.multihost import failure, hosts
 
 # ml_collections loads a config file the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -82,8 +84,8 @@ def parsed(*argv):
 
 
 def documented_commands():
-    """The `python -m rl.train` commands of the configs' docstrings, and of the README's table."""
-    for path in sorted((ROOT / "configs").glob("*.py")):
+    """The `python -m rl.train` commands of the docstrings of configs and examples, and of README's first screen."""
+    for path in (*sorted(ROOT.glob("configs/*.py")), *sorted(ROOT.glob("examples/*.py")), ROOT / "README.md"):
         text = path.read_text().replace("\\\n", " ")
         yield from re.findall(r"^ +python -m rl\.train (.*)$", text, re.MULTILINE)
 
@@ -234,7 +236,8 @@ def resolved(**changes):
         ({"optimizer__learning_rate": float("nan")}, "optimizer.learning_rate = nan must be at least 0"),
         ({"optimizer__beta2": 1.0}, r"optimizer.beta2 = 1.0 must be in \[0, 1\)"),
         ({"sampling__top_p": 0.0}, r"sampling.top_p = 0.0 must be in \(0, 1\]"),
-        ({"sampling__max_tokens": 64}, "= 64 leaves no room for a prompt: it must exceed sampling.max_tokens = 64"),
+        ({"sampling__max_tokens": 64}, "no room for a prompt: it must exceed sampling.max_tokens = 64; raise it"),
+        ({"sampling__max_tokens": 64, "model__max_positions": 64}, "exceed sampling.max_tokens = 64; lower that"),
         ({"broadcast__snapshot_every": 0}, "broadcast.snapshot_every = 0 must be at least 1"),
         ({"broadcast__dtype": "int8"}, "choose one of '', float32"),
         ({"topology__servers": ("http://a:1",)}, "set topology.mode = 'remote'"),
@@ -419,3 +422,23 @@ def test_an_error_of_a_function_in_a_config_file_keeps_its_traceback(folder, cod
     with pytest.raises(ValueError) as caught:
         exec(compile("raise ValueError('boom')", ROOT / folder / "mine.py", "exec"))
     assert experiment.explain(caught.value)[2] == code
+
+
+def test_a_prompt_without_room_for_an_answer_is_named_before_the_run(tmp_path):
+    """The servers would refuse it, and its group would be leased for ever. Those too short for that are not rendered."""
+    prompts = [f"{n} {'x' * (1024 if n == 7 else 0)}" for n in range(20)]
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in prompts]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    c = quickstart.get_config()
+    c.env.name, c.env.options = "dataset", {"path": str(path)}
+    exp = experiment.resolve(c)
+    long = len(exp.tokenizer.render([{"role": "user", "content": prompts[7]}], add_generation_prompt=True).token_ids)
+    for limit, is_refused in ((64, True), (long, True), (long + 1, False)):
+        c.inference.max_model_len = c.train.row_length = limit
+        exp = experiment.resolve(c)
+        if not is_refused:
+            rules.check_prompts(exp.config, exp.tokenizer)
+            continue
+        with pytest.raises(ValueError, match=rf"task \d+ \(held_out\) has {long} tokens, .* = {limit} has no room"):
+            train._check(exp, layout.learner_mesh(exp.config), hosts.ALONE)

@@ -3,13 +3,20 @@
 import dataclasses
 import json
 import pathlib
+import re
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from configs import base, tpu_gsm8k
 from models import config as config_lib
 from models import hf
-from rl.experiment import initial
+from rl.experiment import experiment, initial, workdir
+from sharding import mesh as mesh_lib
+from sharding.multihost import hosts
+from tests.support import tiny
 
 FOLDERS = sorted(
     path.parent for path in (pathlib.Path(__file__).parents[2] / "fixtures" / "hf_parity").glob("*/config.json")
@@ -39,10 +46,14 @@ def test_a_checkpoint_brings_its_model_and_its_tokenizer(folder):
     assert config.tokenizer == str(folder) and config.env.name == "reverse_text"
 
 
-def test_the_fields_of_the_config_replace_those_that_no_parameter_depends_on():
+def test_the_fields_of_the_config_replace_those_that_no_parameter_depends_on(capsys):
     """Also one that a command line sets to the value that it has in configs/base.py."""
     config = completed(LLAMA, rope_theta=5.0, max_positions=7)
     assert (config.model.rope_theta, config.model.max_positions) == (5.0, 7)
+    note = r"note: model.rope_theta = 5.0 but \S+llama_rope3 has 5000.0; model.max_positions = 7 but .*\n"
+    assert re.fullmatch(note, capsys.readouterr().err)
+    completed(LLAMA, remat="block")
+    assert not capsys.readouterr().err
     assert completed(LLAMA).model.norm_eps == 1e-5 and completed(LLAMA, "model.norm_eps").model.norm_eps == 1e-6
     assert completed(LLAMA, "tokenizer").tokenizer == "byte_chatml"
 
@@ -87,8 +98,30 @@ def test_a_wrong_folder_is_answered_in_one_line(tmp_path, text, words):
     with pytest.raises(ValueError, match=words) as error:
         completed(tmp_path)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="init_from: /nowhere is not a folder; give a checkpoint folder or a hub id"):
+    with pytest.raises(ValueError, match="init_from: /nowhere is not a folder; give a folder, gs"):
         completed("/nowhere")
+
+
+def test_a_working_directory_stands_for_its_newest_policy(tmp_path):
+    """Reads a run of other dtypes. A run that has not published, and one whose layers are stored otherwise, are refused in one line."""
+    c, mesh = base.get_config(), mesh_lib.create({}, devices=jax.devices()[:1])
+    c.model.update(model_dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, dtype="bfloat16")
+    exp = experiment.resolve(c)
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(ValueError, match="init_from: .*weights has no policy yet; finish rl.sft"):
+        completed(tmp_path)
+    with workdir.publisher(tmp_path, exp, hosts.ALONE) as publisher:
+        for version in (0, 1):
+            publisher.publish(tiny.params(exp.model, version), version, metadata=exp.broadcast_metadata)
+    config = completed(tmp_path, dtype="float32")
+    assert (config.model.num_layers, config.model.dtype, config.tokenizer) == (1, "float32", "byte_chatml")
+    params = initial.load(experiment.resolve(config), mesh)
+    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), tiny.params(exp.model, 1))
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    with pytest.raises(
+        ValueError, match="model.scan_layers = False, and the config sets True; set model.scan_layers = "
+    ):
+        completed(tmp_path, scan_layers=True)
 
 
 def test_a_plan_of_a_known_size_needs_no_files():

@@ -236,6 +236,8 @@ def test_waiting_newcomers_of_one_network_hold_up_none_of_another():
 
     def attempt(worker):
         asked.append(worker)
+        if worker == "bad0":
+            raise ValueError("its request cannot be served")
         return [] if worker.startswith("evil") else [work.pop()]  # whose network has its share
 
     async def main():
@@ -248,19 +250,53 @@ def test_waiting_newcomers_of_one_network_hold_up_none_of_another():
 
         most = lease_waiters.MAX_STRANGERS
         evil, known = ([f"{name}{i}" for i in range(most + 9)] for name in ("evil", "known"))
-        waits = [wait(worker) for worker in (*evil, "honest", *known)]
+        waits = [wait(worker) for worker in (*evil, "bad0", "honest", *known)]
         await asyncio.sleep(0)
-        assert len(waiters) == most // 2 + 1 + len(known)  # more known workers than `most` polled once a second each
+        assert len(waiters) == most // 2 + 2 + len(known)  # more known workers than `most` polled once a second each
         waits += [wait("known7") for _ in range(9)]
         await asyncio.sleep(0.1)
-        assert len(waiters) == len({*waiters.workers()}) == most // 2 + 1 + len(known)  # one key held up all others
+        assert len(waiters) == len({*waiters.workers()}) == most // 2 + 2 + len(known)  # one key held up all others
         waiters.leave("evil0")  # it took the turn of a newcomer
         waiters.wake()
         waiters.close()
-        await asyncio.gather(*waits)
+        await asyncio.gather(*waits, return_exceptions=True)
 
     asyncio.run(main())
-    assert asked == ["evil1", "honest"]
+    assert asked == ["evil1", "bad0", "honest"]
+
+
+def test_work_that_no_waiter_may_have_is_tried_seldom():
+    """Each tick, 32 known workers and 32 newcomers tried to lease groups that all of them had lost, under the lock."""
+    asked, work = [], []
+
+    def attempt(worker):
+        asked.append(worker)
+        return work and [work.pop()]
+
+    async def main():
+        waiters, never = lease_waiters.LeaseWaiters(lambda: True), asyncio.Future()
+        names = [f"{kind}{i}" for kind in ("known", "new") for i in range(40)]
+        for name in names:
+            options = {"is_known": name.startswith("known"), "gone": never}
+            asyncio.ensure_future(waiters.wait(name, lambda name=name: attempt(name), 60.0, name, **options))
+        await asyncio.sleep(0)
+        waiters._turn_s = float("inf")  # of a newcomer that is first
+        counts = []
+        for _ in range(40):
+            before = len(asked)
+            waiters.wake()
+            counts.append(len(asked) - before)
+        assert counts[:4] == [64, 32, 16, 16] and {*counts[4:]} == {16}
+        assert {*asked} == {*names}  # each in turn
+        work.extend(range(20))
+        waiters.wake()
+        assert not work
+        asked.clear()
+        waiters.wake()
+        assert len(asked) > 32  # there may be more
+        waiters.close()
+
+    asyncio.run(main())
 
 
 def test_a_newcomer_holds_one_group_until_one_is_accepted_then_more(make, clock):
@@ -308,15 +344,20 @@ def test_a_lost_lease_halves_a_record_and_a_group_without_blame_does_not(make, c
     assert len(kept) == 8 and not {g.key for g in kept} & {g.key for g in groups} and {g.version for g in kept} == {1}
     assert orchestrator._take_counts()["trust/num_lease_void"] == 8
     clock.now_s += LEASE_S + 1
-    assert len(orchestrator.leases.lease(key.worker, 64)) == 4  # 7 // 2 + 1: they ended together
+    assert len(groups := orchestrator.leases.lease(key.worker, 64)) == 4  # 7 // 2 + 1: they ended together
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 8
+    only = {"may_lease": lambda key: key == groups[0].key, "is_late": lambda lease: True}
+    (copy,) = orchestrator._queue.lease(other.worker, 1, clock.now_s + 1, **only)
+    assert deliver(orchestrator, other, copy) == "accepted"
+    orchestrator.leases.lease(key.worker, 0, "", [copy.key])  # given back, as another worker made it
+    assert orchestrator._take_counts()["trust/num_lease_void"] == 1 and orchestrator._health._of(key.worker).record == 3
 
 
 @pytest.mark.parametrize(
     ("batch", "num_versions", "is_held_out", "record"),
-    [("first", 9, False, 3), ("first", 8, False, 5), ("prescribed", 9, False, 5), ("first", 9, True, 4)],
+    [("first", 9, False, 2), ("first", 8, False, 5), ("prescribed", 9, False, 4), ("first", 9, True, 4)],
 )
-def test_a_group_that_arrives_stale_counts_as_a_lost_lease_where_it_is_not_made_again(
+def test_a_group_that_arrives_stale_is_made_again_and_counts_as_a_lost_lease_where_no_batch_waits_for_it(
     make, clock, batch, num_versions, is_held_out, record
 ):
     """Attack: a worker handed in the groups that it disliked when no batch could use them, and lost nothing by it."""
@@ -326,8 +367,12 @@ def test_a_group_that_arrives_stale_counts_as_a_lost_lease_where_it_is_not_made_
         orchestrator._queue.add(task_schedule.held_out_groups(orchestrator._config, 0), first=True)
     (group,) = orchestrator.leases.lease(key.worker, 1)
     publish(orchestrator, num_versions)
-    assert deliver(orchestrator, key, group) in ("quarantined", "accepted")
-    assert orchestrator._health._of(key.worker).record == record  # 4 // 2 + 1, or 4 + 1
+    orchestrator._batches.step, is_stale = num_versions, num_versions == 9 and not is_held_out
+    reply, (again, *_) = deliver(orchestrator, key, group), orchestrator.leases.lease("another", 1)
+    assert (reply == submissions.VOID) == is_stale and reply.startswith(("quarantined", "accepted", "refused: void"))
+    assert (again.key == group.key) == is_stale  # with a lease for newer versions
+    assert orchestrator._health._of(key.worker).record == record  # 4 // 2, 4 + 1, or 4
+    assert orchestrator._take_counts()["trust/num_stale"] == 2 * is_stale
 
 
 def test_work_of_an_expired_lease_costs_its_worker_neither_its_name_nor_its_new_lease(make, clock):

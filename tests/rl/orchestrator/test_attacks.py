@@ -123,9 +123,9 @@ def test_a_friend_of_a_caught_worker_gains_nothing_from_draws_that_are_known(tmp
                 assert client.submit(FRIEND, signed(forged(group), FRIEND)) == ["taken"]
         validators.settled(run)
         with run._changed:
-            for key, state in states(run).items():
-                if state is State.LEASED:  # expired, say
-                    run._queue.requeue(key)
+            for key, entry in [*run._queue.entries.items()]:  # the leases expire, say
+                for worker in [*entry.leases]:
+                    run._queue.give_back(key, worker)
         finish(run, client, 1)
 
 

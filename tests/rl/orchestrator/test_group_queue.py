@@ -9,7 +9,7 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from rl.orchestrator.groups import group_queue, queue_index
+from rl.orchestrator.groups import group_queue, queue_entry, queue_index
 from rl.orchestrator.groups.queue_entry import Delivery, State
 from rl.protocol import task_schedule
 
@@ -103,10 +103,10 @@ class Machine(stateful.RuleBasedStateMachine):
         for key in found:
             self.leases[key][worker] = self.now_s, self.now_s + LEASE_S
 
-    @stateful.rule(worker=WORKERS, modulus=st.integers(1, 3))
-    def renew(self, worker, modulus):
+    @stateful.rule(worker=WORKERS, modulus=st.integers(1, 3), lease_s=st.floats(0, LEASE_S))
+    def renew(self, worker, modulus, lease_s):
         keys = [key for key in sorted(self.opened) if key[2] % modulus == 0]
-        void = self.queue.renew(worker, keys, lambda lease: self.now_s + LEASE_S)
+        void = self.queue.renew(worker, keys, lambda lease: self.now_s + lease_s)
         unsubmitted = self.sets[State.OPEN] | self.sets[State.LEASED]
         for key in keys:
             held = self.leases.get(key, {}).get(worker)
@@ -115,7 +115,7 @@ class Machine(stateful.RuleBasedStateMachine):
                 del self.leases[key][worker]
                 self.past.setdefault(key, set()).add(worker)
             elif held:
-                self.leases[key][worker] = held[0], max(held[1], self.now_s + LEASE_S)
+                self.leases[key][worker] = held[0], max(held[1], self.now_s + lease_s)
 
     @stateful.rule(number=NUMBER, worker=WORKERS)
     def give_back(self, number, worker):
@@ -301,6 +301,7 @@ def test_moves_that_the_states_do_not_allow_fail():
 
     must_fail(queue.quarantine, queue.let_pass, queue.accept, queue.requeue)
     queue.lease("a", 1, LEASE_S)
+    must_fail(queue.requeue)  # it has no rollouts to drop
     assert queue.deliver(key, "a", rollouts(), "digest")
     must_fail(queue.accept)  # without a quarantine, trust alone lets it pass
     queue.quarantine(key)
@@ -319,6 +320,7 @@ def test_held_out_groups_are_not_recalled_and_the_oldest_token_counts():
     queue = group_queue.GroupQueue()
     queue.add(batch(1, "held_out"))
     for group in queue.lease("a", P, LEASE_S):
+        assert group.version == group.step == 1  # an evaluation is of one version
         assert queue.deliver(group.key, "a", rollouts(version=4), "digest")
         queue.let_pass(group.key)
     assert queue.recall(lambda entry: True) == []
@@ -350,3 +352,13 @@ def test_the_deadlines_of_ended_leases_take_no_memory():
             queue.give_back(group.key, "fast")
     assert len(queue._deadlines) <= 2 * P
     assert queue.expire(6.0) == [] and [lease.group.key for lease in queue.expire(8.0)] == [kept[0].key]
+
+
+def test_the_work_of_the_last_expired_leases_is_taken():
+    queue, workers = group_queue.GroupQueue(), [f"w{i}" for i in range(queue_entry.MAX_PAST + 1)]
+    queue.add(batch(1)[:1])
+    for now_s, worker in enumerate(workers):
+        (group,) = queue.lease(worker, 1, now_s)
+        assert [lease.worker for lease in queue.expire(now_s + 0.5)] == [worker]
+    fates = [queue.deliver(group.key, worker, rollouts(), worker) for worker in workers]
+    assert fates == [Delivery.LATE, Delivery.TAKEN, *[Delivery.SPARE] * (len(workers) - 2)]

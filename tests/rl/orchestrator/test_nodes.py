@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import re
 import socket
+import threading
 import time
 import types
 import typing
@@ -27,7 +28,7 @@ from rl.protocol import lease as lease_lib
 from rl.protocol import registry, request_limit, task_schedule, timeline
 from rl.verification import checks
 from sharding.system import sign_in, signed_message
-from tests.support import proxy, serving, signed_http
+from tests.support import clock, proxy, serving, signed_http
 
 RUN, KEY, OTHER, SERVER, STRANGER = (rollout_lib.WorkerKey.generate() for _ in range(5))
 WAIT_S = 60
@@ -137,7 +138,7 @@ def test_a_server_that_fails_ends_no_run_and_comes_back(make, server, fault):
         orchestrator = make(bad_url, server.url)
         for version in (0, 1):
             orchestrator.publish(timeline.Policy(0, version))
-            proxy.wait_until(lambda version=version: orchestrator._version == version)
+            proxy.wait_until(lambda version=version: orchestrator._shared.version == version)
         proxy.wait_until(lambda: urls(orchestrator) == {server.url, *([url] if bad.status > 200 else [])})
         if bad.status > 200:  # it serves version 0, which is allowed, until it lags more
             orchestrator.publish(timeline.Policy(0, 2))
@@ -159,11 +160,48 @@ def test_a_slow_server_delays_the_others_as_long_as_the_first_took(make, server)
         server.delay_s, slow.delay_s = 0.2, 3.0
         begun_s = time.monotonic()
         orchestrator.publish(timeline.Policy(0, 1))
-        proxy.wait_until(lambda: orchestrator._version == 1)
+        proxy.wait_until(lambda: orchestrator._shared.version == 1)
         assert 0.3 < time.monotonic() - begun_s < 2.5
         assert {s["url"]: s["version"] for s in orchestrator.nodes.servers()} == {url: 0, server.url: 1}
         proxy.wait_until(lambda: {s["version"] for s in orchestrator.nodes.servers()} == {1})
         assert slow.updates == server.updates == [0, 1] or slow.updates == [1]  # its health already had 0
+
+
+def test_the_time_for_slow_servers_the_holder_of_a_version_and_a_stop_of_the_orchestrator(monkeypatch):
+    now, served, names = clock.Clock(), [], ("a", "b", "c")
+    monkeypatch.setattr(nodes, "time", types.SimpleNamespace(monotonic=now))
+    topology = types.SimpleNamespace(heartbeat_s=5.0, server_keys=names, patience_s=60.0)
+    none = dict.fromkeys(("is_known", "is_banned"), lambda key: False) | {"validators": (), "own_workers": ()}
+    hooks = {"on_served": served.append, "on_notice": lambda line: None}
+    table = nodes.Nodes(topology=topology, num_samples=2, max_lag=1, **none, **hooks)
+    first, second, third, last = (timeline.Policy(0, version) for version in range(4))
+
+    def beat(now_s, *policies, problem=""):
+        now.now = now_s
+        for key, policy in zip(names, policies, strict=False):
+            table.beat(key, "server", registry.Report(f"http://{key}", policy, problem=problem * (key == "c")), now_s)
+
+    table.announce(first)
+    beat(0.0, first, first, first)
+    now.now = 10.0
+    table.announce(second)
+    beat(14.0, second, first, first)
+    beat(17.9, second, first, first)
+    assert served == [first]
+    beat(18.1, second, first, first)  # the first server took 4 s, and the others had as long again
+    assert served == [first, second]
+    table.announce(third)
+    beat(19.0, third, third, second, problem="weights not updated")
+    assert served[-1] == third  # one with a problem delays nothing
+    table.announce(last)
+    with table.holding(third):
+        beat(20.0, last, third, second)
+        assert [table.target(key) for key in names] == [last, third, last]  # one that has the version keeps it
+    table._ticked_s = 40.0
+    assert table.stopped_s(140.0) == 100.0
+    table._check_patience(140.0, lambda keys: True)  # no worker for 40 s in which it ran
+    with pytest.raises(ValueError, match="the run had no worker that it could use for 60 s"):
+        table._check_patience(161.0, lambda keys: True)
 
 
 def test_one_server_keeps_the_version_of_an_evaluation_and_the_others_go_on(make, server):
@@ -175,7 +213,7 @@ def test_one_server_keeps_the_version_of_an_evaluation_and_the_others_go_on(make
             for version in (1, 2, 5):  # 5: version 1 is more than max_lag behind, but still for the evaluation
                 orchestrator.publish(timeline.Policy(0, version))
                 proxy.wait_until(lambda version=version: served() == [1, version])
-                proxy.wait_until(lambda version=version: orchestrator._version == version)
+                proxy.wait_until(lambda version=version: orchestrator._shared.version == version)
             held, free = sorted((server, other), key=lambda one: one.version)
             assert 2 not in held.updates and (held.version, free.version) == (1, 5)
             held.is_up = False  # its death passes the version on to no server that has a newer one
@@ -189,11 +227,11 @@ def test_the_only_server_goes_on_after_an_evaluation(make, server):
     orchestrator = make(server.url)
     orchestrator.publish(timeline.Policy(0, 0))
     with orchestrator.nodes.holding(timeline.Policy(0, 0)):
-        proxy.wait_until(lambda: orchestrator._version == 0)
+        proxy.wait_until(lambda: orchestrator._shared.version == 0)
         orchestrator.publish(timeline.Policy(0, 1))
         time.sleep(0.6)
-        assert server.updates == [] and orchestrator._version == 0
-    proxy.wait_until(lambda: server.version == orchestrator._version == 1)
+        assert server.updates == [] and orchestrator._shared.version == 0
+    proxy.wait_until(lambda: server.version == orchestrator._shared.version == 1)
 
 
 @pytest.mark.parametrize("missing", ["server", "worker", "worker that is not banned"])
@@ -321,6 +359,7 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
     orchestrator._share.room = lambda *args: 100
     mine, its = worker.lease(6), other.lease(6)
     assert len(mine) == 4 and len(its) == 1  # at least one
+    assert [by.beat()["servers"][0]["limit"] for by in (worker, other)] == [2, 1]  # 0 would be no limit
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(10.0)
     assert [by.beat()["servers"][0]["limit"] for by in (worker, other)] == [8, 2]
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(1.0)
@@ -337,7 +376,7 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
     assert worker.beat()["servers"][0]["limit"] == 10
 
 
-def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make):
+def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make, monkeypatch):
     orchestrator = make(mode="remote", server_keys=(SERVER.worker,))
     orchestrator.publish(timeline.Policy(0, 3))
     load = registry.Load(running=5, tokens_per_s=70.0)
@@ -354,6 +393,11 @@ def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make):
         KEY.worker: ["worker", "healthy", "", 2, 0.0, "no disk"],
         OTHER.worker: ["worker", "banned", "", 0, 0.0, nodes.EARLIER],
     }
+    with monkeypatch.context() as patch:  # a scrape of /metrics counts the nodes without it, which is sorted
+        patch.delattr(registry.Registry, "table")
+        assert orchestrator._metrics()["nodes"] == dict.fromkeys(
+            ("server_healthy", "worker_healthy", "worker_banned"), 1
+        )
     with concurrent.futures.ThreadPoolExecutor() as pool:
         batch = pool.submit(orchestrator.next_batch, 1)
         operator = sign_in.Orchestrator(orchestrator.url, RUN.private, RUN.worker)
@@ -380,6 +424,28 @@ class Stub:
         self.version, self.epoch = version, epoch
 
 
+def test_a_policy_that_cannot_be_loaded_is_tried_again_with_growing_pauses(monkeypatch):
+    now, updates, go_on = clock.Clock(), [], threading.Event()
+    monkeypatch.setattr(membership, "time", types.SimpleNamespace(monotonic=now))
+
+    def update(version, **pins):
+        updates.append(now.now)
+        assert go_on.wait(WAIT_S)
+        raise OSError("no version 6")
+
+    stub = types.SimpleNamespace(scheduler=types.SimpleNamespace(epoch=0, version=5), update=update)
+    follower = membership.PolicyFollower(stub, lambda: None)
+    for _ in range(3):
+        follower.follow({"epoch": 0, "version": 6, "digest": ""})
+    go_on.set()
+    while now.now < 100:
+        follower._thread.join()
+        now.now += 0.5
+        follower.follow({"epoch": 0, "version": 6, "digest": ""})
+    follower._thread.join()
+    assert updates == [0, 1, 3, 7, 15, 31, 61, 91] and "no version 6" in follower.problem
+
+
 def test_a_server_loads_and_reports_a_policy_long_before_its_next_heartbeat(make):
     orchestrator, stub = make(mode="remote", server_keys=(SERVER.worker,), heartbeat_s=5.0), Stub(RUN.worker)
     stub.updates.append(None)  # no update fails
@@ -387,7 +453,7 @@ def test_a_server_loads_and_reports_a_policy_long_before_its_next_heartbeat(make
         begun_s = time.monotonic()
         for version in range(1, 9):
             orchestrator.publish(timeline.Policy(0, version, "ab" * 32))
-            proxy.wait_until(lambda version=version: orchestrator._version == version)
+            proxy.wait_until(lambda version=version: orchestrator._shared.version == version)
         assert time.monotonic() - begun_s < 15.0  # 60 with a heartbeat to hear of each, and one to report it
 
 
@@ -409,7 +475,7 @@ def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_rest
     # No run is named, so the server joins the first that answers.
     node = membership.sign_in_server(orchestrator.url, stub, "http://s:1").__enter__()
     proxy.wait_until(lambda: any("no version 6" in row["problem"] for row in orchestrator.nodes.table()))
-    proxy.wait_until(lambda: orchestrator._version == 1)
+    proxy.wait_until(lambda: orchestrator._shared.version == 1)
     assert stub.updates == [(0, 1, "ab" * 32)] * 2 and stub.run == RUN.worker  # for which it signs
     (row,) = orchestrator.nodes.table()
     assert (row["running"], row["waiting"], row["kv_used"], row["problem"]) == (2, 3, 0.5, "")
@@ -421,7 +487,7 @@ def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_rest
     proxy.wait_until(lambda: "not signed in" in capsys.readouterr().err)
     again = make(mode="remote", server_keys=(SERVER.worker,), port=port)
     again.publish(timeline.Policy(1, 4))
-    proxy.wait_until(lambda: again._version == 4)
+    proxy.wait_until(lambda: again._shared.version == 4)
     assert "signed in at" in capsys.readouterr().err and again.url == orchestrator.url
     stub.is_alive = False  # its scheduler ended, and workers were sent to it for ever
     proxy.wait_until(lambda: again.nodes.servers() == [] and "the scheduler ended" in capsys.readouterr().err)
@@ -480,7 +546,7 @@ def test_leases_that_end_together_count_once_and_not_in_an_outage_of_servers(mak
     """D6: 32 leases of one outage of servers were 12 halvings of their worker's room."""
     orchestrator = make(server.url, lease_s=lease_s)
     orchestrator.publish(timeline.Policy(0, 0))
-    proxy.wait_until(lambda: orchestrator._version == 0)
+    proxy.wait_until(lambda: orchestrator._shared.version == 0)
     begun_s, groups = time.monotonic(), Node(orchestrator, KEY).lease(6)
     assert len(groups) == 6
     server.is_up = not is_away

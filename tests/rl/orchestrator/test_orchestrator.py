@@ -11,6 +11,7 @@ import gc
 import hashlib
 import hmac
 import json
+import math
 import threading
 import time
 
@@ -28,13 +29,14 @@ from rl.experiment import experiment
 from rl.ledger import events as ledger_events
 from rl.ledger import run_ledger
 from rl.orchestrator import orchestrator as orchestrator_lib
+from rl.orchestrator import shared, submissions
 from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import lease as lease_lib
 from rl.protocol import task_schedule, timeline
 from rl.verification import checks
 from rl.verification import rules as rules_lib
-from sharding.system import signed_message
+from sharding.system import atomic_file, signed_message
 from tests.support import ledgers, proxy, signed_http, validators
 from tests.support.groups import answers
 
@@ -54,15 +56,21 @@ class Locked(orchestrator_lib.Orchestrator):
 
     def __init__(self, *args, drawn=None, **options):
         super().__init__(*args, **options)
+        self._shared.__class__ = LockedShared
         self._queue.entries = LockedEntries()
         self._queue.entries.is_owned = self._changed._is_owned
         if drawn is not None:  # the numbers of the groups that are verified at any rate below 1
             self._submissions._draw = lambda key: (key[2] not in drawn) * 0.999
 
     def __setattr__(self, name, value):
-        assert (
-            not hasattr(self, "is_ended") or name in ("_web", "_thread", "is_closing") or self._changed._is_owned()
-        ), name
+        is_free = not hasattr(self, "is_closing") or name in ("_web", "_thread", "is_closing")
+        assert is_free or self._changed._is_owned(), name
+        super().__setattr__(name, value)
+
+
+class LockedShared(shared.Shared):
+    def __setattr__(self, name, value):
+        assert self.changed._is_owned(), name
         super().__setattr__(name, value)
 
 
@@ -143,6 +151,14 @@ def num_eligible(orchestrator):
 def requeue(orchestrator, key):
     with orchestrator._changed:
         orchestrator._queue.requeue(key)
+
+
+def end_leases(orchestrator, *keys):
+    """Ends the leases of these groups, or of all."""
+    with orchestrator._changed:
+        for key in keys or [*orchestrator._queue.entries]:
+            for worker in [*orchestrator._queue.entries[key].leases]:
+                orchestrator._queue.give_back(key, worker)
 
 
 def held_out_is_open(orchestrator):
@@ -286,7 +302,7 @@ def test_a_lease_is_held_by_one_worker_until_it_runs_out(make):
     assert [group.group for group in lease(orchestrator)] == [2] and lease(orchestrator) == []
     time.sleep(0.6)
     assert sorted(group.group for group in lease(orchestrator, key=OTHER)) == [0, 1, 2]  # the first is gone
-    requeue(orchestrator, ("train", 1, 2))
+    end_leases(orchestrator, ("train", 1, 2))
     assert lease(orchestrator) == []  # not its own expired group again, while another worker is active
     assert orchestrator._take_counts()["trust/num_lease_expired"] == 3
     # The first worker is late, and the group still needs its answer; the second's counts for nothing, and against no one.
@@ -395,6 +411,20 @@ def test_one_file_may_hold_several_groups(make):
     rollouts = [*answers(a), *(dataclasses.replace(r, temperature=0.5) for r in answers(b))][::-1]
     verdicts = hand_in(orchestrator, [rollout_lib.sign(r, KEY) for r in rollouts])
     assert verdicts["train/1/0"] == "accepted" and verdicts["train/1/1"].startswith("refused: temperature")
+
+
+def test_leases_go_on_while_a_long_file_is_sorted_by_its_groups(make, monkeypatch):
+    """Attack: the groups of all rows were looked up under one lock, and no worker got an answer meanwhile."""
+    orchestrator, split, found = make(), submissions.Submissions._split, []
+    publish(orchestrator, 0)
+    rollouts = [rollout_lib.sign(r, KEY) for group in lease(orchestrator) for r in answers(group)]
+
+    def between(self, step, group, index):
+        found.append(later(lease, orchestrator, 1, OTHER).result(WAIT_S))
+        return split(self, step, group, index)
+
+    monkeypatch.setattr(submissions.Submissions, "_split", between)
+    assert [*hand_in(orchestrator, rollouts).values()] == 3 * ["accepted"] and len(found) == 3
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -513,6 +543,64 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
     assert found.error is None, found
 
 
+def test_a_group_that_outlives_the_weights_of_its_version_in_quarantine_is_made_again(make):
+    """No validator answered while the other groups filled two batches; then none could replay it, and the run ended."""
+    asked, go_on = [], threading.Event()
+
+    def check(rollouts):
+        asked.append(rollouts[0].task.group)
+        assert go_on.wait(WAIT_S)
+        return checks.OK if rollouts[0].versions[0] else checks.Verdict("weights", "version 0 is gone")
+
+    orchestrator = make(check=check, hooks={"drawn": {0}}, rl__batch="first", rl__max_lag=1, rl__max_off_policy=1)
+    publish(orchestrator, 0)
+    old = lease(orchestrator)
+    with orchestrator._changed:
+        (copy,) = orchestrator._queue.lease(OTHER.worker, 1, math.inf, is_late=lambda lease: lease.group == old[0])
+    assert [submit(orchestrator, answers(group)) for group in old] == ["quarantined"] + 5 * ["accepted"]
+    assert submit(orchestrator, answers(copy), OTHER) == "spare"
+    assert orchestrator.next_batch(1).metrics["trust/num_stale"] == 0
+    publish(orchestrator, 1)
+    assert [submit(orchestrator, answers(group, 1)) for group in lease(orchestrator)] == 3 * ["accepted"]
+    metrics = orchestrator.next_batch(2).metrics
+    assert metrics["batch/num_stale"] == 2 and metrics["trust/num_stale"] == 4
+    again = lease(orchestrator)[0]
+    assert again == dataclasses.replace(old[0], min_version=1)
+    go_on.set()
+    assert submit(orchestrator, answers(again)) == "quarantined"
+    checked(orchestrator)
+    publish(orchestrator, 2)
+    batch = orchestrator.next_batch(3)
+    assert batch.groups[0][0].task.group == 0 and asked == [0, 0]
+    assert batch.metrics["trust/num_refused"] == 0 and not any(
+        orchestrator._health._of(key.worker).num_halvings for key in (KEY, OTHER)
+    )
+
+
+def test_a_caught_workers_work_that_no_batch_may_have_is_not_asked_about(make):
+    """Attack: a worker failed a check while its unverified group waited beyond its age; nothing could replay it, and the run ended."""
+
+    def check(rollouts):
+        if not rollouts[0].versions[0]:
+            return checks.Verdict("weights", "version 0 is gone")
+        return SAMPLING
+
+    orchestrator = make(check=check, hooks={"drawn": {7}}, rl__batch="first", rl__max_lag=2, rl__max_off_policy=1)
+    publish(orchestrator, 0)
+    groups = lease(orchestrator)
+    assert [submit(orchestrator, answers(groups[n])) for n in (8, 0, 1, 2)] == 4 * ["accepted"]
+    orchestrator.next_batch(1)
+    publish(orchestrator, 1)
+    assert [submit(orchestrator, answers(groups[n], 1)) for n in (3, 4, 5)] == 3 * ["accepted"]
+    orchestrator.next_batch(2)
+    assert submit(orchestrator, answers(groups[7], 1)) == "quarantined"
+    checked(orchestrator)
+    checked(orchestrator)
+    again = {group.key: group for group in lease(orchestrator, key=OTHER)}
+    assert again[groups[8].key].min_version == 1
+    assert orchestrator._queue.drops["stale"] == 1 and orchestrator._failure is None
+
+
 def test_a_group_on_which_validators_contradict_each_other_is_void(make):
     orchestrator = make(check=lambda rollouts: verdict_case.UNDECIDED, trust__min_rate=1.0)
     publish(orchestrator, 0)
@@ -604,7 +692,9 @@ def test_an_evaluation_waits_for_its_version(make):
 
 
 def test_training_goes_on_during_an_evaluation_of_one_version(make):
-    orchestrator = make(rl__max_lag=0, evaluation__hold_s=0.5)
+    orchestrator = make(
+        rl__max_lag=0, evaluation__hold_s=0.01
+    )  # given up once there is a newer version, and not before
     publish(orchestrator, 0)
     evaluated = later(orchestrator.evaluate, 0)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))
@@ -737,9 +827,7 @@ def test_a_resumed_run_knows_its_workers(make, monkeypatch):
     assert lease(first, 1, OTHER)
     for _ in range(2):
         assert submit(first, answers(lease(first, 1)[0], temperature=0.3)).startswith("refused: temperature")
-    for entry in entries(first):  # as if the leases had expired, without a mark for it
-        if entry.state is queue_entry.State.LEASED:
-            requeue(first, entry.group.key)
+    end_leases(first)  # as if they had expired, without a mark for it
     for group in lease(first, key=OTHER)[:3]:
         submit(first, answers(group), OTHER)
     first.next_batch(1)
@@ -828,23 +916,43 @@ def test_a_batch_is_its_groups_in_order_with_advantages(make, tmp_path):
     assert metrics["trust/num_accepted"] == 4.0 and metrics["sync/lag"] == metrics["sync/lag_max"] == 1.0
 
 
+def test_the_files_of_a_batch_survive_a_power_failure(make, monkeypatch):
+    """An empty states.json made a restarted orchestrator forget where it was, after the ledger had the batch."""
+    orchestrator, write, written = make(), atomic_file.write, {}
+    publish(orchestrator, 0)
+    for group in lease(orchestrator):
+        submit(orchestrator, answers(group))
+
+    def noted(path, *parts, durable=False, **options):
+        written[path.name] = durable
+        write(path, *parts, durable=durable, **options)
+
+    monkeypatch.setattr(atomic_file, "write", noted)
+    orchestrator.next_batch(1)
+    assert written == {"accepted.parquet": True, orchestrator_lib.STATES: True}
+
+
 @pytest.mark.parametrize("num_old", [3, 4])  # the prompt alone, and a sampled token
 def test_what_is_stale_at_hand_off_is_dropped_and_leased_again(make, num_old):
     """Allowed when it was made (max_lag 2), too old when it is used (max_off_policy 1): the oldest token counts, as in an audit."""
     orchestrator = make(rl__max_lag=2, rl__max_off_policy=1)
-    orchestrator.resume(2)
+    orchestrator.resume(1)
     publish(orchestrator, 0)
-    groups = [group for group in lease(orchestrator) if group.step == 3]
+    leased = lease(orchestrator)
+    groups = [group for group in leased if group.step == 3]
     publish(orchestrator, 1)
     mixed = np.array([0] * num_old + [1] * (5 - num_old), np.int32)
     assert submit(orchestrator, answers(groups[0], versions=mixed)) == "accepted"
+    for group in leased:
+        assert group.step == 3 or submit(orchestrator, answers(group, 1)) == "accepted"
+    orchestrator.next_batch(2)
     publish(orchestrator, 2)
     for group in groups[1:]:
         assert submit(orchestrator, answers(group, 1)) == "accepted"
     waiting = later(orchestrator.next_batch, 3)
     again = []
     proxy.wait_until(lambda: again.extend(group for group in lease(orchestrator) if group.step == 3) or again)
-    assert again == [groups[0]]
+    assert again == [dataclasses.replace(groups[0], min_version=1)]
     assert submit(orchestrator, answers(groups[0], 2)) == "quarantined"  # its worker knows how it was drawn
     batch = waiting.result(WAIT_S)
     assert batch.metrics["trust/num_stale"] == 2 and batch.metrics["sync/lag_max"] == 1

@@ -121,6 +121,7 @@ def test_a_server_that_lies_bars_no_worker_and_is_no_longer_told(run):
     assert run._servers.is_banned(LIAR.worker) and run.describe()["server_keys"] == {"http://server1": HONEST.worker}
     assert "gets no more work" in run.lines[-1] and not run._failure
     assert not run._health.is_banned(WORKER.worker) and run._health.rate(WORKER.worker) < 0.9  # not even a suspect
+    assert run._health._of(WORKER.worker).num_halvings == 0
     assert run._counts["refused"] == 0 and run._counts["server_faults"] == 2 * P
     assert hand_in(run, HONEST) == ["quarantined"] * P  # the draws of these groups are known
     batch = run.next_batch(1)

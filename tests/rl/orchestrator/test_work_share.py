@@ -124,6 +124,18 @@ def test_speeds_follow_a_worker_that_slows_down_and_forget_one_that_is_gone():
     assert share.room("a", 0, 40, now_s + 101) == 40 and len(share._records) == 1
 
 
+def test_a_leave_of_many_workers_costs_no_look_at_the_others(monkeypatch):
+    share, looks, num = work_share.WorkShare(LEASE_S), [], 1000
+    for i in range(num):
+        share.seen(f"{i}", 0, 0.0)
+    assert share.room("999", 0, num, 0.0) == 1
+    monkeypatch.setattr(work_share._Record, "look", lambda *args: looks.append(args))
+    for i in range(num // 2):
+        share.left(f"{i}")
+        share.room("999", 0, num, 0.0)
+    assert not looks and share.room("999", 0, num, 0.0) == 2  # of the half that is left
+
+
 def test_one_that_left_or_has_no_record_takes_no_share_of_others():
     share = work_share.WorkShare(LEASE_S)
     assert not share.is_late("stranger", 0.0, 1.0)  # divided by the sum of no speeds before
@@ -132,3 +144,6 @@ def test_one_that_left_or_has_no_record_takes_no_share_of_others():
     assert share.room("one", 0, 32, 0.0) == 16
     share.left("other")
     assert share.room("one", 0, 32, 0.0) == 32
+    for number in range(31):
+        share.seen(f"w{number}", 0, 0.0)
+    assert share.room("one", 0, 4, 0.0) == 1  # an eighth of a group, but as fast as the others

@@ -1,5 +1,6 @@
 """Worker reputation: how much one key can take from a run, and when it is banned."""
 
+import functools
 import json
 import time
 
@@ -41,8 +42,10 @@ def test_a_worker_whose_leases_expire_holds_less_while_others_are_active():
     for _ in range(40):
         health.lost("slow", KEY, 2.0)
     assert room(health, "slow", 0, 16, 2.0) == 1  # a chance is left
-    health.accepted("slow", KEY)
-    assert health.may_lease("slow", KEY, 2.0)
+    for _ in range(worker_health.MOST_HALVINGS):
+        health.accepted("slow", KEY)
+    assert health.may_lease("slow", KEY, 2.0) and room(health, "slow", 0, 16, 2.0) == 16
+    health.lost("slow", KEY, 2.0)
     assert room(health, "slow", 0, 16, 12.0) == 16  # the other has not asked for longer than a lease lasts
 
 
@@ -118,3 +121,26 @@ def test_steps_are_named_once_and_kept_as_ranges():
         health.trained_unverified("a", step)
     assert health.state()["workers"]["a"] == UNMARKED | {"num_unverified": 7, "steps": [[1, 3], [7, 7], [9, 10]]}
     assert health.reveal("a") == (7, [1, 2, 3, 7, 9, 10]) and health.reveal("a") == (0, [])
+
+
+def test_a_stranger_keeps_and_takes_less_than_an_invited_worker():
+    health = make()
+    for name in ("friend", "good"):
+        health.seen(name, 0.0)
+    assert [health.renewed_s(name, 0.0, 9.0) for name in ("friend", "new")] == [19.0, 10.0]
+    assert [health.left("friend", s) for s in (0.0, 1.0)] == [False, False]  # nor for the second time in a lease
+    health.lost("friend", KEY, 0.0)
+    assert health.may_lease("new", KEY, 0.0) and not health.may_lease("friend", KEY, 0.0)
+    for mark in (health.lost, functools.partial(health.rejected, is_fault=False)):
+        health.accepted("new", KEY)  # the group is not lost any more
+        mark("other", KEY, 0.0)
+        allowed = [name for name in ("good", "new", "fresh", "other") if health.may_lease(name, KEY, 9.0)]
+        assert allowed == ["good", "new"]  # one with a record, while there is any
+
+
+def test_a_group_that_comes_back_rests_longer_each_time():
+    health = make()
+    for pause_s in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        health.returned(KEY, 100.0)
+        assert health.may_lease("good", KEY, 100.0 + pause_s)
+        assert not pause_s or not health.may_lease("good", KEY, 99.9 + pause_s)

@@ -1,13 +1,16 @@
 """The planner: HLO text of known traffic, formulas against sums by hand, lowered programs, and the compiler itself (slow)."""
 
 import dataclasses
+import functools
 import importlib.util
+import json
 import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -18,8 +21,10 @@ from inference.engine import weights
 from inference.server import inference_server
 from models import config as config_lib
 from models import flops, transformer
+from models.hf import config as hf_config
+from rl.experiment import initial
 from rl.learner import train_step
-from rl.plan import hlo, lowered_programs, plan, roofline
+from rl.plan import hlo, lowered_programs, plan, roofline, sizes
 from sharding import broadcast
 from sharding import mesh as mesh_lib
 from tests.support import tiny
@@ -223,6 +228,14 @@ def test_a_malformed_topology_is_refused(topology, message):
         roofline.chip_of(topology)
 
 
+@pytest.mark.parametrize(
+    ("topology", "host"),
+    [("v5e:1x1", "v5e:1x1"), ("v6e:2x4", "v6e:2x4"), ("v5e:4x4", "v5e:2x2"), ("v5p:4x4x8", "v5p:2x2x1")],
+)
+def test_a_host_is_a_slice_or_four_chips_of_one(topology, host):
+    assert roofline.host_of(topology) == host
+
+
 def test_other_topologies_come_by_size():
     assert roofline.alternatives("v5e:8x8")[:2] == ["v5e:8x16", "v5e:16x16"]
     assert not any(name.startswith("v5p") for name in roofline.alternatives("v5p:16x16x16"))
@@ -291,6 +304,34 @@ def test_decode_copies_no_cache(scan_layers, watched):
     assert sum(hlo.copies(hlo.parse(text, decode.turns), dims) for dims in decode.cache) == 0
 
 
+@pytest.mark.parametrize("layout", ["remote", "split", "time-shared"])
+def test_new_weights_are_counted_once(layout):
+    """They wait in the host of a server elsewhere, next to those of an engine with its own devices, or in the budget of shared ones."""
+    config = small()
+    config.topology.mode = "remote" if layout == "remote" else "auto"
+    config.mesh.rollout_devices = 2 if layout == "split" else 0
+    exp = lowered_programs.resolve(config)
+    assert exp.config.topology.mode == config.topology.mode
+    train = lowered_programs.train_program(exp, mesh_lib.create({"fsdp": 4}, jax.devices()[:4]))
+    decode = lowered_programs.decode_program(exp, mesh_lib.create({"tensor": 2}, jax.devices()[:2]))
+    weights_bytes = decode.held["parameters"]
+    assert decode.waiting_bytes == (transformer.num_bytes(exp.published_model) if layout == "remote" else 0)
+    assert decode.held.get("new version", 0) == (weights_bytes if layout == "split" else 0)
+    sizes_of = dict(argument_size_in_bytes=7, output_size_in_bytes=3, alias_size_in_bytes=2, temp_size_in_bytes=5)
+    memory = types.SimpleNamespace(**sizes_of, host_argument_size_in_bytes=0, host_temp_size_in_bytes=0)
+    compiled = types.SimpleNamespace(memory_analysis=lambda: memory, as_text=lambda: TEXT)
+    lowered = types.SimpleNamespace(compile=lambda options: compiled)
+    program = dataclasses.replace(decode, lower=lambda: lowered, turns=(5,))
+    outcome = plan.compile_program(program, roofline.CHIPS["v5p"])
+    assert outcome.peak_bytes == 7 + 1 + 5 + decode.held.get("new version", 0)
+    text = "swap of weights   one by one, with no second copy; the new ones wait in"
+    described = plan.describe(dataclasses.replace(outcome, collectives=()), "v5p:2x2x1")
+    assert (text in described) == (layout == "remote")
+    if layout == "time-shared":
+        parts = sizes.budget({"train": train, "decode": decode}, {"train": -1e12, "decode": -1e12})
+        assert parts["weights of the engine"] == parts["new version"] == weights_bytes
+
+
 def test_resolving_for_a_plan_leaves_the_config_alone():
     config = intellect2.get_config()
     before = config.to_json()
@@ -307,9 +348,13 @@ def test_a_program_too_large_for_its_chips_is_not_compiled():
     assert "DOES NOT FIT" in plan.describe(outcome, "v5e:2x4")
 
 
-def abstract_mesh(topology, axes):
+def abstract_mesh(topology, axes, role=lowered_programs.LEARNERS):
     """Replaces `lowered_programs.create_mesh`: the same sizes and shardings, without a compiler."""
-    size, axes = roofline.num_chips(topology), {axis: axes[axis] for axis in mesh_lib.AXES}
+    size, num_own = roofline.num_chips(topology), axes.get("rollout_devices", 0)
+    if num_own:
+        num_own *= size // roofline.num_chips(roofline.host_of(topology))
+        size = num_own if role == lowered_programs.ENGINES else size - num_own
+    axes = {axis: axes[axis] for axis in mesh_lib.AXES}
     known = math.prod(n for n in axes.values() if n != -1)
     if size % known:
         raise ValueError(f"{axes} does not fit {size}")
@@ -350,21 +395,27 @@ def test_the_shipped_configs_are_those_models_and_divide(name, held, multiplied)
     assert topology in module.__doc__ and f"configs/{name}.py" in module.__doc__
 
 
-# All but configs/finetune.py, whose model is its checkpoint's.
-TEXTS = {path: path.read_text() for path in sorted(ROOT.glob("configs/*.py"))}
-SHIPPED = [p.stem for p, text in TEXTS.items() if f"--config=configs/{p.name}" in text and '"auto"' not in text]
+SHIPPED = [p.stem for p in sorted(ROOT.glob("configs/*.py")) if f"--config=configs/{p.name}" in p.read_text()]
 SMALL = dict(model_dim=64, vocab_size=320, num_heads=8, num_kv_heads=4, head_dim=16, ffn_dim=128, rope_dim=0)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_server_holds_the_bytes_of_the_plan(name, tmp_path):
-    """The weights that the learner of each shipped config publishes, pulled and kept by a server's store; narrower, but of the same tensors."""
+def test_a_server_holds_the_bytes_of_the_plan(name, tmp_path, monkeypatch):
+    """The weights that the learner of each shipped config publishes, pulled and loaded by a server's store; narrower, but of the same tensors."""
     config = importlib.import_module(f"configs.{name}").get_config()
+    if config.init_from and config.model.dtype == "auto":  # its model is that of its checkpoint
+        (tmp_path / "config.json").write_text(json.dumps(hf_config.write(tiny.model(**SMALL, dtype="bfloat16"))))
+        config.init_from = str(tmp_path)
+        config = initial.completed(config, needs_files=False)
+        monkeypatch.setattr(lowered_programs, "create_mesh", abstract_mesh)
+        config, _ = sizes.settled(config, lambda config: sizes.planned(config, "v5e:2x4"), lowered_programs.resolve)
     config.model.update(SMALL | dict(num_layers=min(config.model.num_layers, 3)))
     if config.model.num_experts:
         config.model.update(num_experts=4, experts_per_token=2, expert_ffn_dim=32)
     exp, mesh = lowered_programs.resolve(config), mesh_lib.create({"tensor": 4}, jax.devices()[:4])
-    trained = train_step.abstract_state(exp.learner(mesh_lib.create({}, jax.devices()[:1]))).params
+    learner = exp.learner(mesh_lib.create({}, jax.devices()[:1]))
+    state = train_step.abstract_state(learner)
+    trained = jax.eval_shape(functools.partial(train_step._whole, learner), state.params, state.frozen)
     options = broadcast.PublishOptions(dtype=exp.published_dtypes)
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trained)
     broadcast.publish(params, 0, tmp_path, options, metadata=exp.broadcast_metadata)
@@ -372,7 +423,7 @@ def test_a_server_holds_the_bytes_of_the_plan(name, tmp_path):
     store = weights.Store(model, mesh)
     pulled = broadcast.pull(tmp_path, shardings=store.load_shardings)
     inference_server.check_params(pulled.params, model)
-    held = jax.tree.leaves(store.keep(pulled.params))
+    held = jax.tree.leaves(store.load(pulled.params))
     decode = lowered_programs.decode_program(exp, mesh)
     assert decode.held["parameters"] == sum(x.addressable_shards[0].data.nbytes for x in held)
     assert {str(x.dtype) for x in held} <= {config.model.dtype, "float32"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 import re
 import types
 
@@ -46,10 +47,9 @@ def test_all_that_is_open_gets_a_value_that_is_printed():
     assert (config.model.dtype, config.model.param_dtype) == ("bfloat16", "bfloat16")
     assert config.inference.num_slots == 256 and config.train.rows == 128  # all rollouts; 32,768 tokens a chip
     for name in sizes.FIELDS:
-        section, field = name.split(".")
-        assert f"{name} = {config[section][field]}" in text
+        assert f"{name} = {operator.attrgetter(name)(config)}" in text
     assert re.match(r"chosen for 8 x v5e with 15.75 GiB: .*; about [\d.]+ GiB of each$", text)
-    assert settled(config) == (config, "")  # nothing is open any more
+    assert sizes.settled(config, None, None) == (config, "")  # nothing is open any more, and nothing is resolved again
 
 
 def test_more_memory_never_means_less_and_less_memory_fits():
@@ -69,7 +69,16 @@ def test_a_field_that_is_set_stays_and_limits_the_others():
     short, _ = settled(config_of(model__max_positions=600, sampling__max_tokens=400))
     assert short.inference.max_model_len == 600 and short.train.row_length == 640
     cpu, _ = settled(config_of(lora__rank=0), is_cpu=True, memory_gib=64)
-    assert cpu.model.dtype == "float32" and cpu.train.rows == 16  # 4,096 tokens a device
+    assert cpu.model.dtype == "float32" and cpu.train.rows == 8  # one for each device
+
+
+def test_the_engines_weights_are_in_as_many_parts_as_the_memory_needs():
+    """A chip has no place for 8 B parameters, much less for two copies, as while new ones are handed over."""
+    config, text = settled(config_of("Qwen/Qwen3-8B"))
+    assert config.inference.mesh.tensor == 4 and "inference.mesh.tensor = 4" in text
+    assert float(re.search(r"about ([\d.]+) GiB", text)[1]) <= sizes.SHARE * 15.75
+    more, _ = settled(config_of("Qwen/Qwen3-8B", inference__mesh__tensor=8))
+    assert more.inference.mesh.tensor == 8 and settled(config_of())[0].inference.mesh.tensor == 1
 
 
 def test_what_cannot_fit_and_what_is_unknown_is_refused_in_one_line():
@@ -81,7 +90,7 @@ def test_what_cannot_fit_and_what_is_unknown_is_refused_in_one_line():
         (config_of("Qwen/Qwen3-8B"), "lora.rank = 16 needs about .*; lower sampling.max_tokens, use more devices"),
         (
             config_of(topology__mode="remote"),
-            "model.dtype is open, but the engine has other devices than the learner; set model.d",
+            "inference.num_slots = 0 is .* but topology.mode = 'remote' has its servers elsewhere; set the slots of one",
         ),
     ):
         with pytest.raises(ValueError, match=words) as error:
@@ -89,8 +98,33 @@ def test_what_cannot_fit_and_what_is_unknown_is_refused_in_one_line():
         assert "\n" not in str(error.value)
 
 
+def test_devices_apart_are_filled_apart(monkeypatch):
+    """A learner with half of a host's chips, the engine with the others; and a learner whose servers are elsewhere."""
+    monkeypatch.setattr(lowered_programs, "create_mesh", test_plan.abstract_mesh)
+
+    def chosen(memory_gib, **fields):
+        def devices(config):
+            return dataclasses.replace(sizes.planned(config, "v5e:2x4"), memory_bytes=memory_gib * 2**30)
+
+        config, text = sizes.settled(config_of(**fields), devices, lowered_programs.resolve)
+        place = devices(config)
+        assert float(re.search(r"about ([\d.]+) GiB", text)[1]) <= sizes.SHARE * memory_gib
+        return (
+            config.inference.num_slots,
+            config.train.rows,
+            place.mesh.size,
+            place.server_mesh and place.server_mesh.size,
+        )
+
+    assert chosen(15.75, mesh__rollout_devices=4) == (128, 64, 4, 4)
+    assert chosen(15.75, topology__mode="remote", inference__num_slots=24) == (24, 128, 8, None)
+    # Slots and rows limit the other's number on devices that both use, and only there.
+    few, many = (chosen(8, mesh__rollout_devices=4, train__rows=rows)[0] for rows in (4, 64))
+    assert few == many
+
+
 def test_the_budget_is_the_sum_by_hand():
-    """A train step and the slots take turns; old and new weights of the engine exist together."""
+    """A train step and the slots take turns; old and new weights of the engine exist together, while it decodes."""
     programs = {
         name: program(name, held)
         for name, held in {
@@ -100,10 +134,10 @@ def test_the_budget_is_the_sum_by_hand():
         }.items()
     }
     parts = sizes.budget(programs, {"train": 4.0, "prefill": 1.0, "decode": 2.0})
-    assert parts == {"train state": 30.0, "weights of the engine": 5.0, "prefill with slots": 46.0}
+    assert parts == {"train state": 30.0, "weights of the engine": 5.0, "new version": 5.0 + 46.0}
     assert sizes.budget(programs, {"train": 90.0, "decode": 6.0})["train"] == 91.0
-    programs["decode"].held.update({"cache": 0.0, "other state": 0.0})
-    assert sizes.budget(programs, {"train": 1.0, "decode": 2.0})["new version"] == 5.0
+    programs["train"].needed["merged parameters"] = 60.0
+    assert sizes.budget(programs, {"train": 4.0, "decode": 2.0})["new version"] == 65.0
 
 
 def program(name, held):
@@ -118,7 +152,7 @@ def test_the_devices_of_this_process_are_those_of_the_config():
     assert (place.mesh.size, place.server_mesh.size, place.kind, place.is_cpu) == (8, 1, "cpu", True)
     c.train.rows = c.inference.num_slots = 0
     config, text = sizes.settled(c, lambda config: place, experiment.resolve)
-    assert config.train.rows == 128 and config.inference.num_slots == 256 and "chosen for 8 x cpu with" in text
+    assert config.train.rows == 16 and config.inference.num_slots == 256 and "chosen for 8 x cpu with" in text
 
 
 def test_a_run_keeps_its_sizes_on_other_devices(tmp_path, monkeypatch, capsys):
@@ -128,15 +162,16 @@ def test_a_run_keeps_its_sizes_on_other_devices(tmp_path, monkeypatch, capsys):
     c = base.get_config()
     here, c.inference.num_slots, c.model.dtype, c.model.remat = sizes.present(c), 0, "auto", "block"
     found = []
-    for memory_mib, checkpoint in ((20, None), (999, "1"), (20, "2")):
+    for memory_mib, checkpoint in ((20, None), (999, "warmup/1"), (20, "checkpoints/0"), (20, None)):
         place = dataclasses.replace(here, memory_bytes=memory_mib * 2**20)
         monkeypatch.setattr(sizes, "present", lambda config, place=place: place)
         exp = sizes.resolve(c)
         found.append(exp.engine.num_slots)
         (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
         if checkpoint:
-            (tmp_path / "checkpoints" / checkpoint).mkdir(parents=True)
-    assert found[0] < found[1] == found[2] == 256
+            (tmp_path / checkpoint).mkdir(parents=True)
+            (tmp_path / checkpoint / "seal.json").touch()
+    assert found[0] < found[1] == found[2] == found[3] == 256
     assert capsys.readouterr().out.count("chosen for") == 2
 
 

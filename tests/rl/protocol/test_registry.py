@@ -137,8 +137,30 @@ def test_hostile_keys_take_bounded_memory_and_no_place_of_a_named_node():
     nodes.sweep(10_000.0)
     nodes.sweep(10_001.0)
     nodes.sweep(10_002.0)
-    assert [row["key"] for row in nodes.table()] == ["friend"] and not nodes._strangers
+    assert [row["key"] for row in nodes.table()] == ["friend"] and not any(nodes._strangers.values())
     assert len(nodes.sweep(10_003.0)) == 0
+
+
+def test_workers_keep_their_places_for_as_long_as_their_own_interval_allows(monkeypatch):
+    """Workers of a large swarm beat seldom; new keys took the places of healthy ones after the interval of a server."""
+    monkeypatch.setattr(registry, "MAX_STRANGERS", 2)
+    nodes = make()
+    nodes.worker_interval_s, silent_s = 100.0, 100.0 * registry.SUSPECT_BEATS
+    for key in ("a", "b"):
+        nodes.beat(key, "worker", 0.0, report())
+    nodes.sweep(silent_s)
+    assert state_of(nodes, "a") == "healthy" and nodes.beat("new", "worker", silent_s, report()) is None
+    assert nodes.beat("new", "worker", silent_s + 1, report()) and not state_of(nodes, "a")
+
+
+def test_a_silent_relay_leaves_its_place_though_workers_may_be_silent_for_longer(monkeypatch):
+    monkeypatch.setattr(registry, "MAX_STRANGERS", 2)
+    nodes = make()
+    nodes.worker_interval_s = 1000.0
+    nodes.beat("a", "worker", 0.0, report())
+    nodes.beat("relay", "relay", 1.0, report())
+    assert nodes.beat("new", "worker", 2.0, report()) is None
+    assert nodes.beat("new", "worker", 100.0, report()) and state_of(nodes, "a") and not state_of(nodes, "relay")
 
 
 def test_reports_are_read_as_they_were_written_and_no_other_value_is():

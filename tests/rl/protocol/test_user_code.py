@@ -87,6 +87,9 @@ def test_a_process_for_strangers_loads_from_its_folders_alone(project, monkeypat
     assert envs.locate("/home/alice/tasks.py:build", {}, allowed)[0] == f"{project}/own_sums/tasks.py:build"
     with pytest.raises(ValueError, match="env.options.path = '/etc/passwd' does not exist in"):
         envs.locate("tasks.py:build", {"path": "/etc/passwd"}, allowed)
+    for name in ("dataset", "gsm8k"):  # a shipped one reads only the data of its owner, too
+        with pytest.raises(ValueError, match=f"env.options.path = '{project}/data' does not exist in"):
+            envs.locate(name, {"path": f"{project}/data"}, allowed)
     assert envs.locate("tasks.py:build", {"path": "/x/rows.jsonl"}, [*allowed, project / "data"])[1] == {
         "path": f"{project}/data/rows.jsonl"
     }

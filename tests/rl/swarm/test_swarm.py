@@ -11,7 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from inference import client as client_lib
+from inference.swarm import sample as sample_lib
 from rl.reporting import metrics
 from rl.swarm import cheats, processes, summary, supervisor
 from tests.support import cheats as played_cheats
@@ -40,7 +40,7 @@ def forged(double):
     out = []
     for rollout in double.generate():
         P = rollout.prompt_length
-        sample = client_lib.Sample(rollout.tokens[P:].tolist(), [], [], 0, "stop", b"", server="x")
+        sample = sample_lib.Sample(rollout.tokens[P:].tolist(), [], [], 0, "stop", b"", server="x")
         tokens = np.array([*rollout.tokens[:P], *cheats.forged(sample).tokens], np.int32)
         out.append(doubles.signed(doubles.rewritten(double, rollout, tokens), logprobs=rollout.logprobs))
     return out
@@ -50,7 +50,7 @@ def test_each_group_of_the_impostor_is_refused_by_the_real_verifier():
     caught, reasons = played_cheats.play(forged, 32, prompts=4), {"sampling", "logprob", "toploc", "termination"}
     assert caught.worst_until <= played_cheats.GROUP and {*caught.reasons} <= reasons, caught
     for tokens in ([5, 6, 5, 2], [5, 2], [2]):  # also those that read the same backward
-        assert cheats.forged(client_lib.Sample(tokens, [], [], 0, "stop", b"")).tokens != tokens
+        assert cheats.forged(sample_lib.Sample(tokens, [], [], 0, "stop", b"")).tokens != tokens
 
 
 def test_a_process_that_keeps_dying_ends_the_swarm_with_its_last_words(tmp_path):
@@ -99,7 +99,7 @@ def processes_of(workdir) -> dict[int, str]:
 
 def steps(workdir) -> list[int]:
     try:
-        return [line["step"] for line in metrics.read(workdir / "metrics.jsonl", "rl")]
+        return [line["step"] for line in metrics.read_steps(workdir)]
     except (OSError, ValueError):
         return []
 

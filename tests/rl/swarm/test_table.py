@@ -31,7 +31,7 @@ def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
         return reply
 
     keys = {"server0": "s", "server1": "t", "worker0": "w"}
-    table = table_lib.Table(nodes, keys, ask, steps, lambda: {"worker0": "stop"})
+    table = table_lib.Table(nodes, keys, ask, tmp_path, lambda: {"worker0": "stop"})
     states = lambda now_s: [row["state"] for row in table.rows(now_s)]  # noqa: E731
     assert states(101.0) == ["running", "starting", "starting", "stop", "waiting"]
     assert table.waiting_for == "the orchestrator is starting"

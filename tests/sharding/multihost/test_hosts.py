@@ -17,7 +17,7 @@ import pytest
 
 from rl.batch import host_feed, packing
 from sharding import mesh as mesh_lib
-from sharding.multihost import cluster, rendezvous, transport
+from sharding.multihost import cluster, failure, hosts, rendezvous, transport
 from tests.support import proxy
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -113,6 +113,9 @@ def noticed(index):
             os.kill(os.getpid(), signal.SIGTERM)
         while not hosts.broadcast(hosts.is_terminating):
             time.sleep(0.05)
+        if index == 0:  # its own signal comes after the notice of the other
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
         raise failure.Terminated("step 7")
 
 def counts(index):
@@ -230,6 +233,16 @@ def test_one_line_names_host_and_cause_and_all_end(cases, case, host, message, c
         assert lines[-1].startswith("error: ") and message in lines[-1] and f"host {host}" in lines[-1], (index, err)
         assert sum(line.startswith("error: ") for line in lines) == 1 and "escaped" not in err
         assert ("Traceback" in err) == (case == "bug" and index == host), err  # a bug keeps it, on its own host
+
+
+def test_a_process_alone_notices_one_signal_per_run():
+    alone, before = hosts.Hosts(), signal.getsignal(signal.SIGTERM)
+    for _ in range(2):
+        with pytest.raises(failure.Terminated), alone.terminable():
+            signal.raise_signal(signal.SIGTERM)
+            assert alone.is_terminating
+            raise failure.Terminated("step 7")
+        assert not alone.is_terminating and signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(

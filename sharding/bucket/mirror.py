@@ -1,0 +1,385 @@
+"""Mirrors the working directory of a running command into a bucket, so that any machine can continue the run.
+
+The command works in a folder of this machine, a cache. At the URL of the working directory are
+
+    head.json           the owner of the run, and the manifest of its newest state
+    manifests/DIGEST    the files of a state (snapshot.py)
+    files/PATH/DIGEST   the blocks of the files
+
+1. `mirrored` makes this process the owner. Only one may be: each write of the head replaces exactly the one before, and the owner writes
+   it every `BEAT_S`. An owner that has been silent for `LEASE_S` is replaced, and fails at its next write.
+2. If the folder is not the one that the last owner left, or an older copy of it, the newest state is restored into it. Batches of earlier steps stay in the bucket.
+3. One thread captures the folder every few seconds, writes new blocks, then the manifest, and then the head, which makes the state
+   visible as a whole; then it deletes the blocks that only the state before had. After a kill, these are swept at the next start.
+4. Requests are repeated until the bucket answers; the run goes on meanwhile. `pace` holds its next checkpoint when the newest state
+   in the bucket is older than `BACKLOG_S`.
+5. At the end, the last state is written, and the head marked as closed.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from typing import Any
+
+from sharding.bucket import snapshot, storage
+from sharding.format import digests, journal
+from sharding.system import atomic_file, cli
+
+HEAD = "head.json"
+EVERY_S, BEAT_S, LEASE_S = 10.0, 15.0, 60.0
+BACKLOG_S = 600.0
+CLOSE_S, FAILED_CLOSE_S = 600.0, 60.0  # of patience with the bucket at the end of a run, and of one that failed
+NUM_REQUESTS = 8
+STAYS = re.compile(r"rollouts/step_\d+/")  # files that no resume reads: they are restored only for readers
+_MIRRORS: dict[pathlib.Path, "Mirror"] = {}  # of this process, by their folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """The content of head.json. `manifest` is the digest of the newest manifest, "" for a run without files."""
+
+    owner: str
+    host: str
+    beat: int
+    time_s: float  # of the owner's clock
+    manifest: str = ""
+    is_closed: bool = False
+
+    def encode(self) -> bytes:
+        """Returns the head as JSON."""
+        return json.dumps({"format": 1} | dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def parse(cls, data: bytes, url: str) -> "Head":
+        """Returns the head in `data`. Raises ValueError if it is none."""
+        try:
+            fields = json.loads(data)
+            if fields.pop("format") != 1 or not re.fullmatch("([0-9a-f]{64})?", fields["manifest"]):
+                raise ValueError("its format is not 1")
+            return cls(**fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            found = f"{url}/{HEAD} does not belong to the working directory of a run ({error})"
+            raise ValueError(f"{found}; give another --workdir") from error
+
+
+def local_folder(workdir: str | os.PathLike) -> pathlib.Path:
+    """Returns the folder on this machine of a working directory: itself, or the cache of one in a bucket; absolute.
+
+    Caches are in $INTELLAX_BUCKET_CACHE, by default ~/.cache/intellax/buckets.
+    """
+    if not storage.is_url(workdir):
+        return pathlib.Path(workdir).absolute()
+    url = str(workdir).rstrip("/")
+    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    root = os.environ.get("INTELLAX_BUCKET_CACHE") or pathlib.Path(home) / "intellax" / "buckets"
+    return pathlib.Path(root).absolute() / hashlib.sha256(url.encode()).hexdigest()[:12] / url.rpartition("/")[2]
+
+
+@contextlib.contextmanager
+def mirrored(workdir: str | os.PathLike) -> Iterator[None]:
+    """Keeps `local_folder(workdir)` and the bucket in step during the block. Does nothing for a path.
+
+    The caller has locked the folder. Raises ValueError if another run uses the bucket, and Unavailable, an OSError, if it does not answer.
+    """
+    if not storage.is_url(workdir):
+        yield
+        return
+    mirror = Mirror(str(workdir).rstrip("/"), local_folder(workdir))
+    try:
+        mirror.open()
+        _MIRRORS[mirror.folder] = mirror
+        yield
+    except BaseException:
+        with contextlib.suppress(ValueError, OSError):  # the first error is reported
+            mirror.close(FAILED_CLOSE_S)
+        raise
+    else:
+        mirror.close(CLOSE_S)
+    finally:
+        _MIRRORS.pop(mirror.folder, None)
+
+
+def pace(folder: pathlib.Path) -> None:
+    """Blocks while the bucket of a working directory is too far behind it. Raises ValueError if another run has taken it over."""
+    if mirror := _MIRRORS.get(folder):
+        mirror.pace()
+
+
+def fetched(workdir: str | os.PathLike, names: Sequence[str] = ("*",), *, is_optional: bool = False) -> pathlib.Path:
+    """Returns a local folder to read a working directory from, with its newest files that match patterns such as "checkpoints/*".
+
+    It is `workdir` itself if it is a path, and the folder of the run if that is on this machine. Without a run there, raises
+    ValueError, or returns a folder without files if it `is_optional`.
+    """
+    folder = local_folder(workdir)
+    if not storage.is_url(workdir):
+        return folder
+    bucket = storage.Storage(str(workdir).rstrip("/"))
+    with futures.ThreadPoolExecutor(NUM_REQUESTS) as pool, locked(folder.parent / ".reading"):
+        for is_last in (False, False, True):
+            data, _ = bucket.read(HEAD, storage.START_S)
+            if data is None and not is_optional:
+                raise ValueError(f"{bucket.url} is not the working directory of a run; correct the URL")
+            head = Head.parse(data, bucket.url) if data else Head("", "", 0, 0.0)
+            if _left_by(head, folder):
+                return folder
+            files = _read_files(bucket, head)
+            files = {path: file for path, file in files.items() if storage.matches(path, names)}
+            copy = folder.parent / "reading" / folder.name
+            try:
+                snapshot.restore(bucket, files, copy, pool, storage.START_S)
+                return copy
+            except FileNotFoundError:  # a newer state has replaced this one
+                if is_last:
+                    raise
+    raise AssertionError
+
+
+class Mirror:
+    """The mirror of one working directory. `open`, then `pace` at will, then `close`."""
+
+    def __init__(self, url: str, folder: pathlib.Path):
+        self.folder, self._staging = folder, folder.parent / "staging"
+        self._storage = storage.Storage(url, "the run goes on, and sends the rest later")
+        self._pool = futures.ThreadPoolExecutor(NUM_REQUESTS, "bucket")
+        self._lock = threading.Lock()  # of the head
+        self._head, self._generation = Head("", f"{socket.gethostname()}, process {os.getpid()}", 0, 0.0), None
+        self._files: dict[str, snapshot.File] = {}  # of the newest manifest
+        self._stamps: dict[str, snapshot.Stamp] = {}
+        self._present: set[str] = set()  # keys of blocks in the bucket
+        self._failure: BaseException | None = None
+        self._is_restored = False
+        self._saved_s = time.monotonic()  # the time of capture of the newest state in the bucket
+        self._changed = threading.Condition()  # of `_saved_s` and `_failure`
+        self._ending, self._wake, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._beats = threading.Thread(target=self._guarded, args=(self._beat,), name="bucket lease", daemon=True)
+        self._saves = threading.Thread(target=self._guarded, args=(self._save_all,), name="bucket", daemon=True)
+
+    def open(self) -> None:
+        """Takes the run over, restores its newest state if the folder does not have it, and starts to mirror."""
+        patience_s = storage.START_S
+        data, self._generation = self._storage.read(HEAD, patience_s)
+        if data is None:
+            if found := self._storage.keys(patience_s):
+                text = f"{self._storage.url} has objects such as {found[0]}, but no run: it has no {HEAD}"
+                raise ValueError(f"{text}; give a --workdir without objects")
+            last = self._head
+        else:
+            last = self._free(data)
+        self._is_restored = _left_by(last, self.folder)
+        owner = last.owner if self._is_restored else secrets.token_hex(16)
+        self._head = dataclasses.replace(self._head, owner=owner, beat=last.beat, manifest=last.manifest)
+        self._write_head(patience_s)
+        self._beats.start()
+        self._files = _read_files(self._storage, self._head)
+        if not self._is_restored:
+            needed = {path: file for path, file in self._files.items() if not STAYS.match(path)}
+            if needed:
+                cli.note(f"restoring {len(needed)} files from {self._storage.url} to {self.folder}")
+            snapshot.restore(self._storage, needed, self.folder, self._pool, patience_s)
+            with self._lock:
+                _leave(self._head, self.folder)
+                self._is_restored = True
+        self._present = {key for path, file in self._files.items() for key, *_ in file.blocks(path)}
+        self._saves.start()
+
+    def pace(self) -> None:
+        """Blocks while the newest state in the bucket is older than `BACKLOG_S`. Raises the error that ended the mirror."""
+        with self._changed:
+            is_late = lambda: time.monotonic() - self._saved_s > BACKLOG_S  # noqa: E731
+            if is_late():
+                cli.note(
+                    f"the newest state in {self._storage.url} is {BACKLOG_S:.0f} s old: the run waits for the bucket"
+                )
+            self._changed.wait_for(lambda: self._failure or not is_late())
+        self._check()
+
+    def close(self, patience_s: float) -> None:
+        """Writes the last state. Raises Unavailable if the bucket does not take it in time, and ValueError after a takeover."""
+        deadline_s = time.monotonic() + patience_s
+        self._ending.set()
+        self._wake.set()
+        try:
+            if self._saves.ident is not None:
+                self._saves.join(patience_s)
+                self._check()
+                if self._saves.is_alive():
+                    found = f"{self._storage.url} lacks the last state of the run, which is in {self.folder}"
+                    raise journal.Unavailable(f"{found}; run the command again on this machine, or copy the folder")
+                self._closed.set()
+                self._write_head(max(deadline_s - time.monotonic(), 1.0), is_closed=True)
+        finally:
+            self._closed.set()
+            self._storage.close()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _free(self, data: bytes) -> Head:
+        """Returns the head as soon as its owner has ended; sets the generation. Raises ValueError if the owner is alive."""
+        begun_s, first = time.monotonic(), Head.parse(data, self._storage.url)
+        head = first
+        is_own = _left_by(head, self.folder)  # by a process of this machine that no longer has the lock of the folder
+        while not is_own and not head.is_closed and time.monotonic() - begun_s < LEASE_S:
+            if head is first and time.monotonic() - begun_s < 1:
+                text = f"{self._storage.url} was in use by {head.host} until {time.time() - head.time_s:.0f} s ago"
+                cli.note(f"{text}: waiting {LEASE_S:.0f} s, in case that it is alive")
+            time.sleep(min(1.0, LEASE_S / 4))
+            found, self._generation = self._storage.read(HEAD, storage.START_S)
+            head = Head.parse(found or b"", self._storage.url)
+            if head != first and not head.is_closed:
+                raise ValueError(
+                    f"workdir {self._storage.url} is in use by another run ({head.host}); wait, or use another --workdir"
+                )
+        return head
+
+    def _write_head(self, patience_s: float | None = None, **changes: Any) -> None:
+        """Replaces the head of this owner. Raises ValueError if another has replaced it."""
+        with self._lock:
+            self._check()
+            head = dataclasses.replace(self._head, beat=self._head.beat + 1, time_s=time.time(), **changes)
+            data = head.encode()
+            if self._is_restored:
+                _leave(head, self.folder)  # first: after a kill, the folder is not older than the head
+            generation = self._storage.write(HEAD, data, replaces=self._generation, patience_s=patience_s)
+            if generation is None:
+                found, generation = self._storage.read(HEAD, patience_s)
+                if found != data:  # else the write before a lost reply was done
+                    other = Head.parse(found or b"", self._storage.url).host
+                    found = f"workdir {self._storage.url} is in use by another run now ({other})"
+                    cause = f"it began at the same time, or this one was silent for {LEASE_S:.0f} s"
+                    raise ValueError(f"{found}: {cause}; end one of the two")
+            self._head, self._generation = head, generation
+
+    def _check(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def _guarded(self, target: Callable[[], None]) -> None:
+        try:
+            target()
+        except BaseException as error:
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            self._write_head()
+
+    def _save_all(self) -> None:
+        known = self._present | {HEAD, f"manifests/{self._head.manifest}"}
+        self._storage.delete(key for key in self._storage.keys() if key not in known)  # of a kill
+        pause_s = 0.0
+        while True:
+            self._wake.wait(pause_s)
+            is_last, begun_s = self._ending.is_set(), time.monotonic()
+            try:
+                capture_s = self._save()
+            except (sqlite3.Error, _Shrunk) as error:
+                cli.note(f"note: {self.folder} could not be captured ({error}); trying again")
+                time.sleep(1)
+                continue
+            with self._changed:
+                self._saved_s = begun_s
+                self._changed.notify_all()
+            if is_last:
+                return
+            pause_s = max(EVERY_S, 4 * capture_s)
+
+    def _save(self) -> float:
+        """Writes the state of this moment, if it is a new one. Returns the seconds of its capture."""
+        begun_s = time.monotonic()
+        captured = snapshot.capture(self.folder, self._staging, self._stamps)
+        capture_s = time.monotonic() - begun_s
+        files = {path: file for path, file in self._files.items() if STAYS.match(path)}  # maybe not on this machine
+        for path, one in captured.items():
+            files[path] = self._files[path] if one.link is None else self._upload(path, one, one.link)
+        stamps = {path: one.stamp for path, one in captured.items() if one.stamp}
+        if files == self._files:
+            self._stamps = stamps
+            return capture_s
+        data = snapshot.encode(files)
+        manifest, before = digests.of(data), self._head.manifest
+        self._storage.write(f"manifests/{manifest}", data)
+        self._write_head(manifest=manifest)
+        self._files, self._stamps = files, stamps
+        old = {before: f"manifests/{before}"} if before not in ("", manifest) else {}
+        needed = {key for path, file in files.items() for key, *_ in file.blocks(path)}
+        self._storage.delete([*(self._present - needed), *old.values()])
+        self._present = needed
+        return capture_s
+
+    def _upload(self, path: str, one: snapshot.Captured, link: pathlib.Path) -> snapshot.File:
+        """Writes the blocks of a file that the bucket does not have."""
+        block_bytes = snapshot.BIG_BLOCK_BYTES if one.size >= snapshot.BIG_BYTES else snapshot.BLOCK_BYTES
+
+        def send(offset: int) -> str:
+            with open(link, "rb") as file:
+                size = min(block_bytes, one.size - offset)
+                data = os.pread(file.fileno(), size, offset)
+            if len(data) != size:
+                raise _Shrunk(f"{path} became shorter")
+            digest = digests.of(data)
+            if (key := snapshot.block_key(path, digest)) not in self._present:
+                self._storage.write(key, data)
+                self._present.add(key)
+            return digest
+
+        found: list[str] = []
+        offsets = iter(range(0, one.size, block_bytes))
+        while some := list(itertools.islice(offsets, NUM_REQUESTS)):
+            found += self._pool.map(send, some)
+        return snapshot.File(one.size, one.mode, block_bytes, tuple(found))
+
+
+class _Shrunk(Exception):
+    """A file was truncated while it was read."""
+
+
+def _read_files(bucket: storage.Storage, head: Head) -> dict[str, snapshot.File]:
+    if not head.manifest:
+        return {}
+    key = f"manifests/{head.manifest}"
+    data, _ = bucket.read(key, storage.START_S)
+    if data is None:
+        raise FileNotFoundError(f"{bucket.url}/{key} does not exist, although the head names it")
+    if digests.of(data) != head.manifest:
+        raise journal.CorruptSource(
+            f"{bucket.url}/{key} is damaged; put it back from a version or a backup of the bucket"
+        )
+    return snapshot.parse(data, f"{bucket.url}/{key}")
+
+
+def _leave(head: Head, folder: pathlib.Path) -> None:
+    """Records that the folder has all that the run had when it wrote this head."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    atomic_file.write(folder.parent / "owner.json", head.encode())
+
+
+def _left_by(head: Head, folder: pathlib.Path) -> bool:
+    """Returns True if the folder is the one of the head's owner, at this head or later: then it is newer than the bucket."""
+    left = atomic_file.read_json(folder.parent / "owner.json", dict)
+    return bool(head.owner) and left.get("owner") == head.owner and left["beat"] >= head.beat
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path) -> Iterator[None]:
+    """Waits for the lock file `path`, and has it during the block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,67 @@
+"""Swaps of a server's weights take no second copy of them: measured on a CPU, where the devices' memory is the process's own."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from inference.engine import engine as engine_lib
+from inference.engine import request as request_lib
+from inference.server import inference_server
+from models import config as config_lib
+from models import transformer
+from sharding import broadcast
+from tests.support import tiny
+
+WIDE = dict(model_dim=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_dim=3072)
+# 438 and 219 MB; decoding in float32 keeps a transposed copy as well.
+MODELS = {
+    "float32": tiny.model(**WIDE, num_layers=8),
+    "bfloat16": tiny.model(**WIDE, num_layers=8, dtype="bfloat16", param_dtype="bfloat16"),
+}
+CONFIG = engine_lib.EngineConfig(num_slots=2, max_model_len=32, prefill_batch=1, steps_per_call=2)
+NUM_SWAPS = 20
+
+
+def peak_bytes(work) -> int:
+    """Returns the largest resident size of this process while `work` runs."""
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    work()
+    (line,) = (x for x in pathlib.Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def swap_all(root: str) -> None:
+    """Serves while two versions take turns; prints the peak of resident bytes without a swap, and with all."""
+    server = inference_server.start(root, CONFIG)
+    ask = request_lib.GenerateRequest(range(8), max_tokens=20)
+
+    def swap():
+        for turn in range(NUM_SWAPS):
+            running = server.scheduler.submit(ask)
+            server.update(turn % 2, rollback=True)
+            assert running.result()[0].tokens
+
+    print(peak_bytes(lambda: server.scheduler.submit(ask).result()), peak_bytes(swap))
+    assert server.scheduler.stats["weight_updates"] == NUM_SWAPS
+    server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", MODELS)
+def test_twenty_swaps_need_no_second_copy(tmp_path, dtype):
+    model: config_lib.ModelConfig = MODELS[dtype]
+    metadata = {"model": dataclasses.asdict(model), "tokenizer": "byte_chatml"}
+    for version in range(2):
+        broadcast.publish(transformer.init(jax.random.key(version), model), version, tmp_path, metadata=metadata)
+    done = subprocess.run([sys.executable, "-m", __name__, str(tmp_path)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    without, peak = map(int, done.stdout.split()[-2:])
+    assert peak - without <= 0.05 * transformer.num_bytes(model), (without, peak)
+
+
+if __name__ == "__main__":
+    swap_all(sys.argv[1])

@@ -1,0 +1,371 @@
+"""A working directory in a bucket: another machine continues the run of the first, after a kill at any moment."""
+
+import contextlib
+import json
+import random
+import shutil
+import sqlite3
+import threading
+import time
+
+import pytest
+
+from sharding import bucket
+from sharding.bucket import mirror, snapshot, storage
+from sharding.format import journal
+from tests.support import proxy, s3_server
+
+
+def machine(monkeypatch, tmp_path, name):
+    """Continues on another machine, with a cache of its own."""
+    monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(tmp_path / name))
+
+
+def files(folder):
+    found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+    return {name: (path.read_bytes(), path.stat().st_mode & 0o777) for name, path in sorted(found.items())}
+
+
+def write(folder, name, data, mode=0o644):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    path.chmod(mode)
+
+
+def abandon(one):
+    """Ends a mirror as `kill -9` does."""
+    one._closed.set()
+    one._storage.close()
+    one._wake.set()
+    one._saves.join()
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request, tmp_path, monkeypatch):
+    if request.param == "file":
+        return f"file://{tmp_path}/bucket/run"
+    s3_server.use(monkeypatch, request.getfixturevalue("s3"))
+    return f"s3://{s3_server.BUCKET}/{tmp_path.name}/run"
+
+
+def test_another_machine_gets_the_same_files(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "BLOCK_BYTES", 1000)
+    random.seed(0)
+    contents = {"config.json": b"{}", "weights.key": b"k" * 32, "checkpoints/2/state/d/a b": random.randbytes(5001)}
+    contents |= {"checkpoints/2/seal.json": b"{}", "logs/empty": b"", "rollouts/step_1/accepted.parquet": b"p" * 3000}
+    with bucket.mirrored(url):
+        folder = bucket.local_folder(url)
+        for name, data in contents.items():
+            write(folder, name, data, 0o600 if name.endswith("key") else 0o644)
+        for name in (
+            ".lock",
+            "checkpoints/3.orbax-checkpoint-tmp/x",
+            "weights/v00000001/c.0",
+            "weights/.tmp-removed-v0/c",
+        ):
+            write(folder, name, b"unfinished")
+        with contextlib.closing(sqlite3.connect(folder / "ledger.db")) as db, db:
+            db.execute("CREATE TABLE t (x)")
+            db.execute("INSERT INTO t VALUES (7)")
+    here = files(folder)
+    machine(monkeypatch, tmp_path, "other")
+    with bucket.mirrored(url):
+        there = files(other := bucket.local_folder(url))
+        assert other != folder
+        names = {*contents} - {"rollouts/step_1/accepted.parquet"}
+        with contextlib.closing(sqlite3.connect(other / "ledger.db")) as db:
+            assert db.execute("SELECT x FROM t").fetchall() == [(7,)]
+        there.pop("ledger.db")
+        assert {name: there[name] for name in names} == {name: here[name] for name in names} and {*there} == names
+        write(other, "logs/empty", b"grown")
+        (other / "config.json").unlink()
+    third = bucket.fetched(url, ["rollouts/*", "logs/*", "config.json"])
+    assert third == other  # the run is on this machine
+    machine(monkeypatch, tmp_path, "third")
+    copy = bucket.fetched(url, ["rollouts/*", "logs/*", "config.json"])
+    stayed = files(copy)
+    assert {*stayed} == {"rollouts/step_1/accepted.parquet", "logs/empty"}
+    assert stayed["logs/empty"][0] == b"grown" and stayed["rollouts/step_1/accepted.parquet"][0] == b"p" * 3000
+    # No block is left that no state names.
+    left = storage.Storage(url).keys()
+    manifest = snapshot.parse(storage.Storage(url).read(next(k for k in left if k.startswith("manifests/")))[0], "")
+    assert {*left} == {k for p, f in manifest.items() for k, *_ in f.blocks(p)} | {
+        k for k in left if k.startswith(("manifests/", "head"))
+    }
+    assert sum(key.startswith("manifests/") for key in left) == 1
+
+
+def test_a_file_that_grows_sends_its_end_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot, "BLOCK_BYTES", 1000)
+    url, sent, put = f"file://{tmp_path}/bucket", [], storage.Storage.write
+
+    def counted(self, key, data, **options):
+        sent.append(key)
+        return put(self, key, data, **options)
+
+    monkeypatch.setattr(storage.Storage, "write", counted)
+    for size, num in ((3500, 4), (3900, 1), (3900, 0), (4100, 2)):
+        with bucket.mirrored(url):
+            with open(bucket.local_folder(url) / "metrics.jsonl", "ab") as file:
+                file.write(bytes(i % 251 for i in range(file.tell(), size)))
+        blocks = [key for key in sent if key.startswith("files/")]
+        assert len(blocks) == num, size
+        sent.clear()
+
+
+class Run(threading.Thread):
+    """A run by the order of its writes: group in the ledger, group in the log, batch in the ledger, checkpoint, weights."""
+
+    def __init__(self, folder, start):
+        super().__init__(daemon=True)
+        self.folder, self.start_step, self.is_ended = folder, start, False
+
+    def run(self):
+        with contextlib.closing(sqlite3.connect(self.folder / "ledger.db", timeout=30)) as db:
+            db.execute("PRAGMA synchronous = OFF")
+            with db:
+                db.execute("CREATE TABLE IF NOT EXISTS t (x)")
+            step = self.start_step
+            while not self.is_ended:
+                step += 1
+                time.sleep(0.005)
+                with db:
+                    db.execute("INSERT INTO t VALUES (?)", (f"group {step}",))
+                with open(self.folder / "open.log", "a") as log:
+                    log.write(f"group {step}\n")
+                with db:
+                    db.execute("INSERT INTO t VALUES (?)", (f"batch {step}",))
+                made = self.folder / f"checkpoints/{step}.orbax-checkpoint-tmp"
+                write(made, "state", b"%d" % step)
+                write(made, "head", b"batch %d" % step)
+                made.rename(made.with_name(str(step)))
+                weights = self.folder / f"weights/v{step:08d}"
+                write(weights, "c.0", b"%d" % step)
+                write(weights, "manifest.json", b"batch %d" % step)
+                with contextlib.suppress(FileNotFoundError):
+                    old = self.folder / f"weights/v{step - 2:08d}"
+                    old.rename(self.folder / f"weights/.tmp-removed-{step}")
+
+
+def test_any_state_in_the_bucket_is_one_that_a_kill_leaves(tmp_path, monkeypatch):
+    url, step, seen = f"file://{tmp_path}/bucket", 0, []
+    for turn in range(5):
+        machine(monkeypatch, tmp_path, f"machine{turn}")
+        one = mirror.Mirror(url, bucket.local_folder(url))
+        one.open()
+        folder = one.folder
+        ledger = []
+        if (folder / "ledger.db").exists():
+            with contextlib.closing(sqlite3.connect(folder / "ledger.db")) as db:
+                ledger = [row[0] for row in db.execute("SELECT x FROM t")]
+        log = (folder / "open.log").read_text().splitlines() if (folder / "open.log").exists() else []
+        assert {*log} <= {*ledger}
+        assert {f"group {entry.split()[1]}" for entry in ledger if entry.startswith("batch")} <= {*log}
+        for kind, content, mark in (("checkpoints", "state", "head"), ("weights", "c.0", "manifest.json")):
+            for path in (folder / kind).glob("*"):
+                assert (path / mark).read_text() in ledger
+                assert path.name.strip("v").lstrip("0") == (path / content).read_text()
+        step = int(log[-1].split()[1]) if log else 0
+        seen.append(step)
+        run = Run(folder, step)
+        run.start()
+        if turn % 2 == 0:
+            name = f"checkpoints/{step + 2}/head"
+            proxy.wait_until(lambda one=one, name=name: name in one._files, 60)
+        time.sleep(random.Random(turn).uniform(0.1, 0.4))
+        abandon(one)
+        run.is_ended = True
+        run.join()
+        time.sleep(0.05)
+    assert seen == sorted(seen) and seen[-1] >= 4
+
+
+def test_a_file_that_is_deleted_meanwhile_is_left_out_with_its_version(tmp_path, monkeypatch):
+    folder, names = (
+        tmp_path / "run",
+        ("checkpoints/1/a", "checkpoints/1/b", "checkpoints/2/a", "open/1.log", "open/2.log"),
+    )
+    for name in names:
+        write(folder, name, b"1")
+    link, gone = snapshot.os.link, [folder / "checkpoints/1/b", folder / "open/1.log"]
+
+    def racing(source, target):
+        if source in gone:
+            source.unlink()
+        link(source, target)
+
+    monkeypatch.setattr(snapshot.os, "link", racing)
+    assert {*snapshot.capture(folder, tmp_path / "staging", {})} == {"checkpoints/2/a", "open/2.log"}
+
+
+def test_two_runs_do_not_use_one_working_directory(url, tmp_path, monkeypatch):
+    with bucket.mirrored(url):
+        machine(monkeypatch, tmp_path, "other")
+        with pytest.raises(ValueError, match=r"run is in use by another run \(.*process"), bucket.mirrored(url):
+            raise AssertionError
+    with bucket.mirrored(url):  # the end of a run frees it
+        pass
+
+
+def test_a_silent_run_is_replaced_and_notices_it(url, tmp_path, monkeypatch):
+    first = mirror.Mirror(url, bucket.local_folder(url))
+    first.open()
+    write(first.folder, "a", b"1")
+    proxy.wait_until(lambda: first._files)
+    write_head, resumed = first._write_head, threading.Event()
+    first._write_head = lambda **changes: resumed.wait() and write_head(**changes)  # paused, as on a suspended machine
+    machine(monkeypatch, tmp_path, "other")
+    with bucket.mirrored(url):
+        write(bucket.local_folder(url), "b", b"2")
+        write(first.folder, "c", b"3")
+        resumed.set()
+        proxy.wait_until(lambda: first._failure)
+        with pytest.raises(ValueError, match="is in use by another run now"):
+            first.pace()
+        with pytest.raises(ValueError, match="is in use by another run now"):
+            first.close(1.0)
+    machine(monkeypatch, tmp_path, "third")
+    assert {*files(bucket.fetched(url))} == {"a", "b"}
+
+
+def test_an_older_copy_of_the_machine_does_not_replace_the_state(tmp_path, monkeypatch):
+    """A disk that is put back from a backup has the name of the owner."""
+    url = f"file://{tmp_path}/bucket"
+    for name in "ab":
+        with bucket.mirrored(url):
+            write(bucket.local_folder(url), name, b"1")
+        shutil.copytree(tmp_path / "machine", tmp_path / f"backup {name}")
+    for name, num_restored in (("b", 0), ("a", 2)):
+        machine(monkeypatch, tmp_path, f"backup {name}")
+        monkeypatch.setattr(mirror.cli, "note", (notes := []).append)
+        with bucket.mirrored(url):
+            assert {*files(bucket.local_folder(url))} == {"a", "b"}
+        assert [line for line in notes if line.startswith(f"restoring {num_restored} files")] == notes
+
+
+def test_a_killed_restore_is_not_taken_for_the_run(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/bucket"
+    with bucket.mirrored(url):
+        for name in "abc":
+            write(bucket.local_folder(url), name, name.encode())
+    machine(monkeypatch, tmp_path, "other")
+    read = snapshot._read_block
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(snapshot, "_read_block", killed)
+    with pytest.raises(KeyboardInterrupt), bucket.mirrored(url):
+        raise AssertionError
+    monkeypatch.setattr(snapshot, "_read_block", read)
+    with bucket.mirrored(url):
+        assert {*files(bucket.local_folder(url))} == {"a", "b", "c"}
+
+
+def test_a_lost_connection_is_survived(s3, tmp_path, monkeypatch, capsys):
+    with proxy.Proxy(s3) as link:
+        s3_server.use(monkeypatch, link.url)
+        url = f"s3://{s3_server.BUCKET}/{tmp_path.name}"
+        monkeypatch.setattr(storage, "TRY_S", 0.5)
+        monkeypatch.setattr(mirror, "BACKLOG_S", 1.0)
+        with bucket.mirrored(url):
+            folder = bucket.local_folder(url)
+            write(folder, "a", b"1")
+            time.sleep(0.5)
+            link.fault = lambda rng: rng.choice(["refuse", "stall", ("reset", 50)])
+            write(folder, "b", b"2")
+            time.sleep(1.2)
+            healed = threading.Timer(1.0, link.heal)
+            healed.start()
+            begun_s = time.monotonic()
+            bucket.pace(folder)  # the next checkpoint waits
+            assert time.monotonic() - begun_s > 0.5
+        lines = capsys.readouterr().err
+        assert f"bucket {url} has not answered for" in lines and "answers again after" in lines
+        assert "the run waits for the bucket" in lines
+        machine(monkeypatch, tmp_path, "other")
+        assert {*files(bucket.fetched(url))} == {"a", "b"}
+
+
+def test_a_reply_that_is_lost_is_not_a_takeover(tmp_path, monkeypatch):
+    url, put, is_lost = f"file://{tmp_path}/bucket", storage.Storage.write, []
+
+    def lossy(self, key, data, **options):
+        found = put(self, key, data, **options)
+        if key == mirror.HEAD and len(is_lost) < 3:
+            is_lost.append(key)
+            return None  # as for the second try of a request that was done
+        return found
+
+    monkeypatch.setattr(storage.Storage, "write", lossy)
+    with bucket.mirrored(url):
+        write(bucket.local_folder(url), "a", b"1")
+    assert len(is_lost) == 3
+
+
+def test_the_end_waits_for_the_bucket_and_fails_in_one_line(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/bucket"
+    monkeypatch.setattr(mirror, "CLOSE_S", 0.5)
+    with pytest.raises(journal.Unavailable, match="lacks the last state of the run, which is in"), bucket.mirrored(url):
+        folder = bucket.local_folder(url)
+        monkeypatch.setattr(mirror.snapshot, "capture", lambda *args: time.sleep(3))
+        write(folder, "a", b"1")
+    monkeypatch.undo()
+    monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(tmp_path / "machine"))
+    with bucket.mirrored(url):  # on the same machine, nothing is lost
+        assert {*files(folder)} == {"a"}
+
+
+def test_damaged_and_foreign_objects_are_refused(tmp_path, monkeypatch):
+    root, url = tmp_path / "bucket", f"file://{tmp_path}/bucket"
+    with bucket.mirrored(url):
+        write(bucket.local_folder(url), "a", b"data")
+    machine(monkeypatch, tmp_path, "other")
+    (block,) = (root / "files/a").iterdir()
+    block.write_bytes(b"DATA")
+    with pytest.raises(journal.CorruptSource, match="is damaged; put it back"):
+        bucket.fetched(url)
+    block.unlink()
+    with pytest.raises(FileNotFoundError, match="although the newest manifest names it"):
+        bucket.fetched(url)
+    head = json.loads((root / "head.json").read_text())
+    for path in ("../a", "/etc/a", "", "a/../../b"):
+        data = snapshot.encode({path: snapshot.File(0, 0o644, 1000, ())})
+        with pytest.raises(journal.CorruptSource, match="is not the manifest"):
+            snapshot.parse(data, "here")
+    (root / "head.json").write_text(json.dumps(head | {"manifest": "../x"}))
+    with pytest.raises(ValueError, match="does not belong to the working directory of a run"):
+        bucket.fetched(url)
+    write(tmp_path / "other_bucket", "photo.jpg", b"1")
+    with (
+        pytest.raises(ValueError, match=r"has objects such as photo.jpg, but no run"),
+        bucket.mirrored(f"file://{tmp_path}/other_bucket"),
+    ):
+        raise AssertionError
+    with pytest.raises(ValueError, match="is not the working directory of a run"):
+        bucket.fetched(f"file://{tmp_path}/nothing")
+
+
+def test_paths_and_urls_are_told_apart(tmp_path):
+    assert bucket.local_folder("runs/a").is_absolute() and bucket.fetched(tmp_path) == tmp_path
+    assert bucket.local_folder("s3://b/runs/a/").name == "a"
+    assert bucket.local_folder("s3://b/a") != bucket.local_folder("gs://b/a")
+    with bucket.mirrored(tmp_path):
+        bucket.pace(tmp_path)
+    for wrong in ("http://host/a", "s3://", "S3:///"):
+        with pytest.raises(ValueError, match="is not the URL of a bucket; write gs://BUCKET/PATH"):
+            bucket.is_url(wrong)
+
+
+def test_a_missing_bucket_is_one_line(s3, monkeypatch):
+    s3_server.use(monkeypatch, s3)
+    with (
+        pytest.raises(ValueError, match=r"bucket s3://absent/run: NOT_FOUND.*check its name"),
+        bucket.mirrored("s3://absent/run"),
+    ):
+        raise AssertionError
+    monkeypatch.setattr(storage, "START_S", 0.3)
+    s3_server.use(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(journal.Unavailable, match="has not answered for 0 s"), bucket.mirrored("s3://absent/run"):
+        raise AssertionError
