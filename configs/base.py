@@ -11,8 +11,8 @@ def get_config() -> config_dict.ConfigDict:
     """Returns the default config, locked except for options of environments and losses."""
     c = config_dict.ConfigDict()
     c.seed = 0  # of all random draws: parameters, task order, sampling
-    # A Hugging Face folder, its gs:// or s3:// URL, or hub ID to start from, or the working directory of a run, whose newest policy it
-    # is; "": random parameters. It brings its architecture and tokenizer: fields of `model` and `tokenizer` that a config file or the command line
+    # A Hugging Face folder, its gs:// or s3:// URL, or hub ID to start from, or the working directory of a run, whose newest policy at
+    # the first start it is; "": random parameters. It brings its architecture and tokenizer: fields of `model` and `tokenizer` that a config file or the command line
     # sets replace them, if the parameters still fit.
     c.init_from = ""
 

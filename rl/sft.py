@@ -55,12 +55,12 @@ def train(
     """
     config = exp.config
     if config.init_from and not config.warmup.num_steps:
-        return initial.load(exp, mesh)  # without the moments of an optimizer
+        return initial.load(exp, mesh, workdir, hosts)  # without the moments of an optimizer
     learner = make_learner(exp, mesh)
     take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(_rates(exp))
     num_steps, options = config.warmup.num_steps, config.checkpoint.to_dict() | {"keep": 1, "hosts": hosts}
     with checkpoint.Checkpointer(workdir / "warmup", **options) as checkpointer, hosts.terminable():
-        start, state, patience = _restore_or_init(exp, learner, checkpointer)
+        start, state, patience = _restore_or_init(exp, learner, checkpointer, workdir, hosts)
         if start == num_steps or patience.is_over:
             return train_step.policy(learner, state)
         writer.truncate("warm-up", start)
@@ -123,12 +123,12 @@ def _rates(exp: experiment.Experiment) -> optimizers.OptimizerConfig:
     return dataclasses.replace(exp.optimizer, **rates)
 
 
-def _restore_or_init(exp, learner: train_step.Learner, checkpointer: checkpoint.Checkpointer):
+def _restore_or_init(exp, learner: train_step.Learner, checkpointer: checkpoint.Checkpointer, workdir, hosts):
     """Restores the newest checkpoint, or makes the state of step 0. Returns (step, train state, patience)."""
     if restored := checkpointer.restore(train_step.abstract_state(learner)):
         step, state, host = restored
         return step, state, Patience(**host)
-    params = initial.load(exp, learner.mesh) if exp.config.init_from else None
+    params = initial.load(exp, learner.mesh, workdir, hosts) if exp.config.init_from else None
     state = train_step.init_state(jax.random.key(exp.config.seed), learner, params)
     return 0, state, Patience(limit=exp.config.warmup.patience)
 

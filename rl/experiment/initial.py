@@ -1,6 +1,7 @@
 """Completes a config from the checkpoint in `init_from`, and loads it: a Hugging Face folder, the ID of one, or a run's working directory.
 
-A working directory of rl.sft or rl.train stands for the newest policy that it published, with adapters merged.
+A working directory of rl.sft or rl.train stands for the newest policy that it published, with adapters merged. A run that starts from
+it records the version, and its resumes load the same one: that policy may be the reference of a KL penalty.
 
 1. The fields of `model` are those of the checkpoint, except `OWN`: dtypes, rematerialization, kernels. No config.json has them.
 2. A field of `model` that the config sets itself, in its file or on the command line, replaces the checkpoint's, such as
@@ -22,7 +23,9 @@ from models.hf import config as hf_config
 from rl.experiment import experiment
 from rl.learner import reference
 from sharding import broadcast, rules
-from sharding.system import cli
+from sharding.format import journal
+from sharding.multihost import hosts as hosts_lib
+from sharding.system import atomic_file, cli
 
 OWN = (*hf_config.COMPUTE_FIELDS, "param_dtype")
 
@@ -59,13 +62,45 @@ def completed(
     return config
 
 
-def load(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> transformer.Params:
-    """Loads the parameters of the checkpoint in `init_from`, in the model's `param_dtype`, sharded over `mesh`."""
-    if not (weights := _weights(exp.config.init_from)):
-        return reference.load(exp.config.init_from, exp.model, mesh)
+def load(
+    exp: experiment.Experiment,
+    mesh: jax.sharding.Mesh,
+    workdir: pathlib.Path | None = None,
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+) -> transformer.Params:
+    """Loads the parameters of the checkpoint in `init_from`, in the model's `param_dtype`, sharded over `mesh`. All hosts must call it.
+
+    `workdir` is that of this run, which records the version of another run in init_from.json; None: the newest version. Raises
+    ValueError if the recorded version is gone, or has other weights.
+    """
+    path = exp.config.init_from
+    if not (weights := _weights(path)):
+        return reference.load(path, exp.model, mesh)
+    pin = hosts.broadcast(_pin(path, weights, workdir) if hosts.is_first else None)
     specs = transformer.specs(exp.model)
-    params = broadcast.pull(weights, shardings=rules.shardings(specs, mesh)).params
+    params = broadcast.pull(weights, pin["version"], shardings=rules.shardings(specs, mesh)).params
     return rules.cast(params, specs)
+
+
+def _pin(path: str, weights: pathlib.Path, workdir: pathlib.Path | None) -> dict:
+    """Returns the version of another run to load, and its digest: those in init_from.json, or the newest, which it records there."""
+    pin = atomic_file.read_json(workdir / "init_from.json", dict) if workdir else {}
+    is_known = pin.get("init_from") == path
+    version = pin["version"] if is_known else broadcast.latest(weights)
+    assert version is not None, "`completed` has found one"
+    try:
+        digest = broadcast.read_manifest(weights, version).digest
+    except FileNotFoundError:
+        digest = ""
+    if is_known and digest != pin["digest"]:
+        found = f"{path} has {'other weights as' if digest else 'no'} version {version}, from which {workdir} began"
+        raise ValueError(
+            f"init_from: {found}; put its weights/{journal.dirname(version)} back, or give another --workdir"
+        )
+    pin = {"init_from": path, "version": version, "digest": digest}
+    if workdir and not is_known:
+        atomic_file.write(workdir / "init_from.json", json.dumps(pin).encode() + b"\n", durable=True)
+    return pin
 
 
 def _weights(path: str) -> pathlib.Path | None:

@@ -32,6 +32,7 @@ from rl.verification import checks, evidence_log, sequential_test
 from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
 from sharding import broadcast
+from sharding import mesh as mesh_lib
 from sharding.format import head
 from sharding.system import cli
 
@@ -179,9 +180,10 @@ def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[.
     versions, until a resumed run has published one again. Threads that call it take turns.
     """
     cached: dict[int, tuple[head.Entry | None, transformer.Params]] = {}
-    lock, is_cpu = threading.Lock(), jax.default_backend() == "cpu"
+    lock = threading.Lock()
 
     def weights(version: int, epoch: int | None = None) -> transformer.Params:
+        is_cpu = mesh_lib.platform() == "cpu"
         with lock:
             entry = broadcast.entry_of(root, version, key=key)
             if entry is not None and epoch not in (None, entry.epoch):

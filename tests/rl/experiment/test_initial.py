@@ -13,7 +13,9 @@ import pytest
 from configs import base, tpu_gsm8k
 from models import config as config_lib
 from models import hf
+from rl import sft
 from rl.experiment import experiment, initial, workdir
+from sharding import broadcast
 from sharding import mesh as mesh_lib
 from sharding.multihost import hosts
 from tests.support import tiny
@@ -102,7 +104,7 @@ def test_a_wrong_folder_is_answered_in_one_line(tmp_path, text, words):
         completed("/nowhere")
 
 
-def test_a_working_directory_stands_for_its_newest_policy(tmp_path):
+def test_a_working_directory_stands_for_its_newest_policy_at_the_first_start(tmp_path):
     """Reads a run of other dtypes. A run that has not published, and one whose layers are stored otherwise, are refused in one line."""
     c, mesh = base.get_config(), mesh_lib.create({}, devices=jax.devices()[:1])
     c.model.update(model_dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, dtype="bfloat16")
@@ -110,14 +112,35 @@ def test_a_working_directory_stands_for_its_newest_policy(tmp_path):
     (tmp_path / "weights").mkdir()
     with pytest.raises(ValueError, match="init_from: .*weights has no policy yet; finish rl.sft"):
         completed(tmp_path)
-    with workdir.publisher(tmp_path, exp, hosts.ALONE) as publisher:
-        for version in (0, 1):
-            publisher.publish(tiny.params(exp.model, version), version, metadata=exp.broadcast_metadata)
+    (own := tmp_path / "own").mkdir()
+
+    def publish(seed, version):
+        with workdir.publisher(tmp_path, exp, hosts.ALONE) as publisher:
+            publisher.publish(tiny.params(exp.model, seed), version, metadata=exp.broadcast_metadata)
+
+    def check(seed, own=None):
+        exp = experiment.resolve(config)
+        params = sft.train(exp, mesh, own, None, None) if own else initial.load(exp, mesh)
+        expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), tiny.params(exp.model, seed))
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+    publish(0, 0)
+    publish(1, 1)
     config = completed(tmp_path, dtype="float32")
     assert (config.model.num_layers, config.model.dtype, config.tokenizer) == (1, "float32", "byte_chatml")
-    params = initial.load(experiment.resolve(config), mesh)
-    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), tiny.params(exp.model, 1))
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    check(1, own)
+    publish(2, 2)  # the other run has gone on
+    check(1, own)
+    check(2)
+    for version in (2, 1):
+        broadcast.remove(tmp_path / "weights", version)
+    with pytest.raises(
+        ValueError, match="init_from: .* has no version 1, from which .*own began; put its weights/v00000001 back"
+    ):
+        check(1, own)
+    publish(3, 1)
+    with pytest.raises(ValueError, match="init_from: .* has other weights as version 1, from which .*own began; put"):
+        check(1, own)
     with pytest.raises(
         ValueError, match="model.scan_layers = False, and the config sets True; set model.scan_layers = "
     ):

@@ -3,6 +3,7 @@
 The weights are 32 wide and the same machine replays, so honest margins are rounding: nothing is forgiven.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -30,6 +31,7 @@ from rl.verification import checks, sequential_test, verifier
 from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
 from sharding import broadcast
+from sharding import mesh as mesh_lib
 from tests.support import bare_rules, doubles, tiny
 
 MODEL = tiny.model()
@@ -354,12 +356,16 @@ def batch(step=3):
     return tuple(doubles.honest(doubles.Double(step, prompts=2)))
 
 
-@pytest.mark.parametrize(("backend", "is_kept"), [("cpu", True), ("gpu", False)])
-def test_an_accelerator_has_published_weights_only_while_they_are_used(tmp_path, monkeypatch, backend, is_kept):
+@pytest.mark.parametrize(
+    ("backend", "on_cpu", "is_kept"), [("cpu", False, True), ("gpu", False, False), ("gpu", True, True)]
+)
+def test_an_accelerator_has_published_weights_only_while_they_are_used(tmp_path, monkeypatch, backend, on_cpu, is_kept):
+    """A replay on the CPU of a machine with an accelerator (trust.device) keeps them."""
     broadcast.publish({"w": np.arange(4.0)}, 0, tmp_path)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    weights = verifier.published(str(tmp_path))
-    used = weights(0)["w"]
+    weights, mesh = verifier.published(str(tmp_path)), mesh_lib.create({}, devices=jax.devices()[:1])
+    with jax.set_mesh(mesh) if on_cpu else contextlib.nullcontext():
+        used = weights(0)["w"]
     assert used.tolist() == [0, 1, 2, 3] and isinstance(used, jax.Array)
     alive = weakref.ref(used)
     del used
