@@ -209,8 +209,11 @@ def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -
     """
     config = config.copy_and_resolve_references()
     loss, (advantage, own_metrics) = _own_loss(config), _own_rules(config.rl)
-    with contextlib.suppress(ValueError):
+    try:
         name, options = envs.locate(config.env.name, config.env.options.to_dict(), code)
+    except ValueError:  # rl.export needs no environment
+        pass
+    else:
         config.env.digest = envs.digest(name, options)
         if not config.env.num_tasks and (name == "dataset" or name.partition(":")[0] not in envs.ENVS):
             config.env.num_tasks = envs.load(name, seed=config.seed, **options).num_tasks

@@ -70,9 +70,9 @@ LEARNERS, ENGINES = 0, 1  # whose devices a mesh is made of
 
 
 def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
-    """Returns the experiment of a config, without its tokenizer files and its servers. Does not change `config`."""
+    """Returns the experiment of a config, without its tokenizer files, its tasks, and its servers. Does not change `config`."""
     config = config.copy_and_resolve_references()  # ConfigDict(config) would share nested dicts
-    config.tokenizer = "byte_chatml"
+    config.tokenizer, config.env.num_tasks = "byte_chatml", 1
     mode, config.topology.mode = config.topology.mode, "auto"
     exp = experiment.resolve(config)
     config = config_dict.ConfigDict(exp.config)

@@ -74,7 +74,8 @@ def _admit(peers: transport.Peers, workdir: pathlib.Path, peer: transport.Connec
     if isinstance(index, int):
         peers.connections.setdefault(index, peer)  # even if rejected: it has to receive the error
     if not hmac.compare_digest(str(hello.get("proof")).encode(), proof.encode()):
-        raise ValueError(f"{host} does not see the key of this run in {workdir}; give a --workdir that all hosts share")
+        remedy = "give a --workdir that all hosts share, or for one in a bucket, INTELLAX_BUCKET_CACHE"
+        raise ValueError(f"{host} does not see the key of this run in {workdir}; {remedy}")
     for field, setting, expected in (("count", "topology.num_processes", peers.count), ("jax", "jax", jax.__version__)):
         if hello.get(field) != expected:
             found = f"{host} has {setting} = {hello.get(field)}, host 0 has {expected}"

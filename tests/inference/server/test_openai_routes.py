@@ -6,7 +6,9 @@ A logit bias of +100 at temperature 0 forces one token.
 
 import asyncio
 import contextlib
+import itertools
 import json
+import pathlib
 import re
 import time
 from unittest import mock
@@ -511,6 +513,23 @@ def test_a_terminal_chat_takes_folders_ids_and_urls(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(chat_lib, "talk", mock.Mock(side_effect=httpx.ReadError("gone")))
     assert chat_lib.main(["--model", "Owner/Name"]) == 1
     assert re.search("no reply from http://server: gone; its server ended", capsys.readouterr().err)
+
+
+def test_a_terminal_chat_waits_as_long_as_its_server_loads(monkeypatch):
+    """Each look at it takes an hour on this clock."""
+    process, command = mock.MagicMock(), []
+
+    def poll():
+        if process.poll.call_count == 3:
+            pathlib.Path(command[command.index("--address_file") + 1]).write_text("http://server")
+
+    process.__enter__.return_value.poll = process.poll
+    process.poll.side_effect = poll
+    monkeypatch.setattr(chat_lib.subprocess, "Popen", lambda arguments, **_: command.extend(arguments) or process)
+    hours = itertools.count(step=3600)
+    monkeypatch.setattr(chat_lib, "time", mock.Mock(monotonic=lambda: next(hours)))
+    with chat_lib.served([]) as url:
+        assert url == "http://server"
 
 
 # ---- JetStream's clients ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from rl import train
 from rl.experiment import base_fields, experiment, rules
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
-from rl.plan import sizes
+from rl.plan import lowered_programs, sizes
 from rl.topology import layout
 from rl.validator import calibrate
 from sharding.multihost import failure, hosts
@@ -63,6 +63,8 @@ def test_a_python_without_jax_is_one_line():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1 and result.stderr.count("\n") == 1
     assert "has no module 'jax'; activate the environment of the installation, or pip install" in result.stderr
+    program = "try:\n    import rl\nexcept ModuleNotFoundError as error:\n    assert error.name == 'jax'"
+    assert subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, timeout=60).returncode == 0
 
 
 def test_leftovers_of_a_config_file_and_neutral_values_are_no_mistakes(tmp_path):
@@ -91,9 +93,12 @@ def documented_commands():
 
 
 @pytest.mark.parametrize("command", list(documented_commands()))
-def test_the_documented_commands_resolve(command):
-    """But for the checkpoint and its tokenizer, which are to be downloaded first."""
-    config = parsed(*shlex.split(command), "--config.init_from=")
+def test_the_documented_commands_resolve(command, tmp_path):
+    """But for the checkpoint, its tokenizer, and the data, which are to be downloaded first."""
+    config, rows = parsed(*shlex.split(command), "--config.init_from="), tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{n}?", "question": "{n}?", "answer": "{n}"}}\n' for n in range(2)))
+    if config.env.name == "dataset":
+        config.env.options.path = str(rows)
     config, _ = sizes.settled(config, sizes.present, experiment.resolve)
     assert experiment.resolve(config).config.rl.num_steps > 0
 
@@ -343,11 +348,12 @@ def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
 
 def test_a_run_keeps_to_the_code_of_its_environment(tmp_path, monkeypatch):
     """It goes on with no other code, and can still be looked at; a run of an earlier release has no digest."""
-    (tmp_path / "own_task.py").write_text("def build():\n    pass\n")
+    code = "from rl.envs import reverse_text\n\nbuild = reverse_text.build\n"
+    (tmp_path / "own_task.py").write_text(code)
     own = {"env__name": f"{tmp_path}/own_task.py:build"}
     with run_directory.open_workdir(tmp_path / "w", resolved(**own)) as workdir:
         (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
-    (tmp_path / "own_task.py").write_text("def build():\n    return 1\n")
+    (tmp_path / "own_task.py").write_text(code + "\n")
     other = resolved(**own)
     refused(workdir, other, "code or data of the run .env.digest. changed since its first start; restore")
     with run_directory.read_workdir(workdir, other):
@@ -429,9 +435,12 @@ def test_a_prompt_without_room_for_an_answer_is_named_before_the_run(tmp_path):
     prompts = [f"{n} {'x' * (1024 if n == 7 else 0)}" for n in range(20)]
     rows = [{"prompt": prompt, "answer": "1"} for prompt in prompts]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
     c = quickstart.get_config()
     c.env.name, c.env.options = "dataset", {"path": str(path)}
+    with pytest.raises(ValueError, match="rows.jsonl does not exist; give a file"):
+        experiment.resolve(c)
+    assert lowered_programs.resolve(c).config.env.name == "dataset"  # a plan needs no data
+    path.write_text("\n".join(map(json.dumps, rows)))
     exp = experiment.resolve(c)
     long = len(exp.tokenizer.render([{"role": "user", "content": prompts[7]}], add_generation_prompt=True).token_ids)
     for limit, is_refused in ((64, True), (long, True), (long + 1, False)):

@@ -213,7 +213,12 @@ def test_host_0_broadcasts_and_scatters(cases):
         ("noticed", 0, "terminated, with a checkpoint of step 7; the same command resumes", 128 + signal.SIGTERM),
         ("counts", 0, "has topology.num_processes = 3, host 0 has 2; make them the same on all hosts", 1),
         ("versions", 0, "has jax = 0.12.0, host 0 has 0.11.0; make them the same on all hosts", 1),
-        ("disks", 0, "does not see the key of this run in here; give a --workdir that all hosts share", 1),
+        (
+            "disks",
+            0,
+            "does not see the key of this run in here; give a --workdir that all hosts share, or for one in a bucket, INTELLAX_BUCKET_CACHE",
+            1,
+        ),
         (
             "missing",
             0,
