@@ -58,7 +58,8 @@ class Leases:
                     is_gone = 0 <= lease.group.version < self.shared.policy.version  # it is not served any more
                     is_void = is_gone or self.shared.queue.entries[key].is_submitted
                     self._expire(lease, now_s, "lease_void" if is_void else "lease_expired", blame=not is_void)
-                    self.shared.health.returned(key, now_s)
+                    if not is_void:
+                        self.shared.health.returned(key, now_s)
             self.shared.health.seen(worker, now_s)
             groups = [] if self.shared.is_ended else self._lease(worker, capacity, network, now_s, begun_us)
             if groups:

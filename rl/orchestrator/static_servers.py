@@ -36,8 +36,8 @@ async def follow(server: StaticServer, nodes) -> None:
         while True:
             if update and update.done():
                 report = dataclasses.replace(report, problem=_problem(update))
+                retry_s, update = time.monotonic() + pause_s, None
                 pause_s = min(pause_s * 2, MAX_PAUSE_S) if report.problem else FIRST_PAUSE_S
-                retry_s, update = time.monotonic() + (pause_s if report.problem else 0.0), None
             try:
                 report = await _poll(http, server.url, report.problem)
                 nodes.beat(server.url, "server", report, time.monotonic())

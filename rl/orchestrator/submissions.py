@@ -238,26 +238,26 @@ class Submissions:
     def _screen(self, entry: queue_entry.Entry, rows: parquet.Rows, jobs: list[_Job], *, blame: bool) -> Future[str]:
         """Checks a group that is SUBMITTED now, but for `jobs`; returns a future of the reply. The caller has the lock.
 
-        One that is too old for any batch counts as a lost lease if `blame`.
+        One that is too old for any batch counts as a lost lease if `blame`. The caller looks at the spare of a rejected one.
         """
         key = entry.group.key
         recorded = self.shared.ledger.submitted(entry.worker, *key, entry.digest)
         verdict = checks.check_at_lease(rows.rollouts, self.rules.at_lease(entry.group, self.shared.policy.version))
         if not verdict.accepted:
-            return _known(self._reject(key, verdict, is_fault=False))
+            return _known(self._blame(key, self.shared.queue.requeue(key), verdict, is_fault=False))
         if key[0] == "train" and entry.oldest_version < self.shared.batches.oldest:
-            self._void(self.shared.batches.void(key), blame=blame)
+            self._lose(self.shared.batches.void(key), blame=blame)
             return _known(VOID)
         jobs.append(_Job(entry, rows, recorded, Future()))
         return jobs[-1].reply
 
     def _screen_spare(self, key: queue_entry.Key) -> None:
-        """Checks the rollouts of another holder that took the place of rejected ones, if there are any."""
-        if (entry := self.shared.queue.entries[key]).state is State.SUBMITTED:
-            jobs: list[_Job] = []
+        """Checks the rollouts of other holders that took the place of rejected ones, up to the first that are not rejected."""
+        jobs: list[_Job] = []
+        while not jobs and (entry := self.shared.queue.entries[key]).state is State.SUBMITTED:
             rows = parquet.Rows(parquet.to_table(entry.rollouts), entry.rollouts)
             self._screen(entry, rows, jobs, blame=False)  # it grew old here
-            self._queue_checks(jobs)
+        self._queue_checks(jobs)
 
     def _not_leased(self, num_rollouts: int, digest: str | None = None) -> Future[str]:
         """Returns a future of the reply for a group without a digest (see `_digest`), which changes nothing."""
@@ -359,11 +359,14 @@ class Submissions:
             else:
                 self._reject(key, verdict, is_fault=True)
 
-    def _void(self, entry: queue_entry.Entry, *, blame: bool = False) -> None:
+    def _void(self, entry: queue_entry.Entry) -> None:
         """Ends the lease and the checks of a group that was requeued, and looks at its spare. The caller has the lock."""
+        self._lose(entry, blame=False)
+        self._screen_spare(entry.group.key)
+
+    def _lose(self, entry: queue_entry.Entry, *, blame: bool) -> None:
         self.verdicts.withdraw(entry.digest)
         self.shared.health.lost(entry.worker, entry.group.key, time.monotonic(), blame=blame)
-        self._screen_spare(entry.group.key)
         self.shared.changed.notify_all()
 
     def _accepted(self, entry: queue_entry.Entry) -> str:

@@ -18,6 +18,8 @@ them once the weights of their versions are gone.
 
 import collections
 import dataclasses
+import fractions
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 
@@ -46,10 +48,12 @@ class BatchRule:
         """Returns the rule of a resolved config."""
         return cls(**{field.name: config.rl[field.name] for field in dataclasses.fields(cls)})
 
-    @property
+    @functools.cached_property
     def max_flat(self) -> int:
         """The most groups without a signal that are replaced for a batch."""
-        return math.floor(self.refill * self.prompts_per_step)
+        return math.floor(
+            fractions.Fraction(str(self.refill)) * self.prompts_per_step
+        )  # 0.29 * 100 is 28.999... in floats
 
 
 class Batches:
@@ -251,7 +255,7 @@ class Batches:
         self._queue.min_version = min(self._version, self.oldest)
         rule = self._rule
         num_batches = min(self._version + 1 + rule.max_lag, rule.num_steps) - min(self._version, self.step)
-        needed = math.ceil(num_batches * rule.prompts_per_step * rule.oversampling)
+        needed = math.ceil(num_batches * rule.prompts_per_step * fractions.Fraction(str(rule.oversampling)))
         num_flat = min(len(self._flat), rule.max_flat)
         count = needed - (len(self._waiting) + self._taken.total() - num_flat)
         if count <= 0:

@@ -37,7 +37,9 @@ class QueueIndex:
                 del old[key]
             if new is not None:
                 new[key] = None
-                new.move_to_end(key, last=old is not self.shared)
+                new.move_to_end(
+                    key, last=new is not self.aging or old is self.open
+                )  # a group that comes back has old leases
         self.count[old_state] -= 1
         self.count[state] += 1
 

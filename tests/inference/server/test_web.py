@@ -87,6 +87,19 @@ async def filled(budget, held):
         await asyncio.sleep(0.001)
 
 
+def refusals(budget):
+    """A list that gets an item for each request that the budget refuses."""
+    take, refused = budget.take, []
+    budget.take = lambda *of: take(*of) or refused.append(of)
+    return refused
+
+
+async def settled(budget, refused, count, size):
+    """Returns once each of `count` requests is refused, or has sent its `body` of `size` bytes but for the last part."""
+    while sum(budget.used.values()) != (count - len(refused)) * (size - size // PARTS):
+        await asyncio.sleep(0.001)
+
+
 def all_given_back(budget):
     return budget.free == BUDGET and not budget.used
 
@@ -104,10 +117,10 @@ def run(running):
 
 def test_one_address_takes_half_and_another_is_served(run):
     async def main(url, budget, gate):
-        until = asyncio.Event()
+        until, refused = asyncio.Event(), refusals(budget)
         async with client(url, "127.0.0.1") as greedy, client(url, "127.0.0.2") as other:
             tasks = [asyncio.create_task(greedy.post("/read", content=body(BODY, until))) for _ in range(8)]
-            await asyncio.sleep(1)  # all have come as far as they can
+            await settled(budget, refused, 8, BODY)
             assert BODY // 2 < budget.used["127.0.0.1"] <= BUDGET // 2
             assert (await other.post("/read", content=bytes(BODY))).json() == {"bytes": BODY}
             until.set()
@@ -124,10 +137,10 @@ def test_one_address_takes_half_and_another_is_served(run):
 
 def test_many_addresses_together_leave_room(run):
     async def main(url, budget, gate):
-        until = asyncio.Event()
+        until, refused = asyncio.Event(), refusals(budget)
         greedy = [client(url, f"127.0.0.{2 + i}") for i in range(7)]
         tasks = [asyncio.create_task(c.post("/read", content=body(BODY // 4, until))) for c in greedy for _ in range(4)]
-        await asyncio.sleep(1)
+        await settled(budget, refused, len(tasks), BODY // 4)
         assert BUDGET / 4 < sum(budget.used.values()) <= BUDGET * 7 / 8 and len(budget.used) == 7
         async with client(url, "127.0.0.1") as new:
             assert (await new.post("/read", content=bytes(BODY // 4))).status_code == 200

@@ -1,6 +1,7 @@
 """The group queue against a second bookkeeping of sets, under random sequences of operations."""
 
 import collections
+import dataclasses
 import types
 
 import hypothesis
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from rl.orchestrator.groups import group_queue, queue_entry, queue_index
+from rl.orchestrator.groups import batches, group_queue, queue_entry, queue_index
 from rl.orchestrator.groups.queue_entry import Delivery, State
 from rl.protocol import task_schedule
 
@@ -340,6 +341,27 @@ def test_each_late_group_is_copied_for_workers_that_wait():
     assert queue.has_late(**late) and queue.lease("other", 9, LEASE_S, **late)[0].key == keys[40]
     late["leaves_room"] = lambda lease: lease.worker == "slow"  # such as a stranger
     assert not queue.has_late(**late) and queue.has_late(lambda lease: True, late["leaves_room"])
+
+
+@pytest.mark.parametrize("percent", range(100))
+def test_parts_of_a_batch_are_exact(percent):
+    rule = batches.BatchRule(
+        prompts_per_step=100, max_lag=0, oversampling=float(f"1.{percent:02}"), refill=percent / 100
+    )
+    queue = group_queue.GroupQueue()
+    make_groups = lambda numbers, version: [dataclasses.replace(batch(1)[0], group=n) for n in numbers]  # noqa: E731
+    batches.Batches(rule, queue, make_groups).load(0)
+    assert rule.max_flat == percent and len(queue.entries) == 100 + percent
+
+
+def test_a_group_whose_rollouts_are_refused_is_as_old_as_the_lease_that_is_left():
+    queue, late = group_queue.GroupQueue(), {"is_late": lambda lease: True}
+    queue.add(batch(1))
+    keys = [group.key for group in queue.lease("slow", P, LEASE_S)]
+    assert queue.lease("copy", 1, LEASE_S, **late)[0].key == keys[0]
+    queue.deliver(keys[0], "slow", rollouts(), "digest")
+    queue.requeue(keys[0])
+    assert queue.lease("other", 1, LEASE_S, **late)[0].key == keys[0]
 
 
 def test_the_deadlines_of_ended_leases_take_no_memory():

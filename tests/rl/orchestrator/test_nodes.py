@@ -5,6 +5,7 @@ Servers are played by apps with the two routes that an orchestrator calls.
 
 import concurrent.futures
 import dataclasses
+import math
 import re
 import socket
 import threading
@@ -303,6 +304,18 @@ def test_servers_sign_in_pull_and_leave(make):
     assert worker.beat()["servers"] == []
     for key in (STRANGER, KEY):
         assert "is not in topology.server_keys; ask" in Node(orchestrator, key, "server").beat()["error"]["message"]
+
+
+def test_the_first_failed_update_is_repeated_after_the_first_pause(make, server, monkeypatch):
+    class Once(float):
+        def __mul__(self, other):
+            return math.inf
+
+    monkeypatch.setattr(static_servers, "FIRST_PAUSE_S", Once(0.0))
+    monkeypatch.setattr(static_servers, "MAX_PAUSE_S", math.inf)
+    orchestrator, server.status = make(server.url), 500
+    orchestrator.publish(timeline.Policy(0, 1))
+    proxy.wait_until(lambda: len(server.updates) == 2)
 
 
 def test_a_health_reply_of_too_many_bytes_is_a_fault(make, server, monkeypatch):

@@ -368,6 +368,24 @@ def test_groups_are_shared_and_the_idle_worker_backs_up_the_late_one(make):
     orchestrator.leases.lease(KEY.worker, 0, returned=both[1:2])
     checked(orchestrator)
     assert KEY.worker not in orchestrator._health.state()["workers"]  # neither is held against it
+    assert not orchestrator._health._pauses  # nor against the group: its work was done
+
+
+def test_any_number_of_bad_spares_ends_no_run(make):
+    """Attack: workers that hand in garbage for one group. Each took three frames of one stack."""
+    go_on = threading.Event()
+    check = lambda rollouts: checks.Verdict("sampling" if go_on.wait(WAIT_S) else "ok")  # noqa: E731
+    orchestrator = make(check=check, hooks={"drawn": {0}})
+    publish(orchestrator, 0)
+    (group,) = lease(orchestrator, 1)
+    assert submit(orchestrator, answers(group)) == "quarantined"
+    with orchestrator._changed:
+        spare = queue_entry.Lease(group, OTHER.worker, 0.0, 0.0), answers(group)[:1], "0" * 64
+        orchestrator._queue.entries[group.key].spares += [spare] * 1000
+    go_on.set()
+    checked(orchestrator)
+    assert orchestrator._failure is None and entries(orchestrator)[0].state is queue_entry.State.OPEN
+    assert orchestrator._counts["refused_samples"] == 1000
 
 
 def test_a_signature_must_be_of_the_worker_that_holds_the_lease(make):

@@ -262,7 +262,7 @@ class World:
             if not is_eligible or min(p.version for p in self.truth[digest].policies) < oldest:
                 if rule.batch == "prescribed":
                     return None
-            elif self.truth[digest].flat and num_flat < int(rule.refill * rule.prompts_per_step):
+            elif self.truth[digest].flat and num_flat < rule.max_flat:
                 num_flat += 1
             else:
                 chosen.append(key)
