@@ -72,7 +72,7 @@ def get_config() -> config_dict.ConfigDict:
     w.update(num_steps=0, tasks_per_step=64, learning_rate=2e-3)
     w.decoy_fraction = 0.0  # fraction of tasks with a wrong solution (the environment's decoy), for RL to correct
     # Conversations to imitate instead, {"messages": [...], "tools": [...]} per row: a file (JSONL, Parquet, ...) or a folder, or several
-    # with commas between them.
+    # with commas between them. All are checked before the first step: one that is longer than inference.max_model_len is refused.
     w.data = ""
     w.weights = ()  # parts of the files in each batch, a number for each; (): all rows alike
     w.roles = ("assistant",)  # the roles whose messages are trained on

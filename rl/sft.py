@@ -16,7 +16,7 @@
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from absl import flags
 from models import transformer
 from rl import envs
 from rl.batch import conversations, host_feed, packing
-from rl.data import batches
+from rl.data import batches, sources
 from rl.envs import environment
 from rl.experiment import experiment, initial
 from rl.experiment import workdir as run_directory
@@ -38,6 +38,8 @@ from rl.topology import layout
 from sharding import checkpoint
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
+
+MOST_LINES = 20  # of the check's progress
 
 
 def train(
@@ -59,12 +61,14 @@ def train(
     learner = make_learner(exp, mesh)
     take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(_rates(exp))
     num_steps, options = config.warmup.num_steps, config.checkpoint.to_dict() | {"keep": 1, "hosts": hosts}
-    with checkpoint.Checkpointer(workdir / "warmup", **options) as checkpointer, hosts.terminable():
+    with checkpoint.Checkpointer(workdir / "warmup", **options) as checkpointer:
         start, state, patience = _restore_or_init(exp, learner, checkpointer, workdir, hosts)
         if start == num_steps or patience.is_over:
             return train_step.policy(learner, state)
         writer.truncate("warm-up", start)
         source = (_from_files(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
+        if source and start == 0:
+            _check(source.examples, progress)
         layout, held_out = exp.layout(mesh, config.warmup.tasks_per_step), None
         if config.warmup.eval_every:
             held_out_layout = exp.layout(mesh, config.warmup.eval_tasks)
@@ -75,7 +79,7 @@ def train(
         train_step.compile_train_step(learner, packing.abstract(layout, mesh))
         start_clock.mark("warm-up program")
         on_compiled()
-        with progress.phase("warm-up", total=num_steps, initial=start) as bar:
+        with hosts.terminable(), progress.phase("warm-up", total=num_steps, initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
                 begun = time.perf_counter()
                 packed = host_feed.place(source.batch(step) if source else None, layout, mesh, hosts)
@@ -155,6 +159,7 @@ class Patience:
 class _Source(NamedTuple):
     batch: Callable[[int], list[packing.Tree]]  # of step n
     held_out: Callable[[], list[packing.Tree]]
+    examples: Sequence = ()  # to be checked before the first step
 
 
 def _stream(exp: experiment.Experiment, messages, tools, where: str) -> packing.Tree:
@@ -187,25 +192,38 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
 
 def _from_files(exp: experiment.Experiment) -> _Source:
     """Returns a source of the conversations in `warmup.data`, in a new order every epoch; `eval_every` holds out the last of each file."""
-    warmup, held = exp.config.warmup, []
+    warmup = exp.config.warmup
     paths = [path.strip() for path in warmup.data.split(",")]
-    share, parts = -(-warmup.eval_tasks // len(paths)) if warmup.eval_every else 0, []
+    share, parts, held = -(-warmup.eval_tasks // len(paths)) if warmup.eval_every else 0, [], []
     for path in paths:
-        where = [(f"{path}, conversation {n}", record) for n, record in enumerate(conversations.read(path), start=1)]
-        if len(where) <= share:
+        if len(rows := conversations.read(path)) <= share:
             raise ValueError(
-                f"warmup.data = {path} has {len(where)} conversations, all of them held out (warmup.eval_tasks = "
+                f"warmup.data = {path} has {len(rows)} conversations, all of them held out (warmup.eval_tasks = "
                 f"{warmup.eval_tasks}); add conversations, or set warmup.eval_tasks lower"
             )
-        parts.append(where[: len(where) - share])
-        held += where[len(where) - share :]
+        tree = lambda number, record, path=path: _stream(exp, **record, where=f"{path}, conversation {number}")  # noqa: E731
+        trees, num_trained = sources.Mapped(tree, rows), len(rows) - share
+        parts.append(sources.Chosen(trees, range(num_trained)))
+        held.append(sources.Chosen(trees, range(num_trained, len(rows))))
+    batch = batches.in_order(batches.mix(parts, warmup.weights, warmup.tasks_per_step, exp.config.seed))
+    held_out = sources.join(held)
+    held_out = sources.Chosen(held_out, range(min(warmup.eval_tasks, len(held_out))))
+    return _Source(lambda step: batch(step - 1), lambda: list(held_out), sources.join([*parts, held_out]))
 
-    def trees(rows):
-        return [_stream(exp, **record, where=where) for where, record in rows]
 
-    mixed = batches.mix(parts, warmup.weights, warmup.tasks_per_step, exp.config.seed)
-    batch = batches.in_order(mixed.map(trees))
-    return _Source(lambda step: batch(step - 1), lambda: trees(held[: warmup.eval_tasks]))
+def _check(examples: Sequence, progress: metrics.Progress) -> None:
+    """Makes each example once, since its batch may be hours away. Raises ValueError with the first that cannot be trained on, and their number."""
+    first, num_bad, count = None, 0, len(examples)
+    with progress.phase("checking conversations", total=count) as bar:
+        for number in range(1, count + 1):
+            try:
+                examples[number - 1]
+            except ValueError as error:
+                first, num_bad = first or error, num_bad + 1
+            if number == count or number % -(-count // MOST_LINES) == 0:
+                bar.update(number, {"refused": num_bad})
+    if first:
+        raise ValueError(f"{first} ({num_bad} of {count} conversations are refused)")
 
 
 def _nll(learner: train_step.Learner, params: transformer.Params, batch: packing.TrainBatch) -> float:

@@ -57,22 +57,23 @@ def tree(
     return packing.stream(tokens, weights, np.zeros_like(weights), weights, 1.0)
 
 
-def read(path: str) -> list[dict]:
-    """Reads the conversations of a file, or of the split "train" of a folder (rl/data/sources.py).
+def read(path: str) -> Sequence[dict]:
+    """Returns the conversations of a file, or of the split "train" of a folder (rl/data/sources.py). Each is parsed when it is read.
 
     A row is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}, with messages in the format of OpenAI's API:
-    content as text parts or null, arguments of tool calls as a string. Raises ValueError for rows that cannot be read, and one that
-    has another format, whose number the error names.
+    content as text parts or null, arguments of tool calls as a string. Raises ValueError for a file that cannot be read; so does a
+    row with another format, whose number the error names.
     """
-    found = []
-    for number, row in enumerate(sources.read(path).get("train", ()), start=1):
+
+    def parsed(number: int, row: sources.Row) -> dict:
         try:
-            found.append(parse(row))
+            return parse(row)
         except ValueError as error:
             raise ValueError(f"{path}, conversation {number}: {error}") from None
-    if not found:
+
+    if not (rows := sources.read(path).get("train", ())):
         raise ValueError(f"{path} has no rows of the split 'train'; set warmup.data to a file of conversations")
-    return found
+    return sources.Mapped(parsed, rows)
 
 
 def parse(record: object) -> dict:

@@ -78,6 +78,20 @@ class Chosen(Sequence):
         return self._source[int(self._numbers[index])]
 
 
+class Mapped(Sequence):
+    """The values of `function(number, row)` for the rows of a source, numbered from 1. Each is made when it is read."""
+
+    def __init__(self, function: Callable[[int, Any], Any], source: Sequence):
+        self._function, self._source = function, source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> Any:
+        """Returns the value for row `index`, from 0."""
+        return self._function(index + 1, self._source[index])
+
+
 class _Joined(Sequence):
     def __init__(self, sources: Sequence[Rows]):
         self._sources, self._ends = sources, [*itertools.accumulate(map(len, sources))]

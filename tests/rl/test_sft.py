@@ -14,6 +14,7 @@ from inference import chat
 from models import hf, transformer
 from models.text import tokenizer
 from rl import envs, sft
+from rl.batch import conversations as conversations_lib
 from rl.envs import environment
 from rl.experiment import experiment, initial
 from rl.learner import train_step
@@ -59,9 +60,26 @@ def test_a_file_is_gone_through_once_per_epoch_without_what_is_held_out(tmp_path
     mixed = sft._from_files(experiment.resolve(both))
     assert texts(mixed.held_out()) == ["nnn", "BBB"]
     assert sum(text == "AAA" for step in range(1, 6) for text in texts(mixed.batch(step))) == 15
-    long = write(tmp_path / "long.jsonl", [conversation("x" * 99)])
-    with pytest.raises(ValueError, match="conversation 1: a conversation has .* tokens, more than"):
-        sft._from_files(experiment.resolve(config_of(warmup__data=long))).batch(1)
+
+
+def test_examples_that_cannot_train_are_named_before_the_first_step(tmp_path, capsys, monkeypatch):
+    """Rows are parsed when they are read, so that memory does not grow with the file."""
+    texts = ["x" * 99 if i in (3, 11) else "abc" for i in range(14)]
+    exp = experiment.resolve(config_of(warmup__data=write(tmp_path / "c.jsonl", [conversation(x) for x in texts])))
+    parsed, parse = [], conversations_lib.parse
+    monkeypatch.setattr(
+        conversations_lib, "parse", lambda row: parsed.append(row["messages"][0]["content"]) or parse(row)
+    )
+    sft._from_files(exp)
+    assert not {*parsed} & {*texts}
+    mesh = mesh_lib.create({}, devices=jax.devices()[:1])
+    writer, progress = metrics.MetricsWriter(tmp_path, tensorboard=False), metrics.Progress()
+    with pytest.raises(
+        ValueError, match="c.jsonl, conversation 4: a .* tokens, more than .* .2 of 14 conversations are"
+    ):
+        sft.train(exp, mesh, tmp_path, writer, progress)
+    writer.close()
+    assert parsed[-14:] == texts and "checking conversations  step 14/14  refused 2" in capsys.readouterr().out
 
 
 def test_tasks_are_taught_with_their_answers_but_for_the_decoys():

@@ -160,7 +160,7 @@ def test_wrong_lines_are_named(tmp_path, line, words):
     path = tmp_path / "wrong.jsonl"
     path.write_text(json.dumps(conversation("ok")) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=f"(line|conversation) 2.*{words}"):
-        conversations.read(str(path))
+        list(conversations.read(str(path)))
 
 
 # ---- chat templates of checkpoints -----------------------------------------------------------------------------------
