@@ -5,6 +5,7 @@
 3. An orchestrator that is away or was started again is asked for ever, with growing pauses: a node outlives its learner.
 """
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -28,6 +29,7 @@ MAX_REPLY_BYTES = 2**24  # a row of 10,000 nodes takes 400 bytes
 MAX_PROBLEM = 200  # characters
 MAX_REFUSAL = 2000  # bytes
 REPEAT_S = 60.0  # between two notices of the same problem
+_FAILURES = (OSError, ValueError, OverflowError, KeyError, TypeError)  # of a heartbeat
 ENDED = "the run ended; this node waits in case it goes on, until Ctrl-C"
 
 
@@ -96,45 +98,53 @@ class SignIn:
         return self
 
     def __exit__(self, *_) -> None:
-        """Sends a last heartbeat, by which the node leaves, and ends the thread."""
+        """Sends a last heartbeat, by which the node leaves. The thread ends after its request, which may wait for news."""
         self._is_stopping.set()
         self._is_due.set()
-        self._thread.join(2 * TIMEOUT_S)
+        self._leave()
 
     def beat_now(self) -> None:
         """Sends the next heartbeat without delay: this node changed."""
         self._is_due.set()
 
+    def _leave(self) -> None:
+        with contextlib.suppress(*_FAILURES):
+            self._beat(leaving=True)
+
+    def _beat(self, *, leaving: bool = False) -> dict:
+        report = {"url": "", "policy": None, "load": {}, "problem": ""} | self.report()
+        report["problem"] = one_line(report["problem"])
+        fields = {"role": self.role, "report": report, "holding": [], "leaving": leaving, "work": ""}
+        return self._orchestrator.ask("/heartbeat", **fields)
+
     def _work(self) -> None:
         pause_s, problem, url, noticed_s = FIRST_PAUSE_S, "", self._orchestrator.url, 0.0
-        while True:
+        while not self._is_stopping.is_set():
             self._is_due.clear()
-            is_last, begun_s = self._is_stopping.is_set(), time.monotonic()
+            begun_s = time.monotonic()
             try:
-                report = {"url": "", "policy": None, "load": {}, "problem": ""} | self.report()
-                report["problem"] = one_line(report["problem"])
-                fields = {"role": self.role, "report": report, "holding": [], "leaving": is_last, "work": ""}
-                reply = self._orchestrator.ask("/heartbeat", **fields)
+                reply = self._beat()
+                if self._is_stopping.is_set():
+                    break
                 self.run = self._orchestrator.run
                 wait_s, pause_s = float(reply["interval_s"]), FIRST_PAUSE_S
                 if not 0 < wait_s < math.inf:
                     raise ValueError(f"the reply has interval_s = {wait_s}")
                 wait_s -= time.monotonic() - begun_s  # a reply to a server may wait for news
                 news = ENDED if reply.get("ended") else ""
-                if problem != news and not is_last:
+                if problem != news:
                     self.on_notice(news or f"signed in at {url}")
                 problem = news
                 self.on_reply(reply)
-            except (OSError, ValueError, OverflowError, KeyError, TypeError) as error:  # it is away, or no orchestrator
+            except _FAILURES as error:  # it is away, or no orchestrator
                 before, problem = problem, ENDED if problem == ENDED else str(error) or type(error).__name__
                 is_due = problem != before or begun_s - noticed_s > REPEAT_S
-                if is_due and not is_last and problem != ENDED:
+                if is_due and problem != ENDED and not self._is_stopping.is_set():
                     noticed_s = begun_s
                     self.on_notice(f"not signed in at {url}: {problem}; it is asked again until it replies")
                 wait_s, pause_s = pause_s, min(2 * pause_s, MAX_PAUSE_S)
-            if is_last:
-                return
             self._is_due.wait(max(0.0, min(wait_s, MAX_PAUSE_S)) * random.uniform(0.8, 1.0))
+        self._leave()  # again: a heartbeat of this loop may have come after that of `__exit__`
 
 
 def _refusal(status: int, body: bytes) -> str:

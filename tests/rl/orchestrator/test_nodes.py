@@ -462,12 +462,14 @@ def test_a_policy_that_cannot_be_loaded_is_tried_again_with_growing_pauses(monke
 def test_a_server_loads_and_reports_a_policy_long_before_its_next_heartbeat(make):
     orchestrator, stub = make(mode="remote", server_keys=(SERVER.worker,), heartbeat_s=5.0), Stub(RUN.worker)
     stub.updates.append(None)  # no update fails
-    with membership.sign_in_server(orchestrator.url, stub, "http://s:1"):
+    with membership.sign_in_server(orchestrator.url, stub, "http://s:1") as node:
         begun_s = time.monotonic()
         for version in range(1, 9):
             orchestrator.publish(timeline.Policy(0, version, "ab" * 32))
             proxy.wait_until(lambda version=version: orchestrator._shared.version == version)
         assert time.monotonic() - begun_s < 15.0  # 60 with a heartbeat to hear of each, and one to report it
+    # It leaves without a wait for the reply to its last heartbeat, which waits for news.
+    assert [row["state"] for row in orchestrator.nodes.table()] == ["gone"] and node._thread.is_alive()
 
 
 def test_the_speed_of_a_server_is_counted_over_seconds_since_it_signed_in(monkeypatch):
@@ -523,11 +525,11 @@ def test_relays_and_validators_are_on_the_table(make, role):
         (row,) = orchestrator.nodes.table()
         assert (row["role"], row["state"], row["url"], row["problem"]) == (role, "healthy", "http://r:1", "bad disk")
     said = []
-    for key, run in ((STRANGER, ""), (SERVER, OTHER.worker)):
+    for count, (key, run) in enumerate([(STRANGER, ""), (SERVER, OTHER.worker)], 1):
         node = sign_in.SignIn(orchestrator.url, key.private, role, dict, run=run, on_notice=said.append)
         with node:
-            proxy.wait_until(lambda: said)
-    assert "is not in topology.server_keys" in said[0] and len(said) == 2
+            proxy.wait_until(lambda count=count: len(said) == count)
+    assert "is not in topology.server_keys" in said[0]
     assert f"it serves run {RUN.worker}, and --run is {OTHER.worker}" in said[1]
 
 
