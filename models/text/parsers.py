@@ -27,7 +27,9 @@ FORMATS = ("chatml", "glm", "llama", "harmony")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, END_THINK = "<think>", "</think>"
 PYTHON_TAG = "<|python_tag|>"
-_GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+# Atomic: a hostile text of many opening marks takes no square of its length.
+_GLM_PAIR = re.compile(r"\s*<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_SEPARATORS = re.compile(r"[\s;]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +144,15 @@ def _read_chatml(inside: str) -> ToolCall | None:
 
 def _read_glm(inside: str, schemas: Mapping[str, Mapping]) -> ToolCall | None:
     name = re.split(r"\n|<arg_key>", inside.strip(), maxsplit=1)[0].strip()
-    rest = inside.strip()[len(name) :]
-    if not name or "<" in name or "{" in name or _GLM_PAIR.sub("", rest).strip():
+    rest, pairs, at = inside.strip()[len(name) :], [], 0
+    while pair := _GLM_PAIR.match(rest, at):
+        pairs.append(pair.groups())
+        at = pair.end()
+    if not name or "<" in name or "{" in name or rest[at:].strip():
         return None
     properties = schemas.get(name, {})
     arguments = {}
-    for key, value in _GLM_PAIR.findall(rest):
+    for key, value in pairs:
         key, schema = key.strip(), properties.get(key.strip())
         is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
         loaded = None if is_text else _load(value)
@@ -172,7 +177,7 @@ def _split_llama(text: str, final: bool) -> tuple[str, list[ToolCall]]:
         if call is None:
             return text, []
         calls.append(call)
-        at = len(body) - len(re.sub(r"\A[\s;]*", "", body[end:]))
+        at = next(_SEPARATORS.finditer(body, end)).end()
     return ("" if calls else text), calls
 
 

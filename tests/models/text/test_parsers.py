@@ -70,6 +70,10 @@ MALFORMED = [
     ("glm", "<tool_call></tool_call>"),
     ("glm", "<tool_call>f<arg_key>a</arg_key></tool_call>"),
     ("glm", '<tool_call>{"name": "f"}</tool_call>'),
+    # Hours, if the end of the text were looked for from each mark.
+    pytest.param("glm", f"<tool_call>f{'<arg_key>' * 10**6}</tool_call>", id="keys"),
+    pytest.param("glm", f"<tool_call>f<arg_key>{'</arg_key><arg_value>' * 10**6}</tool_call>", id="values"),
+    pytest.param("llama", f"{LLAMA_CALL * 10**5}x", id="calls"),
     ("llama", '{"name": "f"}'),
     ("llama", LLAMA_CALL + " and more"),
     ("llama", LLAMA_CALL[:-1]),
