@@ -71,7 +71,7 @@ class Head:
             if fields.pop("format") != 1 or not re.fullmatch("([0-9a-f]{64})?", fields["manifest"]):
                 raise ValueError("its format is not 1")
             return cls(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             found = f"{url}/{HEAD} does not belong to the working directory of a run ({error})"
             raise ValueError(f"{found}; give another --workdir") from error
 
@@ -282,7 +282,9 @@ class Mirror:
 
     def _save_all(self) -> None:
         known = self._present | {HEAD, f"manifests/{self._head.manifest}"}
-        self._storage.delete(key for key in self._storage.keys() if key not in known)  # of a kill
+        # Other objects belong to a run in a folder below, or to the user.
+        own = (key for key in self._storage.keys() if key.startswith(("files/", "manifests/")))
+        self._storage.delete(key for key in own if key not in known)  # of a kill
         pause_s = 0.0
         while True:
             self._wake.wait(pause_s)

@@ -29,7 +29,7 @@ from sharding.system import atomic_file
 BLOCK_BYTES, BIG_BLOCK_BYTES, BIG_BYTES = 4 << 20, 16 << 20, 1 << 30
 MAX_TRIES = 3  # of a block that the bucket delivers wrong
 RACY_NS = 2 * 10**9  # a file this young may change again under the same time
-# In the order of capture: these refer to entries of the databases, so they are captured as soon as those are locked.
+# Entries of these are captured whole, and before other files: lines that they depend on were written earlier.
 FIRST = ("checkpoints", "warmup", "weights")
 # Names of locks, unfinished files, and directories that are being written or deleted.
 _LEFT_OUT = re.compile(r"\.[^/]*$|\..*\.tmp$|\.tmp-.*|.*\.orbax-checkpoint-tmp.*|torn-.*|.*\.db-\w+$")
@@ -82,15 +82,13 @@ def parse(data: bytes, place: str) -> dict[str, File]:
             raise ValueError(f"format {fields['format']}")
         files = {}
         for path, (size, mode, block_bytes, *names) in fields["files"].items():
-            files[path] = file = File(int(size), int(mode), int(block_bytes), tuple(names))
-            parts = pathlib.PurePosixPath(path).parts
-            is_inside = bool(parts) and not path.startswith("/") and ".." not in parts and "\0" not in path
-            if not (
-                is_inside and all(map(digests.is_digest, names)) and file.size >= 0 and file.blocks(path) is not None
-            ):
+            files[path] = file = File(size, mode, block_bytes, tuple(names))
+            is_inside = not path.startswith(".") and not {"", ".", ".."} & {*path.split("/")} and "\0" not in path
+            is_possible = size >= 0 <= mode <= 0o777 and block_bytes > 0 and type(size + mode + block_bytes) is int
+            if not (is_inside and is_possible and all(map(digests.is_digest, names)) and file.blocks(path) is not None):
                 raise ValueError(f"file {path!r}")
         return files
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise journal.CorruptSource(f"{place} is not the manifest of a working directory ({error})") from error
 
 

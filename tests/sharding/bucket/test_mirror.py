@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import sqlite3
@@ -181,22 +182,30 @@ def test_any_state_in_the_bucket_is_one_that_a_kill_leaves(tmp_path, monkeypatch
     assert seen == sorted(seen) and seen[-1] >= 4
 
 
-def test_a_file_that_is_deleted_meanwhile_is_left_out_with_its_version(tmp_path, monkeypatch):
-    folder, names = (
-        tmp_path / "run",
-        ("checkpoints/1/a", "checkpoints/1/b", "checkpoints/2/a", "open/1.log", "open/2.log"),
-    )
-    for name in names:
+def test_files_that_change_meanwhile_are_captured_as_they_are_linked(tmp_path, monkeypatch):
+    """A deleted one is left out, with its version. Versions come first: they depend on earlier lines of the other files."""
+    folder = tmp_path / "run"
+    for name in ("checkpoints/1/a", "checkpoints/1/b", "checkpoints/2/a", "open/1.log", "open/2.log"):
         write(folder, name, b"1")
-    link, gone = snapshot.os.link, [folder / "checkpoints/1/b", folder / "open/1.log"]
+        os.utime(folder / name, (1, 1))
+    link, gone = os.link, [folder / "checkpoints/1/b", folder / "open/1.log"]
 
     def racing(source, target):
         if source in gone:
             source.unlink()
+        if source == folder / "open/2.log":
+            write(folder, "new", b"22")
+            (folder / "new").replace(source)
         link(source, target)
 
     monkeypatch.setattr(snapshot.os, "link", racing)
-    assert {*snapshot.capture(folder, tmp_path / "staging", {})} == {"checkpoints/2/a", "open/2.log"}
+    found = snapshot.capture(folder, tmp_path / "staging", {})
+    assert [(name, one.size, one.stamp is None) for name, one in found.items()] == [
+        ("checkpoints/2/a", 1, False),
+        ("open/2.log", 2, True),  # too young: it may change again at the same time
+    ]
+    again = snapshot.capture(folder, tmp_path / "staging", {name: one.stamp for name, one in found.items()})
+    assert [again[name].link is None for name in found] == [True, False]
 
 
 def test_two_runs_do_not_use_one_working_directory(url, tmp_path, monkeypatch):
@@ -206,6 +215,12 @@ def test_two_runs_do_not_use_one_working_directory(url, tmp_path, monkeypatch):
             raise AssertionError
     with bucket.mirrored(url):  # the end of a run frees it
         pass
+    with bucket.mirrored(f"{url}/below"):
+        write(bucket.local_folder(f"{url}/below"), "a", b"1")
+    machine(monkeypatch, tmp_path, "third")
+    with bucket.mirrored(url):
+        pass
+    assert {*files(bucket.fetched(f"{url}/below"))} == {"a"}
 
 
 def test_a_silent_run_is_replaced_and_notices_it(url, tmp_path, monkeypatch):
@@ -259,8 +274,11 @@ def test_a_killed_restore_is_not_taken_for_the_run(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt), bucket.mirrored(url):
         raise AssertionError
     monkeypatch.setattr(snapshot, "_read_block", read)
+    folder = bucket.local_folder(url)
+    write(folder, "a", b"x")  # as long as the real one
+    write(folder, ".lock", b"")
     with bucket.mirrored(url):
-        assert {*files(bucket.local_folder(url))} == {"a", "b", "c"}
+        assert {data for data, _ in files(folder).values()} == {b"", b"a", b"b", b"c"}
 
 
 def test_a_lost_connection_is_survived(s3, tmp_path, monkeypatch, capsys):
@@ -330,13 +348,16 @@ def test_damaged_and_foreign_objects_are_refused(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="although the newest manifest names it"):
         bucket.fetched(url)
     head = json.loads((root / "head.json").read_text())
-    for path in ("../a", "/etc/a", "", "a/../../b"):
-        data = snapshot.encode({path: snapshot.File(0, 0o644, 1000, ())})
+    rows = [(path, 0, 0o644, 1000) for path in ("../a", "/etc/a", "", "a/../../b", "a//b", "./a", ".lock")]
+    rows += [("a", 0, 0o4755, 1000), ("a", 0, -1, 1000), ("a", 10, 0o644, -1), ("a", float("inf"), 0o644, 1000)]
+    bad = [snapshot.encode({path: snapshot.File(*numbers, ())}) for path, *numbers in rows]
+    for data in (*bad, b"[" * 10**5):
         with pytest.raises(journal.CorruptSource, match="is not the manifest"):
             snapshot.parse(data, "here")
-    (root / "head.json").write_text(json.dumps(head | {"manifest": "../x"}))
-    with pytest.raises(ValueError, match="does not belong to the working directory of a run"):
-        bucket.fetched(url)
+    for text in (json.dumps(head | {"manifest": "../x"}), "[" * 10**5):
+        (root / "head.json").write_text(text)
+        with pytest.raises(ValueError, match="does not belong to the working directory of a run"):
+            bucket.fetched(url)
     write(tmp_path / "other_bucket", "photo.jpg", b"1")
     with (
         pytest.raises(ValueError, match=r"has objects such as photo.jpg, but no run"),
