@@ -74,8 +74,9 @@ class Checkpointer:
 
         Returns True if a save started. All hosts must call it. `state` is a tree of jax arrays, `host_state` any JSON object. Blocks
         until the previous save is complete, and raises its error, such as a full disk. Raises ValueError for a step older than the
-        newest saved one.
+        newest saved one, and where another run has taken the bucket of the directory over.
         """
+        bucket.check(self._directory.parent)
         if step % self._every and not force and not self._is_late():
             return False
         self.wait()

@@ -4,7 +4,7 @@ The command works in a folder of this machine, a cache. At the URL of the workin
 
     head.json           the owner of the run, and the manifest of its newest state
     manifests/DIGEST    the files of a state (snapshot.py)
-    files/PATH/DIGEST   the blocks of the files
+    files/PATH/...      the blocks of the files
 
 1. `mirrored` makes this process the owner. Only one may be: each write of the head replaces exactly the one before, and the owner writes
    it every `BEAT_S`. An owner that has been silent for `LEASE_S` is replaced, and fails at its next write.
@@ -18,6 +18,7 @@ The command works in a folder of this machine, a cache. At the URL of the workin
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -31,7 +32,7 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -42,8 +43,10 @@ from sharding.system import atomic_file, cli
 HEAD = "head.json"
 EVERY_S, BEAT_S, LEASE_S = 10.0, 15.0, 60.0
 BACKLOG_S = 600.0
+RETRY_S, MAX_RETRY_S = 1.0, 60.0  # after a capture that failed, as on a full disk
 CLOSE_S, FAILED_CLOSE_S = 600.0, 60.0  # of patience with the bucket at the end of a run, and of one that failed
 NUM_REQUESTS = 8
+MAY_LACK = re.compile(r"checkpoints/\d+/")  # a run continues from an earlier checkpoint if one of these is lost
 STAYS = re.compile(r"rollouts/step_\d+/")  # files that no resume reads: they are restored only for readers
 _MIRRORS: dict[pathlib.Path, "Mirror"] = {}  # of this process, by their folder
 
@@ -114,9 +117,15 @@ def mirrored(workdir: str | os.PathLike) -> Iterator[None]:
 
 
 def pace(folder: pathlib.Path) -> None:
-    """Blocks while the bucket of a working directory is too far behind it. Raises ValueError if another run has taken it over."""
+    """Blocks while the bucket of a working directory is too far behind it, and raises the errors of `check`."""
     if mirror := _MIRRORS.get(folder):
         mirror.pace()
+
+
+def check(folder: pathlib.Path) -> None:
+    """Raises ValueError if another run has taken the bucket of a working directory over, and OSError if its mirror has failed."""
+    if mirror := _MIRRORS.get(folder):
+        mirror.check()
 
 
 def fetched(workdir: str | os.PathLike, names: Sequence[str] = ("*",), *, is_optional: bool = False) -> pathlib.Path:
@@ -135,9 +144,9 @@ def fetched(workdir: str | os.PathLike, names: Sequence[str] = ("*",), *, is_opt
             if data is None and not is_optional:
                 raise ValueError(f"{bucket.url} is not the working directory of a run; correct the URL")
             head = Head.parse(data, bucket.url) if data else Head("", "", 0, 0.0)
-            if _left_by(head, folder):
-                return folder
             files = _read_files(bucket, head)
+            if _left_by(head, folder) and _is_whole(folder, files):
+                return folder
             files = {path: file for path, file in files.items() if storage.matches(path, names)}
             copy = folder.parent / "reading" / folder.name
             try:
@@ -160,7 +169,7 @@ class Mirror:
         self._head, self._generation = Head("", f"{socket.gethostname()}, process {os.getpid()}", 0, 0.0), None
         self._files: dict[str, snapshot.File] = {}  # of the newest manifest
         self._stamps: dict[str, snapshot.Stamp] = {}
-        self._present: set[str] = set()  # keys of blocks in the bucket
+        self._present: dict[tuple[str, str], str] = {}  # (path, digest) -> key of each block in the bucket
         self._failure: BaseException | None = None
         self._is_restored = False
         self._saved_s = time.monotonic()  # the time of capture of the newest state in the bucket
@@ -180,21 +189,22 @@ class Mirror:
             last = self._head
         else:
             last = self._free(data)
-        self._is_restored = _left_by(last, self.folder)
+        self._files = _read_files(self._storage, last)
+        self._is_restored = _left_by(last, self.folder) and _is_whole(self.folder, self._files)
         owner = last.owner if self._is_restored else secrets.token_hex(16)
         self._head = dataclasses.replace(self._head, owner=owner, beat=last.beat, manifest=last.manifest)
         self._write_head(patience_s)
         self._beats.start()
-        self._files = _read_files(self._storage, self._head)
         if not self._is_restored:
             needed = {path: file for path, file in self._files.items() if not STAYS.match(path)}
             if needed:
                 cli.note(f"restoring {len(needed)} files from {self._storage.url} to {self.folder}")
-            snapshot.restore(self._storage, needed, self.folder, self._pool, patience_s)
+            snapshot.restore(self._storage, needed, self.folder, self._pool, patience_s, MAY_LACK)
             with self._lock:
                 _leave(self._head, self.folder)
                 self._is_restored = True
-        self._present = {key for path, file in self._files.items() for key, *_ in file.blocks(path)}
+        blocks = ((path, key) for path, file in self._files.items() for key, *_ in file.blocks(path))
+        self._present = {(path, snapshot.digest_of(key)): key for path, key in blocks}
         self._saves.start()
 
     def pace(self) -> None:
@@ -206,7 +216,7 @@ class Mirror:
                     f"the newest state in {self._storage.url} is {BACKLOG_S:.0f} s old: the run waits for the bucket"
                 )
             self._changed.wait_for(lambda: self._failure or not is_late())
-        self._check()
+        self.check()
 
     def close(self, patience_s: float) -> None:
         """Writes the last state. Raises Unavailable if the bucket does not take it in time, and ValueError after a takeover."""
@@ -215,11 +225,12 @@ class Mirror:
         self._wake.set()
         try:
             if self._saves.ident is not None:
-                self._saves.join(patience_s)
-                self._check()
+                self._saves.join(patience_s if not self._failure else 0.0)
+                self.check()
                 if self._saves.is_alive():
                     found = f"{self._storage.url} lacks the last state of the run, which is in {self.folder}"
                     raise journal.Unavailable(f"{found}; run the command again on this machine, or copy the folder")
+            if self._beats.ident is not None:  # also after a restore that failed
                 self._closed.set()
                 self._write_head(max(deadline_s - time.monotonic(), 1.0), is_closed=True)
         finally:
@@ -235,7 +246,7 @@ class Mirror:
         is_own = _left_by(head, self.folder)  # by a process of this machine that no longer has the lock of the folder
         while not is_own and not head.is_closed and time.monotonic() - begun_s < LEASE_S:
             if head is first and time.monotonic() - begun_s < 1:
-                text = f"{self._storage.url} was in use by {head.host} until {time.time() - head.time_s:.0f} s ago"
+                text = f"{self._storage.url} was in use by {head.host} until {max(0.0, time.time() - head.time_s):.0f} s ago"
                 cli.note(f"{text}: waiting {LEASE_S:.0f} s, in case that it is alive")
             time.sleep(min(1.0, LEASE_S / 4))
             found, self._generation = self._storage.read(HEAD, storage.START_S)
@@ -249,7 +260,7 @@ class Mirror:
     def _write_head(self, patience_s: float | None = None, **changes: Any) -> None:
         """Replaces the head of this owner. Raises ValueError if another has replaced it."""
         with self._lock:
-            self._check()
+            self.check()
             head = dataclasses.replace(self._head, beat=self._head.beat + 1, time_s=time.time(), **changes)
             data = head.encode()
             if self._is_restored:
@@ -264,7 +275,8 @@ class Mirror:
                     raise ValueError(f"{found}: {cause}; end one of the two")
             self._head, self._generation = head, generation
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises the error that ended the mirror, if there is one."""
         if self._failure:
             raise self._failure
 
@@ -281,20 +293,27 @@ class Mirror:
             self._write_head()
 
     def _save_all(self) -> None:
-        known = self._present | {HEAD, f"manifests/{self._head.manifest}"}
+        known = {*self._present.values(), HEAD, f"manifests/{self._head.manifest}"}
         # Other objects belong to a run in a folder below, or to the user.
-        own = (key for key in self._storage.keys() if key.startswith(("files/", "manifests/")))
+        own = [key for key in self._storage.keys() if key.startswith(("files/", "manifests/"))]
+        self._write_head()  # then none of them is of a later owner
         self._storage.delete(key for key in own if key not in known)  # of a kill
-        pause_s = 0.0
-        while True:
+        pause_s, retry_s = 0.0, RETRY_S
+        while not self._closed.is_set():
             self._wake.wait(pause_s)
             is_last, begun_s = self._ending.is_set(), time.monotonic()
             try:
                 capture_s = self._save()
-            except (sqlite3.Error, _Shrunk) as error:
-                cli.note(f"note: {self.folder} could not be captured ({error}); trying again")
-                time.sleep(1)
+            except (sqlite3.Error, _Shrunk, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                cli.note(
+                    f"{self.folder} could not be captured for its bucket ({error}); trying again in {retry_s:.0f} s"
+                )
+                self._closed.wait(retry_s)
+                retry_s = min(2 * retry_s, MAX_RETRY_S)
                 continue
+            retry_s = RETRY_S
             with self._changed:
                 self._saved_s = begun_s
                 self._changed.notify_all()
@@ -304,29 +323,29 @@ class Mirror:
 
     def _save(self) -> float:
         """Writes the state of this moment, if it is a new one. Returns the seconds of its capture."""
-        begun_s = time.monotonic()
+        begun_s, beat = time.monotonic(), self._head.beat
         captured = snapshot.capture(self.folder, self._staging, self._stamps)
         capture_s = time.monotonic() - begun_s
         files = {path: file for path, file in self._files.items() if STAYS.match(path)}  # maybe not on this machine
         for path, one in captured.items():
-            files[path] = self._files[path] if one.link is None else self._upload(path, one, one.link)
+            files[path] = self._files[path] if one.link is None else self._upload(path, one, one.link, beat)
         stamps = {path: one.stamp for path, one in captured.items() if one.stamp}
         if files == self._files:
             self._stamps = stamps
             return capture_s
-        data = snapshot.encode(files)
+        data = snapshot.encode(files, beat)
         manifest, before = digests.of(data), self._head.manifest
         self._storage.write(f"manifests/{manifest}", data)
         self._write_head(manifest=manifest)
         self._files, self._stamps = files, stamps
-        old = {before: f"manifests/{before}"} if before not in ("", manifest) else {}
+        old = [f"manifests/{before}"] if before else []
         needed = {key for path, file in files.items() for key, *_ in file.blocks(path)}
-        self._storage.delete([*(self._present - needed), *old.values()])
-        self._present = needed
+        self._storage.delete([*({*self._present.values()} - needed), *old])
+        self._present = {block: key for block, key in self._present.items() if key in needed}
         return capture_s
 
-    def _upload(self, path: str, one: snapshot.Captured, link: pathlib.Path) -> snapshot.File:
-        """Writes the blocks of a file that the bucket does not have."""
+    def _upload(self, path: str, one: snapshot.Captured, link: pathlib.Path, beat: int) -> snapshot.File:
+        """Writes the blocks of a file that the bucket does not have, with names that end with `beat`."""
         block_bytes = snapshot.BIG_BLOCK_BYTES if one.size >= snapshot.BIG_BYTES else snapshot.BLOCK_BYTES
 
         def send(offset: int) -> str:
@@ -336,10 +355,11 @@ class Mirror:
             if len(data) != size:
                 raise _Shrunk(f"{path} became shorter")
             digest = digests.of(data)
-            if (key := snapshot.block_key(path, digest)) not in self._present:
+            if (path, digest) not in self._present:
+                key = snapshot.block_key(path, f"{digest}.{beat}")
                 self._storage.write(key, data)
-                self._present.add(key)
-            return digest
+                self._present[path, digest] = key
+            return self._present[path, digest].rpartition("/")[2]
 
         found: list[str] = []
         offsets = iter(range(0, one.size, block_bytes))
@@ -358,7 +378,8 @@ def _read_files(bucket: storage.Storage, head: Head) -> dict[str, snapshot.File]
     key = f"manifests/{head.manifest}"
     data, _ = bucket.read(key, storage.START_S)
     if data is None:
-        raise FileNotFoundError(f"{bucket.url}/{key} does not exist, although the head names it")
+        found = f"{bucket.url}/{key} does not exist, although the head names it"
+        raise FileNotFoundError(f"{found}; put it back from a version or a backup of the bucket")
     if digests.of(data) != head.manifest:
         raise journal.CorruptSource(
             f"{bucket.url}/{key} is damaged; put it back from a version or a backup of the bucket"
@@ -376,6 +397,11 @@ def _left_by(head: Head, folder: pathlib.Path) -> bool:
     """Returns True if the folder is the one of the head's owner, at this head or later: then it is newer than the bucket."""
     left = atomic_file.read_json(folder.parent / "owner.json", dict)
     return bool(head.owner) and left.get("owner") == head.owner and left["beat"] >= head.beat
+
+
+def _is_whole(folder: pathlib.Path, files: Mapping[str, snapshot.File]) -> bool:
+    """Returns False if the user has emptied the cache: no command deletes files at the top of a working directory."""
+    return all((folder / path).is_file() for path in files if "/" not in path)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 1. `capture` takes all files at one moment, as hard links, so that an upload of any length reads the files of that moment. The state is
    one that a kill could have left: databases are locked meanwhile, so nothing is written that depends on later entries of theirs.
-2. Files are divided into blocks. A block is an object `files/PATH/DIGEST`, written once. A file that grows sends only its last blocks.
+2. Files are divided into blocks. A block is an object `files/PATH/DIGEST.BEAT`, written once: BEAT is that of the head at the write, so a block
+   that returns has another name, and a deletion by an owner that was replaced cannot hit it. A file that grows sends only its last blocks.
 3. A manifest lists all files with their blocks. It is an object, too, and the state exists once another object names it (mirror.py).
 4. `restore` verifies each block, and keeps the files that a restore before it has finished.
 
@@ -24,7 +25,7 @@ from concurrent import futures
 
 from sharding.bucket import storage as storage_lib
 from sharding.format import digests, journal
-from sharding.system import atomic_file
+from sharding.system import atomic_file, cli
 
 BLOCK_BYTES, BIG_BLOCK_BYTES, BIG_BYTES = 4 << 20, 16 << 20, 1 << 30
 MAX_TRIES = 3  # of a block that the bucket delivers wrong
@@ -39,18 +40,18 @@ Stamp = tuple[int, int, int]  # inode, size, time of the last change in ns
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file of a manifest: its size in bytes, mode, and the digests of its blocks."""
+    """A file of a manifest: its size in bytes, mode, and the names of its blocks, DIGEST.BEAT."""
 
     size: int
     mode: int
     block_bytes: int
-    digests: tuple[str, ...]
+    names: tuple[str, ...]
 
     def blocks(self, path: str) -> list[tuple[str, int, int]]:
         """Returns (object's name, offset, bytes) of each block of the file `path`."""
         starts = range(0, self.size, self.block_bytes)
-        names = (block_key(path, digest) for digest in self.digests)
-        return [(n, at, min(self.block_bytes, self.size - at)) for n, at in zip(names, starts, strict=True)]
+        keys = (block_key(path, name) for name in self.names)
+        return [(key, at, min(self.block_bytes, self.size - at)) for key, at in zip(keys, starts, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +64,20 @@ class Captured:
     link: pathlib.Path | None
 
 
-def block_key(path: str, digest: str) -> str:
-    """Returns the name of the object with a block of the file `path`."""
-    return f"files/{path}/{digest}"
+def block_key(path: str, name: str) -> str:
+    """Returns the key of the object with a block of the file `path`."""
+    return f"files/{path}/{name}"
 
 
-def encode(files: Mapping[str, File]) -> bytes:
-    """Returns the manifest of files as bytes; equal files give equal bytes."""
-    rows = {path: [f.size, f.mode, f.block_bytes, *f.digests] for path, f in sorted(files.items())}
-    return json.dumps({"format": 1, "files": rows}, separators=(",", ":")).encode()
+def digest_of(block: str) -> str:
+    """Returns the digest in the name or the key of a block."""
+    return block.rpartition("/")[2].partition(".")[0]
+
+
+def encode(files: Mapping[str, File], beat: int) -> bytes:
+    """Returns the manifest of files as bytes; equal files give other bytes at another `beat` of the head."""
+    rows = {path: [f.size, f.mode, f.block_bytes, *f.names] for path, f in sorted(files.items())}
+    return json.dumps({"format": 1, "beat": beat, "files": rows}, separators=(",", ":")).encode()
 
 
 def parse(data: bytes, place: str) -> dict[str, File]:
@@ -85,7 +91,8 @@ def parse(data: bytes, place: str) -> dict[str, File]:
             files[path] = file = File(size, mode, block_bytes, tuple(names))
             is_inside = not path.startswith(".") and not {"", ".", ".."} & {*path.split("/")} and "\0" not in path
             is_possible = size >= 0 <= mode <= 0o777 and block_bytes > 0 and type(size + mode + block_bytes) is int
-            if not (is_inside and is_possible and all(map(digests.is_digest, names)) and file.blocks(path) is not None):
+            are_names = all(re.fullmatch(r"[0-9a-f]{64}(\.\d+)?", name) for name in names)
+            if not (is_inside and is_possible and are_names and file.blocks(path) is not None):
                 raise ValueError(f"file {path!r}")
         return files
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -127,10 +134,12 @@ def restore(
     folder: pathlib.Path,
     pool: futures.Executor,
     patience_s: float,
+    can_lack: re.Pattern = re.compile("$"),
 ) -> None:
     """Makes `folder` have these files and no others. The threads of `pool` fetch them.
 
-    Raises CorruptSource for a block that is not the one of its name, and FileNotFoundError for an absent one.
+    Raises CorruptSource for a block that is not the one of its name, and FileNotFoundError for an absent one. A file whose path
+    matches `can_lack` is left out with a line instead.
     """
     _remove_others(folder, files)
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,10 +149,15 @@ def restore(
         if target.is_file() and _is_same(target, file):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file.replacing(target) as temporary, open(temporary, "wb") as out:
-            os.fchmod(out.fileno(), file.mode)
-            for key, _, size in file.blocks(path):
-                out.write(_read_block(storage, key, size, patience_s))
+        try:
+            with atomic_file.replacing(target) as temporary, open(temporary, "wb") as out:
+                os.fchmod(out.fileno(), file.mode)
+                for key, _, size in file.blocks(path):
+                    out.write(_read_block(storage, key, size, patience_s))
+        except (FileNotFoundError, journal.CorruptSource) as error:
+            if not can_lack.match(path):
+                raise
+            cli.note(f"{error}. Going on without {path}")
 
     list(pool.map(fetch, sorted(files, key=lambda path: -files[path].size)))
 
@@ -163,8 +177,9 @@ def _read_block(storage: storage_lib.Storage, key: str, size: int, patience_s: f
     for _ in range(MAX_TRIES):
         data, _ = storage.read(key, patience_s)
         if data is None:
-            raise FileNotFoundError(f"{storage.url}/{key} does not exist, although the newest manifest names it")
-        if len(data) == size and digests.of(data) == key.rpartition("/")[2]:
+            found = f"{storage.url}/{key} does not exist, although the newest manifest names it"
+            raise FileNotFoundError(f"{found}; put it back from a version or a backup of the bucket")
+        if len(data) == size and digests.of(data) == digest_of(key):
             return data
     raise journal.CorruptSource(f"{storage.url}/{key} is damaged; put it back from a version or a backup of the bucket")
 
@@ -173,7 +188,7 @@ def _is_same(path: pathlib.Path, file: File) -> bool:
     if path.stat().st_size != file.size:
         return False
     with open(path, "rb") as data:
-        return all(digests.of(data.read(file.block_bytes)) == digest for digest in file.digests)
+        return all(digests.of(data.read(file.block_bytes)) == digest_of(name) for name in file.names)
 
 
 @contextlib.contextmanager

@@ -204,7 +204,7 @@ class Proxy:
                 self._open.add(server)
                 self._pump(client, server, kind, argument)
                 self._open.discard(server)
-        except OSError:
+        except (OSError, ValueError):  # `close` closes sockets in another thread: select refuses those
             _reset(client)
         finally:
             client.close()

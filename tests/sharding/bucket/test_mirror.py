@@ -1,6 +1,7 @@
 """A working directory in a bucket: another machine continues the run of the first, after a kill at any moment."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import time
 
 import pytest
 
-from sharding import bucket
+from sharding import bucket, checkpoint
 from sharding.bucket import mirror, snapshot, storage
 from sharding.format import journal
 from tests.support import proxy, s3_server
@@ -236,12 +237,68 @@ def test_a_silent_run_is_replaced_and_notices_it(url, tmp_path, monkeypatch):
         write(first.folder, "c", b"3")
         resumed.set()
         proxy.wait_until(lambda: first._failure)
+        monkeypatch.setitem(mirror._MIRRORS, first.folder, first)
+        with (
+            checkpoint.Checkpointer(first.folder / "checkpoints", every=2) as checkpointer,
+            pytest.raises(ValueError, match="is in use by another run now"),
+        ):
+            checkpointer.save(1, {}, {})  # also of a step without a checkpoint
         with pytest.raises(ValueError, match="is in use by another run now"):
             first.pace()
         with pytest.raises(ValueError, match="is in use by another run now"):
             first.close(1.0)
     machine(monkeypatch, tmp_path, "third")
     assert {*files(bucket.fetched(url))} == {"a", "b"}
+
+
+@pytest.mark.parametrize("late", ["keys", "delete"])
+def test_a_suspended_run_deletes_nothing_of_its_successor(late, tmp_path, monkeypatch):
+    """It is suspended before it lists or deletes objects, while the successor writes the same file again."""
+    url, resumed, is_done = f"file://{tmp_path}/bucket", threading.Event(), threading.Event()
+    with bucket.mirrored(url):
+        write(bucket.local_folder(url), "a", b"1")
+    first = mirror.Mirror(url, bucket.local_folder(url))
+    write_head, call, begun_s = first._write_head, getattr(first._storage, late), first._saved_s
+
+    def suspended(*args):
+        resumed.wait()
+        found = call(*args)
+        is_done.set()
+        return found
+
+    if late == "keys":
+        first._storage.keys = suspended
+    first.open()
+    if late == "delete":
+        proxy.wait_until(lambda: first._saved_s > begun_s)
+        first._storage.delete = suspended
+        (first.folder / "a").unlink()
+        proxy.wait_until(lambda: not first._files)
+    first._write_head = lambda *args, **changes: resumed.wait() and write_head(*args, **changes)
+    machine(monkeypatch, tmp_path, "other")
+    with bucket.mirrored(url):
+        write(bucket.local_folder(url), "a", b"1")
+        write(bucket.local_folder(url), "b", b"2")
+    resumed.set()
+    proxy.wait_until(is_done.is_set)
+    write(first.folder, "c", b"3")
+    first._saves.join(10)
+    assert "is in use by another run now" in str(first._failure)
+    machine(monkeypatch, tmp_path, "third")
+    assert {*files(bucket.fetched(url))} == {"a", "b"}
+
+
+@pytest.mark.parametrize("lost", [["weights.key"], ["weights.key", "config.json", "checkpoints/2/a"]])
+def test_a_cache_that_was_emptied_does_not_empty_the_bucket(lost, tmp_path, monkeypatch):
+    url, names = f"file://{tmp_path}/bucket", {"weights.key", "config.json", "checkpoints/2/a"}
+    with bucket.mirrored(url):
+        for name in names:
+            write(bucket.local_folder(url), name, b"1")
+    for name in lost:
+        (bucket.local_folder(url) / name).unlink()
+    assert {*files(bucket.fetched(url))} == names
+    with bucket.mirrored(url):
+        assert {*files(bucket.local_folder(url))} == names
 
 
 def test_an_older_copy_of_the_machine_does_not_replace_the_state(tmp_path, monkeypatch):
@@ -335,6 +392,20 @@ def test_the_end_waits_for_the_bucket_and_fails_in_one_line(tmp_path, monkeypatc
         assert {*files(folder)} == {"a"}
 
 
+def test_a_full_disk_delays_a_capture(tmp_path, monkeypatch, capsys):
+    url, capture = f"file://{tmp_path}/bucket", snapshot.capture
+    errors = [OSError(errno.ENOSPC, "No space left"), sqlite3.OperationalError("database or disk is full")]
+    monkeypatch.setattr(mirror, "RETRY_S", 0.01)
+    monkeypatch.setattr(
+        snapshot, "capture", lambda *args: (_ for _ in ()).throw(errors.pop()) if errors else capture(*args)
+    )
+    with bucket.mirrored(url):
+        write(bucket.local_folder(url), "a", b"1")
+    assert capsys.readouterr().err.count("could not be captured for its bucket") == 2
+    machine(monkeypatch, tmp_path, "other")
+    assert {*files(bucket.fetched(url))} == {"a"}
+
+
 def test_damaged_and_foreign_objects_are_refused(tmp_path, monkeypatch):
     root, url = tmp_path / "bucket", f"file://{tmp_path}/bucket"
     with bucket.mirrored(url):
@@ -345,12 +416,14 @@ def test_damaged_and_foreign_objects_are_refused(tmp_path, monkeypatch):
     with pytest.raises(journal.CorruptSource, match="is damaged; put it back"):
         bucket.fetched(url)
     block.unlink()
-    with pytest.raises(FileNotFoundError, match="although the newest manifest names it"):
-        bucket.fetched(url)
+    for _ in range(2):  # the first one leaves no lease
+        with pytest.raises(FileNotFoundError, match="although the newest manifest names it"), bucket.mirrored(url):
+            raise AssertionError
+        assert json.loads((root / "head.json").read_text())["is_closed"]
     head = json.loads((root / "head.json").read_text())
     rows = [(path, 0, 0o644, 1000) for path in ("../a", "/etc/a", "", "a/../../b", "a//b", "./a", ".lock")]
     rows += [("a", 0, 0o4755, 1000), ("a", 0, -1, 1000), ("a", 10, 0o644, -1), ("a", float("inf"), 0o644, 1000)]
-    bad = [snapshot.encode({path: snapshot.File(*numbers, ())}) for path, *numbers in rows]
+    bad = [snapshot.encode({path: snapshot.File(*numbers, ())}, 1) for path, *numbers in rows]
     for data in (*bad, b"[" * 10**5):
         with pytest.raises(journal.CorruptSource, match="is not the manifest"):
             snapshot.parse(data, "here")
@@ -366,6 +439,19 @@ def test_damaged_and_foreign_objects_are_refused(tmp_path, monkeypatch):
         raise AssertionError
     with pytest.raises(ValueError, match="is not the working directory of a run"):
         bucket.fetched(f"file://{tmp_path}/nothing")
+
+
+def test_a_checkpoint_without_a_block_is_left_out(tmp_path, monkeypatch, capsys):
+    url = f"file://{tmp_path}/bucket"
+    with bucket.mirrored(url):
+        for name in ("config.json", "checkpoints/2/a", "checkpoints/4/a"):
+            write(bucket.local_folder(url), name, b"1")
+    (block,) = (tmp_path / "bucket/files/checkpoints/4/a").iterdir()
+    block.unlink()
+    machine(monkeypatch, tmp_path, "other")
+    with bucket.mirrored(url):
+        assert {*files(bucket.local_folder(url))} == {"config.json", "checkpoints/2/a"}
+    assert capsys.readouterr().err.count("Going on without checkpoints/4/a\n") == 1
 
 
 def test_paths_and_urls_are_told_apart(tmp_path):
