@@ -22,6 +22,7 @@ CHOICES = {
     "grouped_matmul": ("auto", "ragged_dot", "megablox"),
 }
 
+MAX_LAYERS, MAX_EXPERTS = 1024, 2**17  # in all layers: a config from elsewhere must not exhaust memory or time
 KINDS = {float: (float, int), tuple[int, ...]: tuple}  # field type -> accepted types; JSON may write 1e6 as an integer
 
 
@@ -161,6 +162,9 @@ def _rules(c: ModelConfig) -> Iterator[tuple[bool, str, str]]:
         yield getattr(c, name) >= 1, name, "must be at least 1"
     for name in ("window", "final_softcap", "attention_softcap", "attention_scale", "norm_eps", "num_experts"):
         yield getattr(c, name) >= 0, name, "must be at least 0"
+    yield c.num_layers <= MAX_LAYERS, "num_layers", f"must be at most {MAX_LAYERS}"
+    most = MAX_EXPERTS // c.num_layers
+    yield c.num_experts <= most, "num_experts", f"must be at most {most} with model.num_layers = {c.num_layers}"
     for name, choices in CHOICES.items():
         yield getattr(c, name) in choices, name, f"must be one of {', '.join(map(repr, choices))}"
     all_moe = all(map(c.is_moe, range(c.num_layers)))

@@ -24,6 +24,7 @@ from models import hub, transformer
 from models.hf import config as hf_config
 from models.hf import safetensors_file, tensor_check, tensor_names
 from sharding import rules
+from sharding.system import atomic_file
 
 MAX_FILE_BYTES = 5_000_000_000  # of one file of a saved checkpoint, as on the hub
 BLOCK = 256  # rows and columns that are transposed at a time
@@ -76,10 +77,14 @@ def read_config(
     path = hub.folder(path_or_repo) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a checkpoint folder, with config.json and .safetensors files")
+    stored = atomic_file.read_json(path, dict)
     try:
-        config = hf_config.read(json.loads(path.read_text("utf-8")), scan_layers=scan_layers)
+        config = hf_config.read(stored, scan_layers=scan_layers)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        found = f"{path} lacks an entry, or has one of another type ({error!r})"
+        raise ValueError(f"{found}; download it again") from error
     return config if dtype is None else dataclasses.replace(config, param_dtype=dtype, dtype=dtype)
 
 

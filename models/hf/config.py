@@ -29,8 +29,6 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
 
     Raises ValueError, naming the entry, if the architecture or an option is not supported.
     """
-    if not isinstance(hf, dict):
-        raise ValueError(f"config.json contains a {type(hf).__name__}, not an object: download it again")
     model_type, supported = hf.get("model_type"), ", ".join(families.FAMILIES)
     if model_type not in families.FAMILIES:
         raise ValueError(f"model_type {model_type!r} in config.json is not supported; use one of {supported}")
@@ -43,6 +41,8 @@ def read(hf: dict, **changes) -> config_lib.ModelConfig:
     for name in (*COUNTS, *(name for name in hf if name.startswith("num_"))):
         if type(hf.get(name)) not in (int, type(None)):
             raise ValueError(f"{name} in config.json is {hf[name]!r}; it must be a whole number: correct it")
+    if (hf.get("num_hidden_layers") or 0) > config_lib.MAX_LAYERS:  # before they are gone through
+        raise ValueError(f"num_hidden_layers in config.json is above {config_lib.MAX_LAYERS}; correct it")
     family = families.FAMILIES[model_type]
     hf = family.defaults | hf
     dtype = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")

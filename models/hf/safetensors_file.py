@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from sharding.format import safetensors_header
+from sharding.system import atomic_file
 
 NAMES = {dtype: name for name, dtype in safetensors_header.DTYPES.items()}
 INDEX = "model.safetensors.index.json"
@@ -78,10 +79,11 @@ def _paths(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the checkpoint's files: those in its index, else `model.safetensors`, else the only `.safetensors` file."""
     if (index := folder / INDEX).is_file():
         try:
-            listed = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            listed = sorted(set(atomic_file.read_json(index, dict)["weight_map"].values()))
+            bad = [name for name in listed if pathlib.PurePath(name).name != name]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index with a weight_map: {error!r}. Download it again.") from error
-        if bad := [name for name in listed if pathlib.PurePath(name).name != name]:
+        if bad:
             raise ValueError(f"{index} names {bad[0]!r}, which is not a file of that folder. Download it again.")
         if missing := [name for name in listed if not (folder / name).is_file()]:
             raise ValueError(

@@ -39,7 +39,8 @@ class Rendered:
     """A chat conversation rendered to token IDs; `Tokenizer.render` returns it."""
 
     token_ids: list[int]
-    assistant_mask: list[bool]  # True for tokens that the assistant would sample, its stop token included
+    # True for tokens that the assistant would sample, its stop token included. Not for use after a generation prompt.
+    assistant_mask: list[bool]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +125,7 @@ class Tokenizer:
         if chat_template_lib.Generation.TAG.search(template):
             blocks = re.split(f"[{inputs['generation_opener']}{inputs['generation_closer']}]", text)
         else:
-            spans = self._turns[template].spans(text, is_prompt=add_generation_prompt)
+            spans = self._turns[template].spans(text)
             cuts = [0, *itertools.chain(*spans), len(text)]
             blocks = [text[begin:end] for begin, end in itertools.pairwise(cuts)]
         ids, mask = [], []
@@ -233,17 +234,18 @@ class Tokenizer:
     def _template_inputs(self, messages, tools, variables) -> tuple[dict, Iterator[str]]:
         """Returns (the template's variables, with the caller's strings escaped; an iterator of private-use characters not in them)."""
         variables = dict(variables or {})
-        inputs = json.dumps([list(messages), tools, variables], ensure_ascii=False) + self._template_text(tools)
-        unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in inputs)
-        escape = next(unused)
-        own = {
-            "escape": escape,
-            "messages": self._escaper.escape([_with_reasoning(message) for message in messages], escape),
-            "tools": self._escaper.escape(list(tools), escape) if tools else None,
-            "generation_opener": next(unused),
-            "generation_closer": next(unused),
-        }
-        return dict(self.named) | self._escaper.escape(variables, escape) | own, unused
+        given = [[_with_reasoning(message) for message in messages], list(tools) if tools else None, variables]
+        template = self._template_text(tools)
+        try:
+            text = json.dumps(given, ensure_ascii=False) + template
+            unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+            escape = next(unused)
+            messages, tools, variables = self._escaper.escape(given, escape)
+        except RecursionError:
+            raise ValueError("messages, tools, or variables are nested too deeply; flatten them") from None
+        own = {"escape": escape, "messages": messages, "tools": tools}
+        own |= {"generation_opener": next(unused), "generation_closer": next(unused)}
+        return dict(self.named) | variables | own, unused
 
     def _render_texts(self, inputs: dict, *changes: dict) -> list[str]:
         now, text = self.date or datetime.datetime.now(), self._template_text(inputs["tools"])
@@ -367,6 +369,8 @@ def _create(model: tokenizers.Tokenizer, named: dict[str, str], template, tool_t
         )
     if "ByteLevel" not in json.dumps(layout["decoder"]):
         raise ValueError(f"tokenizer.json has no byte-level decoder, which decoding token by token needs; {remedy}")
+    if "Replace" in json.dumps([layout["normalizer"], layout["decoder"]]):
+        raise ValueError(f"tokenizer.json replaces text, of which a few letters may become gigabytes; {remedy}")
     model.encode_special_tokens = True
     model.no_padding()
     model.no_truncation()

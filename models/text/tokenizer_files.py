@@ -6,13 +6,13 @@
 3. The IDs that end a completion are in generation_config.json, or else in config.json.
 """
 
-import json
 import os
 import pathlib
 
 import tokenizers
 
 from models import hub
+from sharding.system import atomic_file
 
 # Names of special tokens in tokenizer_config.json and in chat templates.
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -34,9 +34,9 @@ def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str],
             f"tokenizer folder {directory} lacks {' and '.join(missing)}; download the checkpoint's tokenizer.json and "
             f"tokenizer_config.json, or use the tokenizer 'byte_chatml', which needs no files"
         )
-    config = _read_json(directory / "tokenizer_config.json")
+    config = atomic_file.read_json(directory / "tokenizer_config.json", dict)
     if (older := directory / "special_tokens_map.json").is_file():
-        config = _read_json(older) | {key: value for key, value in config.items() if value is not None}
+        config = atomic_file.read_json(older, dict) | {key: value for key, value in config.items() if value is not None}
     named = {key: text for key in NAMES if (text := _token_text(config.get(key))) is not None}
     if "eos_token" not in named:
         raise ValueError(f"{directory}/tokenizer_config.json lacks eos_token; add the token that ends a turn")
@@ -66,6 +66,8 @@ def _templates(directory: pathlib.Path, config: dict) -> tuple[str | None, str |
         named[path.stem] = path.read_text("utf-8")
     if (file := directory / "chat_template.jinja").is_file():
         named["default"] = file.read_text("utf-8")
+    if bad := [name for name, text in named.items() if not isinstance(text, str | None)]:
+        raise ValueError(f"{directory}: chat template {bad[0]!r} is not a text; download it again")
     return named.get("default"), named.get("tool_use")
 
 
@@ -74,7 +76,7 @@ def _stop_ids(directory: pathlib.Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         if path.is_file():
-            stops = _read_json(path).get("eos_token_id")
+            stops = atomic_file.read_json(path, dict).get("eos_token_id")
             stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
             if any(type(id) is not int or id < 0 for id in stops):
                 raise ValueError(f"{path} has eos_token_id {stops}; make it a token ID or a list of token IDs")
@@ -82,15 +84,6 @@ def _stop_ids(directory: pathlib.Path) -> list[int]:
     return []
 
 
-def _token_text(token: str | dict | None) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _read_json(path: pathlib.Path) -> dict:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} contains a {type(value).__name__}, not a JSON object; download it again")
-    return value
+def _token_text(token: object) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

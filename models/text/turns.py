@@ -31,10 +31,10 @@ class Turns:
     stop: str = ""  # the token that the assistant samples at the end of an answer ...
     call_stop: str = ""  # ... and at the end of a message with tool calls
 
-    def spans(self, text: str, *, is_prompt: bool) -> list[tuple[int, int]]:
+    def spans(self, text: str) -> list[tuple[int, int]]:
         """Returns (begin, end) of each text in a rendered conversation that the assistant would sample.
 
-        A turn without an end is the conversation's last, or the opening that a generation prompt ends with.
+        A turn without an end is the conversation's last.
         """
         found: list[tuple[int, int]] = []
         if not (self.header and self.ends):
@@ -44,12 +44,7 @@ class Turns:
         while opened:
             begin, end = opened.end(), closing.search(text, opened.end())
             while end and end[0] in self.pauses and text.startswith(self.header, end.end()):
-                further = closing.search(text, end.end())
-                if not further and is_prompt:
-                    break
-                end = further
-            if not end and is_prompt:
-                break
+                end = closing.search(text, end.end())
             at = end.end() if end else len(text)
             if opened[0] != self.header:  # several results may come before the answer, or none after them
                 begin = [opened, *opening.finditer(text, begin, end.start() if end else at)][-1].end()

@@ -115,10 +115,12 @@ def _plain_call(call: Mapping) -> dict:
     arguments = function.get("arguments", {})
     try:
         loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         loaded = None
     if not isinstance(loaded, dict):
-        raise ValueError(f"the arguments of a call of {function['name']} are {arguments!r}; make them a JSON object")
+        raise ValueError(
+            f"the arguments of a call of {function['name']} are {arguments!r:.80}; make them a JSON object"
+        )
     function = function | {"arguments": loaded}
     return dict(call) | {"function": function} if "function" in call else function
 

@@ -122,7 +122,7 @@ class _Lines(Sequence):
         number, begin, end = self._spans[index].tolist()
         try:
             return _object(json.loads(self._bytes[begin:end]))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{self._path}, line {number} is not a JSON object: {error}; correct the line") from None
 
 
@@ -141,7 +141,7 @@ class _Table(Sequence):
 def _read_file(path: pathlib.Path) -> Rows:
     try:
         return READERS[path.suffix](path)
-    except (OSError, ValueError, csv.Error) as error:  # pyarrow's own errors are ValueErrors, too
+    except (OSError, ValueError, csv.Error, RecursionError) as error:  # pyarrow's own errors are ValueErrors, too
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}; correct the file") from error
 
 

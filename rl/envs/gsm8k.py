@@ -68,7 +68,7 @@ def _read(path: str, name: str) -> list[tuple[str, str, decimal.Decimal]]:
         try:
             record = json.loads(line)
             question, solution = str(record["question"]), re.sub(r"<<[^<>]*>>", "", record["answer"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{file}:{row} is not a GSM8K problem: {error!r}; download the file again") from error
         number = final_number(solution)
         if number is None:

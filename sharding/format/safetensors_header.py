@@ -16,7 +16,7 @@ _NAMES = (
     "U64:uint64 C64:complex64 BOOL:bool F8_E4M3:float8_e4m3fn F8_E5M2:float8_e5m2"
 )
 DTYPES = {code: np.dtype(getattr(ml_dtypes, name, name)) for code, name in (x.split(":") for x in _NAMES.split())}
-MAX_HEADER_BYTES = 100_000_000  # that of the reference implementation
+MAX_HEADER_BYTES, MAX_DIMS = 100_000_000, 64  # those of the reference implementation, and of numpy
 
 
 class Entry(NamedTuple):
@@ -35,7 +35,7 @@ def read(path: pathlib.Path) -> dict[str, Entry]:
         fits = size >= 8 and length <= min(size - 8, MAX_HEADER_BYTES)
         try:
             header = json.loads(file.read(length)) if fits else None
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
         text = f"{path} is not a safetensors file: its header ({length} of {size} bytes) is not a JSON object"
@@ -46,13 +46,13 @@ def read(path: pathlib.Path) -> dict[str, Entry]:
 
 def _entry(path: pathlib.Path, name: str, entry, start: int, size: int) -> Entry:
     try:
-        kind, shape = entry["dtype"], tuple(map(int, entry["shape"]))
+        kind, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
         begin, end = map(int, entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path}: header entry of {name} is malformed: {entry!r}. Download it again.") from error
     if kind not in DTYPES:
         raise ValueError(f"{path}: tensor {name} has dtype {kind}, not one of {', '.join(DTYPES)}. Convert the file.")
-    is_inside = 0 <= begin <= end <= size - start and min(shape, default=1) >= 0
+    is_inside = 0 <= begin <= end <= size - start and min(shape, default=1) >= 0 and len(shape) <= MAX_DIMS
     if not is_inside or math.prod(shape) * DTYPES[kind].itemsize != end - begin:
         raise ValueError(
             f"{path}: tensor {name} {shape} of {kind} has bytes {begin}..{end} of {size - start}: the file is truncated, or "

@@ -86,7 +86,7 @@ def read_json(path: pathlib.Path, kind: type[Kind]) -> Kind:
     """Returns the dict or list in a JSON file, or an empty one if the file does not exist. Raises ValueError for other contents."""
     try:
         value = json.loads(path.read_bytes()) if path.exists() else kind()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}; it must be JSON; correct or remove it") from error
     if not isinstance(value, kind):
         raise ValueError(f"{path} contains a {type(value).__name__}, not a {kind.__name__}; correct or remove it")

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 
 import jax
@@ -406,6 +407,11 @@ def test_kinds_of_layers_are_as_many_as_layers():
         ({"vocab_size": None}, ("'vocab_size'",)),
         ({"quantization_config": {"quant_method": "fp8"}}, ("fp8", "dequantize")),
         ({"num_key_value_heads": 3}, ("num_heads = 4", "num_kv_heads = 3")),
+        ({"num_hidden_layers": 10**9}, ("num_hidden_layers", "above 1024")),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 10**9, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+            ("num_experts = 1000000000", "at most 65536"),
+        ),
         ({"vocab_size": "67"}, ("vocab_size", "'67'", "whole number")),
         ({"num_attention_heads": 4.0}, ("num_attention_heads", "4.0", "whole number")),
         ({"quantization_config": "awq"}, ("awq", "dequantize")),
@@ -544,9 +550,23 @@ def test_a_few_names_stand_for_hundreds_of_tensors_in_an_error():
         (lambda data: data[:8] + b"[" + data[9:], ("not a safetensors file", "JSON")),
         (lambda data: data.replace(b'"F32"', b'"F31"', 1), ("F31",)),
         (lambda data: data.replace(b'"shape":[', b'"shape":[-', 1), ("header is wrong",)),
+        (lambda data: re.sub(rb'"shape":\[\d\d,\d\d\]', b'"shape":[1e999]', data, count=1), ("malformed",)),
+        (lambda data: data.replace(b'"F32"', b"[   ]", 1), ("dtype [], not one of",)),
+        (lambda data: (10**5).to_bytes(8, "little") + b"[" * 10**5, ("not a safetensors file",)),
         (lambda data: data.replace(b'"F32"', b'"I32"', 1), ("int32", "quantized")),
     ],
-    ids=["truncated", "stub", "huge_header", "not_json", "unknown_dtype", "negative_shape", "integers"],
+    ids=[
+        "truncated",
+        "stub",
+        "huge_header",
+        "not_json",
+        "unknown_dtype",
+        "negative_shape",
+        "infinite_shape",
+        "listed_dtype",
+        "nested",
+        "integers",
+    ],
 )
 def test_damaged_files_are_refused(folder, damage, words, capsys):
     path = folder / "model.safetensors"
@@ -562,14 +582,28 @@ def test_damaged_files_are_refused(folder, damage, words, capsys):
 def test_an_index_may_not_point_out_of_its_folder(folder):
     cases = [("../model.safetensors", "not a file of that folder"), ("b.safetensors", "b.safetensors, which does not")]
     cases = [(json.dumps({"weight_map": {"model.norm.weight": file}}), words) for file, words in cases]
-    bad = ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": ["b"]}}')
+    bad = (
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"a": ["b"]}}',
+        '{"weight_map": {"a": 5}}',
+        "[" * 10**5,
+    )
     for text, words in [*cases, *((text, "not an index with a weight_map") for text in bad)]:
         (folder / safetensors_file.INDEX).write_text(text)
         with pytest.raises(ValueError, match=words):
             hf.load(folder)
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="config.json contains a list, not an object"):
-        hf.load(folder)
+    good = (folder / "config.json").read_text()
+    for text, words in (
+        ("[]", "config.json contains a list, not a dict"),
+        ("[" * 10**5, "config.json: maximum recursion depth exceeded"),
+        (good.replace('"rms_norm_eps": ', '"rms_norm_eps": [], "_": '), "config.json .* has one of another type"),
+    ):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            hf.load(folder)
 
 
 def test_a_hub_id_is_fetched(monkeypatch, tmp_path):

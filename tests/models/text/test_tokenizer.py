@@ -281,9 +281,8 @@ def test_answers_are_found_in_templates_without_blocks(opening, last):
     rendered = tok.render(chat)
     masked = [id for id, on in zip(rendered.token_ids, rendered.assistant_mask, strict=True) if on]
     assert tok.decode(masked, skip_special=False) == f"\n\nyes<|im_end|>{last}no<|im_end|>"
-    prompt = tok.render(chat[:3], add_generation_prompt=True)
-    assert tok.decode(prompt.token_ids, skip_special=False).endswith("<|im_start|>assistant\n" + opening)
-    assert sum(prompt.assistant_mask) == len("\n\nyes") + 1  # text of the prompt is not the assistant's
+    prompt = tok.render(chat[:3], add_generation_prompt=True).token_ids
+    assert tok.decode(prompt, skip_special=False).endswith("<|im_start|>assistant\n" + opening)
 
 
 def test_a_prompt_of_text_gets_what_the_tokenizer_puts_around_it(tmp_path):
@@ -296,12 +295,29 @@ def test_a_prompt_of_text_gets_what_the_tokenizer_puts_around_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", pytest.param("[" * 10**5, id="nested")])
 def test_a_damaged_file_is_named(tmp_path, name, text):
     folder(tmp_path)
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=name):
         tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("normalizer", {"type": "Prepend", "prepend": "_"}, "is a SentencePiece tokenizer"),
+        ("decoder", {"type": "Fuse"}, "has no byte-level decoder"),
+        ("normalizer", {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}, "replaces text"),
+        ("eos_token", 5, "lacks eos_token"),
+        ("chat_template", 5, "chat template 'default' is not a text"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused(tmp_path, part, change, words):
+    layout = json.loads(TOK.model.to_str())
+    files = {"tokenizer.json": json.dumps(layout | {part: change})} if part in layout else {}
+    with pytest.raises(ValueError, match=words):
+        tokenizer.load(folder(tmp_path, files, **{} if files else {part: change}))
 
 
 def test_refusals(tmp_path):
@@ -316,6 +332,8 @@ def test_refusals(tmp_path):
         base.render(CHAT)
     with pytest.raises(ValueError, match="lone surrogates"):  # a lone surrogate, as JSON may carry
         TOK.render([{"role": "user", "content": "\ud800"}])
+    with pytest.raises(ValueError, match="nested too deeply"):
+        TOK.render(CHAT, tools=[json.loads("[" * 900 + "]" * 900)])
 
 
 def test_a_template_cannot_reach_python():

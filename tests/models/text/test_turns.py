@@ -79,7 +79,7 @@ def test_the_mask_is_that_of_transformers(name):
 # In the manner of Mistral's: no text opens an answer, and a tool's result is in brackets.
 BRACKETS = (
     "<bos>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]"
+    "{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]{{ '</s>' if loop.last }}"
     "{% else %} {{ m.content }}{% for call in m.tool_calls or [] %}[CALL]{{ call.function.arguments | tojson }}{% endfor %}</s>"
     "{% endif %}{% endfor %}"
 )
@@ -94,6 +94,7 @@ def test_an_answer_that_nothing_opens_begins_after_the_message_before():
     assert marked(tokenizer, tokenizer.render(messages)) == (
         '<bos>[INST] a [/INST] b [/INST]⟦ [CALL]{"a": 1, "note": "x"}</s>⟧[RESULT]3[/RESULT][RESULT]3[/RESULT]⟦ yes</s>⟧[INST] a [/INST] b [/INST]'
     )
+    assert marked(tokenizer, tokenizer.render(messages[:3])).endswith("</s>⟧[RESULT]3[/RESULT]</s>")  # no answer
     assert tokenizer.stop_ids == tuple(tokenizer.specials[name] for name in ("<eos>", "</s>"))
 
 

@@ -150,6 +150,11 @@ def test_conversations_are_read(tmp_path):
         ({"role": "user", "content": [{"type": "image_url"}]}, "a message has a part that is not text"),
         ({"role": "user", "content": {"text": "x"}}, "make it a string, or a list of text parts"),
         ({"role": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "make them a JSON object"),
+        pytest.param(
+            {"role": "x", "tool_calls": [{"name": "f", "arguments": "[" * 10**5}]},
+            "make them a JSON object",
+            id="nested",
+        ),
         ({"role": "x", "tool_calls": [{"function": {}}]}, "a tool call has no name; set function.name"),
         ({"role": "x", "tool_calls": {}}, "tool_calls is not a list"),
     ],
@@ -180,8 +185,15 @@ def test_a_last_answer_that_the_template_leaves_open_is_closed():
     """GLM-4.5's next turn ends an answer. Its folders list these tokens; one of a base model may not."""
     names = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
     glm = templates.family_tokenizer("glm", names, ["<|endoftext|>"])
-    for turn, closing in ((templates.REPLY, "<|user|>"), (templates.CALL, "<|observation|>")):
+    names = ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
+    llama = templates.family_tokenizer("llama", names, names[:1])
+    for tokenizer, turn, closing in (
+        (glm, templates.REPLY, ["<|user|>"]),
+        (glm, templates.CALL, ["<|observation|>"]),
+        (llama, templates.REPLY, []),  # its template closes each answer
+    ):
         messages = [*templates.OPENING, turn]
-        (branch,) = conversations.tree(glm, messages, max_length=200).branches
-        assert branch.tokens.tolist() == [*glm.render(messages).token_ids, glm.specials[closing]]
+        (branch,) = conversations.tree(tokenizer, messages, max_length=200).branches
+        rendered = tokenizer.render(messages).token_ids
+        assert branch.tokens.tolist() == rendered + [tokenizer.specials[name] for name in closing]
         assert branch.loss_mask[-1] == 1

@@ -189,6 +189,7 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
         ("{}\n[1]\n", {}, "x.jsonl, train row 1: field 'question' does not exist; set env.options.prompt and"),
         ('{"questions": ""}', {}, "field 'question' does not exist; did you mean 'questions'?"),
         ('{"question": "a", "result": 1}\n\n{"a"', {}, r"x.jsonl, train row 2: .*x.jsonl, line 3 is not a JSON object"),
+        pytest.param("[" * 10**5, {}, "line 1 is not a JSON object: maximum recursion", id="nested"),
         ('{"question": "a", "result": ""}', {}, "row 1: the answer is empty; correct it"),
         ('{"question": "a", "result": "b"}', {"reward": "number"}, "the answer 'b' has no number; correct it"),
         ('{"question": "a", "result": " "}', {"reward": "math"}, "row 1: the answer is empty; correct it"),
@@ -218,6 +219,7 @@ def test_a_mistake_is_one_line(tmp_path, content, options, words):
         ("x.txt", "a", "x.txt is not a file of rows; use one that ends with .jsonl"),
         ("x.csv", "a,b\n1\n", "x.csv cannot be read: row 1 does not have the 2 fields of the first line; correct"),
         ("x.json", "[1", "x.json cannot be read: Expecting"),
+        pytest.param("x.json", "[" * 10**5, "x.json cannot be read: maximum recursion", id="nested"),
         ("x.parquet", "a", "x.parquet cannot be read: .*; correct the file"),
     ],
 )
