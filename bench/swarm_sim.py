@@ -187,7 +187,7 @@ class Simulation:
             return
         del self.jobs[job.node][job.key]
         digest = f"{job.node}/{next(self.serial)}"
-        rollout: Any = types.SimpleNamespace(sample=0, sampled_mask=MASK, versions=MASK * job.version, epoch=0)
+        rollout: Any = types.SimpleNamespace(number=0, sampled_mask=MASK, versions=MASK * job.version, epoch=0)
         fate = self.queue.deliver(job.key, f"n{job.node}", [rollout], digest)
         if fate is queue_entry.Delivery.TAKEN:
             self.quarantine(job, digest)

@@ -167,13 +167,17 @@ class Audit:
             self._check("draw", [self._draw_error(number, worker, batch)], **place)
 
     def _group_error(self, step, group, rollouts) -> str | None:
-        number, found = rollouts[0].task.group, sorted(rollout.sample for rollout in rollouts)
+        number, episodes = rollouts[0].task.group, rollout_lib.episodes(rollouts)
+        found = [episode[0].sample for episode in episodes]
         if (first := self._step_of.setdefault(number, step)) != step:
             return f"it is in the batch of step {first}, too"
         if len({rollout.worker for rollout in rollouts}) > 1:
             return "its rollouts are of several workers"
         count = group.num_samples if group else self.config.rl.samples_per_prompt
-        return None if found == [*range(count)] else f"expected samples 0..{count - 1} once each, got {found[:16]}"
+        is_whole = all([rollout.branch for rollout in one] == [*range(one[0].num_branches)] for one in episodes)
+        if found == [*range(count)] and is_whole:
+            return None
+        return f"expected samples 0..{count - 1} once each, got {found[:16]}, {'' if is_whole else 'not '}with all branches"
 
     def _prescribed(self, step: int, number: int) -> task_schedule.Group | None:
         """Returns the group with this number if batch `step` may have it by rl.batch, else None."""
@@ -234,7 +238,10 @@ def _batch_error(batch: run_history.Batch | None, digests: dict[int, str]) -> st
 
 
 def _seed_error(group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
-    expected = (group.seed + rollout.sample) % 2**32 if group else rollout.seed
+    expected = rollout.seed
+    if group:
+        prompt = rollout.tokens[: rollout.prompt_length]
+        expected = task_schedule.stream_seed(group.seed, rollout.sample, rollout.branch, prompt)
     found = f"{expected} is prescribed for sample {rollout.sample}, got {rollout.seed}"
     return None if rollout.seed == expected else found
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Collection, Iterator
 from concurrent import futures
 
+import numpy as np
 from absl import flags
 
 from inference.rollouts import rollout as rollout_lib
@@ -116,6 +117,7 @@ def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
     pass@j = mean over tasks of 1 - C(k - c, j) / C(k, j), c of k samples right (arXiv 2107.03374, eq. 1), for the powers
     of two up to k.
     """
+    groups = [[rollout for rollout in group if not rollout.branch] for group in groups]
     k = len(groups[0])
     right = [sum(rollout.reward >= 1.0 for rollout in group) for group in groups]
     result = {f"avg@{k}": sum(rollout.reward for group in groups for rollout in group) / (k * len(groups))}
@@ -144,8 +146,10 @@ def _mean_reward(result: dict[str, float]) -> float:
 
 def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
     """Returns a rollout as shown in the report: {prompt, completion, reward}, tokens decoded to text."""
-    masks = {"prompt": ~rollout.sampled_mask, "completion": rollout.sampled_mask}
-    texts = {name: exp.tokenizer.decode(rollout.tokens[mask_T].tolist()) for name, mask_T in masks.items()}
+    parts = np.split(rollout.tokens, [rollout.prompt_length])
+    texts = {
+        name: exp.tokenizer.decode(part.tolist()) for name, part in zip(("prompt", "completion"), parts, strict=True)
+    }
     return texts | {"reward": rollout.reward}
 
 

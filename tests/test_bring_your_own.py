@@ -133,12 +133,12 @@ def test_the_functions_of_the_example_are_those_of_its_run(monkeypatch):
             for i, reward in enumerate(rewards)
         ]
 
-    np.testing.assert_allclose(exp.credit._advantages(group(0, 1, 1, 0.5), np.ones(4)), [-0.75, 0.25, 0.25, -0.25])
+    np.testing.assert_allclose(exp.credit._compared(np.array([0, 1, 1, 0.5])), [-0.75, 0.25, 0.25, -0.25])
     found = training_batch.assemble(1, [group(1, 1), group(0, 1)], exp.credit, {}).metrics
     assert (found["own/solved_groups"], found["own/position"]) == (0.5, 1.0)
     config.rl.advantage = "statistics:fmean"
     with pytest.raises(ValueError, match="rl.advantage returned 0.5 for 2 rewards; return one finite number for each"):
-        experiment.resolve(config).credit._advantages(group(0, 1), np.ones(2))
+        experiment.resolve(config).credit._compared(np.arange(2.0))
     for name, words in (
         ("shutil:copyfile", "cannot be called as"),
         ("sort_letters.learning:nothing", "has no function"),

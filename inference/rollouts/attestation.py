@@ -60,29 +60,44 @@ def message(
     return hasher.digest()
 
 
-def of_rollout(rollout: rollout_lib.Rollout, settings: Mapping[str, Any]) -> bytes:
-    """Returns the message for a well-formed rollout of one turn by one version of the prompt."""
-    P, versions = rollout.prompt_length, rollout.versions
+def of_call(
+    rollout: rollout_lib.Rollout, index: int, finish_reason: str, proofs: bytes, settings: Mapping[str, Any]
+) -> bytes:
+    """Returns the message for call `index` of a well-formed rollout, which ended so and has these proofs."""
+    start, end = rollout.spans[index]
     answer = Answer(
-        rollout.tokens[P:],
-        rollout.logprobs[P:],
-        versions[P:],
-        int(versions[0]),
-        rollout.finish_reason,
-        rollout.proofs,
-        rollout.routed_experts,
+        rollout.tokens[start:end],
+        rollout.logprobs[start:end],
+        rollout.versions[start:end],
+        int(rollout.versions[start - 1]),
+        finish_reason,
+        proofs,
+        None if rollout.routed_experts is None else rollout.routed_experts[: end - 1],
         int(rollout.epoch),
     )
     asked = {"temperature": float(rollout.temperature), "seed": int(rollout.seed), "settings": settings}
-    return message(rollout.tokens[:P], answer, **asked)
+    return message(rollout.tokens[:start], answer, **asked)
 
 
-def fits(rollout: rollout_lib.Rollout, settings: Mapping[str, Any]) -> bool:
-    """Returns True if the server that a well-formed rollout names vouches for all of it under the `settings` of a run. Never raises."""
-    P, versions = rollout.prompt_length, rollout.versions
-    if not rollout.sampled_mask[P:].all() or (versions[:P] != versions[0]).any():
+def fits(rollout: rollout_lib.Rollout, settings: Mapping[str, Any], hidden_dim: int = 0) -> bool:
+    """Returns True if the server that a well-formed rollout names vouches for all of it under the `settings` of a run. Never raises.
+
+    `hidden_dim` of the model is needed for several calls.
+    """
+    spans, versions, before = rollout.spans, rollout.versions, 0
+    if rollout.calls is None and not rollout.sampled_mask[rollout.prompt_length :].all():
         return False
-    return rollout_lib.signed(rollout.server, rollout.server_signature, of_rollout(rollout, settings))
+    for index, proofs in enumerate(rollout_lib.proofs_by_call(rollout, hidden_dim)):
+        start, end = spans[index]
+        if (versions[before:start] != versions[start - 1]).any():
+            return False
+        signature, before = rollout.server_signature[64 * index : 64 * (index + 1)], end
+        # Only the last ending is recorded; `checks.ending` sees whether an earlier one was possible.
+        endings = (rollout.finish_reason,) if end == spans[-1][1] else rollout_lib.FINISH_REASONS
+        messages = (of_call(rollout, index, ending, proofs, settings) for ending in endings)
+        if not any(rollout_lib.signed(rollout.server, signature, one) for one in messages):
+            return False
+    return True
 
 
 def _capped(logprobs: Sequence[float] | np.ndarray) -> np.ndarray:

@@ -11,8 +11,8 @@ assigns advantages). `input_*` is the stream before the first sampled token and 
 and `temperature` are float64, theirs float32: the signature covers the exact numbers.
 
 Runs that replay routers have `ALL_SCHEMA`: it adds the experts of each token but the last, for every layer of the model, as bytes
-with their shape. Both are empty in a row without routed experts. Files of releases before the epoch and the server of a rollout
-lack these three columns (`_ADDED`), and are read.
+with their shape. Both are empty in a row without routed experts. Files of earlier releases lack the columns of one or both rows of
+`_ADDED`, and are read.
 
 No jax here: a worker starts in a second.
 """
@@ -35,7 +35,7 @@ from inference.rollouts import rollout as rollout_lib
 from sharding.system import atomic_file
 
 # TOPLOC: bytes per so many tokens; twice that is read here and refused with a verdict.
-PROOF_BYTES, PROOF_TOKENS = 258, 32
+PROOF_BYTES, PROOF_TOKENS = 2 + 2 * rollout_lib.PROOF_VALUES, rollout_lib.PROOF_TOKENS
 MAX_EXPERT_BYTES = 2**12  # of a token: 61 layers of 8 experts take 1 KiB
 SLACK_BYTES = 2**22  # of a column, for pages and their headers
 MAX_FILE_PARTS = 2**18  # reward parts of all rollouts of a file: each is 200 bytes to 1 KiB of Python objects
@@ -70,6 +70,10 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
     "epoch": (pa.int64(), lambda r: int(r.epoch)),
     "server": (pa.string(), lambda r: r.server),
     "server_signature": (pa.binary(), lambda r: r.server_signature),
+    "env_digest": (pa.string(), lambda r: r.env_digest),
+    "branch": (pa.int32(), lambda r: int(r.branch)),
+    "num_branches": (pa.int32(), lambda r: int(r.num_branches)),
+    "calls": (pa.list_(pa.int32()), lambda r: () if r.calls is None else r.calls.ravel()),
     "routed_experts": (
         pa.binary(),
         lambda r: rollout_lib.little_endian(r.routed_experts),
@@ -78,12 +82,13 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
 }
 ALL_SCHEMA = pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in _COLUMNS.items()])
 SCHEMA = pa.schema(list(ALL_SCHEMA)[:-2])  # without routed experts
-_ADDED = ("epoch", "server", "server_signature")
+_ADDED = (("epoch", "server", "server_signature"), ("env_digest", "branch", "num_branches", "calls"))  # by release
 # The longest values of columns of texts and of bytes.
-_MAX_BYTES: dict[str, int] = dict.fromkeys("worker finish_reason server server_signature".split(), 64)
-_MAX_BYTES |= {"signature": max(rollout_lib.SIGNATURE_BYTES)}
+_MAX_BYTES: dict[str, int] = dict.fromkeys("worker finish_reason server env_digest".split(), 64)
+_MAX_BYTES |= {"signature": max(rollout_lib.SIGNATURE_BYTES), "server_signature": 64 * rollout_lib.MAX_CALLS}
 _MAX_BYTES |= {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
 _SAME = "temperature seed sample step finish_reason proofs worker signature".split()
+_SAME += [name for names in _ADDED for name in names if name != "calls"]
 
 
 def write(path: str | os.PathLike, rollouts: list[rollout_lib.Rollout]) -> None:
@@ -134,10 +139,16 @@ def to_record(table: pa.Table) -> pa.Buffer:
     return (batches[0] if len(batches) == 1 else table.combine_chunks().to_batches()[0]).serialize()
 
 
-def from_record(data: bytes | pa.Buffer, *, has_experts: bool) -> "Rows":
-    """Returns the rows of a message that `to_record` made. They are not checked again: the bytes must be our own."""
-    batch = pa.ipc.read_record_batch(pa.py_buffer(data), ALL_SCHEMA if has_experts else SCHEMA)
-    return Rows(pa.Table.from_batches([batch]))
+def from_record(data: bytes | pa.Buffer, *, has_experts: bool, num_columns: int) -> "Rows":
+    """Returns the rows of a message that `to_record` made. They are not checked again: the bytes must be our own.
+
+    `num_columns` is that of the table, 0 for one of the release before `_ADDED[1]`.
+    """
+    schema = ALL_SCHEMA if has_experts else SCHEMA
+    if len(schema) != num_columns:
+        schema = _without(schema, _ADDED[1])
+    table = pa.Table.from_batches([pa.ipc.read_record_batch(pa.py_buffer(data), schema)])
+    return Rows(table if len(schema) == num_columns else to_table(Rows(table).rollouts))
 
 
 class Rows:
@@ -157,7 +168,7 @@ class Rows:
     @property
     def has_experts(self) -> bool:
         """True if the table has the columns of routed experts."""
-        return len(self.table.schema) == len(ALL_SCHEMA)
+        return "routed_experts" in self.table.schema.names
 
     def take(self, rows: Sequence[int]) -> "Rows":
         """Returns some of the rows, by number: a copy, unless it is all of them, so that a few keep no large file in memory."""
@@ -201,7 +212,7 @@ def decode(data: bytes, *, max_rows: int | None = None, max_tokens: int = rollou
     for row, rollout in enumerate(rollouts):
         if reason := _error(columns, row, rollout, has_good_values):
             raise ValueError(f"rollout file, row {row}: {reason}")
-    return Rows(table if {*_ADDED} <= {*schema.names} else to_table(rollouts), rollouts)
+    return Rows(table if {*_ADDED[-1]} <= {*schema.names} else to_table(rollouts), rollouts)
 
 
 def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
@@ -213,13 +224,15 @@ def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
     rows, tokens = get("rewards")[0], get("input_tokens")[0] + get("output_tokens")[0]
     lists = ("input_logprobs", "output_logprobs", "sampled_mask", "versions")
     most = {name: (2 * rows + tokens, 0) for name in lists}  # an empty list counts as a value
+    most["calls"] = (rows + 2 * tokens, 0)
     for name in ("input_tokens", "output_tokens"):
         most[name] = (rows + rows * max_tokens, 0)
-    per_token = {"proofs": 2 * PROOF_BYTES / PROOF_TOKENS, "routed_experts": MAX_EXPERT_BYTES}
+    per_token = {"proofs": 2 * PROOF_BYTES / PROOF_TOKENS, "routed_experts": MAX_EXPERT_BYTES, "server_signature": 64}
     for name, kind in zip(ALL_SCHEMA.names, ALL_SCHEMA.types, strict=True):
         if kind in (pa.string(), pa.binary()):
             row_bytes = 2 * PROOF_BYTES if name in per_token else _MAX_BYTES.get(name, 4 * rollout_lib.MAX_NAME)
             most[name] = (rows, rows * row_bytes + tokens * per_token.get(name, 0) + SLACK_BYTES)
+    most["proofs"] = (rows, most["proofs"][1] + PROOF_BYTES * get("calls")[0])  # a proof may be of a single token
     for name, (values, num_bytes) in most.items():
         if get(name)[0] > values or get(name)[1] > (num_bytes or math.inf):
             found = f"{get(name)[0]} values and {get(name)[1]} bytes for {rows} rollouts of {tokens} tokens"
@@ -234,8 +247,9 @@ def _checked_schema(schema: pa.Schema) -> pa.Schema:
     if schema.equals(SCHEMA):
         return SCHEMA
     wanted = ALL_SCHEMA if "routed_experts" in schema.names else SCHEMA
-    if not {*_ADDED} & {*schema.names}:
-        wanted = pa.schema([field for field in wanted if field.name not in _ADDED])
+    for names in _ADDED:
+        if not {*names} & {*schema.names}:
+            wanted = _without(wanted, names)
     for position, (found, field) in enumerate(itertools.zip_longest(schema, wanted)):
         if field is None:
             raise ValueError(f"rollout file: column {found.name!r} is not in the schema; leave it out")
@@ -245,6 +259,10 @@ def _checked_schema(schema: pa.Schema) -> pa.Schema:
                 f"rollout file: column {position} must be {field.name}: {field.type}, got {got}; write all in this order"
             )
     return wanted
+
+
+def _without(schema: pa.Schema, names: Sequence[str]) -> pa.Schema:
+    return pa.schema([field for field in schema if field.name not in names])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +345,7 @@ def _have_good_values(arrays: dict[str, _Lists]) -> bool:
 
 def _rollouts(columns: dict[str, Any], arrays: dict[str, _Lists], num_rows: int) -> list[rollout_lib.Rollout]:
     """Returns the rollouts of rows, valid or not. Those of a file share its arrays."""
-    same = {name: columns[name] for name in (*_SAME, *_ADDED) if name in columns}
+    same = {name: columns[name] for name in _SAME if name in columns}
     same = {name: column.tolist() if isinstance(column, np.ndarray) else column for name, column in same.items()}
     numbers = ("task_index", "task_group", "task_seed", "rewards")
     index, group, seed, reward = (columns[name].tolist() for name in numbers)
@@ -337,6 +355,7 @@ def _rollouts(columns: dict[str, Any], arrays: dict[str, _Lists], num_rows: int)
             reward=reward[row],
             rewards=dict(columns["reward_parts"][row]),
             routed_experts=_experts(row, columns),
+            calls=_calls(row, columns),
             **{name: lists[row] for name, lists in arrays.items()},
             **{name: column[row] for name, column in same.items()},
         )
@@ -357,6 +376,12 @@ def _error(columns: dict[str, Any], row: int, rollout: rollout_lib.Rollout, has_
     if len(columns["input_logprobs"][row]) != num_prompt:
         return "input_logprobs: must have one entry per input token"
     return None
+
+
+def _calls(row: int, columns: dict[str, Any]) -> np.ndarray | None:
+    if "calls" not in columns or not len(found := columns["calls"][row]):
+        return None
+    return found if len(found) % 2 else found.reshape(-1, 2)  # `rollout.validate` rejects an odd number
 
 
 def _experts(row: int, columns: dict[str, Any]) -> np.ndarray | None:

@@ -1,7 +1,8 @@
 """A rollout: one token sequence with its log-probabilities, proofs, reward, and the signature of its worker.
 
 1. A worker drives an episode against an inference server. Each of its branches is one token stream: the prompt, the tokens that
-   the policy sampled, and between two turns the tokens of the environment (so `sampled_mask` has gaps).
+   the policy sampled, and between two turns the tokens of the environment (so `sampled_mask` has gaps). An episode has a further branch
+   where its history was rewritten: that prompt has the tokens which an earlier branch sampled, so each of them is sampled once.
 2. The worker fills the `Rollout`s of a group, signs them (`sign_all`), and sends them in a Parquet file (inference/rollouts/parquet.py).
 3. Validator and orchestrator read the file. `validate` checks every field of an untrusted rollout, and `signature_ok` that
    the key in `worker` signed it.
@@ -36,12 +37,16 @@ MAX_PATH = 16  # hashes from a rollout to the root that its worker signed
 SIGNATURE_BYTES = (0, *range(64, 65 + 32 * MAX_PATH, 32))
 MAX_REWARD_PARTS = 64
 MAX_NAME = 256  # characters of an environment's or a reward's name
+MAX_CALLS = 2**12  # of the inference server, per stream
+PROOF_TOKENS, PROOF_VALUES = 32, 128  # of a TOPLOC proof
 LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 _ARRAYS = {"tokens": np.dtype("<i4"), "sampled_mask": np.dtype(bool), "logprobs": np.dtype("<f4")}
 _ARRAYS |= {"versions": np.dtype("<i4")}
 LIMITS = {"seed": 2**32, "task.index": 2**63, "task.group": 2**63, "task.seed": 2**63, "sample": 2**31, "step": 2**31}
-LIMITS |= {"epoch": 2**48}
-_ADDED = ("routed_experts", "epoch", "server", "server_signature")  # by later releases: digested only if they are set
+LIMITS |= {"epoch": 2**48, "branch": 2**16, "num_branches": 2**16}
+# By later releases, with the values that leave the digest as it was before.
+_ADDED = {"routed_experts": None, "epoch": 0, "server": "", "server_signature": b""}
+_ADDED |= {"env_digest": "", "branch": 0, "num_branches": 1, "calls": None}
 _DIGESTED = """tokens sampled_mask logprobs versions temperature seed task.env task.index task.group task.seed sample step
     reward rewards finish_reason proofs worker""".split()
 
@@ -60,28 +65,46 @@ class TaskRef:
 class Rollout:
     """One rollout: the T tokens of one branch of an episode, with log-probabilities, reward, proofs, and signature.
 
-    Example, two turns: tokens = prompt | sampled | tool result | sampled, sampled_mask = 0 0 0 1 1 0 0 1 1.
+    Example, two turns: tokens = prompt | sampled | tool result | sampled, sampled_mask = 0 0 0 1 1 0 0 1 1, calls = [[3, 5], [7, 9]].
     """
 
     tokens: np.ndarray  # int32 [T] prompt + completion, one token stream
     sampled_mask: np.ndarray  # bool [T], True where the policy sampled the token; never at position 0
     logprobs: np.ndarray  # float32 [T], behavior logprob at the sampling temperature; 0 where not sampled
-    versions: np.ndarray  # int32 [T], policy version that sampled the token, or at prompt positions prefilled it
+    # int32 [T], policy version that sampled the token, or prefilled the prompt of the call after it, with all tokens before
+    versions: np.ndarray
     temperature: float
     seed: int  # uint32: the sampling noise is a function of (seed, position)
     task: TaskRef
-    sample: int  # 0 .. G-1 inside the group
+    sample: int  # 0 .. G-1 inside the group: the number of the episode
     step: int  # training step (batch) this rollout was generated for
-    reward: float
+    reward: float  # of the episode, as `rewards`
     rewards: dict[str, float]  # reward components by name, for information; only `reward` is trained on
-    finish_reason: str  # "stop" | "length"
-    proofs: bytes  # toploc proofs of the sampled rows, joined
+    finish_reason: str  # "stop" | "length", of the last call
+    proofs: bytes  # toploc proofs of the sampled rows, joined; those of each call begin anew
     worker: str  # hex of the ed25519 public key; "" until signed
     signature: bytes  # 64 bytes over the root of a hash tree, then the path from `digest` to it; b"" until signed
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [T - 1, layers, experts per token], which ran each token
     epoch: int = 0  # of all policy versions that sampled or prefilled (rl/protocol/timeline.py)
     server: str = ""  # hex of the public key of the inference server that vouches for the samples; "": none does
-    server_signature: bytes = b""  # 64 bytes (inference/rollouts/attestation.py); b"" without a server
+    server_signature: bytes = b""  # 64 bytes per call (inference/rollouts/attestation.py); b"" without a server
+    env_digest: str = ""  # SHA-256 in hex of the environment's code and data (`rl.envs.digest`); "": not recorded
+    branch: int = 0  # of the episode's branches, in the order in which they began
+    num_branches: int = 1
+    calls: np.ndarray | None = (
+        None  # int32 [N, 2], first column and end of each completion; None: one, of all after the prompt
+    )
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The (first column, end) of the completion of each call of the inference server, in order."""
+        one = [(self.prompt_length, len(self.tokens))]
+        return one if self.calls is None else [(start, end) for start, end in self.calls.tolist()]
+
+    @property
+    def number(self) -> int:
+        """The number of this rollout in its group: that of the sample; a further branch of an episode has a greater one than any first."""
+        return self.sample + LIMITS["sample"] * self.branch
 
     @property
     def prompt_length(self) -> int:
@@ -101,7 +124,26 @@ def validate(rollout: Rollout, *, has_good_values: bool = False) -> str | None:
         arrays = (getattr(rollout, name) for name in _ARRAYS)
         if reason := _array_error(rollout) or value_error(*arrays):
             return reason
-    return _experts_error(rollout) or _scalar_error(rollout)
+    return _calls_error(rollout) or _experts_error(rollout) or _scalar_error(rollout)
+
+
+def episodes(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Returns the rollouts of one group by episode, in order of sample and branch."""
+    found: dict[int, list[Rollout]] = {}
+    for rollout in sorted(rollouts, key=operator.attrgetter("sample", "branch")):
+        found.setdefault(rollout.sample, []).append(rollout)
+    return [*found.values()]
+
+
+def proofs_by_call(rollout: Rollout, hidden_dim: int) -> list[bytes]:
+    """Returns the proofs of each call of a model with `hidden_dim` dims. The last has all bytes that are left, or too few."""
+    parts, left = [], rollout.proofs
+    for start, end in rollout.spans[:-1]:
+        whole, rest = divmod(end - start, PROOF_TOKENS)
+        sizes = [2 + 2 * min(PROOF_VALUES, rows * hidden_dim) for rows in (PROOF_TOKENS, rest)]
+        size = whole * sizes[0] + (rest > 0) * sizes[1]
+        parts, left = [*parts, left[:size]], left[size:]
+    return [*parts, left]
 
 
 def value_error(tokens: np.ndarray, sampled_mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> str | None:
@@ -216,10 +258,10 @@ def digest(rollout: Rollout) -> bytes:
 
     The preimage is "intellax/rollout/1", then name and payload of each field, in the order of `_DIGESTED`, each preceded by its
     length as uint64. Integers are int64, reals float64, arrays their elements, all little-endian. `rewards` is
-    (name, value) sorted by name. `routed_experts`, shape before elements, the epoch, and the server follow only if they are set.
+    (name, value) sorted by name. `routed_experts`, shape before elements, and later fields follow only if they are set.
     """
-    added = ((name, getattr(rollout, name)) for name in _ADDED)
-    set_names = [name for name, value in added if isinstance(value, np.ndarray) or value]
+    added = ((name, getattr(rollout, name), unset) for name, unset in _ADDED.items())
+    set_names = [name for name, value, unset in added if isinstance(value, np.ndarray) or value != unset]
     parts = [b"intellax/rollout/1"]
     for name in (*_DIGESTED, *set_names):
         value = _GET[name](rollout)
@@ -233,6 +275,8 @@ def digest(rollout: Rollout) -> bytes:
 
 
 def _payload(name: str, value) -> bytes:
+    if name == "calls":
+        return value.astype("<i4").tobytes()
     if name in _ARRAYS:
         return value.astype(_ARRAYS[name], copy=False).tobytes()
     if name == "rewards":
@@ -259,7 +303,9 @@ _RULES = {name: f"an integer in [0, {most})" for name, most in LIMITS.items()} |
     "proofs": f"at most {MAX_PROOF_BYTES} bytes",
     "signature": f"64 bytes and up to {MAX_PATH} hashes, or empty",
     "server": "a public key as 64 lower-case hex digits, or empty",
-    "server_signature": "64 bytes with a server, else empty",
+    "server_signature": "64 bytes per call with a server, else empty",
+    "env_digest": "a SHA-256 as 64 lower-case hex digits, or empty",
+    "branch": "less than num_branches",
 }
 _NAMES = {name: _framed(name.encode()) for name in _GET}
 _NUMBERS = {  # name and length, and the function that makes the payload
@@ -270,7 +316,8 @@ _NUMBERS = {  # name and length, and the function that makes the payload
 
 def num_bytes(rollout: Rollout) -> int:
     """Returns the total bytes of the fields that grow with the rollout's length: 13 per token, the proofs, and the experts."""
-    return 13 * len(rollout.tokens) + len(rollout.proofs) + getattr(rollout.routed_experts, "nbytes", 0)
+    arrays = sum(getattr(array, "nbytes", 0) for array in (rollout.routed_experts, rollout.calls))
+    return 13 * len(rollout.tokens) + len(rollout.proofs) + arrays
 
 
 def little_endian(array: np.ndarray | None) -> bytes:
@@ -292,6 +339,24 @@ def _array_error(rollout: Rollout) -> str | None:
     if rollout.sampled_mask[0]:
         return "sampled_mask: position 0 cannot be sampled, because no token precedes it"
     return None
+
+
+def _calls_error(rollout: Rollout) -> str | None:
+    calls = rollout.calls
+    if calls is None:
+        return None
+    if not isinstance(calls, np.ndarray) or calls.dtype != np.int32 or calls.ndim != 2 or calls.shape[1] != 2:
+        return f"calls: must be None or a numpy int32 [N, 2], got {_shown(calls)}"
+    if not 0 < len(calls) <= MAX_CALLS:
+        return f"calls: must have 1 to {MAX_CALLS} rows, got {len(calls)}"
+    mask = np.zeros(len(rollout.tokens) + 1, np.int8)
+    starts, ends = calls.T
+    is_ordered = (starts < ends).all() and (ends[:-1] <= starts[1:]).all() and starts[0] > 0 and ends[-1] < len(mask)
+    if is_ordered:
+        np.add.at(mask, starts, 1)
+        np.add.at(mask, ends, -1)
+    is_same = is_ordered and np.array_equal(np.cumsum(mask[:-1], dtype=np.int8) > 0, rollout.sampled_mask)
+    return None if is_same else "calls: must be the sampled tokens, in ascending order"
 
 
 def _experts_error(rollout: Rollout) -> str | None:
@@ -319,6 +384,8 @@ def _scalar_error(rollout: Rollout) -> str | None:
         if not is_name(name) or not _is_finite(value):
             return f"rewards: must map printable names to finite numbers, got {_shown(name)}: {_shown(value)}"
     has_server = isinstance(rollout.server, str) and rollout.server != ""
+    num_calls = 1 if rollout.calls is None else len(rollout.calls)
+    is_counted = _is_index(rollout.branch, 2**16) and _is_index(rollout.num_branches, 2**16)
     is_finished = isinstance(rollout.finish_reason, str) and rollout.finish_reason in FINISH_REASONS
     for name, is_valid in (
         *((name, _is_index(_GET[name](rollout), most)) for name, most in LIMITS.items()),
@@ -330,7 +397,9 @@ def _scalar_error(rollout: Rollout) -> str | None:
         ("proofs", isinstance(proofs, bytes) and len(proofs) <= MAX_PROOF_BYTES),
         ("signature", isinstance(signature, bytes) and len(signature) in SIGNATURE_BYTES),
         ("server", is_key(rollout.server)),
-        ("server_signature", isinstance(vouched, bytes) and len(vouched) == 64 * has_server),
+        ("server_signature", isinstance(vouched, bytes) and len(vouched) == 64 * has_server * num_calls),
+        ("env_digest", is_key(rollout.env_digest)),
+        ("branch", is_counted and rollout.branch < rollout.num_branches),
     ):
         if not is_valid:
             return f"{name}: must be {_RULES[name]}, got {_shown(_GET[name](rollout))}"

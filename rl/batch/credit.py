@@ -3,15 +3,18 @@
 1. Rewards are shaped (`overlong_buffer`) and turned into advantages by the tables of rl/algorithms/advantages.py, in order.
 2. A group whose advantages are all zero is left out of the policy loss and its token count, as in INTELLECT-2.
 3. `teacher_coef` weighs the distillation of the samples (rl/algorithms/divergences.py); for it, those groups stay in the batch.
-4. A group is one tree: its prompt once, its samples as branches; without `share_prompts`, each sample is a stream of its own.
+4. `credit` "episode" gives all turns of an episode its advantage. "turn" compares, for each turn, the sum of the rewards from it on (the
+   components "turn_1", "turn_2", ...) with those of the group's other episodes that have this turn.
+5. A group is one tree: its prompt once, its rollouts as branches; without `share_prompts`, each rollout is a stream of its own.
    With router replay, the shared part ends before the prompt's last token, which each sample ran for itself, and samples
-   whose prompts ran other experts are in separate trees.
+   whose prompts ran other experts are in separate trees. So are branches of episodes that begin with another prompt.
 
-Letters: P groups of a batch, G samples of a group, T tokens of one sample.
+Letters: P groups of a batch, G episodes of a group, K turns of the longest, T tokens of one rollout.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -19,6 +22,9 @@ from inference.rollouts import rollout as rollout_lib
 from rl.algorithms import advantages
 from rl.batch import packing
 from rl.batch import router_replay as router_replay_lib
+
+CREDITS = ("episode", "turn")
+_Episode = Sequence[rollout_lib.Rollout]  # its branches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +34,8 @@ class Credit:
     advantage: str | Callable = "group_mean"  # or the user's own function of a group's rewards [G]
     normalize: str = "none"
     average: str = "tokens"
+    credit: str = "episode"  # or "turn"
+    branch_weight: float = 1.0  # of the tokens in an episode's branches after the first
     overlong_buffer: int = 0  # tokens before `max_tokens` over which the reward falls by 1; 0: no penalty
     max_tokens: int = 0  # of a completion; needed with overlong_buffer
     teacher_coef: float = 0.0  # of the distillation on sampled tokens
@@ -41,6 +49,8 @@ class Credit:
         for name, table in zip(("advantage", "normalize", "average"), tables, strict=True):
             if not callable(getattr(self, name)) and getattr(self, name) not in table:
                 raise ValueError(f"rl.{name} = {getattr(self, name)!r} is unknown; choose one of {', '.join(table)}")
+        if self.credit not in CREDITS:
+            raise ValueError(f"rl.credit = {self.credit!r} is unknown; choose one of {', '.join(CREDITS)}")
         if self.overlong_buffer and not 0 < self.overlong_buffer <= self.max_tokens:
             raise ValueError(
                 f"rl.overlong_buffer = {self.overlong_buffer} is not in 1..{self.max_tokens}, the longest completion "
@@ -54,28 +64,56 @@ class Credit:
 
     def assign(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> tuple[list[packing.Tree], float]:
         """Assigns advantages to P groups of rollouts. Returns (token trees to train on, fraction of groups with only zero advantages)."""
-        lengths = [np.array([int(r.sampled_mask.sum()) for r in group]) for group in groups]
-        advantages_P = advantages.NORMALIZERS[self.normalize]([*map(self._advantages, groups, lengths)])
+        episodes = [*map(rollout_lib.episodes, groups)]
+        if self.credit == "turn" and not any("turn_1" in rollout.rewards for group in groups for rollout in group):
+            found = "rl.credit = 'turn', and no episode of the batch has a reward component 'turn_1'"
+            raise ValueError(f"{found}; return turn_1, turn_2, ... from the environment's score, or set 'episode'")
+        lengths = [*map(_lengths, episodes)]
+        advantages_P = advantages.NORMALIZERS[self.normalize]([*map(self._advantages, episodes, lengths)])
         is_flat = [_is_flat(advantage_G) for advantage_G in advantages_P]
         taught = [i for i, flat in enumerate(is_flat) if not flat]  # groups that train the policy
         factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
         trees = []
-        for i, group in enumerate(groups):
-            if i in factors:
-                trees += self._trees(group, advantages_P[i] * factors[i], trains=True)
-            elif self.teacher_coef:
-                trees += self._trees(group, advantages_P[i], trains=False)
+        for i, group in enumerate(episodes):
+            if i in factors or self.teacher_coef:
+                advantage_GK = self._by_turn(group, advantages_P[i]) * factors.get(i, np.ones(len(group)))[:, None]
+                trees += self._trees(group, advantage_GK, trains=i in factors)
         return trees, float(np.mean(is_flat))
 
     def has_signal(self, group: Sequence[rollout_lib.Rollout]) -> bool:
         """Returns False if all advantages of a group are zero before the batch normalizes them."""
-        return not _is_flat(self._advantages(group, np.array([int(r.sampled_mask.sum()) for r in group])))
+        episodes = rollout_lib.episodes(group)
+        return not _is_flat(self._advantages(episodes, _lengths(episodes)))
 
-    def _advantages(self, group: Sequence[rollout_lib.Rollout], length_G: np.ndarray) -> np.ndarray:
-        reward_G = np.array([r.reward for r in group], np.float64)
+    def _turns(self, episodes: Sequence[_Episode]) -> list[list[int]]:
+        """Returns for each turn the numbers of the episodes that have it; with the credit "episode" all count as one turn."""
+        turns_G = [sum(len(rollout.spans) for rollout in one) if self.credit == "turn" else 1 for one in episodes]
+        return [[g for g, turns in enumerate(turns_G) if turns > k] for k in range(max(turns_G))]
+
+    def _by_turn(self, episodes: Sequence[_Episode], advantages_U: np.ndarray) -> np.ndarray:
+        """Returns the result of `_advantages` as an array [G, K], 0 where an episode does not have a turn."""
+        turns = self._turns(episodes)
+        advantage_GK = np.zeros((len(episodes), len(turns)))
+        advantage_GK[np.concatenate(turns), np.repeat(np.arange(len(turns)), [*map(len, turns)])] = advantages_U
+        return advantage_GK
+
+    def _advantages(self, episodes: Sequence[_Episode], length_G: np.ndarray) -> np.ndarray:
+        """Returns the advantages of all turns of a group's episodes, those of the first turn first."""
+        if self.credit == "turn":
+            turns = self._turns(episodes)
+            reward_GK = np.array(
+                [[one[0].rewards.get(f"turn_{k + 1}", 0.0) for k in range(len(turns))] for one in episodes]
+            )
+            return_GK = np.cumsum(reward_GK[:, ::-1], axis=1)[:, ::-1]
+            return np.concatenate([self._compared(return_GK[members, k]) for k, members in enumerate(turns)])
+        reward_G = np.array([one[0].reward for one in episodes], np.float64)
         if self.overlong_buffer:
             limits = {"max_tokens": self.max_tokens, "buffer": self.overlong_buffer}
             reward_G = reward_G + advantages.overlong_penalty(length_G, **limits)
+        return self._compared(reward_G)
+
+    def _compared(self, reward_G: np.ndarray) -> np.ndarray:
+        """Returns the advantages of rewards that are compared with each other."""
         if not callable(self.advantage):
             return advantages.ADVANTAGES[self.advantage](reward_G)
         found = np.asarray(self.advantage(reward_G), np.float64)
@@ -84,11 +122,15 @@ class Credit:
             raise ValueError(f"{problem}; return one finite number for each")
         return found
 
-    def _trees(self, group: Sequence[rollout_lib.Rollout], advantage_G, *, trains: bool) -> list[packing.Tree]:
-        start = group[0].prompt_length - bool(self.router_replay) if self.share_prompts else 0
-        trees: dict = {}  # {key of the samples that share a prompt: (its experts, their branches)}
-        for number, (rollout, advantage) in enumerate(zip(group, advantage_G, strict=True)):
-            mask_T = rollout.sampled_mask[start:].astype(np.float32)
+    def _trees(self, episodes: Sequence[_Episode], advantage_GK: np.ndarray, *, trains: bool) -> list[packing.Tree]:
+        first = episodes[0][0]
+        first_prompt = first.tokens[: first.prompt_length - bool(self.router_replay)]
+        trees: dict = {}  # {key of the rollouts that share a prompt: (it, its experts, their branches)}
+        for rollout, own_advantage_T in itertools.chain(*map(self._weighed, episodes, advantage_GK)):
+            start = rollout.prompt_length - bool(self.router_replay) if self.share_prompts else 0
+            if self.share_prompts and np.array_equal(rollout.tokens[: len(first_prompt)], first_prompt):
+                start = min(start, len(first_prompt))
+            mask_T, advantage_T = rollout.sampled_mask[start:].astype(np.float32), own_advantage_T[start:]
             prompt_PLX = own_TLX = None
             if self.router_replay:
                 prompt_PLX, own_TLX = np.split(self.router_replay.rows(rollout), [start])
@@ -96,25 +138,41 @@ class Credit:
                 rollout.tokens[start:],
                 mask_T * np.float32(trains),
                 rollout.logprobs[start:],
-                mask_T * np.float32(advantage),
+                mask_T * advantage_T,
                 rollout.temperature,
                 ref_kl_weight=mask_T * np.float32(self.teacher_coef) if self.teacher_coef else None,
                 mixed=mask_T * _is_mixed(rollout)[start:] if self.max_lag else None,
                 routed_experts=own_TLX,
             )
-            prompt_experts = b"" if prompt_PLX is None else prompt_PLX.tobytes()
-            key = prompt_experts if self.share_prompts else number
-            trees.setdefault(key, (prompt_PLX, []))[1].append(branch)
-        return [packing.Tree(group[0].tokens[:start], tuple(own), prompt) for prompt, own in trees.values()]
+            prompt, prompt_experts = rollout.tokens[:start], b"" if prompt_PLX is None else prompt_PLX.tobytes()
+            key = (prompt.tobytes(), prompt_experts) if self.share_prompts else len(trees)
+            trees.setdefault(key, (prompt, prompt_PLX, []))[2].append(branch)
+        return [packing.Tree(prompt, tuple(own), experts) for prompt, experts, own in trees.values()]
+
+    def _weighed(self, episode: _Episode, advantage_K: np.ndarray) -> Iterator[tuple[rollout_lib.Rollout, np.ndarray]]:
+        """Yields the rollouts of an episode with the advantage of each token, float32 [T]."""
+        number = itertools.count()
+        for rollout in episode:
+            advantage_T = np.zeros(len(rollout.tokens), np.float32)
+            for start, end in rollout.spans:
+                advantage_T[start:end] = advantage_K[min(next(number), len(advantage_K) - 1)]
+            yield rollout, advantage_T * np.float32(self.branch_weight) if rollout.branch else advantage_T
+
+
+def _lengths(episodes: Sequence[_Episode]) -> np.ndarray:
+    return np.array([sum(int(rollout.sampled_mask.sum()) for rollout in one) for one in episodes])
 
 
 def _is_mixed(rollout: rollout_lib.Rollout) -> np.ndarray:
     """Returns True for each token for which the sampler read a key of another version than the token's own."""
-    own_T, is_sampled_T = rollout.versions, rollout.sampled_mask
-    # A key is written when the next token is sampled, or by the prefill.
-    keys_T = np.where(is_sampled_T[1:], own_T[1:], own_T[:-1])
-    bounds = (np.minimum.accumulate(keys_T), np.maximum.accumulate(keys_T))
-    return np.append(False, np.any([bound_T != own_T[1:] for bound_T in bounds], axis=0))
+    is_mixed_T = np.zeros(len(rollout.tokens), bool)
+    for start, end in rollout.spans:
+        # A later call prefills all tokens before it with one version. Each sampled token writes the key of the token before it.
+        is_first = start == rollout.prompt_length
+        own_N = np.delete(rollout.versions[:end], start - 1) if is_first else rollout.versions[start - 1 : end]
+        bounds = (np.minimum.accumulate(own_N), np.maximum.accumulate(own_N))
+        is_mixed_T[start:end] = np.any([bound_N != own_N for bound_N in bounds], axis=0)[start - end :]
+    return is_mixed_T
 
 
 def _is_flat(advantage_G: np.ndarray) -> bool:

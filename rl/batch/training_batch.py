@@ -25,13 +25,13 @@ class Batch:
 def rewarded(rollouts: Sequence[rollout_lib.Rollout], scores: Scores, min_group: int = 0) -> list[rollout_lib.Rollout]:
     """Returns the rollouts of a group with the rewards that we recomputed, 0 where there was no time; else a claim could break ties.
 
-    With `min_group` (rl.min_group), rollouts that our scorer could not score are left out. If fewer remain, the group trains nothing:
+    With `min_group` (rl.min_group), samples that our scorer could not score are left out. If fewer remain, the group trains nothing:
     all are returned, with rewards of 0.
     """
     failed = {number for number, own in scores.items() if min_group and (own is None or own.get("error", 0.0) > 0)}
     scored = [one for one in rollouts if one.sample not in failed]
-    if failed and len(scored) < min_group:
-        scores, scored = dict.fromkeys(range(len(rollouts))), list(rollouts)
+    if failed and len({one.sample for one in scored}) < min_group:
+        scores, scored = dict.fromkeys(one.sample for one in rollouts), list(rollouts)
     out = []
     for one in scored:
         if one.sample in scores:
@@ -48,21 +48,24 @@ def assemble(
     rollouts = [rollout for group in groups for rollout in group]
     trees, flat = credit.assign(groups)
     lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
-    metrics = _describe(rollouts) | {"rollout/zero_advantage_frac": flat}
+    metrics = _describe(groups) | {"rollout/zero_advantage_frac": flat}
     metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
     own = {f"own/{name}": float(value) for function in credit.metrics for name, value in function(groups).items()}
     return Batch(trees, metrics | own | counts, groups)
 
 
-def _describe(rollouts: list[rollout_lib.Rollout]) -> dict[str, float]:
-    lengths = np.array([int(r.sampled_mask.sum()) for r in rollouts])
-    rewards = np.array([r.reward for r in rollouts])
+def _describe(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
+    episodes = [episode for group in groups for episode in rollout_lib.episodes(group)]
+    lengths = np.array([sum(int(r.sampled_mask.sum()) for r in episode) for episode in episodes])
+    rewards = np.array([episode[0].reward for episode in episodes])
+    turns = [sum(len(rollout.spans) for rollout in episode) for episode in episodes]
     return {
         "rollout/reward": float(rewards.mean()),
         "rollout/reward_std": float(rewards.std()),
         "rollout/response_length": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
-        "rollout/truncated_frac": float(np.mean([r.finish_reason == "length" for r in rollouts])),
-        "rollout/score_error_frac": float(np.mean([r.rewards.get("error", 0.0) > 0 for r in rollouts])),
+        "rollout/truncated_frac": float(np.mean([one[-1].finish_reason == "length" for one in episodes])),
+        "rollout/score_error_frac": float(np.mean([one[0].rewards.get("error", 0.0) > 0 for one in episodes])),
         "rollout/num_tokens": float(lengths.sum()),
+        **({"rollout/turns": float(np.mean(turns))} if max(turns) > 1 else {}),
     }

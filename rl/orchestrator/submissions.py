@@ -61,7 +61,7 @@ class Kept:
     def entry(self, is_verified: bool) -> queue_entry.Entry:
         """Returns the group as a batch had taken it before a restart."""
         entry = queue_entry.Entry(self.group, State.ELIGIBLE, self.worker, digest=self.digest, is_verified=is_verified)
-        entry.rollouts, entry.scores = sorted(self.rollouts, key=lambda rollout: rollout.sample), self.scores
+        entry.rollouts, entry.scores = sorted(self.rollouts, key=lambda rollout: rollout.number), self.scores
         return entry
 
 
@@ -146,7 +146,7 @@ class Submissions:
         # The lock is taken for each group: a file has thousands of rows, and leases need the lock, too.
         splits: dict[tuple[int, int, int], str] = {}
         by_key: dict[queue_entry.Key, list[int]] = collections.defaultdict(list)
-        for row, rollout in sorted(enumerate(rows.rollouts), key=lambda one: one[1].sample):
+        for row, rollout in sorted(enumerate(rows.rollouts), key=lambda one: one[1].number):
             task = rollout.step, rollout.task.group, rollout.task.index
             if task not in splits:
                 splits[task] = self._split(*task)
@@ -213,9 +213,9 @@ class Submissions:
             entry = self.shared.queue.entries.get(key)
             if entry is None or not {holder} & {*entry.leases, *entry.past}:
                 return None
-            num_samples = entry.group.num_samples
-        # A forged submission must not cost the leaseholder its lease. One sample too many is enough to reject the group.
-        signed = rollouts[: num_samples + 1]
+            most = entry.group.num_samples * self.rules.max_turns
+        # A forged submission must not cost the leaseholder its lease. One rollout too many is enough to reject the group.
+        signed = rollouts[: most + 1]
         digests = [rollout_lib.digest(rollout) for rollout in rollouts]
         is_signed = all(r.worker == holder for r in rollouts) and all(map(rollout_lib.is_signed, signed, digests))
         return verdict_lib.group_digest(rollouts, digests) if is_signed else ""

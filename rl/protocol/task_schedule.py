@@ -3,18 +3,19 @@
 1. The task index of group g is element g of grain's index shuffle, which has random access and no state. The position of a run
    in it is therefore its step: groups (n - 1) P .. n P - 1 are of step n. They are batch n, unless the config lets a batch have others
    (`is_fixed`): then the step is only a part of a group's name.
-2. Sample i of a group uses the group's `sampling_seed` plus i. A worker can choose neither task nor seed, so it cannot resample
-   until it likes a completion.
+2. Sample i of a group uses the group's `sampling_seed` plus i; a further branch of its episode uses a hash of its prompt. A worker can
+   choose neither task nor seed, so it cannot resample until it likes a completion.
 """
 
 import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import grain
+import numpy as np
 
 from rl.protocol import lease
 
@@ -47,6 +48,15 @@ def sampling_seed(seed: int, split: str, step: int, group: int) -> int:
     """Returns the seed of the noise of a group's sample 0: a uint32 from SHA-256, so that groups share noise only by chance."""
     text = f"intellax/sampling/{seed}/{split}/{step}/{group}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+def stream_seed(seed: int, sample: int, branch: int, prompt: Sequence[int] | np.ndarray) -> int:
+    """Returns the seed of the noise of a branch of sample `sample` of the group with `seed`; `prompt` is that of its first call."""
+    if branch == 0:
+        return (seed + sample) % 2**32
+    content = hashlib.sha256(np.asarray(prompt, "<i4").tobytes()).hexdigest()
+    digest = hashlib.sha256(f"intellax/stream/{seed}/{sample}/{content}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
 
 
 def train_groups(config, step: int) -> list[Group]:

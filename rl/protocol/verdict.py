@@ -69,10 +69,10 @@ class SignedVerdict:
 
 
 def group_digest(rollouts: Sequence[rollout_lib.Rollout], digests: Iterable[bytes] | None = None) -> str:
-    """Returns the SHA-256, in hex, of the contents that a group's worker signed: the digests of its valid rollouts in order of sample.
+    """Returns the SHA-256, in hex, of the contents that a group's worker signed: the digests of its valid rollouts in order of their numbers.
 
     `digests` are those of the rollouts, if they are known.
     """
     known = zip(rollouts, digests or map(rollout_lib.digest, rollouts), strict=True)
-    ordered = sorted(known, key=lambda one: one[0].sample)
+    ordered = sorted(known, key=lambda one: one[0].number)
     return hashlib.sha256(b"intellax/group/1" + b"".join(digest for _, digest in ordered)).hexdigest()

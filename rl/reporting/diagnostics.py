@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from inference.rollouts import rollout as rollout_lib
 from rl.reporting import metrics
 
 WINDOW = 5  # steps that a piece of advice looks at
@@ -71,9 +72,10 @@ def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict
     sync/lag_0, sync/lag_1, ...: histogram of the lag in versions of a sample's oldest token, as fractions
     of the samples; the last bin, 8, counts all above it, too.
     """
-    rewards = [np.array([r.reward for r in group]) for group in groups]
+    episodes = [*map(rollout_lib.episodes, groups)]
+    rewards = [np.array([one[0].reward for one in group]) for group in episodes]
     everything, rollouts = np.concatenate(rewards), [r for group in groups for r in group]
-    tokens = np.array([int(r.sampled_mask.sum()) for r in rollouts])
+    tokens = np.array([sum(int(r.sampled_mask.sum()) for r in one) for group in episodes for one in group])
     lag = np.array([min(step - 1 - int(r.versions[r.sampled_mask].min()), 8) for r in rollouts])
     spread = everything.max() > everything.min()
     above = np.concatenate([r > r.mean() for r in rewards])

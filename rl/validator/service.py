@@ -86,7 +86,8 @@ class Service:
         self._state, self._run, self._min_rate = state, validator_state.run_of(secret), min_rate
         rules = validator.rules
         # No worker has more steps in hand than a rollout is remembered for.
-        self._max_rows = sum(group.num_samples for group in rules.groups(1)) * state.seen.keep_steps
+        num_rows = sum(group.num_samples for group in rules.groups(1)) * rules.max_turns
+        self._max_rows = num_rows * state.seen.keep_steps
         self._max_tokens = rules.max_model_len
         self._lock = threading.Lock()  # of the next two, and the counts
         self._futures: collections.OrderedDict[Request, concurrent.futures.Future] = collections.OrderedDict()

@@ -37,7 +37,7 @@ class Verdict:
     """The result of checking one rollout or group: "ok", or a reason code to reject it, with details as text.
 
     Codes: schema, signature, duplicate, samples, task, seed, temperature, step, versions, length, tokens, reward, unscored
-    (our scorer timed out), termination, prompt, attestation, weights, routing, sampling, logprob, shape, toploc, statistics.
+    (our scorer timed out), termination, prompt, attestation, weights, routing, sampling, logprob, shape, toploc, statistics, turns.
     """
 
     reason: str
@@ -74,13 +74,18 @@ def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rul
 
 
 def whole_group(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if rollouts are all samples of one group, each once, with one prompt and of one worker, or a verdict that rejects."""
+    """Returns OK if rollouts are all samples of one group, each branch once, with one prompt and of one worker, or a verdict that rejects."""
     group = _prescribed(rollouts[0], rules)
-    count = group.num_samples if group else 0
-    found = sorted(rollout.sample for rollout in rollouts)
-    if found != list(range(count)):
+    count, episodes = group.num_samples if group else 0, rollout_lib.episodes(rollouts)
+    roots = [episode[0] for episode in episodes]
+    if (found := [root.sample for root in roots]) != list(range(count)):
         return Verdict("samples", f"expected 0..{count - 1} once each, got {found[:16]}")
-    if len({rollout.tokens[: rollout.prompt_length].tobytes() for rollout in rollouts}) > 1:
+    for episode in episodes:
+        places = [(rollout.branch, rollout.num_branches) for rollout in episode]
+        if places != [(branch, len(episode)) for branch in range(len(episode))]:
+            detail = f"expected every branch of sample {episode[0].sample} once, got (branch, number) {places[:16]}"
+            return Verdict("samples", detail)
+    if len({root.tokens[: root.prompt_length].tobytes() for root in roots}) > 1:
         return Verdict("prompt", "the samples of one group have different prompts")
     is_same = len({rollout.worker for rollout in rollouts}) == 1
     return _accept_if(is_same, "signature", "the samples of one group come from different workers")
@@ -102,7 +107,7 @@ def signature(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 def vouched(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the server that a rollout names vouches for it, in this run and under its settings, or a verdict that rejects. OK without one."""
     asked = {"run": rules.run, "max_tokens": rules.max_tokens, "return_routed_experts": rules.router_replay}
-    is_vouched = not rollout.server or attestation.fits(rollout, dict(rules.filters) | asked)
+    is_vouched = not rollout.server or attestation.fits(rollout, dict(rules.filters) | asked, rules.hidden_dim)
     found = f"the signature of server {rollout.server[:16]} does not fit the samples"
     return _accept_if(is_vouched, "attestation", found)
 
@@ -120,9 +125,12 @@ def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     if (found.env, found.index, found.seed) != (rules.env, group.index, rules.env_seed):
         expected = f"{rules.env} {group.index} of seed {rules.env_seed}"
         return Verdict("task", f"expected {expected}, got {found.env} {found.index} of seed {found.seed}")
+    if rules.env_digest and rollout.env_digest not in ("", rules.env_digest):
+        return Verdict("task", f"its environment has the digest {rollout.env_digest[:16]}, not {rules.env_digest[:16]}")
     if not 0 <= rollout.sample < group.num_samples:
         return Verdict("samples", f"expected one of 0..{group.num_samples - 1}, got {rollout.sample}")
-    seed = (group.seed + rollout.sample) % 2**32
+    prompt = rollout.tokens[: rollout.prompt_length]
+    seed = task_schedule.stream_seed(group.seed, rollout.sample, rollout.branch, prompt)
     if rollout.seed != seed:
         return Verdict("seed", f"expected {seed} for sample {rollout.sample}, got {rollout.seed}")
     detail = f"expected {group.temperature}, got {rollout.temperature}"
@@ -130,9 +138,14 @@ def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if a rollout keeps the limits on the numbers of sampled and of all tokens, and on token IDs, or a verdict that rejects."""
-    num_sampled = int(np.count_nonzero(rollout.sampled_mask))
-    if num_sampled > rules.max_tokens:
+    """Returns OK if a rollout keeps the limits on the numbers of turns, of sampled and of all tokens, and on token IDs, or a verdict that rejects."""
+    spans = rollout.spans
+    if rollout.calls is None and not rollout.sampled_mask[rollout.prompt_length :].all():
+        return Verdict("prompt", "tokens after it were not sampled")
+    if max(len(spans), rollout.num_branches) > rules.max_turns:
+        found = f"{len(spans)} calls in one of {rollout.num_branches} branches"
+        return Verdict("turns", f"{found}, more than the turns of an episode, {rules.max_turns}")
+    if (num_sampled := max(end - start for start, end in spans)) > rules.max_tokens:
         return Verdict("length", f"{num_sampled} sampled tokens, at most {rules.max_tokens} were asked for")
     if len(rollout.tokens) > rules.max_model_len:
         return Verdict("length", f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
@@ -186,7 +199,9 @@ def proof_form(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the TOPLOC proofs of a training rollout could be those of some hidden states, or a verdict that rejects."""
     if not rules.hidden_dim or _group(rollout, rules).split != "train":
         return OK
-    return _reject_for("toploc", toploc.malformed(rollout.proofs, int(rollout.sampled_mask.sum()), rules.hidden_dim))
+    proofs = zip(rollout_lib.proofs_by_call(rollout, rules.hidden_dim), rollout.spans, strict=True)
+    found = (toploc.malformed(one, end - start, rules.hidden_dim) for one, (start, end) in proofs)
+    return _reject_for("toploc", next(filter(None, found), None))
 
 
 def logprob_range(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -197,31 +212,33 @@ def logprob_range(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdi
 
 
 def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if a rollout ends as its finish reason claims, or a verdict that rejects.
+    """Returns OK if each completion of a rollout ends where a server ends one, and the last as claimed, or a verdict that rejects.
 
-    A "stop" rollout ends with a stop token; a "length" rollout has as many tokens as a limit allows and no stop token at its end.
-    The last token must be sampled. With one turn, no earlier token may be a stop token; with several, earlier ones are not checked.
+    A completion ends with its only stop token, or has as many tokens as a limit allows. The last token must be sampled.
     """
-    sampled = rollout.tokens[rollout.sampled_mask]
-    stops = np.logical_or.reduce([sampled == stop for stop in rules.stop_ids] or [np.zeros(len(sampled), bool)])
     if not rollout.sampled_mask[-1]:
         return Verdict("termination", "tokens follow the last sampled token")
-    if stops[:-1].any() and _has_one_turn(rollout):
-        return Verdict("termination", "tokens follow a stop token")
-    if (rollout.finish_reason == "stop") != bool(stops[-1]):
-        last = f"the last token {'is' if stops[-1] else 'is not'} a stop token"
-        return Verdict("termination", f"finish_reason is {rollout.finish_reason}, and {last}")
-    full = len(sampled) == rules.max_tokens or len(rollout.tokens) == rules.max_model_len
-    detail = f"finish_reason is length after {len(sampled)} of {rules.max_tokens} tokens"
-    return _accept_if(rollout.finish_reason != "length" or full, "termination", detail)
+    for start, end in rollout.spans:
+        sampled = rollout.tokens[start:end]
+        stops = np.logical_or.reduce([sampled == stop for stop in rules.stop_ids] or [np.zeros(len(sampled), bool)])
+        if stops[:-1].any():
+            return Verdict("termination", "tokens follow a stop token")
+        if end == len(rollout.tokens) and (rollout.finish_reason == "stop") != bool(stops[-1]):
+            last = f"the last token {'is' if stops[-1] else 'is not'} a stop token"
+            return Verdict("termination", f"finish_reason is {rollout.finish_reason}, and {last}")
+        if not stops[-1] and end - start < rules.max_tokens and end < rules.max_model_len:
+            detail = f"finish_reason is length after {end - start} of {rules.max_tokens} tokens"
+            return Verdict("termination", detail)
+    return OK
 
 
 def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the prompt is that of the environment's task and all tokens after the prompt were sampled, or a verdict that rejects."""
-    if rules.prompt is None:
+    """Returns OK if the prompt is that of the environment's task, or a verdict that rejects.
+
+    Later prompts of an episode are checked with its reward, by `rewards`.
+    """
+    if rules.prompt is None or rollout.branch:
         return OK
-    if not _has_one_turn(rollout):
-        return Verdict("prompt", "tokens after it were not sampled")
     found = rollout.tokens[: rollout.prompt_length].tolist()
     is_same = found == list(rules.prompt(_group(rollout, rules)))
     return _accept_if(is_same, "prompt", "it is not the prompt of its task")
@@ -306,8 +323,8 @@ def duplicate(rollout: rollout_lib.Rollout, seen: seen_set.SeenSet) -> Verdict:
 
 
 def seen_entries(rollout: rollout_lib.Rollout) -> tuple[bytes, tuple[str, int, int]]:
-    """Returns the two entries that mark a rollout as accepted in a seen set: its digest, and (environment, group, sample)."""
-    return rollout_lib.digest(rollout), (rollout.task.env, rollout.task.group, rollout.sample)
+    """Returns the two entries that mark a rollout as accepted in a seen set: its digest, and (environment, group, number in it)."""
+    return rollout_lib.digest(rollout), (rollout.task.env, rollout.task.group, rollout.number)
 
 
 # ---- one rollout and its replay -------------------------------------------------------------------------------------
@@ -357,11 +374,15 @@ def most_flips(one: replay.Replayed, rules: rules_lib.Rules) -> int:
 
 
 def stopping(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
-    """Returns OK if the stop token at the end was likely enough in the replay, or a verdict that rejects. OK for greedy rollouts and those without a stop token."""
-    if one.rollout.finish_reason != "stop" or one.rollout.temperature == 0:
+    """Returns OK if each stop token was likely enough in the replay, or a verdict that rejects. OK for greedy rollouts and those without a stop token."""
+    ends = np.cumsum([end - start for start, end in one.rollout.spans]) - 1
+    is_last = ends == len(one.logp_N) - 1
+    is_stop = np.isin(one.rollout.tokens[one.positions_N[ends]], rules.stop_ids)
+    logp = one.logp_N[ends][np.where(is_last, one.rollout.finish_reason == "stop", is_stop)]
+    if not len(logp) or one.rollout.temperature == 0:
         return OK
     floor = max(CHANCE / len(one.logp_N), rules.min_stop_probability)
-    probability = float(np.exp(one.logp_N[-1]))
+    probability = float(np.exp(logp.min()))
     detail = f"the stop token had a probability of {probability:.2g}, less than {floor:.2g}"
     return _accept_if(probability >= floor, "termination", detail)
 
@@ -422,7 +443,3 @@ def _group(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedul
     group = _prescribed(rollout, rules)
     assert group is not None
     return group
-
-
-def _has_one_turn(rollout: rollout_lib.Rollout) -> bool:
-    return bool(rollout.sampled_mask[rollout.prompt_length :].all())

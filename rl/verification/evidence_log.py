@@ -134,7 +134,7 @@ class EvidenceLog:
         """Marks a rollout's sample as counted. Returns False if it was counted before. Without `count_once`, returns True and marks nothing."""
         if not self._count_once:
             return True
-        item = rollout.step, (stream, rollout.worker, rollout.task.group, rollout.sample)
+        item = rollout.step, (stream, rollout.worker, rollout.task.group, rollout.number)
         if item in self._seen:
             return False
         self._seen.add(*item)

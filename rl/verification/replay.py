@@ -5,8 +5,9 @@
    token get logits.
 2. A rollout of several versions takes one pass per version over a KV cache. Each position's keys are written by the version that
    wrote them in the engine, so the replay computes the same function.
-3. If rollouts name their experts, those run here, too: a tie that was broken the other way changes nothing after it.
-4. Per sampled token: the margin of the noised argmax over it and over the second best, its log-probability, the hidden state that predicts it, and its
+3. A rollout of several calls and versions is replayed call by call: each call prefilled all tokens before it with one version.
+4. If rollouts name their experts, those run here, too: a tie that was broken the other way changes nothing after it.
+5. Per sampled token: the margin of the noised argmax over it and over the second best, its log-probability, the hidden state that predicts it, and its
    likelihood under tempered distributions (rl/verification/sequential_test.py).
 
 Letters: G rollouts, T padded length, M blocks, B rows of a block, C columns of them all, N sampled tokens (of a block, padded), S
@@ -104,14 +105,53 @@ def replay(
                 gap_T=None if rollout.routed_experts is None else out["gap"][row, : len(rollout.tokens) - 1],
             )
         )
-    hidden, limits = [one.hidden_ND for one in found], rules.tolerance.proofs
-    proofs = [toploc.split(one.rollout.proofs, *one.hidden_ND.shape) for one in found]
-    results = toploc.verify_proofs_batch(hidden, proofs, thresholds=limits)
-    return [dataclasses.replace(one, proofs=result) for one, result in zip(found, results, strict=True)]
+    hidden = [part for one in found for part in _by_call(one)]
+    claims = [part for one in found for part in rollout_lib.proofs_by_call(one.rollout, model.model_dim)]
+    proofs = [toploc.split(claim, *part.shape) for claim, part in zip(claims, hidden, strict=True)]
+    results = iter(toploc.verify_proofs_batch(hidden, proofs, thresholds=rules.tolerance.proofs))
+    return [dataclasses.replace(one, proofs=[x for _ in one.rollout.spans for x in next(results)]) for one in found]
+
+
+def _by_call(one: Replayed) -> list[np.ndarray]:
+    """Returns the hidden states [N, D] of each call."""
+    return np.split(one.hidden_ND, np.cumsum([end - start for start, end in one.rollout.spans])[:-1])
 
 
 def recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollout_lib.Rollout]) -> _Arrays:
     """Recomputes rollouts and returns arrays by name, with a row per rollout and a column per token; "gap" only if experts are named."""
+    pieces = [_calls(rollout) for rollout in rollouts]
+    if all(len(parts) == 1 for parts in pieces):
+        return _recompute(model, weights, rules, rollouts)
+    found = _recompute(model, weights, rules, [piece for parts in pieces for piece in parts])
+    out = {name: np.zeros((len(rollouts), *array.shape[1:]), array.dtype) for name, array in found.items()}
+    number = 0
+    for row, parts in enumerate(pieces):
+        before = 0
+        for piece in parts:
+            # Experts are named for the tokens that ran, which begin with the last token of the call before.
+            spans = {"gap": slice(before, len(piece.tokens) - 1)}
+            for name, array in found.items():
+                span = spans.get(name, slice(piece.prompt_length, len(piece.tokens)))
+                out[name][row, span] = array[number, span]
+            number, before = number + 1, len(piece.tokens) - 1
+    return out
+
+
+def _calls(rollout: rollout_lib.Rollout) -> list[rollout_lib.Rollout]:
+    """Returns a rollout of several calls and policy versions as one rollout per call, with all tokens before it as prompt; others as they are."""
+    if rollout.calls is None or len(np.unique(writers(rollout))) == 1:
+        return [rollout]
+    parts = []
+    for start, end in rollout.spans:
+        versions, experts = rollout.versions[:end].copy(), rollout.routed_experts
+        versions[:start] = versions[start - 1]
+        part = {"tokens": rollout.tokens[:end], "sampled_mask": np.arange(end) >= start, "versions": versions}
+        part |= {"routed_experts": None if experts is None else experts[: end - 1], "calls": None}
+        parts.append(dataclasses.replace(rollout, **part))
+    return parts
+
+
+def _recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollout_lib.Rollout]) -> _Arrays:
     longest = max(len(r.tokens) for r in rollouts)
     assert longest <= rules.max_model_len
     T = min(rules.max_model_len, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)

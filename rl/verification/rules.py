@@ -33,7 +33,7 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """The reward components of one completion as the verifier's own scorer computed them, to compare with a worker's claim."""
+    """The reward components of one episode as the verifier's own scorer computed them, to compare with a worker's claim."""
 
     scores: dict[str, float]
     slow: bool = False  # an honest worker's scorer, with its shorter limit, may have timed out
@@ -53,6 +53,8 @@ class Rules:
     filters: dict[str, float]  # top_k, top_p, min_p
     tolerance: Tolerance
     experts: router_replay.RouterReplay  # the experts of the model
+    env_digest: str = ""  # of the environment's code and data; "": not compared
+    max_turns: int = 1  # of an episode, which bounds its branches, too
     run: str = ""  # the public key of the run, which servers sign
     hidden_dim: int = 0  # of the model, which gives proofs their form; 0: proofs are not looked at without a replay
     is_fixed: bool = True  # batch n has the groups of step n, so that no version from n on can have made them
@@ -76,6 +78,7 @@ class Rules:
             max_model_len=config.inference.max_model_len,
             max_tokens=config.sampling.max_tokens,
             groups=groups,
+            env_digest=config.env.digest,
             filters={name: config.sampling[name] for name in ("top_k", "top_p", "min_p")},
             tolerance=Tolerance.of(config.trust),
             hidden_dim=config.model.model_dim,

@@ -40,7 +40,7 @@ class Rollouts:
 
     def next_batch(self, step):
         ledgers.train_on(self._ledger, step).result()
-        groups = [[self._rollout(reward) for reward in (0.0, float(step > 1))] for _ in range(2)]
+        groups = [[self._rollout(reward, i) for i, reward in enumerate((0.0, float(step > 1)))] for _ in range(2)]
         trees, _ = self.credit.assign(groups)
         values = {"rollout/num_tokens": 16.0, "rollout/reward": 0.5}
         return types.SimpleNamespace(trees=trees, groups=groups, metrics=values)
@@ -58,9 +58,9 @@ class Rollouts:
     def publish(self, policy):
         pass
 
-    def _rollout(self, reward):
+    def _rollout(self, reward, sample=0):
         mask = np.arange(8) >= 4
-        return tiny.rollout(mask, logprobs=np.where(mask, np.float32(-5), np.float32(0)), reward=reward)
+        return tiny.rollout(mask, logprobs=np.where(mask, np.float32(-5), np.float32(0)), reward=reward, sample=sample)
 
 
 @pytest.fixture

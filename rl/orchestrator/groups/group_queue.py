@@ -180,7 +180,7 @@ class GroupQueue:
         if entry.state is State.ELIGIBLE or (entry.is_submitted and worker == entry.worker):
             self._update(key)
             return Delivery.DUPLICATE
-        delivered = lease, sorted(rollouts, key=lambda r: r.sample), digest
+        delivered = lease, sorted(rollouts, key=lambda r: r.number), digest
         if entry.is_submitted:
             entry.spares.append(delivered)
             self._update(key)
@@ -193,7 +193,7 @@ class GroupQueue:
     ) -> Entry:
         """Makes an open group SUBMITTED with rollouts that were delivered before a restart; returns its entry."""
         lease = Lease(group, worker, -math.inf, -math.inf)
-        self._submit(group.key, lease, sorted(rollouts, key=lambda r: r.sample), digest)
+        self._submit(group.key, lease, sorted(rollouts, key=lambda r: r.number), digest)
         return self.entries[group.key]
 
     def quarantine(self, key: Key) -> None:

@@ -37,8 +37,13 @@ def parquet_with(**columns):
 def test_round_trip_of_several_rows():
     one_turn = make(1, sampled_mask=np.arange(10) >= 4, logprobs=np.where(np.arange(10) >= 4, -0.5, 0).astype("f4"))
     rollouts = [rollout_lib.sign(make(0), KEY), one_turn, make(2, rewards={}, proofs=b"", finish_reason="length")]
+    calls = np.array([[3, 6], [8, 9], [9, 10]], np.int32)  # the last continues a completion
+    rollouts.append(make(3, calls=calls, branch=1, num_branches=2, env_digest="ab" * 32))
     back = parquet.from_bytes(parquet.to_bytes(rollouts))
-    assert len(back) == 3
+    assert len(back) == 4 and [one.spans for one in back[2:]] == [[(3, 10)], [(3, 6), (8, 9), (9, 10)]]
+    fields = {"calls": None, "branch": 0, "num_branches": 1, "env_digest": ""}
+    digests = [rollout_lib.digest(dataclasses.replace(back[3], **{name: fields[name]})) for name in fields]
+    assert len({rollout_lib.digest(back[3]), *digests}) == 5
     for before, after in zip(rollouts, back, strict=True):
         assert_equal(before, after)
     assert rollout_lib.signature_ok(back[0]) and not rollout_lib.signature_ok(back[1])
@@ -116,6 +121,19 @@ def test_write_creates_the_parent_and_reads_back(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["a.parquet"]
 
 
+def test_rows_of_releases_before_branches_are_read():
+    old = pq.read_table(io.BytesIO(parquet.to_bytes([make(), make(1)]))).drop_columns(list(parquet._ADDED[1]))
+    rows = parquet.decode(table_bytes(old))
+    assert rows.table.schema == parquet.SCHEMA
+    for number, rollout in enumerate(rows.rollouts):
+        assert_equal(rollout, make(number))
+    logged = parquet.from_record(parquet.to_record(old.cast(old.schema)), has_experts=False, num_columns=0)
+    assert logged.table == rows.table
+    for names in (["branch"], ["epoch"]):
+        with pytest.raises(ValueError, match=f"must be {names[0]}"):
+            parquet.decode(table_bytes(rows.table.drop_columns(names)))
+
+
 def array(name, position, value):
     changed = getattr(make(), name).copy()
     changed[position] = value
@@ -160,6 +178,16 @@ BROKEN = [
     (dict(proofs=None), "proofs: must be"),
     (dict(worker="zz" * 32), "worker: must be"),
     (dict(worker="AB" * 32), "worker: must be"),  # one key, one spelling
+    (dict(branch=1), "branch: must be less than num_branches"),
+    (dict(num_branches=0), "branch: must be less than num_branches"),
+    (dict(env_digest="x"), "env_digest: must be a SHA-256"),
+    (dict(calls=np.array([3, 10], np.int32)), "calls: must be None or a numpy int32 [N, 2]"),
+    (dict(calls=np.zeros((0, 2), np.int32)), "calls: must have 1 to 4096 rows, got 0"),
+    *(
+        (dict(calls=np.array(calls, np.int32)), "calls: must be the sampled tokens")
+        for calls in ([[3, 10]], [[3, 6]], [[8, 10], [3, 6]], [[3, 6], [8, 11]], [[3, 6], [8, 8], [8, 10]])
+    ),
+    (dict(calls=np.array([[3, 6], [8, 10]], np.int32), server="ab" * 32, server_signature=bytes(64)), "server_sig"),
     *((dict(signature=bytes(size)), "signature: must be") for size in (5, 32, 65, 80, 64 + 17 * 32)),
 ]
 
@@ -224,7 +252,10 @@ def test_other_layouts_are_refused():
         assert_equal(after, make())
     for data, message in [
         (table_bytes(table.drop_columns(["signature"])), "column 24 must be signature: binary, got 'epoch': int64"),
-        (table_bytes(table.drop_columns(["server_signature"])), "27 must be server_signature: binary, got nothing"),
+        (
+            table_bytes(table.drop_columns(["server_signature"])),
+            "27 must be server_signature: binary, got 'env_digest'",
+        ),
         (table_bytes(table.append_column("extra", pa.array([1]))), "column 'extra' is not in the schema"),
         (table_bytes(table.select(table.schema.names[::-1])), "column 0 must be input_tokens"),
         (table_bytes(table, use_dictionary=True), "only plain encoding"),
@@ -305,7 +336,7 @@ def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
     names = pa.StringArray.from_buffers(N, pa.py_buffer(bytes(4 * (N + 1))), pa.py_buffer(b""))
     parts = pa.MapArray.from_arrays(pa.array([0, N], pa.int32()), names, np.zeros(N))
     data = parquet_with(reward_parts=(parts, PARTS))
-    assert len(data) < 10_000
+    assert len(data) < 11_000
     tracemalloc.start()
     with pytest.raises(ValueError, match=f"column reward_parts has {N} entries in a row"):
         parquet.from_bytes(data)
@@ -408,12 +439,14 @@ def test_garbage_is_a_value_error(data, framed):
 
 
 def test_signature_covers_every_field_but_itself():
-    signed = rollout_lib.sign(make(epoch=2, server="ab" * 32, server_signature=bytes(64)), KEY)
+    calls = np.array([[3, 5], [5, 6], [8, 10]], np.int32)
+    fields = dict(epoch=2, server="ab" * 32, server_signature=bytes(192), calls=calls, branch=1, num_branches=3)
+    signed = rollout_lib.sign(make(**fields), KEY)
     assert signed.worker == "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"  # RFC 8032 key of 0..31
     assert rollout_lib.signature_ok(signed)
     other = dict(
         tokens=array("tokens", 3, 1001)["tokens"],
-        sampled_mask=array("sampled_mask", 6, True)["sampled_mask"],
+        sampled_mask=[],  # as `calls`
         logprobs=array("logprobs", 3, -9)["logprobs"],
         versions=array("versions", 0, 6)["versions"],
         temperature=0.70001,
@@ -429,7 +462,11 @@ def test_signature_covers_every_field_but_itself():
         routed_experts=np.zeros((9, 1, 1), np.uint8),
         epoch=[0, 1],  # 0 is not digested
         server="cd" * 32,
-        server_signature=bytes(63) + b"x",
+        server_signature=bytes(191) + b"x",
+        env_digest="ef" * 32,
+        branch=[0, 2],  # 0 is not digested
+        num_branches=2,
+        calls=np.array([[3, 4], [4, 6], [8, 10]], np.int32),
     )
     assert {*other, "signature"} == {field.name for field in dataclasses.fields(rollout_lib.Rollout)}
     for name, values in other.items():

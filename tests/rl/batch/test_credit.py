@@ -34,6 +34,7 @@ GROUPS = [
     [rollout([7], [30, 31, 32], [1, 0, 1], 2.0) for _ in range(2)],  # flat
     [rollout([8, 9, 10], [40 + i] * (i + 1), [1] * (i + 1), float(i * i)) for i in range(3)],
 ]
+GROUPS = [[dataclasses.replace(one, sample=number) for number, one in enumerate(group)] for group in GROUPS]
 COLUMNS = ("behavior_logp", "advantage", "temperature")
 
 
@@ -104,7 +105,7 @@ def test_a_long_answer_is_worth_less():
 
 @pytest.mark.parametrize(("failed", "expected"), [([], [0.0, 1.0, 4.0]), ([1], [0.0, 4.0]), ([2, 0], [0.0, 0.0, 0.0])])
 def test_samples_without_a_score_are_left_out_of_a_group_with_enough_others(failed, expected):
-    samples = [dataclasses.replace(one, sample=number) for number, one in enumerate(GROUPS[0])]
+    samples = GROUPS[0]
     reasons = (None, {"reward": 0.0, "error": 1.0})  # no time, or the scorer raised
     scores = {one.sample: {"reward": one.reward} for one in samples}
     scores |= {number: reasons[i] for i, number in enumerate(failed)}
@@ -130,8 +131,8 @@ def test_averages_are_taken_over_what_trains():
 
 def test_flat_means_equal_up_to_rounding():
     """Small advantages train; equal rewards do not, although their mean is not exact."""
-    slight = [rollout([5], [20 + i], [1], 0.5 + 1e-6 * i) for i in range(3)]
-    equal = [rollout([6], [30], [1], 0.1) for _ in range(7)]
+    slight = [dataclasses.replace(rollout([5], [20 + i], [1], 0.5 + 1e-6 * i), sample=i) for i in range(3)]
+    equal = [dataclasses.replace(rollout([6], [30], [1], 0.1), sample=i) for i in range(7)]
     assert np.ptp([r.reward for r in equal]) == 0 != 0.1 - np.mean([0.1] * 7)
     trees, flat = credit.Credit("group_mean_std").assign([slight, equal])
     assert flat == 0.5 and len(trees) == 1 and trees[0].prompt.tolist() == [5]
@@ -150,7 +151,7 @@ def test_tokens_after_keys_of_other_versions_are_mixed(share_prompts):
             rollout([5] * prompt_length, [20] * (9 - prompt_length), [1] * (9 - prompt_length), float(i))
             for i in (0, 1)
         ]
-        group = [dataclasses.replace(one, versions=own) for one, own in zip(group, versions, strict=True)]
+        group = [dataclasses.replace(one, versions=versions[i], sample=i) for i, one in enumerate(group)]
         trees, _ = credit.Credit(max_lag=1, share_prompts=share_prompts).assign([group])
         found = [branch.mixed[-(9 - prompt_length) :] for tree in trees for branch in tree.branches]
         for one, mixed in zip(group, found, strict=True):

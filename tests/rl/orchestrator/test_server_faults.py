@@ -30,7 +30,13 @@ P, MAX_ATTEMPTS = 8, 3
 def sign(rollout, server=HONEST, config=None, **asked):
     """The rollout as `server` signed it and WORKER hands it in. `asked` are settings of the request other than the run's."""
     settings = {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")}
-    message = attestation.of_rollout(rollout, settings | {"run": RUN.worker, "return_routed_experts": False} | asked)
+    message = attestation.of_call(
+        rollout,
+        0,
+        rollout.finish_reason,
+        rollout.proofs,
+        settings | {"run": RUN.worker, "return_routed_experts": False} | asked,
+    )
     signature = server.private.sign(message)
     named = dataclasses.replace(rollout, server=server.worker, server_signature=signature)
     return rollout_lib.sign(named, WORKER)

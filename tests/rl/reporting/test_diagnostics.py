@@ -90,11 +90,13 @@ def test_metrics_of_groups():
         return [
             [
                 types.SimpleNamespace(
+                    sample=sample,
+                    branch=0,
                     reward=float(reward),
                     sampled_mask=np.array([False] * 2 + [True] * int(n)),
                     versions=np.array([0] * 2 + [29 - int(lag)] + [29] * (int(n) - 1)),
                 )
-                for reward, n, lag in zip(*group, strict=True)
+                for sample, (reward, n, lag) in enumerate(zip(*group, strict=True))
             ]
             for group in zip(rewards, lengths, lags, strict=True)
         ]

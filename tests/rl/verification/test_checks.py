@@ -1,6 +1,7 @@
 """Each check on rollouts made by hand; sequential tests against simulation and their own inequality."""
 
 import dataclasses
+import hashlib
 import itertools
 import math
 import re
@@ -153,7 +154,7 @@ def test_a_rollout_may_end_where_the_model_does():
         (lambda: make(output=(11, STOP, 13, 14, 15, 16), finish="length"), "termination: tokens follow a stop token"),
         (
             lambda: make(sampled_mask=np.arange(6) == 4, logprobs=-(np.arange(6) == 4).astype("f4")),
-            "termination: tokens follow the last",
+            "prompt: tokens after it were not sampled",
         ),
         (lambda: make(tokens=np.array([5, 6, 8, 11, 12, STOP], np.int32)), "prompt: it is not the prompt of its task"),
         (lambda: make(sampled_mask=GAP, logprobs=-GAP.astype("f4")), "prompt: tokens after it were not sampled"),
@@ -231,6 +232,51 @@ def test_a_group_is_its_samples_once_each():
     assert checks.whole_group([*whole[:3], other], RULES).reason == "prompt"
     stranger = rollout_lib.sign(make(3), rollout_lib.WorkerKey.generate())
     assert checks.whole_group([*whole[:3], stranger], RULES).reason == "signature"
+
+
+def turns(first=(11, STOP), second=(14, STOP), **changes):
+    """An episode of two turns, the token 9 of the environment between them."""
+    tokens = np.array([*PROMPT, *first, 9, *second], np.int32)
+    calls = np.array([[3, 3 + len(first)], [4 + len(first), len(tokens)]], np.int32)
+    mask = (np.arange(len(tokens)) >= 3) & (np.arange(len(tokens)) != calls[0, 1])
+    arrays = dict(tokens=tokens, logprobs=-mask.astype("f4"), versions=np.full(len(mask), 2, "i4"))
+    fields = dict(temperature=1.0, task=make().task, step=3, seed=2**32 - 2, finish_reason="stop", calls=calls)
+    return rollout_lib.sign(tiny.rollout(mask, **arrays | fields | changes), KEY)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        (lambda: turns(), "ok"),
+        (lambda: turns(second=range(11, 17), finish_reason="length"), "ok"),
+        (lambda: turns(first=range(11, 17)), "ok"),  # the first turn has all tokens that it may have
+        (lambda: turns(first=(11, 12)), "termination: finish_reason is length after 2 of 6 tokens"),
+        (lambda: turns(first=(STOP, 11)), "termination: tokens follow a stop token"),
+        (lambda: turns(first=range(11, 18)), "length: 7 sampled tokens, at most 6"),
+        (lambda: make(num_branches=3), "turns: 1 calls in one of 3 branches, more than the turns of an episode, 2"),
+        (lambda: turns(branch=1, num_branches=2), "seed: expected "),
+        (lambda: turns(env_digest="ab" * 32), "task: its environment has the digest abababab"),
+    ],
+)
+def test_each_turn_keeps_the_rules_of_one(rollout, said):
+    rules = dataclasses.replace(RULES, max_turns=2, max_model_len=16, env_digest="cd" * 32)
+    verdict = checks.first_failure(checks.WITHOUT_WEIGHTS, rollout(), rules)
+    assert str(verdict).startswith(said)
+
+
+def test_a_further_branch_has_the_seed_of_its_prompt_and_completes_its_sample():
+    rules = dataclasses.replace(RULES, max_turns=2, max_model_len=16)
+    content = hashlib.sha256(np.array([5, 6, 7], "<i4").tobytes()).hexdigest()
+    digest = hashlib.sha256(f"intellax/stream/{2**32 - 2}/1/{content}".encode()).digest()
+    second = turns(sample=1, branch=1, num_branches=2, seed=int.from_bytes(digest[:4], "little"))
+    assert checks.first_failure(checks.WITHOUT_WEIGHTS, second, rules).accepted
+    whole = [make(0), make(1, num_branches=2), make(2), make(3), second]
+    assert checks.whole_group(whole, rules).accepted
+    for broken in (whole[:4], [*whole, second], [*whole[:1], make(1), *whole[2:]], [whole[0], *whole[2:]]):
+        assert checks.whole_group(broken, rules).reason == "samples"
+    assert checks.seen_entries(second)[1] != checks.seen_entries(whole[1])[1]
+    unlikely = dict(positions_N=np.array([3, 4, 6, 7]), logp_N=np.array([-1, -20, -1, -1]))
+    assert checks.stopping(scored(turns(), **unlikely), rules).reason == "termination"
 
 
 @hypothesis.settings(max_examples=150, deadline=None)
@@ -327,7 +373,8 @@ def test_the_published_rule_for_endings_is_there():
     assert str(checks.stopping(scored(**likely), strict)) == (
         "termination: the stop token had a probability of 0.05, less than 0.1"
     )
-    assert checks.stopping(scored(make(**FULL), **likely), strict).accepted
+    cut = dict(positions_N=np.arange(3, 9), logp_N=np.full(6, -9.0))
+    assert checks.stopping(scored(make(**FULL), **cut), strict).accepted
     assert checks.stopping(scored(make(temperature=0.0), **likely), strict).accepted
 
 
