@@ -91,11 +91,11 @@ def digest(name: str, options: dict) -> str:
     """Returns the SHA-256 (hex) over the code and data of an environment with located name and options, by which processes agree on it."""
     kind = name.partition(":")[0]
     if kind in ENVS:
-        files = {file.name: file for file in _files_of(sys.modules[ENVS[kind].__module__])}
+        files = [(file.name, file) for file in sorted(_files_of(sys.modules[ENVS[kind].__module__]))]
     else:
-        files = user_code.code_files(name)
+        files = [*user_code.code_files(name).items()]
     if reward := _reward(kind, options):
-        files |= user_code.code_files(reward)
+        files += user_code.code_files(reward).items()
     packages, version = {"reasoning_gym": "reasoning-gym"}, ""
     if options.get("reward") == "math":
         packages["dataset"] = "math-verify"
@@ -104,7 +104,7 @@ def digest(name: str, options: dict) -> str:
             version = f"{package} {metadata.version(package)}"
     data = FILES.get(kind, user_code.files_in)
     for option, path in _paths(options).items():
-        files |= {f"{option}/{name}": file for name, file in data(pathlib.Path(path)).items()}
+        files += [(f"{option}/{name}", file) for name, file in data(pathlib.Path(path)).items()]
     return user_code.digest(files, version)
 
 

@@ -3,7 +3,7 @@
 | name | 1 if |
 |---|---|
 | exact | the completion is the answer, without white space around it |
-| number | the last number of the completion equals the last one of the answer, in any notation: 1,000 = 1000.0 |
+| number | the last number of the completion equals the last one of the answer, in any notation: 1,000 = 1000.0 = 1e3 |
 | regex | the last match of `pattern` in the completion (its first group, if it has one) is the answer |
 | math | the last expression of the completion, best in \\boxed{}, is equal to the answer (math-verify) |
 | module:function | `function(completion, row)` returns the reward, or a dict of numbers with "reward" among them |
@@ -25,7 +25,9 @@ from rl.protocol import user_code
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]  # (completion, answer, row)
 NAMES = ("exact", "number", "regex", "math")
-_NUMBER = re.compile(r"(?:(?<![\d).])-\$?|)\d[\d,]*(?:\.\d+)?", re.ASCII)
+_NUMBER = re.compile(
+    r"(?:(?<![\d).])-\$?|)(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)(?:e[+-]?\d{1,3}(?!\d))?", re.ASCII | re.IGNORECASE
+)
 
 
 def make(name: str, pattern: str = "") -> Reward:
@@ -67,7 +69,7 @@ def check_answer(name: str, answer: str) -> None:
 
 def last_number(text: str) -> decimal.Decimal | None:
     """Returns the last number in a text, or None if it has none. A minus sign after a digit or a bracket is an operator."""
-    found = _NUMBER.findall(text)
+    found = _NUMBER.findall(text.replace("\u2212", "-"))
     return decimal.Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
 
 

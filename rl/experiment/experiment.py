@@ -316,7 +316,7 @@ def _own_rules(rl: config_dict.ConfigDict) -> tuple[str | Callable, tuple[Callab
 
 
 def _code_digest(name: str) -> str:
-    return user_code.digest(user_code.code_files(user_code.locate(name)))[:16]
+    return user_code.digest(user_code.code_files(user_code.locate(name)).items())[:16]
 
 
 def code_options(experiment: Experiment) -> list[str]:

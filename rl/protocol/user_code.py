@@ -4,7 +4,7 @@
    only in the given `folders` for a process that works for the run of others, whose names are data from a stranger.
 2. `load` imports the file as a part of its package, if it is in one. It comes last on the import path, so that it hides no module.
 3. `digest` hashes the files that decide the result: all of the package, or the one file, the modules beneath the same folder that
-   they import, and data. Installed packages that they import are not followed.
+   they import, and data. Installed packages that they import are not followed, nor compiled modules and names computed at run time.
 """
 
 import ast
@@ -16,7 +16,7 @@ import pathlib
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OURS = ("configs", "inference", "models", "rl", "sharding")  # at ROOT; the user's code depends on their release
@@ -68,6 +68,11 @@ def load(name: str) -> Callable:
         raise ValueError(f"{place} cannot be imported: {describe(error)}; correct it") from error
     if pathlib.Path(imported.__file__ or "").resolve() != pathlib.Path(place):
         raise ValueError(f"{place} has the name of another module, {imported.__file__}; rename it")
+    for key, file in code_files(f"{place}:").items():
+        name = key.removesuffix(".py").removesuffix("/__init__").strip("/").replace("/", ".")
+        other = getattr(sys.modules.get(name), "__file__", None)
+        if other and pathlib.Path(other).resolve() != file.resolve() and name.partition(".")[0] not in OURS:
+            raise ValueError(f"{place} needs the module {name} in {file}, but {other} is loaded; rename one of the two")
     if not callable(found := getattr(imported, function, None)):
         raise ValueError(f"{place} has no function {function!r}; correct the name {name!r}")
     return found
@@ -90,7 +95,10 @@ def code_files(name: str) -> dict[str, pathlib.Path]:
         if (top := todo.pop()) in seen:
             continue
         seen.add(top)
-        own = files_in(root / top) if (root / top / "__init__.py").exists() else {"": root / f"{top}.py"}
+        is_package, module = (root / top / "__init__.py").exists(), root / f"{top}.py"
+        own = {"": module} if module.exists() and not is_package else files_in(root / top)
+        if not is_package:  # a folder without this file is a package, too, but may have anything else in it
+            own = {relative: file for relative, file in own.items() if file.suffix == ".py"}
         for relative, file in own.items():
             if file.exists():
                 found[f"{top}/{relative}"] = file
@@ -107,10 +115,10 @@ def files_in(path: pathlib.Path) -> dict[str, pathlib.Path]:
     return {name.as_posix(): file for name, file in found.items() if not hidden(name)}
 
 
-def digest(files: Mapping[str, pathlib.Path], *texts: str) -> str:
+def digest(files: Iterable[tuple[str, pathlib.Path]], *texts: str) -> str:
     """Returns the SHA-256 (hex) over names and contents of files, and over `texts`. A file that does not exist counts as such."""
     total = hashlib.sha256()
-    for name, path in sorted(files.items()):
+    for name, path in sorted(files, key=lambda pair: pair[0]):
         content = "absent"
         if path.is_file():
             with open(path, "rb") as file:

@@ -27,7 +27,7 @@ def write(path, rows=ROWS):
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1))
     elif path.suffix == ".csv":
-        with open(path, "w", newline="") as file:
+        with open(path, "w", newline="", encoding="utf-8-sig") as file:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
@@ -55,7 +55,7 @@ def test_each_kind_of_file_has_the_same_rows_in_any_order_of_access(tmp_path, su
 def test_a_folder_is_read_in_the_layout_of_hugging_face(tmp_path):
     for name, part in {
         "hub/data/train-00000-of-00002.parquet": slice(0, 15),
-        "hub/data/train-00001-of-00002.parquet": slice(15, 30),
+        "hub/data/train-of-test-00001.parquet": slice(15, 30),
         "hub/data/test-00000-of-00001.parquet": slice(30, 40),
         "saved/train/data-00000-of-00001.arrow": slice(0, 30),
         "saved/train/cache-1.arrow": slice(0, 1),
@@ -105,6 +105,7 @@ def test_prompts_may_be_messages_and_solutions_longer_than_answers(tmp_path):
     task = next(task for task in tasks.values() if len(task.messages) == 3)
     assert task.messages == ({"role": "system", "content": "Add."}, *prompt) and task.answer == "It is 2."
     assert env.score(task, task.answer) == {"reward": 1.0} and env.score(task, "3") == {"reward": 0.0}
+    assert env.score(task, f"{' ' * 65536}2") == {"reward": 0.0}
 
 
 REWARDS = [
@@ -112,7 +113,13 @@ REWARDS = [
     ("number", "1,000", "It costs $1000.00.", "1000 or 1001"),
     ("number", "#### -2", "1 - 3 = -2", "10 - 2"),
     ("number", "5", "3 + 2 is 5", "five"),
+    ("number", "2", "f(3)-2", "f(3) -2"),
+    ("number", "-5", "\u22125", "5"),
+    ("number", ".5", "0.50", "...5"),
+    ("number", "1e+16", "1E16", "16"),  # as JSON has 10000000000000000.0
+    ("number", "9999", "1e9999", "1e999"),
     ("regex", "Paris", "<a>Rome</a> <a> Paris </a>", "<a>Paris</a> <a>Rome</a>"),
+    ("math", "so 3\n#### 7", "It is 7.", "3"),
     ("math", "0.5", r"so \boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}"),
     ("math", r"\frac{x}{2}", r"$\frac{2x}{4}$", "x"),
     ("math", "7", "The answer is 7.", ""),
@@ -121,7 +128,7 @@ REWARDS = [
 
 @pytest.mark.parametrize(("name", "answer", "right", "wrong"), REWARDS)
 def test_rewards(name, answer, right, wrong):
-    reward = rewards.make(name, "<a>(.*?)</a>" if name == "regex" else "")
+    reward = rewards.make(name, "<a>(.*?)(</a>)" if name == "regex" else "")
     rewards.check_answer(name, answer)
     assert (reward(right, answer, {}), reward(wrong, answer, {})) == (1.0, 0.0)
 
@@ -191,6 +198,7 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
         ('{"question": "a", "result": 1}\n\n{"a"', {}, r"x.jsonl, train row 2: .*x.jsonl, line 3 is not a JSON object"),
         pytest.param("[" * 10**5, {}, "line 1 is not a JSON object: maximum recursion", id="nested"),
         ('{"question": "a", "result": ""}', {}, "row 1: the answer is empty; correct it"),
+        ('{"question": "a", "result": null}', {}, "row 1: the answer is empty; correct it"),
         ('{"question": "a", "result": "b"}', {"reward": "number"}, "the answer 'b' has no number; correct it"),
         ('{"question": "a", "result": " "}', {"reward": "math"}, "row 1: the answer is empty; correct it"),
         ('{"question": 5, "result": "b"}', {}, "the prompt is '5'; write a text, or messages with role"),
@@ -218,6 +226,7 @@ def test_a_mistake_is_one_line(tmp_path, content, options, words):
     [
         ("x.txt", "a", "x.txt is not a file of rows; use one that ends with .jsonl"),
         ("x.csv", "a,b\n1\n", "x.csv cannot be read: row 1 does not have the 2 fields of the first line; correct"),
+        ("x.csv", 'a,b\n"1"x,2\n', "x.csv cannot be read: .* expected after"),
         ("x.json", "[1", "x.json cannot be read: Expecting"),
         pytest.param("x.json", "[" * 10**5, "x.json cannot be read: maximum recursion", id="nested"),
         ("x.parquet", "a", "x.parquet cannot be read: .*; correct the file"),

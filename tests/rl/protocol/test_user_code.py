@@ -38,8 +38,10 @@ def project(tmp_path, monkeypatch):
     write("own_sums/__init__.py", "")
     write("own_sums/parts.py", "TOP = 3\n")
     write("own_sums/tasks.py", ENV.format(extra="from . import parts\n"))
-    write("own_alone.py", ENV.format(extra="import own_helper\n"))
+    write("own_alone.py", ENV.format(extra="import own_folder.part\nimport own_helper\n"))
     write("own_helper.py", "HELP = 1\n")
+    write("own_folder/part.py", "PART = 1\n")  # no __init__.py
+    write("own_folder/table.bin", "1")
     write("own_apart.py", "X = 1\n")
     write("data/rows.jsonl", "{}\n")
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -163,6 +165,8 @@ def test_the_digest_sees_code_and_data_and_nothing_else(project, tmp_path):
     for name, package, alone in (
         ("own_sums/parts.py", True, False),
         ("own_helper.py", False, True),
+        ("own_folder/part.py", False, True),
+        ("own_folder/table.bin", False, False),
         ("own_alone.py", False, True),
         ("data/rows.jsonl", False, True),
     ):
@@ -173,6 +177,22 @@ def test_the_digest_sees_code_and_data_and_nothing_else(project, tmp_path):
     (project / "own_sums" / "__pycache__" / "x.pyc").touch()
     shutil.copytree(project, tmp_path / "elsewhere")  # another machine has other folders
     assert changed(tmp_path / "elsewhere", "own_apart.py") == first
+    (project / "path.py").write_text(ENV.format(extra=""))  # named like the option
+    before = envs.digest(f"{project}/path.py:build", {"path": f"{project}/data/rows.jsonl"})
+    (project / "path.py").write_text(ENV.format(extra="X = 1\n"))
+    assert envs.digest(f"{project}/path.py:build", {"path": f"{project}/data/rows.jsonl"}) != before
+
+
+def test_a_module_of_another_folder_is_not_taken_for_a_neighbor(project, tmp_path):
+    """Two files of a user, such as an environment and a loss, may each have a neighbor of one name."""
+    shutil.copytree(project, tmp_path / "other")
+    (tmp_path / "other" / "own_alone.py").rename(tmp_path / "other" / "own_second.py")
+    envs.load(f"{project}/own_alone.py:build", seed=0)
+    with pytest.raises(
+        ValueError, match="own_second.py needs the module own_.* in .*other/.*, but .*project/.* is loaded"
+    ):
+        envs.load(f"{tmp_path}/other/own_second.py:build", seed=0)
+    envs.load(f"{project}/own_alone.py:build", seed=0)
 
 
 def test_the_digest_of_a_shipped_environment_is_of_its_own_files(tmp_path):
