@@ -10,10 +10,13 @@ import pytest
 
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
+from inference.engine import weights
 from inference.server import inference_server
 from models import config as config_lib
 from models import transformer
+from models.kernels import int8
 from sharding import broadcast
+from sharding import mesh as mesh_lib
 from tests.support import tiny
 
 WIDE = dict(model_dim=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_dim=3072)
@@ -61,6 +64,25 @@ def test_twenty_swaps_need_no_second_copy(tmp_path, dtype):
     assert done.returncode == 0, done.stderr
     without, peak = map(int, done.stdout.split()[-2:])
     assert peak - without <= 0.05 * transformer.num_bytes(model), (without, peak)
+
+
+@pytest.mark.parametrize("kind", weights.QUANTIZATIONS)
+def test_each_old_array_is_deleted_before_its_successor_is_placed(monkeypatch, kind):
+    """But for an array that stays."""
+    model = tiny.model()
+    store = weights.Store(model, mesh_lib.create({}, jax.devices()[:1]), kind)
+    old = store.load(tiny.params(model, 0))
+    leaves, place, counts = jax.tree.leaves(old, is_leaf=int8.is_quantized), weights._placed, []
+
+    def counted(*row):
+        counts.append(sum(jax.tree.leaves(leaf)[0].is_deleted() for leaf in leaves))
+        return place(*row)
+
+    monkeypatch.setattr(weights, "_placed", counted)
+    new = store.load(tiny.params(model, 1), old)
+    assert counts == list(range(1, len(leaves) + 1))
+    if kind == "none":
+        assert not any(x.is_deleted() for x in jax.tree.leaves(store.load(new, new)))
 
 
 if __name__ == "__main__":

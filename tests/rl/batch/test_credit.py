@@ -99,6 +99,8 @@ def test_a_long_answer_is_worth_less():
     np.testing.assert_allclose(got, shaped - shaped.mean(), rtol=1e-6)  # one rounding to float32
     with pytest.raises(ValueError, match="rl.overlong_buffer = 5 is not in 1..4"):
         credit.Credit(overlong_buffer=5, max_tokens=4)
+    with pytest.raises(ValueError, match="returned .nan, .* for 3 rewards; return one finite number for each"):
+        credit.Credit(lambda rewards_G: rewards_G * np.nan).assign([GROUPS[2]])
     with pytest.raises(ValueError, match="rl.average = 'token' is unknown; choose one of tokens, samples, prompts"):
         credit.Credit(average="token")
 

@@ -119,7 +119,7 @@ REWARDS = [
     ("number", "1e+16", "1E16", "16"),  # as JSON has 10000000000000000.0
     ("number", "9999", "1e9999", "1e999"),
     ("regex", "Paris", "<a>Rome</a> <a> Paris </a>", "<a>Paris</a> <a>Rome</a>"),
-    ("math", "so 3\n#### 7", "It is 7.", "3"),
+    ("math", "\\boxed{3} + 4\n#### 7", "It is 7.", "3"),
     ("math", "0.5", r"so \boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}"),
     ("math", r"\frac{x}{2}", r"$\frac{2x}{4}$", "x"),
     ("math", "7", "The answer is 7.", ""),

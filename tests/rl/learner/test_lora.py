@@ -55,6 +55,10 @@ def test_merge_adds_the_product_at_every_target():
         np.testing.assert_allclose(merged[where], before + 3.0 * change, atol=1e-6)  # one float32 sum of size 1
         changed += 1
     assert changed == 2 * 4 + 2 * 3 and np.abs(change).max() > 0.01
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
+    summed = lora.merge(jax.tree.map(lambda x: x.astype(jnp.float32), narrow), adapters, SPECS, CONFIG)
+    for where, x in leaves(lora.merge(narrow, adapters, SPECS, CONFIG)).items():  # one rounding, of the sum
+        np.testing.assert_array_equal(x, leaves(summed)[where].astype(jnp.bfloat16))
 
 
 def test_a_fresh_adapter_changes_no_bit():
@@ -64,6 +68,8 @@ def test_a_fresh_adapter_changes_no_bit():
     jax.tree.map(np.testing.assert_array_equal, merged, params)
     for where, x in leaves(adapters).items():
         assert x.any() == where.endswith("['a']")
+    gate, up = (adapters["layers"]["000"]["mlp"][name]["a"] for name in ("gate", "up"))
+    assert gate.shape == up.shape and (gate != up).all()
     spread = float(jnp.std(adapters["layers"]["001"]["moe"]["down"]["a"]))
     assert spread == pytest.approx(1 / math.sqrt(MODEL.expert_ffn_dim), rel=0.3)  # of 256 draws
 

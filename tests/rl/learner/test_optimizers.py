@@ -52,6 +52,7 @@ def steps(config, num=7):
     params, update = single(draw(0)), jax.jit(optimizer.update)
     state = optimizer.init(params)
     for n in range(num):
+        assert optimizers.next_rate(config, state) == pytest.approx(rate_of(config, n), rel=1e-6)  # float32
         grads = draw(n + 1, 3.0 if n % 2 == 0 else 0.05)
         updates, state = update(single(grads), state, params)
         after = optax.apply_updates(params, updates)
@@ -165,7 +166,7 @@ def test_muon_takes_a_kernel_as_one_matrix_and_copies_as_many(sizes, capfd):
     specs["experts"] = spec((2, 4, 4, 6), "layers", "experts", "model", "expert_ffn")
     rng = np.random.default_rng(1)
     grads = {name: rng.standard_normal(s.shape) for name, s in specs.items()}
-    muon = optimizers.scale_by_muon(specs, 0.0, "float32")
+    muon = optimizers.scale_by_muon(specs, 0.0, "bfloat16")  # the momentum that is kept, not the step
     mesh = mesh_lib.create(sizes, devices=jax.devices()[: math.prod(sizes.values())])
     layout = rules.shardings(specs, mesh)
     with jax.set_mesh(mesh):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import operator
+import os
 import re
 import types
 
@@ -68,6 +69,10 @@ def test_a_field_that_is_set_stays_and_limits_the_others():
     assert config.train.rows == 8 and config.train.row_length == 512 and "train.rows" not in text
     short, _ = settled(config_of(model__max_positions=600, sampling__max_tokens=400))
     assert short.inference.max_model_len == 600 and short.train.row_length == 640
+    few, _ = settled(
+        config_of(rl__prompts_per_step=2, rl__samples_per_prompt=8, mesh__context=2, sampling__max_tokens=60)
+    )
+    assert few.train.rows == 16 and few.train.row_length == 256  # no more rows than rollouts; a tile for each shard
     cpu, _ = settled(config_of(lora__rank=0), is_cpu=True, memory_gib=64)
     assert cpu.model.dtype == "float32" and cpu.train.rows == 8  # one for each device
 
@@ -77,6 +82,8 @@ def test_the_engines_weights_are_in_as_many_parts_as_the_memory_needs():
     config, text = settled(config_of("Qwen/Qwen3-8B"))
     assert config.inference.mesh.tensor == 4 and "inference.mesh.tensor = 4" in text
     assert float(re.search(r"about ([\d.]+) GiB", text)[1]) <= sizes.SHARE * 15.75
+    with pytest.raises(ValueError, match="needs about"):  # parts on a CPU are in one memory
+        settled(config_of("Qwen/Qwen3-8B"), is_cpu=True, memory_gib=31.25)
     more, _ = settled(config_of("Qwen/Qwen3-8B", inference__mesh__tensor=8))
     assert more.inference.mesh.tensor == 8 and settled(config_of())[0].inference.mesh.tensor == 1
 
@@ -150,6 +157,7 @@ def test_the_devices_of_this_process_are_those_of_the_config():
     c = base.get_config()
     place = sizes.present(c)
     assert (place.mesh.size, place.server_mesh.size, place.kind, place.is_cpu) == (8, 1, "cpu", True)
+    assert place.memory_bytes * 16 == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     c.train.rows = c.inference.num_slots = 0
     config, text = sizes.settled(c, lambda config: place, experiment.resolve)
     assert config.train.rows == 16 and config.inference.num_slots == 256 and "chosen for 8 x cpu with" in text
