@@ -372,7 +372,10 @@ def run(args: argparse.Namespace) -> int:
 def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, Measured]) -> dict:
     """Adds the measurements of one run to `measured`. Returns its policy for people to read: version, dtypes, and model."""
     folder = bucket.fetched(workdir, ("*.json", "*.key", "weights/*"))
-    exp, weights = load_experiment(folder), folder / "weights"
+    exp, weights = load_experiment(folder, args.code), folder / "weights"
+    config = config_dict.ConfigDict(exp.config)
+    config.env.name, config.env.options = envs.locate(config.env.name, config.env.options.to_dict(), args.code)
+    exp = dataclasses.replace(exp, config=config_dict.FrozenConfigDict(config))
     if args.rollouts < (least := 2 * exp.config.rl.samples_per_prompt):
         raise ValueError(f"--rollouts {args.rollouts} is less than two groups of {workdir}; give {least} or more")
     version = broadcast.latest(str(weights)) if args.version is None else args.version
@@ -434,11 +437,11 @@ def variant_rollouts(
     return roll_out(changed, params, version, groups, key)[:count]
 
 
-def load_experiment(workdir: str | os.PathLike, code: Sequence[str] | None = None) -> experiment_lib.Experiment:
+def load_experiment(workdir: str | os.PathLike, code: Sequence[str] = ()) -> experiment_lib.Experiment:
     """Returns the experiment of a run, from the config in its working directory, but for its own functions that only a learner needs.
 
-    Raises ValueError if config.json is missing, or if the environment's code or data differ from those of the run. `code`: the folders
-    that may have them; None: any.
+    Raises ValueError if config.json is missing, or if the environment's code or data, which come from the folders `code` alone, differ
+    from those of the run: its working directory may be a stranger's.
     """
     file = pathlib.Path(workdir) / "config.json"
     if not file.is_file():
@@ -461,6 +464,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, names = parser.add_argument, list(VARIANTS)
     add("--workdir", nargs="+", required=True, help="working directories of runs whose policies and tasks are used")
     add("--out", required=True, help="JSON file to write")
+    add("--code", nargs="+", default=[], metavar="FOLDER", help=envs.CODE_HELP)
     add("--version", type=int, help="version of the published weights (default: the newest of each run)")
     add("--rollouts", type=int, default=512, help="number of rollouts per variant")
     add("--sampler_dtype", choices=DTYPES, help="dtype of the samplers (default: that of the run)")

@@ -206,6 +206,7 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
         ('{"question": [{"role": "user"}], "result": "b"}', {}, "the prompt is .* or messages with role"),
         ('{"question": "a", "result": "b"}', {}, "x.jsonl has one prompt only, which is held out; add rows"),
         ('{"question": "a", "result": "b"}', {"held_out": "test"}, "has no split 'test' to hold out .* it has train"),
+        ('{"question": "a", "result": "b"}', {"held_out": "train"}, "has no split 'train' to hold out"),
         ("", {"reward": "nubmer"}, "reward 'nubmer' is unknown; did you mean 'number'?"),
         ("", {"reward": "regex"}, "reward 'regex' needs env.options.pattern"),
         ("", {"reward": "regex", "pattern": "("}, "pattern = '.' is not a regular expression: missing .*; correct it"),

@@ -359,13 +359,13 @@ def test_a_run_keeps_to_the_code_of_its_environment(tmp_path, monkeypatch):
     with run_directory.read_workdir(workdir, other):
         pass
     with pytest.raises(ValueError, match="has other code or data here .digest .* in a folder of --code"):
-        calibrate.load_experiment(str(workdir))
+        calibrate.load_experiment(str(workdir), [str(tmp_path)])
     saved = json.loads((workdir / "config.json").read_text())
     saved["config"]["env"].pop("digest")
     (workdir / "config.json").write_text(json.dumps(saved))
     with run_directory.open_workdir(workdir, other):
         pass
-    assert calibrate.load_experiment(str(workdir)).config.env.digest == other.config.env.digest
+    assert calibrate.load_experiment(str(workdir), [str(tmp_path)]).config.env.digest == other.config.env.digest
     with pytest.raises(ValueError, match="env.digest has no effect here; it follows from the code and data"):
         quickstart_with("env.digest=1")
 

@@ -177,6 +177,8 @@ def test_the_digest_sees_code_and_data_and_nothing_else(project, tmp_path):
     (project / "own_sums" / "__pycache__" / "x.pyc").touch()
     shutil.copytree(project, tmp_path / "elsewhere")  # another machine has other folders
     assert changed(tmp_path / "elsewhere", "own_apart.py") == first
+    ours = user_code.code_files(f"{__file__}:changed")
+    assert all(name.startswith("tests/") for name in ours)  # not the release, which they import
     (project / "path.py").write_text(ENV.format(extra=""))  # named like the option
     before = envs.digest(f"{project}/path.py:build", {"path": f"{project}/data/rows.jsonl"})
     (project / "path.py").write_text(ENV.format(extra="X = 1\n"))

@@ -334,6 +334,7 @@ def test_a_killed_restore_is_not_taken_for_the_run(tmp_path, monkeypatch):
     folder = bucket.local_folder(url)
     write(folder, "a", b"x")  # as long as the real one
     write(folder, ".lock", b"")
+    write(folder, "others/x", b"of an older state")
     with bucket.mirrored(url):
         assert {data for data, _ in files(folder).values()} == {b"", b"a", b"b", b"c"}
 
