@@ -121,6 +121,37 @@ def test_samples_without_a_score_are_left_out_of_a_group_with_enough_others(fail
     )
 
 
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_a_turn_is_compared_with_the_same_turn_of_others(share_prompts):
+    """Loops over an episode of two turns, one of one, and one whose second turn is a branch after a longer prompt."""
+    parts = [[1.0, 2.0], [4.0], [0.0, 5.0]]
+    streams = [  # (episode, branch, prompt, sampled, mask)
+        (0, 0, [5, 6], [20, 21, 22, 23], [1, 0, 1, 1]),
+        (1, 0, [5, 6], [24], [1]),
+        (2, 0, [5, 6], [25, 26], [1, 1]),
+        (2, 1, [5, 6, 7], [27], [1]),
+    ]
+    group, expected = [], {}
+    for g, branch, prompt, sampled, mask in streams:
+        rewards = {f"turn_{k + 1}": part for k, part in enumerate(parts[g])}
+        calls = np.array([[2, 3], [4, 6]] if g == 0 else [[len(prompt), len(prompt) + len(sampled)]], np.int32)
+        one = rollout(prompt, sampled, mask, sum(parts[g]))
+        group.append(
+            dataclasses.replace(one, rewards=rewards, sample=g, branch=branch, num_branches=1 + g // 2, calls=calls)
+        )
+        turns = [0, 0, 1, 1] if g == 0 else [branch] * len(sampled)
+        for token, turn in ((token, turn) for token, turn, on in zip(sampled, turns, mask, strict=True) if on):
+            left = [sum(own[turn:]) for own in parts if len(own) > turn]
+            expected[token] = (sum(parts[g][turn:]) - sum(left) / len(left)) * (0.5 if branch else 1.0)
+    rule = credit.Credit(credit="turn", branch_weight=0.5, share_prompts=share_prompts)
+    trees, _ = rule.assign([group])
+    assert len(trees) == (1 if share_prompts else 4)  # the longer prompt begins with that of the others
+    assert {token: advantage for _, token, _, advantage, _ in trained(trees)} == pytest.approx(expected)
+    assert rule.has_signal(group) and not rule.has_signal([dataclasses.replace(group[1], sample=g) for g in range(2)])
+    with pytest.raises(ValueError, match="no episode of the batch has a reward component 'turn_1'"):
+        rule.assign(GROUPS)
+
+
 def test_averages_are_taken_over_what_trains():
     """ "samples": each sample weighs N / (samples * length), without the flat groups."""
     trees, _ = credit.Credit("group_mean", average="samples").assign(GROUPS)
