@@ -116,10 +116,15 @@ def _read(path: str, scan_layers: bool) -> tuple[config_lib.ModelConfig, str]:
     if (version := broadcast.latest(weights)) is None:
         raise ValueError(f"{weights} has no policy yet; finish rl.sft, or give another checkpoint")
     metadata = broadcast.read_manifest(weights, version).metadata
-    if metadata["model"]["scan_layers"] != scan_layers:
+    try:
+        model, tokenizer = config_lib.ModelConfig(**metadata["model"]), str(metadata["tokenizer"])
+    except (KeyError, TypeError) as error:
+        found = f"version {version} in {weights} names no model and tokenizer ({error})"
+        raise ValueError(f"{found}; give the working directory of rl.sft or rl.train, or a checkpoint") from None
+    if model.scan_layers != scan_layers:
         found = f"{path} was published with model.scan_layers = {not scan_layers}"
         raise ValueError(f"{found}, and the config sets {scan_layers}; set model.scan_layers = {not scan_layers}")
-    return config_lib.ModelConfig(**metadata["model"]), metadata["tokenizer"]
+    return model, tokenizer
 
 
 def _shapes(model: config_lib.ModelConfig):

@@ -90,7 +90,7 @@ def test_a_field_that_contradicts_the_checkpoint_is_refused(given, model, words)
             '{"model_type": "mamba"}',
             "init_from: .*model_type 'mamba' in config.json is not supported; use one of llama, ",
         ),
-        ("[]", "init_from: .*contains a list, not an object"),
+        ("[]", "init_from: .*contains a list, not a dict"),
         ("{", "init_from: .*config.json"),
     ],
 )
@@ -112,6 +112,12 @@ def test_a_working_directory_stands_for_its_newest_policy_at_the_first_start(tmp
     (tmp_path / "weights").mkdir()
     with pytest.raises(ValueError, match="init_from: .*weights has no policy yet; finish rl.sft"):
         completed(tmp_path)
+    for number, metadata in enumerate(({}, {"model": {"num_layers": 1}, "tokenizer": "byte_chatml"})):
+        broadcast.publish({"w": np.ones(2, np.float32)}, 0, tmp_path / f"{number}/weights", metadata=metadata)
+        with pytest.raises(
+            ValueError, match="version 0 in .*weights names no model and tokenizer .*; give the working"
+        ):
+            completed(tmp_path / str(number))
     (own := tmp_path / "own").mkdir()
 
     def publish(seed, version):
