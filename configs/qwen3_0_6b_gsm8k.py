@@ -4,7 +4,7 @@
         --config.topology.relay_host=10.0.0.2 --config.topology.servers=http://10.0.1.2:8100 \
         --config.topology.control_servers=http://10.0.1.2:8101
 
-The checkpoint is Qwen/Qwen3-0.6B. Reward is 1 for the right number after "####", else 0 (rl/envs/gsm8k.py). Constants are
+The checkpoint is Qwen/Qwen3-0.6B. Reward is 1 for the right number after "####", else 0 (rl/envs/native/gsm8k.py). Constants are
 PRIME-RL's defaults with its rules of thumb for sizes: batches of at least 64 prompts' worth, groups of at least 8.
 
 Hardware: a learner on v5e:2x4 (8 chips, one host), and as much for an inference server. Estimate: 1.1 GiB of 15.75 per chip; a

@@ -27,7 +27,7 @@ from models import transformer
 from rl import envs
 from rl.batch import conversations, host_feed, packing
 from rl.data import batches, sources
-from rl.envs import environment
+from rl.envs.interface import environment
 from rl.experiment import experiment, initial
 from rl.experiment import workdir as run_directory
 from rl.learner import objective, optimizers, train_step

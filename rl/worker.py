@@ -40,8 +40,8 @@ from inference.server import metrics_routes, web
 from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
-from rl.envs import environment
-from rl.envs import scorer as scorer_lib
+from rl.envs.interface import environment
+from rl.envs.scoring import scorer as scorer_lib
 from rl.protocol import lease, registry, signed_session
 from sharding.system import cli, role_metrics, sign_in, signed_message, sockets, status_line
 from sharding.system import sandbox as sandbox_lib

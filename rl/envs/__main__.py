@@ -11,8 +11,8 @@ import sys
 
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
-from rl.envs import environment
-from rl.envs import scorer as scorer_lib
+from rl.envs.interface import environment
+from rl.envs.scoring import scorer as scorer_lib
 from sharding.system import cli
 from sharding.system import sandbox as sandbox_lib
 

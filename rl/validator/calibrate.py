@@ -39,7 +39,7 @@ from inference.swarm import sample as sample_lib
 from models import transformer
 from rl import envs, worker
 from rl.algorithms import advantages
-from rl.envs import scorer
+from rl.envs.scoring import scorer
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.protocol import task_schedule

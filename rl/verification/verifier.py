@@ -26,7 +26,8 @@ from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
 from rl import envs
-from rl.envs import environment, scorer
+from rl.envs.interface import environment
+from rl.envs.scoring import scorer
 from rl.protocol import task_schedule
 from rl.verification import checks, evidence_log, sequential_test
 from rl.verification import replay as replay_lib

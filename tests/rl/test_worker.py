@@ -730,7 +730,7 @@ def test_a_mistake_is_told_at_once(arguments, words, capsys):
 def test_other_code_than_that_of_the_run_is_refused_before_it_works(play, tmp_path, capsys):
     """It works on the same digest, under the name that the run has for the environment."""
     (tmp_path / "own_reverse.py").write_text(
-        "from rl.envs.reverse_text import build as shipped\n\n\ndef build(**options):\n    return shipped(**options)\n"
+        "from rl.envs.native.reverse_text import build as shipped\n\n\ndef build(**options):\n    return shipped(**options)\n"
     )
     file = f"{tmp_path}/own_reverse.py:build"
     env = {

@@ -386,7 +386,7 @@ def test_a_template_runs_in_a_sandbox_of_its_own():
 
 
 def test_no_jax():
-    code = "import sys, models.text.tokenizer, rl.envs.scorer, inference.client; assert 'jax' not in sys.modules, 'jax'"
+    code = "import sys, models.text.tokenizer, rl.envs.scoring.scorer, inference.client; assert 'jax' not in sys.modules, 'jax'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -348,7 +348,7 @@ def test_a_workdir_belongs_to_its_config_from_the_first_step_on(tmp_path):
 
 def test_a_run_keeps_to_the_code_of_its_environment(tmp_path, monkeypatch):
     """It goes on with no other code, and can still be looked at; a run of an earlier release has no digest."""
-    code = "from rl.envs import reverse_text\n\nbuild = reverse_text.build\n"
+    code = "from rl.envs.native import reverse_text\n\nbuild = reverse_text.build\n"
     (tmp_path / "own_task.py").write_text(code)
     own = {"env__name": f"{tmp_path}/own_task.py:build"}
     with run_directory.open_workdir(tmp_path / "w", resolved(**own)) as workdir:

@@ -15,7 +15,7 @@ import pytest
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
-from rl.envs import scorer
+from rl.envs.scoring import scorer
 from rl.experiment import workdir as run_directory
 from rl.ledger import balances, events
 from rl.validator import routes

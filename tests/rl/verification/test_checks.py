@@ -16,7 +16,7 @@ from inference.engine import sampler
 from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from rl.batch import router_replay
-from rl.envs import scorer
+from rl.envs.scoring import scorer
 from rl.protocol import task_schedule
 from rl.validator import status
 from rl.verification import checks, replay, seen_set, sequential_test, verifier

@@ -10,7 +10,7 @@
 import random
 import string
 
-from rl.envs import environment
+from rl.envs.interface import environment
 
 REWARDS = ("lcs", "position", "exact")
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rl import envs
-from rl.envs import gsm8k
+from rl.envs.native import gsm8k
 
 TRAIN = [("How many clips?", "48/2 = <<48/2=24>>24 in May.\n48+24 = <<48+24=72>>72.\n#### 72"), ("Cost?", "#### 1,080")]
 TEST = [("Left?", "16 - 3 = 13\n#### -13")]

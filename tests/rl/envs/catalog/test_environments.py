@@ -11,7 +11,8 @@ import time
 import pytest
 
 from rl import envs
-from rl.envs import environment, reasoning
+from rl.envs import environment
+from rl.envs.native import reasoning
 
 CHEAP = ("chain_sum", "gsm_symbolic", "acre", "propositional_logic", "graph_color")
 DIGEST = """
@@ -168,7 +169,8 @@ def test_refusals(name, options, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["os:system", "rl.envs.scorer:main", "reasoning_gym:os.system", "/tmp/x.py:f", "gsm8k:os.system", ""]
+    "name",
+    ["os:system", "rl.envs.scoring.scorer:main", "reasoning_gym:os.system", "/tmp/x.py:f", "gsm8k:os.system", ""],
 )
 def test_a_stranger_names_no_code(name):
     """A worker gets the name and the options from an orchestrator of strangers."""

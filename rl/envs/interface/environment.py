@@ -34,13 +34,13 @@ An environment is a function that returns an `Environment`; `env.name = "module:
 2. The model completes `task.messages`. Its reasoning is removed (`Tokenizer.scored_text`), the rest is the completion.
 3. `score(task, completion)` returns finite numbers by name. "reward" is maximized by training and required; the others are
    metrics. Every completion must get the same names. A completion may come from an adversary: scoring runs in a process
-   with limits (rl/envs/scorer.py), without network and files other than installed packages. The builder reads all data.
+   with limits (rl/envs/scoring/scorer.py), without network and files other than installed packages. The builder reads all data.
 4. An exception in `make_task` ends the run with one line. A completion for which `score` raises gets 0 in every number.
 
 Training and held-out tasks are separated by content: a prompt is held out if its hash is 0 modulo 16. So no prompt is in
 both, however the tasks are generated.
 
-Left out: environments of several turns.
+An environment of several turns, tools, or other models has a program `play` instead of `score` (rl/envs/interface/episode.py).
 '''
 
 import dataclasses
@@ -48,9 +48,13 @@ import difflib
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Set
 
+from rl.envs.interface import episode
 from rl.protocol import user_code
 
 SPLITS = ("train", "held_out")
+# "pure": the task and the completions; "replayed": also this machine's tools, such as a sandbox for code; "recorded": more than that,
+# such as a clock or the web, so that no validator can repeat it. trust.environments is the rule for strangers.
+KINDS = ("pure", "replayed", "recorded")
 HELD_OUT_ONE_IN = 16
 MAX_ATTEMPTS = 512  # all of them miss the held-out split by chance with (15/16)^512 = 5e-15
 
@@ -74,8 +78,12 @@ class Environment:
 
     name: str
     make_task: Callable[[int, str], Task]  # (index, split) -> task
-    score: Callable[[Task, str], dict[str, float]]  # (task, completion) -> {"reward": ..., further numbers}
+    score: Callable[[Task, str], dict[str, float]] | None = (
+        None  # (task, completion) -> {"reward": ..., further numbers}
+    )
     num_tasks: int = 0  # for training, each of them once per epoch; 0: as many as a run needs
+    play: episode.Program | None = None  # an episode of several calls of the model, instead of `score`
+    kind: str = "pure"  # one of KINDS: the needs of a validator that repeats an episode
 
 
 def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[[int], Task | None]) -> Task:
@@ -105,7 +113,15 @@ def stable_hash(text: str) -> int:
 
 
 def checked(env: Environment) -> Environment:
-    """Returns the environment with a `make_task` that checks its arguments and raises only ValueError, naming the task."""
+    """Returns the environment with a `make_task` that checks its arguments and raises only ValueError, naming the task.
+
+    Raises ValueError for an environment with both or neither of `score` and `play`, or an unknown kind.
+    """
+    if (env.score is None) == (env.play is None):
+        found = "neither score nor play" if env.score is None else "both score and play"
+        raise ValueError(f"environment {env.name} has {found}; give it one of them")
+    if env.kind not in KINDS:
+        raise ValueError(f"environment {env.name} has kind={env.kind!r}; use one of {', '.join(KINDS)}")
 
     def make_task(index: int, split: str) -> Task:
         if split not in SPLITS:

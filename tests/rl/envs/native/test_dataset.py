@@ -12,7 +12,9 @@ import pytest
 from configs import base
 from rl import envs
 from rl.data import sources
-from rl.envs import rewards, scorer
+from rl.envs.catalog import catalog
+from rl.envs.native import rewards
+from rl.envs.scoring import scorer
 from rl.experiment import experiment
 from rl.protocol import task_schedule
 
@@ -162,7 +164,7 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
     (tmp_path / "own_reward.py").write_text("def reward(completion, row):\n    return 1.0\n")
     write(tmp_path / "x.jsonl")
     options = {"path": str(tmp_path / "x.jsonl"), "reward": f"{tmp_path}/own_reward.py:reward"}
-    files = {path.name for path in envs._files_of(sys.modules["rl.envs.dataset"])}
+    files = {path.name for path in catalog._files_of(sys.modules["rl.envs.native.dataset"])}
     assert files == {"dataset.py", "environment.py", "rewards.py", "sources.py"}
     found = [envs.digest("dataset", options)]
     for name in ("x.jsonl", "own_reward.py"):

@@ -1,6 +1,6 @@
 """Scores completions in child processes with limits, because a completion may be hostile and make a checker run forever.
 
-1. `Scorer` starts `python -m rl.envs.scorer` on first use and keeps it. One exchange scores all completions of one task (a
+1. `Scorer` starts `python -m rl.envs.scoring.scorer` on first use and keeps it. One exchange scores all completions of one task (a
    group). If the child does not survive that, each completion gets an exchange of its own.
 2. The child makes the task again from its index. Before each completion it limits its CPU time: RLIMIT_CPU also ends a
    regular expression or a product of huge numbers, and does not blame a completion for a busy machine. Memory is limited,
@@ -26,8 +26,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from rl import envs
-from rl.envs import environment
+from rl.envs.catalog import catalog
+from rl.envs.interface import environment
 from rl.protocol import user_code
 from sharding.system import cli, limited_process
 
@@ -42,7 +42,7 @@ PATIENCE_S = 1.0  # how long to wait for a busy child before another is started
 MAX_KINDS = 16  # of errors that are reported
 MAX_NUMBERS, MAX_NAME = 63, 256  # limits of a rollout (inference/rollouts/rollout.py), less one number for "error"
 MAX_GROWTH_BYTES = 2**30  # of address space, from when the environment is loaded
-COMMAND = ("-m", "rl.envs.scorer")
+COMMAND = ("-m", "rl.envs.scoring.scorer")
 Child = limited_process.LimitedProcess
 Log = Callable[[str], None]
 
@@ -60,13 +60,13 @@ class Scorer:
     """Scores completions of one environment in child processes with limits on time and memory. Thread-safe.
 
     Args:
-      name, options, seed: as for `envs.load`.
+      name, options, seed: as for `catalog.load`.
       limit_s: whole CPU seconds for one completion; up to 1 s more may pass, because the system counts whole seconds.
       max_failures: completions of one group that may end their child; the rest of the group gets 0, too, which bounds the time.
       max_children: the maximum number of child processes.
       sandbox: whether children run without files and network: "auto" (as far as this machine can), "require", or "off".
       on_error: called with a line of text for the first completion of each kind that could not be scored.
-      digest: of the environment's code and data (`envs.digest`), without which no child starts; "": any.
+      digest: of the environment's code and data (`catalog.digest`), without which no child starts; "": any.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Scorer:
         self.limit_s, self._max_failures, self._on_error = limit_s, max_failures, on_error
         title, remedy = f"the scorer of environment {name}", "fix the environment or env.options"
         with contextlib.suppress(ValueError):  # which the child reports
-            name, options = envs.locate(name, options)  # a child has another current directory
+            name, options = catalog.locate(name, options)  # a child has another current directory
         config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s, "digest": digest}
         child = functools.partial(limited_process.LimitedProcess, COMMAND, config, title=title, remedy=remedy)
         self._children = [child(sandbox_mode=sandbox) for _ in range(max_children)]
@@ -220,14 +220,14 @@ def main(config_json: str) -> int:
 
     def load() -> None:
         name, options = config["name"], config["options"]
-        if config["digest"] and envs.digest(name, options) != config["digest"]:
+        if config["digest"] and catalog.digest(name, options) != config["digest"]:
             raise ValueError("its code or data has changed since the run began")
-        made.append(envs.load(name, seed=config["seed"], **options))
+        made.append(catalog.load(name, seed=config["seed"], **options))
 
     return limited_process.serve(
         config,
         load=load,
-        rehearse=lambda: made[0].score(make_task(0, "train"), ""),
+        rehearse=lambda: _score_of(made[0])(make_task(0, "train"), ""),
         answer=answer,
         max_growth_bytes=MAX_GROWTH_BYTES,
         patience_s=2 * CLOCK_FACTOR * config["limit_s"],
@@ -235,13 +235,19 @@ def main(config_json: str) -> int:
     )
 
 
+def _score_of(env: environment.Environment) -> Callable[[environment.Task, str], dict[str, float]]:
+    if env.score is None:
+        raise ValueError(f"environment {env.name} has episodes of several calls, which rl/envs/host runs")
+    return env.score
+
+
 def _score(env: environment.Environment, task: environment.Task, completions: list[str], limit_s: int) -> list:
     """Scores completions in this process. Returns (scores, CPU seconds, "") of each, or (None, CPU seconds, error) if `score` raised."""
-    out, begun_s = [], time.process_time()
+    score, out, begun_s = _score_of(env), [], time.process_time()
     for completion in completions:
         limited_process.limit_cpu(math.ceil(begun_s + limit_s))
         try:
-            scores, error = _numbers(env.score(task, completion)), ""
+            scores, error = _numbers(score(task, completion)), ""
         except MemoryError:
             raise
         except Exception as raised:  # an environment's own code may raise anything

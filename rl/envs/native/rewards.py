@@ -1,4 +1,4 @@
-"""Rewards of a completion by the answer of a dataset's row: `make("number")` returns a function for `rl/envs/dataset.py`.
+"""Rewards of a completion by the answer of a dataset's row: `make("number")` returns a function for `rl/envs/native/dataset.py`.
 
 | name | 1 if |
 |---|---|
@@ -10,7 +10,7 @@
 
 A completion is untrusted text, and a policy learns to use every weakness: `number` and `math` take one guess, the last.
 math-verify limits its time by a signal of its own, which needs the main thread and disturbs others. It runs without:
-rl/envs/scorer.py ends a process that computes for too long.
+rl/envs/scoring/scorer.py ends a process that computes for too long.
 """
 
 import decimal
@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl.envs import environment
+from rl.envs.interface import environment
 from rl.protocol import user_code
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]  # (completion, answer, row)

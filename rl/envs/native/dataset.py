@@ -3,7 +3,7 @@
 1. Each row is a task. Field `prompt` has the user's message, or a list of messages; field `answer` has the answer, and `solution`, if
    there is such a field, a whole completion to imitate in a warm-up.
 2. Held-out tasks are those of the split `validation`, else `test`. Without one, a row is held out by the hash of its prompt, 1 in 16.
-3. rl/envs/rewards.py scores a completion by the answer.
+3. rl/envs/native/rewards.py scores a completion by the answer.
 
 All rows are looked at when the environment is built, so that a malformed one ends a run before it begins.
 """
@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl.data import sources
-from rl.envs import environment, rewards
+from rl.envs.interface import environment
+from rl.envs.native import rewards
 
 MAX_CHARS = 65536  # a longer completion scores as an empty one
 

@@ -13,7 +13,7 @@ import json
 import pathlib
 import re
 
-from rl.envs import environment
+from rl.envs.interface import environment
 
 INSTRUCTION = "Solve the problem step by step. End with a line '#### ' followed by the final number."
 MAX_CHARS = 65536  # a longer completion scores 0; honest solutions are far shorter

@@ -10,7 +10,7 @@
 A completion is untrusted text. Several checkers run Python's eval on it (sympy's parse_expr does, too). They get a GUARD, which
 allows only expressions that cannot do harm. REFUSED lists, with reasons, checkers that need more than that, datasets that are
 not a function of their seed, and checkers that accept completions made without reading the question. Checkers were not written
-against adversaries, so rl/envs/scorer.py runs them with limits.
+against adversaries, so rl/envs/scoring/scorer.py runs them with limits.
 """
 
 import ast
@@ -21,7 +21,7 @@ import pathlib
 import re
 from collections.abc import Callable
 
-from rl.envs import environment
+from rl.envs.interface import environment
 
 INSTRUCTION = "Reply with the final answer only, in the form that the question asks for."
 SIZE = 2**20

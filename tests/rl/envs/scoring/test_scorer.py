@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from rl import envs
-from rl.envs import environment, scorer
+from rl.envs.interface import environment
+from rl.envs.scoring import scorer
 from sharding.system import limited_process
 
 ENDLESS = ("regex", pytest.param("loop", marks=pytest.mark.slow), pytest.param("power", marks=pytest.mark.slow))
@@ -124,7 +125,7 @@ def sandbox():
 @pytest.fixture
 def orders(monkeypatch, tmp_path, sandbox):
     """Scores completions of one task by orders."""
-    monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs import test_scorer; test_scorer.child()"))
+    monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs.scoring import test_scorer; test_scorer.child()"))
     REPORTED.clear()
     options = {"marks": str(tmp_path)}
     made = scorer.Scorer("orders", options, 0, limit_s=1, sandbox=sandbox, on_error=REPORTED.append)
@@ -177,7 +178,7 @@ def test_a_malformed_or_missing_reply_costs_itself_alone(orders, monkeypatch, re
 
 @pytest.mark.slow
 def test_a_child_that_waits_ends_without_a_parent(monkeypatch):
-    code = "from tests.rl.envs import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
+    code = "from tests.rl.envs.scoring import test_scorer as t; t.scorer.CLOCK_FACTOR = 1; t.child()"
     monkeypatch.setattr(scorer, "COMMAND", ("-c", code))
     config = {"name": "orders", "options": {}, "seed": 0, "limit_s": 1}
     waiting = scorer.Child(scorer.COMMAND, config, title="", remedy="")
@@ -294,7 +295,7 @@ def test_an_environment_that_cannot_be_loaded():
 
 def test_a_busy_child_gets_help(monkeypatch, tmp_path):
     """While one completion computes, others are scored; no child is started for short calls."""
-    monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs import test_scorer; test_scorer.child()"))
+    monkeypatch.setattr(scorer, "COMMAND", ("-c", "from tests.rl.envs.scoring import test_scorer; test_scorer.child()"))
     made = scorer.Scorer("orders", {"marks": str(tmp_path)}, 0, limit_s=1, max_children=2)
     task = build().make_task(7, "train")
     (pid,) = worth(made.score(task, ["pid"]))
@@ -316,7 +317,7 @@ def test_a_busy_child_gets_help(monkeypatch, tmp_path):
 
 
 def test_the_child_ends_with_its_parent():
-    code = "from rl.envs import scorer; s = scorer.Scorer('reverse_text', {}, 0, limit_s=1)\n"
+    code = "from rl.envs.scoring import scorer; s = scorer.Scorer('reverse_text', {}, 0, limit_s=1)\n"
     code += "from rl import envs; s.score(envs.load('reverse_text').make_task(0, 'train'), ['x'])\n"
     code += "import os; print(s._children[0].process.pid, flush=True); os.kill(os.getpid(), 9)"
     out = subprocess.run([sys.executable, "-c", code], cwd=limited_process.ROOT, capture_output=True, text=True).stdout
@@ -404,9 +405,7 @@ def test_a_machine_without_a_sandbox_is_refused_or_named(monkeypatch, capfd):
         scorer.Scorer("reverse_text", {}, 0, limit_s=1, sandbox="require")
     with pytest.raises(ValueError, match="trust.sandbox = 'on' is not a mode; use one of auto, require, off"):
         scorer.Scorer("reverse_text", {}, 0, limit_s=1, sandbox="on")
-    lacks = (
-        "import rl.envs.scorer as s; s.limited_process.sandbox.missing = lambda: ['no Landlock']; s.main(s.sys.argv[1])"
-    )
+    lacks = "import rl.envs.scoring.scorer as s; s.limited_process.sandbox.missing = lambda: ['no Landlock']; s.main(s.sys.argv[1])"
     monkeypatch.setattr(scorer, "COMMAND", ("-c", lacks))
     for _ in range(2):
         scorer.Scorer("reverse_text", {}, 0, limit_s=1).score(envs.load("reverse_text").make_task(0, "train"), ["x"])

@@ -1,0 +1,154 @@
+"""Environments by name: `load("reverse_text", max_length=5)` returns an `environment.Environment`.
+
+A name is a key of ENVS, an entry point of the group "intellax.environments" of an installed package, or a function of the user:
+"module:function", "path/to/file.py:function". rl/envs/interface/environment.py explains how to write one, with an example. Nothing in this
+folder imports jax, so a rollout worker starts in about a second.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import pathlib
+import sys
+import types
+from collections.abc import Callable
+from importlib import metadata
+
+from rl.data import sources
+from rl.envs.interface import environment
+from rl.envs.native import dataset, gsm8k, reasoning, reverse_text
+from rl.protocol import user_code
+
+# {name: function that builds the environment}. The builder's keyword arguments are the options `env.options` of a config.
+# A builder with a positional argument gets the text after a colon: "reasoning_gym:chain_sum" calls build("chain_sum").
+ENVS: dict[str, Callable[..., environment.Environment]] = {
+    "reverse_text": reverse_text.build,
+    "gsm8k": gsm8k.build,
+    "dataset": dataset.build,
+    "reasoning_gym": reasoning.build,
+}
+# {name: function from `path` to the {name: file} that its environment reads}; of other environments, all files count.
+FILES = {"dataset": sources.files, "gsm8k": gsm8k.files}
+OURS = ("rl.envs.", "rl.data.")  # modules that a digest covers
+GROUP = "intellax.environments"  # of entry points
+CODE_HELP = "folders with the run's own environment and its data; nothing of them is loaded from elsewhere"
+
+
+def load(name: str, **options) -> environment.Environment:
+    """Builds the environment `name` (the module docstring has the forms), with `options` as keyword arguments of its builder.
+
+    Raises ValueError for a name or an option that does not exist, for code that fails, and for options that the builder rejects.
+    """
+    kind, _, variant = name.partition(":")
+    is_ours = kind in ENVS
+    build = ENVS[kind] if is_ours else user_code.load(locate(name, {})[0])
+    parameters = inspect.signature(build).parameters.values()
+    takes_variant = is_ours and any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    if is_ours and variant and not takes_variant:
+        raise ValueError(f"environment {name!r}: {kind} has no variants; write {kind!r}")
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        known = [parameter.name for parameter in parameters if parameter.name != "seed"]
+        environment.check_options(f"environment {kind if is_ours else name}", options.keys() - {"seed"}, known)
+        if not is_ours and "seed" not in inspect.signature(build).parameters:
+            options.pop("seed", None)
+    if is_ours:
+        return environment.checked(build(*[variant] * takes_variant, **options))
+    try:
+        made = build(**options)
+    except Exception as error:  # foreign code may raise anything
+        raise ValueError(f"environment {name} cannot be built: {user_code.describe(error)}; correct it") from error
+    if not isinstance(made, environment.Environment):
+        raise ValueError(f"environment {name} is {type(made).__name__}; return a rl.envs.environment.Environment")
+    return environment.checked(dataclasses.replace(made, name=name))
+
+
+def locate(name: str, options: dict, folders: user_code.Folders = None) -> tuple[str, dict]:
+    """Returns name and options with absolute paths for code and data, as `load` takes them in any process of this machine.
+
+    Options named `path`, or with that ending, are data. With `folders`, code and data of the user come from there only: the names
+    of a stranger's run must not choose files of this machine. Installed entry points are free. Raises ValueError if a file is missing.
+    """
+    kind, located = name.partition(":")[0], name
+    if kind not in ENVS:
+        entries = [*metadata.entry_points(group=GROUP, name=name)]
+        if not entries and not user_code.is_name(name):
+            known = [*ENVS, *(entry.name for entry in metadata.entry_points(group=GROUP))]
+            hint, own = environment.did_you_mean(kind, known), "or write module:function for your own"
+            raise ValueError(f"environment {name!r} does not exist; {hint}choose one of {', '.join(known)}, {own}")
+        located = user_code.locate(entries[0].value) if entries else _located("env.name", name, folders)
+    found = dict(options)
+    for option, path in _paths(options).items():
+        try:
+            found[option] = str(user_code.find(path, folders))
+        except ValueError as error:  # `load` reports it, too
+            if folders is not None:
+                raise ValueError(f"env.options.{option} = {error}") from None
+    if reward := _reward(kind, options):
+        found["reward"] = _located("env.options.reward", reward, folders)
+    return located, found
+
+
+def digest(name: str, options: dict) -> str:
+    """Returns the SHA-256 (hex) over the code and data of an environment with located name and options, by which processes agree on it."""
+    kind = name.partition(":")[0]
+    if kind in ENVS:
+        files = [(file.name, file) for file in sorted(_files_of(sys.modules[ENVS[kind].__module__]))]
+    else:
+        files = [*user_code.code_files(name).items()]
+    if reward := _reward(kind, options):
+        files += user_code.code_files(reward).items()
+    packages, version = {"reasoning_gym": "reasoning-gym"}, ""
+    if options.get("reward") == "math":
+        packages["dataset"] = "math-verify"
+    if package := packages.get(kind):  # its version decides tasks or rewards
+        with contextlib.suppress(metadata.PackageNotFoundError):  # `load` reports it
+            version = f"{package} {metadata.version(package)}"
+    data = FILES.get(kind, user_code.files_in)
+    for option, path in _paths(options).items():
+        files += [(f"{option}/{name}", file) for name, file in data(pathlib.Path(path)).items()]
+    return user_code.digest(files, version)
+
+
+def check_digest(name: str, found: str, expected: str) -> None:
+    """Raises ValueError if the code and data of an environment here (`found`) are not those of its run (`expected`)."""
+    if found != expected:
+        digests = f"(digest {found[:16]}) than in the run ({expected[:16]})"
+        remedy = "get the run's release of Intellax, and its code and data in a folder of --code"
+        raise ValueError(f"environment {name} has other code or data here {digests}; {remedy}")
+
+
+def folders(name: str, options: dict) -> list[str]:
+    """Returns the folders that another process of this machine must be allowed to read (`locate`) for a located name and options."""
+    kind = name.partition(":")[0]
+    code = [name if kind not in ENVS else "", _reward(kind, options)]
+    own = [folder for each in filter(None, code) for folder in user_code.folders_of(each)]
+    return [*dict.fromkeys([*own, *(str(pathlib.Path(path).parent) for path in _paths(options).values())])]
+
+
+def _located(field: str, name: str, folders: user_code.Folders) -> str:
+    try:
+        return user_code.locate(name, folders)
+    except ValueError as error:
+        raise ValueError(f"{field} = {name!r}: {error}") from None
+
+
+def _reward(kind: str, options: dict) -> str:
+    """Returns the name of the user's function that scores a dataset, or ""."""
+    reward = str(options.get("reward", "")) if kind == "dataset" else ""
+    return reward if user_code.is_name(reward) else ""
+
+
+def _paths(options: dict) -> dict[str, str]:
+    names = [name for name in options if name == "path" or name.endswith("_path")]
+    return {name: options[name] for name in names if isinstance(options[name], str) and options[name]}
+
+
+def _files_of(module: types.ModuleType) -> set[pathlib.Path]:
+    """Returns the files of a module and of those in OURS that it imports."""
+    found, todo = set(), [module]
+    while todo:
+        one = todo.pop()
+        if (file := pathlib.Path(str(one.__file__))) not in found:
+            found.add(file)
+            todo += [x for x in vars(one).values() if inspect.ismodule(x) and x.__name__.startswith(OURS)]
+    return found
