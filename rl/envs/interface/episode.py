@@ -48,8 +48,8 @@ class Reply:
 class BudgetSpent(Exception):
     """Raised by `Model.chat` if the prompt leaves no room for a token, or the episode has no call or token left.
 
-    It depends on the tokens of the episode alone, so that a replay raises it at the same call. A program may catch it and score what
-    there is; `conversation` does.
+    It depends on the tokens of the episode alone, so that a replay raises it at the same call. A program may catch it and score
+    the episode so far; `conversation` does.
     """
 
 
