@@ -88,6 +88,7 @@ def conversation(
     tools: Sequence[tools_lib.Tool] = (),
     initial_state: Callable[[Any], Any] | None = None,
     max_turns: int = 8,
+    limits: tools_lib.Limits = tools_lib.DEFAULT_LIMITS,
 ) -> Program:
     """Returns the program of an environment that answers each turn of the model.
 
@@ -99,11 +100,16 @@ def conversation(
       initial_state: (task) -> anything that `reply`, `score`, and tools with a parameter `state` may change during the episode. If it
         has a method `close`, this is called at the end.
       max_turns: messages of the model after which the episode ends.
+      limits: of tool calls.
+
+    Raises ValueError for two tools of one name.
     """
-    schemas = [tool.schema for tool in tools]
+    schemas, names = [tool.schema for tool in tools], [tool.name for tool in tools]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"several tools have the name {min(twice)!r}; rename all but one")
 
     async def play(task, model: Model) -> dict[str, float]:
-        messages, state = [*task.messages], initial_state(task) if initial_state else None
+        messages, state, num_calls = [*task.messages], initial_state(task) if initial_state else None, 0
         try:
             for _ in range(max_turns):
                 try:
@@ -113,7 +119,8 @@ def conversation(
                 messages.append(answer.message)
                 calls = answer.message.get("tool_calls")
                 if calls and tools:
-                    messages += await tools_lib.results(tools, calls, state)
+                    messages += await tools_lib.results(tools, calls, state, limits, num_calls)
+                    num_calls += len(calls)
                     continue
                 more = reply(task, messages, state) if reply else None
                 if more is None:
