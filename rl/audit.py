@@ -29,7 +29,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import run_history, run_rules
-from rl.protocol import check_rate, task_schedule
+from rl.protocol import check_rate, noise_seed, task_schedule
 from rl.protocol import verdict as verdict_lib
 from rl.reporting import metrics
 from sharding import bucket
@@ -241,7 +241,7 @@ def _seed_error(group: task_schedule.Group | None, rollout: rollout_lib.Rollout)
     expected = rollout.seed
     if group:
         prompt = rollout.tokens[: rollout.prompt_length]
-        expected = task_schedule.stream_seed(group.seed, rollout.sample, rollout.branch, prompt)
+        expected = noise_seed.stream_seed(group.seed, rollout.sample, rollout.branch, prompt)
     found = f"{expected} is prescribed for sample {rollout.sample}, got {rollout.seed}"
     return None if rollout.seed == expected else found
 

@@ -3,21 +3,19 @@
 1. The task index of group g is element g of grain's index shuffle, which has random access and no state. The position of a run
    in it is therefore its step: groups (n - 1) P .. n P - 1 are of step n. They are batch n, unless the config lets a batch have others
    (`is_fixed`): then the step is only a part of a group's name.
-2. Sample i of a group uses the group's `sampling_seed` plus i; a further branch of its episode uses a hash of its prompt. A worker can
+2. Sample i of a group uses the group's seed (rl/protocol/noise_seed.py) plus i; a further branch of its episode uses a hash of its prompt. A worker can
    choose neither task nor seed, so it cannot resample until it likes a completion.
 """
 
 import dataclasses
-import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import cast
 
 import grain
-import numpy as np
 
-from rl.protocol import lease
+from rl.protocol import lease, noise_seed
 
 NUM_TASKS = 2**30  # of an environment without a number of tasks (env.num_tasks): more than any run needs
 BATCHES = ("prescribed", "first")  # values of rl.batch
@@ -44,21 +42,6 @@ class Group:
         return self.split, self.step, self.group
 
 
-def sampling_seed(seed: int, split: str, step: int, group: int) -> int:
-    """Returns the seed of the noise of a group's sample 0: a uint32 from SHA-256, so that groups share noise only by chance."""
-    text = f"intellax/sampling/{seed}/{split}/{step}/{group}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
-
-
-def stream_seed(seed: int, sample: int, branch: int, prompt: Sequence[int] | np.ndarray) -> int:
-    """Returns the seed of the noise of a branch of sample `sample` of the group with `seed`; `prompt` is that of its first call."""
-    if branch == 0:
-        return (seed + sample) % 2**32
-    content = hashlib.sha256(np.asarray(prompt, "<i4").tobytes()).hexdigest()
-    digest = hashlib.sha256(f"intellax/stream/{seed}/{sample}/{content}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")
-
-
 def train_groups(config, step: int) -> list[Group]:
     """Returns the groups (one per prompt) that make up training batch `step` (1-based) of a run with this resolved config."""
     P = config.rl.prompts_per_step
@@ -66,7 +49,7 @@ def train_groups(config, step: int) -> list[Group]:
     oldest = max(0, step - 1 - config.rl.max_lag) if is_fixed(config.rl) else 0
     rules = (config.rl.samples_per_prompt, config.sampling.temperature, oldest)
     return [
-        Group(step, group, "train", index, sampling_seed(config.seed, "train", step, group), *rules)
+        Group(step, group, "train", index, noise_seed.sampling_seed(config.seed, "train", step, group), *rules)
         for group, index in zip(groups, _task_indices(config, groups), strict=True)
     ]
 
@@ -132,7 +115,7 @@ def held_out_groups(config, version: int, name: str | None = None) -> list[Group
         for one in evaluation_sets(config)
         if name in (None, one.name)
         for number in range(one.first, one.first + one.num_tasks)
-        for seed in [sampling_seed(config.seed, "held_out", 0, number)]
+        for seed in [noise_seed.sampling_seed(config.seed, "held_out", 0, number)]
     ]
 
 

@@ -22,7 +22,7 @@ from inference.engine import sampler
 from inference.proofs import toploc
 from inference.rollouts import attestation
 from inference.rollouts import rollout as rollout_lib
-from rl.protocol import task_schedule
+from rl.protocol import noise_seed, task_schedule
 from rl.verification import replay, seen_set, sequential_test
 from rl.verification import rules as rules_lib
 
@@ -130,7 +130,7 @@ def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     if not 0 <= rollout.sample < group.num_samples:
         return Verdict("samples", f"expected one of 0..{group.num_samples - 1}, got {rollout.sample}")
     prompt = rollout.tokens[: rollout.prompt_length]
-    seed = task_schedule.stream_seed(group.seed, rollout.sample, rollout.branch, prompt)
+    seed = noise_seed.stream_seed(group.seed, rollout.sample, rollout.branch, prompt)
     if rollout.seed != seed:
         return Verdict("seed", f"expected {seed} for sample {rollout.sample}, got {rollout.seed}")
     detail = f"expected {group.temperature}, got {rollout.temperature}"

@@ -33,7 +33,7 @@ from rl.orchestrator import shared, submissions
 from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import lease as lease_lib
-from rl.protocol import task_schedule, timeline
+from rl.protocol import noise_seed, task_schedule, timeline
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, signed_message
@@ -231,8 +231,8 @@ def test_held_out_groups_are_the_same_at_every_evaluation():
         assert (a.index, a.seed, a.temperature, a.num_samples) == (b.index, b.seed, b.temperature, b.num_samples)
     assert [g.index for g in early] == [0, 1] and early[0].temperature == 0.0
     assert {(g.step, g.min_version, g.split) for g in late} == {(7, 7, "held_out")}
-    assert early[0].seed == task_schedule.sampling_seed(0, "held_out", 0, 0)
-    assert early[0].seed not in [task_schedule.sampling_seed(*x, 0, 0) for x in ((0, "train"), (1, "held_out"))]
+    assert early[0].seed == noise_seed.sampling_seed(0, "held_out", 0, 0)
+    assert early[0].seed not in [noise_seed.sampling_seed(*x, 0, 0) for x in ((0, "train"), (1, "held_out"))]
 
 
 def test_evaluation_sets_have_the_same_first_tasks_with_other_seeds():

@@ -1,0 +1,166 @@
+"""A session keeps sampled tokens as they are: streams, seeds, budgets, and recorded calls, on conversations drawn at random."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from rl.envs.interface import episode
+from rl.protocol import noise_seed
+from tests.support import episodes
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+USER = {"role": "user", "content": "go"}
+
+
+def drawn(number):
+    """Returns a program of up to six turns with tools, errors, dropped and stripped messages, and judges."""
+
+    async def play(model):
+        rng = random.Random(number)
+        tools = TOOLS if rng.random() < 0.6 else []
+        messages = [{"role": "system", "content": "be good"}] * rng.randint(0, 1) + [
+            {"role": "user", "content": f"q{number}"}
+        ]
+        for turn in range(rng.randint(1, 6)):
+            try:
+                reply = await model.chat(messages, tools=tools, max_tokens=rng.choice([None, 8]))
+            except episode.BudgetSpent:
+                return
+            message = dict(reply.message)
+            if rng.random() < 0.3:
+                message.pop("reasoning_content", None)
+            messages.append(message)
+            calls = message.get("tool_calls") or []
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": f"{turn}"} for call in calls]
+            if not calls or rng.random() < 0.3:
+                messages.append({"role": "user", "content": rng.choice(["more", "<|im_start|>", "é" * 9])})
+            if rng.random() < 0.15:  # history is rewritten
+                messages = [messages[0], {"role": "user", "content": "summary"}]
+            if rng.random() < 0.2:
+                judged = [{"role": "user", "content": "good?"}]
+                await asyncio.gather(*(model.chat(judged, number=i, trains=False) for i in range(3)))
+
+    return play
+
+
+@pytest.mark.parametrize("thinking", ["keep", "strip"])
+def test_trained_tokens_are_the_sampled_ones_each_once(thinking):
+    num_extended = num_branches = 0
+    for number in range(500):
+        backend = episodes.Backend()
+        session = episodes.session(backend, number=number, limits={"max_model_len": 1200}, thinking=thinking)
+        asyncio.run(drawn(number)(session))
+        found = [
+            (stream.tokens[: turn.start].tolist(), stream.tokens[turn.start : turn.end].tolist())
+            for stream in session.streams
+            for turn in stream.turns
+        ]
+        assert sorted(found) == sorted((call.prompt, tokens) for call, tokens in backend.calls)
+        assert len(found) == session.num_calls
+        for at, stream in enumerate(session.streams):
+            first = stream.tokens[: stream.turns[0].start]
+            assert stream.seed == noise_seed.stream_seed(7, number, at, first, stream.number)
+            used = [
+                call.seed
+                for call, _ in backend.calls
+                for turn in stream.turns
+                if call.prompt == stream.tokens[: turn.start].tolist()
+                and call.number == (stream.number if turn is stream.turns[0] else 0)
+            ]
+            assert {*used} == {stream.seed}
+        num_extended += sum(len(stream.turns) - 1 for stream in session.streams)
+        num_branches += len(session.streams) - 1
+    assert num_extended > 200 and num_branches > 200
+
+
+def test_a_reply_without_its_reasoning_is_continued_or_stripped():
+    for thinking, num_streams in (("keep", 1), ("strip", 2)):
+        backend = episodes.Backend(texts=["<think>so</think>yes"])
+        session = episodes.session(backend, thinking=thinking)
+
+        async def play(session=session):
+            reply = await session.chat([USER])
+            assert reply.message["reasoning_content"] == "so" and reply.text == "yes"
+            await session.chat([USER, reply.message, USER])
+
+        asyncio.run(play())
+        assert len(session.streams) == num_streams
+        text = episodes.TOKENIZER.decode(session.streams[-1].tokens.tolist(), skip_special=False)
+        assert text.count("<think>so</think>") == (2 if thinking == "keep" else 1)
+
+
+def test_a_known_prompt_gets_the_recorded_reply_and_a_number_another():
+    backend = episodes.Backend()
+    session = episodes.session(backend)
+
+    async def play():
+        same = await asyncio.gather(*(session.chat([USER]) for _ in range(3)))
+        others = [await session.chat([USER], number=number) for number in (1, 2)]
+        return same, others, await session.chat([USER], number=2)
+
+    same, others, again = asyncio.run(play())
+    assert same[0].message == same[1].message == same[2].message and again.message == others[1].message
+    assert len(backend.calls) == session.num_calls == len(session.streams) == 3
+    assert len({stream.seed for stream in session.streams}) == 3 and session.streams[0].seed == 7
+    assert not session.overlapped
+
+
+def test_budgets_depend_on_tokens_alone():
+    async def count(**limits):
+        backend = episodes.Backend(texts=["12345"])
+        session = episodes.session(backend, limits=limits)
+        messages, calls = [USER], 0
+        with pytest.raises(episode.BudgetSpent):
+            while True:
+                messages += [(await session.chat(messages)).message, USER]
+                calls += 1
+        assert calls == session.num_calls == len(backend.calls)
+        return calls
+
+    assert asyncio.run(count(max_calls=3)) == 3
+    assert asyncio.run(count(max_episode_tokens=13)) == 3  # 6 tokens each: the third begins after 12
+    # A turn takes 6 sampled tokens and those of the template; the prompt must leave one free.
+    assert asyncio.run(count(max_model_len=40)) == 1
+
+
+def test_a_call_that_failed_can_be_repeated():
+    backend, answers = episodes.Backend(), []
+
+    async def flaky(call):
+        answers.append(call)
+        if len(answers) == 1:
+            raise ConnectionError("gone")
+        return await episodes.Backend.__call__(backend, call)
+
+    session = episodes.session(backend)
+    session._backend = flaky
+
+    async def play():
+        with pytest.raises(ConnectionError):
+            await session.chat([USER])
+        assert session.num_calls == 0 and not session.streams
+        await session.chat([USER])
+
+    asyncio.run(play())
+    assert answers[0] == answers[1] and session.streams[0].seed == 7
+
+
+def test_a_later_call_asks_for_versions_no_older_than_those_before():
+    backend = episodes.Backend(version=5)
+    session = episodes.session(backend)
+
+    async def play():
+        reply = await session.chat([USER])
+        await session.chat([USER, reply.message, USER])
+
+    asyncio.run(play())
+    (first, _), (second, _) = backend.calls
+    assert (first.oldest_version, first.epoch) == (0, -1) and (second.oldest_version, second.epoch) == (5, 0)
+    assert np.array_equal(second.prompt[: len(first.prompt)], first.prompt)
+
+
+def test_an_unknown_rule_for_reasoning_is_refused():
+    with pytest.raises(ValueError, match="env.thinking = 'drop' is unknown; choose one of keep, strip"):
+        episodes.session(episodes.Backend(), thinking="drop")

@@ -1,0 +1,52 @@
+"""Backends and programs of episodes for tests: completions that need no model, and conversations drawn at random."""
+
+import dataclasses
+import hashlib
+import json
+import random
+
+import numpy as np
+
+from inference.swarm import sample as sample_lib
+from models.text import tokenizer as tokenizer_lib
+from rl.envs.recording import session as session_lib
+
+TOKENIZER = tokenizer_lib.byte_chatml()
+LIMITS = session_lib.Limits(max_tokens=48, max_model_len=4096, max_calls=64)
+
+
+class Backend:
+    """Completes prompts at random, as a function of prompt and seed: text, reasoning, tool calls, cut ones, and bytes that are no text."""
+
+    def __init__(self, tokenizer=TOKENIZER, *, texts=None, version=3):
+        self.tokenizer, self.calls, self.texts, self.version = tokenizer, [], texts, version
+
+    async def __call__(self, call):
+        content = hashlib.sha256(np.asarray(call.prompt, "<i4").tobytes()).hexdigest()
+        rng = random.Random(f"{content}/{call.seed}")
+        tokens = self._tokens(rng)[: call.max_tokens]
+        self.calls.append((call, tokens))
+        return sample(tokens, self.tokenizer, version=max(self.version, call.oldest_version))
+
+    def _tokens(self, rng):
+        if self.texts is not None:
+            return [*self.tokenizer.encode(rng.choice(self.texts)), self.tokenizer.eos_id]
+        name, argument = rng.choice(["add", "look", "none"]), rng.choice([1, "x", None])
+        call = "<tool_call>\n" + json.dumps({"name": name, "arguments": {"a": argument}}) + "\n</tool_call>"
+        text = rng.choice(["<think>so</think>", "<think>cut", ""]) + rng.choice(["yes", "né", "", "a <|im_end|>"])
+        tokens = self.tokenizer.encode(text + rng.choice(["", call, call * 2, "<tool_call>{"]))
+        tokens += [rng.randrange(256) for _ in range(rng.choice([0, 0, 3]))]
+        is_cut = rng.random() < 0.3
+        return tokens[: rng.randint(1, 40)] or [65] if is_cut else [*tokens, self.tokenizer.eos_id]
+
+
+def sample(tokens, tokenizer=TOKENIZER, *, version=0):
+    """Returns a completion with these tokens, as an inference server sends it."""
+    ending = "stop" if tokens[-1] in tokenizer.stop_ids else "length"
+    return sample_lib.Sample(list(tokens), [-0.5] * len(tokens), [version] * len(tokens), version, ending, b"")
+
+
+def session(backend, *, seed=7, number=0, limits=None, **options):
+    """Returns a session of sample `number` with `limits` as changes of LIMITS."""
+    limits = dataclasses.replace(LIMITS, **(limits or {}))
+    return session_lib.Session(backend.tokenizer, backend, limits, seed=seed, sample=number, **options)
