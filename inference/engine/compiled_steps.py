@@ -29,6 +29,7 @@ def prefill(model, routed, params, tokens_PT, length_P):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
+@transformer.precise
 def prefill_chunk(model, routed, params, tokens_PT, start_P, cache):
     """Computes keys and values of each prompt's next T tokens, from `start_P` on; returns (new cache, (chosen experts,) or ())."""
     positions_PT = start_P[:, None] + jnp.arange(tokens_PT.shape[1], dtype=jnp.int32)[None]
@@ -61,6 +62,7 @@ def empty_slots(model, num_slots, capacity):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@transformer.precise
 def score(model, params, tokens_BT):
     """Returns float32 [T]: the log-probability at temperature 1 of each token in row 0; 0 for the first token."""
     hidden_BTD, _ = transformer.apply(params, model, tokens_BT)
@@ -101,6 +103,7 @@ def top_values(state, slot_N, window_N, rows_N):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
+@transformer.precise
 def generate(model, num_steps, max_len, routed, params, limit, state):
     """Runs up to `limit` of `num_steps` = K decode steps; stops early when no slot is active.
 

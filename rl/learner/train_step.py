@@ -72,7 +72,7 @@ def train_step(learner: Learner, state: TrainState, batch: packing.TrainBatch) -
     (token, MoE layer) pairs in which the learner's own router would have chosen other experts.
     """
     objective, layout = learner.objective, _shardings(learner).opt_state
-    with jax.sharding.use_abstract_mesh(learner.mesh.abstract_mesh):
+    with transformer.precision(learner.model), jax.sharding.use_abstract_mesh(learner.mesh.abstract_mesh):
         old_logp = batch.behavior_logp
         if objective.old_logprobs == "learner":
             params = _whole(learner, state.params, state.frozen)
@@ -167,7 +167,7 @@ def score(learner: Learner, params: transformer.Params, batch: packing.TrainBatc
 
     Routed experts of the batch are ignored: they may belong to another policy, even of another architecture.
     """
-    with jax.sharding.use_abstract_mesh(learner.mesh.abstract_mesh):
+    with transformer.precision(learner.model), jax.sharding.use_abstract_mesh(learner.mesh.abstract_mesh):
         return _score_batch(learner, params, batch.replace(routed_experts=None))
 
 

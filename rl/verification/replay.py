@@ -325,6 +325,7 @@ def _num_parts(num_targets: int, model: config_lib.ModelConfig) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@transformer.precise
 def _run_block(model, params, block: dict, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
     """Runs the model on one block. Returns the scores of its targets [N, ...], and "gap" (router margins [B, T]) if experts are named."""
     hidden_BTD, routing = transformer.apply(
@@ -341,6 +342,7 @@ def _run_block(model, params, block: dict, targets: _Targets, num_targets, filte
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@transformer.precise
 def _score_all(model, params, hidden_CD, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
     """Returns the scores of the first `num_targets` of N targets, computed S at a time; `hidden_CD` has the states of all columns."""
     hidden_ND = hidden_CD[targets.column]
@@ -416,6 +418,7 @@ def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: _Arrays) 
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+@transformer.precise
 def _run_version(model, params, tokens_GT, written_GT, cache, experts_GTLX):
     """Runs one policy version over all tokens. It writes keys to the KV cache only at its own positions (`written_GT`).
 
