@@ -164,8 +164,9 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
     (tmp_path / "own_reward.py").write_text("def reward(completion, row):\n    return 1.0\n")
     write(tmp_path / "x.jsonl")
     options = {"path": str(tmp_path / "x.jsonl"), "reward": f"{tmp_path}/own_reward.py:reward"}
-    files = {path.name for path in catalog._files_of(sys.modules["rl.envs.native.dataset"])}
-    assert files == {"dataset.py", "environment.py", "rewards.py", "sources.py"}
+    paths = catalog._files_of(sys.modules["rl.envs.native.dataset"])
+    assert {"dataset.py", "environment.py", "rewards.py", "sources.py"} <= {path.name for path in paths}
+    assert {path.parent.name for path in paths} == {"native", "interface", "data"}
     found = [envs.digest("dataset", options)]
     for name in ("x.jsonl", "own_reward.py"):
         with open(tmp_path / name, "a") as file:
