@@ -15,6 +15,7 @@
 
 import dataclasses
 import pathlib
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -175,17 +176,16 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
     config = exp.config
     env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
 
-    def tree(task, answer):
-        messages = [*task.messages, {"role": "assistant", "content": answer}]
-        return _stream(exp, messages, None, f"task {task.index} of {task.env}")
+    def tree(index, split):
+        task, is_decoy = env.make_task(index, split), split == "train" and _is_decoy(index, config)
+        conversation = conversations.parse(_demonstration(env, task, config.seed, is_decoy))
+        return _stream(exp, **conversation, where=f"task {index} of {task.env}")
 
     def batch(step):
-        tasks = [env.make_task(index, "train") for index in task_schedule.warmup_indices(config, step)]
-        return [tree(task, _demonstration(task, config)) for task in tasks]
+        return [tree(index, "train") for index in task_schedule.warmup_indices(config, step)]
 
     def held_out():
-        tasks = [env.make_task(index, "held_out") for index in range(config.warmup.eval_tasks)]
-        return [tree(task, task.answer) for task in tasks]
+        return [tree(index, "held_out") for index in range(config.warmup.eval_tasks)]
 
     return _Source(batch, held_out)
 
@@ -232,14 +232,19 @@ def _nll(learner: train_step.Learner, params: transformer.Params, batch: packing
     return float(-jnp.sum(logp * batch.loss_mask) / jnp.sum(batch.loss_mask))
 
 
-def _demonstration(task: environment.Task, config) -> str:
-    """Returns the answer to imitate: the right one, or, for the fraction `decoy_fraction` of the tasks, a wrong one (decoy)."""
-    lot = environment.stable_hash(f"decoy/{config.seed}/{task.index}") / 2**64
-    if lot >= config.warmup.decoy_fraction:
-        return task.answer
-    if not task.decoy:
+def _is_decoy(index: int, config) -> bool:
+    """Returns True for the fraction `decoy_fraction` of the tasks, whose demonstrations are wrong."""
+    return environment.stable_hash(f"decoy/{config.seed}/{index}") / 2**64 < config.warmup.decoy_fraction
+
+
+def _demonstration(env: environment.Environment, task: environment.Task, seed: int, is_decoy: bool) -> dict:
+    """Returns the conversation to imitate: a solution, or a wrong one. Raises ValueError for an environment without wrong ones."""
+    if env.demonstrate:
+        rng = random.Random(environment.stable_hash(f"demonstration/{seed}/{task.split}/{task.index}"))
+        return env.demonstrate(task, rng, is_decoy)
+    if is_decoy and not task.decoy:
         raise ValueError(f"environment {task.env!r} has no decoys; set config.warmup.decoy_fraction to 0")
-    return task.decoy
+    return {"messages": [*task.messages, {"role": "assistant", "content": task.decoy if is_decoy else task.answer}]}
 
 
 def main() -> None:

@@ -100,6 +100,24 @@ def test_tasks_are_taught_with_their_answers_but_for_the_decoys():
     assert held_out == [env.make_task(index, "held_out").answer for index in range(3)]
 
 
+def test_whole_games_are_taught_where_an_environment_demonstrates():
+    config = config_of(
+        warmup__decoy_fraction=0.5, inference__max_model_len=272, train__row_length=272, env__name="wordle"
+    )
+    config.env.options = {"letters": 3, "words": 50, "guesses": 4, "system_prompt": ""}
+    exp = experiment.resolve(config)
+    source, solved = sft._from_tasks(exp), [0, 0]
+    env = envs.load("wordle", seed=0, **exp.config.env.options.to_dict())
+    for step in range(1, 9):
+        for index, tree in zip(task_schedule.warmup_indices(exp.config, step), source.batch(step), strict=True):
+            guesses = "".join(trained_text(tree)).split("<|im_end|>")[:-1]
+            assert 1 <= len(guesses) <= 4 and all(guess.startswith("<guess>[") for guess in guesses)
+            is_decoy = environment.stable_hash(f"decoy/0/{index}") / 2**64 < 0.5
+            solved[is_decoy] += guesses[-1] == env.make_task(index, "train").answer
+    assert solved[False] > 8 > 4 > solved[True]
+    assert "".join(trained_text(source.batch(1)[0])) == "".join(trained_text(source.batch(1)[0]))
+
+
 # ---- when it ends ----------------------------------------------------------------------------------------------------
 
 

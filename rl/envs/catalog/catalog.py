@@ -17,6 +17,7 @@ from importlib import metadata
 from rl.data import sources
 from rl.envs.interface import environment
 from rl.envs.native import dataset, gsm8k, reasoning, reverse_text
+from rl.envs.native.games import wordle
 from rl.protocol import user_code
 
 # {name: function that builds the environment}. The builder's keyword arguments are the options `env.options` of a config.
@@ -26,6 +27,7 @@ ENVS: dict[str, Callable[..., environment.Environment]] = {
     "gsm8k": gsm8k.build,
     "dataset": dataset.build,
     "reasoning_gym": reasoning.build,
+    "wordle": wordle.build,
 }
 # {name: function from `path` to the {name: file} that its environment reads}; of other environments, all files count.
 FILES = {"dataset": sources.files, "gsm8k": gsm8k.files}

@@ -46,6 +46,7 @@ An environment of several turns, tools, or other models has a program `play` ins
 import dataclasses
 import difflib
 import hashlib
+import random
 from collections.abc import Callable, Collection, Iterable, Set
 
 from rl.envs.interface import episode
@@ -84,6 +85,9 @@ class Environment:
     num_tasks: int = 0  # for training, each of them once per epoch; 0: as many as a run needs
     play: episode.Program | None = None  # an episode of several calls of the model, instead of `score`
     kind: str = "pure"  # one of KINDS: the needs of a validator that repeats an episode
+    # (task, rng, is_decoy) -> {"messages": a whole conversation, "tools": their schemas, if any} for the warm-up to imitate: a solution
+    # or, if `is_decoy`, a tempting one with a lower reward. None: `Task.answer` and `Task.decoy` are solutions in one message.
+    demonstrate: Callable[[Task, random.Random, bool], dict] | None = None
 
 
 def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[[int], Task | None]) -> Task:

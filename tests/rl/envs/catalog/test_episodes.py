@@ -1,0 +1,128 @@
+"""Native environments with episodes: the same tasks in every process, equal replays, gold at the top, junk at the floor, no leaks."""
+
+import asyncio
+import functools
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from models.text import tokenizer as tokenizer_lib
+from rl import envs
+from rl.batch import conversations
+from rl.envs.interface import scripted_model
+
+# {case: (name, options, reward of gold, highest reward of junk)}
+CASES = {
+    "wordle": ("wordle", {}, 2.2, 0.2 + 1e-9),
+    "wordle, small": ("wordle", {"letters": 3, "words": 50, "guesses": 4, "system_prompt": ""}, 2.2, 0.2 + 1e-9),
+}
+ONE_PROMPT = ("wordle",)  # whose secret may contain words of the rules
+JUNK = ("", "zzz", "\x00", "[" * 500, "9" * 5000, "<guess>[]</guess>", "\ud800", "answer: ", "```\n```", "{}" * 100)
+DIGEST = """
+import sys
+from tests.rl.envs.catalog import test_episodes
+print(test_episodes.digest(sys.argv[1]))
+"""
+
+
+@functools.cache
+def load(case):
+    name, options, *_ = CASES[case]
+    return envs.load(name, **options)
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return request.param
+
+
+def play(env, task, policy, seed=0):
+    """Returns (scores, calls) of an episode with a policy instead of a model."""
+    model = scripted_model.ScriptedModel(policy, seed)
+    return asyncio.run(env.play(task, model)), model.calls
+
+
+def gold(env, task, seed=0):
+    """Returns the policy that repeats a demonstration, and the demonstration."""
+    shown = env.demonstrate(task, random.Random(seed), False)
+    said = [message for message in shown["messages"][len(task.messages) :] if message["role"] == "assistant"]
+    return (lambda messages, tools, rng: said[sum(m["role"] == "assistant" for m in messages)]), shown
+
+
+def digest(case):
+    """Returns a hash of tasks, demonstrations, and episodes of a random policy."""
+    env, found = load(case), []
+    for index, split in ((0, "train"), (1, "train"), (5, "held_out")):
+        task = env.make_task(index, split)
+        shown = [env.demonstrate(task, random.Random(3), is_decoy) for is_decoy in (False, True)]
+        found.append([task.messages, task.answer, shown, play(env, task, scripted_model.random_words, index)])
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def test_another_process_plays_the_same_episodes():
+    for number, case in enumerate(CASES):
+        if number and CASES[case][0] == "wordle":
+            continue  # one process for each environment
+        variables = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo"}
+        printed = subprocess.check_output([sys.executable, "-c", DIGEST, case], env=variables, text=True)
+        assert printed.split()[-1] == digest(case)
+
+
+def test_gold_gets_the_reward_and_junk_the_floor(case):
+    env, (_, _, best, floor) = load(case), CASES[case]
+    for index, split in ((0, "train"), (1, "train"), (2, "held_out")):
+        task = env.make_task(index, split)
+        scores, calls = play(env, task, scripted_model.always(task.answer))
+        assert scores["reward"] == pytest.approx(best) and all(isinstance(x, float) for x in scores.values())
+        for junk in JUNK:
+            found, _ = play(env, task, scripted_model.always(junk))
+            assert 0.0 <= found["reward"] <= floor and found.keys() == scores.keys(), junk
+
+
+def test_no_call_shows_the_answer_before_it_is_found(case):
+    env = load(case)
+    for index in range(5):
+        task = env.make_task(index, "train")
+        _, calls = play(env, task, scripted_model.always("zzz"))
+        shown = json.dumps([messages for messages, *_ in calls])
+        assert task.answer not in shown
+        assert CASES[case][0] in ONE_PROMPT or not any(str(x) in shown for x in task.info.get("hidden", ()))
+
+
+def test_random_episodes_repeat(case):
+    env = load(case)
+    for index in range(4):
+        task = env.make_task(index, "train")
+        first, again = (play(env, task, scripted_model.random_words, index) for _ in range(2))
+        assert first == again
+        assert task == load(case).make_task(index, "train")  # an episode leaves the task as it was
+
+
+def test_demonstrations_are_episodes(case):
+    """The warm-up imitates exactly the messages that an episode has, on tokens of the embedded tokenizer."""
+    env, tokenizer = load(case), tokenizer_lib.byte_chatml()
+    solved = {False: 0.0, True: 0.0}
+    for index in range(12):
+        for is_decoy in (False, True):
+            task = env.make_task(index, "train")
+            shown = env.demonstrate(task, random.Random(index), is_decoy)
+            said = [message for message in shown["messages"][len(task.messages) :] if message["role"] == "assistant"]
+            scores, calls = play(env, task, lambda m, tools, rng: said[sum(x["role"] == "assistant" for x in m)])  # noqa: B023
+            last, schemas, reply = calls[-1]
+            assert [*last, reply] == shown["messages"] and schemas == shown.get("tools", [])
+            solved[is_decoy] += scores["reward"]
+            conversations.tree(tokenizer, **conversations.parse(shown), max_length=8192)
+    assert solved[False] > solved[True]
+
+
+def test_splits_share_no_prompt(case):
+    env = load(case)
+    train, held_out = (
+        {json.dumps(env.make_task(i, split).messages) for i in range(40)} for split in ("train", "held_out")
+    )
+    assert not train & held_out and len(train) > 30
