@@ -24,6 +24,8 @@ def test_sources_are_mixed_by_weight_and_each_keeps_its_epochs():
     counts = collections.Counter(next(iter(row)) for row in rows)
     assert counts == {"a": 210, "b": 70}
     assert collections.Counter(row["b"] for row in rows if "b" in row) == dict.fromkeys(range(7), 10)
+    twins = [row for number in range(10) for row in batches.mix([ONE, ONE], (1.0, 1.0), 2, seed=3)[number]]
+    assert twins[::2] != twins[1::2]  # sources of one length have orders of their own
     with pytest.raises(ValueError, match="warmup.weights has 1 numbers for 2 files of warmup.data; give one for each"):
         batches.mix([ONE, TWO], (1.0,), 4, seed=3)
 

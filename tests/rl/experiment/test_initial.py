@@ -128,7 +128,7 @@ def test_a_working_directory_stands_for_its_newest_policy_at_the_first_start(tmp
         exp = experiment.resolve(config)
         params = sft.train(exp, mesh, own, None, None) if own else initial.load(exp, mesh)
         expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(np.float32), tiny.params(exp.model, seed))
-        jax.tree.map(np.testing.assert_array_equal, params, expected)
+        jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y, strict=True), params, expected)
 
     publish(0, 0)
     publish(1, 1)
@@ -138,6 +138,10 @@ def test_a_working_directory_stands_for_its_newest_policy_at_the_first_start(tmp
     publish(2, 2)  # the other run has gone on
     check(1, own)
     check(2)
+    kept = (pin := own / "init_from.json").read_text()
+    pin.write_text(json.dumps(json.loads(kept) | {"init_from": "another"}))
+    check(2, own)  # it began with another run, and has no checkpoint yet
+    pin.write_text(kept)
     for version in (2, 1):
         broadcast.remove(tmp_path / "weights", version)
     with pytest.raises(
@@ -158,3 +162,5 @@ def test_a_plan_of_a_known_size_needs_no_files():
     assert initial.completed(config, needs_files=False).model.model_dim == 1024
     with pytest.raises(ValueError, match="init_from: /nowhere is not a folder"):  # no dims of its own
         completed("/nowhere", needs_files=False)
+    with pytest.raises(ValueError, match="init_from: /nowhere is not a folder"):  # a run needs them
+        completed("/nowhere", model_dim=1024)
