@@ -241,7 +241,7 @@ def _seed_error(group: task_schedule.Group | None, rollout: rollout_lib.Rollout)
     expected = rollout.seed
     if group:
         prompt = rollout.tokens[: rollout.prompt_length]
-        expected = noise_seed.stream_seed(group.seed, rollout.sample, rollout.branch, prompt)
+        expected = noise_seed.stream_seed(group.seed, rollout.sample, rollout.branch, prompt, rollout.draw)
     found = f"{expected} is prescribed for sample {rollout.sample}, got {rollout.seed}"
     return None if rollout.seed == expected else found
 

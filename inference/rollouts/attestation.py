@@ -75,6 +75,8 @@ def of_call(
         None if rollout.routed_experts is None else rollout.routed_experts[: end - 1],
         int(rollout.epoch),
     )
+    if rollout.call_limits is not None:
+        settings = {**settings, "max_tokens": int(rollout.call_limits[index])}
     asked = {"temperature": float(rollout.temperature), "seed": int(rollout.seed), "settings": settings}
     return message(rollout.tokens[:start], answer, **asked)
 

@@ -74,6 +74,9 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
     "branch": (pa.int32(), lambda r: int(r.branch)),
     "num_branches": (pa.int32(), lambda r: int(r.num_branches)),
     "calls": (pa.list_(pa.int32()), lambda r: () if r.calls is None else r.calls.ravel()),
+    "call_limits": (pa.list_(pa.int32()), lambda r: () if r.call_limits is None else r.call_limits),
+    "draw": (pa.int64(), lambda r: int(r.draw)),
+    "trains": (pa.bool_(), lambda r: r.trains),
     "routed_experts": (
         pa.binary(),
         lambda r: rollout_lib.little_endian(r.routed_experts),
@@ -82,13 +85,14 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
 }
 ALL_SCHEMA = pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in _COLUMNS.items()])
 SCHEMA = pa.schema(list(ALL_SCHEMA)[:-2])  # without routed experts
-_ADDED = (("epoch", "server", "server_signature"), ("env_digest", "branch", "num_branches", "calls"))  # by release
+_EPISODES = ("env_digest", "branch", "num_branches", "calls", "call_limits", "draw", "trains")
+_ADDED = (("epoch", "server", "server_signature"), _EPISODES)  # by release
 # The longest values of columns of texts and of bytes.
 _MAX_BYTES: dict[str, int] = dict.fromkeys("worker finish_reason server env_digest".split(), 64)
 _MAX_BYTES |= {"signature": max(rollout_lib.SIGNATURE_BYTES), "server_signature": 64 * rollout_lib.MAX_CALLS}
 _MAX_BYTES |= {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
 _SAME = "temperature seed sample step finish_reason proofs worker signature".split()
-_SAME += [name for names in _ADDED for name in names if name != "calls"]
+_SAME += [name for names in _ADDED for name in names if name not in ("calls", "call_limits")]
 
 
 def write(path: str | os.PathLike, rollouts: list[rollout_lib.Rollout]) -> None:
@@ -224,7 +228,7 @@ def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
     rows, tokens = get("rewards")[0], get("input_tokens")[0] + get("output_tokens")[0]
     lists = ("input_logprobs", "output_logprobs", "sampled_mask", "versions")
     most = {name: (2 * rows + tokens, 0) for name in lists}  # an empty list counts as a value
-    most["calls"] = (rows + 2 * tokens, 0)
+    most |= {"calls": (rows + 2 * tokens, 0), "call_limits": (rows + tokens, 0)}
     for name in ("input_tokens", "output_tokens"):
         most[name] = (rows + rows * max_tokens, 0)
     per_token = {"proofs": 2 * PROOF_BYTES / PROOF_TOKENS, "routed_experts": MAX_EXPERT_BYTES, "server_signature": 64}
@@ -310,7 +314,7 @@ def _column(name: str, chunked: pa.ChunkedArray) -> Any:
     return (
         array.to_pylist()
         if is_map or pa.types.is_binary(array.type) or pa.types.is_string(array.type)
-        else array.to_numpy()
+        else array.to_numpy(zero_copy_only=False)  # which booleans cannot be
     )
 
 
@@ -356,6 +360,7 @@ def _rollouts(columns: dict[str, Any], arrays: dict[str, _Lists], num_rows: int)
             rewards=dict(columns["reward_parts"][row]),
             routed_experts=_experts(row, columns),
             calls=_calls(row, columns),
+            call_limits=_call_limits(row, columns),
             **{name: lists[row] for name, lists in arrays.items()},
             **{name: column[row] for name, column in same.items()},
         )
@@ -382,6 +387,10 @@ def _calls(row: int, columns: dict[str, Any]) -> np.ndarray | None:
     if "calls" not in columns or not len(found := columns["calls"][row]):
         return None
     return found if len(found) % 2 else found.reshape(-1, 2)  # `rollout.validate` rejects an odd number
+
+
+def _call_limits(row: int, columns: dict[str, Any]) -> np.ndarray | None:
+    return columns["call_limits"][row] if "call_limits" in columns and len(columns["call_limits"][row]) else None
 
 
 def _experts(row: int, columns: dict[str, Any]) -> np.ndarray | None:

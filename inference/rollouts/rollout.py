@@ -43,10 +43,11 @@ LOGPROB_SLACK = 1e-6  # a log-softmax in float32 may end a hair above 0
 _ARRAYS = {"tokens": np.dtype("<i4"), "sampled_mask": np.dtype(bool), "logprobs": np.dtype("<f4")}
 _ARRAYS |= {"versions": np.dtype("<i4")}
 LIMITS = {"seed": 2**32, "task.index": 2**63, "task.group": 2**63, "task.seed": 2**63, "sample": 2**31, "step": 2**31}
-LIMITS |= {"epoch": 2**48, "branch": 2**16, "num_branches": 2**16}
+LIMITS |= {"epoch": 2**48, "branch": 2**16, "num_branches": 2**16, "draw": 2**32}
 # By later releases, with the values that leave the digest as it was before.
 _ADDED = {"routed_experts": None, "epoch": 0, "server": "", "server_signature": b""}
 _ADDED |= {"env_digest": "", "branch": 0, "num_branches": 1, "calls": None}
+_ADDED |= {"call_limits": None, "draw": 0, "trains": True}
 _DIGESTED = """tokens sampled_mask logprobs versions temperature seed task.env task.index task.group task.seed sample step
     reward rewards finish_reason proofs worker""".split()
 
@@ -94,6 +95,13 @@ class Rollout:
     calls: np.ndarray | None = (
         None  # int32 [N, 2], first column and end of each completion; None: one, of all after the prompt
     )
+    call_limits: np.ndarray | None = (
+        None  # int32 [N], tokens that each call asked for at most; None: as many as the run allows
+    )
+    draw: int = 0  # number of the first call, among those of the episode with the same prompt
+    trains: bool = (
+        True  # False: the model plays another role here, such as a judge; the tokens are verified, and not trained on
+    )
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -124,7 +132,7 @@ def validate(rollout: Rollout, *, has_good_values: bool = False) -> str | None:
         arrays = (getattr(rollout, name) for name in _ARRAYS)
         if reason := _array_error(rollout) or value_error(*arrays):
             return reason
-    return _calls_error(rollout) or _experts_error(rollout) or _scalar_error(rollout)
+    return _calls_error(rollout) or _call_limits_error(rollout) or _experts_error(rollout) or _scalar_error(rollout)
 
 
 def episodes(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -275,8 +283,10 @@ def digest(rollout: Rollout) -> bytes:
 
 
 def _payload(name: str, value) -> bytes:
-    if name == "calls":
+    if name in ("calls", "call_limits"):
         return value.astype("<i4").tobytes()
+    if name == "trains":
+        return bytes([value])
     if name in _ARRAYS:
         return value.astype(_ARRAYS[name], copy=False).tobytes()
     if name == "rewards":
@@ -306,6 +316,7 @@ _RULES = {name: f"an integer in [0, {most})" for name, most in LIMITS.items()} |
     "server_signature": "64 bytes per call with a server, else empty",
     "env_digest": "a SHA-256 as 64 lower-case hex digits, or empty",
     "branch": "less than num_branches",
+    "trains": "True or False",
 }
 _NAMES = {name: _framed(name.encode()) for name in _GET}
 _NUMBERS = {  # name and length, and the function that makes the payload
@@ -316,7 +327,8 @@ _NUMBERS = {  # name and length, and the function that makes the payload
 
 def num_bytes(rollout: Rollout) -> int:
     """Returns the total bytes of the fields that grow with the rollout's length: 13 per token, the proofs, and the experts."""
-    arrays = sum(getattr(array, "nbytes", 0) for array in (rollout.routed_experts, rollout.calls))
+    own = (rollout.routed_experts, rollout.calls, rollout.call_limits)
+    arrays = sum(getattr(array, "nbytes", 0) for array in own)
     return 13 * len(rollout.tokens) + len(rollout.proofs) + arrays
 
 
@@ -357,6 +369,15 @@ def _calls_error(rollout: Rollout) -> str | None:
         np.add.at(mask, ends, -1)
     is_same = is_ordered and np.array_equal(np.cumsum(mask[:-1], dtype=np.int8) > 0, rollout.sampled_mask)
     return None if is_same else "calls: must be the sampled tokens, in ascending order"
+
+
+def _call_limits_error(rollout: Rollout) -> str | None:
+    found = rollout.call_limits
+    if found is None:
+        return None
+    if not isinstance(found, np.ndarray) or found.dtype != np.int32 or found.shape != (len(rollout.spans),):
+        return f"call_limits: must be None or a numpy int32 [{len(rollout.spans)}], one per call, got {_shown(found)}"
+    return None if found.min() > 0 else f"call_limits: must be > 0, got {found.min()}"
 
 
 def _experts_error(rollout: Rollout) -> str | None:
@@ -400,6 +421,7 @@ def _scalar_error(rollout: Rollout) -> str | None:
         ("server_signature", isinstance(vouched, bytes) and len(vouched) == 64 * has_server * num_calls),
         ("env_digest", is_key(rollout.env_digest)),
         ("branch", is_counted and rollout.branch < rollout.num_branches),
+        ("trains", isinstance(rollout.trains, bool)),
     ):
         if not is_valid:
             return f"{name}: must be {_RULES[name]}, got {_shown(_GET[name](rollout))}"

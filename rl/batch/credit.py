@@ -4,7 +4,8 @@
 2. A group whose advantages are all zero is left out of the policy loss and its token count, as in INTELLECT-2.
 3. `teacher_coef` weighs the distillation of the samples (rl/algorithms/divergences.py); for it, those groups stay in the batch.
 4. `credit` "episode" gives all turns of an episode its advantage. "turn" compares, for each turn, the sum of the rewards from it on (the
-   components "turn_1", "turn_2", ...) with those of the group's other episodes that have this turn.
+   components "turn_1", "turn_2", ...) with those of the group's other episodes that have this turn. Rollouts that do not train, such as
+   those of a judge, have no turns and are in no tree.
 5. A group is one tree: its prompt once, its rollouts as branches; without `share_prompts`, each rollout is a stream of its own.
    With router replay, the shared part ends before the prompt's last token, which each sample ran for itself, and samples
    whose prompts ran other experts are in separate trees. So are branches of episodes that begin with another prompt.
@@ -64,6 +65,9 @@ class Credit:
 
     def assign(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> tuple[list[packing.Tree], float]:
         """Assigns advantages to P groups of rollouts. Returns (token trees to train on, fraction of groups with only zero advantages)."""
+        groups = [group for group in groups if _trained(group)]
+        if not groups:
+            return [], 1.0
         episodes = [*map(rollout_lib.episodes, groups)]
         if self.credit == "turn" and not any("turn_1" in rollout.rewards for group in groups for rollout in group):
             found = "rl.credit = 'turn', and no episode of the batch has a reward component 'turn_1'"
@@ -82,12 +86,16 @@ class Credit:
 
     def has_signal(self, group: Sequence[rollout_lib.Rollout]) -> bool:
         """Returns False if all advantages of a group are zero before the batch normalizes them."""
+        if not _trained(group):
+            return False
         episodes = rollout_lib.episodes(group)
         return not _is_flat(self._advantages(episodes, _lengths(episodes)))
 
     def _turns(self, episodes: Sequence[_Episode]) -> list[list[int]]:
         """Returns for each turn the numbers of the episodes that have it; with the credit "episode" all count as one turn."""
-        turns_G = [sum(len(rollout.spans) for rollout in one) if self.credit == "turn" else 1 for one in episodes]
+        turns_G = [
+            sum(len(rollout.spans) for rollout in _trained(one)) if self.credit == "turn" else 1 for one in episodes
+        ]
         return [[g for g, turns in enumerate(turns_G) if turns > k] for k in range(max(turns_G))]
 
     def _by_turn(self, episodes: Sequence[_Episode], advantages_U: np.ndarray) -> np.ndarray:
@@ -123,7 +131,7 @@ class Credit:
         return found
 
     def _trees(self, episodes: Sequence[_Episode], advantage_GK: np.ndarray, *, trains: bool) -> list[packing.Tree]:
-        first = episodes[0][0]
+        first = next(rollout for one in episodes for rollout in _trained(one))
         first_prompt = first.tokens[: first.prompt_length - bool(self.router_replay)]
         trees: dict = {}  # {key of the rollouts that share a prompt: (it, its experts, their branches)}
         for rollout, own_advantage_T in itertools.chain(*map(self._weighed, episodes, advantage_GK)):
@@ -152,7 +160,7 @@ class Credit:
     def _weighed(self, episode: _Episode, advantage_K: np.ndarray) -> Iterator[tuple[rollout_lib.Rollout, np.ndarray]]:
         """Yields the rollouts of an episode with the advantage of each token, float32 [T]."""
         number = itertools.count()
-        for rollout in episode:
+        for rollout in _trained(episode):
             advantage_T = np.zeros(len(rollout.tokens), np.float32)
             for start, end in rollout.spans:
                 advantage_T[start:end] = advantage_K[min(next(number), len(advantage_K) - 1)]
@@ -160,7 +168,11 @@ class Credit:
 
 
 def _lengths(episodes: Sequence[_Episode]) -> np.ndarray:
-    return np.array([sum(int(rollout.sampled_mask.sum()) for rollout in one) for one in episodes])
+    return np.array([sum(int(rollout.sampled_mask.sum()) for rollout in _trained(one)) for one in episodes])
+
+
+def _trained(episode: _Episode) -> list[rollout_lib.Rollout]:
+    return [rollout for rollout in episode if rollout.trains]
 
 
 def _is_mixed(rollout: rollout_lib.Rollout) -> np.ndarray:

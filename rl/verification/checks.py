@@ -130,7 +130,7 @@ def task(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     if not 0 <= rollout.sample < group.num_samples:
         return Verdict("samples", f"expected one of 0..{group.num_samples - 1}, got {rollout.sample}")
     prompt = rollout.tokens[: rollout.prompt_length]
-    seed = noise_seed.stream_seed(group.seed, rollout.sample, rollout.branch, prompt)
+    seed = noise_seed.stream_seed(group.seed, rollout.sample, rollout.branch, prompt, rollout.draw)
     if rollout.seed != seed:
         return Verdict("seed", f"expected {seed} for sample {rollout.sample}, got {rollout.seed}")
     detail = f"expected {group.temperature}, got {rollout.temperature}"
@@ -145,8 +145,14 @@ def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     if max(len(spans), rollout.num_branches) > rules.max_turns:
         found = f"{len(spans)} calls in one of {rollout.num_branches} branches"
         return Verdict("turns", f"{found}, more than the turns of an episode, {rules.max_turns}")
-    if (num_sampled := max(end - start for start, end in spans)) > rules.max_tokens:
-        return Verdict("length", f"{num_sampled} sampled tokens, at most {rules.max_tokens} were asked for")
+    for (start, end), most in zip(spans, _call_limits(rollout, rules), strict=True):
+        if end - start > most or most > rules.max_tokens:
+            found = (
+                f"{end - start} sampled tokens of {most}"
+                if most != rules.max_tokens
+                else f"{end - start} sampled tokens"
+            )
+            return Verdict("length", f"{found}, at most {rules.max_tokens} were asked for")
     if len(rollout.tokens) > rules.max_model_len:
         return Verdict("length", f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
     top = int(rollout.tokens.max())
@@ -218,7 +224,7 @@ def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """
     if not rollout.sampled_mask[-1]:
         return Verdict("termination", "tokens follow the last sampled token")
-    for start, end in rollout.spans:
+    for (start, end), most in zip(rollout.spans, _call_limits(rollout, rules), strict=True):
         sampled = rollout.tokens[start:end]
         stops = np.logical_or.reduce([sampled == stop for stop in rules.stop_ids] or [np.zeros(len(sampled), bool)])
         if stops[:-1].any():
@@ -226,8 +232,8 @@ def ending(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
         if end == len(rollout.tokens) and (rollout.finish_reason == "stop") != bool(stops[-1]):
             last = f"the last token {'is' if stops[-1] else 'is not'} a stop token"
             return Verdict("termination", f"finish_reason is {rollout.finish_reason}, and {last}")
-        if not stops[-1] and end - start < rules.max_tokens and end < rules.max_model_len:
-            detail = f"finish_reason is length after {end - start} of {rules.max_tokens} tokens"
+        if not stops[-1] and end - start < most and end < rules.max_model_len:
+            detail = f"finish_reason is length after {end - start} of {most} tokens"
             return Verdict("termination", detail)
     return OK
 
@@ -429,6 +435,11 @@ def _accept_if(condition: bool, reason: str, detail: str) -> Verdict:
 
 def _reject_for(reason: str, detail: str | None) -> Verdict:
     return OK if detail is None else Verdict(reason, detail)
+
+
+def _call_limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Sequence[int]:
+    """Returns the limit on the tokens of each call of a rollout."""
+    return [rules.max_tokens] * len(rollout.spans) if rollout.call_limits is None else rollout.call_limits.tolist()
 
 
 def _prescribed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedule.Group | None:

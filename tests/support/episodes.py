@@ -1,5 +1,7 @@
 """Backends and programs of episodes for tests: completions that need no model, and conversations drawn at random."""
 
+import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -9,6 +11,7 @@ import numpy as np
 
 from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
+from rl.envs.interface import episode
 from rl.envs.recording import session as session_lib
 
 TOKENIZER = tokenizer_lib.byte_chatml()
@@ -26,6 +29,7 @@ class Backend:
         rng = random.Random(f"{content}/{call.seed}")
         tokens = self._tokens(rng)[: call.max_tokens]
         self.calls.append((call, tokens))
+        await asyncio.sleep(0)
         return sample(tokens, self.tokenizer, version=max(self.version, call.oldest_version))
 
     def _tokens(self, rng):
@@ -50,3 +54,38 @@ def session(backend, *, seed=7, number=0, limits=None, **options):
     """Returns a session of sample `number` with `limits` as changes of LIMITS."""
     limits = dataclasses.replace(LIMITS, **(limits or {}))
     return session_lib.Session(backend.tokenizer, backend, limits, seed=seed, sample=number, **options)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+
+
+def drawn(number):
+    """Returns a program of up to six turns with tools, errors, dropped and stripped messages, and judges."""
+
+    async def turns(model):
+        rng = random.Random(number)
+        tools = TOOLS if rng.random() < 0.6 else []
+        messages = [{"role": "system", "content": "be good"}] * rng.randint(0, 1) + [
+            {"role": "user", "content": f"q{number}"}
+        ]
+        for turn in range(rng.randint(1, 6)):
+            reply = await model.chat(messages, tools=tools, max_tokens=rng.choice([None, 8]))
+            message = dict(reply.message)
+            if rng.random() < 0.3:
+                message.pop("reasoning_content", None)
+            messages.append(message)
+            calls = message.get("tool_calls") or []
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": f"{turn}"} for call in calls]
+            if not calls or rng.random() < 0.3:
+                messages.append({"role": "user", "content": rng.choice(["more", "<|im_start|>", "é" * 9])})
+            if rng.random() < 0.15:  # history is rewritten
+                messages = [messages[0], {"role": "user", "content": "summary"}]
+            if rng.random() < 0.2:
+                judged = [{"role": "user", "content": "good?"}]
+                await asyncio.gather(*(model.chat(judged, number=i, trains=False) for i in range(3)))
+
+    async def play(model):
+        with contextlib.suppress(episode.BudgetSpent):
+            await turns(model)
+
+    return play

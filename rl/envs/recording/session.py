@@ -11,7 +11,7 @@
 5. `BudgetSpent` follows from the tokens of the episode alone. One exception: a program with concurrent calls may begin calls while
    others sample the last tokens of the budget (`overlapped`).
 
-A worker's backend asks an inference server. A validator's backend is a tape (rl/envs/recording/tape.py). Imports no jax.
+A worker's backend asks an inference server. A validator has a tape instead (rl/envs/recording/tape.py). Imports no jax.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from rl.envs.interface import episode
 from rl.protocol import noise_seed
 
 THINKING = ("keep", "strip")
+Key = tuple[bytes, int]  # of a call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +53,13 @@ class Call:
     epoch: int = -1  # of earlier calls of the stream; -1: any
 
     @property
-    def key(self) -> tuple[bytes, int]:
+    def key(self) -> Key:
         """The content by which a tape finds the completion: (SHA-256 of the prompt, number)."""
         return hashlib.sha256(np.asarray(self.prompt, "<i4").tobytes()).digest(), self.number
+
+
+class NotOnTape(Exception):
+    """Raised by a session with a tape for a call that the tape lacks."""
 
 
 Backend = Callable[[Call], Awaitable[sample_lib.Sample]]
@@ -105,41 +110,58 @@ class Session:
 
     Args:
       tokenizer: of the policy.
-      backend: makes the completion of a call. Its exceptions pass through `chat`; the call may then be repeated.
+      backend: makes the completion of a call; None with a tape. Its exceptions pass through `chat`; the call may then be repeated.
       limits: of the episode.
       seed: of the noise of the group's sample 0.
       sample: the number of the episode in its group.
       thinking: "keep" keeps the reasoning of earlier turns in the prompt, also if the environment leaves it out of the messages that it sends
         back. "strip" renders the conversation again without it at each user message, which begins a stream.
+      tape: completions of the calls that a worker recorded. A call that is not among them raises NotOnTape.
     """
 
     def __init__(
         self,
         tokenizer: tokenizer_lib.Tokenizer,
-        backend: Backend,
+        backend: Backend | None,
         limits: Limits,
         *,
         seed: int,
         sample: int,
         thinking: str = "keep",
+        tape: Mapping[Key, sample_lib.Sample] | None = None,
     ):
         if thinking not in THINKING:
             raise ValueError(f"env.thinking = {thinking!r} is unknown; choose one of {', '.join(THINKING)}")
-        self._tokenizer, self._backend, self.limits = tokenizer, backend, limits
-        self._seed, self._sample, self._thinking = seed, sample, thinking
+        self._tokenizer, self._backend, self._tape, self.limits = tokenizer, backend, tape, limits
+        self._seed, self.sample, self._thinking = seed, sample, thinking
         self.streams: list[Stream] = []  # in the order in which they began
-        self.overlapped = False  # True once two calls ran at the same time
+        self.overlapped = (
+            False  # True once two calls ran at the same time; may be set from outside, where that is known
+        )
+        self.was_cut = (
+            False  # True once a call was refused for the budget that calls on the tape, not yet made here, have spent
+        )
         self.num_tokens = 0  # sampled
-        self._calls: dict[tuple[bytes, int], asyncio.Future[sample_lib.Sample]] = {}
+        self._calls: dict[Key, asyncio.Future[sample_lib.Sample]] = {}
         self._num_running = 0
         # {digest of a conversation that ends with our message: (stream, end column, number)}
         self._known: dict[bytes, tuple[Stream, int, int]] = {}
-        self._places: dict[tuple[bytes, int], tuple[Stream, int]] = {}  # {key of a call: (stream, end column)}
+        self._places: dict[Key, tuple[Stream, int]] = {}  # {key of a call: (stream, end column)}
+        self._taped_tokens = sum(len(sample.tokens) for sample in (tape or {}).values())
 
     @property
     def num_calls(self) -> int:
         """The number of calls that began, without repeated ones."""
         return len(self._calls)
+
+    @property
+    def root_seed(self) -> int:
+        """The seed of the first stream."""
+        return noise_seed.stream_seed(self._seed, self.sample, 0, ())
+
+    def unused(self) -> list[Key]:
+        """Returns the entries of the tape that no call has asked for."""
+        return [key for key in self._tape or () if key not in self._calls]
 
     async def chat(
         self,
@@ -203,7 +225,7 @@ class Session:
         if (recorded := self._calls.get(key)) is not None:
             return await recorded
         limit = min(max_tokens or self.limits.max_tokens, self.limits.max_tokens)
-        self._check_budget(len(prompt))
+        self._check_budget(key, len(prompt))
         self._calls[key] = made = asyncio.get_running_loop().create_future()
         stream, is_new = self._stream_of(np.asarray(prompt, np.int32), number, trains)
         stream.is_busy, self._num_running = True, self._num_running + 1
@@ -213,7 +235,7 @@ class Session:
             if stream.turns:
                 before = stream.turns[-1].sample
                 call = dataclasses.replace(call, oldest_version=max(before.all_versions()), epoch=before.epoch)
-            sample = await self._backend(call)
+            sample = await self._answer(call)
         except BaseException:
             made.cancel()
             del self._calls[key]
@@ -230,14 +252,36 @@ class Session:
         made.set_result(sample)
         return sample
 
-    def _check_budget(self, num_prompt: int) -> None:
+    async def _answer(self, call: Call) -> sample_lib.Sample:
+        if self._tape is None:
+            assert self._backend is not None
+            return await self._backend(call)
+        if (sample := self._tape.get(call.key)) is None:
+            number = f"call {self.num_calls} of the episode (prompt of {len(call.prompt)} tokens, number {call.number})"
+            raise NotOnTape(f"the environment makes {number}, which was not recorded")
+        await asyncio.sleep(0)  # other calls that the program made at the same time begin, too
+        return sample
+
+    def _check_budget(self, key: Key, num_prompt: int) -> None:
+        if num_prompt >= (most := self.limits.max_model_len):
+            raise episode.BudgetSpent(f"the prompt has {num_prompt} tokens of at most {most}")
+        spent = self._spent(self.num_calls, self.num_tokens)
+        if self._tape is not None and key in self._tape:
+            if self.overlapped:  # calls that ended here may have been running when the worker made this one
+                return
+        elif self._tape is not None and not spent:
+            spent = self._spent(len(self._tape), self._taped_tokens)
+            self.was_cut |= bool(spent)
+        if spent:
+            raise episode.BudgetSpent(spent)
+
+    def _spent(self, num_calls: int, num_tokens: int) -> str:
+        """Returns the reason why an episode with so many calls and sampled tokens may begin no further call, or ""."""
         limits = self.limits
-        if num_prompt >= limits.max_model_len:
-            raise episode.BudgetSpent(f"the prompt has {num_prompt} tokens of at most {limits.max_model_len}")
-        if self.num_calls >= limits.max_calls:
-            raise episode.BudgetSpent(f"the episode has {limits.max_calls} calls already")
-        if 0 < limits.max_episode_tokens <= self.num_tokens:
-            raise episode.BudgetSpent(f"the episode has {self.num_tokens} tokens of {limits.max_episode_tokens}")
+        if num_calls >= limits.max_calls:
+            return f"the episode has {limits.max_calls} calls already"
+        is_over = 0 < limits.max_episode_tokens <= num_tokens
+        return f"the episode has {num_tokens} tokens of {limits.max_episode_tokens}" if is_over else ""
 
     def _stream_of(self, prompt: np.ndarray, number: int, trains: bool) -> tuple[Stream, bool]:
         """Returns (the stream that a call belongs to, whether the call begins it). The longest that the prompt extends is chosen."""
@@ -248,7 +292,7 @@ class Session:
         ]
         if fits:
             return max(fits, key=lambda stream: len(stream.tokens)), False
-        seed = noise_seed.stream_seed(self._seed, self._sample, len(self.streams), prompt, number)
+        seed = noise_seed.stream_seed(self._seed, self.sample, len(self.streams), prompt, number)
         stream = Stream(seed, trains, number, np.empty(0, np.int32))
         self.streams.append(stream)
         return stream, True

@@ -38,12 +38,21 @@ def test_round_trip_of_several_rows():
     one_turn = make(1, sampled_mask=np.arange(10) >= 4, logprobs=np.where(np.arange(10) >= 4, -0.5, 0).astype("f4"))
     rollouts = [rollout_lib.sign(make(0), KEY), one_turn, make(2, rewards={}, proofs=b"", finish_reason="length")]
     calls = np.array([[3, 6], [8, 9], [9, 10]], np.int32)  # the last continues a completion
-    rollouts.append(make(3, calls=calls, branch=1, num_branches=2, env_digest="ab" * 32))
+    judged = dict(call_limits=np.array([8, 1, 8], np.int32), draw=4, trains=False)
+    rollouts.append(make(3, calls=calls, branch=1, num_branches=2, env_digest="ab" * 32, **judged))
     back = parquet.from_bytes(parquet.to_bytes(rollouts))
     assert len(back) == 4 and [one.spans for one in back[2:]] == [[(3, 10)], [(3, 6), (8, 9), (9, 10)]]
-    fields = {"calls": None, "branch": 0, "num_branches": 1, "env_digest": ""}
+    fields = {
+        "calls": None,
+        "branch": 0,
+        "num_branches": 1,
+        "env_digest": "",
+        "call_limits": None,
+        "draw": 0,
+        "trains": True,
+    }
     digests = [rollout_lib.digest(dataclasses.replace(back[3], **{name: fields[name]})) for name in fields]
-    assert len({rollout_lib.digest(back[3]), *digests}) == 5
+    assert len({rollout_lib.digest(back[3]), *digests}) == 8
     for before, after in zip(rollouts, back, strict=True):
         assert_equal(before, after)
     assert rollout_lib.signature_ok(back[0]) and not rollout_lib.signature_ok(back[1])
@@ -181,6 +190,10 @@ BROKEN = [
     (dict(branch=1), "branch: must be less than num_branches"),
     (dict(num_branches=0), "branch: must be less than num_branches"),
     (dict(env_digest="x"), "env_digest: must be a SHA-256"),
+    (dict(trains=1), "trains: must be True or False"),
+    (dict(draw=-1), "draw: must be an integer in"),
+    (dict(call_limits=np.array([1, 2], np.int32)), "call_limits: must be None or a numpy int32 [1], one per call"),
+    (dict(call_limits=np.array([0], np.int32)), "call_limits: must be > 0"),
     (dict(calls=np.array([3, 10], np.int32)), "calls: must be None or a numpy int32 [N, 2]"),
     (dict(calls=np.zeros((0, 2), np.int32)), "calls: must have 1 to 4096 rows, got 0"),
     *(
@@ -336,7 +349,7 @@ def test_reward_parts_are_counted_before_they_are_objects(monkeypatch):
     names = pa.StringArray.from_buffers(N, pa.py_buffer(bytes(4 * (N + 1))), pa.py_buffer(b""))
     parts = pa.MapArray.from_arrays(pa.array([0, N], pa.int32()), names, np.zeros(N))
     data = parquet_with(reward_parts=(parts, PARTS))
-    assert len(data) < 11_000
+    assert len(data) < 12_000
     tracemalloc.start()
     with pytest.raises(ValueError, match=f"column reward_parts has {N} entries in a row"):
         parquet.from_bytes(data)
@@ -467,6 +480,9 @@ def test_signature_covers_every_field_but_itself():
         branch=[0, 2],  # 0 is not digested
         num_branches=2,
         calls=np.array([[3, 4], [4, 6], [8, 10]], np.int32),
+        call_limits=[np.array([4, 4, 4], np.int32), np.array([4, 5, 4], np.int32)],
+        draw=[1, 2],
+        trains=False,
     )
     assert {*other, "signature"} == {field.name for field in dataclasses.fields(rollout_lib.Rollout)}
     for name, values in other.items():

@@ -147,6 +147,9 @@ def test_a_turn_is_compared_with_the_same_turn_of_others(share_prompts):
     trees, _ = rule.assign([group])
     assert len(trees) == (1 if share_prompts else 4)  # the longer prompt begins with that of the others
     assert {token: advantage for _, token, _, advantage, _ in trained(trees)} == pytest.approx(expected)
+    judge = dataclasses.replace(group[1], sample=0, branch=1, num_branches=2, trains=False)
+    judged, _ = rule.assign([[*group, judge], [dataclasses.replace(one, trains=False) for one in group]])
+    assert trained(judged) == trained(trees)
     assert rule.has_signal(group) and not rule.has_signal([dataclasses.replace(group[1], sample=g) for g in range(2)])
     with pytest.raises(ValueError, match="no episode of the batch has a reward component 'turn_1'"):
         rule.assign(GROUPS)

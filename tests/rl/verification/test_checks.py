@@ -251,6 +251,13 @@ def turns(first=(11, STOP), second=(14, STOP), **changes):
         (lambda: turns(second=range(11, 17), finish_reason="length"), "ok"),
         (lambda: turns(first=range(11, 17)), "ok"),  # the first turn has all tokens that it may have
         (lambda: turns(first=(11, 12)), "termination: finish_reason is length after 2 of 6 tokens"),
+        (lambda: turns(first=(11, 12), call_limits=np.array([2, 6], "i4")), "ok"),
+        (
+            lambda: turns(first=(11, 12), call_limits=np.array([3, 6], "i4")),
+            "termination: finish_reason is length after 2 of 3",
+        ),
+        (lambda: turns(call_limits=np.array([6, 1], "i4")), "length: 2 sampled tokens of 1, at most 6 were asked for"),
+        (lambda: turns(call_limits=np.array([7, 6], "i4")), "length: 2 sampled tokens of 7, at most 6 were asked for"),
         (lambda: turns(first=(STOP, 11)), "termination: tokens follow a stop token"),
         (lambda: turns(first=range(11, 18)), "length: 7 sampled tokens, at most 6"),
         (lambda: make(num_branches=3), "turns: 1 calls in one of 3 branches, more than the turns of an episode, 2"),

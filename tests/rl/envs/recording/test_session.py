@@ -1,7 +1,6 @@
 """A session keeps sampled tokens as they are: streams, seeds, budgets, and recorded calls, on conversations drawn at random."""
 
 import asyncio
-import random
 
 import numpy as np
 import pytest
@@ -10,39 +9,7 @@ from rl.envs.interface import episode
 from rl.protocol import noise_seed
 from tests.support import episodes
 
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
 USER = {"role": "user", "content": "go"}
-
-
-def drawn(number):
-    """Returns a program of up to six turns with tools, errors, dropped and stripped messages, and judges."""
-
-    async def play(model):
-        rng = random.Random(number)
-        tools = TOOLS if rng.random() < 0.6 else []
-        messages = [{"role": "system", "content": "be good"}] * rng.randint(0, 1) + [
-            {"role": "user", "content": f"q{number}"}
-        ]
-        for turn in range(rng.randint(1, 6)):
-            try:
-                reply = await model.chat(messages, tools=tools, max_tokens=rng.choice([None, 8]))
-            except episode.BudgetSpent:
-                return
-            message = dict(reply.message)
-            if rng.random() < 0.3:
-                message.pop("reasoning_content", None)
-            messages.append(message)
-            calls = message.get("tool_calls") or []
-            messages += [{"role": "tool", "tool_call_id": call["id"], "content": f"{turn}"} for call in calls]
-            if not calls or rng.random() < 0.3:
-                messages.append({"role": "user", "content": rng.choice(["more", "<|im_start|>", "é" * 9])})
-            if rng.random() < 0.15:  # history is rewritten
-                messages = [messages[0], {"role": "user", "content": "summary"}]
-            if rng.random() < 0.2:
-                judged = [{"role": "user", "content": "good?"}]
-                await asyncio.gather(*(model.chat(judged, number=i, trains=False) for i in range(3)))
-
-    return play
 
 
 @pytest.mark.parametrize("thinking", ["keep", "strip"])
@@ -51,7 +18,7 @@ def test_trained_tokens_are_the_sampled_ones_each_once(thinking):
     for number in range(500):
         backend = episodes.Backend()
         session = episodes.session(backend, number=number, limits={"max_model_len": 1200}, thinking=thinking)
-        asyncio.run(drawn(number)(session))
+        asyncio.run(episodes.drawn(number)(session))
         found = [
             (stream.tokens[: turn.start].tolist(), stream.tokens[turn.start : turn.end].tolist())
             for stream in session.streams

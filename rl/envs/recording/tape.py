@@ -1,0 +1,85 @@
+"""The tape of an episode: the completions that a worker recorded, by the content of their prompts; and its comparison with a replay.
+
+A validator runs the program of the environment with a session that answers from the tape. The program must make the recorded calls
+and no others, and the streams must come out as they were submitted: then prompts, tool results, and limits are the environment's.
+"""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from inference.rollouts import rollout as rollout_lib
+from inference.swarm import sample as sample_lib
+from rl.envs.recording import session as session_lib
+
+Tape = dict[session_lib.Key, sample_lib.Sample]
+
+
+def of_rollouts(rollouts: Sequence[rollout_lib.Rollout], stop_ids: Collection[int]) -> Tape:
+    """Returns the tape of an episode's rollouts. Raises ValueError if one call occurs twice."""
+    tape: Tape = {}
+    for rollout in rollouts:
+        for index, (start, end) in enumerate(rollout.spans):
+            key = session_lib.Call(rollout.tokens[:start].tolist(), 0, 0, 0 if index else rollout.draw).key
+            if key in tape:
+                raise ValueError(
+                    f"the call with the prompt of {start} tokens in branch {rollout.branch} was recorded twice"
+                )
+            tokens = rollout.tokens[start:end].tolist()
+            ending = "stop" if tokens[-1] in stop_ids else "length"
+            tape[key] = sample_lib.Sample(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
+    return tape
+
+
+def difference(session: session_lib.Session, rollouts: Sequence[rollout_lib.Rollout]) -> str | None:
+    """Returns the first difference between the rollouts of an episode, in order, and its replay in a session that ended; None if they are equal."""
+    if unused := session.unused():
+        return f"the environment does not make {len(unused)} of the {len(unused) + session.num_calls} recorded calls"
+    limit = session.limits.max_tokens
+    claimed, found = [_calls(rollout, limit) for rollout in rollouts], [_made(stream) for stream in session.streams]
+    if not session.overlapped:
+        if session.was_cut:
+            return "the environment makes a call that was not recorded, before the budget of the episode is spent"
+        wrong = next((at for at, (one, other) in enumerate(zip(claimed, found, strict=False)) if one != other), None)
+        if wrong is not None:
+            return f"branch {wrong} has other calls, or other limits of them, than the environment's"
+        return (
+            None if len(claimed) == len(found) else f"{len(claimed)} branches, and the environment makes {len(found)}"
+        )
+    # Concurrent calls may begin in another order than here.
+    if sorted(sum(claimed, [])) != sorted(sum(found, [])):
+        return "its calls, or their limits, are not those of the environment"
+    for one in rollouts:
+        for other in rollouts:
+            prompt = one.tokens[: one.prompt_length]
+            if one.branch and not one.draw and one.trains == other.trains and _extends(prompt, other.tokens):
+                return f"branch {one.branch} continues branch {other.branch}, and is not recorded as a part of it"
+    return None
+
+
+def _extends(prompt: np.ndarray, tokens: np.ndarray) -> bool:
+    return len(prompt) > len(tokens) and np.array_equal(prompt[: len(tokens)], tokens)
+
+
+def _calls(rollout: rollout_lib.Rollout, limit: int) -> list[tuple]:
+    """Returns (prompt and completion, their lengths, limit, number, trains) of each call of a rollout."""
+    limits = [limit] * len(rollout.spans) if rollout.call_limits is None else rollout.call_limits.tolist()
+    return [
+        (rollout.tokens[:end].tobytes(), start, end, most, 0 if index else rollout.draw, rollout.trains)
+        for index, ((start, end), most) in enumerate(zip(rollout.spans, limits, strict=True))
+    ]
+
+
+def _made(stream: session_lib.Stream) -> list[tuple]:
+    """Returns the calls of a stream in the form of `_calls`."""
+    return [
+        (
+            stream.tokens[: turn.end].tobytes(),
+            turn.start,
+            turn.end,
+            turn.max_tokens,
+            0 if index else stream.number,
+            stream.trains,
+        )
+        for index, turn in enumerate(stream.turns)
+    ]

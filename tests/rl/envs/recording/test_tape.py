@@ -1,0 +1,173 @@
+"""A replay against the tape accepts every honest episode, and finds each change to one."""
+
+import asyncio
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from inference.rollouts import parquet
+from inference.rollouts import rollout as rollout_lib
+from models.text import tokenizer as tokenizer_lib
+from rl.envs.interface import episode
+from rl.envs.recording import rollouts as rollouts_lib
+from rl.envs.recording import session as session_lib
+from rl.envs.recording import tape as tape_lib
+from tests.support import episodes
+
+ORIGIN = rollouts_lib.Origin(rollout_lib.TaskRef("words", 4, 9, 0), step=2, temperature=1.0, env_digest="ab" * 32)
+STOPS = episodes.TOKENIZER.stop_ids
+
+
+def recorded(play, number=0, **limits):
+    """Returns the rollouts of an episode, read again from a file."""
+    session = episodes.session(episodes.Backend(), number=number, limits=limits)
+    asyncio.run(play(session))
+    found = rollouts_lib.of_episode(session, ORIGIN, {"reward": 1.0})
+    assert [rollout_lib.validate(one) for one in found] == [None] * len(found)
+    return parquet.from_bytes(parquet.to_bytes(found))
+
+
+def replayed(play, rollouts, number=0, **limits):
+    """Returns the first difference of a replay, or the text of the error that ended it."""
+    limits = dataclasses.replace(episodes.LIMITS, **limits)
+    try:
+        tape = tape_lib.of_rollouts(rollouts, STOPS)
+    except ValueError as error:
+        return str(error)
+    session = session_lib.Session(episodes.TOKENIZER, None, limits, seed=7, sample=number, tape=tape)
+    try:
+        asyncio.run(play(session))
+    except session_lib.NotOnTape as error:
+        return str(error)
+    return tape_lib.difference(session, rollouts)
+
+
+def test_every_honest_episode_is_equal_to_its_replay():
+    num_branches = num_untrained = num_limited = 0
+    for number in range(300):
+        play = episodes.drawn(number)
+        rollouts = recorded(play, number, max_episode_tokens=90, max_calls=7)
+        assert replayed(play, rollouts, number, max_episode_tokens=90, max_calls=7) is None, number
+        num_branches += len(rollouts) - 1
+        num_untrained += sum(not one.trains for one in rollouts)
+        num_limited += sum(one.call_limits is not None for one in rollouts)
+    assert min(num_branches, num_untrained, num_limited) > 50
+
+
+async def two_turns(model):
+    """Asks twice, with a tool message between, and asks a judge."""
+    messages = [{"role": "user", "content": "begin"}]
+    messages.append((await model.chat(messages)).message)
+    messages.append({"role": "tool", "content": "42", "tool_call_id": "a"})
+    messages.append((await model.chat(messages)).message)
+    await model.chat([{"role": "user", "content": "good?"}], trains=False, max_tokens=40)
+
+
+def changed(rollout, at, value=None):
+    tokens = rollout.tokens.copy()
+    tokens[at] = (tokens[at] + 1) % 256 if value is None else value
+    return dataclasses.replace(rollout, tokens=tokens)
+
+
+def without_last_call(rollout):
+    end = rollout.spans[0][1]
+    arrays = {name: getattr(rollout, name)[:end] for name in ("tokens", "sampled_mask", "logprobs", "versions")}
+    return dataclasses.replace(rollout, calls=rollout.calls[:1], **arrays)
+
+
+TAMPERED = {
+    "the first prompt": (lambda a, b: [changed(a, 8), b], "which was not recorded"),
+    "a tool's output": (lambda a, b: [changed(a, a.spans[0][1] + 10), b], "which was not recorded"),
+    "a judge's prompt": (lambda a, b: [a, changed(b, 8)], "which was not recorded"),
+    "a dropped call of a judge": (lambda a, b: [dataclasses.replace(a, num_branches=1)], "which was not recorded"),
+    "a turn cut early": (lambda a, b: [without_last_call(a), b], "which was not recorded"),
+    "a further call": (lambda a, b: [a, b, changed(b, 8)], "does not make 1 of the 4 recorded calls"),
+    "a repeated call": (lambda a, b: [a, b, b], "was recorded twice"),
+    "branches in another order": (lambda a, b: [b, a], "branch 0 has other calls"),
+    "a judge's call that trains": (lambda a, b: [a, dataclasses.replace(b, trains=True)], "branch 1 has other calls"),
+    "another limit": (lambda a, b: [a, dataclasses.replace(b, call_limits=None)], "branch 1 has other calls"),
+    "another number": (lambda a, b: [a, dataclasses.replace(b, draw=1)], "which was not recorded"),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_each_change_is_found(name):
+    number = next(
+        number for number in range(99) if len((found := recorded(two_turns, number))[0].spans) == 2 and len(found) == 2
+    )
+    rollouts = recorded(two_turns, number)
+    assert replayed(two_turns, rollouts, number) is None
+    change, expected = TAMPERED[name]
+    assert expected in replayed(two_turns, change(*rollouts), number)
+
+
+def tree(order, later):
+    """Returns a program with concurrent calls, some after others, whose order is drawn from `order`."""
+
+    async def play(model):
+        rng = random.Random(order)
+
+        async def one(name):
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+            messages = [{"role": "user", "content": name}]
+            try:
+                messages += [(await model.chat(messages)).message, {"role": "user", "content": "go on"}]
+                for _ in range(rng.randrange(3)):
+                    await asyncio.sleep(0)
+                await model.chat(messages)
+            except episode.BudgetSpent:
+                later.append(name)
+
+        await asyncio.gather(*(one(f"part {number}") for number in range(5)))
+
+    return play
+
+
+@pytest.mark.parametrize("tokens", [0, 100])
+def test_concurrent_calls_may_begin_in_another_order(tokens):
+    for number in range(60):
+        spent = []
+        rollouts = recorded(tree(number, []), max_episode_tokens=tokens)
+        assert replayed(tree(number + 1, spent), rollouts, max_episode_tokens=tokens) is None
+        assert tokens or (not spent and len(rollouts) == 5)
+
+
+def test_a_stream_that_is_cut_in_two_is_found():
+    whole = recorded(tree(3, []))
+    one = whole[-1]
+    parts = (
+        without_last_call(one),
+        dataclasses.replace(one, calls=one.calls[1:], sampled_mask=np.arange(len(one.tokens)) >= one.spans[1][0]),
+    )
+    cut = [*whole[:-1], *parts]
+    assert "continues branch" in replayed(tree(3, []), cut)
+
+
+def test_rollouts_hold_the_versions_proofs_and_limits_of_each_call():
+    backend = episodes.Backend(texts=["ab"], version=4)
+    session = episodes.session(backend)
+
+    async def play():
+        messages = [{"role": "user", "content": "begin"}]
+        messages.append((await session.chat(messages)).message)
+        backend.version = 6
+        await session.chat([*messages, {"role": "user", "content": "on"}], max_tokens=2)
+
+    asyncio.run(play())
+    [one] = rollouts_lib.of_episode(session, ORIGIN, {"reward": 0.5, "good": 1.0})
+    (first, end), (second, last) = one.spans
+    assert one.versions.tolist() == [4] * end + [6] * (last - end) and one.call_limits.tolist() == [48, 2]
+    assert (
+        one.sampled_mask.sum() == 5 and (one.logprobs[one.sampled_mask] == -0.5).all() and one.finish_reason == "length"
+    )
+    assert (one.reward, one.rewards, one.seed, one.env_digest) == (0.5, {"reward": 0.5, "good": 1.0}, 7, "ab" * 32)
+    assert tokenizer_lib.byte_chatml().decode(one.tokens[first : end - 1].tolist()) == "ab" and second > end + 1
+
+
+def test_an_episode_without_calls_makes_no_rollouts():
+    session = episodes.session(episodes.Backend())
+    with pytest.raises(ValueError, match="no first call of the model"):
+        rollouts_lib.of_episode(session, ORIGIN, {"reward": 0.0})
