@@ -18,6 +18,7 @@ from rl.data import sources
 from rl.envs.interface import environment
 from rl.envs.native import dataset, gsm8k, reasoning, reverse_text
 from rl.envs.native.games import wordle
+from rl.envs.native.retrieval import search
 from rl.protocol import user_code
 
 # {name: function that builds the environment}. The builder's keyword arguments are the options `env.options` of a config.
@@ -28,9 +29,10 @@ ENVS: dict[str, Callable[..., environment.Environment]] = {
     "dataset": dataset.build,
     "reasoning_gym": reasoning.build,
     "wordle": wordle.build,
+    "search": search.build,
 }
 # {name: function from `path` to the {name: file} that its environment reads}; of other environments, all files count.
-FILES = {"dataset": sources.files, "gsm8k": gsm8k.files}
+FILES = {"dataset": sources.files, "gsm8k": gsm8k.files, "search": search.files}
 OURS = ("rl.envs.", "rl.data.")  # modules that a digest covers
 GROUP = "intellax.environments"  # of entry points
 CODE_HELP = "folders with the run's own environment and its data; nothing of them is loaded from elsewhere"

@@ -160,7 +160,7 @@ async def _content(tools: Mapping[str, Tool], call: Mapping, state: Any, limits:
     """Returns the result of a call as text, or the text of an error."""
     name = call["function"]["name"]
     if (tool := tools.get(name)) is None:
-        return f"error: there is no tool {name!r}; call one of {', '.join(tools)}"[:MAX_ERROR_CHARS]
+        return f"error: tool {name!r} does not exist; call one of {', '.join(tools)}"[:MAX_ERROR_CHARS]
     try:
         arguments = call["function"]["arguments"] or {}
         arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
@@ -182,7 +182,7 @@ async def _content(tools: Mapping[str, Tool], call: Mapping, state: Any, limits:
     except TimeoutError:
         if tool.kind != "recorded":
             raise TimeoutError(f"tool {name} took more than {limits.call_s} s, its limit") from None
-        return f"error: there was no result within {limits.call_s} s"
+        return f"error: no result came within {limits.call_s} s"
     except (TypeError, ValueError, RecursionError) as error:  # json.dumps
         return _error(error)
 

@@ -107,7 +107,7 @@ def test_http(script):
         assert found[0].kind == "recorded"
         assert run(found, call("add", {"a": 1, "b": [1]})) == ["2"]
         slow = call("wait", {"seconds": 60})
-        assert run(found, slow, limits=tools.Limits(call_s=0.05)) == ["error: there was no result within 0.05 s"]
+        assert run(found, slow, limits=tools.Limits(call_s=0.05)) == ["error: no result came within 0.05 s"]
     finally:
         server.kill()
         server.wait()

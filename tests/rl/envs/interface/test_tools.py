@@ -179,7 +179,7 @@ def odd(kind: str):
         (call("add", {"a": 1, "c": 2}), "error: arguments: 'c' is unknown; use a, b"),
         (call("add", {"a": "1"}), "error: arguments.a: this must be of type integer"),
         (call("add", {"a": True}), "error: arguments.a: this must be of type integer"),
-        (call("sub", {"a": 1}), "error: there is no tool 'sub'; call one of add, odd"),
+        (call("sub", {"a": 1}), "error: tool 'sub' does not exist; call one of add, odd"),
         (call("add", "[1]"), "error: arguments: this must be of type object"),
         (call("add", "{"), "error: JSONDecodeError: "),
         (call("add", "[" * 100000), "error: RecursionError: "),
@@ -250,7 +250,7 @@ def test_time_out():
             asyncio.run(tools.results([tool], [call(tool.name, {})], None, limits))
     recorded = tools.dataclasses.replace(tools.of(sleeps), kind="recorded")
     (message,) = asyncio.run(tools.results([recorded], [call("sleeps", {})], None, limits))
-    assert message["content"] == "error: there was no result within 0.02 s"
+    assert message["content"] == "error: no result came within 0.02 s"
 
 
 @given(text=st.text(max_size=300), size=st.integers(1, 120))
