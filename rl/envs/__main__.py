@@ -1,6 +1,6 @@
-"""Shows an environment before a run: `python -m rl.envs try NAME --n 5` prints tasks, the scores of their answers, and lengths.
+"""Shows and tests environments: `try` prints tasks, the scores of their answers, and lengths; `check` finds faults (rl/envs/hub).
 
-Completions are scored as in a run, in a process with limits. For each task these are its own answer, which should get the reward 1, and
+`try` scores completions as in a run, in a process with limits. For each task these are its own answer, which should get the reward 1, and
 an answer of another task, which should get less.
 """
 
@@ -11,6 +11,7 @@ import sys
 
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
+from rl.envs.hub import commands as hub_commands
 from rl.envs.interface import environment
 from rl.envs.scoring import scorer as scorer_lib
 from sharding.system import cli
@@ -18,7 +19,7 @@ from sharding.system import sandbox as sandbox_lib
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command `try`; returns the exit code: 0, or 1 after an error, which is printed."""
+    """Runs a command; returns the exit code: 0, or 1 after an error, which is printed."""
     parser = cli.Parser(prog="python -m rl.envs", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser(
@@ -32,12 +33,15 @@ def main(argv: list[str] | None = None) -> int:
     add("--tokenizer", default="byte_chatml", help="as config.tokenizer, for the lengths")
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help="as config.trust.sandbox")
     add("--code", nargs="+", default=[], metavar="FOLDER", help="folders to import your code from")
+    hub_commands.add_check(commands)
     args = parser.parse_args(argv)
     try:
-        if args.n < 1:
-            raise ValueError(f"--n {args.n} is below 1; raise it")
         sys.path += args.code
         options = dict(_option(text) for text in args.options)
+        if args.command != "try":
+            return args.run(args, options)
+        if args.n < 1:
+            raise ValueError(f"--n {args.n} is below 1; raise it")
         return _try(args, options, tokenizer_lib.load(args.tokenizer, date="2026-01-01"))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -88,6 +88,10 @@ class Environment:
     # (task, rng, is_decoy) -> {"messages": a whole conversation, "tools": their schemas, if any} for the warm-up to imitate: a solution
     # or, if `is_decoy`, a tempting one with a lower reward. None: `Task.answer` and `Task.decoy` are solutions in one message.
     demonstrate: Callable[[Task, random.Random, bool], dict] | None = None
+    reward_range: tuple[float, float] = (
+        0.0,
+        1.0,
+    )  # of all rewards; `python -m rl.envs check` holds the environment to it
 
 
 def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[[int], Task | None]) -> Task:

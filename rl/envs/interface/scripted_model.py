@@ -108,15 +108,17 @@ def always(text: str) -> Policy:
 def in_order(*replies: str | dict) -> Policy:
     """Returns the policy that answers the first call with the first reply, and so on; the last one stays.
 
-    A reply is a text, or {"tool": name, "arguments": {...}, "content": text before the call, may be absent}. The number of assistant
-    messages in a conversation chooses the reply.
+    A reply is a text, an assistant message, or {"tool": name, "arguments": {...}}. The number of assistant messages in a conversation
+    chooses the reply.
     """
 
     def policy(messages, tools, rng) -> dict:
         reply = replies[min(sum(one["role"] == "assistant" for one in messages), len(replies) - 1)]
         if isinstance(reply, str):
             return {"content": reply}
-        return {"content": reply.get("content", "")} | call(reply["tool"], reply.get("arguments", {}), rng)
+        if "tool" in reply:
+            return {"content": ""} | call(reply["tool"], reply.get("arguments", {}), rng)
+        return {"content": ""} | reply
 
     return policy
 

@@ -1,0 +1,39 @@
+"""The admission check of environments, `python -m rl.envs check`: trials in processes of their own, judged by rules, in a report.
+
+`check` runs two trials at the same time, of which one has another hash seed, order, time zone, locale, folder, user, host name, and clock, and
+the sandbox of a scorer. Further trials find the cause where the two differ. Prints nothing, and imports none of the environment's code.
+"""
+
+import concurrent.futures
+import dataclasses
+
+from rl.envs.catalog import catalog
+from rl.envs.hub import report as report_lib
+from rl.envs.hub import rules, trial
+
+
+def check(plan: trial.Plan, *, floor: float = rules.FLOOR, code: tuple[str, ...] = ()) -> dict:
+    """Returns the unsigned report on an environment. `plan.name` is as in `catalog.load`; `code` are folders to import from.
+
+    Raises ValueError if the environment does not exist. An environment that fails, hangs, or crashes has a report.
+    """
+    name = plan.name
+    located, options = catalog.locate(name, plan.options)
+    digest = catalog.digest(located, options)
+    plan = dataclasses.replace(plan, name=located, options=options)
+    code = (*code, *catalog.folders(located, options))
+    first, second = _run(plan, code, trial.FIRST, trial.SECOND)
+
+    def causes() -> tuple[dict, dict]:
+        again, backwards = _run(plan, code, trial.Surroundings(), trial.Surroundings(order=-1))
+        return again, backwards
+
+    judged = rules.judge(first, second, causes, floor=floor, limit_s=plan.limit_s)
+    declared = next((one["kind"] for one in (first, second) if "kind" in one), "unknown")
+    return report_lib.make(plan, name, digest, declared, judged)
+
+
+def _run(plan: trial.Plan, code: tuple[str, ...], *surroundings: trial.Surroundings) -> list[dict]:
+    running = [trial.Running(plan, one, code) for one in surroundings]
+    with concurrent.futures.ThreadPoolExecutor(len(running)) as pool:
+        return [*pool.map(trial.Running.result, running)]
