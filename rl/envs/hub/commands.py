@@ -30,7 +30,7 @@ def add_check(commands) -> None:
     add("--tasks", type=int, default=sizes["tasks"], help="tasks of each split that are made in two processes")
     add("--scored", type=int, default=sizes["scored"], help="tasks of which completions are scored")
     add("--episodes", type=int, default=sizes["episodes"], help="random answers or episodes of each scored task")
-    add("--floor", type=float, default=rules.FLOOR, help="largest mean reward of completions that are no answers")
+    add("--floor", type=float, default=rules.FLOOR, help="largest mean reward of completions that answer nothing")
     add("--timeout_s", type=float, default=trial.Plan.timeout_s, help="seconds after which a trial fails")
     add("--seed", type=int, default=0, help="as config.seed")
     add("--code", nargs="+", default=[], metavar="FOLDER", help="folders to import your code from")

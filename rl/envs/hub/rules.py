@@ -14,7 +14,7 @@ from typing import Any
 from rl.envs.hub import probes
 from rl.envs.interface import environment
 
-FLOOR = 0.5  # largest mean reward of completions that are no answer
+FLOOR = 0.5  # largest mean reward of completions that answer nothing
 MAX_SLEEP_S = 0.05  # of one completion
 MAX_GROWTH_BYTES = 2048  # of memory per completion of 10 kB, once caches are full
 MIN_GROWTH_BYTES = 2**22  # in total: allocators keep pages

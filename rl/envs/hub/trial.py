@@ -211,7 +211,7 @@ class _Trial:
         return found
 
     def _rehearse(self) -> None:
-        """Imports what the code imports at its first use: files may be read for that, and caches filled."""
+        """Runs the code once: imports at its first use may read files."""
         with contextlib.suppress(Exception):  # the trial itself meets it again
             task = self.env.make_task(0, "train")
             for policy in (scripted_model.random_words, scripted_model.always("")):

@@ -85,7 +85,7 @@ def build(
             candidates = [word for word in candidates if feedback(guess, word) == marks]
 
     play = episode.conversation(score=score, reply=reply, max_turns=guesses)
-    return environment.Environment("wordle", make_task, play=play, demonstrate=demonstrate)
+    return environment.Environment("wordle", make_task, play=play, demonstrate=demonstrate, reward_range=(0.0, 2.2))
 
 
 def feedback(guess: str, secret: str) -> str:
