@@ -29,7 +29,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import run_history, run_rules
-from rl.protocol import check_rate, noise_seed, task_schedule
+from rl.protocol import check_rate, env_mix, noise_seed, task_schedule
 from rl.protocol import verdict as verdict_lib
 from rl.reporting import metrics
 from sharding import bucket
@@ -79,6 +79,7 @@ class Audit:
         self._published = history.run.published
         self._versions = {version for _, version in self._published}
         self._begin = history.begin or 0
+        self._envs = env_mix.entries(self.config)
         self._is_fixed = task_schedule.is_fixed(self.config.rl)
         self._train_groups = functools.lru_cache(16)(functools.partial(task_schedule.train_groups, self.config))
         has_secret = (workdir / "secret.key").exists()
@@ -173,7 +174,7 @@ class Audit:
             return f"it is in the batch of step {first}, too"
         if len({rollout.worker for rollout in rollouts}) > 1:
             return "its rollouts are of several workers"
-        count = group.num_samples if group else self.config.rl.samples_per_prompt
+        count = group.num_samples if group else env_mix.max_samples(self.config)
         is_whole = all([rollout.branch for rollout in one] == [*range(one[0].num_branches)] for one in episodes)
         if found == [*range(count)] and is_whole:
             return None
@@ -190,7 +191,7 @@ class Audit:
             return "this step has no such group"
         task = rollout.task
         found = rollout.step, task.env, task.index, task.seed, rollout.temperature
-        expected = group.step, self.config.env.name, group.index, self.config.seed, group.temperature
+        expected = group.step, self._envs[group.env].label, group.index, self.config.seed, group.temperature
         names = ("step", "environment", "task", "seed of the environment", "temperature")
         pairs = zip(names, found, expected, strict=True)
         return next((f"{name} is {a}, and {b} is prescribed" for name, a, b in pairs if a != b), None)

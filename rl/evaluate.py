@@ -35,7 +35,7 @@ from rl.learner import train_step
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.remote import client
 from rl.plan import sizes
-from rl.protocol import task_schedule, timeline
+from rl.protocol import env_mix, task_schedule, timeline
 from rl.reporting import metrics
 from rl.topology import colocated_server, layout
 from sharding import broadcast, bucket, checkpoint, rules
@@ -115,15 +115,25 @@ def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
     """Returns the scores of groups of k samples: avg@k, the mean reward; pass@j, the probability that one of j has reward 1.
 
     pass@j = mean over tasks of 1 - C(k - c, j) / C(k, j), c of k samples right (arXiv 2107.03374, eq. 1), for the powers
-    of two up to k.
+    of two up to k. With several environments, "NAME/avg@k" and so on follow for each.
     """
     groups = [[rollout for rollout in group if not rollout.branch] for group in groups]
+    by_env = collections.defaultdict(list)
+    for group in groups:
+        by_env[group[0].task.env].append(group)
+    result = _scores(groups) | {"num_tasks": len(groups)}
+    if len(by_env) > 1:
+        result |= {f"{env}/{name}": score for env in sorted(by_env) for name, score in _scores(by_env[env]).items()}
+    return result
+
+
+def _scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
     k = len(groups[0])
     right = [sum(rollout.reward >= 1.0 for rollout in group) for group in groups]
     result = {f"avg@{k}": sum(rollout.reward for group in groups for rollout in group) / (k * len(groups))}
     for j in (2**i for i in range(k.bit_length())):
         result[f"pass@{j}"] = sum(1 - math.comb(k - c, j) / math.comb(k, j) for c in right) / len(groups)
-    return result | {"num_tasks": len(groups)}
+    return result
 
 
 def saved_score(workdir: pathlib.Path, step: int) -> float | None:
@@ -141,6 +151,7 @@ def summary(workdir: pathlib.Path) -> list[str]:
 
 
 def _mean_reward(result: dict[str, float]) -> float:
+    """Returns the mean over the tasks of all environments."""
     return next(value for name, value in result.items() if name.startswith("avg@"))
 
 
@@ -230,7 +241,7 @@ def main() -> None:
         # The fields that change scores and differ from the run's, with their values.
         fields, prefixes = experiment.fields(exp), ("evaluation.", "sampling.", "inference.max")
         names = run_directory.differences(workdir, exp) if is_run else []
-        changed = {n: fields[n] for n in names if n.startswith(prefixes)}
+        changed = {n: fields[n] for n in names if env_mix.run_field(n).startswith(prefixes)}
         weights, key = pathlib.Path(scratch) / "weights", run_directory.signing_key(workdir)
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout system reads it
         options = broadcast.PublishOptions(key=key.private, dtype=exp.published_dtypes)

@@ -167,8 +167,10 @@ def _median(steps, name):
 
 
 def _score_figure(evaluations):
-    names = list(evaluations[-1]["scores"])[:3] if evaluations else []  # there are three colors
+    names = list(evaluations[-1]["scores"]) if evaluations else []
+    names = ([name for name in names if "avg@" in name] if any("/avg@" in name for name in names) else names)[:3]
     series = {name: [(item["step"], item["scores"].get(name, math.nan)) for item in evaluations] for name in names}
+    # There are three colors.
     for name in [name for name in names[1:] if series[name] == series[names[0]]]:  # pass@1 of rewards 0 and 1 is avg@1
         del series[name]
     scores = [(item, item["scores"][names[0]]) for item in evaluations if names and names[0] in item["scores"]]

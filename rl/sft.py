@@ -2,7 +2,7 @@
 
     python -m rl.sft --config=configs/quickstart.py --workdir=runs/quickstart
 
-1. Batch n is a pure function of the config: tasks of the environment (`task_schedule.warmup_indices`), each with its solution
+1. Batch n is a pure function of the config: tasks of the environments (`task_schedule.warmup_tasks`), each with its solution
    or, for the fraction `warmup.decoy_fraction`, a wrong one, which RL then corrects; or rows of the files `warmup.data`.
 2. A conversation is rendered once, with tools and all turns. The loss is on the messages of `warmup.roles`
    (rl/batch/conversations.py).
@@ -172,20 +172,22 @@ def _stream(exp: experiment.Experiment, messages, tools, where: str) -> packing.
 
 
 def _from_tasks(exp: experiment.Experiment) -> _Source:
-    """Returns a source of training conversations: tasks of the run's environment with their answers."""
+    """Returns a source of training conversations: tasks of the run's environments with their answers."""
     config = exp.config
-    env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
+    found = envs.load_all(config)
 
-    def tree(index, split):
+    def tree(name, index, split):
+        env = found[name]
         task, is_decoy = env.make_task(index, split), split == "train" and _is_decoy(index, config)
         conversation = conversations.parse(_demonstration(env, task, config.seed, is_decoy))
         return _stream(exp, **conversation, where=f"task {index} of {task.env}")
 
     def batch(step):
-        return [tree(index, "train") for index in task_schedule.warmup_indices(config, step)]
+        return [tree(env, index, "train") for env, index in task_schedule.warmup_tasks(config, step)]
 
     def held_out():
-        return [tree(index, "held_out") for index in range(config.warmup.eval_tasks)]
+        numbers = range(config.warmup.eval_tasks)
+        return [tree(*task_schedule.in_turn([*found], number), "held_out") for number in numbers]
 
     return _Source(batch, held_out)
 

@@ -6,7 +6,9 @@
 4. `credit` "episode" gives all turns of an episode its advantage. "turn" compares, for each turn, the sum of the rewards from it on (the
    components "turn_1", "turn_2", ...) with those of the group's other episodes that have this turn. Rollouts that do not train, such as
    those of a judge, have no turns and are in no tree.
-5. A group is one tree: its prompt once, its rollouts as branches; without `share_prompts`, each rollout is a stream of its own.
+5. With several environments, `envs` has rules for each, and a batch is normalized over the groups of each one apart. `average` is over all
+   groups, and `weight` a factor on the advantages of an environment.
+6. A group is one tree: its prompt once, its rollouts as branches; without `share_prompts`, each rollout is a stream of its own.
    With router replay, the shared part ends before the prompt's last token, which each sample ran for itself, and samples
    whose prompts ran other experts are in separate trees. So are branches of episodes that begin with another prompt.
 
@@ -15,7 +17,7 @@ Letters: P groups of a batch, G episodes of a group, K turns of the longest, T t
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.algorithms import advantages
 from rl.batch import packing
 from rl.batch import router_replay as router_replay_lib
+from sharding.system import cli
 
 CREDITS = ("episode", "turn")
 _Episode = Sequence[rollout_lib.Rollout]  # its branches
@@ -30,7 +33,10 @@ _Episode = Sequence[rollout_lib.Rollout]  # its branches
 
 @dataclasses.dataclass(frozen=True)
 class Credit:
-    """A run's rules for turning rewards into advantages. The first three fields are names of tables in rl/algorithms/advantages.py."""
+    """A run's rules for turning rewards into advantages. The first three fields are names of tables in rl/algorithms/advantages.py.
+
+    With `envs`, the rules of an environment are those there, but for `average`, `metrics`, and the arrays in trees.
+    """
 
     advantage: str | Callable = "group_mean"  # or the user's own function of a group's rewards [G]
     normalize: str = "none"
@@ -44,17 +50,21 @@ class Credit:
     max_lag: int = 0  # versions may change within a rollout if it is above 0
     router_replay: router_replay_lib.RouterReplay | None = None  # None: trees carry no routed experts
     metrics: tuple[Callable, ...] = ()  # the user's own: (groups of rollouts) -> {name: number}
+    weight: float = 1.0  # of the tokens in the loss, as a factor on advantages
+    envs: Mapping[str, "Credit"] = dataclasses.field(default_factory=dict)  # own rules by `task.env`; {}: these for all
+    field: Callable[[str], str] = "rl.{}".format  # name of a rule -> the config field that sets it, for messages
 
     def __post_init__(self):
         tables = advantages.ADVANTAGES, advantages.NORMALIZERS, advantages.AVERAGES
         for name, table in zip(("advantage", "normalize", "average"), tables, strict=True):
             if not callable(getattr(self, name)) and getattr(self, name) not in table:
-                raise ValueError(f"rl.{name} = {getattr(self, name)!r} is unknown; choose one of {', '.join(table)}")
+                found = f"{self.field(name)} = {getattr(self, name)!r} is unknown{cli.hint(getattr(self, name), table)}"
+                raise ValueError(f"{found}; choose one of {', '.join(table)}")
         if self.credit not in CREDITS:
-            raise ValueError(f"rl.credit = {self.credit!r} is unknown; choose one of {', '.join(CREDITS)}")
+            raise ValueError(f"{self.field('credit')} = {self.credit!r} is unknown; choose one of {', '.join(CREDITS)}")
         if self.overlong_buffer and not 0 < self.overlong_buffer <= self.max_tokens:
             raise ValueError(
-                f"rl.overlong_buffer = {self.overlong_buffer} is not in 1..{self.max_tokens}, the longest completion "
+                f"{self.field('overlong_buffer')} = {self.overlong_buffer} is not in 1..{self.max_tokens}, the longest completion "
                 f"(sampling.max_tokens); set it in that range, or to 0 for no penalty"
             )
 
@@ -68,20 +78,26 @@ class Credit:
         groups = [group for group in groups if _trained(group)]
         if not groups:
             return [], 1.0
-        episodes = [*map(rollout_lib.episodes, groups)]
-        if self.credit == "turn" and not any("turn_1" in rollout.rewards for group in groups for rollout in group):
-            found = "rl.credit = 'turn', and no episode of the batch has a reward component 'turn_1'"
-            raise ValueError(f"{found}; return turn_1, turn_2, ... from the environment's score, or set 'episode'")
+        episodes, rules = [*map(rollout_lib.episodes, groups)], [*map(self._rules_of, groups)]
         lengths = [*map(_lengths, episodes)]
-        advantages_P = advantages.NORMALIZERS[self.normalize]([*map(self._advantages, episodes, lengths)])
+        advantages_P: list[np.ndarray] = [np.zeros(0)] * len(groups)
+        names = [group[0].task.env if self.envs else "" for group in groups]
+        for env in dict.fromkeys(names):
+            members = [i for i, name in enumerate(names) if name == env]
+            rule = rules[members[0]]
+            rule._check_turns([groups[i] for i in members])
+            found = advantages.NORMALIZERS[rule.normalize]([rule._advantages(episodes[i], lengths[i]) for i in members])
+            for i, advantage_U in zip(members, found, strict=True):
+                advantages_P[i] = advantage_U
         is_flat = [_is_flat(advantage_G) for advantage_G in advantages_P]
         taught = [i for i, flat in enumerate(is_flat) if not flat]  # groups that train the policy
         factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
         trees = []
-        for i, group in enumerate(episodes):
+        for i, (group, rule) in enumerate(zip(episodes, rules, strict=True)):
             if i in factors or self.teacher_coef:
-                advantage_GK = self._by_turn(group, advantages_P[i]) * factors.get(i, np.ones(len(group)))[:, None]
-                trees += self._trees(group, advantage_GK, trains=i in factors)
+                factor_G = factors.get(i, np.ones(len(group))) * rule.weight
+                advantage_GK = rule._by_turn(group, advantages_P[i]) * factor_G[:, None]
+                trees += rule._trees(group, advantage_GK, trains=i in factors)
         return trees, float(np.mean(is_flat))
 
     def has_signal(self, group: Sequence[rollout_lib.Rollout]) -> bool:
@@ -89,7 +105,18 @@ class Credit:
         if not _trained(group):
             return False
         episodes = rollout_lib.episodes(group)
-        return not _is_flat(self._advantages(episodes, _lengths(episodes)))
+        return not _is_flat(self._rules_of(group)._advantages(episodes, _lengths(episodes)))
+
+    def _rules_of(self, group: Sequence[rollout_lib.Rollout]) -> "Credit":
+        """Returns the rules for the environment of a group."""
+        return self.envs[group[0].task.env] if self.envs else self
+
+    def _check_turns(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> None:
+        """Raises ValueError if no episode has rewards of turns, which the rules need, and none could not be scored."""
+        rewards = [rollout.rewards for group in groups for rollout in group]
+        if self.credit == "turn" and not any("turn_1" in one or one.get("error") for one in rewards):
+            found = f"{self.field('credit')} = 'turn', and no episode of the batch has a reward component 'turn_1'"
+            raise ValueError(f"{found}; return turn_1, turn_2, ... from the environment's score, or set 'episode'")
 
     def _turns(self, episodes: Sequence[_Episode]) -> list[list[int]]:
         """Returns for each turn the numbers of the episodes that have it; with the credit "episode" all count as one turn."""
@@ -148,7 +175,7 @@ class Credit:
                 rollout.logprobs[start:],
                 mask_T * advantage_T,
                 rollout.temperature,
-                ref_kl_weight=mask_T * np.float32(self.teacher_coef) if self.teacher_coef else None,
+                ref_kl_weight=mask_T * np.float32(self.teacher_coef * self.weight) if self.teacher_coef else None,
                 mixed=mask_T * _is_mixed(rollout)[start:] if self.max_lag else None,
                 routed_experts=own_TLX,
             )

@@ -1,6 +1,7 @@
 """The batch of one train step: its token trees, its metrics, and its rollouts by group."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.batch import credit as credit_lib
 from rl.batch import packing
 
+MAX_PARTS = 16  # parts of a reward that have a metric, by environment
 Scores = Mapping[int, Mapping[str, float] | None]  # by sample; None: there was no time
 
 
@@ -48,7 +50,7 @@ def assemble(
     rollouts = [rollout for group in groups for rollout in group]
     trees, flat = credit.assign(groups)
     lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
-    metrics = _describe(groups) | {"rollout/zero_advantage_frac": flat}
+    metrics = _describe(groups) | _by_env(groups, credit) | {"rollout/zero_advantage_frac": flat}
     metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
     own = {f"own/{name}": float(value) for function in credit.metrics for name, value in function(groups).items()}
     return Batch(trees, metrics | own | counts, groups)
@@ -69,3 +71,30 @@ def _describe(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
         "rollout/num_tokens": float(lengths.sum()),
         **({"rollout/turns": float(np.mean(turns))} if max(turns) > 1 else {}),
     }
+
+
+def _by_env(groups: list[list[rollout_lib.Rollout]], credit: credit_lib.Credit) -> dict[str, float]:
+    """Returns the mean of each part of the reward as env/scores/PART. With several environments, returns metrics of each.
+
+    Those have its name after env/: rewards, lengths, turns, and the fractions as for the whole batch, and the number of groups. The
+    first MAX_PARTS parts are taken in the order of their names, without those of turns.
+    """
+    if not credit.envs:
+        return {f"env/scores/{name}": value for name, value in _parts(groups).items()}
+    found: dict[str, float] = {}
+    for env in sorted({group[0].task.env for group in groups}):
+        own = [group for group in groups if group[0].task.env == env]
+        values = {name.removeprefix("rollout/"): value for name, value in _describe(own).items()}
+        values |= {f"scores/{name}": value for name, value in _parts(own).items()}
+        values["zero_advantage_frac"] = float(np.mean([not credit.has_signal(group) for group in own]))
+        values["num_groups"] = float(len(own))
+        found |= {f"env/{env}/{name}": value for name, value in values.items()}
+    return found
+
+
+def _parts(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
+    """Returns the mean of each part of the reward over the episodes that have it."""
+    rewards = [episode[0].rewards for group in groups for episode in rollout_lib.episodes(group)]
+    names = sorted({name for one in rewards for name in one if name not in ("reward", "error")})
+    names = [name for name in names if not re.fullmatch("turn_[0-9]+", name)][:MAX_PARTS]
+    return {name: float(np.mean([one[name] for one in rewards if name in one])) for name in names}

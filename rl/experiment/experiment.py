@@ -41,7 +41,7 @@ from rl.experiment import rules as config_rules
 from rl.learner import lora as lora_lib
 from rl.learner import objective as objective_lib
 from rl.learner import optimizers, train_step
-from rl.protocol import user_code
+from rl.protocol import env_mix, user_code
 from sharding import bucket, rules
 from sharding.format import tree
 from sharding.multihost import failure
@@ -105,7 +105,7 @@ class Experiment:
         """Returns the layout of the training batches that the host packs from rollouts: their rows and the arrays in them."""
         return self.layout(
             mesh,
-            self.config.rl.prompts_per_step * self.config.rl.samples_per_prompt,
+            env_mix.max_rollouts(self.config),
             shards=rules.num_batch_shards(mesh),
             # A layer multiplies a token by about 12 D^2 parameters, and a key takes 2 D products more.
             key_cost=1 / (6 * self.model.model_dim),
@@ -208,15 +208,8 @@ def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -
     The user's code comes from the folders `code`; None: from anywhere. `envs.load` reports an environment that cannot be found.
     """
     config = config.copy_and_resolve_references()
-    loss, (advantage, own_metrics) = _own_loss(config), _own_rules(config.rl)
-    try:
-        name, options = envs.locate(config.env.name, config.env.options.to_dict(), code)
-    except ValueError:  # rl.export needs no environment
-        pass
-    else:
-        config.env.digest = envs.digest(name, options)
-        if not config.env.num_tasks and (name == "dataset" or name.partition(":")[0] not in envs.ENVS):
-            config.env.num_tasks = envs.load(name, seed=config.seed, **options).num_tasks
+    loss, functions = _own_loss(config), _own_rules(config)
+    _settle_envs(config, code)
     rl = config.rl
     tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date)
     model = config_lib.ModelConfig(**config.model)
@@ -249,7 +242,7 @@ def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -
     if not isinstance(loss, str):
         objective_lib.check_own(loss, loss_options)
     if rl.loss == "dr_grpo" and not loss_options["length"]:
-        loss_options["length"] = float(config.sampling.max_tokens)
+        loss_options["length"] = float(env_mix.max_tokens(config))
     sizes = config.inference.to_dict()
     server_mesh = {axis: size for axis, size in sizes.pop("mesh").items() if size != 1}
     return Experiment(
@@ -261,19 +254,46 @@ def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -
         loss=loss,
         loss_options=loss_options,
         objective=objective,
-        credit=credit_lib.Credit(
-            advantage=advantage,
-            metrics=own_metrics,
-            **{name: rl[name] for name in ("normalize", "average", "overlong_buffer")},
-            max_tokens=config.sampling.max_tokens,
-            teacher_coef=objective.teacher_coef,
-            share_prompts=config.train.share_prompts,
-            max_lag=rl.max_lag,
-            router_replay=router_replay.RouterReplay.of(model) if config.train.router_replay else None,
-        ),
+        credit=_credit(config, functions, model, objective),
         lora=lora_lib.LoraConfig(**config.lora),
         tokenizer=tokenizer,
     )
+
+
+def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None) -> None:
+    """Sets the digest and the number of tasks of each environment that can be found."""
+    for entry in env_mix.entries(config).values():
+        try:
+            name, options = envs.locate(entry.name, entry.options, code)
+        except ValueError:  # rl.export needs no environment
+            continue
+        section = config.envs[entry.key] if entry.key else config.env
+        with section.unlocked(), entry.naming_fields():
+            section.digest = envs.digest(name, options)
+            if not entry.num_tasks and (name == "dataset" or name.partition(":")[0] not in envs.ENVS):
+                section.num_tasks = envs.load(name, seed=config.seed, **options).num_tasks
+    if config.envs:
+        config.env.digest = env_mix.digest(config)
+
+
+def _credit(config, functions: dict[str, Callable], model, objective: objective_lib.Objective) -> credit_lib.Credit:
+    """Returns the rules for credit; with several environments, they have those of each."""
+    rl, train = config.rl, config.train
+    of_run = {"average": rl.average, "teacher_coef": objective.teacher_coef, "share_prompts": train.share_prompts}
+    of_run["router_replay"] = router_replay.RouterReplay.of(model) if train.router_replay else None
+
+    def rule(entry: env_mix.Entry) -> credit_lib.Credit:
+        names = ("normalize", "credit", "branch_weight", "overlong_buffer", "max_tokens", "weight")
+        own = {name: getattr(entry, name) for name in names}
+        own["field"] = lambda name: entry.field(name) if name in env_mix.FIELDS else f"rl.{name}"
+        advantage = functions.get(entry.advantage, entry.advantage)
+        return credit_lib.Credit(advantage=advantage, max_lag=rl.max_lag, **of_run, **own)
+
+    metrics = tuple(functions[name] for name in rl.metrics)
+    rules = {entry.label: rule(entry) for entry in env_mix.entries(config).values()}
+    if not config.envs:
+        return dataclasses.replace(*rules.values(), metrics=metrics)
+    return credit_lib.Credit(max_lag=rl.max_lag, **of_run, metrics=metrics, envs=rules)
 
 
 def _own_loss(config: config_dict.ConfigDict) -> str | Callable:
@@ -302,17 +322,17 @@ def _own_loss(config: config_dict.ConfigDict) -> str | Callable:
     return function
 
 
-def _own_rules(rl: config_dict.ConfigDict) -> tuple[str | Callable, tuple[Callable, ...]]:
-    """Returns the rule for advantages, and the functions for further metrics. `rl.digest` is set to the hash of the user's code."""
-    forms = {name: "metrics(groups)" for name in rl.metrics}
-    if user_code.is_name(rl.advantage):
-        forms[rl.advantage] = "advantage(rewards_G)"
+def _own_rules(config: config_dict.ConfigDict) -> dict[str, Callable]:
+    """Returns the user's functions for advantages and further metrics by their names. `rl.digest` is set to the hash of their code."""
+    forms = {name: "metrics(groups)" for name in config.rl.metrics}
+    for entry in env_mix.entries(config).values():
+        if user_code.is_name(entry.advantage):
+            forms[entry.advantage] = "advantage(rewards_G)"
     functions = {name: user_code.load(name) for name in forms}
     for name, form in forms.items():
         user_code.check_arguments(functions[name], name, form, 1)
-    rl.digest = ",".join(map(_code_digest, forms))
-    advantage = functions[rl.advantage] if rl.advantage in functions else rl.advantage
-    return advantage, tuple(functions[name] for name in rl.metrics)
+    config.rl.digest = ",".join(map(_code_digest, forms))
+    return functions
 
 
 def _code_digest(name: str) -> str:
@@ -321,8 +341,8 @@ def _code_digest(name: str) -> str:
 
 def code_options(experiment: Experiment) -> list[str]:
     """Returns the option --code, with the folders that workers and validators on this machine need, or [] if they need none."""
-    env = experiment.config.env
-    folders = envs.folders(*envs.locate(env.name, env.options.to_dict()))
+    located = envs.located(experiment.config).values()
+    folders = [*dict.fromkeys(folder for one in located for folder in envs.folders(one.name, one.options))]
     return ["--code", *folders] if folders else []
 
 

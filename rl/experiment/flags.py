@@ -59,7 +59,7 @@ def given(values: flags.FlagValues = flags.FLAGS) -> list[str]:
 
 
 def _read_config(read: Callable[[str], Any], path: str) -> Any:
-    """Returns the config of a file, with the fields for options of the environment that the command line sets and the file does not.
+    """Returns the config of a file, with the fields of environments that the command line sets and the file does not.
 
     Options belong to an environment: if the command line names another one, those of the file are dropped.
     """
@@ -73,6 +73,14 @@ def _read_config(read: Callable[[str], Any], path: str) -> Any:
         for option in dict.fromkeys(re.findall(r"^--?config\.env\.options\.(\w+)", "\n".join(sys.argv), re.MULTILINE)):
             if option not in options:
                 options[option] = _literal(_values(sys.argv, f"config.env.options.{option}")[-1])
+        for path in re.findall(r"^--?config\.(envs\.\w+\.[\w.]+)", "\n".join(sys.argv), re.MULTILINE):
+            section, (*sections, field) = config, path.split(".")
+            for name in sections:
+                if name not in section:
+                    section[name] = config_dict.ConfigDict()
+                section = section[name]
+            if field not in section:
+                section[field] = _literal(_values(sys.argv, f"config.{path}")[-1])
     return config
 
 

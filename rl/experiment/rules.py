@@ -18,8 +18,8 @@ from inference.server import web
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.ledger import ledger
-from rl.protocol import lease, task_schedule
-from sharding.system import sockets
+from rl.protocol import env_mix, lease, task_schedule
+from sharding.system import cli, sockets
 
 # Losses that correct the sampler's policy to the learner's old one.
 SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
@@ -29,7 +29,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
         lambda v: 0 <= v < math.inf,
-        "env.num_tasks rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.min_group rl.tokens_per_step warmup.num_steps warmup.learning_rate warmup.eval_every warmup.patience "
+        "env.num_tasks rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.min_group rl.tokens_per_step warmup.num_steps warmup.learning_rate rl.branch_weight warmup.eval_every warmup.patience "
         "optimizer.learning_rate optimizer.warmup_steps optimizer.total_steps optimizer.decay_steps optimizer.weight_decay "
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
@@ -66,10 +66,16 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 def check_ranges(config: config_dict.ConfigDict) -> None:
     """Raises ValueError for the first config field that is out of its range or malformed."""
     values: dict[str, Any] = traverse_util.flatten_dict(config.to_dict(), sep=".")
+    entries = env_mix.entries(config).values()
+    env_mix.order(config)
+    of_envs = [
+        (entry.field(own), name, getattr(entry, own)) for entry in entries for own, name in env_mix.FIELDS.items()
+    ]
     for rule, is_within, names in RANGES:
-        for name in names.split():
-            if not is_within(values[name]):
-                raise ValueError(f"{name} = {values[name]} must be {rule}; set it to an allowed value")
+        own = [(name, values[name]) for name in names.split()]
+        for name, value in own + [(shown, value) for shown, name, value in of_envs if name in names.split()]:
+            if not is_within(value):
+                raise ValueError(f"{name} = {value} must be {rule}; set it to an allowed value")
     for name, value in config.loss_options[config.rl.loss].items():
         if not value >= 0:
             raise ValueError(f"loss_options.{config.rl.loss}.{name} = {value} must be at least 0; raise it")
@@ -78,7 +84,7 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
         raise ValueError(f"{found}; choose one of {', '.join(task_schedule.BATCHES)}")
     if not all(weight > 0 for weight in config.warmup.weights):
         raise ValueError(f"warmup.weights = {config.warmup.weights} must be above 0; remove the file of a weight of 0")
-    _check_evaluation_sets(config.evaluation)
+    _check_evaluation_sets(config.evaluation, [*config.envs])
     for name in ("servers", "control_servers"):
         for url in config.topology[name]:
             if not sockets.is_url(url):
@@ -101,14 +107,20 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
         raise ValueError(f"{found}; lower it, or name more validators")
 
 
-def _check_evaluation_sets(evaluation: config_dict.ConfigDict) -> None:
+def _check_evaluation_sets(evaluation: config_dict.ConfigDict, envs: list[str]) -> None:
     least = {"num_tasks": 1, "samples_per_task": 1, "temperature": 0.0, "every": 0}
     for name, fields in evaluation.sets.items():
         if not re.fullmatch("[a-z0-9_]+", name):
             raise ValueError(f"evaluation.sets has {name!r}; name sets by lower-case letters, digits, and _")
         if not isinstance(fields, config_dict.ConfigDict):
             raise ValueError(f"evaluation.sets.{name} = {fields!r} is not a set; write dict({', '.join(least)})")
+        if (env := fields.get("env", "")) and env not in envs:
+            found = f"evaluation.sets.{name}.env = {env!r} is not an environment of this run{cli.hint(str(env), envs)}"
+            remedy = f"choose one of {', '.join(envs)}" if envs else "remove it: the run has one environment"
+            raise ValueError(f"{found}; {remedy}")
         for field, value in fields.items():
+            if field == "env":
+                continue
             if field not in least:
                 raise ValueError(f"evaluation.sets.{name} has a field {field!r}; a set has {', '.join(least)}")
             kind = (int, float) if field == "temperature" else int
@@ -162,15 +174,20 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib
     All tasks of a dataset are checked, and the first of others. A prompt so short that no chat template makes it too long is not
     rendered.
     """
-    env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
     limit, first = config.inference.max_model_len, 16
-    for split, count in (("train", env.num_tasks), ("held_out", config.evaluation.num_tasks if env.num_tasks else 0)):
-        for index in range(count or first):
+    for key, env in envs.load_all(config).items():
+        held_out = config.evaluation.num_tasks if env.num_tasks else 0
+        for index, split in [
+            (index, split)
+            for split, count in (("train", env.num_tasks), ("held_out", held_out))
+            for index in range(count or first)
+        ]:
             messages = env.make_task(index, split).messages
             if index and sum(len(str(message).encode()) for message in messages) < limit - TEMPLATE_TOKENS:
                 continue  # a token has a byte or more
             if (num_tokens := len(tokenizer.render(messages, add_generation_prompt=True).token_ids)) >= limit:
-                found = f"the prompt of task {index} ({split}) has {num_tokens} tokens, and inference.max_model_len = {limit}"
+                task = f"task {index} ({split}{f' of envs.{key}' if key else ''})"
+                found = f"the prompt of {task} has {num_tokens} tokens, and inference.max_model_len = {limit}"
                 raise ValueError(
                     f"{found} has no room for an answer; raise it (and train.row_length), or shorten the task"
                 )
@@ -198,15 +215,22 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f"rl.loss = {loss!r} needs the log-probabilities of sampler and learner; set objective.old_logprobs = 'learner'"
     if c.rl.average != "tokens" and loss in ("grpo", "dr_grpo", "gspo", "gmpo"):
         yield f"rl.loss = {loss!r} averages over samples itself; set rl.average = 'tokens'"
-    is_alone = c.rl.samples_per_prompt == 1 and ":" not in c.rl.advantage  # the user's own function may do otherwise
-    if is_alone and c.rl.advantage != "given" and not objective.teacher_coef:
-        yield "rl.samples_per_prompt = 1: the advantage of a group of one is always 0; raise it, or set rl.advantage = 'given'"
+    entries = [*env_mix.entries(c).values()]
+    for one in entries:
+        is_alone = one.samples_per_prompt == 1 and ":" not in one.advantage  # the user's own function may do otherwise
+        if is_alone and one.advantage != "given" and not objective.teacher_coef:
+            found = f"{one.field('samples_per_prompt')} = 1: the advantage of a group of one is always 0"
+            yield f"{found}; raise it, or set {one.field('advantage')} = 'given'"
+        if one.credit == "turn" and one.overlong_buffer:
+            found = f"{one.field('overlong_buffer')} = {one.overlong_buffer} shapes the reward of an episode"
+            yield f"{found}, and {one.field('credit')} = 'turn' uses those of turns; set one of them to its default"
     if c.rl.oversampling > 1 and task_schedule.is_fixed(c.rl):
         found = f"rl.oversampling = {c.rl.oversampling}, but each batch waits for its own groups"
         yield f"{found}; set rl.batch = 'first' or rl.refill, or raise rl.max_lag instead"
-    if c.rl.min_group and not 2 <= c.rl.min_group <= c.rl.samples_per_prompt:
-        found = f"rl.min_group = {c.rl.min_group} of {c.rl.samples_per_prompt} samples (rl.samples_per_prompt)"
-        yield f"{found}: set it in 2..{c.rl.samples_per_prompt}, or to 0 for groups with all samples"
+    smallest = min(entries, key=lambda one: one.samples_per_prompt)
+    if c.rl.min_group and not 2 <= c.rl.min_group <= (most := smallest.samples_per_prompt):
+        found = f"rl.min_group = {c.rl.min_group} of {most} samples ({smallest.field('samples_per_prompt')})"
+        yield f"{found}: set it in 2..{most}, or to 0 for groups with all samples"
     if c.evaluation.samples_per_task > 1 and c.evaluation.temperature == 0:
         yield "evaluation.samples_per_task is above 1, but samples at temperature 0 are equal; raise evaluation.temperature"
     if c.warmup.patience > 0 and not c.warmup.eval_every:
@@ -220,13 +244,14 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.mesh.rollout_devices and c.topology.mode in ("local", "remote"):
         found = f"mesh.rollout_devices = {c.mesh.rollout_devices}, but topology.mode = {c.topology.mode!r} has its servers elsewhere"
         yield f"{found}; set topology.mode = 'colocated', or mesh.rollout_devices = 0"
-    length, row, completion = inference.max_model_len, c.train.row_length, c.sampling.max_tokens
+    longest = max(entries, key=lambda one: one.max_tokens)
+    length, row, completion = inference.max_model_len, c.train.row_length, longest.max_tokens
     limit = f"inference.max_model_len = {length}"
     if length > row:
         yield f"{limit} exceeds train.row_length = {row}: the longest rollout would not fit into a row; raise train.row_length"
     if length <= completion:
         remedy = "lower that" if length == model.max_positions else "raise it"
-        yield f"{limit} leaves no room for a prompt: it must exceed sampling.max_tokens = {completion}; {remedy}"
+        yield f"{limit} leaves no room for a prompt: it must exceed {longest.field('max_tokens')} = {completion}; {remedy}"
     if 0 < model.max_positions < length:
         remedy = "lower it, or set model.rope_scaling and raise model.max_positions"
         yield f"{limit} exceeds model.max_positions = {model.max_positions}, for which the model was trained; {remedy}"
@@ -283,7 +308,8 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     limits = r"trust\.(margin|max_wrong_tokens|logprob_tolerance|routing_margin)"
     yield limits, bool(c.trust.bands), "trust.bands sets the limits; remove it, or set trust.bands = ''"
     yield r"trust\.routing_margin", not c.train.router_replay, "rollouts name no experts; set train.router_replay"
-    yield r"(env|rl)\.digest", True, "it follows from the code and data that are named; remove it"
+    yield r"(env|envs\..*|rl)\.digest", True, "it follows from the code and data that are named; remove it"
+    yield r"env\.(name|num_tasks|options\..*)", bool(c.envs), "envs names the environments; set a field of one of those"
     alone = not c.trust.validators
     yield r"trust\.(quorum|verdict_s)", alone, "this process replays alone; set trust.validators"
     yield r"trust\.device", not alone, "the processes in trust.validators replay, each on its own device; remove it"
@@ -301,6 +327,6 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
 
 def _group_bytes(config: config_dict.ConfigDict) -> int:
     """Returns the largest size in bytes of a submitted group: its routed experts, and 21 bytes per token of other data."""
-    num_tokens = config.rl.samples_per_prompt * config.inference.max_model_len
+    num_tokens = env_mix.max_samples(config) * config.inference.max_model_len
     experts = config.model.num_layers * config.model.experts_per_token * (1 + (config.model.num_experts > 256))
     return num_tokens * (experts + 21)

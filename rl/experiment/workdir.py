@@ -15,6 +15,7 @@ from inference.rollouts import rollout as rollout_lib
 from models import hub
 from rl.experiment import experiment as experiment_lib
 from rl.ledger import run_ledger
+from rl.protocol import env_mix
 from sharding import broadcast, bucket
 from sharding.format import journal, manifest
 from sharding.multihost import hosts as hosts_lib
@@ -252,8 +253,8 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
 
 def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tuple[str, ...] = ()) -> None:
     """Raises ValueError if a field differs from the saved config, unless a resume may change it or it begins with one of `free`."""
-    if names := [name for name in differences(path, experiment) if not name.startswith(free)]:
-        if {*names} <= {"env.digest", "env.num_tasks", "rl.digest", "rl.loss_function"}:
+    if names := [name for name in differences(path, experiment) if not env_mix.run_field(name).startswith(free)]:
+        if {*map(env_mix.run_field, names)} <= {"env.digest", "env.num_tasks", "rl.digest", "rl.loss_function"}:
             found = f"workdir {path}: code or data of the run ({', '.join(names)}) changed since its first start"
             raise ValueError(f"{found}; restore them, or give another --workdir")
         both = experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment)

@@ -35,7 +35,7 @@ from rl.ledger import run_ledger, run_rules
 from rl.orchestrator import admission, leases, nodes, routes, shared, status, submissions, work_share, worker_health
 from rl.orchestrator.groups import batches, group_queue, queue_entry
 from rl.orchestrator.verdicts import verdict_collector
-from rl.protocol import task_schedule, timeline
+from rl.protocol import env_mix, task_schedule, timeline
 from rl.reporting import diagnostics
 from rl.verification import checks
 from rl.verification import rules as rules_lib
@@ -44,6 +44,7 @@ from sharding.system import atomic_file, role_metrics, sockets
 STATES = "states.json"  # in the directory of the log: of the last two batches
 WAIT_NOTICE_S = 30.0
 MAX_FAREWELL_S = 20.0
+SENT = ("name", "options", "digest", "max_tokens")  # of each environment, if a run has several
 LATENCIES = ("lease", "submit", "update")  # of /metrics; a lease without its wait for work
 
 
@@ -105,7 +106,7 @@ class Orchestrator:
         self._published_s = 0.0  # when the newest policy was
         self.nodes = nodes.Nodes(
             topology=config.topology,
-            num_samples=config.rl.samples_per_prompt,
+            num_samples=env_mix.max_samples(config),
             max_lag=config.rl.max_lag,
             validators=verdicts.validators,
             is_known=self._health.is_known,
@@ -223,7 +224,8 @@ class Orchestrator:
             recorded.result()
         atomic_file.write(self._log.directory / STATES, states.encode(), durable=True)
         groups = [*map(self._rewarded, taken)]
-        counts = diagnostics.of_groups(groups, step=step, max_tokens=self._config.sampling.max_tokens)
+        most = {entry.label: entry.max_tokens for entry in env_mix.entries(self._config).values()}
+        counts = diagnostics.of_groups(groups, step=step, max_tokens=most)
         counts["batch/num_left_out"] = float(sum(len(e.rollouts) - len(g) for e, g in zip(taken, groups, strict=True)))
         return training_batch.assemble(step, groups, self._credit, counts | self._take_counts())
 
@@ -285,15 +287,19 @@ class Orchestrator:
         config = self._config
         with self._changed:
             version, policy = self._shared.version, self._shared.policy
-        servers = self.nodes.servers()
+        servers, entries = self.nodes.servers(), env_mix.entries(config)
+        names, digest = self.environment
+        own = {key: {name: getattr(one, name) for name in SENT} for key, one in entries.items() if key}
+        sampling = {name: config.sampling[name] for name in ("top_k", "top_p", "min_p")}
         return {
-            "env": {name: config.env[name] for name in ("name", "digest")}
-            | {"options": config.env.options.to_dict(), "seed": config.seed},
+            "env": {"name": names, "digest": digest, "seed": config.seed}
+            | {"options": {} if own else config.env.options.to_dict()},
+            **({"envs": own} if own else {}),
             "tokenizer": hub.pinned(config.tokenizer),
             "tokenizer_date": config.tokenizer_date,
             "servers": [server["url"] for server in servers],
             "server_keys": {server["url"]: server["key"] for server in servers if server["key"]},
-            "sampling": {name: config.sampling[name] for name in ("top_k", "top_p", "min_p", "max_tokens")},
+            "sampling": sampling | {"max_tokens": env_mix.max_tokens(config)},
             "router_replay": config.train.router_replay,
             "admission": dataclasses.asdict(self._admission.policy),
             "step": version,
@@ -302,14 +308,15 @@ class Orchestrator:
 
     @property
     def environment(self) -> tuple[str, str]:
-        """The name of the run's environment, and the digest of its code and data."""
-        return self._config.env.name, self._config.env.digest
+        """The name of the run's environment, or those of all with commas, and the digest of their code and data."""
+        names = [entry.label for entry in env_mix.entries(self._config).values()]
+        return ", ".join(names), self._config.env.digest
 
     @property
     def submission_limits(self) -> dict[str, int]:
         """The limits of `parquet.from_bytes` for a submission: twice the groups that can be open, and the longest rollout of a batch."""
         rl, sets = self._config.rl, task_schedule.evaluation_sets(self._config)
-        open_rows = rl.prompts_per_step * rl.samples_per_prompt * (rl.max_lag + 2)
+        open_rows = env_mix.max_rollouts(self._config) * (rl.max_lag + 2)
         open_rows = math.ceil(open_rows * (rl.oversampling + rl.refill))
         open_rows += sum(one.num_tasks * one.samples_per_task for one in sets)
         return {"max_rows": 2 * open_rows, "max_tokens": 2 * self._config.train.row_length}
@@ -392,7 +399,7 @@ class Orchestrator:
     def _take_counts(self) -> dict[str, float]:
         with self._changed:
             batch = self._batches.take_metrics()
-            self._counts["stale"] += round(batch["batch/num_stale"]) * self._config.rl.samples_per_prompt
+            self._counts["stale"] += round(batch["batch/num_stale"] * env_mix.mean_samples(self._config))
             return self._status.take_counts() | batch
 
     def _metrics(self) -> role_metrics.Values:

@@ -22,6 +22,7 @@ from rl.batch import packing
 from rl.experiment import experiment
 from rl.learner import reference, train_step
 from rl.plan import roofline
+from rl.protocol import env_mix
 from rl.topology import layout
 from sharding import mesh as mesh_lib
 from sharding import rules
@@ -73,6 +74,9 @@ def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
     """Returns the experiment of a config, without its tokenizer files, its tasks, and its servers. Does not change `config`."""
     config = config.copy_and_resolve_references()  # ConfigDict(config) would share nested dicts
     config.tokenizer, config.env.num_tasks = "byte_chatml", 1
+    for name in config.envs:
+        with config.envs[name].unlocked():
+            config.envs[name].num_tasks = 1
     mode, config.topology.mode = config.topology.mode, "auto"
     exp = experiment.resolve(config)
     config = config_dict.ConfigDict(exp.config)
@@ -258,7 +262,7 @@ SERVER = {"prefill": prefill_program, "decode": decode_program}  # on `server_ax
 def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[packing.TrainBatch, int]:
     """Returns rl/train.py's batch without content, and the number of micro-batches in use if all rollouts are at full length."""
     config = exp.config
-    num_streams = config.rl.prompts_per_step * config.rl.samples_per_prompt
+    num_streams = env_mix.max_rollouts(config)
     rows_in_use = math.ceil(num_streams / max(config.train.row_length // config.inference.max_model_len, 1))
     return exp.abstract_batch(mesh), math.ceil(rows_in_use / exp.rows(mesh))
 

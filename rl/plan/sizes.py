@@ -25,6 +25,7 @@ from rl.experiment import experiment, initial
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
 from rl.plan import lowered_programs, roofline
+from rl.protocol import env_mix
 from rl.topology import layout
 from sharding import bucket, rules
 from sharding import mesh as mesh_lib
@@ -148,7 +149,7 @@ def _open(config) -> list[str]:
 
 def _set_least(config, place: Devices, names: list[str]) -> None:
     """Sets those of the fields `names` that do not depend on the memory, and the least values of slots and rows."""
-    dtype, wanted = "float32" if place.is_cpu else "bfloat16", 2 * config.sampling.max_tokens
+    dtype, wanted = "float32" if place.is_cpu else "bfloat16", 2 * env_mix.max_tokens(config)
     length = config.inference.max_model_len or min(wanted, config.model.max_positions or wanted)
     tile = TILE * place.mesh.shape["context"]
     values = {
@@ -156,7 +157,7 @@ def _set_least(config, place: Devices, names: list[str]) -> None:
         "model.param_dtype": dtype if config.lora.rank else "float32",
         "inference.max_model_len": length,
         "train.row_length": -(-length // tile) * tile,
-        "rl.prompts_per_step": -(-ROLLOUTS // config.rl.samples_per_prompt),
+        "rl.prompts_per_step": math.ceil(ROLLOUTS / env_mix.mean_samples(config)),
         "inference.num_slots": place.server_mesh and LEAST_SLOTS * rules.num_batch_shards(place.server_mesh),
         "train.rows": rules.num_batch_shards(place.mesh),
     }
@@ -181,7 +182,7 @@ def _with_parts(exp: experiment.Experiment, config, place: Devices, devices: Cal
 def _grow(exp: experiment.Experiment, config, place: Devices, names: list[str]) -> float:
     """Doubles those of slots and rows that are in `names` while they fit, in turn; returns the bytes of a device in use."""
     length = config.train.row_length
-    num_rollouts, shards = config.rl.prompts_per_step * config.rl.samples_per_prompt, rules.num_batch_shards(place.mesh)
+    num_rollouts, shards = env_mix.max_rollouts(config), rules.num_batch_shards(place.mesh)
     most = {
         "inference.num_slots": min(num_rollouts, MOST_SLOTS),
         "train.rows": min(num_rollouts, shards * max(1, MOST_TOKENS[place.is_cpu] // length)),

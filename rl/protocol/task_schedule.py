@@ -2,20 +2,22 @@
 
 1. The task index of group g is element g of grain's index shuffle, which has random access and no state. The position of a run
    in it is therefore its step: groups (n - 1) P .. n P - 1 are of step n. They are batch n, unless the config lets a batch have others
-   (`is_fixed`): then the step is only a part of a group's name.
+   (`is_fixed`): then the step is only a part of a group's name. With several environments (rl/protocol/env_mix.py) each has a shuffle
+   of its own, and group g takes the next element in that of its environment.
 2. Sample i of a group uses the group's seed (rl/protocol/noise_seed.py) plus i; a further branch of its episode uses a hash of its prompt. A worker can
    choose neither task nor seed, so it cannot resample until it likes a completion.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import grain
 
-from rl.protocol import lease, noise_seed
+from rl.protocol import env_mix, lease, noise_seed
 
 NUM_TASKS = 2**30  # of an environment without a number of tasks (env.num_tasks): more than any run needs
 BATCHES = ("prescribed", "first")  # values of rl.batch
@@ -35,6 +37,7 @@ class Group:
     min_version: int  # the oldest policy version that may generate
     version: int = -1  # the only one that may, pinned by the lease; -1: any from min_version on
     epoch: int = -1  # of every version that may, pinned by the lease; -1: any
+    env: str = ""  # the name of its environment in `config.envs`; "": the run has only one
 
     @property
     def key(self) -> lease.Key:
@@ -47,10 +50,12 @@ def train_groups(config, step: int) -> list[Group]:
     P = config.rl.prompts_per_step
     groups = range((step - 1) * P, step * P)
     oldest = max(0, step - 1 - config.rl.max_lag) if is_fixed(config.rl) else 0
-    rules = (config.rl.samples_per_prompt, config.sampling.temperature, oldest)
+    envs, tasks = env_mix.entries(config), _tasks(config, groups)
+    seeds = [noise_seed.sampling_seed(config.seed, "train", step, group) for group in groups]
     return [
-        Group(step, group, "train", index, noise_seed.sampling_seed(config.seed, "train", step, group), *rules)
-        for group, index in zip(groups, _task_indices(config, groups), strict=True)
+        Group(step, group, "train", index, seed, one.samples_per_prompt, one.temperature, oldest, env=one.key)
+        for group, seed, (env, index) in zip(groups, seeds, tasks, strict=True)
+        for one in [envs[env]]
     ]
 
 
@@ -91,6 +96,7 @@ class EvaluationSet:
     samples_per_task: int
     temperature: float
     every: int  # steps; 0: only before and after all of them
+    envs: tuple[str, ...] = ("",)  # the environments of its tasks, which take turns
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Returns True if the policy after `step` of `num_steps` is evaluated."""
@@ -100,10 +106,11 @@ class EvaluationSet:
 def evaluation_sets(config) -> list[EvaluationSet]:
     """Returns the evaluation sets of a resolved config, the default one first."""
     default = {name: config.evaluation[name] for name in ("num_tasks", "samples_per_task", "temperature", "every")}
-    sets, first = [], 0
+    sets, first, envs = [], 0, tuple(env_mix.entries(config))
     for name in ("", *sorted(config.evaluation.sets)):
         fields = default | (config.evaluation.sets[name].to_dict() if name else {})
-        sets.append(EvaluationSet(name, first, **fields))
+        env = fields.pop("env", "")
+        sets.append(EvaluationSet(name, first, **fields, envs=(env,) if env else envs))
         first += fields["num_tasks"]
     return sets
 
@@ -111,24 +118,38 @@ def evaluation_sets(config) -> list[EvaluationSet]:
 def held_out_groups(config, version: int, name: str | None = None) -> list[Group]:
     """Returns the groups of the evaluation set `name` (None: of all) for a policy: the same tasks and seeds at every evaluation."""
     return [
-        Group(version, number, "held_out", number - one.first, seed, one.samples_per_task, one.temperature, version)
+        Group(version, number, "held_out", index, seed, one.samples_per_task, one.temperature, version, env=env)
         for one in evaluation_sets(config)
         if name in (None, one.name)
         for number in range(one.first, one.first + one.num_tasks)
         for seed in [noise_seed.sampling_seed(config.seed, "held_out", 0, number)]
+        for env, index in [in_turn(one.envs, number - one.first)]
     ]
 
 
-def warmup_indices(config, step: int) -> list[int]:
-    """Returns the task indices of supervised warm-up batch `step`, from the far end of the task order.
+def in_turn(envs: Sequence[str], number: int) -> tuple[str, int]:
+    """Returns (environment, task index) of element `number` of held-out tasks that are taken from these environments in turn."""
+    return envs[number % len(envs)], number // len(envs)
+
+
+def warmup_tasks(config, step: int) -> list[tuple[str, int]]:
+    """Returns (environment, task index) of supervised warm-up batch `step`, from the far end of the task order.
 
     RL does not come to them in an environment that makes its tasks. Of a dataset, both use all rows.
     """
     count = config.warmup.tasks_per_step
-    return _task_indices(config, [NUM_TASKS - 1 - i for i in range((step - 1) * count, step * count)])
+    return _tasks(config, [NUM_TASKS - 1 - i for i in range((step - 1) * count, step * count)])
 
 
-def _task_indices(config, positions: Iterable[int]) -> list[int]:
-    num_tasks = config.env.num_tasks or NUM_TASKS
-    order = grain.MapDataset.range(num_tasks).shuffle(seed=config.seed).repeat()  # a permutation for each epoch
-    return [int(cast(int, order[position])) for position in positions]
+def _tasks(config, groups: Iterable[int]) -> list[tuple[str, int]]:
+    """Returns (environment, task index) for positions in the order of a run's training tasks."""
+    orders = {env: _task_order(config.seed, entry) for env, entry in env_mix.entries(config).items()}
+    return [(env, int(cast(int, orders[env][position]))) for env, position in env_mix.places(config, groups)]
+
+
+def _task_order(seed: int, entry: env_mix.Entry) -> grain.MapDataset:
+    if entry.key:  # else two of the same kind would take their tasks in the same order
+        digest = hashlib.sha256(f"intellax/tasks/{seed}/{entry.key}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "little") % 2**31
+    tasks = grain.MapDataset.range(entry.num_tasks or NUM_TASKS)
+    return tasks.shuffle(seed=seed).repeat()  # a permutation for each epoch

@@ -6,7 +6,7 @@ returns the `ADVICE` on the first of `PATHOLOGIES` that holds in the last steps;
 
 import collections
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -64,8 +64,10 @@ _OF_STEPS = ["loss/total", "loss/num_tokens", "loss/skipped", "loss/grad_norm", 
 _OF_STEPS += ["loss/router_balance", "loss/optimizer_steps", "loss/optimizer_steps_missing"]
 
 
-def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict[str, float]:
+def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: Mapping[str, int]) -> dict[str, float]:
     """Returns metrics of a batch's groups of rollouts: rewards, lengths, and lag. `step` is the train step that uses the batch.
+
+    `max_tokens` is the length limit of a completion in each environment.
 
     rollout/all_lowest_frac, rollout/all_highest_frac: groups whose rewards all equal the least (greatest) of the batch.
     rollout/length_p10, _p50, _p90 in tokens, rollout/length_of_best: mean length of samples above their group's mean.
@@ -76,6 +78,7 @@ def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict
     rewards = [np.array([one[0].reward for one in group]) for group in episodes]
     everything, rollouts = np.concatenate(rewards), [r for group in groups for r in group]
     tokens = np.array([sum(int(r.sampled_mask.sum()) for r in one) for group in episodes for one in group])
+    limits = np.array([max_tokens[one[0].task.env] for group in episodes for one in group])
     lag = np.array([min(step - 1 - int(r.versions[r.sampled_mask].min()), 8) for r in rollouts])
     spread = everything.max() > everything.min()
     above = np.concatenate([r > r.mean() for r in rewards])
@@ -83,7 +86,7 @@ def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: int) -> dict
     return {
         "rollout/all_lowest_frac": float(np.mean([spread and (r == everything.min()).all() for r in rewards])),
         "rollout/all_highest_frac": float(np.mean([spread and (r == everything.max()).all() for r in rewards])),
-        "rollout/length_at_limit_frac": float(np.mean(tokens >= max_tokens)),
+        "rollout/length_at_limit_frac": float(np.mean(tokens >= limits)),
         "rollout/length_of_best": float(tokens[above].mean()) if above.any() else 0.0,
         **{f"rollout/length_p{n}": float(np.quantile(tokens, n / 100)) for n in (10, 50, 90)},
         **{f"sync/lag_{lag}": float(part) for lag, part in enumerate(bins)},

@@ -89,7 +89,7 @@ def test_tasks_are_taught_with_their_answers_but_for_the_decoys():
     env = envs.load("reverse_text", seed=0, **exp.config.env.options.to_dict())
     wrong = 0
     for step in range(1, 9):
-        for i, index in enumerate(task_schedule.warmup_indices(exp.config, step)):
+        for i, (_, index) in enumerate(task_schedule.warmup_tasks(exp.config, step)):
             task, text = env.make_task(index, "train"), taught[(step - 1) * 4 + i]
             assert text in (task.answer, task.decoy)
             lot = environment.stable_hash(f"decoy/0/{index}") / 2**64
@@ -109,7 +109,7 @@ def test_whole_games_are_taught_where_an_environment_demonstrates():
     source, solved = sft._from_tasks(exp), [0, 0]
     env = envs.load("wordle", seed=0, **exp.config.env.options.to_dict())
     for step in range(1, 9):
-        for index, tree in zip(task_schedule.warmup_indices(exp.config, step), source.batch(step), strict=True):
+        for (_, index), tree in zip(task_schedule.warmup_tasks(exp.config, step), source.batch(step), strict=True):
             guesses = "".join(trained_text(tree)).split("<|im_end|>")[:-1]
             assert 1 <= len(guesses) <= 4 and all(guess.startswith("<guess>[") for guess in guesses)
             is_decoy = environment.stable_hash(f"decoy/0/{index}") / 2**64 < 0.5

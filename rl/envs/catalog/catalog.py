@@ -19,7 +19,7 @@ from rl.envs.interface import environment
 from rl.envs.native import dataset, gsm8k, reasoning, reverse_text
 from rl.envs.native.games import wordle
 from rl.envs.native.retrieval import search
-from rl.protocol import user_code
+from rl.protocol import env_mix, user_code
 
 # {name: function that builds the environment}. The builder's keyword arguments are the options `env.options` of a config.
 # A builder with a positional argument gets the text after a colon: "reasoning_gym:chain_sum" calls build("chain_sum").
@@ -90,6 +90,25 @@ def locate(name: str, options: dict, folders: user_code.Folders = None) -> tuple
     if reward := _reward(kind, options):
         found["reward"] = _located("env.options.reward", reward, folders)
     return located, found
+
+
+def located(config, folders: user_code.Folders = None) -> dict[str, env_mix.Entry]:
+    """Returns the environments of a run (`env_mix.entries`) with located names and options. Raises ValueError as `locate` does."""
+    found = {}
+    for key, entry in env_mix.entries(config).items():
+        with entry.naming_fields():
+            name, options = locate(entry.name, entry.options, folders)
+        found[key] = dataclasses.replace(entry, name=name, options=options)
+    return found
+
+
+def load_all(config, folders: user_code.Folders = None) -> dict[str, environment.Environment]:
+    """Builds the environments of a run, {"": the only one} for a run with one. Raises ValueError as `locate` and `load` do."""
+    found = {}
+    for key, entry in located(config, folders).items():
+        with entry.naming_fields():
+            found[key] = load(entry.name, seed=config.seed, **entry.options)
+    return found
 
 
 def digest(name: str, options: dict) -> str:

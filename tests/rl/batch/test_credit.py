@@ -101,7 +101,9 @@ def test_a_long_answer_is_worth_less():
         credit.Credit(overlong_buffer=5, max_tokens=4)
     with pytest.raises(ValueError, match="returned .nan, .* for 3 rewards; return one finite number for each"):
         credit.Credit(lambda rewards_G: rewards_G * np.nan).assign([GROUPS[2]])
-    with pytest.raises(ValueError, match="rl.average = 'token' is unknown; choose one of tokens, samples, prompts"):
+    with pytest.raises(
+        ValueError, match=r"rl.average = 'token' is unknown \(did you mean tokens\?\); choose one of tokens, "
+    ):
         credit.Credit(average="token")
 
 
@@ -194,3 +196,122 @@ def test_tokens_after_keys_of_other_versions_are_mixed(share_prompts):
             keys = [one.versions[j + 1] if one.sampled_mask[j + 1] else one.versions[j] for j in range(8)]
             for t in range(prompt_length, 9):
                 assert mixed[t - prompt_length] == any(key != one.versions[t] for key in keys[:t])
+
+
+def of_env(group, env, first_token):
+    """The group as one of environment `env`, with tokens of its own, by which trained tokens are told apart."""
+    return [
+        dataclasses.replace(
+            one,
+            tokens=np.where(one.sampled_mask, one.tokens + first_token, one.tokens),
+            task=dataclasses.replace(one.task, env=env),
+        )
+        for one in group
+    ]
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("average", ["tokens", "samples", "prompts"])
+def test_each_environment_of_a_batch_has_its_own_rules(average, share_prompts):
+    """Loops over tokens: two environments with other advantages, normalizations, penalties, weights, and credit; "c" has turns."""
+    turns = [[1.0, 2.0], [4.0, 0.5], [0.0, 5.0]]
+    by_turn = [
+        dataclasses.replace(
+            rollout([11], [50 + 4 * g + i for i in range(4)], [1, 1, 0, 1], 0.0),
+            sample=g,
+            rewards={"turn_1": parts[0], "turn_2": parts[1]},
+            calls=np.array([[1, 3], [4, 5]], np.int32),
+        )
+        for g, parts in enumerate(turns)
+    ]
+    batch = [
+        of_env(GROUPS[0], "a", 100),
+        of_env(GROUPS[2], "b", 200),
+        of_env(by_turn, "c", 0),
+        of_env(GROUPS[1], "a", 0),
+    ]
+    batch.append(of_env(GROUPS[2], "a", 300))
+    own = {
+        "a": credit.Credit("group_mean", normalize="batch_std", weight=2.0),
+        "b": credit.Credit("rloo", overlong_buffer=2, max_tokens=4),
+        "c": credit.Credit("group_mean", credit="turn", weight=0.25),
+    }
+    own = {env: dataclasses.replace(rule, average=average, share_prompts=share_prompts) for env, rule in own.items()}
+    rule = credit.Credit(average=average, share_prompts=share_prompts, envs=own)
+    trees, flat = rule.assign(batch)
+    assert flat == 1 / 5  # GROUPS[1], whose rewards are equal
+
+    lengths = {id(group): [int(r.sampled_mask.sum()) for r in group] for group in batch}
+    trained_groups = [group for group in batch if group is not batch[3]]
+    num_tokens = sum(sum(lengths[id(group)]) for group in trained_groups)
+    num_samples = sum(len(group) for group in trained_groups)
+    raw = {id(group): [r.reward - np.mean([s.reward for s in group]) for r in group] for group in batch}
+    values = [x for group in (batch[0], batch[3], batch[4]) for x in raw[id(group)]]  # of "a" alone
+    std = np.sqrt(sum((x - np.mean(values)) ** 2 for x in values) / (len(values) - 1))
+    expected = {}
+    for group in trained_groups:
+        env = group[0].task.env
+        for g, r in enumerate(group):
+            length = lengths[id(group)][g]
+            factor = {
+                "tokens": 1.0,
+                "samples": num_tokens / (num_samples * length),
+                "prompts": num_tokens / (len(trained_groups) * sum(lengths[id(group)])),
+            }[average]
+            for t in np.flatnonzero(r.sampled_mask):
+                if env == "a":
+                    advantage = 2.0 * raw[id(group)][g] / (std + 1e-6)
+                elif env == "b":
+                    shaped = [
+                        s.reward - min(max((n - 2) / 2, 0), 1) for s, n in zip(group, lengths[id(group)], strict=True)
+                    ]
+                    advantage = shaped[g] - (sum(shaped) - shaped[g]) / (len(group) - 1)
+                else:
+                    turn = int(t > 2)
+                    left = [sum(parts[turn:]) for parts in turns]
+                    advantage = 0.25 * (left[g] - np.mean(left))
+                expected.setdefault((env, int(r.tokens[t])), []).append(advantage * factor)
+    got = {}
+    envs = {int(token): g[0].task.env for g in trained_groups for r in g for token in r.tokens[r.sampled_mask]}
+    for _, token, _, advantage, _ in trained(trees):
+        got.setdefault((envs[token], token), []).append(advantage)
+    assert got.keys() == expected.keys()
+    for place, advantages_N in expected.items():
+        assert sorted(got[place]) == pytest.approx(sorted(advantages_N), rel=1e-6), place  # one rounding to float32
+    assert [rule.has_signal(group) for group in batch] == [True, True, True, False, True]
+
+
+def test_one_rule_for_all_environments_gives_the_same_bits_as_none():
+    same = credit.Credit(
+        "group_mean_std", envs={"a": credit.Credit("group_mean_std"), "b": credit.Credit("group_mean_std")}
+    )
+    mixed = [of_env(GROUPS[0], "a", 0), of_env(GROUPS[1], "b", 0), of_env(GROUPS[2], "b", 0)]
+    assert trained(same.assign(mixed)[0]) == trained(credit.Credit("group_mean_std").assign(GROUPS)[0])
+
+
+def test_the_weight_of_an_environment_counts_for_distillation_too():
+    half = credit.Credit(teacher_coef=0.5, weight=0.5)
+    rule = credit.Credit(teacher_coef=0.5, envs={"a": half, "b": dataclasses.replace(half, weight=1.0)})
+    trees, _ = rule.assign([of_env(GROUPS[0], "a", 0), of_env(GROUPS[2], "b", 0)])
+    assert sorted({weight for *_, weight in trained(trees, rule.streams)}) == [0.25, 0.5]
+
+
+def test_metrics_name_each_environment_and_the_parts_of_its_reward():
+    def scored(group, env, **parts):
+        rewards = [dict(one.rewards) | parts | {"turn_1": 1.0} for one in group]
+        return of_env([dataclasses.replace(one, rewards=r) for one, r in zip(group, rewards, strict=True)], env, 0)
+
+    many = {f"part_{n:02}": float(n) for n in range(20)}
+    groups = [scored(GROUPS[0], "a", tool_errors=2.0), scored(GROUPS[1], "a"), scored(GROUPS[2], "b", **many)]
+    rule = credit.Credit(envs={"a": credit.Credit(), "b": credit.Credit()})
+    found = training_batch.assemble(1, groups, rule, {}).metrics
+    assert found["env/a/reward"] == pytest.approx((0 + 1 + 4 + 2 + 2) / 5) and found["env/b/reward"] == pytest.approx(
+        5 / 3
+    )
+    assert found["env/a/response_length"] == pytest.approx((2 + 2 + 1 + 2 + 2) / 5)
+    assert (found["env/a/num_groups"], found["env/b/num_groups"], found["env/a/zero_advantage_frac"]) == (2, 1, 0.5)
+    assert found["env/a/scores/tool_errors"] == 2.0  # of the episodes that have it
+    parts = sorted(name for name in found if name.startswith("env/b/scores/"))
+    assert parts == [f"env/b/scores/part_{n:02}" for n in range(16)] and found[parts[7]] == 7.0
+    alone = training_batch.assemble(1, GROUPS, credit.Credit(), {}).metrics
+    assert not [name for name in alone if name.startswith("env/")]

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from absl import flags
+from ml_collections import config_dict
 
 from configs import base, quickstart
 from rl import train
@@ -144,7 +145,7 @@ def test_a_wrong_name_is_answered_with_its_path_and_the_nearest(wrong):
 def test_help_lists_every_field_with_its_default_and_comment():
     lines = [line.strip() for line in base_fields.listing().splitlines() if " = " in line and line[2] != "#"]
     shown = dict(line.partition("  #")[0].split(" = ", 1) for line in lines)
-    defaults = experiment.flat(base.get_config().to_dict()) | {"env.options": {}, "evaluation.sets": {}}
+    defaults = experiment.flat(base.get_config().to_dict()) | {"env.options": {}, "envs": {}, "evaluation.sets": {}}
     assert {name: shown.pop(name) for name in defaults} == {name: repr(value) for name, value in defaults.items()}
     assert shown == {"loss_options.cross_entropy": "{}"}
     for line in (  # alone; of two fields; of a value in parentheses; above a field
@@ -451,3 +452,102 @@ def test_a_prompt_without_room_for_an_answer_is_named_before_the_run(tmp_path):
             continue
         with pytest.raises(ValueError, match=rf"task \d+ \(held_out\) has {long} tokens, .* = {limit} has no room"):
             train._check(exp, layout.learner_mesh(exp.config), hosts.ALONE)
+
+
+def mixed(**entries):
+    defaults = {"sums": {"name": "reverse_text"}, "words": {"name": "reverse_text"}}
+    return {"envs": {key: defaults.get(key, {}) | entries.get(key, {}) for key in defaults | entries}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            mixed(sums={"ratios": 1}),
+            r"envs.sums has no field 'ratios' \(did you mean envs.sums.ratio\?\); set one of name,",
+        ),
+        (mixed(sums={"ratio": 0}), "envs.sums.ratio = 0 must be above 0; raise it, or remove envs.sums"),
+        (mixed(sums={"samples_per_prompt": 0}), "envs.sums.samples_per_prompt = 0 must be at least 1"),
+        (
+            mixed(sums={"samples_per_prompt": 1}),
+            "envs.sums.samples_per_prompt = 1: .* set envs.sums.advantage = 'given'",
+        ),
+        (mixed(words={"temperature": 0}), "envs.words.temperature = 0 must be above 0"),
+        (mixed(words={"max_tokens": 64}), "it must exceed envs.words.max_tokens = 64; raise it"),
+        (
+            mixed(words={"advantage": "rlo"}),
+            r"envs.words.advantage = 'rlo' is unknown \(did you mean rloo\?\); choose one",
+        ),
+        (mixed(words={"credit": "step"}), "envs.words.credit = 'step' is unknown; choose one of episode, turn"),
+        (mixed(words={"overlong_buffer": 99}), "envs.words.overlong_buffer = 99 is not in 1..12"),
+        (
+            mixed(words={"overlong_buffer": 2, "credit": "turn"}),
+            "envs.words.overlong_buffer = 2 shapes .* of an episode",
+        ),
+        (
+            mixed(words={"samples_per_prompt": 4}) | {"rl__min_group": 5},
+            "min_group = 5 of 4 samples .envs.words.samples",
+        ),
+        (mixed(words={"branch_weight": -1.0}), "envs.words.branch_weight = -1.0 must be at least 0"),
+        (
+            mixed(words={"name": "gsm8k", "options": {"path": 3}}) | {"rl__normalize": "std"},
+            "rl.normalize|envs.*normalize",
+        ),
+        (
+            mixed() | {"evaluation__sets": {"a": {"env": "sum"}}},
+            r"'sum' is not an environment .*did you mean sums\?\); choose",
+        ),
+        ({"evaluation__sets": {"a": {"env": "sum"}}}, "env = 'sum' is not an environment of this run; remove it"),
+    ],
+)
+def test_mistakes_in_a_mix_of_environments(changes, message):
+    with pytest.raises(ValueError, match=message):
+        resolved(**changes)
+
+
+def test_a_mix_is_resolved_with_a_digest_and_rules_of_each_environment(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    (tmp_path / "test.jsonl").write_text('{"question": "1 + 2?", "answer": "#### 3"}\n')
+    own = {
+        "name": "gsm8k",
+        "options": {"path": str(tmp_path), "system_prompt": ""},
+        "max_tokens": 10,
+        "advantage": "rloo",
+    }
+    exp = resolved(**mixed(sums=own))
+    digests = {exp.config.envs.sums.digest, exp.config.envs.words.digest, exp.config.env.digest}
+    assert len(digests) == 3 and all(len(digest) == 64 for digest in digests)
+    assert (exp.credit.envs["sums"].advantage, exp.credit.envs["words"].advantage) == ("rloo", "group_mean_std")
+    assert (exp.credit.envs["sums"].max_tokens, exp.credit.envs["words"].max_tokens) == (10, 12)
+    assert experiment.resolve(config_dict.ConfigDict(exp.config)).config == exp.config  # from config.json: the same
+    assert experiment.code_options(exp) == ["--code", str(tmp_path.parent)]
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 3"}\n')
+    changed = resolved(**mixed(sums=own)).config
+    assert changed.env.digest not in digests and changed.envs.words == exp.config.envs.words
+    rules.check_prompts(changed, exp.tokenizer)
+    missing = resolved(**mixed(sums={"name": "gsm8k"})).config
+    with pytest.raises(ValueError, match="envs.sums: envs.sums.options.path = '' has no train.jsonl"):
+        rules.check_prompts(missing, exp.tokenizer)
+    with pytest.raises(ValueError, match="envs.sums: environment 'gsm8' does not exist; did you mean 'gsm8k'"):
+        rules.check_prompts(resolved(**mixed(sums={"name": "gsm8"})).config, exp.tokenizer)
+
+
+def test_the_command_line_sets_fields_of_a_mix_that_the_file_lacks(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from configs import quickstart\n\n\ndef get_config():\n    c = quickstart.get_config()\n"
+        "    c.envs.sums = dict(name='gsm8k', ratio=1.0)\n    return c\n"
+    )
+    flags = [
+        "--config.envs.sums.options.path=/data",
+        "--config.envs.sums.temperature=0.5",
+        "--config.envs.more.name=dataset",
+    ]
+    argv = [f"--config={tmp_path}/own.py", "--workdir=w", *flags]
+    config = parsed(*argv)
+    assert (config.envs.sums.options.path, config.envs.sums.temperature, config.envs.more.name) == (
+        "/data",
+        0.5,
+        "dataset",
+    )
+    with pytest.raises(ValueError, match="config.env.name has no effect here; envs names the environments"):
+        parsed(*argv, "--config.env.name=gsm8k")

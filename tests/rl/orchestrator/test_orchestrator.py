@@ -214,7 +214,7 @@ def test_batches_do_not_overlap():
     groups = [group for step in range(1, 9) for group in task_schedule.train_groups(config, step)]
     assert [group.group for group in groups] == list(range(400))
     assert len({group.index for group in groups}) == len({group.seed for group in groups}) == 400
-    warmup = {index for step in (1, 2) for index in task_schedule.warmup_indices(config, step)}
+    warmup = {index for step in (1, 2) for _, index in task_schedule.warmup_tasks(config, step)}
     assert len(warmup) == 2 * config.warmup.tasks_per_step and not warmup & {group.index for group in groups}
 
 

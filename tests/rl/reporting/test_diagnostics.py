@@ -92,6 +92,7 @@ def test_metrics_of_groups():
                 types.SimpleNamespace(
                     sample=sample,
                     branch=0,
+                    task=types.SimpleNamespace(env="e"),
                     reward=float(reward),
                     sampled_mask=np.array([False] * 2 + [True] * int(n)),
                     versions=np.array([0] * 2 + [29 - int(lag)] + [29] * (int(n) - 1)),
@@ -101,12 +102,12 @@ def test_metrics_of_groups():
             for group in zip(rewards, lengths, lags, strict=True)
         ]
 
-    got = diagnostics.of_groups(groups(rewards), step=30, max_tokens=8)
+    got = diagnostics.of_groups(groups(rewards), step=30, max_tokens={"e": 8})
     assert got["rollout/all_lowest_frac"] == got["rollout/all_highest_frac"] == 0.25
     assert got["rollout/length_at_limit_frac"] == 0.25 and got["rollout/length_of_best"] == 4
     assert got["rollout/length_p50"] == 4.5 and got["rollout/length_p10"] < 2 < 7 < got["rollout/length_p90"]
     assert [got[f"sync/lag_{n}"] for n in range(9)] == [0.375, 0.375, 0, 0.125, 0, 0, 0, 0, 0.125]
-    flat = diagnostics.of_groups(groups([np.ones(2)] * 4), step=30, max_tokens=9)
+    flat = diagnostics.of_groups(groups([np.ones(2)] * 4), step=30, max_tokens={"e": 9})
     assert flat["rollout/all_lowest_frac"] == flat["rollout/all_highest_frac"] == flat["rollout/length_of_best"] == 0
 
 
