@@ -6,6 +6,8 @@
    limit raised. Threads are allowed, and sockets that are open already.
 3. Standard output and error go to /dev/null, core dumps are off, and other processes of the user cannot attach.
 
+`enter_with_folder` is for code of the model (rl/envs/sandbox): it may also write files in one folder, and keeps its standard output.
+
 A process loads the files of the foreign code with all its rights and then calls `enter`. bubblewrap would have to know these files in
 advance (docs/decisions/kept.md). Does not import jax.
 """
@@ -26,6 +28,10 @@ _PREFIXES = ("LC_", "PYTHON", "HF_H", "HF_DATASETS_")  # not HF_TOKEN
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # on all architectures
 _WRITE, _READ_FOLDER = 1 << 1, 1 << 3
 _READ = 1 << 2 | _READ_FOLDER
+_CHANGE = (
+    _READ | _WRITE | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8
+)  # remove folders and files, and make them; no links, devices, or sockets
+_TRUNCATE = 1 << 14  # from version 3 on
 _TSYNC = 1 << 3  # from version 8 on, all threads are restricted
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # bits of rights on files; 16 in later versions
 _NO_NEW_PRIVS, _DUMPABLE = 38, 4  # of prctl
@@ -53,6 +59,12 @@ _CALLS = {
     "rseq": (334, 293), "faccessat2": (439, 439), "getcpu": (309, 168),
     "open": (2, -1), "stat": (4, -1), "lstat": (6, -1), "poll": (7, -1), "access": (21, -1), "select": (23, -1),
     "readlink": (89, -1), "time": (201, -1),
+}
+_FOLDER_CALLS = {  # of a process with a folder of its own: files in it, and an event loop of asyncio
+    "mkdir": (83, -1), "mkdirat": (258, 34), "unlink": (87, -1), "unlinkat": (263, 35), "rmdir": (84, -1), "rename": (82, -1),
+    "renameat": (264, 38), "renameat2": (316, 276), "ftruncate": (77, 46), "chdir": (80, 49), "socketpair": (53, 199),
+    "shutdown": (48, 210), "pipe2": (293, 59), "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, -1),
+    "epoll_pwait": (281, 22), "dup2": (33, -1), "dup3": (292, 24),
 }
 _IOCTL, _FCNTL, _CLONE, _KILL_CALL, _TGKILL, _PRLIMIT, _CLONE3, _SECCOMP = (
     (16, 29), (72, 25), (56, 220), (62, 129), (234, 131), (302, 261), (435, 435), (317, 277)
@@ -99,25 +111,34 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 def enter() -> list[str]:
     """Takes the rights away and returns those that stay, each with the reason. Call it once, when everything is loaded."""
-    lacks, readable = missing(), [*_readable()]
-    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     devnull = os.open(os.devnull, os.O_RDWR)
     for standard in (1, 2):
         os.dup2(devnull, standard)
     os.close(devnull)
-    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
-        resource.setrlimit(kind, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    return _enter([*_readable()], "")
+
+
+def enter_with_folder(folder: str, readable: Iterable[str]) -> list[str]:
+    """Takes the rights away, but for reading `readable` and writing files in `folder`. Returns the rights that stay, as `enter`."""
+    return _enter([*readable], folder)
+
+
+def _enter(readable: list[str], folder: str) -> list[str]:
+    lacks = missing()
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         if sys.platform == "linux":
             _call("prctl", _DUMPABLE, 0, 0, 0, 0)
             _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
         if (version := _landlock_version()) >= 1:
-            _restrict_files(version, readable)
+            _restrict_files(version, readable, folder)
             if threads > 1 and version < 8:
                 place = f"for {threads - 1} threads that ran before (Linux 7.0 includes them)"
                 lacks.append(f"files stay reachable {place}")
         if _has_seccomp():
-            _restrict_calls()
+            _restrict_calls(_CALLS | _FOLDER_CALLS if folder else _CALLS)
     except OSError as error:  # such as a container that forbids it
         lacks.append(f"some rights stay ({error})")
     return lacks
@@ -147,13 +168,16 @@ def _readable() -> Iterable[str]:
             yield from getattr(module, "__path__", ())
 
 
-def _restrict_files(version: int, readable: Iterable[str]) -> None:
+def _restrict_files(version: int, readable: Iterable[str], folder: str) -> None:
     handled = (1 << _RIGHTS.get(version, 16)) - 1
     # TCP ports from version 4, abstract sockets and signals from version 6 on.
     ruleset = _Ruleset(handled, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 8 if version < 4 else 16 if version < 6 else 24
     rules = _call("syscall", _CREATE_RULESET, ctypes.byref(ruleset), size, 0)
-    for path, allowed in (*((path, _READ) for path in dict.fromkeys(readable)), (os.devnull, _READ | _WRITE)):
+    rights = {**dict.fromkeys(readable, _READ), os.devnull: _READ | _WRITE}
+    if folder:
+        rights[folder] = _CHANGE | (_TRUNCATE if version >= 3 else 0)
+    for path, allowed in rights.items():
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:  # no such folder, or not for this user
@@ -166,7 +190,7 @@ def _restrict_files(version: int, readable: Iterable[str]) -> None:
     os.close(rules)
 
 
-def _restrict_calls() -> None:
+def _restrict_calls(calls: Mapping[str, tuple[int, int]]) -> None:
     column = [*_ARCHS].index(os.uname().machine)
     step = lambda code, value=0, yes=0, no=0: struct.pack("=HBBI", code, yes, no, value & 0xFFFFFFFF)  # noqa: E731
 
@@ -179,7 +203,7 @@ def _restrict_calls() -> None:
 
     program = step(_LOAD, _ARCH) + step(_EQUAL, list(_ARCHS.values())[column], 1) + step(_RETURN, _KILL)
     program += step(_LOAD, _NUMBER)
-    for call in _CALLS.values():
+    for call in calls.values():
         if call[column] != _NONE:
             program += step(_EQUAL, call[column], 0, 1) + step(_RETURN, _ALLOW)
     program += b"".join(rule(call, (_ARG1, _EQUAL, command)) for call, command in _COMMANDS)
