@@ -1,5 +1,6 @@
-"""Shows and tests environments: `try` prints tasks, the scores of their answers, and lengths; `check` finds faults (rl/envs/hub).
+"""Shows and tests environments: `try` prints tasks, the scores of their answers, and lengths; `check` finds faults.
 
+`init`, `list`, `info`, `install`, and `publish` are for packages of environments (rl/envs/hub).
 `try` scores completions as in a run, in a process with limits. For each task these are its own answer, which should get the reward 1, and
 an answer of another task, which should get less.
 """
@@ -34,10 +35,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help="as config.trust.sandbox")
     add("--code", nargs="+", default=[], metavar="FOLDER", help="folders to import your code from")
     hub_commands.add_check(commands)
+    hub_commands.add_packages(commands)
     args = parser.parse_args(argv)
     try:
-        sys.path += args.code
-        options = dict(_option(text) for text in args.options)
+        sys.path += getattr(args, "code", [])
+        options = dict(_option(text) for text in getattr(args, "options", []))
         if args.command != "try":
             return args.run(args, options)
         if args.n < 1:
