@@ -1,7 +1,7 @@
 """Environments by name: `load("reverse_text", max_length=5)` returns an `environment.Environment`.
 
-A name is a key of ENVS, an entry point of the group "intellax.environments" of an installed package, or a function of the user:
-"module:function", "path/to/file.py:function". rl/envs/interface/environment.py explains how to write one, with an example. Nothing in this
+A name is a key of ENVS, with a variant after a colon for some, such as "verifiers:wordle" (rl/envs/packages/package.py); an entry point
+of the group "intellax.environments" of an installed package; or a function of the user: "module:function", "path/to/file.py:function". rl/envs/interface/environment.py explains how to write one, with an example. Nothing in this
 folder imports jax, so a rollout worker starts in about a second.
 """
 
@@ -19,6 +19,7 @@ from rl.envs.interface import environment
 from rl.envs.native import dataset, gsm8k, reasoning, reverse_text
 from rl.envs.native.games import wordle
 from rl.envs.native.retrieval import search
+from rl.envs.packages import package as package_lib
 from rl.protocol import env_mix, user_code
 
 # {name: function that builds the environment}. The builder's keyword arguments are the options `env.options` of a config.
@@ -30,6 +31,7 @@ ENVS: dict[str, Callable[..., environment.Environment]] = {
     "reasoning_gym": reasoning.build,
     "wordle": wordle.build,
     "search": search.build,
+    **package_lib.BUILDERS,
 }
 # {name: function from `path` to the {name: file} that its environment reads}; of other environments, all files count.
 FILES = {"dataset": sources.files, "gsm8k": gsm8k.files, "search": search.files}
@@ -114,6 +116,9 @@ def load_all(config, folders: user_code.Folders = None) -> dict[str, environment
 def digest(name: str, options: dict) -> str:
     """Returns the SHA-256 (hex) over the code and data of an environment with located name and options, by which processes agree on it."""
     kind = name.partition(":")[0]
+    if kind in package_lib.FRAMEWORKS:
+        data = [files for path in _paths(options).values() for files in user_code.files_in(pathlib.Path(path)).items()]
+        return package_lib.digest(package_lib.find(name), options, data)
     if kind in ENVS:
         files = [(file.name, file) for file in sorted(_files_of(sys.modules[ENVS[kind].__module__]))]
     else:

@@ -48,6 +48,7 @@ import difflib
 import hashlib
 import random
 from collections.abc import Callable, Collection, Iterable, Set
+from typing import Any
 
 from rl.envs.interface import episode
 from rl.protocol import user_code
@@ -85,6 +86,9 @@ class Environment:
     num_tasks: int = 0  # for training, each of them once per epoch; 0: as many as a run needs
     play: episode.Program | None = None  # an episode of several calls of the model, instead of `score`
     kind: str = "pure"  # one of KINDS: the needs of a validator that repeats an episode
+    foreign: Any = (
+        None  # rl.envs.packages.package.Foreign of an environment that runs in its own interpreter, by rl/envs/foreign
+    )
     # (task, rng, is_decoy) -> {"messages": a whole conversation, "tools": their schemas, if any} for the warm-up to imitate: a solution
     # or, if `is_decoy`, a tempting one with a lower reward. None: `Task.answer` and `Task.decoy` are solutions in one message.
     demonstrate: Callable[[Task, random.Random, bool], dict] | None = None

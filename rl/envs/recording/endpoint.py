@@ -52,7 +52,8 @@ class Visit:
     session: session_lib.Session
     sampling: Mapping[str, Any]  # of the run; a request may repeat these, and not change them
     fault: asyncio.Future
-    calls: set[asyncio.Future] = dataclasses.field(default_factory=set)
+    calls: set[asyncio.Future] = dataclasses.field(default_factory=set)  # in progress
+    num_requests: int = 0
 
     async def run(self, call: Awaitable) -> Any:
         """Returns the result of a call of the session. Raises BudgetSpent; after any other failure, it never returns."""
@@ -116,6 +117,7 @@ class Endpoint:
     def _visit(self, name: str) -> Visit:
         if (visit := self._visits.get(name)) is None:
             raise _Closed("the episode of this URL has ended; take the base URL of a running one")
+        visit.num_requests += 1
         return visit
 
     async def _models(self, name: str):

@@ -183,11 +183,25 @@ class Scorer:
                 )
 
 
+def numbers(scores: dict) -> dict[str, float]:
+    """Converts an environment's scores to floats. Raises TypeError or ValueError for scores that a rollout cannot contain."""
+    if not isinstance(scores, dict) or len(scores) > MAX_NUMBERS:
+        raise TypeError(f"score returned {type(scores).__name__}; return a dict of at most {MAX_NUMBERS} numbers")
+    if "reward" not in scores:
+        raise TypeError(f"score returned the names {list(scores)[:8]} without 'reward'; add the reward")
+    for name, value in scores.items():
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            raise TypeError(f"score returned the name {str(name)[:80]!r}; use 1 to {MAX_NAME} printable characters")
+        if not math.isfinite(value):
+            raise ValueError(f"score returned {name} = {value}; return finite numbers")
+    return {name: float(value) for name, value in scores.items()}
+
+
 def _read_scored(reply: dict, count: int) -> list | None:
     """Returns (scores or None, CPU seconds, error) of each of `count` completions. Returns None for a malformed reply."""
     try:
         found = [
-            (None if scores is None else _numbers(scores), float(cpu_s), str(error))
+            (None if scores is None else numbers(scores), float(cpu_s), str(error))
             for scores, cpu_s, error in reply["scored"]
         ]
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -247,7 +261,7 @@ def _score(env: environment.Environment, task: environment.Task, completions: li
     for completion in completions:
         limited_process.limit_cpu(math.ceil(begun_s + limit_s))
         try:
-            scores, error = _numbers(score(task, completion)), ""
+            scores, error = numbers(score(task, completion)), ""
         except MemoryError:
             raise
         except Exception as raised:  # an environment's own code may raise anything
@@ -256,20 +270,6 @@ def _score(env: environment.Environment, task: environment.Task, completions: li
         out.append((scores, ended_s - begun_s, error))
         begun_s = ended_s
     return out
-
-
-def _numbers(scores: dict) -> dict[str, float]:
-    """Converts an environment's scores to floats. Raises TypeError or ValueError for scores that a rollout cannot contain."""
-    if not isinstance(scores, dict) or len(scores) > MAX_NUMBERS:
-        raise TypeError(f"score returned {type(scores).__name__}; return a dict of at most {MAX_NUMBERS} numbers")
-    if "reward" not in scores:
-        raise TypeError(f"score returned the names {list(scores)[:8]} without 'reward'; add the reward")
-    for name, value in scores.items():
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            raise TypeError(f"score returned the name {str(name)[:80]!r}; use 1 to {MAX_NAME} printable characters")
-        if not math.isfinite(value):
-            raise ValueError(f"score returned {name} = {value}; return finite numbers")
-    return {name: float(value) for name, value in scores.items()}
 
 
 if __name__ == "__main__":

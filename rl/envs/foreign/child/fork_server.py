@@ -1,0 +1,205 @@
+"""Runs episodes of a foreign environment: loads it once, and forks a process for each episode. Imports nothing of ours.
+
+    PYTHONHASHSEED=0 /path/to/venv/bin/python fork_server.py FD CONFIG
+
+1. The configuration names an adapter, which is a file of this folder, and a function or package for it. `random` and NumPy are seeded
+   before the environment is loaded: a published one drew its tasks from the global generator.
+2. A request on the socket FD is a line of JSON: {"run": {"id", "index", "split", "base_url", "sampling"}}, or {"stop": ID}.
+3. An episode runs in the main thread of a fork, in an empty folder, with the global generators seeded by its task. So episodes share no
+   state, and one that hangs or ends its process is lost alone.
+4. The reply is {"id", "done": {"reward", "metrics", "stop", "error"}} or {"id", "failed": reason}.
+
+An adapter has `load(target, options)`, `tasks(env)`, an iterator of (text, task) that may be infinite, and `run(env, task, base_url,
+sampling)`. A task is held out if the hash of its text is 0 modulo 16, as in our own environments.
+"""
+
+import contextlib
+import ctypes
+import gc
+import hashlib
+import importlib
+import json
+import os
+import random
+import resource
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import traceback
+
+UNSET_URL = "http://127.0.0.1:9/v1"  # of OpenAI clients that an environment makes before its first episode
+HELD_OUT_ONE_IN = 16
+MAX_ERROR = 500
+DIE_WITH_PARENT = 1  # of prctl
+
+
+def main() -> int:
+    """Serves the socket of the parent until it closes. Returns the exit status."""
+    sys.path.pop(0)  # this folder, which must not hide a package
+    channel, config = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
+    channel.set_inheritable(False)
+    sys.path += config["paths"]
+    os.environ.update(OPENAI_BASE_URL=UNSET_URL, OPENAI_API_KEY="intellax")
+    try:
+        server = _Server(channel, config)
+    except BaseException as error:  # foreign code may raise anything, also SystemExit
+        _send(channel, {"failed": _describe(error)})
+        return 1
+    _send(channel, {"ready": True})
+    server.serve()
+    return 0
+
+
+class _Server:
+    def __init__(self, channel: socket.socket, config: dict):
+        self._channel, self._config = channel, config
+        with contextlib.suppress(ImportError):
+            importlib.import_module("numpy")  # so that it can be seeded before the environment is loaded
+        _seed(f"{config['seed']}")
+        self._adapter = runpy.run_path(config["adapter"])
+        self._env = self._adapter["load"](config["target"], config["options"])
+        self._tasks = _Tasks(self._adapter["tasks"](self._env))
+        self._tasks.find("train", 0)  # an environment without tasks fails here
+        openai = sys.modules.get("openai")
+        kinds = tuple(getattr(openai, name) for name in ("OpenAI", "AsyncOpenAI")) if openai else ()
+        clients = [one for one in gc.get_objects() if isinstance(one, kinds)] if kinds else []
+        self._clients = [client for client in clients if str(client.base_url).startswith(UNSET_URL)]
+        self._episodes: dict[int, tuple[int, object, bytearray]] = {}  # pipe -> (process, ID, reply so far)
+        gc.collect()
+        gc.freeze()  # or each fork would copy the memory that its collector visits
+
+    def serve(self) -> None:
+        """Answers requests until the parent closes its end, and then ends all episodes."""
+        selector, buffer = selectors.DefaultSelector(), bytearray()
+        selector.register(self._channel, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not self._channel:
+                    if self._read_episode(key.fd):
+                        selector.unregister(key.fd)
+                        self._end_episode(key.fd)
+                    continue
+                chunk = self._channel.recv(2**16)
+                if not chunk:
+                    for pid, *_ in self._episodes.values():
+                        _kill(pid)
+                    return
+                buffer += chunk
+                *lines, buffer = buffer.split(b"\n")
+                for line in lines:
+                    request = json.loads(line)
+                    if "run" in request:
+                        self._begin_episode(selector, request["run"])
+                    for pid, one, _ in self._episodes.values():
+                        if one == request.get("stop"):
+                            _kill(pid)
+
+    def _begin_episode(self, selector, request: dict) -> None:
+        try:
+            task = self._tasks.find(request["split"], request["index"])
+        except Exception as error:
+            return _send(self._channel, {"id": request["id"], "failed": _describe(error)})
+        read, write = os.pipe()
+        if not (pid := os.fork()):
+            os.close(read)
+            self._channel.detach()  # the parent must see the end of this server, not of its episodes
+            self._play(write, task, request)
+        os.close(write)
+        selector.register(read, selectors.EVENT_READ)
+        self._episodes[read] = pid, request["id"], bytearray()
+
+    def _read_episode(self, pipe: int) -> bool:
+        """Reads from an episode. Returns True at its end."""
+        chunk = os.read(pipe, 2**16)
+        self._episodes[pipe][2].extend(chunk)
+        return not chunk
+
+    def _end_episode(self, pipe: int) -> None:
+        pid, one, reply = self._episodes.pop(pipe)
+        os.close(pipe)
+        _kill(pid)  # and processes that it left
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        shutil.rmtree(str(pid), ignore_errors=True)
+        try:
+            found = json.loads(bytes(reply))
+        except ValueError:
+            found = {"failed": f"its process ended with status {status}", "status": status}
+        _send(self._channel, {"id": one} | found)
+
+    def _play(self, pipe: int, task, request: dict) -> None:
+        """Plays an episode in a fork, and ends this process."""
+        try:
+            os.setsid()
+            ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CPU, (self._config["limit_s"], resource.RLIM_INFINITY))
+            os.mkdir(str(os.getpid()))
+            os.chdir(str(os.getpid()))
+            os.environ["OPENAI_BASE_URL"] = request["base_url"]
+            for client in self._clients:
+                client.base_url = request["base_url"]
+            _seed(f"{self._config['seed']}/{request['split']}/{request['index']}")
+            arguments = self._env, task, request["base_url"], request["sampling"]
+            done = self._adapter["run"](*arguments)
+            used = [resource.getrusage(kind) for kind in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+            text = json.dumps({"done": done, "cpu_s": sum(one.ru_utime + one.ru_stime for one in used)})
+        except BaseException as error:  # foreign code may raise anything
+            traceback.print_exc()
+            text = json.dumps({"failed": _describe(error)})
+        with open(pipe, "w", encoding="utf-8") as file:
+            file.write(text)
+        os._exit(0)
+
+
+class _Tasks:
+    """The tasks of both splits, drawn from an iterator as far as they are needed."""
+
+    def __init__(self, drawn):
+        self._drawn, self._splits = iter(drawn), {"train": [], "held_out": []}
+        self._is_over = False
+
+    def find(self, split: str, index: int):
+        """Returns a task. After the last one comes the first one."""
+        found = self._splits[split]
+        while len(found) <= index and not self._is_over:
+            try:
+                text, task = next(self._drawn)
+            except StopIteration:
+                self._is_over = True
+                break
+            digest = hashlib.sha256(text.encode()).digest()
+            is_held_out = int.from_bytes(digest[:8], "little") % HELD_OUT_ONE_IN == 0
+            self._splits["held_out" if is_held_out else "train"].append(task)
+        if not found:
+            raise ValueError(f"no task is in the split {split!r}; let the environment make more tasks (env.options)")
+        return found[index % len(found)]
+
+
+def _seed(text: str) -> None:
+    random.seed(text)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little"))
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # before it has become the leader of a group
+
+
+def _send(channel: socket.socket, message: dict) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _describe(error: BaseException) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "".join(char for char in text if char.isprintable())[:MAX_ERROR]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Adapter of verifiers' first API: a package with `load_environment`, of verifiers 0.1 to 0.3. Imports nothing of ours."""
+
+import asyncio
+import collections.abc
+import pkgutil
+
+
+def load(target, options):
+    """Returns the environment. Raises ValueError for one that scores the episodes of a group together."""
+    env = pkgutil.resolve_name("verifiers:load_environment")(target, **options)
+    if getattr(env, "requires_group_rollouts", False):
+        raise ValueError(f"{target} scores the episodes of a group together; use an environment that scores each alone")
+    return env
+
+
+def tasks(env):
+    """Yields (prompt, row number) of the training data."""
+    for number, prompt in enumerate(env.get_dataset()["prompt"]):
+        yield repr(prompt), number
+
+
+def run(env, task, base_url, sampling):
+    """Plays one episode."""
+    row = dict(env.get_dataset()[task])
+    if not isinstance(row.get("task", {}), collections.abc.Mapping):  # a name, which newer releases refuse
+        row["info"] = {"task": row.pop("task")} | (row.get("info") or {} if isinstance(row.get("info"), dict) else {})
+    config = pkgutil.resolve_name("verifiers.types:ClientConfig")
+    client = config(api_base_url=base_url, api_key_var="OPENAI_API_KEY", max_retries=0)
+    found = asyncio.run(env.run_rollout(row, client, "policy", dict(sampling), state_columns=[]))
+    error = found.get("error")
+    return {
+        "reward": found["reward"],
+        "metrics": found["metrics"],
+        "stop": found.get("stop_condition"),
+        "error": error and str(error)[:500],
+    }

@@ -1,0 +1,162 @@
+"""Adapter of verifiers' second API: a package with a `Taskset`, of verifiers 0.3 and 0.4. Imports nothing of ours.
+
+Options are fields of verifiers' `EnvConfig`, such as {"taskset": {"dataset_name": ...}, "agent": {"harness": {"id": ...}}}. An agent without
+a harness of its own gets a chat loop in this process, with the tools of the task. The framework's default would run commands of the
+model on this machine. One more option, `trained_agent`, names the only agent of several whose calls are trained.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import pkgutil
+import sys
+import types
+
+HARNESS = "intellax_chat"
+FRAMEWORK = "verifiers.v1"
+
+
+def load(target, options):
+    """Returns (config of the environment, name of the trained agent or "")."""
+    options = dict(options)
+    trained, loaders = options.pop("trained_agent", ""), _find("utils.loaders")
+    sys.modules[HARNESS] = _harness_module()
+    raw = {**options, "taskset": {**options.get("taskset", {}), "id": target}}
+    config = loaders.resolve_env_config(raw)
+    agents = {name: value for name, value in config if isinstance(value, _find("configs.agent").AgentConfig)}
+    if trained and trained not in agents:
+        raise ValueError(f"trained_agent = {trained!r} is not an agent of {target}; choose one of {', '.join(agents)}")
+    for name, agent in agents.items():
+        change = {}
+        has_own = loaders.default_harness_id(target) == target
+        if "harness" not in options.get(name, {}) and (not has_own if agent.harness is None else _is_chat(agent)):
+            change["harness"] = loaders.harness_config_type(HARNESS)(id=HARNESS)
+        if "runtime" not in options.get(name, {}):
+            change["runtime"] = _find("runtimes").SubprocessConfig()
+        if trained and name != trained:
+            change["model"] = name  # the endpoint trains the model "policy" alone
+        setattr(config, name, agent.model_copy(update=change))
+    return config, trained
+
+
+def tasks(env):
+    """Yields (text, task) of the taskset."""
+    for task in _find("utils.loaders").load_taskset(env[0].taskset):
+        data = task.data.model_dump(mode="json")
+        prompt = data.get("prompt")  # without one, agents make their own from the data
+        yield json.dumps(prompt if prompt is not None else data, sort_keys=True), task
+
+
+def run(env, task, base_url, sampling):
+    """Plays one episode. Its reward is the mean over the agents that are trained."""
+    config, trained = env
+    os.environ.update(PRIME_INFERENCE_URL=base_url, PRIME_API_KEY="intellax")  # of judges
+    episode = asyncio.run(_play(config, task, base_url, sampling))
+    traces = [one for one in episode.traces if getattr(one.agent, "trainable", True)]
+    traces = [one for one in traces if not trained or one.agent.name == trained] or episode.traces
+    metrics, several = {}, len({one.agent.name for one in episode.traces}) > 1
+    for trace in episode.traces:
+        named = {name: reward.value for name, reward in trace.rewards.items() if reward is not None} | trace.metrics
+        prefix = f"{trace.agent.name}/" if several else ""
+        metrics |= {prefix + name: value for name, value in named.items() if value is not None}
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    return {
+        "reward": sum(trace.reward for trace in traces) / max(len(traces), 1),
+        "metrics": metrics,
+        "stop": traces[0].stop_condition if traces else None,
+        "error": f"{errors[0].type}: {errors[0].message}"[:500] if errors else None,
+    }
+
+
+async def _play(config, task, base_url, sampling):
+    env, types_lib = _find("utils.loaders").load_environment(config), _find("types")
+    client = _find("configs.client").EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
+    context = _find("clients").ModelContext("policy", client, types_lib.SamplingConfig(**sampling))
+    async with env.serving():
+        return await env.run_slot(env.slots(task)[0], context)
+
+
+def _find(name):
+    return pkgutil.resolve_name(f"{FRAMEWORK}.{name}:")
+
+
+def _is_chat(agent):
+    return agent.harness.id in ("null", "bash")
+
+
+def _harness_module():
+    """Returns a module with the chat loop, as the framework loads a harness by its name."""
+    base, result = _find("harness"), _find("runtimes.base").ProgramResult
+    httpx, to_wire = pkgutil.resolve_name("httpx:"), _find("dialects.chat").message_to_wire
+
+    class Config(_find("configs.harness").HarnessConfig):
+        pass
+
+    class Chat(base.Harness[Config]):
+        APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
+        EXECUTES_CODE = NEEDS_CONTAINER = False
+
+        async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_):
+            system, prompt = self.resolve_prompt(data)
+            messages = [{"role": "system", "content": system}] if system else []
+            more = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(to_wire, prompt or ())
+            messages += more
+            async with httpx.AsyncClient(timeout=None) as http:
+                tools, places = await _list_tools(http, mcp_urls)
+                while True:
+                    body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
+                    headers = {"authorization": f"Bearer {secret}"}
+                    reply = await http.post(f"{endpoint}/chat/completions", json=body, headers=headers)
+                    if reply.status_code != 200:
+                        return result(1, "", reply.text)
+                    message = reply.json()["choices"][0]["message"]
+                    messages.append({name: value for name, value in message.items() if value is not None})
+                    if not message.get("tool_calls"):
+                        return result(0, "", "")
+                    for call in message["tool_calls"]:
+                        text = await _call_tool(http, places, call["function"])
+                        messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
+
+    module = types.ModuleType(HARNESS)
+    vars(module).update(Chat=Chat, __all__=["Chat"])
+    return module
+
+
+_NUMBERS = itertools.count()
+
+
+async def _rpc(http, url, method, params):
+    """Calls a method of a stateless MCP server and returns its result."""
+    body = {"jsonrpc": "2.0", "id": next(_NUMBERS), "method": method, "params": params}
+    headers = {"accept": "application/json, text/event-stream", "mcp-protocol-version": "2025-06-18"}
+    reply = (await http.post(url, json=body, headers=headers)).json()
+    if "error" in reply:
+        raise RuntimeError(f"tool server: {reply['error'].get('message')}")
+    return reply["result"]
+
+
+async def _list_tools(http, mcp_urls):
+    tools, places = [], {}
+    for server, url in mcp_urls.items():
+        for tool in (await _rpc(http, url, "tools/list", {}))["tools"]:
+            name = f"{server}_{tool['name']}" if server else tool["name"]
+            places[name] = url, tool["name"]
+            function = {"name": name, "description": tool.get("description") or "", "parameters": tool["inputSchema"]}
+            tools.append({"type": "function", "function": function})
+    return tools, places
+
+
+async def _call_tool(http, places, function):
+    """Returns the text of a tool's result, or of the error in the model's call."""
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        return f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
+    if not isinstance(arguments, dict):
+        return f"error: tool arguments must be a JSON object, got {type(arguments).__name__}; resend as an object"
+    if function["name"] not in places:
+        return f"error: unknown tool {function['name']!r}"
+    url, name = places[function["name"]]
+    found = await _rpc(http, url, "tools/call", {"name": name, "arguments": arguments})
+    return "\n".join(block.get("text", json.dumps(block)) for block in found["content"])

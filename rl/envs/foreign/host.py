@@ -1,0 +1,159 @@
+"""Plays episodes of an environment of another framework: its process asks the recording endpoint, which asks the episode's session.
+
+1. A worker's session asks an inference server, and a validator's answers from the tape: the environment runs in the same way for both.
+2. An episode that raises, ends its process, exceeds its CPU time, or waits for too long gets FAILED scores, as in rl/envs/host.
+3. If the process that loaded the environment ends, its episodes run again, from their recorded calls.
+
+Imports no jax.
+"""
+
+import asyncio
+import dataclasses
+import math
+import numbers
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from models.text import tokenizer as tokenizer_lib
+from rl.envs.foreign import process as process_lib
+from rl.envs.packages import package as package_lib
+from rl.envs.recording import endpoint as endpoint_lib
+from rl.envs.recording import session as session_lib
+from rl.envs.scoring import scorer as scorer_lib
+from sharding.system import cli
+
+FAILED = {"reward": 0.0, "error": 1.0}
+MAX_EPISODES = 64  # at the same time; each is a process
+MAX_DEATHS = 3  # of the process that loaded the environment, in one episode
+CPU_S, IDLE_S = 60, 300.0
+ABORTS = (-signal.SIGXCPU, -signal.SIGKILL)  # statuses of limits
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """The result of an episode. If not `in_time`, it exceeded its limits, and `scores` are FAILED."""
+
+    scores: dict[str, float]
+    cpu_s: float
+    error: str = ""  # why it got FAILED, or a problem that the environment reports
+    in_time: bool = True
+
+
+class ForeignHost:
+    """Plays episodes of one environment, many at the same time. All methods run in one event loop.
+
+    Args:
+      foreign: the field of the environment.
+      tokenizer: that of the sessions.
+      limit_s: CPU seconds of an episode.
+      idle_s: an episode fails that makes no request to the model for so long; it may take twice the time.
+      max_episodes: that play at the same time; others wait.
+      on_error: called with a line of text for the first episode of each kind that fails.
+    """
+
+    def __init__(
+        self,
+        foreign: package_lib.Foreign,
+        tokenizer: tokenizer_lib.Tokenizer,
+        *,
+        limit_s: int = CPU_S,
+        idle_s: float = IDLE_S,
+        max_episodes: int = MAX_EPISODES,
+        on_error: scorer_lib.Log = cli.note,
+    ):
+        package, options, seed = foreign.package, foreign.options, foreign.seed
+        self._process = process_lib.ForeignProcess(package, options, seed, limit_s=limit_s)
+        self._name, self._limit_s, self._idle_s, self._on_error = package.name, limit_s, idle_s, on_error
+        self._endpoint, self._is_open = endpoint_lib.Endpoint(tokenizer), False
+        self._places, self._lock = asyncio.Semaphore(max_episodes), asyncio.Lock()
+        self._reported: set[str] = set()
+
+    async def play(
+        self, session: session_lib.Session, index: int, split: str, sampling: Mapping[str, Any] | None = None
+    ) -> Played:
+        """Plays the episode of a task and returns its result: the scores are "reward", and the framework's metrics.
+
+        `sampling` is the run's, which the environment may repeat in its requests. Raises the errors of the session's backend, NotOnTape,
+        and `process.Broken` if the environment cannot be loaded.
+        """
+        async with self._lock:
+            if not self._is_open:
+                await self._endpoint.__aenter__()
+                self._is_open = True
+        async with self._places:
+            for death in range(MAX_DEATHS):
+                try:
+                    return await self._play(session, index, split, sampling or {})
+                except process_lib.Died:
+                    if death == MAX_DEATHS - 1:
+                        raise
+            raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """Ends the process and the endpoint."""
+        await self._process.close()
+        if self._is_open:
+            await self._endpoint.__aexit__(None, None, None)
+            self._is_open = False
+
+    async def _play(self, session: session_lib.Session, index: int, split: str, sampling: Mapping[str, Any]) -> Played:
+        await self._process.start()
+        with self._endpoint.open(session, sampling) as visit:
+            run = asyncio.ensure_future(self._process.run(index, split, visit.base_url, sampling))
+            try:
+                is_idle = await self._wait(run, visit)
+            finally:
+                if not run.done():
+                    run.cancel()  # ends its process
+            if visit.fault.done():
+                visit.fault.result()  # raises
+            if is_idle:
+                reason = f"it takes too much time: it makes no request to the model for {self._idle_s:g} s"
+                return self._failed(f"{split} task {index}", reason, in_time=False)
+            reply = run.result()
+            if "done" not in reply:
+                in_time = reply.get("status") not in ABORTS
+                return self._failed(f"{split} task {index}", str(reply.get("failed")), in_time=in_time)
+            found = _played(reply["done"], reply.get("cpu_s"))
+            return found if "error" not in found.scores else self._failed(f"{split} task {index}", found.error, found)
+
+    async def _wait(self, run: asyncio.Future, visit: endpoint_lib.Visit) -> bool:
+        """Waits for the end of an episode. Returns True if it makes no requests any more."""
+        before = -1
+        while not run.done() and not visit.fault.done():
+            await asyncio.wait([run, visit.fault], timeout=self._idle_s, return_when=asyncio.FIRST_COMPLETED)
+            if not run.done() and not visit.fault.done() and not visit.calls and visit.num_requests == before:
+                return True
+            before = visit.num_requests
+        return False
+
+    def _failed(self, task: str, error: str, found: Played | None = None, *, in_time: bool = True) -> Played:
+        kind = error.partition(":")[0][:80]
+        if kind not in self._reported and len(self._reported) < scorer_lib.MAX_KINDS:
+            self._reported.add(kind)
+            self._on_error(
+                f"environment {self._name} failed in an episode of {task}: {error} (metric rollout/score_error_frac)"
+            )
+        return found or Played(dict(FAILED), float(self._limit_s), error, in_time)
+
+
+def _played(done: Any, cpu_s: Any) -> Played:
+    """Returns the result in the reply of a process, which is data from foreign code."""
+    spent_s = float(cpu_s) if _is_number(cpu_s) else 0.0
+    if not isinstance(done, dict):
+        return Played(dict(FAILED), spent_s, "ValueError: the reply is not an object")
+    metrics = done.get("metrics")
+    named = metrics.items() if isinstance(metrics, dict) else ()
+    kept = {name: value for name, value in named if _is_number(value) and name not in FAILED}
+    kept = dict(sorted(kept.items())[: scorer_lib.MAX_NUMBERS - 1])
+    try:
+        found = scorer_lib.numbers({"reward": done.get("reward"), **kept})
+    except (TypeError, ValueError, OverflowError) as error:
+        return Played(dict(FAILED), spent_s, f"{type(error).__name__}: {error}")
+    problem = done.get("error")
+    return Played(found | ({"error": 1.0} if problem else {}), spent_s, str(problem or "")[:500])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)

@@ -1,0 +1,153 @@
+"""Runs episodes of a foreign environment in a process of its own interpreter, and exchanges lines of JSON with it.
+
+1. The first episode starts the process (child/fork_server.py), which loads the environment. The surroundings are the same everywhere: the
+   hash seed, time zone, locale, an empty folder, and few variables, none of them a key or the address of a proxy.
+2. Episodes run at the same time, each in a fork of that process. `run` waits for one, and ends it if it is cancelled.
+3. If the process ends, its episodes fail, and the next one starts it again.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import socket
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from rl.envs.packages import package as package_lib
+from sharding.system import sandbox
+
+START_S = 300.0  # an import of a large framework on a busy machine takes 30 s
+END_S = 5.0
+MAX_REPLY_BYTES = 2**22
+
+SURROUNDINGS = {"PYTHONHASHSEED": "0", "TZ": "UTC", "LC_ALL": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+SURROUNDINGS |= {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
+
+
+class Broken(ValueError):
+    """Raised if an environment cannot be loaded."""
+
+
+class Died(Broken):
+    """Raised for the episodes of a process that ended. The next one starts it again."""
+
+
+class ForeignProcess:
+    """The process of one foreign environment. All methods run in one event loop.
+
+    Args:
+      package: the environment as installed.
+      options: keyword arguments of its loader.
+      seed: of the global generators of random numbers, together with each task.
+      limit_s: CPU seconds of an episode.
+    """
+
+    def __init__(self, package: package_lib.Package, options: Mapping[str, Any], seed: int, *, limit_s: int):
+        self._package, self._options, self._seed, self._limit_s = package, dict(options), seed, limit_s
+        self._numbers, self._waiting = itertools.count(), {}
+        self._starting: asyncio.Task | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self, index: int, split: str, base_url: str, sampling: Mapping[str, Any]) -> dict:
+        """Plays an episode of a task with the model at `base_url`. Calls `start` first.
+
+        Returns {"done": {"reward", "metrics", "stop", "error"}} or {"failed": reason}. Raises Broken if the environment cannot be loaded.
+        """
+        await self.start()
+        number = next(self._numbers)
+        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+        request = {"id": number, "index": index, "split": split, "base_url": base_url, "sampling": dict(sampling)}
+        self._send({"run": request})
+        try:
+            return await reply
+        finally:
+            if not reply.done() or reply.cancelled():
+                self._send({"stop": number})
+            self._waiting.pop(number, None)
+
+    async def start(self) -> None:
+        """Starts the process, unless it runs, and waits until the environment is loaded. Raises Broken if it cannot be."""
+        if self._starting is None or self._starting.done():
+            self._ready = asyncio.get_running_loop().create_future()
+            self._starting = asyncio.ensure_future(self._serve(self._ready))
+        await asyncio.shield(self._ready)
+
+    async def close(self) -> None:
+        """Ends the process and its episodes."""
+        if self._starting is not None:
+            self._starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Broken):
+                await self._starting
+        self._starting = None
+
+    async def _serve(self, ready: asyncio.Future) -> None:
+        """Runs the process until it ends or this is cancelled."""
+        near, far = socket.socketpair()
+        with tempfile.TemporaryDirectory(prefix="intellax-env-") as folder:
+            adapter = package_lib.ADAPTERS / f"{self._package.adapter}.py"
+            config = {"adapter": str(adapter), "target": self._package.target, "options": self._options}
+            config |= {"seed": self._seed, "limit_s": self._limit_s, "paths": [*self._package.paths]}
+            command = [
+                self._package.python,
+                "-s",
+                str(package_lib.ADAPTERS / "fork_server.py"),
+                str(far.fileno()),
+                json.dumps(config),
+            ]
+            with far:
+                options: dict[str, Any] = {"cwd": folder, "env": self._variables(), "pass_fds": [far.fileno()]}
+                options |= {"stdin": asyncio.subprocess.DEVNULL, "stdout": 2}
+                process = await asyncio.create_subprocess_exec(*command, **options)
+            reader, self._writer = await asyncio.open_connection(sock=near, limit=MAX_REPLY_BYTES)
+            try:
+                async with asyncio.timeout(START_S) as limit:
+                    while line := await reader.readline():
+                        message = json.loads(line)
+                        limit.reschedule(None)
+                        self._hear(message, ready)
+            except (TimeoutError, OSError, ValueError):
+                pass
+            finally:
+                self._writer.close()  # ends the episodes
+                await asyncio.shield(_end(process))
+                problem = Died(f"environment {self._package.name} ended its process, with status {process.returncode}")
+                for waiting in [ready, *self._waiting.values()]:
+                    if not waiting.done():
+                        waiting.set_exception(problem)
+                ready.exception()  # marks it as seen
+
+    def _hear(self, message: dict, ready: asyncio.Future) -> None:
+        if "id" in message:
+            waiting = self._waiting.get(message["id"])
+            if waiting is not None and not waiting.done():
+                waiting.set_result({name: value for name, value in message.items() if name != "id"})
+        elif "ready" in message:
+            ready.set_result(None)
+        else:
+            remedy = "correct env.options, or install its requirements (python -m rl.envs install)"
+            reason = f"environment {self._package.name} cannot be loaded: {message.get('failed')}; {remedy}"
+            ready.set_exception(Broken(reason))
+
+    def _send(self, message: dict) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    def _variables(self) -> dict[str, str]:
+        kept = {name: text for name, text in sandbox.environment(os.environ).items() if not name.startswith("PYTHON")}
+        kept.pop("VIRTUAL_ENV", None)
+        folder = str(pathlib.Path(self._package.python).parent)
+        path = os.pathsep.join([folder, kept.get("PATH", os.defpath)])
+        return kept | SURROUNDINGS | {"PATH": path} | dict(self._package.variables)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Waits for the end of a process whose socket is closed, and kills it if it takes too long."""
+    with contextlib.suppress(ProcessLookupError, TimeoutError):
+        await asyncio.wait_for(process.wait(), END_S)
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

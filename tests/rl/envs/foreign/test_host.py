@@ -1,0 +1,189 @@
+"""Episodes of another interpreter's environment: the same everywhere, apart from each other, and equal to their replays."""
+
+import asyncio
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from inference.rollouts import rollout as rollout_lib
+from rl.envs.foreign import host as host_lib
+from rl.envs.foreign import process as process_lib
+from rl.envs.packages import installation
+from rl.envs.packages import package as package_lib
+from rl.envs.recording import rollouts as rollouts_lib
+from rl.envs.recording import session as session_lib
+from rl.envs.recording import tape as tape_lib
+from tests.support import episodes
+
+FIXTURES = pathlib.Path(__file__).parents[3] / "fixtures" / "environments"
+NAME = "plain:plain_guess:build"
+ORIGIN = rollouts_lib.Origin(rollout_lib.TaskRef(NAME, 0, 0, 0), step=0, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """The interpreter of a new virtual environment without any package."""
+    place = tmp_path_factory.mktemp("other") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+    return str(place / "bin" / "python")
+
+
+@pytest.fixture
+def package(python, tmp_path, monkeypatch):
+    monkeypatch.setenv(package_lib.FOLDER, str(tmp_path / "installed"))
+    monkeypatch.setenv("SECRET_API_KEY", "x")
+    markers = tmp_path / "markers"
+    markers.mkdir()
+    return installation.install(NAME, python=python, paths=[str(FIXTURES)], variables={"MARKERS": str(markers)})
+
+
+def session(number, backend=None, tape=None, **limits):
+    limits = dataclasses.replace(episodes.LIMITS, **limits)
+    if tape is None:
+        backend = backend or episodes.Backend()
+    return session_lib.Session(episodes.TOKENIZER, backend, limits, seed=7, sample=number, tape=tape)
+
+
+def play(package, sessions, *, options=None, first=0, split="train", **settings):
+    """Plays task first + i with session i, all at the same time, and returns the results, or their exceptions."""
+
+    async def run():
+        foreign = package_lib.Foreign(package, options or {}, 3)
+        host = host_lib.ForeignHost(foreign, episodes.TOKENIZER, on_error=lambda text: None, **settings)
+        try:
+            plays = (host.play(one, first + index, split) for index, one in enumerate(sessions))
+            return await asyncio.gather(*plays, return_exceptions=True)
+        finally:
+            await host.close()
+
+    return asyncio.run(run())
+
+
+def scores(package, count=6, **options):
+    return [one.scores for one in play(package, [session(0) for _ in range(count)], **options)]
+
+
+def test_episodes_are_the_same_in_each_process_and_apart_from_each_other(package):
+    """The tasks come from the global random generator, the prompts also, and the environment counts the episodes that it sees."""
+    first, alone = scores(package), [scores(package, 1, first=index)[0] for index in (0, 5)]
+    assert [first[0], first[5]] == alone
+    assert {one["seen"] for one in first} == {1.0}
+    assert len({one["reward"] for one in first}) > 1
+    assert "note" not in first[0]
+
+
+def test_the_surroundings_hold_no_keys_and_no_files(package):
+    [first, second] = scores(package, 2, options={"fault": "surroundings"})
+    named = {name.removeprefix("variable ") for name in first}
+    assert {"PYTHONHASHSEED", "TZ", "LC_ALL", "OPENAI_BASE_URL", "MARKERS"} <= named
+    assert not {"SECRET_API_KEY", "PYTHONPATH", "VIRTUAL_ENV", "HTTP_PROXY"} & named
+    assert first == second
+    assert first["files"] == 0.0
+
+
+def test_a_replay_against_the_tape_is_equal(package):
+    sessions = [session(number, max_episode_tokens=60) for number in range(20)]
+    played = play(package, sessions)
+    recorded = [rollouts_lib.of_episode(one, ORIGIN, found.scores) for one, found in zip(sessions, played, strict=True)]
+    tapes = [tape_lib.of_rollouts(one, episodes.TOKENIZER.stop_ids) for one in recorded]
+    again = [session(number, tape=tape, max_episode_tokens=60) for number, tape in enumerate(tapes)]
+    replayed = play(package, again)
+    assert [one.scores for one in replayed] == [one.scores for one in played]
+    assert [tape_lib.difference(one, found) for one, found in zip(again, recorded, strict=True)] == [None] * 20
+    assert any(not rollout.trains for one in recorded for rollout in one)  # the judge, by the client made at the load
+    assert max(len(one[0].spans) for one in recorded) == 3
+
+    # An edited reply gets another reward, or leads the environment to a prompt that the tape lacks.
+    number = next(at for at, one in enumerate(recorded) if len(one[0].spans) == 3)
+    start = recorded[number][0].spans[0][0]
+    tokens = recorded[number][0].tokens.copy()
+    tokens[start] = 66 if tokens[start] == 65 else 65
+    changed = [dataclasses.replace(recorded[number][0], tokens=tokens), *recorded[number][1:]]
+    tape = tape_lib.of_rollouts(changed, episodes.TOKENIZER.stop_ids)
+    [found] = play(package, [session(number, tape=tape, max_episode_tokens=60)], first=number)
+    assert isinstance(found, session_lib.NotOnTape) or found.scores["reward"] != played[number].scores["reward"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "in_time", "error"),
+    [
+        ("raise", True, "KeyError"),
+        ("exit", True, "status 3"),
+        ("nan", True, "reward"),
+        ("spin", False, "status -24"),
+        ("wait", False, "no request"),
+    ],
+)
+def test_a_failed_episode_gets_zeros_and_the_reason(package, fault, in_time, error):
+    settings = {"spin": {"limit_s": 1}, "wait": {"idle_s": 2.0}}.get(fault, {})
+    [found] = play(package, [session(0)], options={"fault": fault}, **settings)
+    assert (found.scores, found.in_time) == (host_lib.FAILED, in_time)
+    assert error in found.error
+
+
+def test_episodes_run_again_after_the_death_of_the_server(package):
+    """The recorded calls answer them then."""
+    calls = episodes.Backend()
+    sessions = [session(0, calls) for _ in range(2)]
+    found = play(package, sessions, options={"fault": "kill_server"})
+    assert len(calls.calls) == sum(one.num_calls for one in sessions)
+    assert [one.scores for one in found] == scores(package, 2, options={"fault": "kill_server"})  # not a second time
+
+
+@pytest.mark.parametrize("fault", ["load", "flood"])
+def test_a_broken_environment_is_reported(package, fault):
+    [found] = play(package, [session(0)], options={"fault": fault})
+    assert isinstance(found, process_lib.Broken)
+    assert "no data" in str(found) or fault == "flood"
+
+
+def test_an_unknown_option_is_the_loaders_error(package):
+    [found] = play(package, [session(0)], options={"nonsense": 1})
+    assert "nonsense" in str(found)
+
+
+def test_a_failed_backend_ends_the_episode_and_its_process(package):
+    async def fail(call):
+        raise ConnectionError("no server")
+
+    [found] = play(package, [session(0, fail)])
+    assert isinstance(found, ConnectionError)
+
+
+def test_no_process_is_left(package):
+    scores(package, 4)
+    play(package, [session(0)], options={"fault": "wait"}, idle_s=0.5)
+    left = [name for name in os.listdir("/proc") if name.isdigit() and package.python.encode() in _command_line(name)]
+    assert not left
+
+
+def _command_line(name):
+    try:
+        return pathlib.Path("/proc", name, "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_held_out_tasks_are_others_and_the_last_is_followed_by_the_first(package):
+    def prompts(split, indexes):
+        backend = episodes.Backend(texts=["x"])
+        sessions = [session(0, backend) for _ in indexes]
+        asyncio.run(_play_each(package, sessions, indexes, split))
+        texts = [episodes.TOKENIZER.decode(one.streams[0].tokens.tolist()) for one in sessions]
+        return [text.split("guess ")[1].split()[0] for text in texts]
+
+    train, held_out = prompts("train", range(50)), prompts("held_out", range(3))
+    assert not {*train} & {*held_out}
+    assert len({*train}) < 40
+    size = train[1:].index(train[0]) + 1
+    assert train[size:] == train[: 50 - size]
+
+
+async def _play_each(package, sessions, indexes, split):
+    host = host_lib.ForeignHost(package_lib.Foreign(package, {}, 3), episodes.TOKENIZER)
+    await asyncio.gather(*(host.play(one, index, split) for one, index in zip(sessions, indexes, strict=True)))
+    await host.close()
