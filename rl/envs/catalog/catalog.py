@@ -16,9 +16,9 @@ from importlib import metadata
 
 from rl.data import sources
 from rl.envs.interface import environment
-from rl.envs.native import dataset, gsm8k, reasoning, reverse_text
-from rl.envs.native.games import wordle
-from rl.envs.native.retrieval import search
+from rl.envs.native import dataset, gsm8k, logic, math_problems, proof, reasoning, reverse_text, rewards
+from rl.envs.native.games import user_sim, wordle
+from rl.envs.native.retrieval import folding, search
 from rl.envs.packages import package as package_lib
 from rl.protocol import env_mix, user_code
 
@@ -31,10 +31,15 @@ ENVS: dict[str, Callable[..., environment.Environment]] = {
     "reasoning_gym": reasoning.build,
     "wordle": wordle.build,
     "search": search.build,
+    "folding": folding.build,
+    "logic": logic.build,
+    "math": math_problems.build,
+    "proof": proof.build,
+    "user_sim": user_sim.build,
     **package_lib.BUILDERS,
 }
 # {name: function from `path` to the {name: file} that its environment reads}; of other environments, all files count.
-FILES = {"dataset": sources.files, "gsm8k": gsm8k.files, "search": search.files}
+FILES = {"dataset": sources.files, "math": sources.files, "gsm8k": gsm8k.files, "search": search.files}
 OURS = ("rl.envs.", "rl.data.")  # modules that a digest covers
 GROUP = "intellax.environments"  # of entry points
 CODE_HELP = "folders with the run's own environment and its data; nothing of them is loaded from elsewhere"
@@ -125,8 +130,8 @@ def digest(name: str, options: dict) -> str:
         files = [*user_code.code_files(name).items()]
     if reward := _reward(kind, options):
         files += user_code.code_files(reward).items()
-    packages, version = {"reasoning_gym": "reasoning-gym"}, ""
-    if options.get("reward") == "math":
+    packages, version = {"reasoning_gym": "reasoning-gym", "logic": "reasoning-gym", "math": "math-verify"}, ""
+    if options.get("reward") in rewards.WITH_MATH_VERIFY:
         packages["dataset"] = "math-verify"
     if package := packages.get(kind):  # its version decides tasks or rewards
         with contextlib.suppress(metadata.PackageNotFoundError):  # `load` reports it

@@ -6,6 +6,7 @@
 | number | the last number of the completion equals the last one of the answer, in any notation: 1,000 = 1000.0 = 1e3 |
 | regex | the last match of `pattern` in the completion (its first group, if it has one) is the answer |
 | math | the last expression of the completion, best in \\boxed{}, is equal to the answer (math-verify) |
+| boxed | the expression in the last \\boxed{} of the completion is equal to the answer (math-verify) |
 | module:function | `function(completion, row)` returns the reward, or a dict of numbers with "reward" among them |
 
 A completion is untrusted text, and a policy learns to use every weakness: `number` and `math` take one guess, the last.
@@ -24,10 +25,12 @@ from rl.envs.interface import environment
 from rl.protocol import user_code
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]  # (completion, answer, row)
-NAMES = ("exact", "number", "regex", "math")
+NAMES = ("exact", "number", "regex", "math", "boxed")
+WITH_MATH_VERIFY = ("math", "boxed")
 _NUMBER = re.compile(
     r"(?:(?<![\d).])-\$?|)(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)(?:e[+-]?\d{1,3}(?!\d))?", re.ASCII | re.IGNORECASE
 )
+_INTEGER = re.compile(r"[+-]?\d{1,400}", re.ASCII)
 
 
 def make(name: str, pattern: str = "") -> Reward:
@@ -49,14 +52,14 @@ def make(name: str, pattern: str = "") -> Reward:
             raise ValueError(
                 f"env.options.pattern = {pattern!r} is not a regular expression: {error}; correct it"
             ) from None
-    if name == "math":
+    if name in WITH_MATH_VERIFY:
         try:
             import math_verify  # noqa: F401
         except ImportError as error:
-            reason = f"reward 'math' needs the package math-verify, an optional dependency ({error})"
+            reason = f"reward {name!r} needs the package math-verify, an optional dependency ({error})"
             raise ValueError(f'{reason}; run pip install -e ".[math]" in the checkout') from error
         logging.getLogger("math_verify").setLevel("ERROR")  # not a warning that no timeout is set
-    return {"exact": _exact, "number": _number, "math": _math}[name]
+    return {"exact": _exact, "number": _number, "math": _math, "boxed": _boxed}[name]
 
 
 def check_answer(name: str, answer: str) -> None:
@@ -71,6 +74,17 @@ def last_number(text: str) -> decimal.Decimal | None:
     """Returns the last number in a text, or None if it has none. A minus sign after a digit or a bracket is an operator."""
     found = _NUMBER.findall(text.replace("\u2212", "-"))
     return decimal.Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+
+
+def last_boxed(text: str) -> str | None:
+    """Returns the text in the last \\boxed{}, or None if there is none or it is not closed."""
+    _, mark, inside = text.rpartition("\\boxed{")
+    depth = 1
+    for at, char in enumerate(inside if mark else ""):
+        depth += (char == "{") - (char == "}")
+        if not depth:
+            return inside[:at]
+    return None
 
 
 def _exact(completion: str, answer: str, row) -> float:
@@ -94,6 +108,17 @@ def _math(completion: str, answer: str, row) -> float:
     if not (gold := _gold(answer)):  # a word
         return _exact(completion, answer, row)
     return float(bool(found) and math_verify.verify(gold, found, timeout_seconds=0))
+
+
+def _boxed(completion: str, answer: str, row) -> float:
+    found = last_boxed(completion)
+    if found is None:
+        return 0.0
+    gold = last_boxed(answer)
+    gold, found = (answer if gold is None else gold).strip(), found.strip()
+    if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(found):
+        return float(int(gold) == int(found))
+    return _math(f"\\boxed{{{found}}}", answer, row)
 
 
 @functools.lru_cache(4096)

@@ -34,7 +34,7 @@ ATTACKS += ["f'{x}'", "2(3)", "#", "1 2 3", "R" + "9" * 9, "R99 " * 2000, "-" * 
 ATTACKS += ["(" * 4000 + "1" + ")" * 4000, "1*" * 4000 + "1"]
 
 
-@pytest.fixture(scope="module", params=["reverse_text", *(f"reasoning_gym:{name}" for name in CHEAP)])
+@pytest.fixture(scope="module", params=["reverse_text", "proof", "logic", *(f"reasoning_gym:{name}" for name in CHEAP)])
 def env(request):
     return envs.load(request.param)
 
@@ -221,9 +221,9 @@ def test_another_process_makes_the_same_tasks(every):
     from reasoning_gym import factory
 
     datasets = sorted(factory.DATASETS.keys() - reasoning.REFUSED.keys()) if every else ["chain_sum", "gsm_symbolic"]
-    names, digests = ["reverse_text", *(f"reasoning_gym:{name}" for name in datasets)], []
+    names, digests = ["reverse_text", "proof", "logic", *(f"reasoning_gym:{name}" for name in datasets)], []
     for seed in ("0", "1"):
         command, variables = [sys.executable, "-c", DIGEST, *names], {**os.environ, "PYTHONHASHSEED": seed}
         printed = subprocess.check_output(command, env=variables, text=True)  # some generators print, too
-        digests.append(dict(re.findall(r"(reverse_text|reasoning_gym:\w+) ([0-9a-f]{64})", printed)))
+        digests.append(dict(re.findall(r"(reverse_text|proof|logic|reasoning_gym:\w+) ([0-9a-f]{64})", printed)))
     assert digests[0].keys() == set(names) and digests[0] == digests[1]
