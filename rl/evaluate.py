@@ -143,8 +143,10 @@ def saved_score(workdir: pathlib.Path, step: int) -> float | None:
 
 
 def summary(workdir: pathlib.Path) -> list[str]:
-    """Returns one line of text per held-out score of a run: its value at the first and the last evaluation."""
+    """Returns one line of text per held-out score of a run: its value at the first and the last evaluation; none if all were given up."""
     entries = atomic_file.read_json(workdir / "evaluations.json", list)
+    if not entries:
+        return []
     names = [name for name in entries[-1]["scores"] if name != "num_tasks" and name in entries[0]["scores"]]
     shown = lambda entry, name: f"{entry['scores'][name]:.3f} (version {entry['step']})"  # noqa: E731
     return [f"held-out {name}: {shown(entries[0], name)} -> {shown(entries[-1], name)}" for name in names]

@@ -6,6 +6,7 @@ A config file is a program of the user, which may fail in any way; the line give
 import ast
 import contextlib
 import functools
+import os
 import pathlib
 import re
 import sys
@@ -43,7 +44,10 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
     try:
         sys.path += _values(argv, "code")  # before the config file, which may need it
         rest = values(argv)
-        _ = values.config.seed  # ml_collections reports a file that it could not load only when a field is read
+        # ml_collections reports a file that it could not load only when a field is read. A shell keeps the ~ of --workdir=~/runs.
+        values.config.init_from = os.path.expanduser(values.config.init_from)
+        for name in {"workdir", "output"} & {*values}:
+            values[name].value = values[name].value and os.path.expanduser(values[name].value)
     except SystemExit:  # of absl after --help, with the exit code of a mistake
         print(f"\nfields of the config, with their defaults in configs/base.py:\n{base_fields.listing()}")
         raise SystemExit(0) from None

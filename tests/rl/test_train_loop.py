@@ -199,6 +199,12 @@ def test_the_learner_waits_for_its_evaluations_only_at_the_end(run_main, tmp_pat
     assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2  # the latest of equals
 
 
+def test_a_run_whose_evaluations_were_given_up_ends_with_its_report(run_main, tmp_path, monkeypatch):
+    monkeypatch.setattr(Rollouts, "evaluate", lambda *args: [])  # after evaluation.hold_s
+    run_main(plain_loss)
+    assert (tmp_path / "w" / "report.html").exists() and not (tmp_path / "w" / "evaluations.json").exists()
+
+
 def test_sigterm_in_the_last_step_ends_the_run_before_its_evaluation(run_main, tmp_path, monkeypatch):
     go_on, evaluate = threading.Event(), Rollouts.evaluate
     monkeypatch.setattr(Rollouts, "evaluate", lambda self, *args: go_on.wait(60) and evaluate(self, *args))

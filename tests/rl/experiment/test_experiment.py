@@ -76,14 +76,24 @@ def quickstart_with(*overrides):
     return parsed("--config=configs/quickstart.py", "--workdir=w", *(f"--config.{text}" for text in overrides))
 
 
+def test_the_home_folder_is_found_where_a_shell_leaves_its_sign(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    values = parsed_flags("--config=configs/quickstart.py", "--workdir=~/w", "--config.init_from=~/m")
+    assert (values.workdir, values.config.init_from) == ("/home/me/w", "/home/me/m")
+
+
 def parsed(*argv):
+    return parsed_flags(*argv).config
+
+
+def parsed_flags(*argv):
     values, argv = flags.FlagValues(), ["rl.train", *argv]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", argv)  # where ml_collections looks for fields of the config
         patch.delitem(sys.modules, "config_config", raising=False)  # else it loads one config file over the other
         command_line.define(values=values)
         command_line.parse(argv, values)
-    return values.config
+    return values
 
 
 def documented_commands():

@@ -230,6 +230,7 @@ def test_a_mistake_is_one_line(tmp_path, content, options, words):
     [
         ("x.txt", "a", "x.txt is not a file of rows; use one that ends with .jsonl"),
         ("x.csv", "a,b\n1\n", "x.csv cannot be read: row 1 does not have the 2 fields of the first line; correct"),
+        ("x.csv", "a,b\n1,2,3\n", "x.csv cannot be read: row 1 does not have the 2 fields of the first line; correct"),
         ("x.csv", 'a,b\n"1"x,2\n', "x.csv cannot be read: .* expected after"),
         ("x.json", "[1", "x.json cannot be read: Expecting"),
         pytest.param("x.json", "[" * 10**5, "x.json cannot be read: maximum recursion", id="nested"),
