@@ -1,6 +1,7 @@
-"""Shows and tests environments: `try` prints tasks, the scores of their answers, and lengths; `check` finds faults (rl/envs/hub).
+"""Shows and tests environments: `try` prints tasks, the scores of their answers, and lengths; `check` finds faults.
 
-`install` makes an environment of another framework usable by its name (rl/envs/packages).
+`init`, `list`, `info`, `install`, and `publish` are for packages of environments (rl/envs/hub). `install` also takes environments of other
+frameworks (rl/envs/packages).
 
 `try` scores completions as in a run, in a process with limits. For each task these are its own answer, which should get the reward 1, and
 an answer of another task, which should get less.
@@ -15,7 +16,6 @@ from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.envs.hub import commands as hub_commands
 from rl.envs.interface import environment
-from rl.envs.packages import commands as package_commands
 from rl.envs.scoring import scorer as scorer_lib
 from sharding.system import cli
 from sharding.system import sandbox as sandbox_lib
@@ -37,11 +37,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help="as config.trust.sandbox")
     add("--code", nargs="+", default=[], metavar="FOLDER", help="folders to import your code from")
     hub_commands.add_check(commands)
-    package_commands.add_install(commands)
+    hub_commands.add_packages(commands)
     args = parser.parse_args(argv)
     try:
-        sys.path += args.code
-        options = dict(_option(text) for text in args.options)
+        sys.path += getattr(args, "code", [])
+        options = dict(_option(text) for text in getattr(args, "options", []))
         if args.command != "try":
             return args.run(args, options)
         if args.n < 1:

@@ -1,16 +1,21 @@
-"""The commands of `python -m rl.envs` for environments of others: check.
+"""The commands of `python -m rl.envs` for packages of environments: check, init, list, info, install, publish.
 
 Each function returns the exit code: 0, or 1 if an environment or a report does not pass. They raise ValueError and OSError for mistakes of
 the user.
 """
 
 import json
+import pathlib
 import sys
+from importlib import metadata
 
 from inference.rollouts import rollout as rollout_lib
 from rl.envs.catalog import catalog
-from rl.envs.hub import admission, rules, trial
+from rl.envs.hub import admission, rules, skeleton, store, trial
+from rl.envs.hub import index as index_lib
 from rl.envs.hub import report as report_lib
+from rl.envs.packages import commands as package_commands
+from rl.envs.packages import package as package_lib
 
 
 def add_check(commands) -> None:
@@ -80,3 +85,112 @@ def _verify(args, options: dict) -> int:
     if not report_lib.passed(report):
         print("error: the environment did not pass", file=sys.stderr)
     return 0 if report_lib.passed(report) else 1
+
+
+def add_packages(commands) -> None:
+    """Adds the commands init, list, info, install, and publish to a parser's commands."""
+    parser = commands.add_parser("init", help="make a package with an environment, its manifest, and its test")
+    parser.add_argument("name", help="of the environment and its package")
+    parser.add_argument("--folder", help="where; default: NAME")
+    parser.set_defaults(run=_init)
+    parser = commands.add_parser("list", help="list the environments that are installed, or those of an index")
+    _add_index(parser)
+    parser.set_defaults(run=_list)
+    parser = commands.add_parser("info", help="describe an environment that is installed, or one of an index")
+    parser.add_argument("name", help="as config.env.name, or, with --index, NAME or NAME@VERSION")
+    parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="as config.env.options")
+    parser.add_argument("--code", nargs="+", default=[], metavar="FOLDER", help="folders to import your code from")
+    _add_index(parser)
+    parser.set_defaults(run=_info)
+    parser = commands.add_parser(
+        "install", help="install an environment of an index, after verifying its wheel and report"
+    )
+    frameworks = "verifiers:PACKAGE[@VERSION], openenv:MODULE:CLASS, plain:MODULE:FUNCTION"
+    parser.add_argument("name", help=f"NAME or NAME@VERSION of an index, or {frameworks}")
+    parser.add_argument("--target", metavar="FOLDER", help="a folder for --code, in place of this interpreter")
+    parser.add_argument("--dry", action="store_true", help="verify only")
+    _add_index(parser)
+    package_commands.add_options(parser)
+    parser.set_defaults(run=_install)
+    parser = commands.add_parser("publish", help="add a package to an index")
+    parser.add_argument("folder", help="with pyproject.toml")
+    parser.add_argument("--index", required=True, metavar="FILE", help="of the index; created if it does not exist")
+    parser.add_argument("--key", required=True, metavar="FILE", help="PEM file with the key that signs the index")
+    parser.add_argument("--report", required=True, metavar="FILE", help="of `check`, which passed on this code")
+    parser.add_argument("--wheel", metavar="FILE", help="of this package, if it is built; default: build it")
+    parser.set_defaults(run=_publish)
+
+
+def _add_index(parser) -> None:
+    parser.add_argument("--index", metavar="PLACE", help="path or URL of a signed index")
+    parser.add_argument("--signer", default="", metavar="HEX", help="public key that must have signed the index")
+
+
+def _init(args, options: dict) -> int:
+    files = skeleton.write(args.name, pathlib.Path(args.folder or args.name))
+    print("\n".join(map(str, files)))
+    print(
+        f"next: python -m rl.envs check {args.name}:build --code {args.folder or args.name} --report report.json --key key.pem"
+    )
+    return 0
+
+
+def _list(args, options: dict) -> int:
+    if not args.index:
+        for name in catalog.ENVS:
+            print(f"{name:<24} shipped")
+        for entry in metadata.entry_points(group=catalog.GROUP):
+            print(
+                f"{entry.name:<24} {entry.dist.name if entry.dist else 'installed'} {entry.dist.version if entry.dist else ''}"
+            )
+        return 0
+    found = index_lib.read(args.index, args.signer)
+    for name in sorted(found.environments):
+        version, entry = found.entry(name)
+        print(f"{name:<24} {version:<10} {entry['kind']:<9} {printable(entry['summary'])}")
+    print(f"{len(found.environments)} environments, signed by {found.signer}")
+    return 0
+
+
+def _info(args, options: dict) -> int:
+    if args.index:
+        found = index_lib.read(args.index, args.signer)
+        name, _, wanted = args.name.rpartition("/")[2].partition("@")
+        version, entry = found.entry(name, wanted)
+        shown = {"version": version} | entry | {"versions": [*found.environments[name]], "signer": found.signer}
+    else:
+        located, given = catalog.locate(args.name, options)
+        env = catalog.load(args.name, **options)
+        shown = {"kind": env.kind, "calls": "several" if env.play else "one", "reward": list(env.reward_range)}
+        shown |= {"training tasks": env.num_tasks or "unlimited", "digest": catalog.digest(located, given)}
+    for field, value in shown.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else value
+        print(f"{field:<15} {printable(str(text))}")
+    return 0
+
+
+def _install(args, options: dict) -> int:
+    if args.name.partition(":")[0] in package_lib.FRAMEWORKS:
+        return package_commands.install(args)
+    if not args.index:
+        raise ValueError("--index is missing: pass the path or URL of an index")
+    if not args.signer:
+        signer = index_lib.read(args.index).signer
+        raise ValueError(f"--signer is missing: the index is signed by {signer}; pass this key if you trust its owner")
+    found = index_lib.newest(index_lib.read(args.index, args.signer), package_lib.folder() / "indexes.json")
+    done = store.install(found, args.name, pathlib.Path(args.target) if args.target else None, dry=args.dry)
+    print(f"{'verified' if args.dry else 'installed'} {done}")
+    return 0
+
+
+def _publish(args, options: dict) -> int:
+    key = rollout_lib.WorkerKey.load_or_create(args.key)
+    wheel = pathlib.Path(args.wheel) if args.wheel else None
+    done = store.publish(pathlib.Path(args.folder), pathlib.Path(args.index), key, pathlib.Path(args.report), wheel)
+    print(f"published {done}, signed by {key.worker}")
+    return 0
+
+
+def printable(text: str) -> str:
+    """Returns a text of a stranger in which each character is printable."""
+    return "".join(c if c.isprintable() else "?" for c in text)

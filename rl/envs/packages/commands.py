@@ -1,4 +1,4 @@
-"""The command `python -m rl.envs install`: makes an environment of another framework usable by its name."""
+"""The command `python -m rl.envs install` for environments of other frameworks, which makes them usable by their names."""
 
 import sys
 
@@ -7,11 +7,10 @@ from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
 
 
-def add_install(commands) -> None:
-    """Adds the command `install` to a parser's commands."""
-    parser = commands.add_parser("install", help="install an environment of another framework in its own interpreter")
-    add = parser.add_argument
-    add("name", help="verifiers:PACKAGE[@VERSION], openenv:MODULE:CLASS, or plain:MODULE:FUNCTION, as config.env.name")
+def add_options(parser) -> None:
+    """Adds the options of `install` for environments of other frameworks to its parser."""
+    group = parser.add_argument_group("environments of other frameworks, each in an interpreter of its own")
+    add = group.add_argument
     add("--requirement", nargs="+", default=[], metavar="REQ", help="for pip (default: PACKAGE==VERSION)")
     add(
         "--python",
@@ -21,11 +20,10 @@ def add_install(commands) -> None:
     add("--path", nargs="+", default=[], metavar="FOLDER", help="further folders to import the environment from")
     add("--variable", nargs="+", default=[], metavar="NAME=VALUE", help="environment variables of its process")
     add("--kind", choices=environment.KINDS[1:], default="replayed", help="recorded: it depends on a clock or the web")
-    parser.set_defaults(run=install, code=[], options=[])
 
 
-def install(args, options: dict) -> int:
-    """Installs an environment, and prints its interpreter and digest. Returns the exit code."""
+def install(args) -> int:
+    """Installs the environment `args.name`, and prints its interpreter and digest. Returns the exit code."""
     pairs = [text.partition("=") for text in args.variable]
     if bad := [name for name, is_set, _ in pairs if not is_set or not name.isidentifier()]:
         raise ValueError(f"--variable {bad[0]!r} has no value; write NAME=VALUE")

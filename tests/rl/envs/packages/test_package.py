@@ -116,10 +116,11 @@ def test_the_digest_covers_code_options_interpreter_and_required_versions(python
 def test_the_command_installs_and_prints_the_digest(python, capsys):
     arguments = ["install", "plain:words:build", "--python", python, "--variable", "A=1", "B=c=d"]
     parser = argparse.ArgumentParser()
-    package_commands.add_install(parser.add_subparsers())
+    parser.add_argument("name")
+    package_commands.add_options(parser)
 
     def run(arguments):
-        return (args := parser.parse_args(arguments)).run(args, {})
+        return package_commands.install(parser.parse_args(arguments[1:]))
 
     assert run(arguments) == 0
     found = package_lib.find("plain:words:build")
