@@ -112,7 +112,7 @@ class Client:
         versions any more, ValueError if all servers reject the request, and Unavailable if none sends a valid reply
         `give_up_s` after the first failure.
         """
-        body = {"model": "policy", "token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling, "proofs": proofs}
         pins = {"policy_version": policy_version, "policy_epoch": policy_epoch}
         body |= {name: number for name, number in pins.items() if number >= 0}
         return await _Request(self, body, oldest_version, sticky).complete()

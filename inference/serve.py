@@ -66,6 +66,7 @@ MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes abo
 # {exception: (status, type of OpenAI's error object, headers)}
 ERRORS = {
     ValueError: (400, "invalid_request_error", None),
+    inference_server.UnknownModel: (404, "model_not_found", None),
     fastapi.exceptions.RequestValidationError: (400, "invalid_request_error", None),  # of the query string
     broadcast.CorruptSource: (500, "weights_error", None),
     OSError: (500, "weights_error", None),

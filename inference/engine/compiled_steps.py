@@ -165,7 +165,9 @@ def _step(model, max_len, params, state):
         kv_cache.attend_at(jnp.where(state.active, state.position, 0)),
     )
     logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
-    logp_BV = sampler.scores(logits_BV, state.request.sampling)
+    is_early_B = state.active & (state.generated < state.request.min_tokens)
+    banned_BN = jnp.where(is_early_B[:, None], state.request.stop_ids, -1)
+    logp_BV = sampler.scores(logits_BV, state.request.sampling, banned_BN)
     token_B, logp_B = sampler.draw(logp_BV, state.position + 1, state.request.sampling)
     active, generated = state.active, state.generated + state.active
     stopped_B = jnp.any(token_B[:, None] == state.request.stop_ids, axis=1)

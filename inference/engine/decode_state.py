@@ -16,7 +16,9 @@ from inference.engine import kv_cache, sampler
 from inference.engine import request as request_lib
 from sharding import rules
 
-MAX_STOP_IDS = 8  # checked on the device, per sequence; the scheduler checks further ones after each call
+MAX_STOP_IDS = (
+    request_lib.MAX_DELAYED_STOPS
+)  # checked on the device, per sequence; the scheduler checks further ones after each call
 Array = sampler.Array
 
 
@@ -26,6 +28,7 @@ class Request:
 
     sampling: sampler.Sampling
     max_tokens: Array  # int32, new tokens at most
+    min_tokens: Array  # int32, new tokens before a stop id may be sampled
     stop_ids: Array  # int32 [B, MAX_STOP_IDS], -1 where unused
     want_proof: Array  # bool
     want_raw: Array  # bool, also the log-probability under softmax(logits)
@@ -87,8 +90,9 @@ def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -
     for row, request in enumerate(requests):
         stops = request.stop_ids[:MAX_STOP_IDS]
         stop_ids[row, : len(stops)] = stops
-        for at, (token, value) in enumerate(request.logit_bias):
-            bias_ids[row, at], bias[row, at] = token, value
+        added = dict(request.logit_bias)
+        for at, token in enumerate(request.allowed_ids or added):
+            bias_ids[row, at], bias[row, at] = token, added.get(token, 0.0)
     return Request(
         sampling=sampler.Sampling(
             seed=column(lambda r: r.seed, 0, np.uint32),
@@ -98,8 +102,10 @@ def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -
             min_p=column(lambda r: r.min_p, 0, np.float32),
             bias_ids=bias_ids,
             bias=bias,
+            allows_biased_only=column(lambda r: bool(r.allowed_ids), False, bool),
         ),
         max_tokens=column(lambda r: min(r.max_tokens, 2**31 - 1), 1, np.int32),
+        min_tokens=column(lambda r: r.min_tokens, 0, np.int32),
         stop_ids=stop_ids,
         want_proof=column(lambda r: r.proofs, False, bool),
         want_raw=column(lambda r: r.raw_logprobs, False, bool),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 MAX_STOPS = 64  # stop ids, and stop strings, of a request
-MAX_BIAS = 300  # entries of a logit bias, as in OpenAI's API
+MAX_DELAYED_STOPS = 8  # stop ids that the device knows
+MAX_BIAS = 300  # entries of a logit bias, as in OpenAI's API; and allowed ids
 MAX_TOP = 20  # alternatives reported per token, as in OpenAI's API
 NO_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # the values that filter out nothing
 
@@ -26,6 +27,8 @@ class GenerateRequest:
     stop_ids: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()  # the completion ends with the token that completes one of them
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit)
+    allowed_ids: tuple[int, ...] = ()  # no other token is sampled; (): all may be
+    min_tokens: int = 0  # no stop id is sampled before so many tokens
     proofs: bool = False
     raw_logprobs: bool = False  # also under softmax(logits), untempered and unfiltered
     top_logprobs: int = 0  # likeliest alternatives per token
@@ -43,7 +46,8 @@ class GenerateRequest:
                 f"this model's maximum context length is {max_len} tokens, but the prompt has {len(self.tokens)}; shorten it"
             )
         biased, biases = zip(*self.logit_bias, strict=True) if self.logit_bias else ((), ())
-        for name, ids in (("token", self.tokens), ("stop token", self.stop_ids), ("logit_bias token", biased)):
+        named = ("token", self.tokens), ("stop token", self.stop_ids), ("logit_bias token", biased)
+        for name, ids in (*named, ("allowed token", self.allowed_ids)):
             if bad := [token for token in ids if not 0 <= token < vocab]:
                 raise ValueError(
                     f"{name} id {bad[0]} is outside the vocabulary of {vocab} entries; use ids of the model's tokenizer"
@@ -52,6 +56,7 @@ class GenerateRequest:
             ("stop token ids", self.stop_ids, MAX_STOPS),
             ("stop strings", self.stop_texts, MAX_STOPS),
             ("logit_bias entries", self.logit_bias, MAX_BIAS),
+            ("allowed_token_ids", self.allowed_ids, MAX_BIAS),
         ):
             if len(values) > most:
                 raise ValueError(f"{len(values)} {name} given; at most {most} are allowed, so leave some out")
@@ -59,11 +64,13 @@ class GenerateRequest:
             raise ValueError("a stop string is empty; each needs at least one character, so leave the empty one out")
         if bad := [value for value in biases if not -100 <= value <= 100]:
             raise ValueError(f"a logit_bias must be in -100..100; got {bad[0]}. Set it within these limits")
+        self._check_changes()
         # float32 logits divided by less than 1e-6 overflow to inf, and inf - inf is NaN
         is_temperature_ok = self.temperature == 0 or 1e-6 <= self.temperature <= 1e6
         for name, value, ok, rule in (
             ("n", self.num_samples, 1 <= self.num_samples <= 1024, "in 1..1024"),
             ("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "in 0..max_tokens"),
             ("temperature", self.temperature, is_temperature_ok, "0, or in 1e-6..1e6"),
             ("top_k", self.top_k, 0 <= self.top_k < 2**31, "in 0..2^31 - 1, or -1 for off"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
@@ -73,6 +80,25 @@ class GenerateRequest:
         ):
             if not ok:
                 raise ValueError(f"{name} must be {rule}; got {value}. Set it to an allowed value")
+
+    def _check_changes(self) -> None:
+        """Raises ValueError if changes of the sampling distribution contradict each other, or the proofs."""
+        changes = {"logit_bias": self.logit_bias, "allowed_token_ids": self.allowed_ids, "min_tokens": self.min_tokens}
+        if self.proofs and (given := [name for name, value in changes.items() if value]):
+            rule = (
+                "changes the sampling distribution, and rollouts do not record it, so no replay could check the tokens"
+            )
+            raise ValueError(f"proofs = true, but {given[0]} {rule}; leave one of them out")
+        if not self.min_tokens:
+            return
+        if self.stop_texts:
+            raise ValueError(f"min_tokens = {self.min_tokens} does not delay stop strings; leave one of them out")
+        if len(self.stop_ids) > MAX_DELAYED_STOPS:
+            found = f"min_tokens = {self.min_tokens} and {len(self.stop_ids)} stop token ids"
+            raise ValueError(f"{found}; at most {MAX_DELAYED_STOPS} can be delayed, so leave some out")
+        if self.allowed_ids and set(self.allowed_ids) <= set(self.stop_ids):
+            found = f"min_tokens = {self.min_tokens}, but allowed_token_ids are stop tokens alone"
+            raise ValueError(f"{found}; allow another token, or leave min_tokens out")
 
 
 @dataclasses.dataclass

@@ -31,6 +31,7 @@ class Sampling:
     min_p: Array  # float32
     bias_ids: Array | None = None  # int32 [B, M], -1 where unused; None: no sequence has a bias
     bias: Array | None = None  # float32 [B, M], added to the logits of those entries
+    allows_biased_only: Array | None = None  # bool [B], true: no other entry is sampled; None: for no sequence
 
 
 def noise(seed_B: Array, position_B: Array, vocab_size: int) -> jax.Array:
@@ -58,15 +59,17 @@ def exponential_noise(seed_N: np.ndarray, position_N: np.ndarray, token_N: np.nd
     return -np.log((((first_N ^ second_N) >> 9) + 0.5) * 2**-23)
 
 
-def scores(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+def scores(logits_BV: jax.Array, sampling: Sampling, banned_BN: Array | None = None) -> jax.Array:
     """Returns log-probabilities [B, V] of the sampling distribution: after bias, temperature, top-k, top-p, and min-p.
 
-    Tokens that a filter removed have -inf. Greedy rows (temperature 0) are computed at temperature 1.
+    Tokens that a filter removed have -inf, and so have those of `banned_BN`, in which -1 is skipped; it needs `sampling.bias_ids`.
+    Greedy rows (temperature 0) are computed at temperature 1.
     """
     temperature_B = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     if sampling.bias_ids is not None:
-        biased = jnp.any(sampling.bias_ids >= 0)
-        logits_BV = jax.lax.cond(biased, _add_bias, lambda x, _: x, logits_BV, sampling)
+        banned_BN = jnp.full((len(logits_BV), 1), -1) if banned_BN is None else banned_BN
+        changed = jnp.any(sampling.bias_ids >= 0) | jnp.any(banned_BN >= 0)
+        logits_BV = jax.lax.cond(changed, _change, lambda x, *_: x, logits_BV, sampling, banned_BN)
     logits_BV = logits_BV / temperature_B[:, None]
     filters = (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
     # The filters sort the vocabulary; a batch that uses none must not pay for it.
@@ -112,14 +115,19 @@ def _threefry2x32(key0, key1, x0, x1):
     return x0, x1
 
 
-def _add_bias(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-    assert sampling.bias_ids is not None
-    columns_BM = jnp.where(sampling.bias_ids >= 0, sampling.bias_ids, logits_BV.shape[1])  # past the end: dropped
+def _change(logits_BV: jax.Array, sampling: Sampling, banned_BN: jax.Array) -> jax.Array:
+    """Returns the logits with the bias added, and -inf for banned tokens and for those that are not allowed."""
+    V = logits_BV.shape[1]
+    only_B = jnp.zeros(len(logits_BV), bool) if sampling.allows_biased_only is None else sampling.allows_biased_only
 
-    def add(logits_V, columns_M, bias_M):
-        return logits_V.at[columns_M].add(bias_M, mode="drop")
+    def change(logits_V, ids_M, bias_M, only, banned_N):
+        columns_M, columns_N = (jnp.where(ids >= 0, ids, V) for ids in (ids_M, banned_N))  # past the end: dropped
+        is_listed_V = jnp.zeros((V,), bool).at[columns_M].set(True, mode="drop")
+        added_V = logits_V.at[columns_M].add(bias_M, mode="drop")
+        return jnp.where(only & ~is_listed_V, -jnp.inf, added_V).at[columns_N].set(-jnp.inf, mode="drop")
 
-    return jax.vmap(add)(logits_BV, columns_BM, sampling.bias)  # row by row: rows may be on different devices
+    # Row by row: rows may be on different devices.
+    return jax.vmap(change)(logits_BV, sampling.bias_ids, sampling.bias, only_B, banned_BN)
 
 
 def _filter(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:

@@ -100,13 +100,17 @@ class Sequence:
             pairs = zip(row_ids, row_logps, strict=True)
             self.completion.top.append([(token, logp) for token, logp in pairs if logp > -np.inf])
 
+    def join_parts(self) -> None:
+        """Adds the proofs and experts of all calls to the finished completion."""
+        request = self.group.request
+        self.completion.proofs = b"".join(self.proofs)
+        if request.routed_experts:
+            prompt = self.group.prefix.experts, self.group.row, len(request.tokens)
+            self.completion.experts = routed_experts.of_sequence(*prompt, self.experts)
+
     def finish(self) -> None:
         """Adds the finished completion to its request. With the last sample, sets the request's future to all completions."""
         group = self.group
-        self.completion.proofs = b"".join(self.proofs)
-        if group.request.routed_experts:
-            prompt = group.prefix.experts, group.row, len(group.request.tokens)
-            self.completion.experts = routed_experts.of_sequence(*prompt, self.experts)
         group.completions[self.index] = self.completion
         if len(group.completions) == group.request.num_samples:
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled, or failed by another sample

@@ -79,6 +79,8 @@ class StepOutput:
                 sequence.proofs.append(proof)
                 if not proof:
                     self.fail(sequence.group, "a hidden state is not finite, so it has no proof; check the weights")
+        for _, sequence in self.finished:
+            sequence.join_parts()
         # Before a future is set: a streaming client must not see the end before the last piece.
         for _, sequence in self.running:
             if sequence.group.listener is not None:

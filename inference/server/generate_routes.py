@@ -1,12 +1,14 @@
 """POST /inference/v1/generate: token IDs in; IDs, log-probabilities, policy versions and proofs out.
 
 The reply is that of vLLM as RL clients check it: one log-probability per ID, each entry's token written `token_id:<id>`, the
-stop token included. `routed_experts` (inference/engine/routed_experts.py) is present if the server records them, unless
+stop token included. `sampling_params.logprobs` of 2 to 20 adds so many alternatives to each. `routed_experts` (inference/engine/routed_experts.py) is present if the server records them, unless
 `return_routed_experts` is false. Further fields, which those clients ignore: `policy_versions` (run-length),
-`prompt_policy_version`, `policy_epoch` (of the whole reply), `proofs`, and `untempered_logprobs` if requested. A request with
+`prompt_policy_version`, `policy_epoch` (of the whole reply), `proofs`, and `untempered_logprobs` if requested. `seed` is that of the
+request, or the one drawn for it; each choice has its own. A request with
 `policy_version` gets all tokens from that version, or status 409 if the server has another one, is about to, or had to replace it
 meanwhile; the same holds for `policy_epoch`, and without either for a reply that would span two epochs. A server with a key adds
-`server_signature` to each sample with proofs (inference/rollouts/attestation.py).
+`server_signature` to each sample with proofs (inference/rollouts/attestation.py). `proofs`, `policy_version` and `policy_epoch`
+may also be in `sampling_params`, for clients that send nothing else.
 """
 
 import asyncio
@@ -21,7 +23,6 @@ from fastapi import responses
 from inference.engine import request as request_lib
 from inference.engine import routed_experts
 from inference.server import inference_server, schemas, web
-from models import config
 
 
 def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body_bytes: int) -> None:
@@ -30,16 +31,18 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
     @app.post("/inference/v1/generate")
     async def generate(http: fastapi.Request):
         body = await web.read_schema(http, schemas.Generate, max_body_bytes)
-        named = {"policy_version": body.policy_version, "policy_epoch": body.policy_epoch}
-        pins = {name: number for name, number in named.items() if number is not None}
-        request = server.request(body.sampling_params, body.token_ids, proofs=body.proofs, **pins)
+        server.check_model(body.model)
+        sampling = body.sampling_params.model_copy(update=_replay_fields(body))
+        num_top = 0 if sampling.logprobs in (None, 0, 1) else sampling.logprobs
+        request = server.request(sampling, body.token_ids, top_logprobs=num_top)
         future = asyncio.wrap_future(server.scheduler.submit(request))
         completions = await web.run_until_disconnect(http, future)  # a disconnect frees the slots
-        start = body.sampling_params.routed_experts_prompt_start
+        start = sampling.routed_experts_prompt_start
         reply = {
             "request_id": body.request_id or f"gen-{uuid.uuid4().hex}",
             "choices": [choice(server, request, c, i, start) for i, c in enumerate(completions)],
             "policy_epoch": completions[0].epoch,
+            "seed": request.seed,
             "usage": usage([(request, completions)]),
         }
         return responses.JSONResponse(reply | prompt_logprobs(request, completions[0]))
@@ -65,18 +68,34 @@ def prompt_logprobs(request: request_lib.GenerateRequest, completion: request_li
     return {"prompt_logprobs": [None, *({str(token): {"logprob": x}} for token, x in list(scored)[1:])]}
 
 
-def extra_fields(model: config.ModelConfig, completion: request_lib.Completion, experts_start: int) -> dict:
-    """Returns the fields of a completion that OpenAI's API lacks: policy versions, log-probabilities, experts from token `experts_start`."""
+def extra_fields(
+    server: inference_server.InferenceServer,
+    request: request_lib.GenerateRequest,
+    completion: request_lib.Completion,
+    index: int,
+    experts_start: int,
+) -> dict:
+    """Returns the fields of finished sample `index` that OpenAI's API lacks: those of a replay, and experts from token `experts_start`."""
     runs = itertools.groupby(completion.versions)
     fields: dict = {
+        "seed": seed(request, index),
         "policy_versions": [[version, len(list(run))] for version, run in runs],
         "prompt_policy_version": completion.prompt_version,
     }
+    if request.proofs:
+        fields["proofs"] = base64.b64encode(completion.proofs).decode()
+    if vouched := server.vouch(request, completion, index):
+        fields["server_signature"] = vouched.hex()
     if completion.raw_logprobs:
         fields["untempered_logprobs"] = completion.raw_logprobs
     if completion.experts is not None:
-        fields["routed_experts"] = routed_experts.reply_field(completion.experts, model, experts_start)
+        fields["routed_experts"] = routed_experts.reply_field(completion.experts, server.engine.model, experts_start)
     return fields
+
+
+def seed(request: request_lib.GenerateRequest, index: int) -> int:
+    """Returns the seed of sample `index` of a request."""
+    return (request.seed + index) % 2**32
 
 
 def choice(
@@ -87,14 +106,23 @@ def choice(
     experts_start: int,
 ) -> dict:
     """Returns one completion as the reply has it, with the server's signature."""
-    pairs = zip(completion.tokens, completion.logprobs, strict=True)
-    content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
-    vouched = server.vouch(request, completion, index)
+
+    def entry(token: int, logprob: float) -> dict:
+        return {"token": f"token_id:{token}", "logprob": logprob}
+
+    content = [entry(*pair) for pair in zip(completion.tokens, completion.logprobs, strict=True)]
+    for one, top in zip(content, completion.top, strict=False):
+        one["top_logprobs"] = [entry(*pair) for pair in top]
     return {
         "index": index,
         "token_ids": completion.tokens,
         "finish_reason": completion.finish_reason,
         "logprobs": {"content": content},
-        "proofs": base64.b64encode(completion.proofs).decode(),
-        **({"server_signature": vouched.hex()} if vouched else {}),
-    } | extra_fields(server.engine.model, completion, experts_start)
+        "proofs": "",
+    } | extra_fields(server, request, completion, index, experts_start)
+
+
+def _replay_fields(body: schemas.Generate) -> dict:
+    """Returns the fields at the top of a request that count as those of `sampling_params`."""
+    named = {name: getattr(body, name) for name in ("proofs", "policy_version", "policy_epoch")}
+    return {name: value for name, value in named.items() if value not in (None, False)}

@@ -2,6 +2,7 @@
 
 1. A request has text or token IDs, and max_tokens. It is sampled at temperature 1 with a random seed, because JetStream's
    protocol has no sampling fields.
+   The seed is sent as the metadata `seed` of the reply.
 2. The tokens of each engine call are sent as one message. The stop token is left out, as by JetStream's Driver.
 3. A call without the server's API key is refused.
 4. A request that cannot be served ends with INVALID_ARGUMENT and the reason, a full queue with RESOURCE_EXHAUSTED.
@@ -81,6 +82,7 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except scheduler_lib.Closed as error:
             context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        context.send_initial_metadata((("seed", str(generate.seed)),))
         future.add_done_callback(lambda _: pieces.put(None))
         context.add_callback(lambda: pieces.put(None))  # the client disconnected
         try:

@@ -43,6 +43,10 @@ START_S = 3600.0  # how long to wait for the first version: a learner loads a la
 NOTICE_S = 5.0  # and before a line about it is logged
 
 
+class UnknownModel(ValueError):
+    """Raised for a request to another model than the server's."""
+
+
 @dataclasses.dataclass
 class InferenceServer:
     """One running inference server: the engine, its scheduler, and the source of new weights. The HTTP routes call its methods."""
@@ -148,15 +152,17 @@ class InferenceServer:
             self._check_order(self._order(pulled, is_proved), rollback, is_proved)
             return self._swap(pulled.params, pulled.version, pulled)
 
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModel if a request names another model than this server's."""
+        if name not in (None, self.model_name):
+            found = f"model {name[:64]!r} does not exist on this server"
+            raise UnknownModel(f"{found}; send {self.model_name!r}, which GET /v1/models lists, or leave model out")
+
     def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> request_lib.GenerateRequest:
-        """Returns the scheduler's request to complete the prompt `tokens`. Raises ValueError for unsupported fields of `sampling`.
+        """Returns the scheduler's request to complete the prompt `tokens`. Raises ValueError for fields of `sampling` out of range.
 
         `extra` are fields of `GenerateRequest` that the route sets.
         """
-        for name in ("frequency_penalty", "presence_penalty", "repetition_penalty"):
-            neutral = schemas.Sampling.model_fields[name].default
-            if (value := getattr(sampling, name)) != neutral:
-                raise ValueError(f"{name} = {value} is not supported; leave it out or send {neutral}")
         if sampling.routed_experts_prompt_start >= max(len(tokens), 1):
             start = f"routed_experts_prompt_start = {sampling.routed_experts_prompt_start}"
             raise ValueError(f"{start} is past the prompt's {len(tokens)} tokens; send a smaller one")
@@ -164,6 +170,7 @@ class InferenceServer:
             raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
         own_stops = () if sampling.ignore_eos else self.engine.tokenizer.stop_ids
         experts, left = sampling.return_routed_experts, max(self.engine.config.max_model_len - len(tokens), 1)
+        version, epoch = sampling.policy_version, sampling.policy_epoch
         return request_lib.GenerateRequest(
             tokens=tokens,
             num_samples=sampling.n,
@@ -176,6 +183,11 @@ class InferenceServer:
             stop_ids=tuple(dict.fromkeys([*sampling.stop_token_ids, *own_stops])),
             stop_texts=(sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop),
             logit_bias=tuple((int(token), float(value)) for token, value in sampling.logit_bias.items()),
+            allowed_ids=tuple(dict.fromkeys(sampling.allowed_token_ids or ())),
+            min_tokens=sampling.min_tokens,
+            proofs=sampling.proofs,
+            policy_version=-1 if version is None else version,
+            policy_epoch=-1 if epoch is None else epoch,
             raw_logprobs=sampling.untempered_logprobs,
             prompt_logprobs=sampling.prompt_logprobs is not None,
             routed_experts=self.engine.config.routed_experts if experts is None else experts,
@@ -185,7 +197,7 @@ class InferenceServer:
     def vouch(self, request: request_lib.GenerateRequest, completion: request_lib.Completion, index: int) -> bytes:
         """Returns the signature of sample `index` of a request; b"" without a key, and for a sample that no replay can check."""
         own_stops = set(request.stop_ids) == set(self.engine.tokenizer.stop_ids)
-        is_plain = request.proofs and own_stops and not (request.stop_texts or request.logit_bias)
+        is_plain = request.proofs and own_stops and not request.stop_texts
         if self.signer is None or not is_plain:
             return b""
         answer = {field.name: getattr(completion, field.name) for field in dataclasses.fields(attestation.Answer)}

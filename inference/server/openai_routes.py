@@ -6,7 +6,10 @@ stop string. Reasoning and tool calls are parsed out of it (models/text/parsers.
 Streamed text is held back while it may become a marker or a whole character, so the pieces joined equal the text of a reply
 without streaming. A tool call is sent when it is complete.
 
-Left out, and rejected: penalties, JSON and grammar modes, forced tool choice, echo, images.
+`seed`, and `proofs` with the server's signature if requested, are those of generate_routes.py; in a stream, a choice has them in its last
+event, and `seed` in all.
+
+Left out, and rejected: forced tool choice, images, and the unsupported fields of schemas.py.
 """
 
 import asyncio
@@ -50,6 +53,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
     @app.post("/tokenize")
     async def tokenize(http: fastapi.Request):
         body = await web.read_schema(http, schemas.Tokenize, max_body_bytes)
+        server.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ValueError("the request has both or neither of prompt and messages; send one of them")
         tokens = _render(server, body) if body.prompt is None else _prompt_ids(server, body, body.prompt)
@@ -58,6 +62,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
     @app.post("/detokenize")
     async def detokenize(http: fastapi.Request):
         body = await web.read_schema(http, schemas.Detokenize, max_body_bytes)
+        server.check_model(body.model)
         vocab_size = server.engine.model.vocab_size
         if bad := [token for token in body.tokens if not 0 <= token < vocab_size]:
             raise ValueError(f"token ID {bad[0]} is outside the vocabulary; send 0 to {vocab_size - 1}")
@@ -70,8 +75,6 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
 async def _complete_chat(server, http: fastapi.Request, body: schemas.Chat, tokens: list[int]) -> responses.Response:
     if body.tool_choice not in ("auto", "none"):
         raise ValueError(f'tool_choice {body.tool_choice!r} cannot be enforced; use "auto" or "none"')
-    if body.response_format and (kind := body.response_format.get("type")) != "text":
-        raise ValueError(f"response_format {kind!r} is not supported; use {{'type': 'text'}}")
     if body.top_logprobs and not body.logprobs:
         raise ValueError(f"top_logprobs = {body.top_logprobs} needs logprobs; send logprobs = true, too")
     if body.max_completion_tokens is not None:
@@ -80,8 +83,6 @@ async def _complete_chat(server, http: fastapi.Request, body: schemas.Chat, toke
 
 
 async def _complete_text(server, http: fastapi.Request, body: schemas.Completions) -> responses.Response:
-    if body.echo:
-        raise ValueError("echo = true is not supported; prepend the prompt yourself, or request prompt_logprobs")
     is_list = isinstance(body.prompt, list) and not (body.prompt and isinstance(body.prompt[0], int))
     prompts: Sequence = body.prompt if is_list else [body.prompt]
     if not 1 <= len(prompts) <= 1024:
@@ -115,6 +116,9 @@ def _template_message(message: schemas.Message) -> dict:
         if bad := [part.type for part in content if part.type != "text" or part.text is None]:
             raise ValueError(f"a message has a part of type {bad[0]!r}; send text parts only")
         content = "".join(part.text or "" for part in content)
+    for name, remedy in (("function_call", "tool_calls"), ("audio", "content as text")):
+        if getattr(message, name, None):
+            raise ValueError(f"a message has {name}, which is not supported; send {remedy}")
     plain: dict = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
         plain["reasoning_content"] = reasoning
@@ -123,7 +127,7 @@ def _template_message(message: schemas.Message) -> dict:
     for name in ("tool_call_id", "name"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
-    return plain
+    return (message.model_extra or {}) | plain
 
 
 def _template_call(call: dict) -> dict:
@@ -193,6 +197,8 @@ class _TextFormat:
         }
 
     def _spell(self, token: int) -> str:
+        if self.body.return_tokens_as_token_ids:
+            return f"token_id:{token}"
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
 
@@ -242,34 +248,37 @@ async def _reply(
 
     Routed experts are included by default only in unstreamed replies with token IDs.
     """
-    if body.return_routed_experts and body.stream:
-        raise ValueError("return_routed_experts = true is not supported in a stream; send stream = false")
+    for name in ("return_routed_experts", "prompt_logprobs"):
+        if body.stream and (value := getattr(body, name)) not in (None, False):
+            raise ValueError(f"{name} = {value} is not supported in a stream; send stream = false")
     if body.return_routed_experts is None and (body.stream or not body.return_token_ids):
         body = body.model_copy(update={"return_routed_experts": False})
+    server.check_model(body.model)
     requests = [server.request(body, tokens, top_logprobs=top_logprobs) for tokens in prompts]
     make_format = functools.partial(format_type, server.engine.tokenizer, body)  # called for accepted requests
     head = {
-        "id": f"{format_type.prefix}-{uuid.uuid4().hex}",
+        "id": f"{format_type.prefix}-{body.request_id or uuid.uuid4().hex}",
         "object": format_type.chunk_kind if body.stream else format_type.kind,
         "created": int(time.time()),
-        "model": body.model or server.model_name,
+        "model": server.model_name,
+        "seed": requests[0].seed,
     }
     if body.stream:
-        return _EventStream(server.scheduler, requests[0], make_format, head)
+        return _EventStream(server, requests[0], make_format, head)
     answered = await web.run_until_disconnect(http, _complete(server.scheduler, requests))
     choices, prompt_fields = [], {}
     for request, completions in zip(requests, answered, strict=True):
         formatter = make_format(request)
-        for completion in completions:
+        for index, completion in enumerate(completions):
             prompt_fields = generate_routes.prompt_logprobs(request, completion)
             choice = {"index": len(choices)} | formatter.choice(completion)
-            choice |= generate_routes.extra_fields(server.engine.model, completion, body.routed_experts_prompt_start)
+            choice |= generate_routes.extra_fields(server, request, completion, index, body.routed_experts_prompt_start)
             if body.return_token_ids:
                 prompt_fields["prompt_token_ids"] = list(request.tokens)
                 choice["token_ids"] = completion.tokens
             choices.append(choice if format_type.is_chat else choice | prompt_fields)
     usage = generate_routes.usage(list(zip(requests, answered, strict=True)))
-    body_fields = prompt_fields if format_type.is_chat else {}
+    body_fields = {"policy_epoch": answered[0][0].epoch} | (prompt_fields if format_type.is_chat else {})
     return responses.JSONResponse(head | {"choices": choices, "usage": usage} | body_fields)
 
 
@@ -306,14 +315,15 @@ class _EventStream(responses.StreamingResponse):
 
     def __init__(
         self,
-        scheduler: scheduler_lib.Scheduler,
+        server: inference_server.InferenceServer,
         request: request_lib.GenerateRequest,
         make_format: Callable[[request_lib.GenerateRequest], _TextFormat],
         head: dict,
     ):
-        self._loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue()  # (sample index, piece); None at the end
+        # (sample index, piece, completion so far); None at the end
+        self._server, self._loop, self._pieces = server, asyncio.get_running_loop(), asyncio.Queue()
         self._num_sent = collections.Counter()  # by sample index
-        self._future = scheduler.submit(request, self._listen)
+        self._future = server.scheduler.submit(request, self._listen)
         self._future.add_done_callback(lambda _: self._put(None))
         events = self._events(make_format(request), head)
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -329,9 +339,9 @@ class _EventStream(responses.StreamingResponse):
         """Queues the new tokens of sample `index` for sending. The scheduler calls it in its own thread after each decode."""
         start, self._num_sent[index] = self._num_sent[index], len(completion.tokens)
         lists = {name: getattr(completion, name)[start:] for name in ("tokens", "logprobs", "top")}
-        self._put((index, dataclasses.replace(completion, **lists)))
+        self._put((index, dataclasses.replace(completion, **lists), completion))
 
-    def _put(self, item: tuple[int, request_lib.Completion] | None) -> None:
+    def _put(self, item: tuple[int, request_lib.Completion, request_lib.Completion] | None) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, item)
 
@@ -339,11 +349,14 @@ class _EventStream(responses.StreamingResponse):
         request, body = formatter.request, formatter.body
         for index in range(request.num_samples if formatter.opening else 0):
             prompt = {"prompt_token_ids": list(request.tokens)} if body.return_token_ids and index == 0 else {}
-            yield _event(head | prompt | {"choices": [{"index": index} | (formatter.opening or {})]})
+            opening = {"index": index, "seed": generate_routes.seed(request, index)} | (formatter.opening or {})
+            yield _event(head | prompt | {"choices": [opening]})
         while (item := await self._pieces.get()) is not None:
-            index, piece = item
-            ids = {"token_ids": piece.tokens} if body.return_token_ids else {}
-            yield _event(head | {"choices": [{"index": index} | formatter.delta(index, piece) | ids]})
+            index, piece, completion = item
+            fields: dict = {"token_ids": piece.tokens} if body.return_token_ids else {}
+            if piece.finish_reason:
+                fields |= generate_routes.extra_fields(self._server, request, completion, index, 0)
+            yield _event(head | {"choices": [{"index": index} | formatter.delta(index, piece) | fields]})
         try:
             completions = self._future.result()
         except (scheduler_lib.Fault, scheduler_lib.Closed) as error:  # the status was sent before

@@ -1,16 +1,145 @@
-"""The request bodies of all routes, as pydantic models: wrong types are rejected by name, unknown keys are ignored.
+"""The request bodies of all routes, as pydantic models: wrong types and fields that a route cannot honor are rejected by name.
 
 `null` means "not given" everywhere, as in OpenAI's clients: the field gets its default. Numbers must be finite and of their
 own type: a string is not a number, and true is not an integer.
+
+A field is in one of four classes. No other field changes a reply, so none is ignored:
+1. Fields of a schema are honored.
+2. Unsupported fields of other servers' APIs (OpenAI, vLLM, SGLang) are accepted with a neutral value, which asks for no more than
+   this server does.
+3. Harmless fields are accepted with any value, because they change neither tokens nor text; each has its reason.
+4. All others are rejected with the nearest known name.
 """
 
-from typing import Annotated, Any, Literal
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import pydantic
+import pydantic_core
 
 from inference.engine import request
 
 FAIL_FAST = pydantic.Field(fail_fast=True)  # stops at the first mistake in a list of a million
+
+
+class Neutral(NamedTuple):
+    """The values of an unsupported field that ask for nothing more than this server does, and the remedy for other values."""
+
+    values: tuple
+    remedy: str = ""  # "": leave it out, or send the first value
+
+
+def _only(*values: Any, remedy: str = "") -> Neutral:
+    return Neutral(values, remedy)
+
+
+_NO_GRAMMAR = _only(remedy="leave it out, and check the format of the reply yourself")
+_NO_IMAGES = _only({}, [], remedy="leave it out: this server takes and returns text alone")
+SAMPLING_UNSUPPORTED: Mapping[str, Neutral] = {
+    # of another distribution than the one that a replay would sample from
+    "frequency_penalty": _only(0),
+    "presence_penalty": _only(0),
+    "repetition_penalty": _only(1),
+    "length_penalty": _only(1),
+    "use_beam_search": _only(False),
+    "best_of": _only(1, remedy="leave it out, send n, and choose the best yourself"),
+    "bad_words": _only([], remedy="leave it out, or send a logit_bias of -100 for words of one token"),
+    "watermarking": _only(False),
+    "logits_processors": _only([]),
+    "custom_logit_processor": _only(),
+    "custom_params": _only({}),
+    "thinking_token_budget": _only(-1, remedy="leave it out, or send max_tokens"),
+    "repetition_detection": _only(),
+    "stop_regex": _only([], remedy="leave it out, or send stop strings"),
+    "structured_outputs": Neutral(({},), _NO_GRAMMAR.remedy),
+    **dict.fromkeys("guided_json guided_regex guided_choice guided_grammar guided_json_object".split(), _NO_GRAMMAR),
+    **dict.fromkeys("guided_decoding_backend guided_whitespace_pattern structural_tag".split(), _NO_GRAMMAR),
+    **dict.fromkeys("json_schema regex ebnf".split(), _NO_GRAMMAR),
+    # of another prompt, or other weights
+    "truncate_prompt_tokens": _only(remedy="leave it out, and shorten the prompt yourself"),
+    "truncation_side": _only(),
+    "lora_path": _only(),
+    "session_params": _only({}),
+    # of another reply
+    "include_stop_str_in_output": _only(False, remedy="leave it out, and decode token_ids, which have the stop string"),
+    "no_stop_trim": _only(False, remedy="leave it out, and decode token_ids, which have the stop string"),
+    "logprob_token_ids": _only([], remedy="leave it out, or request the likeliest tokens"),
+    "return_hidden_states": _only(False),
+    "return_cached_tokens_details": _only(False),
+    "routed_experts_start_len": _only(0, remedy="send routed_experts_prompt_start"),
+    "rid": _only(remedy="send request_id"),
+    "flat_logprobs": _only(False),
+    "extra_args": _only({}),
+    "vllm_xargs": _only({}),
+    "kv_transfer_params": _only({}),
+    "ec_transfer_params": _only({}),
+}
+OPENAI_UNSUPPORTED = SAMPLING_UNSUPPORTED | {
+    "response_format": Neutral(({"type": "text"}, {}), _NO_GRAMMAR.remedy),
+    "echo": _only(False, remedy="leave it out; prepend the prompt yourself, or request prompt_logprobs"),
+    "skip_special_tokens": _only(True, remedy="leave it out, and decode token_ids (return_token_ids = true)"),
+    "return_prompt_text": _only(False, remedy="leave it out, and decode prompt_token_ids (return_token_ids = true)"),
+    "return_token_offsets": _only(False),
+    "mm_processor_kwargs": _NO_IMAGES,
+    "media_io_kwargs": _NO_IMAGES,
+}
+CHAT_UNSUPPORTED = OPENAI_UNSUPPORTED | {
+    "parallel_tool_calls": _only(True, remedy="leave it out, and take the first tool call"),
+    "functions": _only([], remedy="send tools"),
+    "function_call": _only("auto", "none", remedy="send tools and tool_choice"),
+    "modalities": Neutral((["text"],), _NO_IMAGES.remedy),
+    "audio": _NO_IMAGES,
+    "web_search_options": _only(),
+    "verbosity": _only(remedy="leave it out, or send it in chat_template_kwargs if the chat template has it"),
+    "reasoning": _only(remedy="send reasoning_effort"),
+    "moderation": _only(),
+    "include_reasoning": _only(True, remedy="leave it out, and drop reasoning_content from the reply"),
+    "separate_reasoning": _only(True),
+    "stream_reasoning": _only(True),
+}
+TEMPLATE_UNSUPPORTED = {
+    "documents": _only([], remedy="send them in chat_template_kwargs if the chat template has them"),
+    "chat_template": _only(remedy="leave it out, or render the prompt yourself and send its token IDs"),
+    "continue_final_message": _only(False, remedy="leave it out, or render the prompt yourself and send its token IDs"),
+    "mm_processor_kwargs": _NO_IMAGES,
+    "media_io_kwargs": _NO_IMAGES,
+}
+GENERATE_UNSUPPORTED = {
+    "stream": _only(False, remedy="leave it out, or use /v1/completions"),
+    "stream_options": _only({}),
+    "features": _NO_IMAGES,
+    "content_parts": _NO_IMAGES,
+    "kv_transfer_params": _only({}),
+}
+
+_SCHEDULING = "the order of requests changes no token"
+_CACHING = "cached keys and values are of one policy version, and change no bit"
+_RECORDS = "it is for the caller's records"
+SAMPLING_HARMLESS = {
+    "cache_salt": _CACHING,
+    "extra_key": _CACHING,
+    "skip_reading_prefix_cache": _CACHING,
+    "priority": _SCHEDULING,
+    "detokenize": "the route decides whether a reply has text",
+    "spaces_between_special_tokens": "texts have no special tokens",
+    "session_id": _RECORDS,
+    "stream_interval": "the joined pieces of a stream are the same",
+}
+OPENAI_HARMLESS = SAMPLING_HARMLESS | {
+    "user": _RECORDS,
+    "metadata": _RECORDS,
+    "safety_identifier": _RECORDS,
+    "custom_labels": _RECORDS,
+    "store": "this server stores no reply",
+    "service_tier": _SCHEDULING,
+    "prompt_cache_key": _CACHING,
+    "prompt_cache_retention": _CACHING,
+    "prompt_cache_options": _CACHING,
+    "prediction": "a predicted reply may save time, and changes no token",
+    "return_mm_kwargs": "replies have no images",
+}
 
 
 def _check_size(biases: Any) -> Any:
@@ -27,19 +156,44 @@ Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
 
 
 class Body(pydantic.BaseModel):
-    """The base class of all schemas of request bodies."""
+    """The base class of all schemas of request bodies. A subclass names the foreign fields that it accepts."""
 
     model_config = pydantic.ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    unsupported: ClassVar[Mapping[str, Neutral]] = {}
+    harmless: ClassVar[Mapping[str, str]] = {}  # with the reason of each
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def drop_nulls(cls, values: Any) -> Any:
-        """Removes fields that are null from a request body, so that they get their defaults."""
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+    def read_fields(cls, values: Any) -> Any:
+        """Removes fields that are null, so that they get their defaults, and rejects those that this route cannot honor."""
+        if not isinstance(values, dict):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        for name, value in given.items() if cls.model_config.get("extra") == "ignore" else ():
+            if name not in cls.model_fields and name not in cls.harmless and (reason := cls._refusal(name, value)):
+                raise pydantic_core.PydanticCustomError("foreign_field", "{reason}", {"reason": reason})
+        return given
+
+    @classmethod
+    def _refusal(cls, name: str, value: Any) -> str | None:
+        """Returns the reason why a field outside the schema is rejected; None if its value asks for nothing."""
+        if name not in cls.unsupported:
+            known = [*cls.model_fields, *cls.unsupported, *cls.harmless]
+            near = difflib.get_close_matches(name[:64], known, 1)
+            remedy = f"if you mean {near[0]}, send that" if near else "leave it out"
+            return f"{_shown(name, 64)} is not a field of this route; {remedy}"
+        neutral = cls.unsupported[name]
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral.values):
+            return None
+        default = " or send ".join(("leave it out", *map(json.dumps, neutral.values[:1])))
+        return f"{name} = {_shown(json.dumps(value, default=repr))} is not supported; {neutral.remedy or default}"
 
 
 class Sampling(Body):
     """Request fields for sampling, which all generating routes accept."""
+
+    unsupported = SAMPLING_UNSUPPORTED
+    harmless = SAMPLING_HARMLESS
 
     n: int = 1
     max_tokens: int | None = None  # None: the rest of the context
@@ -52,41 +206,65 @@ class Sampling(Body):
     stop_token_ids: Ids = []  # in addition to the tokenizer's
     ignore_eos: bool = False  # True: without the tokenizer's
     logit_bias: Annotated[dict[str, float], pydantic.BeforeValidator(_check_size)] = {}
-    prompt_logprobs: int | None = None
+    min_tokens: Annotated[int, pydantic.Field(ge=0)] = 0  # before it, no stop token is sampled
+    allowed_token_ids: Annotated[list[int], FAIL_FAST, pydantic.Field(min_length=1)] | None = None  # None: all
+    prompt_logprobs: Annotated[int, pydantic.Field(ge=0, le=1)] | None = None  # 0 or 1: of each prompt token itself
     untempered_logprobs: bool = False  # also log-probabilities at temperature 1, without filters
     return_routed_experts: bool | None = None  # None: if the server records them
     routed_experts_prompt_start: Annotated[int, pydantic.Field(ge=0)] = 0  # tokens before it are left out
-    frequency_penalty: float = 0
-    presence_penalty: float = 0
-    repetition_penalty: float = 1
-
-
-class SamplingParams(Sampling):
-    """The field `sampling_params` in a request to vLLM's generate route."""
-
-    logprobs: int | None = None
-
-
-class Generate(Body):
-    """The body of POST /inference/v1/generate."""
-
-    token_ids: Ids
-    sampling_params: SamplingParams = SamplingParams()
-    request_id: str | None = None
     proofs: bool = False  # true adds TOPLOC proofs to the reply
     policy_version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None  # the only one that may generate
     policy_epoch: Annotated[int, pydantic.Field(ge=0, lt=2**48)] | None = None  # of every version that may generate
 
 
+class SamplingParams(Sampling):
+    """The field `sampling_params` in a request to vLLM's generate route."""
+
+    unsupported = {
+        name: SAMPLING_UNSUPPORTED[name] for name in SAMPLING_UNSUPPORTED if name != "include_stop_str_in_output"
+    }
+    harmless = SAMPLING_HARMLESS | {
+        "skip_special_tokens": "the reply has no text",
+        "include_stop_str_in_output": "the reply has no text; token_ids have the stop string",
+        "output_kind": "replies are whole",
+        "return_token_ids": "the reply always has them",
+    }
+
+    logprobs: int | None = None  # up to 1: of the sampled tokens alone; more: also of so many alternatives
+
+
+class Generate(Body):
+    """The body of POST /inference/v1/generate."""
+
+    unsupported = GENERATE_UNSUPPORTED
+    harmless = {
+        "cache_salt": _CACHING,
+        "priority": _SCHEDULING,
+        "return_token_ids": "the reply always has them",
+    }
+
+    token_ids: Ids
+    sampling_params: SamplingParams = SamplingParams()
+    model: str | None = None
+    request_id: str | None = None
+    proofs: bool = False  # these three as in `Sampling`, for either place
+    policy_version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None
+    policy_epoch: Annotated[int, pydantic.Field(ge=0, lt=2**48)] | None = None
+
+
 class Part(Body):
-    """One typed part of a chat message's content, such as a text."""
+    """One typed part of a chat message's content. Only texts are accepted, so fields of other types are checked with the type."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
 
 
 class Message(Body):
-    """One message of a chat conversation."""
+    """One message of a chat conversation. The chat template gets further fields as they are."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], FAIL_FAST] | None = None
@@ -103,6 +281,9 @@ Messages = Annotated[list[Message], FAIL_FAST]
 class StreamOptions(Body):
     """Options of a streamed reply."""
 
+    unsupported = {"continuous_usage_stats": _only(False)}
+    harmless = {"include_obfuscation": "padding of the events changes no text"}
+
     include_usage: bool = False
 
 
@@ -118,21 +299,27 @@ class Template(Body):
 class OpenAI(Sampling):
     """Request fields that both of OpenAI's completion routes (chat and text) accept."""
 
+    unsupported = OPENAI_UNSUPPORTED
+    harmless = OPENAI_HARMLESS
+
     model: str | None = None
+    request_id: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False  # true: tokens of logprobs are written `token_id:<id>`
 
 
 class Chat(OpenAI, Template):
     """The body of POST /v1/chat/completions."""
+
+    unsupported = CHAT_UNSUPPORTED | TEMPLATE_UNSUPPORTED | {"add_special_tokens": _only(False)}
 
     messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = 0
     tool_choice: str | dict[str, Any] = "auto"
-    response_format: dict[str, Any] = {"type": "text"}
 
 
 class ChatTokens(Chat):
@@ -145,15 +332,22 @@ class ChatTokens(Chat):
 class Completions(OpenAI):
     """The body of POST /v1/completions."""
 
+    unsupported = OPENAI_UNSUPPORTED | {
+        "suffix": _only(""),
+        "prompt_embeds": _only(remedy="send the prompt as text or token IDs"),
+    }
+
     prompt: str | Ids | Texts | Annotated[list[Ids], FAIL_FAST]
     add_special_tokens: bool = True  # to a text prompt, such as Llama's first token
     logprobs: int | None = None
-    echo: bool = False
 
 
 class Tokenize(Template):
     """The body of POST /tokenize: messages or a prompt."""
 
+    unsupported = TEMPLATE_UNSUPPORTED | {"return_token_strs": _only(False)}
+
+    model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True  # as in Completions
     messages: Messages | None = None
@@ -162,6 +356,7 @@ class Tokenize(Template):
 class Detokenize(Body):
     """The body of POST /detokenize."""
 
+    model: str | None = None
     tokens: Ids
 
 
@@ -182,7 +377,12 @@ def describe(error: pydantic.ValidationError) -> str:
         return f"the request body is not JSON: {first['msg']}"
     # For a union, the path contains names of types, which a client does not know.
     path = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
+    if first["type"] == "foreign_field":
+        return f"{path}.{first['msg']}" if path else first["msg"]
     if first["type"] == "missing":
         return f"{path} is missing; add it to the request body"
-    value = repr(first["input"])
-    return f"{path or 'the request body'}: {first['msg']}; got {value if len(value) <= 80 else value[:77] + '...'}"
+    return f"{path or 'the request body'}: {first['msg']}; got {_shown(repr(first['input']))}"
+
+
+def _shown(text: str, size: int = 80) -> str:
+    return text if len(text) <= size else text[: size - 3] + "..."

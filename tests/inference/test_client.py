@@ -77,7 +77,7 @@ def test_a_sample_as_it_was_sent():
     (sample,), client = run(handler, generate, urls=(A + "/",))
     assert sample == sample_lib.Sample([5, 6, 258], [-0.5] * 3, [3, 4, 4], 2, "stop", b"proof")
     sampling = {"max_tokens": 3, "temperature": 0.7}
-    body = {"model": "policy", "token_ids": [1, 2], "sampling_params": sampling, "proofs": True}
+    body = {"token_ids": [1, 2], "sampling_params": sampling, "proofs": True}
     assert seen == [(f"{A}/inference/v1/generate", body)] and client.num_retries == 0
 
 

@@ -97,7 +97,7 @@ def refused(response, status=400):
 
 def test_the_reply_is_what_rl_clients_check(generate, server):
     """The checks of verifiers' client: lengths, `token_id:<id>`, finite log-probabilities, the stop token included."""
-    body = {"request_id": "abc", "cache_salt": "0", "priority": 3, "proofs": True, "unheard_of": {"x": [1]}}
+    body = {"request_id": "abc", "cache_salt": "0", "priority": 3, "proofs": True, "unheard_of": None}
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 12, "seed": 7, "n": 3}
     extra = {"logprobs": 1, "skip_special_tokens": False, "routed_experts_prompt_start": 0, "stop": [], "what": None}
     response = generate(body, **sampling, stop_token_ids=[258, 256], **extra)
@@ -122,6 +122,7 @@ def test_the_reply_is_what_rl_clients_check(generate, server):
     again = generate(body, **sampling, stop_token_ids=[258, 256]).json()
     assert again["choices"] == reply["choices"]
     assert again["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 5}}
+    assert reply["seed"] == 7 and [choice["seed"] for choice in reply["choices"]] == [7, 8, 9]
     alone = generate(body, **(sampling | {"n": 1, "seed": 8}), stop_token_ids=[258, 256]).json()["choices"][0]
     assert alone == reply["choices"][1] | {"index": 0}
 

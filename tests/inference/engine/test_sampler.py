@@ -124,6 +124,32 @@ def test_kept_sets_and_log_probabilities_equal_the_oracle():
     assert {1, 3, 10, V} < sizes  # the draw did exercise every filter
 
 
+def test_biased_allowed_and_banned_tokens_equal_the_oracle():
+    """Bits of rows that change nothing stay; -1 in the lists is skipped."""
+    rng = np.random.default_rng(4)
+    B, V, M = 64, 24, 6
+    logits = (rng.standard_normal((B, V)) * 2).astype(np.float32)
+    ids = np.stack([rng.permutation(V)[:M] for _ in range(B)])
+    ids = np.where(rng.random((B, M)) < 0.4, -1, ids).astype(np.int32)
+    ids[:, 0] = V  # a token that is never banned
+    V += 1
+    logits = np.pad(logits, [(0, 0), (0, 1)])
+    bias, only = rng.standard_normal((B, M)).astype(np.float32), rng.random(B) < 0.5
+    banned = rng.integers(-1, 3, (B, 2)).astype(np.int32)
+    ids[:4], only[:4], banned[:4] = -1, False, -1
+    how = sampling(B).replace(bias_ids=ids, bias=bias, allows_biased_only=only)
+    got = np.asarray(jax.jit(sampler.scores)(logits, how, banned))
+    np.testing.assert_array_equal(got[:4], np.asarray(scores(logits, sampling(B)))[:4])
+    for b in range(4, B):
+        added = {token: value for token, value in zip(ids[b].tolist(), bias[b].tolist(), strict=True) if token >= 0}
+        kept = [v for v in (added if only[b] else range(V)) if v not in banned[b]]
+        mass = sum(math.exp(logits[b, v] + added.get(v, 0.0)) for v in kept)
+        assert set(np.flatnonzero(np.isfinite(got[b]))) == set(kept), b
+        for v in kept:
+            expected = float(logits[b, v]) + added.get(v, 0.0) - math.log(mass)
+            assert got[b, v] == pytest.approx(expected, abs=1e-5)  # float32
+
+
 def test_ties_at_a_threshold_are_kept():
     logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], np.float32))
     assert np.isfinite(scores(logits, sampling(1, top_k=2))).tolist() == [[True] * 4]

@@ -143,6 +143,7 @@ def test_where_a_completion_ends(alone):
         ({"stop_texts": ("a",) * 65}, "65 stop strings given; at most 64"),
         ({"logit_bias": ((1, float("nan")),)}, "in -100..100; got nan"),
         ({"logit_bias": ((1, 1.0),) * 301}, "301 logit_bias entries given; at most 300"),
+        ({"allowed_ids": (1,) * 301}, "301 allowed_token_ids given; at most 300"),
     ],
 )
 def test_invalid_requests_are_rejected(start, changes, message):
@@ -690,6 +691,12 @@ def random_requests(rng, count):
     made = []
     for _ in range(count):
         base = TURN[: int(rng.integers(1, 60))] if rng.random() < 0.5 else rng.integers(0, 256, rng.integers(1, 40))
+        proofs, delays = bool(rng.random() < 0.3), bool(rng.random() < 0.2)
+        changes = {
+            "logit_bias": ((65, 3.0),) if rng.random() < 0.2 else (),
+            "allowed_ids": tuple(range(60, 120)) if rng.random() < 0.1 else (),
+            "min_tokens": 1 if delays else 0,
+        }
         made.append(
             Request(
                 tuple(int(t) for t in base),
@@ -701,9 +708,9 @@ def random_requests(rng, count):
                 min_p=float(rng.choice([0.0, 0.0, 0.05])),
                 seed=int(rng.integers(2**32)),
                 stop_ids=tuple(rng.integers(0, 272, 2).tolist()),
-                stop_texts=("e",) if rng.random() < 0.2 else (),
-                logit_bias=((65, 3.0),) if rng.random() < 0.2 else (),
-                proofs=bool(rng.random() < 0.3),
+                stop_texts=("e",) if not delays and rng.random() < 0.2 else (),
+                proofs=proofs,
+                **({} if proofs else changes),
                 raw_logprobs=bool(rng.random() < 0.2),
                 top_logprobs=int(rng.choice([0, 0, 4])),
             )

@@ -259,7 +259,7 @@ def test_tokens_in_chat_out(ask):
         ({"messages": [{"role": "user", "content": "x" * 700}]}, "maximum context length is 640 tokens"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "has no function.name"),
         ({"tool_choice": "required"}, "tool_choice 'required' cannot be enforced"),
-        ({"response_format": {"type": "json_object"}}, "response_format 'json_object' is not supported"),
+        ({"response_format": {"type": "json_object"}}, 'response_format = {"type": "json_object"} is not supported'),
         ({"top_logprobs": 3}, "top_logprobs = 3 needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be in 0..20"),
         ({"n": 10**30}, "n must be in 1..1024"),  # before anything is made for each sample
