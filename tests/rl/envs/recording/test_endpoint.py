@@ -11,11 +11,10 @@ import pytest
 from inference.swarm import sample as sample_lib
 from rl.envs.interface import episode
 from rl.envs.recording import endpoint as endpoint_lib
-from tests.rl.envs.recording import test_session
 from tests.support import episodes
 
 USER = {"role": "user", "content": "go"}
-TOOLS = test_session.TOOLS
+TOOLS = episodes.TOOLS
 SAMPLING = {"temperature": 0.7, "top_k": 0, "top_p": 0.9}
 
 
@@ -100,9 +99,9 @@ def test_programs_leave_the_same_streams_as_on_the_session(stream):
 
             async def play(number):
                 direct, remote = (episodes.session(episodes.Backend(), number=number) for _ in range(2))
-                await test_session.drawn(number)(direct)
+                await episodes.drawn(number)(direct)
                 with endpoint.open(remote, SAMPLING) as visit:
-                    await test_session.drawn(number)(Model(http, visit.base_url, stream=stream))
+                    await episodes.drawn(number)(Model(http, visit.base_url, stream=stream))
                 assert streams(remote) == streams(direct)
                 return max(len(stream.turns) for stream in remote.streams)
 
