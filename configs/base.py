@@ -65,10 +65,16 @@ def get_config() -> config_dict.ConfigDict:
     # or your own "module:function" or "path/to/file.py:function" (docs/bring_your_own.md).
     c.env = e = config_dict.ConfigDict(dict(name="reverse_text", options={}))  # `options` go to its builder
     e.num_tasks = 0  # training tasks, each of them once per epoch; 0: those of a dataset, else as many as the run needs
+    # An episode of several calls (rl/envs/interface/episode.py) begins no further call after so many, or after so many sampled tokens.
+    e.max_calls = 0  # 0: 64 if the environment has such episodes, else 1
+    e.max_episode_tokens = 0  # 0: no limit
+    # Reasoning of earlier turns: "keep" it in the prompt, as it was sampled, or "strip" it at each user message, which begins a branch.
+    e.thinking = "keep"
     e.digest = ""  # derived: SHA-256 of its code and data, on which all processes of a run must agree
     # Several environments instead of `env`, by names of your choice, as in c.envs.sums = dict(name="reasoning_gym:chain_sum", ratio=2.0).
     # Fields are those of `env`; `ratio`, its part of the groups; `weight`, a factor on its loss; and samples_per_prompt, temperature,
-    # max_tokens, advantage, normalize, credit, branch_weight, and overlong_buffer, whose defaults are the run's (docs/environments.md).
+    # max_tokens, advantage, normalize, credit, branch_weight, overlong_buffer, max_calls, max_episode_tokens, and thinking, whose defaults
+    # are the run's (docs/environments.md).
     c.envs = config_dict.ConfigDict()
 
     # Supervised warm-up on solved tasks, before RL. 0 steps: none.

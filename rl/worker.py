@@ -4,7 +4,8 @@
 
 1. `GET /run` returns environment, tokenizer, and servers, signed by the run's key; `POST /lease` returns groups (tasks with
    prescribed seeds), signed as well. All requests are signed for this run and this process of the orchestrator.
-2. Each group is one request of G samples. The environment makes the prompt from the task index and scores each completion.
+2. The environment makes the prompt from the task index and scores each completion: a group is one request of G samples. Of an environment
+   with episodes of several calls, G episodes run at the same time, and each call is a request (rl/envs/host/group.py).
 3. The rollouts are signed with this worker's key. Finished groups are submitted together as Parquet, when the previous
    submission has been answered. Rejections are printed with their reasons.
 4. Meanwhile heartbeats renew the leases, and their replies name the servers that serve now. Without work, one request waits for it.
@@ -40,7 +41,10 @@ from inference.server import metrics_routes, web
 from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
+from rl.envs.host import group as group_lib
+from rl.envs.host import host as host_lib
 from rl.envs.interface import environment
+from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
 from rl.protocol import lease, registry, signed_session
 from sharding.system import cli, role_metrics, sign_in, signed_message, sockets, status_line
@@ -62,7 +66,7 @@ class Run:
     """The run that a worker works for, as the orchestrator described it: environment, scorer, tokenizer, and settings."""
 
     env: environment.Environment
-    scorer: scorer_lib.Scorer
+    scorer: scorer_lib.Scorer | None  # None with `player`, or where no scores are needed
     env_seed: int
     tokenizer: tokenizer_lib.Tokenizer
     servers: list[str]
@@ -71,6 +75,14 @@ class Run:
     work_bits: int = 0  # of the proof of work that the run asks of an unknown key; 0: none
     server_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by URL, of servers that sign samples
     env_digest: str = ""  # of the environment here, which is that of the run; "": the run has named none
+    player: group_lib.Player | None = None  # of an environment with episodes of several calls
+
+    async def close(self) -> None:
+        """Ends the processes of the environment."""
+        if self.scorer:
+            await asyncio.to_thread(self.scorer.close)
+        if self.player:
+            await self.player.host.close()
 
 
 @dataclasses.dataclass(eq=False)
@@ -142,7 +154,7 @@ class Worker:
                 lasting = {name: value for name, value in description.items() if name not in signed_session.CHANGING}
                 if run is None or lasting != described:  # else the environment and its scorer stay
                     if run is not None:
-                        await asyncio.to_thread(run.scorer.close)
+                        await run.close()
                     run, described = _read_run(description, self.sandbox, self.code), lasting
                     proof = await self._find_work(session.run, run.work_bits)
                 signed = signed_session.SignedSession(
@@ -317,8 +329,8 @@ def make_rollouts(
     run: Run, group: dict, task: environment.Task, prompt: list[int], samples: list[sample_lib.Sample]
 ) -> list[rollout_lib.Rollout]:
     """Scores the samples of one group and returns them as unsigned rollouts; blocks while the scorer runs."""
-    P = len(prompt)
-    scored = run.scorer.score(task, [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples])
+    P, texts = len(prompt), [run.tokenizer.scored_text(prompt, sample.tokens) for sample in samples]
+    scored = run.scorer.score(task, texts) if run.scorer else [scorer_lib.Scored({"reward": 0.0}, 0.0)] * len(texts)
     return [
         rollout_lib.Rollout(
             tokens=np.array([*prompt, *sample.tokens], np.int32),
@@ -346,14 +358,29 @@ def make_rollouts(
 
 
 async def _roll_out(client: client_lib.Client, run: Run, key, group: dict) -> list[rollout_lib.Rollout]:
-    task = run.env.make_task(group["index"], group["split"])
-    prompt = run.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
     trains = group["split"] == "train"
     sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
     sampling["return_routed_experts"] = run.router_replay and trains
     pins = {"policy_version": group["version"], "policy_epoch": group.get("epoch", -1)}
-    pins |= {"oldest_version": group["min_version"], "sticky": "/".join(map(str, _key(group)))}
-    samples = await client.generate(prompt, sampling, proofs=trains, **pins)
+    pins |= {"oldest_version": group["min_version"]}
+    sticky = "/".join(map(str, _key(group)))
+    if run.player:
+
+        async def generate(call: session_lib.Call, number: int) -> sample_lib.Sample:
+            asked = sampling | {"n": 1, "seed": call.seed, "max_tokens": call.max_tokens}
+            own = pins | {"oldest_version": max(group["min_version"], call.oldest_version)}
+            own |= {
+                "policy_epoch": max(pins["policy_epoch"], call.epoch),
+            }
+            found = await client.generate(call.prompt, asked, proofs=trains, sticky=f"{sticky}/{number}", **own)
+            return found[0]
+
+        ref = rollout_lib.TaskRef(run.env.name, group["index"], group["group"], run.env_seed)
+        rollouts = await run.player.play(generate, group, ref, run.env_digest)
+        return await asyncio.to_thread(rollout_lib.sign_all, rollouts, key)
+    task = run.env.make_task(group["index"], group["split"])
+    prompt = run.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
+    samples = await client.generate(prompt, sampling, proofs=trains, sticky=sticky, **pins)
     # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
     return rollout_lib.sign_all(rollouts, key)
@@ -372,16 +399,26 @@ def _read_run(body: dict, sandbox: str, code: Sequence[str]) -> Run:
         router_replay, admission = bool(body.get("router_replay")), dict(body.get("admission", {}))
         work_bits = int(admission["work_bits"]) if admission.get("kind") == "work" else 0
         keys = {str(url): str(key) for url, key in dict(body.get("server_keys", {})).items()}
+        numbers = [
+            body.get("max_model_len", 0),
+            *(body["env"].get(name, 0) for name in ("max_calls", "max_episode_tokens")),
+        ]
+        limits, thinking = [*map(int, numbers)], str(body["env"].get("thinking", "keep"))
     except (KeyError, TypeError, ValueError) as error:
         raise signed_message.not_an_orchestrator(body) from error
     found, located = envs.locate(name, options, code)
     if expected:
         envs.check_digest(name, envs.digest(found, located), expected)
     env = dataclasses.replace(envs.load(found, seed=seed, **located), name=name)
-    limits = {"limit_s": scorer_lib.LIMIT_S, "sandbox": sandbox}
-    scorer = scorer_lib.Scorer(found, located, seed, **limits, digest=expected)
+    own = {"limit_s": scorer_lib.LIMIT_S, "sandbox": sandbox, "digest": expected}
     loaded = tokenizer_lib.load(tokenizer, date=date)
-    return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys, expected)
+    scorer = player = None
+    if env.play is not None:
+        host = host_lib.Host(found, located, seed, kind=env.kind, **own)
+        player = group_lib.Player(host, loaded, session_lib.Limits(sampling["max_tokens"], *limits), thinking)
+    else:
+        scorer = scorer_lib.Scorer(found, located, seed, **own)
+    return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys, expected, player)
 
 
 async def _work_until_signal(worker: Worker) -> None:

@@ -4,12 +4,24 @@ rl/envs/catalog/catalog.py has the forms of a name, and rl/envs/interface/enviro
 example. Nothing in this folder imports jax, so a rollout worker starts in about a second.
 """
 
-from rl.envs.catalog.catalog import CODE_HELP, ENVS, check_digest, digest, folders, load, load_all, locate, located
+from rl.envs.catalog.catalog import (
+    CODE_HELP,
+    ENVS,
+    ONE_TURN,
+    check_digest,
+    digest,
+    folders,
+    load,
+    load_all,
+    locate,
+    located,
+)
 from rl.envs.interface import environment
 
 __all__ = [
     "CODE_HELP",
     "ENVS",
+    "ONE_TURN",
     "check_digest",
     "digest",
     "environment",

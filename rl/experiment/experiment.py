@@ -35,6 +35,7 @@ from rl import envs
 from rl.algorithms import losses
 from rl.batch import credit as credit_lib
 from rl.batch import packing, router_replay
+from rl.envs.recording import session
 from rl.experiment import base_fields
 from rl.experiment import flags as command_line
 from rl.experiment import rules as config_rules
@@ -49,6 +50,7 @@ from sharding.multihost import hosts as hosts_lib
 from sharding.system import cli, compile_cache
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+MAX_CALLS = 64  # of an episode, without env.max_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +223,7 @@ def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -
         raise ValueError(f"{found}; {remedy}")
     for name, value, table in (
         ("rl.loss", rl.loss, losses.LOSSES if loss == rl.loss else config.loss_options),
+        ("env.thinking", config.env.thinking, session.THINKING),
         ("topology.mode", config.topology.mode, ("auto", "local", "colocated", "remote")),
         ("broadcast.dtype", config.broadcast.dtype, ("", "float32", "bfloat16")),
         ("trust.device", config.trust.device, ("auto", "accelerator", "cpu")),
@@ -261,7 +264,7 @@ def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -
 
 
 def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None) -> None:
-    """Sets the digest and the number of tasks of each environment that can be found."""
+    """Sets the digest, and the numbers of tasks and of calls of an episode, of each environment that can be found."""
     for entry in env_mix.entries(config).values():
         try:
             name, options = envs.locate(entry.name, entry.options, code)
@@ -270,8 +273,14 @@ def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None) -> 
         section = config.envs[entry.key] if entry.key else config.env
         with section.unlocked(), entry.naming_fields():
             section.digest = envs.digest(name, options)
-            if not entry.num_tasks and (name == "dataset" or name.partition(":")[0] not in envs.ENVS):
-                section.num_tasks = envs.load(name, seed=config.seed, **options).num_tasks
+            kind = name.partition(":")[0]
+            if kind in envs.ONE_TURN:
+                section.max_calls = 1
+            is_counted = entry.num_tasks or (kind != "dataset" and kind in envs.ENVS)
+            if not is_counted or not (entry.max_calls or kind in envs.ONE_TURN):
+                env = envs.load(name, seed=config.seed, **options)
+                section.num_tasks = entry.num_tasks or env.num_tasks
+                section.max_calls = 1 if env.play is None else entry.max_calls or MAX_CALLS
     if config.envs:
         config.env.digest = env_mix.digest(config)
 

@@ -44,7 +44,8 @@ from sharding.system import atomic_file, role_metrics, sockets
 STATES = "states.json"  # in the directory of the log: of the last two batches
 WAIT_NOTICE_S = 30.0
 MAX_FAREWELL_S = 20.0
-SENT = ("name", "options", "digest", "max_tokens")  # of each environment, if a run has several
+EPISODE = ("max_calls", "max_episode_tokens", "thinking")
+SENT = ("name", "options", "digest", "max_tokens", *EPISODE)  # of each environment, if a run has several
 LATENCIES = ("lease", "submit", "update")  # of /metrics; a lease without its wait for work
 
 
@@ -293,8 +294,10 @@ class Orchestrator:
         sampling = {name: config.sampling[name] for name in ("top_k", "top_p", "min_p")}
         return {
             "env": {"name": names, "digest": digest, "seed": config.seed}
-            | {"options": {} if own else config.env.options.to_dict()},
+            | {"options": {} if own else config.env.options.to_dict()}
+            | {name: config.env[name] for name in EPISODE},
             **({"envs": own} if own else {}),
+            "max_model_len": config.inference.max_model_len,
             "tokenizer": hub.pinned(config.tokenizer),
             "tokenizer_date": config.tokenizer_date,
             "servers": [server["url"] for server in servers],

@@ -73,7 +73,7 @@ LEARNERS, ENGINES = 0, 1  # whose devices a mesh is made of
 def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
     """Returns the experiment of a config, without its tokenizer files, its tasks, and its servers. Does not change `config`."""
     config = config.copy_and_resolve_references()  # ConfigDict(config) would share nested dicts
-    config.tokenizer, config.env.num_tasks = "byte_chatml", 1
+    config.tokenizer, config.env.num_tasks, config.env.max_calls = "byte_chatml", 1, config.env.max_calls or 1
     for name in config.envs:
         with config.envs[name].unlocked():
             config.envs[name].num_tasks = 1

@@ -34,6 +34,9 @@ FIELDS = {
     "credit": "rl.credit",
     "branch_weight": "rl.branch_weight",
     "overlong_buffer": "rl.overlong_buffer",
+    "max_calls": "env.max_calls",
+    "max_episode_tokens": "env.max_episode_tokens",
+    "thinking": "env.thinking",
 }
 
 
@@ -54,6 +57,9 @@ class Entry:
     credit: str
     branch_weight: float
     overlong_buffer: int
+    max_calls: int  # of an episode
+    max_episode_tokens: int
+    thinking: str
     ratio: float = 1.0  # of its groups to those of the others
     weight: float = 1.0  # of its tokens in the loss
 
@@ -142,6 +148,11 @@ def mean_samples(config) -> float:
 def max_tokens(config) -> int:
     """Returns the largest number of tokens in a completion."""
     return max(entry.max_tokens for entry in entries(config).values())
+
+
+def max_calls(config) -> int:
+    """Returns the largest number of calls in an episode."""
+    return max(entry.max_calls for entry in entries(config).values())
 
 
 def run_field(name: str) -> str:

@@ -122,9 +122,13 @@ def roll_out(
     env = envs.load(config.env.name, seed=config.seed, **options)
     sampling = {name: config.sampling[name] for name in ("max_tokens", "top_k", "top_p", "min_p")}
     engine = engine_lib.Engine(exp.model, exp.engine, exp.tokenizer)
-    scores = scorer.Scorer(config.env.name, options, config.seed, limit_s=scorer.LIMIT_S, sandbox=config.trust.sandbox)
+    scores = None  # of the first calls of episodes, which have none
+    if env.play is None:
+        scores = scorer.Scorer(
+            config.env.name, options, config.seed, limit_s=scorer.LIMIT_S, sandbox=config.trust.sandbox
+        )
     scheduler = scheduler_lib.Scheduler(engine, params, version, max_queue=10**6)
-    with contextlib.closing(scores), contextlib.closing(scheduler):
+    with contextlib.closing(scores) if scores else contextlib.nullcontext(), contextlib.closing(scheduler):
         run = worker.Run(env, scores, config.seed, exp.tokenizer, [], {})
         waiting = []
         for group in groups:

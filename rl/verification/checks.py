@@ -37,7 +37,7 @@ class Verdict:
     """The result of checking one rollout or group: "ok", or a reason code to reject it, with details as text.
 
     Codes: schema, signature, duplicate, samples, task, seed, temperature, step, versions, length, tokens, reward, unscored
-    (our scorer timed out), termination, prompt, attestation, weights, routing, sampling, logprob, shape, toploc, statistics, turns.
+    (our scorer timed out), environment (a replay of the episode differs), termination, prompt, attestation, weights, routing, sampling, logprob, shape, toploc, statistics, turns.
     """
 
     reason: str
@@ -291,18 +291,32 @@ def _claimed_logprob(rollout: rollout_lib.Rollout, y_N: np.ndarray) -> Verdict:
 def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> list[Verdict]:
     """Checks every claimed reward component of one group's rollouts against our own scores. Returns a verdict per rollout, with them.
 
+    An episode of several calls is played again: its prompts, its limits, and its branches must be those of the environment, too.
+
     A completion whose scorer times out is worth 0; our time limit is five times that of a worker. A claim of 0 is accepted if
     our scorer was so slow that the worker's may have timed out. If our scorer timed out and the claim is not 0, the verdict is
     "unscored", which is not the worker's fault: its machine may be much faster than ours.
     """
-    if rules.score is None or not rollouts:
+    if not rollouts or not (rules.score or rules.replay):
         return [OK] * len(rollouts)
+    if rules.replay:
+        episodes = rollout_lib.episodes(rollouts)
+        replayed = rules.replay(_group(rollouts[0], rules), episodes)
+        by_sample = {episode[0].sample: one for episode, one in zip(episodes, replayed, strict=True)}
+        return [_reward(rollout, by_sample[rollout.sample]) for rollout in rollouts]
+    assert rules.score is not None
     found = rules.score(_group(rollouts[0], rules), [r.tokens[r.sampled_mask].tolist() for r in rollouts])
     return [_reward(rollout, recomputed) for rollout, recomputed in zip(rollouts, found, strict=True)]
 
 
 def _reward(rollout: rollout_lib.Rollout, recomputed: rules_lib.Recomputed) -> Verdict:
     claimed = dict(rollout.rewards) | {"reward": rollout.reward}
+    if recomputed.mismatch:
+        return Verdict("environment", recomputed.mismatch)
+    if recomputed.timed_out and set(claimed) != set(recomputed.scores):
+        return Verdict(
+            "unscored", "the environment exceeded its limits here, and an episode that takes that long is worth 0"
+        )
     if set(claimed) != set(recomputed.scores):
         return Verdict("reward", f"expected components {sorted(recomputed.scores)}, got {sorted(claimed)[:16]}")
     close = {"rel_tol": REWARD_SLACK, "abs_tol": REWARD_SLACK}

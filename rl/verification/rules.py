@@ -5,9 +5,10 @@ import functools
 from collections.abc import Callable, Sequence
 
 from inference.proofs import toploc
+from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from rl.batch import router_replay
-from rl.protocol import task_schedule
+from rl.protocol import env_mix, task_schedule
 
 MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
 MAX_REPLAY_TOKENS = 2**16  # of rollouts replayed together: their hidden states go to the host, 0.7 GB at 5120 dims
@@ -38,6 +39,7 @@ class Recomputed:
     scores: dict[str, float]
     slow: bool = False  # an honest worker's scorer, with its shorter limit, may have timed out
     timed_out: bool = False  # our scorer did
+    mismatch: str = ""  # a difference between the episode and its replay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Rules:
     tolerance: Tolerance
     experts: router_replay.RouterReplay  # the experts of the model
     env_digest: str = ""  # of the environment's code and data; "": not compared
-    max_turns: int = 1  # of an episode, which bounds its branches, too
+    max_turns: int = 1  # calls of an episode, which bound its branches, too
     run: str = ""  # the public key of the run, which servers sign
     hidden_dim: int = 0  # of the model, which gives proofs their form; 0: proofs are not looked at without a replay
     is_fixed: bool = True  # batch n has the groups of step n, so that no version from n on can have made them
@@ -65,6 +67,8 @@ class Rules:
     held_out: Callable[[int], Sequence[task_schedule.Group]] | None = None  # version -> the groups of its evaluation
     prompt: Callable[[task_schedule.Group], Sequence[int]] | None = None  # the environment's prompt; None: not checked
     score: Callable[[task_schedule.Group, Sequence[Sequence[int]]], list[Recomputed]] | None = None  # None: not checked
+    # Of an environment with episodes of several calls, instead of `prompt` and `score`: plays the episodes of a group again.
+    replay: Callable[[task_schedule.Group, Sequence[Sequence[rollout_lib.Rollout]]], list[Recomputed]] | None = None
 
     @classmethod
     def of(cls, config, run: str = "") -> "Rules":
@@ -79,6 +83,7 @@ class Rules:
             max_tokens=config.sampling.max_tokens,
             groups=groups,
             env_digest=config.env.digest,
+            max_turns=env_mix.max_calls(config),
             filters={name: config.sampling[name] for name in ("top_k", "top_p", "min_p")},
             tolerance=Tolerance.of(config.trust),
             hidden_dim=config.model.model_dim,

@@ -26,10 +26,12 @@ from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
 from rl import envs
+from rl.envs.host import host as host_lib
 from rl.envs.interface import environment
+from rl.envs.recording import session
 from rl.envs.scoring import scorer
 from rl.protocol import task_schedule
-from rl.verification import checks, evidence_log, sequential_test
+from rl.verification import checks, episodes, evidence_log, sequential_test
 from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
 from sharding import broadcast
@@ -89,6 +91,8 @@ class Validator:
             out[i] = verdict
             if verdict.accepted:
                 groups[rollouts[i].step, rollouts[i].task.group, rollouts[i].worker].append(i)
+        if rules.replay:
+            groups = _whole_episodes(rollouts, out, groups)
         for members in groups.values():
             for i, verdict in zip(members, checks.rewards([rollouts[i] for i in members], rules), strict=True):
                 out[i] = verdict
@@ -135,7 +139,7 @@ class Validator:
             return verdict, {}
         if split == "train":
             verdict = checks.first_rejection(self.evidence.add_claims(rollouts))
-        return verdict, {} if self.rules.score is None else {
+        return verdict, {} if not (self.rules.score or self.rules.replay) else {
             r.sample: v.scores for r, v in zip(rollouts, found, strict=True)
         }
 
@@ -172,6 +176,19 @@ class Validator:
             return [self._check_batch([rollout])[0] for rollout in rollouts]  # one bad claim must not fail the others
         judged = [(checks.first_failure(checks.WITH_WEIGHTS, one, self.rules), one) for one in replayed]
         return [(verdict, checks.evidence(one) if verdict.accepted else None) for verdict, one in judged]
+
+
+def _whole_episodes(
+    rollouts: Sequence[rollout_lib.Rollout], verdicts: list[checks.Verdict], groups: Mapping[tuple, list[int]]
+) -> dict[tuple, list[int]]:
+    """Returns groups of rollout numbers without the episodes of which a rollout is rejected; their other rollouts get its verdict."""
+    of = lambda i: (rollouts[i].step, rollouts[i].task.group, rollouts[i].worker, rollouts[i].sample)  # noqa: E731
+    rejected = {
+        of(i): one for i, one in reversed([*enumerate(verdicts)]) if not one.accepted and one.reason != "schema"
+    }
+    for i in (i for members in groups.values() for i in members if of(i) in rejected):
+        verdicts[i] = rejected[of(i)]
+    return {name: kept for name, members in groups.items() if (kept := [i for i in members if of(i) not in rejected])}
 
 
 def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[..., transformer.Params]:
@@ -221,9 +238,12 @@ def rules_of(
     limits = dict(limit_s=scorer.CHECK_LIMIT_S, max_failures=scorer.MAX_CHECK_FAILURES, max_children=MAX_SCORERS)
     sandbox = config.trust.sandbox
     own = {"sandbox": sandbox, "on_error": on_error, "digest": config.env.digest}
-    scores = scorer.Scorer(name, options, config.seed, **limits, **own)
-    if stack is not None:
-        stack.callback(scores.close)
+    if env.play is not None:
+        replay = _replayer(config, env, tokenizer, name, options, own, stack)
+    else:
+        replay, scores = None, scorer.Scorer(name, options, config.seed, **limits, **own)
+        if stack is not None:
+            stack.callback(scores.close)
 
     @functools.lru_cache(1024)  # a batch of 256 rollouts needs the same 32 tasks 256 times
     def task(group: task_schedule.Group) -> tuple[environment.Task, list[int]]:
@@ -239,9 +259,21 @@ def rules_of(
         rules_lib.Rules.of(config, run),
         stop_ids=tuple(tokenizer.stop_ids),
         held_out=functools.lru_cache(4)(lambda version: task_schedule.held_out_groups(config, version)),
-        prompt=lambda group: task(group)[1],
-        score=score,
+        max_turns=config.env.max_calls if replay else 1,
+        **({"replay": replay} if replay else {"prompt": lambda group: task(group)[1], "score": score}),
     )
+
+
+def _replayer(config, env: environment.Environment, tokenizer, name: str, options: dict, own: dict, stack) -> Callable:
+    """Returns `Rules.replay` of an environment with episodes of several calls."""
+    limits = session.Limits(
+        config.sampling.max_tokens, config.inference.max_model_len, config.env.max_calls, config.env.max_episode_tokens
+    )
+    host = host_lib.Host(name, options, config.seed, kind=env.kind, limit_s=scorer.CHECK_LIMIT_S, **own)
+    played = episodes.Episodes(host, tokenizer, limits, config.env.thinking, tokenizer.stop_ids)
+    if stack is not None:
+        stack.callback(played.close)
+    return played.replay
 
 
 def recomputed(scored: Sequence[scorer.Scored]) -> list[rules_lib.Recomputed]:

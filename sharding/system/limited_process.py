@@ -3,7 +3,8 @@
 1. A `LimitedProcess` starts `python -m MODULE CONFIG` at its first exchange and keeps it. The child sees few environment variables
    (sandbox.py), and one socket to its parent.
 2. The child calls `serve`: it loads its files, enters the sandbox, limits its memory, and answers requests. For each of them, it
-   may limit its CPU time (`limit_cpu`), which does not blame a request for a busy machine.
+   may limit its CPU time (`limit_cpu`), which does not blame a request for a busy machine. With an exchange of another form, parent and
+   child call `start` and `enter` instead.
 3. A child that exceeds a limit ends, and the next exchange starts another one. The parent ends a child that waits. Foreign code
    may have taken over the child: its replies are data from a stranger.
 
@@ -11,6 +12,7 @@ No jax here, and no pickles.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -42,26 +44,41 @@ class LimitedProcess:
       config: for `serve` in the child, as JSON.
       title, remedy: parts of the error message if it does not start.
       sandbox_mode: one of `sandbox.MODES`. "require" raises ValueError if the sandbox is not complete; "auto" prints the rights that stay, once.
+      pass_fds: further file descriptors for the child.
     """
 
-    def __init__(self, command: Sequence[str], config: dict, *, title: str, remedy: str, sandbox_mode: str = "auto"):
+    def __init__(
+        self,
+        command: Sequence[str],
+        config: dict,
+        *,
+        title: str,
+        remedy: str,
+        sandbox_mode: str = "auto",
+        pass_fds: Sequence[int] = (),
+    ):
         if sandbox_mode not in sandbox.MODES:
             raise ValueError(f"trust.sandbox = {sandbox_mode!r} is not a mode; use one of {', '.join(sandbox.MODES)}")
         if sandbox_mode == "require":
             _require(sandbox.missing(), title)
         self._command, self._config, self._title, self._remedy = command, config, title, remedy
-        self._mode = sandbox_mode
+        self._mode, self._pass_fds = sandbox_mode, pass_fds
         self.process: subprocess.Popen | None = None
         self.status: int | None = None  # of the process that `end` ended; None if it was still running
 
     def exchange(self, request: dict, timeout_s: float) -> dict:
         """Sends a request to the child. Returns its reply, or {} if the child ended or took longer than `timeout_s`."""
-        if self.process is None:
-            self._start()
+        self.start()
         with contextlib.suppress(OSError):  # the process has ended, or does not read; it sends no reply then
             self._pipe.settimeout(timeout_s)
             self._pipe.sendall(_encode(request))
         return self._receive(timeout_s)
+
+    def start(self) -> socket.socket:
+        """Starts the child, if it does not run, and returns the socket to it. Blocks. Raises ValueError if it does not become ready."""
+        if self.process is None:
+            self._start()
+        return self._pipe
 
     def end(self) -> None:
         """Kills the child, if it runs, and records its exit status."""
@@ -75,7 +92,7 @@ class LimitedProcess:
             config = self._config | {"pipe": far_end.fileno(), "sandbox": self._mode != "off"}
             command = [sys.executable, *self._command, json.dumps(config)]
             # Standard input is empty, and printed text goes to standard error.
-            files = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [far_end.fileno()]}
+            files = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [far_end.fileno(), *self._pass_fds]}
             variables = sandbox.environment(os.environ) if self._mode != "off" else os.environ
             # Foreign code may import JAX, and the accelerator is the learner's.
             self.process = subprocess.Popen(command, cwd=ROOT, env=variables | {"JAX_PLATFORMS": "cpu"}, **files)
@@ -157,6 +174,44 @@ def serve(
       patience_s: ends a child that waits for longer and whose parent is gone.
       describe: makes the text of an error before the first request.
     """
+    ready = enter(config, load, rehearse, max_growth_bytes=max_growth_bytes, describe=describe)
+    if ready is None:
+        return 1
+    for line in ready.pipe.makefile("rb"):
+        signal.alarm(patience_s)
+        try:
+            reply = answer(json.loads(line))
+        except MemoryError:
+            return OUT_OF_MEMORY
+        signal.alarm(0)
+        limit_cpu(None)
+        reply["grown"] = ready.has_grown()
+        ready.pipe.sendall(_encode(reply))
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A child that has loaded everything and given up its rights."""
+
+    pipe: socket.socket  # to the parent
+    num_bytes: int  # of address space, so far
+    max_growth_bytes: int
+
+    def has_grown(self) -> bool:
+        """Returns True if the child has used up half of the memory that it may have; another one should take its place."""
+        return _address_space_bytes() > self.num_bytes + self.max_growth_bytes // 2
+
+
+def enter(
+    config: dict,
+    load: Callable[[], None],
+    rehearse: Callable[[], object],
+    *,
+    max_growth_bytes: int,
+    describe: Callable[[BaseException], str] = str,
+) -> Ready | None:
+    """Prepares the child as `serve` does, with its arguments, and reports to the parent. Returns None after an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this process
     pipe = socket.socket(fileno=config["pipe"])
     pipe.set_inheritable(False)  # processes that foreign code starts must not keep it open
@@ -171,24 +226,14 @@ def serve(
             rehearse()
     except Exception as error:  # foreign code may raise anything
         pipe.sendall(_encode({"error": place + describe(error)}))
-        return 1
+        return None
     pipe.sendall(_encode({"ready": True, "lacks": lacks}))
-    for line in pipe.makefile("rb"):
-        signal.alarm(patience_s)
-        try:
-            reply = answer(json.loads(line))
-        except MemoryError:
-            return OUT_OF_MEMORY
-        signal.alarm(0)
-        _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
-        reply["grown"] = _address_space_bytes() > ready_bytes + max_growth_bytes // 2
-        pipe.sendall(_encode(reply))
-    return 0
+    return Ready(pipe, ready_bytes, max_growth_bytes)
 
 
-def limit_cpu(seconds: int) -> None:
-    """Limits the CPU time of this process, counted from its start. The system ends it after this whole number of seconds."""
-    _limit(resource.RLIMIT_CPU, seconds)
+def limit_cpu(seconds: int | None) -> None:
+    """Limits the CPU time of this process, counted from its start. The system ends it after this whole number of seconds; None: no limit."""
+    _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY if seconds is None else seconds)
 
 
 def _limit(kind: int, value: int) -> None:

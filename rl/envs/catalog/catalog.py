@@ -40,6 +40,7 @@ ENVS: dict[str, Callable[..., environment.Environment]] = {
 }
 # {name: function from `path` to the {name: file} that its environment reads}; of other environments, all files count.
 FILES = {"dataset": sources.files, "math": sources.files, "gsm8k": gsm8k.files, "search": search.files}
+ONE_TURN = ("reverse_text", "gsm8k", "dataset", "reasoning_gym")  # which need not be built to know that
 OURS = ("rl.envs.", "rl.data.")  # modules that a digest covers
 GROUP = "intellax.environments"  # of entry points
 CODE_HELP = "folders with the run's own environment and its data; nothing of them is loaded from elsewhere"

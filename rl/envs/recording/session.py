@@ -58,6 +58,10 @@ class Call:
         return hashlib.sha256(np.asarray(self.prompt, "<i4").tobytes()).digest(), self.number
 
 
+class InvalidMessages(ValueError):
+    """Raised for messages or tools that cannot be rendered; the environment made a mistake."""
+
+
 class NotOnTape(Exception):
     """Raised by a session with a tape for a call that the tape lacks."""
 
@@ -142,7 +146,9 @@ class Session:
             False  # True once a call was refused for the budget that calls on the tape, not yet made here, have spent
         )
         self.num_tokens = 0  # sampled
+        self.cpu_s = 0.0  # of the slowest step of the program, as its host has reported so far
         self._calls: dict[Key, asyncio.Future[sample_lib.Sample]] = {}
+        self._asked: set[Key] = set()  # since the program began, or began again
         self._num_running = 0
         # {digest of a conversation that ends with our message: (stream, end column, number)}
         self._known: dict[bytes, tuple[Stream, int, int]] = {}
@@ -159,9 +165,13 @@ class Session:
         """The seed of the first stream."""
         return noise_seed.stream_seed(self._seed, self.sample, 0, ())
 
+    def restart(self) -> None:
+        """Notes that the program begins again: it must make the same calls."""
+        self._asked.clear()
+
     def unused(self) -> list[Key]:
-        """Returns the entries of the tape that no call has asked for."""
-        return [key for key in self._tape or () if key not in self._calls]
+        """Returns the recorded calls, or those on the tape, that the program has not made since it began, or began again."""
+        return [key for key in (self._calls if self._tape is None else self._tape) if key not in self._asked]
 
     async def chat(
         self,
@@ -187,8 +197,11 @@ class Session:
         number: int = 0,
         trains: bool = True,
     ) -> Answer:
-        """Asks the model for the next message; `variables` are those of the chat template. Raises BudgetSpent, and ValueError for invalid messages."""
-        prompt = self.prompt_ids(messages, tools=tools, variables=variables)
+        """Asks the model for the next message; `variables` are those of the chat template. Raises BudgetSpent and InvalidMessages."""
+        try:
+            prompt = self.prompt_ids(messages, tools=tools, variables=variables)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidMessages(str(error)) from error
         sample = await self.complete_ids(prompt, max_tokens=max_tokens, number=number, trains=trains)
         inside = True if self._tokenizer.opens_reasoning(prompt) else None
         message = self._tokenizer.parse(sample.tokens, tools=tools or None, in_reasoning=inside)
@@ -222,6 +235,7 @@ class Session:
     ) -> sample_lib.Sample:
         """Returns the completion of a prompt of token IDs. Raises BudgetSpent."""
         key = Call(list(prompt), 0, 0, number).key
+        self._asked.add(key)
         if (recorded := self._calls.get(key)) is not None:
             return await recorded
         limit = min(max_tokens or self.limits.max_tokens, self.limits.max_tokens)

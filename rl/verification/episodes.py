@@ -1,0 +1,77 @@
+"""Plays the episodes of submitted rollouts again, with the program of the environment and the recorded calls, and scores them.
+
+The programs run in a child process of this one (rl/envs/host), from a thread with an event loop. Any thread may ask.
+"""
+
+import asyncio
+import threading
+from collections.abc import Collection, Sequence
+
+from inference.rollouts import rollout as rollout_lib
+from models.text import tokenizer as tokenizer_lib
+from rl.envs.host import host as host_lib
+from rl.envs.recording import session as session_lib
+from rl.envs.recording import tape as tape_lib
+from rl.envs.scoring import scorer
+from rl.protocol import task_schedule
+from rl.verification import rules as rules_lib
+
+
+class Episodes:
+    """Plays episodes again. `host` has the time limits of a validator; `limits` and `thinking` are those of the run."""
+
+    def __init__(
+        self,
+        host: host_lib.Host,
+        tokenizer: tokenizer_lib.Tokenizer,
+        limits: session_lib.Limits,
+        thinking: str,
+        stop_ids: Collection[int],
+    ):
+        self._host, self._tokenizer, self._limits = host, tokenizer, limits
+        self._thinking, self._stop_ids = thinking, stop_ids
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the child processes and the thread."""
+        asyncio.run_coroutine_threadsafe(self._host.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def replay(
+        self, group: task_schedule.Group, episodes: Sequence[Sequence[rollout_lib.Rollout]]
+    ) -> list[rules_lib.Recomputed]:
+        """Returns the scores of each episode, or its difference from the environment's. Blocks. Raises ValueError if the environment is broken."""
+
+        async def all_of_them() -> list[rules_lib.Recomputed]:
+            return await asyncio.gather(*(self._replay(group, one) for one in episodes))
+
+        return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop).result()
+
+    async def _replay(
+        self, group: task_schedule.Group, rollouts: Sequence[rollout_lib.Rollout]
+    ) -> rules_lib.Recomputed:
+        first = rollouts[0]
+        try:
+            tape = tape_lib.of_rollouts(rollouts, self._stop_ids)
+        except ValueError as error:
+            return rules_lib.Recomputed({}, mismatch=str(error))
+        options = {"seed": group.seed, "sample": int(first.sample), "thinking": self._thinking, "tape": tape}
+        session = session_lib.Session(self._tokenizer, None, self._limits, **options)
+        played, mismatch = None, None
+        try:
+            played = await self._host.play(session, group.index, group.split)
+            mismatch = tape_lib.difference(session, rollouts)
+        except session_lib.NotOnTape as error:
+            mismatch = str(error)
+        is_slow = session.cpu_s >= scorer.LIMIT_S / scorer.SPREAD or (played is not None and not played.in_time)
+        if is_slow and first.rewards == host_lib.FAILED and not session.unused():
+            return rules_lib.Recomputed(
+                dict(host_lib.FAILED)
+            )  # a worker stops after less time, and gets no more replies
+        if played is not None and not played.in_time:
+            return rules_lib.Recomputed(played.scores, timed_out=True)
+        return rules_lib.Recomputed({} if played is None else played.scores, mismatch=mismatch or "")
