@@ -11,6 +11,7 @@ a model is hostile: it is escaped, and characters that are invisible or change t
 """
 
 import collections
+import contextlib
 import dataclasses
 import html
 import itertools
@@ -25,6 +26,7 @@ import sys
 import jinja2
 import markupsafe
 
+from rl.ledger import environments, storage
 from rl.reporting import metrics, timeline_trace
 from sharding import bucket
 from sharding.format import journal
@@ -109,12 +111,20 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
         split=split,
         shares=timeline_trace.shares(spans),
         samples=_samples(evaluations),
+        environments=_environments(workdir / "ledger.db"),
         command=config.pop("command", None),
         versions=", ".join(f"{name} {version}" for name, version in config.pop("versions", {}).items()),
         config=config,
     )
     atomic_file.write(workdir / "report.html", page.encode())
     return workdir / "report.html"
+
+
+def _environments(file):
+    if not file.exists():
+        return []
+    with contextlib.closing(storage.connect(file)) as db:
+        return environments.of(entry.event for entry in storage.read(db, 0))
 
 
 def _template():

@@ -1,4 +1,4 @@
-"""Checks a ledger file and prints its content: `python -m rl.ledger verify DB`, `show DB`, and `events DB [--follow]`."""
+"""Checks a ledger file and prints its content: `python -m rl.ledger verify DB`, `show DB`, `environments DB`, and `events DB [--follow]`."""
 
 import json
 import os
@@ -7,9 +7,9 @@ import sqlite3
 import sys
 import time
 
+from rl.ledger import environments, storage
 from rl.ledger import events as ledger_events
 from rl.ledger import ledger as ledger_lib
-from rl.ledger import storage
 from sharding.system import cli
 
 POLL_S = 0.3
@@ -18,12 +18,13 @@ NOTICE_S = 2.0  # between two lines of progress
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command `verify`, `show`, or `events`; returns the exit code: 0 for a good ledger, 1 for a bad or missing one."""
+    """Runs a command; returns the exit code: 0 for a good ledger, 1 for a bad or missing one."""
     parser = cli.Parser(prog="python -m rl.ledger", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("verify", "check every entry"),
         ("show", "print workers, balances, and the last entries"),
+        ("environments", "print the reputation of environments: groups with a signal, errors, refusals"),
         ("events", "print every entry as a line of JSON, after checking it"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
             if args.command == "events":
                 _stream(ledger, args.kind, args.follow)
                 return 0
+            if args.command == "environments":
+                print("\n".join(environments.table(environments.of(environments.all_of(ledger)))))
             if args.command == "show":
                 _show(ledger, args.last)
             print(f"{int(ledger.head.partition(':')[0]) + 1} entries are good; head {ledger.head}")

@@ -23,6 +23,7 @@ RUN_KINDS = (*WORKER_KINDS, "resume", "appoint", "verdict", "batch", "publish") 
 MAX_STEPS = 4096  # of one naming
 ALSO = {"lease": ("step", "group"), "submission": ("step", "group", "digest")}  # the fields of a further group
 MAX_ALSO = 256
+MAX_ENVIRONMENTS = 64  # of one batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Event:
 
     `_FIELDS` has the fields of each kind, `_OPTIONAL` those that only some events have. Work is named by the SHA-256 of its file, tasks and
     groups by text (rl/ledger/task_ranges.py). Work is `checked` if it was replayed; no batch will have groups that are `dropped`; with
-    `any_step`, batches may have groups of any step; `also` names further groups (`each`). A refusal or eject event may name a server in place of the worker: it is at fault.
+    `any_step`, batches may have groups of any step; `also` names further groups (`each`); `environments` has counts of a batch (rl/ledger/environments.py). A refusal or eject event may name a server in place of the worker: it is at fault.
     """
 
     kind: str
@@ -137,6 +138,26 @@ def _are_groups(value, names: tuple[str, ...]) -> bool:
     )
 
 
+def _are_environments(value) -> bool:
+    """Returns True for a list of the environments of a batch: names, digests, and counts."""
+    counts = ("groups", "signal", "rollouts", "errors")
+    is_list = isinstance(value, list) and 0 < len(value) <= MAX_ENVIRONMENTS
+    return is_list and all(
+        isinstance(one, dict)
+        and one.keys() == {"name", "digest", *counts}
+        and _is_name(one["name"])
+        and (one["digest"] == "" or _is_hex(one["digest"], 64))
+        and all(_COUNT[0](one[count]) for count in counts)
+        and one["signal"] <= one["groups"]
+        and one["errors"] <= one["rollouts"]
+        for one in value
+    )
+
+
+def _is_name(value) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 256 and value.isprintable()
+
+
 _Rule = tuple[Callable[[object], bool], str]
 _AMOUNT: _Rule = (lambda value: type(value) is int and 0 < value <= MAX_AMOUNT, f"an integer in 1..{MAX_AMOUNT}")
 _WORK: _Rule = (lambda value: _is_hex(value, 64), "a SHA-256 as 64 lower-case hex digits")
@@ -198,6 +219,13 @@ _TASKS: dict[str, _Rule] = {
     "tasks": (_are_tasks, f"tasks like '3:0-15,17 4:32', ascending, in at most {task_ranges.MAX_CHARS} characters"),
 }
 _DROPPED: dict[str, _Rule] = {"dropped": (_are_tasks, "groups like '3:0-15,17', or absent")}
+_ENVIRONMENTS: dict[str, _Rule] = {
+    "environments": (
+        _are_environments,
+        f"a list of 1 to {MAX_ENVIRONMENTS} objects with name, digest, groups, signal, rollouts, errors, or absent",
+    )
+}
+_ENVIRONMENT: dict[str, _Rule] = {"environment": (_is_name, "1 to 256 printable characters, or absent")}
 _ANY_STEP: dict[str, _Rule] = {"any_step": (lambda value: value is True, "true, or absent")}
 _RATE: _Rule = (lambda value: isinstance(value, (int, float)) and 0 < value <= 1, "a number in (0, 1]")
 _ALSO: dict[str, dict[str, _Rule]] = {
@@ -210,6 +238,7 @@ _ALSO: dict[str, dict[str, _Rule]] = {
     for kind, names in ALSO.items()
 }
 # Fields that an event has all of, or none: ledgers of earlier releases lack them.
-_OPTIONAL = {"accept": (_TASKS,), "invalidate": (_TASKS,), "batch": (_EPOCH, _DROPPED)}
+_OPTIONAL = {"accept": (_TASKS,), "invalidate": (_TASKS,), "batch": (_EPOCH, _DROPPED, _ENVIRONMENTS)}
+_OPTIONAL["refusal"] = (_ENVIRONMENT,)
 _OPTIONAL |= {"lease": (_EPOCH, _ALSO["lease"]), "submission": (_ALSO["submission"],)}
 _OPTIONAL |= {"resume": (_ANY_STEP,), "appoint": ({"min_rate": _RATE, "invited_rate": _RATE},)}

@@ -114,17 +114,20 @@ class RunLedger(contextlib.AbstractContextManager):
         groups: Mapping[tuple[int, int], str],
         epoch: int = -1,
         dropped: Sequence[tuple[int, int]] = (),
+        environments: Sequence[Mapping[str, Any]] = (),
     ) -> Recorded:
         """Records that batch `step` trains on `groups`: {(step, group): "verified" or "trusted"}. The learner must wait for the future.
 
         `digest` is `run_rules.batch_digest` over the digests of their submissions, in ascending order of the group. `dropped` are
-        groups that no batch will have.
+        groups that no batch will have. `environments` are counts of its groups, and of those dropped without a signal
+        (rl/ledger/environments.py).
         """
         names = {
             basis: task_ranges.format_tasks(group for group, other in groups.items() if other == basis)
             for basis in ("verified", "trusted")
         }
         names |= {"dropped": task_ranges.format_tasks(dropped)} if dropped else {}
+        names |= {"environments": [dict(one) for one in environments]} if environments else {}
         return self._record("batch", self._keeper, step=step, digest=digest, epoch=epoch, **names)
 
     def published(self, version: int, digest: str, epoch: int = 0) -> Recorded:
@@ -151,9 +154,13 @@ class RunLedger(contextlib.AbstractContextManager):
         """Records that a leaseholder handed in the rollouts with this group digest. A worker's receipt must wait for the future."""
         return self._record("submission", worker, split=split, step=step, group=group, digest=digest)
 
-    def refused(self, worker: str, split: str, step: int, group: int, digest: str, reason: str) -> Recorded:
+    def refused(
+        self, worker: str, split: str, step: int, group: int, digest: str, reason: str, environment: str = ""
+    ) -> Recorded:
         """Records that a submission was refused; after a rejecting verdict on it, earlier work of the worker is not trusted."""
-        return self._record("refusal", worker, split=split, step=step, group=group, digest=digest, reason=reason[:4096])
+        named = {"environment": environment} if environment else {}
+        fields = dict(split=split, step=step, group=group, digest=digest, reason=reason[:4096])
+        return self._record("refusal", worker, **fields, **named)
 
     def named(self, worker: str, steps: Sequence[int]) -> None:
         """Records the steps that trained on unverified work of a worker that was caught."""

@@ -33,7 +33,7 @@ from rl.batch import credit as credit_lib
 from rl.batch import training_batch
 from rl.ledger import run_ledger, run_rules
 from rl.orchestrator import admission, leases, nodes, routes, shared, status, submissions, work_share, worker_health
-from rl.orchestrator.groups import batches, group_queue, queue_entry
+from rl.orchestrator.groups import batches, environment_counts, group_queue, queue_entry
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import env_mix, task_schedule, timeline
 from rl.reporting import diagnostics
@@ -84,8 +84,7 @@ class Orchestrator:
         self._ledger, self._evidence, self._on_wait = ledger or run_ledger.NoLedger(), evidence, on_wait
         self._queue = group_queue.GroupQueue()
         make_groups = functools.partial(task_schedule.numbered_groups, config)
-        has_signal = lambda entry: credit.has_signal(self._rewarded(entry))  # noqa: E731
-        self._batches = batches.Batches(batches.BatchRule.of(config), self._queue, make_groups, has_signal)
+        self._batches = batches.Batches(batches.BatchRule.of(config), self._queue, make_groups, self._has_signal)
         own_workers = () if config.topology.mode == "remote" else invited
         invited = frozenset({*invited, *config.topology.workers})
         self._admission = admission.Admission(admission.Policy.of(config), key.worker, invited, stake)
@@ -345,7 +344,10 @@ class Orchestrator:
     def _record_batch(self, step: int, taken: list[queue_entry.Entry]) -> concurrent.futures.Future:
         basis = {entry.group.key[1:]: "verified" if entry.is_verified else "trusted" for entry in taken}
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
-        return self._ledger.batch(step, digest, basis, self._shared.policy.epoch, self._batches.take_dropped())
+        digests = {entry.label: entry.digest for entry in env_mix.entries(self._config).values()}
+        counts = environment_counts.count(taken, self._batches.take_flat(), self._has_signal, digests)
+        dropped = self._batches.take_dropped()
+        return self._ledger.batch(step, digest, basis, self._shared.policy.epoch, dropped, counts)
 
     def _collect(self, step: int) -> list[queue_entry.Entry]:
         """Blocks until batch `step` is complete; takes its groups."""
@@ -409,6 +411,9 @@ class Orchestrator:
         with self._changed:
             values = self._status.values()
         return {**values, "nodes": self.nodes.counts()}
+
+    def _has_signal(self, entry: queue_entry.Entry) -> bool:
+        return self._credit.has_signal(self._rewarded(entry))
 
     def _rewarded(self, entry: queue_entry.Entry) -> list[rollout_lib.Rollout]:
         min_group = self._config.rl.min_group if entry.group.split == "train" else 0

@@ -392,7 +392,7 @@ class Submissions:
         worker, group = entry.worker, entry.group
         self.shared.counts["refused"] += len(entry.rollouts)
         self.shared.counts[f"refused_{verdict.reason}"] += 1
-        self.shared.ledger.refused(worker, *key, entry.digest, str(verdict))
+        self.shared.ledger.refused(worker, *key, entry.digest, str(verdict), _environment(entry))
         self.shared.health.rejected(worker, key, time.monotonic(), is_fault=is_fault)
         if is_fault:
             self._distrust("worker", self.shared.health, worker)
@@ -411,7 +411,7 @@ class Submissions:
         was_banned = self.shared.servers.is_banned(server)
         self.shared.servers.rejected(server, entry.group.key, time.monotonic(), is_fault=True)
         self.shared.ledger.joined(server)
-        self.shared.ledger.refused(server, *entry.group.key, entry.digest, str(verdict))
+        self.shared.ledger.refused(server, *entry.group.key, entry.digest, str(verdict), _environment(entry))
         self._distrust("server", self.shared.servers, server)
         if self.shared.servers.is_banned(server) and not was_banned:
             found = f"the samples of {self.shared.servers.max_rejections} groups; the last: {verdict}"
@@ -436,6 +436,10 @@ class Submissions:
                 self.shared.ledger.named(key, steps)
             where = f"steps {steps[0]} to {steps[-1]} trained on {num_groups} groups of it that nobody verified"
             self.on_caught(f"{role} {key[:16]} failed a check; {where}; an earlier checkpoint is without them")
+
+
+def _environment(entry: queue_entry.Entry) -> str:
+    return entry.rollouts[0].task.env if entry.rollouts else ""
 
 
 def _known(reply: str) -> Future[str]:

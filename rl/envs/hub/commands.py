@@ -16,6 +16,7 @@ from rl.envs.hub import index as index_lib
 from rl.envs.hub import report as report_lib
 from rl.envs.packages import commands as package_commands
 from rl.envs.packages import package as package_lib
+from rl.ledger import environments
 
 
 def add_check(commands) -> None:
@@ -100,6 +101,8 @@ def add_packages(commands) -> None:
     parser.add_argument("name", help="as config.env.name, or, with --index, NAME or NAME@VERSION")
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="as config.env.options")
     parser.add_argument("--code", nargs="+", default=[], metavar="FOLDER", help="folders to import your code from")
+    text = "of a run (WORKDIR/ledger.db): print the environment's reputation in it"
+    parser.add_argument("--ledger", metavar="DB", help=text)
     _add_index(parser)
     parser.set_defaults(run=_info)
     parser = commands.add_parser(
@@ -166,6 +169,9 @@ def _info(args, options: dict) -> int:
     for field, value in shown.items():
         text = ", ".join(map(str, value)) if isinstance(value, list) else value
         print(f"{field:<15} {printable(str(text))}")
+    if args.ledger:
+        found = [one for one in environments.read(args.ledger) if shown["digest"] == one.digest]
+        print("\n".join(environments.table(found)) if found else f"{args.ledger} has no batch of this digest")
     return 0
 
 

@@ -80,6 +80,7 @@ class Batches:
         self._taken: collections.Counter[int] = collections.Counter()  # groups by batch that the servers' version lacks
         self._hole: Key | None = None  # the group for which the last `collect` waited
         self._gone: list[tuple[int, int]] = []  # (step, group) dropped since `take_dropped`
+        self._flat_gone: list[queue_entry.Entry] = []  # dropped as "flat" since `take_flat`
         self._dropped: list[int] = []  # sampled tokens of the rollouts in dropped groups, since `take_metrics`
         self._counted: collections.Counter[str] = collections.Counter()  # drops of the queue at that time
 
@@ -168,6 +169,11 @@ class Batches:
         gone, self._gone = self._gone, []
         return gone
 
+    def take_flat(self) -> list[queue_entry.Entry]:
+        """Returns the groups that were dropped without a signal since the last call."""
+        gone, self._flat_gone = self._flat_gone, []
+        return gone
+
     def state(self) -> dict:
         """Returns the position in the order as plain JSON, for `restore`: groups on their way are opened again after a resume."""
         return {"num_opened": self._num_opened, "waiting": [number for _, _, number in self._waiting] + self._again}
@@ -230,7 +236,9 @@ class Batches:
     def _drop(self, key: Key, reason: str) -> None:
         self._forget(key)
         self._gone.append(key[1:])
-        self._dropped += self._queue.drop(key, reason).lengths
+        entry = self._queue.drop(key, reason)
+        self._dropped += entry.lengths
+        self._flat_gone += [entry] * (reason == "flat")
 
     def _forget(self, key: Key) -> None:
         del self._waiting[key]

@@ -26,8 +26,8 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl import envs
 from rl.experiment import experiment
+from rl.ledger import environments, run_ledger, task_ranges
 from rl.ledger import events as ledger_events
-from rl.ledger import run_ledger
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator import shared, submissions
 from rl.orchestrator.groups import queue_entry
@@ -550,6 +550,11 @@ def test_a_caught_workers_unverified_work_is_recalled_and_named(make, tmp_path):
         assert [(e.kind, e.fields["steps"]) for e in events if e.kind == "naming"] == [("naming", [1, 2])]
         kinds = collections.Counter(event.kind for event in events for _ in ledger_events.each(event.fields))
         assert kinds["lease"] == kinds["submission"] == 12 + 1 and kinds["refusal"] == 1 and kinds["batch"] == 3
+        (reputation,) = environments.of(events)
+        batched = [e.fields[basis] for e in events if e.kind == "batch" for basis in ("verified", "trusted")]
+        num_groups = sum(len(task_ranges.parse_tasks(text)) for text in batched if text)
+        assert (reputation.groups, reputation.rollouts, reputation.errors) == (num_groups, 2 * num_groups, 0)
+        assert sum(reputation.refusals.values()) == 1 and reputation.name == "reverse_text"
     with run_ledger.RunLedger(tmp_path / "ledger.db", RUN, RUN.worker) as ledger:
         ledger.resumed(0)  # after a checkpoint without the catch
         again = make(hooks={"ledger": ledger}, trust__max_attempts=2)

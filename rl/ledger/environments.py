@@ -1,0 +1,101 @@
+"""The reputation of environments by a run's ledger: how many of their groups taught something, and how many rollouts and groups failed.
+
+The batch events have counts by environment, which the run's own scorer found; the refusals name the environment of their group. A resume
+takes back the batches of later steps. Ledgers of earlier releases have no such counts.
+"""
+
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Iterator
+
+from rl.ledger import events
+from rl.ledger import ledger as ledger_lib
+
+CHUNK = 1000  # entries in memory
+UNKNOWN = "(not recorded)"  # the environment of refusals of earlier releases
+
+
+@dataclasses.dataclass(frozen=True)
+class Reputation:
+    """The sums for one environment with one digest."""
+
+    name: str
+    digest: str
+    groups: int = 0
+    signal: int = 0  # groups with an advantage other than 0
+    rollouts: int = 0
+    errors: int = 0  # rollouts that raised an error, or could not be scored in time
+    refusals: dict[str, int] = dataclasses.field(default_factory=dict)  # refused groups, by the code of the reason
+
+    @property
+    def signal_share(self) -> float:
+        """The share of groups with a signal."""
+        return self.signal / max(self.groups, 1)
+
+    @property
+    def error_rate(self) -> float:
+        """The share of rollouts with an error."""
+        return self.errors / max(self.rollouts, 1)
+
+
+def read(path: str | pathlib.Path) -> list[Reputation]:
+    """Returns the reputations in a ledger file, as `of` does. Raises ValueError for a bad ledger, FileNotFoundError without one."""
+    with ledger_lib.Ledger(path) as ledger:
+        return of(all_of(ledger))
+
+
+def all_of(ledger: ledger_lib.Ledger) -> Iterator[events.Event]:
+    """Yields all events of an open ledger, a part of them in memory at a time."""
+    number = 0
+    while entries := ledger.entries(number, CHUNK):
+        number += len(entries)
+        yield from (entry.event for entry in entries)
+
+
+def of(found: Iterable[events.Event]) -> list[Reputation]:
+    """Returns the reputation of each environment, by name and digest. A refusal counts for the newest digest of its environment."""
+    batches: dict[int, list[dict]] = {}
+    refusals: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for event in found:
+        if event.kind == "resume":
+            batches = {step: one for step, one in batches.items() if step <= event.fields["step"]}
+        elif event.kind == "batch":
+            batches[event.fields["step"]] = event.fields.get("environments", [])
+        elif event.kind == "refusal":
+            reason = event.fields["reason"].partition(":")[0][:40]
+            refusals[event.fields.get("environment", UNKNOWN)][reason] += 1
+    return _sums(batches, refusals)
+
+
+def table(found: list[Reputation]) -> list[str]:
+    """Returns the lines of a table for people."""
+    lines = [
+        f"{'environment':<28}{'digest':<18}{'groups':>8}{'with signal':>13}{'rollouts':>10}{'errors':>8}  refused groups"
+    ]
+    for one in found:
+        refused = ", ".join(f"{reason} {number}" for reason, number in sorted(one.refusals.items())) or "0"
+        share, errors = f"{one.signal_share:.1%}", f"{one.error_rate:.1%}"
+        lines.append(
+            f"{one.name[:26]:<28}{one.digest[:16]:<18}{one.groups:>8}{share:>13}{one.rollouts:>10}{errors:>8}  {refused}"
+        )
+    return lines
+
+
+def _sums(batches: dict[int, list[dict]], refusals: dict[str, collections.Counter[str]]) -> list[Reputation]:
+    sums: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    newest: dict[str, str] = {}
+    for step in sorted(batches):
+        for one in batches[step]:
+            newest[one["name"]] = one["digest"]
+            sums[one["name"], one["digest"]].update(
+                {name: one[name] for name in ("groups", "signal", "rollouts", "errors")}
+            )
+    for name in refusals:
+        sums.setdefault((name, newest.get(name, "")), collections.Counter())
+    return [
+        Reputation(
+            name, digest, **counts, refusals=dict(refusals.get(name, {})) if digest == newest.get(name, "") else {}
+        )
+        for (name, digest), counts in sorted(sums.items())
+    ]
