@@ -39,7 +39,7 @@ def of(
 ) -> dict[str, scripted_model.Policy]:
     """Returns {name: policy} of all probes for a task. `others` are tasks whose answer should not do; GOLD is absent for a task without an answer.
 
-    GOLD repeats the model's messages of `env.demonstrate`, or gives the task's answer.
+    GOLD gives the task's answer, or repeats the model's messages of `env.demonstrate`.
     """
     texts = _BASE | _BOMBS
     texts["prompt echoed"] = "\n".join(str(message["content"]) for message in task.messages)
@@ -48,9 +48,9 @@ def of(
     if other:
         texts[OTHER_GOLD] = other
     found = {name: scripted_model.always(text) for name, text in texts.items()}
-    if env.demonstrate:
+    if task.answer:
+        found[GOLD] = scripted_model.always(task.answer)
+    elif env.demonstrate:
         messages = env.demonstrate(task, random.Random(task.index), False)["messages"]
         found[GOLD] = scripted_model.in_order(*(one for one in messages if one["role"] == "assistant"))
-    elif task.answer:
-        found[GOLD] = scripted_model.always(task.answer)
     return found

@@ -72,17 +72,17 @@ def build(
         return _score(said, replies, task.info["secret"])
 
     def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
-        """Plays words that fit all replies so far; as a decoy, any words."""
-        messages, candidates = [*task.messages], list(secrets)
+        """Plays words that fit all replies so far, again until the game is solved; as a decoy, any words, once."""
         while True:
-            guess = rng.choice(secrets if is_decoy else candidates)
-            messages.append({"role": "assistant", "content": _guess(guess)})
-            more = reply(task, messages, None)
-            if more is None:
+            messages, candidates, more = [*task.messages], list(secrets), []
+            while more is not None:
+                guess = rng.choice(secrets if is_decoy else candidates)
+                messages += [*more, {"role": "assistant", "content": _guess(guess)}]
+                more = reply(task, messages, None)
+                marks = feedback(guess, task.info["secret"])
+                candidates = [word for word in candidates if feedback(guess, word) == marks]
+            if is_decoy or guess == task.info["secret"]:
                 return {"messages": messages}
-            messages += more
-            marks = feedback(guess, task.info["secret"])
-            candidates = [word for word in candidates if feedback(guess, word) == marks]
 
     play = episode.conversation(score=score, reply=reply, max_turns=guesses)
     return environment.Environment("wordle", make_task, play=play, demonstrate=demonstrate, reward_range=(0.0, 2.2))
