@@ -44,16 +44,35 @@ def rewarded(rollouts: Sequence[rollout_lib.Rollout], scores: Scores, min_group:
 
 
 def assemble(
-    step: int, groups: list[list[rollout_lib.Rollout]], credit: credit_lib.Credit, counts: dict[str, float]
+    step: int,
+    groups: list[list[rollout_lib.Rollout]],
+    credit: credit_lib.Credit,
+    counts: dict[str, float],
+    max_streams: int | None = None,
 ) -> Batch:
-    """Returns batch `step` of these groups; `counts` are more metrics of it."""
+    """Returns batch `step` of these groups; `counts` are more metrics of it. Streams beyond `max_streams`, the last ones, are left out."""
     rollouts = [rollout for group in groups for rollout in group]
     trees, flat = credit.assign(groups)
+    num_streams = sum(len(tree.branches) for tree in trees)
+    if max_streams is not None and num_streams > max_streams:
+        trees = _first(trees, max_streams)
+        counts = counts | {"batch/num_streams_left_out": float(num_streams - max_streams)}
     lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
     metrics = _describe(groups) | _by_env(groups, credit) | {"rollout/zero_advantage_frac": flat}
     metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
     own = {f"own/{name}": float(value) for function in credit.metrics for name, value in function(groups).items()}
     return Batch(trees, metrics | own | counts, groups)
+
+
+def _first(trees: list[packing.Tree], count: int) -> list[packing.Tree]:
+    """Returns the first `count` branches of trees, as trees."""
+    found = []
+    for tree in trees:
+        found.append(dataclasses.replace(tree, branches=tree.branches[:count]))
+        count -= len(found[-1].branches)
+        if not count:
+            break
+    return found
 
 
 def _describe(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:

@@ -107,7 +107,7 @@ class Experiment:
         """Returns the layout of the training batches that the host packs from rollouts: their rows and the arrays in them."""
         return self.layout(
             mesh,
-            env_mix.max_rollouts(self.config),
+            env_mix.max_streams(self.config),
             shards=rules.num_batch_shards(mesh),
             # A layer multiplies a token by about 12 D^2 parameters, and a key takes 2 D products more.
             key_cost=1 / (6 * self.model.model_dim),

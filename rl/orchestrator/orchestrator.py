@@ -227,7 +227,8 @@ class Orchestrator:
         most = {entry.label: entry.max_tokens for entry in env_mix.entries(self._config).values()}
         counts = diagnostics.of_groups(groups, step=step, max_tokens=most)
         counts["batch/num_left_out"] = float(sum(len(e.rollouts) - len(g) for e, g in zip(taken, groups, strict=True)))
-        return training_batch.assemble(step, groups, self._credit, counts | self._take_counts())
+        room = env_mix.max_streams(self._config)
+        return training_batch.assemble(step, groups, self._credit, counts | self._take_counts(), room)
 
     def state(self, step: int) -> dict:
         """Returns the marks against workers at the return of batch `step`, as JSON for `resume`; {} if it is not one of the last two."""
@@ -321,6 +322,7 @@ class Orchestrator:
         open_rows = env_mix.max_rollouts(self._config) * (rl.max_lag + 2)
         open_rows = math.ceil(open_rows * (rl.oversampling + rl.refill))
         open_rows += sum(one.num_tasks * one.samples_per_task for one in sets)
+        open_rows *= env_mix.max_calls(self._config)  # an episode may have a branch for each
         return {"max_rows": 2 * open_rows, "max_tokens": 2 * self._config.train.row_length}
 
     def submit(self, rows: parquet.Rows) -> dict[str, concurrent.futures.Future[str]]:

@@ -262,7 +262,7 @@ SERVER = {"prefill": prefill_program, "decode": decode_program}  # on `server_ax
 def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[packing.TrainBatch, int]:
     """Returns rl/train.py's batch without content, and the number of micro-batches in use if all rollouts are at full length."""
     config = exp.config
-    num_streams = env_mix.max_rollouts(config)
+    num_streams = env_mix.max_streams(config)
     rows_in_use = math.ceil(num_streams / max(config.train.row_length // config.inference.max_model_len, 1))
     return exp.abstract_batch(mesh), math.ceil(rows_in_use / exp.rows(mesh))
 

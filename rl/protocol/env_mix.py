@@ -23,6 +23,7 @@ from sharding.system import cli
 
 MAX_PERIOD = 10_000  # groups after which the order repeats: it is computed at once
 MAX_DENOMINATOR = 10_000  # of a ratio, which may be written as 1 / 3
+BRANCHES = 4  # of an episode, for which a batch has room
 MAX_ENTRIES = 64  # each has metrics of its own
 # {field of an entry: the field of the run whose value it has if it is absent}
 FIELDS = {
@@ -132,6 +133,12 @@ def digest(config) -> str:
 def max_rollouts(config) -> int:
     """Returns the largest number of samples in a batch of a run: those of its `rl.prompts_per_step` groups, whichever they are."""
     return config.rl.prompts_per_step * max_samples(config)
+
+
+def max_streams(config) -> int:
+    """Returns the number of token streams that a batch has room for: an episode of several calls may have BRANCHES on average."""
+    rooms = (entry.samples_per_prompt * min(max(entry.max_calls, 1), BRANCHES) for entry in entries(config).values())
+    return config.rl.prompts_per_step * max(rooms)
 
 
 def max_samples(config) -> int:

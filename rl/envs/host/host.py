@@ -24,6 +24,7 @@ import mmap
 import subprocess
 import tempfile
 import time
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -119,6 +120,11 @@ class Host:
                     is_blamed = isinstance(error, _Hung) or error.current == child.number_of(session)
                     is_suspect = is_blamed or deaths >= MAX_DEATHS
 
+    @property
+    def process_ids(self) -> list[int]:
+        """The process IDs of the children that run."""
+        return [child.process_id for child in self._children if child.process_id]
+
     async def close(self) -> None:
         """Ends all child processes."""
         for child in [*self._children]:
@@ -174,12 +180,17 @@ class _Child:
         config = config | {"current": file.fileno()}
         self._process = limited_process.LimitedProcess(player.COMMAND, config, title=title, remedy=remedy, **options)
         self._inboxes: dict[int, asyncio.Queue[dict | Exception]] = {}
-        self._sessions: dict[session_lib.Session, int] = {}
+        self._sessions: weakref.WeakKeyDictionary[session_lib.Session, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)
         self._death: _Died | None = None
         self._has_grown = self.is_closed = False
         self._heard_s = time.monotonic()
         self._tasks: list[asyncio.Task] = []
+
+    @property
+    def process_id(self) -> int:
+        """The ID of the process, 0 if it does not run."""
+        return self._process.process.pid if self._process.process else 0
 
     @property
     def num_episodes(self) -> int:

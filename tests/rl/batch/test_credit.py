@@ -157,6 +157,23 @@ def test_a_turn_is_compared_with_the_same_turn_of_others(share_prompts):
         rule.assign(GROUPS)
 
 
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_streams_beyond_the_room_of_a_batch_are_left_out(share_prompts):
+    """An episode may have more branches than anyone expected, which must not end the run."""
+    groups, rule = (
+        [[dataclasses.replace(one, step=1, task=None) for one in g] for g in GROUPS],
+        credit.Credit(share_prompts=share_prompts),
+    )
+    whole = training_batch.assemble(1, groups, rule, {"a": 1.0})
+    number = sum(len(tree.branches) for tree in whole.trees)
+    assert number > 3 and "batch/num_streams_left_out" not in whole.metrics
+    for room in range(1, number + 1):
+        cut = training_batch.assemble(1, groups, rule, {"a": 1.0}, room)
+        assert {*trained(cut.trees)} <= {*trained(whole.trees)}
+        assert sum(len(tree.branches) for tree in cut.trees) == room
+        assert cut.metrics.get("batch/num_streams_left_out", 0) == number - room and cut.metrics["a"] == 1.0
+
+
 def test_averages_are_taken_over_what_trains():
     """ "samples": each sample weighs N / (samples * length), without the flat groups."""
     trees, _ = credit.Credit("group_mean", average="samples").assign(GROUPS)
