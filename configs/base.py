@@ -216,6 +216,9 @@ def get_config() -> config_dict.ConfigDict:
     tr.min_stake = 1
     tr.work_bits = 24  # 2^24 hashes: half a minute of one CPU core in Python, milliseconds on a GPU
     tr.pin_versions = "strangers"  # whose leases fix one policy version: or "all", "none"
+    # The most that an environment with episodes may depend on if workers of strangers run it (`kind` in docs/environments.md): "pure", "replayed",
+    # or "recorded": then no validator repeats its episodes, and their prompts and rewards are not verified.
+    tr.environments = "replayed"
     tr.sandbox = "auto"  # scorers run without files and network; "require": refuse a machine that cannot; "off"
     # JSON file of `python -m rl.validator calibrate`, or a name in configs/bands; "auto": the one there for dense or MoE models
     # ("mixture") in model.dtype; "": the limits above, and no sequential tests of replays.

@@ -227,6 +227,7 @@ def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -
         ("topology.mode", config.topology.mode, ("auto", "local", "colocated", "remote")),
         ("broadcast.dtype", config.broadcast.dtype, ("", "float32", "bfloat16")),
         ("trust.device", config.trust.device, ("auto", "accelerator", "cpu")),
+        ("trust.environments", config.trust.environments, envs.environment.KINDS),
         ("trust.admission", config.trust.admission, ("", "open", "invited", "stake", "work")),
         ("trust.pin_versions", config.trust.pin_versions, ("strangers", "all", "none")),
     ):

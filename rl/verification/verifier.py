@@ -239,9 +239,10 @@ def rules_of(
     sandbox = config.trust.sandbox
     own = {"sandbox": sandbox, "on_error": on_error, "digest": config.env.digest}
     if env.play is not None:
-        replay = _replayer(config, env, tokenizer, name, options, own, stack)
+        check_kind(config, env)
+        replay = _replayer(config, env, tokenizer, name, options, own, stack) if env.kind != "recorded" else None
     else:
-        replay, scores = None, scorer.Scorer(name, options, config.seed, **limits, **own)
+        scores = scorer.Scorer(name, options, config.seed, **limits, **own)
         if stack is not None:
             stack.callback(scores.close)
 
@@ -259,9 +260,23 @@ def rules_of(
         rules_lib.Rules.of(config, run),
         stop_ids=tuple(tokenizer.stop_ids),
         held_out=functools.lru_cache(4)(lambda version: task_schedule.held_out_groups(config, version)),
-        max_turns=config.env.max_calls if replay else 1,
-        **({"replay": replay} if replay else {"prompt": lambda group: task(group)[1], "score": score}),
+        **(
+            {"prompt": lambda group: task(group)[1], "score": score, "max_turns": 1}
+            if env.score
+            else {"replay": replay}
+        ),
     )
+
+
+def check_kind(config, env: environment.Environment) -> None:
+    """Raises ValueError if strangers may work for a run whose environment depends on more than `trust.environments` allows."""
+    admission = config.trust.admission or ("invited" if config.topology.workers else "open")
+    has_strangers = config.topology.mode == "remote" and admission != "invited"
+    kinds, allowed = environment.KINDS, config.trust.environments
+    if has_strangers and kinds.index(env.kind) > kinds.index(allowed):
+        found = f"environment {env.name} is of kind {env.kind!r}, and trust.environments = {allowed!r}"
+        remedy = f"set it to {env.kind!r}, or trust.admission = 'invited'"
+        raise ValueError(f"{found} is the most that workers of strangers may run; {remedy}")
 
 
 def _replayer(config, env: environment.Environment, tokenizer, name: str, options: dict, own: dict, stack) -> Callable:

@@ -62,7 +62,7 @@ def orders(*, kind: str = "pure", seed: int = 0) -> environment.Environment:
             if order == "hoard":
                 held = []
                 while True:
-                    held.append(bytearray(2**28))
+                    held.append(bytes(2**28))
             if order == "fork":
                 os.fork()
             if order == "end":

@@ -216,3 +216,30 @@ def test_a_run_of_one_turn_allows_one_call():
     c = base.get_config()
     c.env.max_calls = 9
     assert experiment.resolve(c).config.env.max_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("recorded", {}, ""),  # the run's own workers
+        (
+            "recorded",
+            {"topology.mode": "remote"},
+            "is of kind 'recorded', and trust.environments = 'replayed' is the most",
+        ),
+        ("recorded", {"topology.mode": "remote", "trust.admission": "invited"}, ""),
+        ("recorded", {"topology.mode": "remote", "trust.environments": "recorded"}, ""),
+        (
+            "replayed",
+            {"topology.mode": "remote", "trust.environments": "pure"},
+            "set it to 'replayed', or trust.admission",
+        ),
+        ("pure", {"topology.mode": "remote", "trust.environments": "pure"}, ""),
+    ],
+)
+def test_strangers_may_run_environments_of_the_kinds_that_the_config_allows(kind, changes, words):
+    c = base.get_config()
+    c.update_from_flattened_dict(changes)
+    env = turn_envs.orders(kind=kind)
+    with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
+        verifier.check_kind(c, env)
