@@ -2,7 +2,7 @@
 
 1. `Host.play` sends an episode to the child (rl/envs/host/player.py), which asks for messages. A `Session` of the parent answers: in a worker
    from inference servers, in a validator from a tape. So the child has no network, and knows nothing of tokens.
-2. A step of an episode has `limit_s` CPU seconds, and a turn CLOCK_FACTOR times that by the clock. A child that ends, or whose event loop
+2. A step of an episode has `limit_s` CPU seconds, and a turn CLOCK_FACTOR times that by the clock, or more with tools. A child that ends, or whose event loop
    does not turn, has left the number of the episode that ran. All its episodes run again, from their recorded calls.
 3. That one runs alone. If it ends its child again, or waits for too long again, it gets `FAILED` scores, as does a program that raises.
    A worker and a validator give it the same scores.
@@ -21,6 +21,7 @@ import functools
 import itertools
 import json
 import mmap
+import signal
 import subprocess
 import tempfile
 import time
@@ -39,6 +40,7 @@ FAILED = {"reward": 0.0, "error": 1.0}  # scores of an episode whose program rai
 MAX_DEATHS = 3  # of children with an episode that is not blamed, until it runs alone
 MAX_ALONE = 2  # children for episodes that run alone, at the same time
 REQUESTS_PER_CALL, MORE_REQUESTS = 4, 64  # an episode may ask so often for a message, recorded ones included
+TOOL_PATIENCE = 10  # times as long may a turn take by the clock if it may run processes, which have limits of their own
 EXIT_S = 2.0  # for a process that closed its pipe to end
 MALFORMED = "its process sent a malformed message"  # foreign code may have taken it over
 CROWD = 16  # episodes of a child, for each of which a turn may take once more the time by the clock
@@ -72,7 +74,7 @@ class Host:
     Args:
       name, options, seed, sandbox, on_error, digest: as for `rl.envs.scoring.scorer.Scorer`.
       kind: of the environment, one of `environment.KINDS`.
-      limit_s: CPU seconds for one step of an episode; up to 1 s more may pass.
+      limit_s: CPU seconds for one step of an episode. Programs of the model have limits in proportion (rl/envs/sandbox/limits.py).
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Host:
         with contextlib.suppress(ValueError):  # which the child reports
             name, options = catalog.locate(name, options)  # a child has another current directory
         self.limit_s, self._on_error, self._name = limit_s, on_error, name
+        self._patience = 1 if kind == "pure" else TOOL_PATIENCE
         self.counts: collections.Counter[str] = (
             collections.Counter()
         )  # episodes that failed, by the kind of their error
@@ -131,7 +134,7 @@ class Host:
             await child.close()
 
     def _wall_s(self, child: "_Child") -> float:
-        return scorer.CLOCK_FACTOR * self.limit_s * (1 + child.num_episodes / CROWD)
+        return scorer.CLOCK_FACTOR * self.limit_s * self._patience * (1 + child.num_episodes / CROWD)
 
     def _failed(self, found: Played, error: str) -> Played:
         kind = error.partition(":")[0]
@@ -234,6 +237,7 @@ class _Child:
                 if (played := _read_played(message)) is None:
                     raise self._killed(number, MALFORMED)
                 session.cpu_s = max(session.cpu_s, played.cpu_s)
+                session.has_slow_tool |= bool(message.get("slow_tool"))
                 return played
         finally:
             del self._inboxes[number]
@@ -265,6 +269,7 @@ class _Child:
             self._killed(message["call"][0], MALFORMED)
             return
         session.cpu_s = max(session.cpu_s, float(message["cpu_s"]))
+        session.has_slow_tool |= bool(message.get("slow_tool"))
         try:
             reply |= dataclasses.asdict(await session.chat(**call))
         except episode.BudgetSpent as error:
@@ -316,7 +321,7 @@ class _Child:
             if self._tasks:
                 self._writer.transport.abort()
             self._process.end()
-            if self._process.status in limited_process.TIMEOUTS and self._process.status is not None:
+            if self._process.status in (-signal.SIGPROF, -signal.SIGXCPU):
                 reason = "it takes too much time: its process exceeded its CPU time"
             elif self._process.status == limited_process.OUT_OF_MEMORY:
                 reason = "it takes too much memory"

@@ -5,7 +5,8 @@
 2. Lines of JSON with the parent: {"run": id, ...} begins an episode, {"call": [id, n], ...} asks for a message, {"reply": [id, n], ...} has it,
    {"done": id, "scores": ...} or {"failed": id, "error": ...} ends the episode, {"cancel": id} drops it.
 3. Before each step of an episode, its CPU time is limited, and its number is stored in a file that the parent reads if this process
-   ends: so one episode is blamed, and not the others. `beat` lines show that the event loop turns.
+   ends: so one episode is blamed, and not the others. A timer is the limit, because processes that the environment starts do not inherit
+   it, as they do RLIMIT_CPU. `beat` lines show that the event loop turns.
 """
 
 import asyncio
@@ -15,10 +16,10 @@ import contextvars
 import dataclasses
 import functools
 import json
-import math
 import mmap
 import os
 import selectors
+import signal
 import struct
 import sys
 import time
@@ -26,6 +27,7 @@ from typing import Any
 
 from rl.envs.catalog import catalog
 from rl.envs.interface import environment, episode, scripted_model
+from rl.envs.sandbox import limits as limits_lib
 from rl.envs.scoring import scorer
 from rl.protocol import user_code
 from sharding.system import limited_process
@@ -47,6 +49,7 @@ class _Playing:
     max_requests: int
     write: collections.abc.Callable[[dict], None]
     max_cpu_s: float = 0.0  # of a step
+    times: limits_lib.Times = dataclasses.field(default_factory=limits_lib.Times)  # of code that the model wrote
     task: asyncio.Task | None = None
     num_requests: int = 0
     waiting: dict[int, asyncio.Future] = dataclasses.field(default_factory=dict)
@@ -64,7 +67,7 @@ class _Playing:
             "trains": trains,
         }
         at = self.num_requests
-        self.write({"call": [self.number, at], "overlaps": bool(self.waiting), "cpu_s": self.max_cpu_s, **call})
+        self.write({"call": [self.number, at], "overlaps": bool(self.waiting), **self.measured(), **call})
         self.waiting[at] = asyncio.get_running_loop().create_future()
         try:
             reply = await self.waiting[at]
@@ -76,6 +79,10 @@ class _Playing:
             raise ValueError(reply["invalid"])
         return episode.Reply(*(reply[field.name] for field in dataclasses.fields(episode.Reply)))
 
+    def measured(self) -> dict:
+        """Returns the fields of a message that show how slow the episode is."""
+        return {"cpu_s": self.max_cpu_s, "slow_tool": self.times.is_slow}
+
 
 class _Steps(collections.abc.Coroutine):
     """A coroutine of an episode, each step of which is limited and attributed."""
@@ -85,13 +92,13 @@ class _Steps(collections.abc.Coroutine):
 
     def _step(self, step: functools.partial) -> Any:
         begun_s = time.process_time()
-        limited_process.limit_cpu(math.ceil(begun_s + self._limit_s))
+        signal.setitimer(signal.ITIMER_PROF, self._limit_s)
         CURRENT.pack_into(self._current, 0, self._playing.number)
         try:
             return step()
         finally:
             CURRENT.pack_into(self._current, 0, 0)
-            limited_process.limit_cpu(None)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             self._playing.max_cpu_s = max(self._playing.max_cpu_s, time.process_time() - begun_s)
 
     def send(self, value):
@@ -178,7 +185,8 @@ class _Player:
         assert self._env.play is not None
         try:
             task = self._make_task(message["index"], message["split"])
-            scores, error = scorer.numbers(await self._env.play(task, playing)), ""
+            with limits_lib.measured() as playing.times:
+                scores, error = scorer.numbers(await self._env.play(task, playing)), ""
         except MemoryError:  # others may hold the memory, but this one asked for more
             CURRENT.pack_into(self._current, 0, playing.number)
             self._end(limited_process.OUT_OF_MEMORY)
@@ -191,7 +199,7 @@ class _Player:
         outcome = (
             {"failed": playing.number, "error": error} if scores is None else {"done": playing.number, "scores": scores}
         )
-        playing.write({**outcome, "cpu_s": playing.max_cpu_s})
+        playing.write(outcome | playing.measured())
 
 
 def main(config_json: str) -> int:
@@ -227,6 +235,7 @@ def main(config_json: str) -> int:
     ready = limited_process.enter(config, load, rehearse, **options)
     if ready is None:
         return 1
+    limits_lib.set_factor(config["limit_s"] / scorer.LIMIT_S)
     player = _Player(made[0], current, config["limit_s"])
     loop.set_task_factory(player.make)
     status = loop.run_until_complete(player.serve(ready))

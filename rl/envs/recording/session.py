@@ -147,6 +147,9 @@ class Session:
         )
         self.num_tokens = 0  # sampled
         self.cpu_s = 0.0  # of the slowest step of the program, as its host has reported so far
+        self.has_slow_tool = (
+            False  # True once another machine may have ended a tool that this one did not, or the reverse
+        )
         self._calls: dict[Key, asyncio.Future[sample_lib.Sample]] = {}
         self._asked: set[Key] = set()  # since the program began, or began again
         self._num_running = 0
