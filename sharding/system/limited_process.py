@@ -45,6 +45,7 @@ class LimitedProcess:
       title, remedy: parts of the error message if it does not start.
       sandbox_mode: one of `sandbox.MODES`. "require" raises ValueError if the sandbox is not complete; "auto" prints the rights that stay, once.
       pass_fds: further file descriptors for the child.
+      may_start_processes: the child keeps its rights on files, network, and processes, and still sees few environment variables.
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class LimitedProcess:
         remedy: str,
         sandbox_mode: str = "auto",
         pass_fds: Sequence[int] = (),
+        may_start_processes: bool = False,
     ):
         if sandbox_mode not in sandbox.MODES:
             raise ValueError(f"trust.sandbox = {sandbox_mode!r} is not a mode; use one of {', '.join(sandbox.MODES)}")
-        if sandbox_mode == "require":
+        if sandbox_mode == "require" and not may_start_processes:
             _require(sandbox.missing(), title)
         self._command, self._config, self._title, self._remedy = command, config, title, remedy
-        self._mode, self._pass_fds = sandbox_mode, pass_fds
+        self._mode, self._pass_fds, self._is_free = sandbox_mode, pass_fds, may_start_processes
         self.process: subprocess.Popen | None = None
         self.status: int | None = None  # of the process that `end` ended; None if it was still running
 
@@ -89,7 +91,8 @@ class LimitedProcess:
     def _start(self) -> None:
         self._pipe, far_end = socket.socketpair()
         with far_end:
-            config = self._config | {"pipe": far_end.fileno(), "sandbox": self._mode != "off"}
+            is_sandboxed = self._mode != "off" and not self._is_free
+            config = self._config | {"pipe": far_end.fileno(), "sandbox": is_sandboxed}
             command = [sys.executable, *self._command, json.dumps(config)]
             # Standard input is empty, and printed text goes to standard error.
             files = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [far_end.fileno(), *self._pass_fds]}
@@ -102,7 +105,7 @@ class LimitedProcess:
             self.end()
             reason = reply.get("error", "its process ended or took too long; its standard error may have the reason")
             raise ValueError(f"{self._title} did not start: {reason}; {self._remedy}")
-        if self._mode == "require":
+        if self._mode == "require" and not self._is_free:
             _require(reply["lacks"], self._title)
         _warn(tuple(reply["lacks"]))
 

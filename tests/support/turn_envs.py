@@ -5,6 +5,7 @@ import os
 import time
 
 from rl.envs.interface import environment, episode
+from rl.envs.sandbox import pool
 
 LETTERS = "abcd"
 
@@ -63,6 +64,10 @@ def orders(*, kind: str = "pure", seed: int = 0) -> environment.Environment:
                 held = []
                 while True:
                     held.append(bytes(2**28))
+            if order == "busy":
+                until_s = time.process_time() + 0.4
+                while time.process_time() < until_s:
+                    pass
             if order == "fork":
                 os.fork()
             if order == "end":
@@ -94,6 +99,24 @@ def talk(*, seed: int = 0) -> environment.Environment:
         return {"reward": _sum(texts) / 100, "judged": float(_sum([judged.text])), **parts}
 
     return environment.Environment("talk", make_task, play=play)
+
+
+def programs(*, kind: str = "replayed", seed: int = 0) -> environment.Environment:
+    """Builds an environment that runs each of two replies as a Python program in a sandbox, and answers with its output."""
+
+    def make_task(index: int, split: str) -> environment.Task:
+        return environment.Task("programs", index, split, ({"role": "user", "content": f"{index}"},), answer="")
+
+    async def play(task, model):
+        messages, outputs = [*task.messages], []
+        for _ in range(2):
+            reply = await model.chat(messages)
+            result = await pool.shared().run(reply.text)
+            outputs.append(result.stdout)
+            messages += [reply.message, {"role": "tool", "tool_call_id": "a", "content": result.stdout}]
+        return {"reward": float(outputs[0] == outputs[1]), "length": float(sum(map(len, outputs)))}
+
+    return environment.Environment("programs", make_task, play=play, kind=kind)
 
 
 def _sum(texts) -> int:

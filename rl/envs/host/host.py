@@ -98,8 +98,9 @@ class Host:
         )  # episodes that failed, by the kind of their error
         config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s, "digest": digest}
         title, remedy = f"the host of environment {name}", "fix the environment or env.options"
-        mode = sandbox if kind == "pure" else "off"
-        self._make = functools.partial(_Child, config, title=title, remedy=remedy, mode=mode)
+        # An environment of kind "recorded" may need keys and proxies in its environment variables.
+        options = {"sandbox_mode": "off" if kind == "recorded" else sandbox, "may_start_processes": kind != "pure"}
+        self._make = functools.partial(_Child, config, title=title, remedy=remedy, **options)
         self._shared: _Child | None = None
         self._children: set[_Child] = set()
         self._lock, self._alone = asyncio.Lock(), asyncio.Semaphore(MAX_ALONE)
@@ -175,13 +176,13 @@ class Host:
 class _Child:
     """A child process and its episodes."""
 
-    def __init__(self, config: dict, *, title: str, remedy: str, mode: str):
+    def __init__(self, config: dict, **options):
         file = tempfile.TemporaryFile()  # closed with the child
         file.truncate(player.CURRENT.size)
         self._current, self._file = mmap.mmap(file.fileno(), player.CURRENT.size), file
-        options = {"sandbox_mode": mode, "pass_fds": [file.fileno()]}
         config = config | {"current": file.fileno()}
-        self._process = limited_process.LimitedProcess(player.COMMAND, config, title=title, remedy=remedy, **options)
+        fds = [file.fileno()]
+        self._process = limited_process.LimitedProcess(player.COMMAND, config, pass_fds=fds, **options)
         self._inboxes: dict[int, asyncio.Queue[dict | Exception]] = {}
         self._sessions: weakref.WeakKeyDictionary[session_lib.Session, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count(1)

@@ -49,6 +49,7 @@ class _Playing:
     max_requests: int
     write: collections.abc.Callable[[dict], None]
     max_cpu_s: float = 0.0  # of a step
+    begun_s: float | None = None  # CPU seconds of this process when the step that runs began
     times: limits_lib.Times = dataclasses.field(default_factory=limits_lib.Times)  # of code that the model wrote
     task: asyncio.Task | None = None
     num_requests: int = 0
@@ -80,7 +81,9 @@ class _Playing:
         return episode.Reply(*(reply[field.name] for field in dataclasses.fields(episode.Reply)))
 
     def measured(self) -> dict:
-        """Returns the fields of a message that show how slow the episode is."""
+        """Returns the fields of a message that show how slow the episode is, the step that runs included."""
+        if self.begun_s is not None:
+            self.max_cpu_s = max(self.max_cpu_s, time.process_time() - self.begun_s)
         return {"cpu_s": self.max_cpu_s, "slow_tool": self.times.is_slow}
 
 
@@ -91,7 +94,7 @@ class _Steps(collections.abc.Coroutine):
         self._coroutine, self._playing, self._current, self._limit_s = coroutine, playing, current, limit_s
 
     def _step(self, step: functools.partial) -> Any:
-        begun_s = time.process_time()
+        self._playing.begun_s = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, self._limit_s)
         CURRENT.pack_into(self._current, 0, self._playing.number)
         try:
@@ -99,7 +102,8 @@ class _Steps(collections.abc.Coroutine):
         finally:
             CURRENT.pack_into(self._current, 0, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            self._playing.max_cpu_s = max(self._playing.max_cpu_s, time.process_time() - begun_s)
+            self._playing.measured()
+            self._playing.begun_s = None
 
     def send(self, value):
         """Runs the coroutine up to its next wait."""

@@ -19,10 +19,12 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.swarm import sample as sample_lib
 from rl.envs.host import group as group_lib
 from rl.envs.host import host as host_lib
+from rl.envs.recording import rollouts as rollouts_lib
 from rl.envs.recording import session as session_lib
 from rl.experiment import experiment
 from rl.protocol import task_schedule
-from rl.verification import checks, verifier
+from rl.verification import checks, episodes, verifier
+from tests.support import episodes as episodes_lib
 from tests.support import tiny, turn_envs
 
 KEY = rollout_lib.WorkerKey(rollout_lib.ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
@@ -243,3 +245,32 @@ def test_strangers_may_run_environments_of_the_kinds_that_the_config_allows(kind
     env = turn_envs.orders(kind=kind)
     with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
         verifier.check_kind(c, env)
+
+
+@pytest.mark.parametrize(("order", "reason"), [("busy", "ok"), ("on", "environment")])
+def test_a_slow_episode_may_have_failed_on_a_worker(order, reason):
+    """A worker ended the episode after its second reply: at its limit, which a step of 0.4 CPU seconds may exceed there, or at will."""
+    texts = iter(["on", order])
+
+    async def backend(call):
+        return episodes_lib.sample([*episodes_lib.TOKENIZER.encode(next(texts)), episodes_lib.TOKENIZER.eos_id])
+
+    session = episodes_lib.session(episodes_lib.Backend())
+    session._backend = backend
+
+    async def two_calls():
+        messages = [{"role": "user", "content": "0"}]
+        for _ in range(2):
+            messages += [(await session.chat(messages)).message, {"role": "user", "content": "on"}]
+
+    asyncio.run(two_calls())
+    origin = rollouts_lib.Origin(rollout_lib.TaskRef("orders", 0, 0, 0), 1, 1.0)
+    claimed = rollouts_lib.of_episode(session, origin, host_lib.FAILED)
+    host = host_lib.Host(f"{turn_envs.__file__}:orders", {}, 0, kind="pure", limit_s=5)
+    stops = episodes_lib.TOKENIZER.stop_ids
+    with contextlib.closing(
+        episodes.Episodes(host, episodes_lib.TOKENIZER, episodes_lib.LIMITS, "keep", stops)
+    ) as checker:
+        group = task_schedule.Group(1, 0, "train", 0, seed=7, num_samples=1, temperature=1.0, min_version=0)
+        [found] = checker.replay(group, [claimed])
+    assert checks._reward(claimed[0], found).reason == reason

@@ -8,11 +8,14 @@ import time
 
 import pytest
 
+from inference.rollouts import rollout as rollout_lib
 from rl.envs.host import host as host_lib
+from rl.envs.recording import rollouts, tape
 from rl.envs.recording import session as session_lib
+from rl.envs.sandbox import backend
 from tests.support import episodes, turn_envs
 
-LETTERS, ORDERS = (f"{turn_envs.__file__}:{name}" for name in ("letters", "orders"))
+LETTERS, ORDERS, PROGRAMS = (f"{turn_envs.__file__}:{name}" for name in ("letters", "orders", "programs"))
 
 
 @contextlib.asynccontextmanager
@@ -93,6 +96,31 @@ def test_a_fault_costs_only_its_own_episode(faults, monkeypatch):
             assert [one.scores for one in found[len(faults) :]] == [{"reward": 1.0, "turns": 3.0}] * 8
             assert [len(one._backend.calls) for one in runs] == [3] * len(faults) + [4] * 8
             assert not any(one.unused() for one in runs) and host.counts.total() == len(faults)
+
+    asyncio.run(run())
+
+
+def test_an_environment_may_run_programs_in_sandboxes_and_sees_no_secrets(monkeypatch):
+    """Their output is in the next prompt: a replay that gets the same one accepts it."""
+    try:
+        backend.find()
+    except ValueError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("INTELLAX_API_KEY", "secret")
+    look = "import os\nprint(os.environ.get('INTELLAX_API_KEY'), 6 * 7)"
+
+    async def run():
+        async with hosting(PROGRAMS, kind="replayed") as host:
+            one = session(look, "print(None, 42)")
+            found = await host.play(one, 0, "train")
+            assert found.scores == {"reward": 1.0, "length": 16.0}, found
+            assert "None 42" in episodes.TOKENIZER.decode(one.streams[0].tokens.tolist())
+            origin = rollouts.Origin(rollout_lib.TaskRef("programs", 0, 0, 0), 1, 1.0)
+            taped = tape.of_rollouts(rollouts.of_episode(one, origin, found.scores), episodes.TOKENIZER.stop_ids)
+            again = session_lib.Session(episodes.TOKENIZER, None, episodes.LIMITS, seed=7, sample=0, tape=taped)
+            assert (await host.play(again, 0, "train")).scores == found.scores and not again.unused()
+            with open(f"/proc/{host.process_ids[0]}/environ") as file:
+                assert "secret" not in file.read()
 
     asyncio.run(run())
 
