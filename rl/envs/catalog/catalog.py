@@ -18,6 +18,7 @@ from rl.data import sources
 from rl.envs.interface import environment
 from rl.envs.native import dataset, gsm8k, logic, math_problems, proof, reasoning, reverse_text, rewards
 from rl.envs.native.games import user_sim, wordle
+from rl.envs.native.programs import coding, python_tool, rlm, speedrun, swe_toy
 from rl.envs.native.retrieval import folding, search
 from rl.envs.packages import package as package_lib
 from rl.protocol import env_mix, user_code
@@ -36,10 +37,16 @@ ENVS: dict[str, Callable[..., environment.Environment]] = {
     "math": math_problems.build,
     "proof": proof.build,
     "user_sim": user_sim.build,
+    "code": coding.build,
+    "python_tool": python_tool.build,
+    "swe_toy": swe_toy.build,
+    "rlm": rlm.build,
+    "speedrun": speedrun.build,
     **package_lib.BUILDERS,
 }
 # {name: function from `path` to the {name: file} that its environment reads}; of other environments, all files count.
 FILES = {"dataset": sources.files, "math": sources.files, "gsm8k": gsm8k.files, "search": search.files}
+FILES |= {"code": coding.files, "python_tool": python_tool.files}
 ONE_TURN = ("reverse_text", "gsm8k", "dataset", "reasoning_gym")  # which need not be built to know that
 OURS = ("rl.envs.", "rl.data.")  # modules that a digest covers
 GROUP = "intellax.environments"  # of entry points

@@ -23,15 +23,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rl.envs.sandbox import cell as cell_lib
+from rl.envs.sandbox import inside, program
 from rl.envs.sandbox import limits as limits_lib
 from sharding.system import sandbox
 
 NAMES = ("bubblewrap", "landlock")
-FILES = [  # inside.py and its arguments
-    str(pathlib.Path(__file__).with_name("inside.py")),
-    str(sandbox.__file__),
-    str(pathlib.Path(__file__).with_name("program.py")),
-]
+FILES = [str(module.__file__) for module in (inside, sandbox, program)]  # a script and its arguments
 MARGIN_TASKS = 256  # of the same user, which may start during a program if they are counted together
 FIRST_UID = 0x70000000
 PROBE = limits_lib.Limits(memory_bytes=2**28)

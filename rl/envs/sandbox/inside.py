@@ -35,6 +35,9 @@ _READ_ALL = 2  # CAP_DAC_READ_SEARCH
 def main(sandbox_path: str, program_path: str, config_text: str) -> None:
     """Serves requests until standard input ends, and ends the process. `config_text` is JSON from backend.py."""
     config = json.loads(config_text)
+    for kind in (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_FSIZE):  # of the parent, for its own work
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (hard, hard))
     host = socket.socket(fileno=os.dup(0))
     devnull = os.open(os.devnull, os.O_RDWR)
     os.dup2(devnull, 0)

@@ -60,9 +60,16 @@ class Result:
 
 @dataclasses.dataclass
 class Times:
-    """Collects the times of programs during `measured`. `is_slow`: another machine may have ended one of them, or may not have."""
+    """Collects the times of programs during `measured`."""
 
-    is_slow: bool = False
+    largest: float = (
+        0.0  # CPU time of a program as a part of a worker's limit; 1 or more: it was ended, or would be on a worker
+    )
+
+    @property
+    def is_slow(self) -> bool:
+        """True if another machine may have ended one of the programs, or may not have."""
+        return self.largest >= 1 / SPREAD
 
 
 _FACTOR = [1.0]
@@ -93,5 +100,5 @@ def measured() -> Iterator[Times]:
 def note(result: Result, limits: Limits) -> None:
     """Records the time of a program for `measured`."""
     times = _TIMES.get()
-    if times is not None and (result.timed_out or result.cpu_s >= limits.cpu_s / SPREAD):
-        times.is_slow = True
+    if times is not None:
+        times.largest = max(times.largest, 1.0 if result.timed_out else 0.0, result.cpu_s / limits.cpu_s)

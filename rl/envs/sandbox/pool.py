@@ -123,7 +123,12 @@ class Session:
     def __init__(self, pool: Pool, request: dict, functions: dict[str, Function]):
         self._pool, self._request, self._functions = pool, request, functions
         self._cell: cell_lib.Cell | None = None
-        self._is_open = False
+        self._is_open = self._has_turn = False
+
+    @property
+    def is_open(self) -> bool:
+        """True if the next command finds the variables of earlier ones."""
+        return self._is_open
 
     async def execute(self, code: str) -> limits_lib.Result:
         """Runs a command, with all variables of earlier ones, and prints the value of its last expression.
@@ -131,14 +136,18 @@ class Session:
         A command that is ended at a limit, or ends the process, ends the session: the next one begins with new variables. Files stay
         until `close`, unless the sandbox itself was lost.
         """
+        self._turn = self._pool._turn()
+        await self._turn.acquire()
+        self._has_turn = True
         try:
-            async with self._pool._turn():
-                if not self._is_open and (reply := await self._open()):
-                    return reply
-                reply = await self._send({"do": "execute", "code": code})
+            if not self._is_open and (failed := await self._open()):
+                return failed
+            reply = await self._send({"do": "execute", "code": code})
         except cell_lib.CellEnded:
             self._cell, self._is_open = None, False
             return _result({"stopped": "lost"}, self._pool.limits)
+        finally:
+            self._give_turn()
         self._is_open = reply["is_alive"]
         return _result(reply, self._pool.limits, has_addresses=True)
 
@@ -168,13 +177,22 @@ class Session:
         return await self._pool._exchange(self._cell, request, self._answer)
 
     async def _answer(self, name: str, arguments: list) -> dict:
-        """Calls a function for the code of the session."""
+        """Calls a function for the code of the session. Other programs may run meanwhile, also those that the function waits for."""
         if name not in self._functions:
-            return {"error": f"there is no function {name!r}"}
+            return {"error": f"function {name!r} does not exist"}
+        self._give_turn()
         try:
-            return {"result": await self._functions[name](*arguments)}
+            found = {"result": await self._functions[name](*arguments)}
         except (ValueError, TypeError) as error:  # of the arguments, which the model chose
-            return {"error": str(error)}
+            found = {"error": str(error)}
+        await self._turn.acquire()
+        self._has_turn = True
+        return found
+
+    def _give_turn(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            self._turn.release()
 
 
 @functools.cache

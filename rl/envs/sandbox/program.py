@@ -160,7 +160,7 @@ def _run(code: str, name: str, namespace: dict, shows: bool) -> int:
         return 0
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
-            return (ended.code or 0) & 0xFF
+            return (ended.code or 0) & 0xFF or int(shows)  # a command that exits is not a command that succeeds
         print(ended.code, file=sys.stderr)
         return 1
     except BaseException as error:

@@ -24,6 +24,13 @@ CASES = {
     "search, text": ("search", {"protocol": "text", "distractors": False, "results": 1, "system_prompt": ""}, 1.0, 0.0),
     "user_sim": ("user_sim", {}, 1.0, 0.0),
     "user_sim, model": ("user_sim", {"user": "model"}, 1.0, 0.0),
+    "code": ("code", {"tests": 3}, 1.0, 0.0),
+    "python_tool": ("python_tool", {}, 1.0, 0.0),
+    "python_tool, text": ("python_tool", {"protocol": "text", "system_prompt": "", "turns": 3}, 1.0, 0.0),
+    "swe_toy": ("swe_toy", {"protocol": "text", "turns": 4}, 1.0, 0.0),
+    "rlm": ("rlm", {"lines": 40, "turns": 2}, 1.0, 0.0),
+    "rlm, small": ("rlm", {"kind": "needle", "lines": 8, "words": 8, "system_prompt": "", "turns": 2}, 1.0, 0.0),
+    "speedrun": ("speedrun", {}, 1.0, 0.0),
     "folding": ("folding", {"pages": 2, "entries": 3, "system_prompt": ""}, 1.0, 0.0),
 }
 ONE_PROMPT = ("wordle",)  # whose secret may contain words of the rules

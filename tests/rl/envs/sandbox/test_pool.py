@@ -245,6 +245,23 @@ def test_the_time_of_functions_does_not_count(backend):
     pool.close()
 
 
+def test_sessions_that_wait_for_sessions_do_not_block_each_other(backend):
+    pool = pool_lib.Pool(backend=backend, num_running=1)
+
+    async def inner(text):
+        async with pool.session() as session:
+            return (await session.execute(f"{text!r} * 2")).stdout.strip()
+
+    async def run():
+        sessions = [pool.session(functions={"inner": inner}) for _ in range(3)]
+        found = await asyncio.gather(*(session.execute("inner('a')") for session in sessions))
+        await asyncio.gather(*(session.close() for session in sessions))
+        return [result.stdout for result in found]
+
+    assert asyncio.run(run()) == ["\"'aa'\"\n"] * 3
+    pool.close()
+
+
 def test_a_session_starts_anew_after_a_limit_or_an_exit(pool):
     results = in_session(
         pool,

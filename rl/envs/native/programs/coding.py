@@ -1,0 +1,103 @@
+"""The environment "code": the model writes a program, and hidden tests run it in a sandbox.
+
+1. A task is a row of a JSONL file, {"prompt": ..., "tests": [...], "solution": ...}, or is generated (code_tasks.py). grading.py has the
+   forms of tests. The solution is optional.
+2. The program is the last block of Python in the message. At most `tests` of a row's tests run, each for `test_s` CPU seconds on a worker
+   and five times as many on a validator.
+3. The reward is 1 if all pass; with reward="fraction", the fraction that passes. Without a block it is 0.
+
+The tests are never in the prompt. Held-out tasks are those whose prompt has the hash 0 modulo 16.
+"""
+
+import json
+import pathlib
+import random
+
+from rl.envs.interface import environment, episode
+from rl.envs.native.programs import blocks, code_tasks, grading
+from rl.envs.sandbox import limits as limits_lib
+from rl.envs.sandbox import pool as pool_lib
+
+INSTRUCTION = "Solve the task in Python. End with one block of code, between ```python and ```."
+REWARDS = ("all", "fraction")
+OUTPUT_BYTES = 2**16  # of a program; more is wrong
+
+
+def build(
+    *,
+    path: str = "",
+    tests: int = 15,
+    test_s: float = 1.0,
+    reward: str = "all",
+    memory_mb: int = 512,
+    system_prompt: str = INSTRUCTION,
+    seed: int = 0,
+) -> environment.Environment:
+    """Builds the environment. `path`: a JSONL file of tasks; "": generated ones.
+
+    Raises ValueError for a malformed file, options out of range, and a machine where no sandbox works.
+    """
+    if reward not in REWARDS or tests < 1:
+        raise ValueError(f"reward={reward!r}, tests={tests}; choose one of {', '.join(REWARDS)}, and at least 1 test")
+    limits = limits_lib.Limits(cpu_s=test_s, memory_bytes=memory_mb * 2**20, output_bytes=OUTPUT_BYTES)
+    pool = pool_lib.shared(limits)
+    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
+    rows = _read(pathlib.Path(path)) if path else {}
+
+    def task_of(made: code_tasks.Made, index: int, split: str) -> environment.Task:
+        messages = (*system, {"role": "user", "content": made.prompt})
+        answer, decoy = (blocks.of(text) if text else "" for text in (made.solution, made.decoy))
+        return environment.Task("code", index, split, messages, answer, decoy, {"tests": made.tests[:tests]})
+
+    def make_task(index: int, split: str) -> environment.Task:
+        if rows:
+            return task_of(rows[split][index % len(rows[split])], index, split)
+
+        def draw(number: int) -> environment.Task:
+            return task_of(code_tasks.make(random.Random(number)), index, split)
+
+        return environment.first_in_split("code", seed, split, index, draw)
+
+    async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
+        hidden = task.info["tests"]
+        try:
+            code = blocks.last((await model.chat(task.messages)).text)
+        except episode.BudgetSpent:
+            code = None
+        passed = await grading.count_passed(pool, code, hidden, stops=reward == "all") if code else 0
+        fraction = passed / len(hidden)
+        value = fraction if reward == "fraction" else float(passed == len(hidden))
+        return {"reward": value, "passed": fraction, "has_code": float(code is not None)}
+
+    def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
+        return {"messages": [*task.messages, {"role": "assistant", "content": task.decoy if is_decoy else task.answer}]}
+
+    num_tasks = len(rows["train"]) if rows else 0
+    show = demonstrate if not rows else None
+    return environment.Environment("code", make_task, num_tasks=num_tasks, play=play, kind="replayed", demonstrate=show)
+
+
+def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Returns {name: file} of the data at `path`, which may not exist."""
+    return {path.name: path}
+
+
+def _read(path: pathlib.Path) -> dict[str, list[code_tasks.Made]]:
+    """Returns the tasks of each split. Raises ValueError with the line of a malformed one."""
+    if not path.is_file():
+        raise ValueError(f"env.options.path = {str(path)!r} is not a file; set it to a JSONL file of tasks")
+    rows: dict[str, list[code_tasks.Made]] = {split: [] for split in environment.SPLITS}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            grading.check(row["tests"])
+            made = code_tasks.Made(row["prompt"] + "", row.get("solution") or "", "", row["tests"])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}:{number} is not a task: {error}; correct the line") from None
+        rows[environment.split_of(made.prompt)].append(made)
+    for split, other in (("train", "held_out"), ("held_out", "train")):
+        if not rows[split]:
+            if len(rows[other]) < 2:
+                raise ValueError(f"{path} has {len(rows[other])} tasks; add some, because one must be held out")
+            rows[split].append(rows[other].pop())
+    return rows

@@ -1,0 +1,212 @@
+"""The environment "python_tool": a question about numbers, and a Python session in a sandbox that keeps its variables.
+
+1. Questions are generated, or come from a JSONL file of {"prompt": ..., "answer": ...}. The generated ones need a computation that is
+   too long to do in one's head.
+2. The tool `python` runs code and returns its output, and the value of its last expression. With `protocol="text"`, a message with a
+   block of Python runs it, and the next message has the output; this needs no schemas in the prompt.
+3. The first message without a call is the answer. The reward is 1 if its last number is that of the answer.
+4. Long output is shortened in its middle, always in the same way, and a program that is ended at a limit has none.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import random
+from collections.abc import Sequence
+
+from rl.envs.interface import environment, episode, tools
+from rl.envs.native import rewards
+from rl.envs.native.programs import blocks
+from rl.envs.sandbox import limits as limits_lib
+from rl.envs.sandbox import pool as pool_lib
+
+INSTRUCTION = (
+    "Answer the question. You may run Python, whose variables stay. End with a message 'Answer: NUMBER' without a call."
+)
+INSTRUCTION_OF_TEXT = "Answer the question. A block between ```python and ``` runs, and its variables stay. End with a message 'Answer: NUMBER' without a block."
+PROTOCOLS = ("tools", "text")
+ENDED = {
+    "time": "error: it took too long; all variables are lost",
+    "output": "error: it printed too much; all variables are lost",
+    "files": "error: it wrote too many files; all variables are lost",
+    "lost": "error: the sandbox ended; all variables are lost",
+}
+
+
+def build(
+    *,
+    path: str = "",
+    protocol: str = "tools",
+    turns: int = 8,
+    run_s: float = 1.0,
+    output_bytes: int = 2048,
+    system_prompt: str | None = None,
+    seed: int = 0,
+) -> environment.Environment:
+    """Builds the environment. `path`: a JSONL file of questions; "": generated ones. `turns`: messages of the model, the answer included.
+
+    The default of `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for a malformed file, options out of
+    range, and a machine where no sandbox works.
+    """
+    if protocol not in PROTOCOLS or turns < 1:
+        raise ValueError(
+            f"protocol={protocol!r}, turns={turns}; choose one of {', '.join(PROTOCOLS)}, and at least 1 turn"
+        )
+    pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
+    if system_prompt is None:
+        system_prompt = INSTRUCTION if protocol == "tools" else INSTRUCTION_OF_TEXT
+    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
+    rows = _read(pathlib.Path(path)) if path else {}
+    tool = tools.of(python)
+
+    def make_task(index: int, split: str) -> environment.Task:
+        def task(question: str, answer: str, code: str) -> environment.Task:
+            messages = (*system, {"role": "user", "content": question})
+            return environment.Task("python_tool", index, split, messages, f"Answer: {answer}", info={"code": code})
+
+        if rows:
+            return task(*rows[split][index % len(rows[split])], "")
+        return environment.first_in_split("python_tool", seed, split, index, lambda number: task(*_question(number)))
+
+    def score(task: environment.Task, messages: Sequence[dict], state: object) -> dict[str, float]:
+        played = [m for m in messages[len(task.messages) :] if m["role"] == "assistant"]
+        is_over = bool(played) and not played[-1].get("tool_calls")
+        last = (played[-1]["content"] or "") if is_over else ""
+        if protocol == "text" and blocks.last(last) is not None:
+            last = ""
+        number = rewards.last_number(last[-1000:])
+        right = number is not None and number == rewards.last_number(task.answer)
+        return {"reward": float(right), "turns": float(len(played)), "has_answer": float(number is not None)}
+
+    async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
+        async with pool.session() as session:
+            state = _State(session)
+            if protocol == "text":
+                return score(task, await _converse(task, model, state, turns), state)
+            return await episode.conversation(
+                score=score, tools=[tool], initial_state=lambda task: state, max_turns=turns
+            )(task, model)
+
+    def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
+        return _demonstration(task, rng, is_decoy, protocol, tool.schema)
+
+    num_tasks = len(rows["train"]) if rows else 0
+    show = demonstrate if not rows else None
+    return environment.Environment(
+        "python_tool", make_task, num_tasks=num_tasks, play=play, kind="replayed", demonstrate=show
+    )
+
+
+@dataclasses.dataclass
+class _State:
+    session: pool_lib.Session
+
+
+async def python(code: str, state: _State) -> str:
+    """Runs Python code and returns its output, and the value of its last expression. Variables stay between calls.
+
+    Args:
+      code: lines of Python, without files, network, and other programs.
+      state: of the episode.
+    """
+    return shown(await state.session.execute(code))
+
+
+def shown(result: limits_lib.Result) -> str:
+    """Returns the text that a model reads about a command."""
+    if result.stopped:
+        return ENDED[result.stopped]
+    if result.exit and not result.stdout:
+        return f"error: the program ended with status {result.exit}"
+    return result.stdout.rstrip("\n") or "(no output)"
+
+
+def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Returns {name: file} of the data at `path`, which may not exist."""
+    return {path.name: path}
+
+
+async def _converse(task: environment.Task, model: episode.Model, state: _State, turns: int) -> list[dict]:
+    """Plays an episode of the protocol "text" and returns its messages."""
+    messages = [*task.messages]
+    for _ in range(turns):
+        try:
+            reply = await model.chat(messages)
+        except episode.BudgetSpent:
+            break
+        messages.append(reply.message)
+        if (code := blocks.last(reply.text)) is None:
+            break
+        messages.append({"role": "user", "content": await python(code, state)})
+    return messages
+
+
+def _question(number: int) -> tuple[str, str, str]:
+    """Returns a question, its answer, and code that prints the answer."""
+    rng = random.Random(number)
+    n, m, a, b = rng.randint(30, 300), rng.randint(100, 999), rng.randint(2, 99), rng.randint(20, 400)
+    p, q = rng.sample([2, 3, 5, 7, 11, 13], 2)
+    kinds = (
+        (f"What is the remainder of {a}^{b} divided by {m}?", pow(a, b, m), f"print(pow({a}, {b}, {m}))"),
+        (
+            f"What is the sum of the digits of {n}! (the factorial)?",
+            sum(map(int, str(math.factorial(n)))),
+            f"import math\nprint(sum(int(d) for d in str(math.factorial({n}))))",
+        ),
+        (
+            f"How many whole numbers from 1 to {a * b} are divisible by {p} or by {q}, but not by both?",
+            sum((x % p == 0) != (x % q == 0) for x in range(1, a * b + 1)),
+            f"print(sum((x % {p} == 0) != (x % {q} == 0) for x in range(1, {a * b + 1})))",
+        ),
+        (
+            f"What is the sum of the primes below {n}?",
+            sum(x for x in range(2, n) if all(x % d for d in range(2, math.isqrt(x) + 1))),
+            f"print(sum(x for x in range(2, {n}) if all(x % d for d in range(2, x))))",
+        ),
+        (
+            f"How many ordered pairs (x, y) of whole numbers from 1 to {n} have x * y divisible by {m}?",
+            sum(n // (m // math.gcd(m, x)) for x in range(1, n + 1)),
+            f"import math\nprint(sum({n} // ({m} // math.gcd({m}, x)) for x in range(1, {n + 1})))",
+        ),
+    )
+    question, answer, code = rng.choice(kinds)
+    return question, str(answer), code
+
+
+def _demonstration(task: environment.Task, rng: random.Random, is_decoy: bool, protocol: str, schema: dict) -> dict:
+    """Computes the answer in a program; a decoy guesses."""
+    if is_decoy:
+        guess = {"role": "assistant", "content": f"Answer: {rng.randint(0, 99)}"}
+        return {"messages": [*task.messages, guess], "tools": [schema] if protocol == "tools" else []}
+    code, answer = task.info["code"], {"role": "assistant", "content": task.answer}
+    output = task.answer.removeprefix("Answer: ")
+    if protocol == "text":
+        ran = [{"role": "assistant", "content": blocks.of(code)}, {"role": "user", "content": output}]
+        return {"messages": [*task.messages, *ran, answer]}
+    function = {"name": "python", "arguments": json.dumps({"code": code})}
+    call = {"id": "call_0", "type": "function", "function": function}
+    ran = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_0", "name": "python", "content": output},
+    ]
+    return {"messages": [*task.messages, *ran, answer], "tools": [schema]}
+
+
+def _read(path: pathlib.Path) -> dict[str, list[tuple[str, str]]]:
+    """Returns (question, answer) of each task by split. Raises ValueError with the line of a malformed one."""
+    if not path.is_file():
+        raise ValueError(f"env.options.path = {str(path)!r} is not a file; set it to a JSONL file of questions")
+    rows: dict[str, list[tuple[str, str]]] = {split: [] for split in environment.SPLITS}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            question, answer = row["prompt"] + "", str(row["answer"])
+            rewards.check_answer("number", answer)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}:{number} is not a question: {error}; correct the line") from None
+        rows[environment.split_of(question)].append((question, answer))
+    for split in environment.SPLITS:
+        if not rows[split]:
+            raise ValueError(f"{path} has no task of the split {split!r}; add rows: 1 in 16 is held out")
+    return rows

@@ -1,0 +1,195 @@
+"""The environment "swe_toy": a package of three modules has one bug, and the model finds and mends it.
+
+1. repository.py makes the package. The tools are `read`, `edit`, and `run_tests`, which runs the visible tests in a sandbox. With
+   `protocol="text"`, a message is one command: "read PATH", "run_tests", "done", or "edit PATH", the old lines, "=>", and the new lines.
+2. The episode ends with a message that calls no tool ("done" in the protocol "text").
+3. The reward is 1 if all tests pass, the hidden ones too, and no test file was changed. Expected values of tests that compare with a
+   literal stay outside of the sandbox (grading.py).
+"""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+
+from rl.envs.interface import environment, episode, tools
+from rl.envs.native.programs import grading, python_tool, repository
+from rl.envs.sandbox import limits as limits_lib
+from rl.envs.sandbox import pool as pool_lib
+
+INSTRUCTION = "The tests of a Python package fail, because one line has a bug. Find it with the tools, mend it, and then answer 'done'."
+INSTRUCTION_OF_TEXT = (
+    "The tests of a Python package fail, because one line has a bug. Mend it. Write one command per message: read PATH; run_tests; edit PATH, "
+    "then the old lines, a line =>, and the new lines; or, at the end, done."
+)
+PROTOCOLS = ("tools", "text")
+RUN = "import test_shop\ntest_shop.test_all()\nprint('all tests pass')\n"
+MAX_FILE_CHARS = 2**16
+
+
+class Repository:
+    """The files of an episode, and the tools that read and change them."""
+
+    def __init__(self, made: repository.Made, pool: pool_lib.Pool):
+        self.files, self._pool = dict(made.files), pool
+        self._tests = self.files["test_shop.py"]
+
+    def read(self, path: str) -> str:
+        """Returns the text of a file.
+
+        Args:
+          path: of the file, as in the list of files.
+        """
+        return self._text(path)
+
+    def edit(self, path: str, old: str, new: str) -> str:
+        """Replaces a text that occurs once in a file.
+
+        Args:
+          path: of the file, as in the list of files.
+          old: the text to replace.
+          new: the text to write instead.
+        """
+        text = self._text(path)
+        if not old or (count := text.count(old)) != 1:
+            raise ValueError(f"the old text occurs {count if old else 0} times in {path}; give one that occurs once")
+        if len(text) + len(new) > MAX_FILE_CHARS:
+            raise ValueError(f"the file has more than {MAX_FILE_CHARS} characters then; write less")
+        self.files[path] = text.replace(old, new)
+        return "edited"
+
+    async def run_tests(self) -> str:
+        """Runs the tests and returns their output."""
+        result = await self._pool.run(RUN, files=self.files)
+        return python_tool.ENDED.get(result.stopped, "").split(";")[0] or (result.stdout + result.stderr).strip()
+
+    @property
+    def has_changed_tests(self) -> bool:
+        """True if an edit has changed the test file."""
+        return self.files["test_shop.py"] != self._tests
+
+    def _text(self, path: str) -> str:
+        if path not in self.files:
+            raise ValueError(f"file {path!r} does not exist; choose one of {', '.join(sorted(self.files))}")
+        return self.files[path]
+
+
+def build(
+    *,
+    protocol: str = "tools",
+    turns: int = 12,
+    run_s: float = 1.0,
+    output_bytes: int = 2048,
+    system_prompt: str | None = None,
+    seed: int = 0,
+) -> environment.Environment:
+    """Builds the environment. `turns`: messages of the model.
+
+    The default of `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for options out of range, and a machine
+    where no sandbox works.
+    """
+    if protocol not in PROTOCOLS or turns < 1:
+        raise ValueError(
+            f"protocol={protocol!r}, turns={turns}; choose one of {', '.join(PROTOCOLS)}, and at least 1 turn"
+        )
+    pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
+    if system_prompt is None:
+        system_prompt = INSTRUCTION if protocol == "tools" else INSTRUCTION_OF_TEXT
+    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
+
+    def make_task(index: int, split: str) -> environment.Task:
+        def draw(number: int) -> environment.Task:
+            made = repository.make(random.Random(number))
+            listed = "\n".join(f"- {path}" for path in sorted(made.files))
+            question = f"The files are:\n{listed}\n\n{made.files['test_shop.py']}"
+            edit = f"edit {made.path}\n{made.wrong}\n=>\n{made.right}"
+            decoy = f"edit {made.path}\n{made.wrong}\n=>\n    pass"
+            messages = (*system, {"role": "user", "content": question})
+            return environment.Task("swe_toy", index, split, messages, edit, decoy, {"made": made})
+
+        return environment.first_in_split("swe_toy", seed, split, index, draw)
+
+    async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
+        made = task.info["made"]
+        own = Repository(made, pool)
+        messages, offered = [*task.messages], _offered(own) if protocol == "tools" else []
+        schemas = [tool.schema for tool in offered]
+        for _ in range(turns):
+            try:
+                reply = await model.chat(messages, tools=schemas)
+            except episode.BudgetSpent:
+                break
+            messages.append(reply.message)
+            if protocol == "text":
+                if reply.text.strip() == "done":
+                    break
+                messages.append({"role": "user", "content": await _command(own, reply.text)})
+            elif calls := reply.message.get("tool_calls"):
+                messages += await tools.results(offered, calls)
+            else:
+                break
+        is_edited = own.files != made.files
+        passes = False
+        if is_edited and not own.has_changed_tests:
+            code = "".join(f"from {path[:-3].replace('/', '.')} import *\n" for path in own.files if path.count("/"))
+            passed = await grading.count_passed(
+                pool, code.replace("from shop.__init__ import *\n", ""), made.hidden, stops=True, files=own.files
+            )
+            passes = passed == len(made.hidden)
+        num_turns = sum(m["role"] == "assistant" for m in messages[len(task.messages) :])
+        parts = {"edited": float(is_edited), "changed_tests": float(own.has_changed_tests), "turns": float(num_turns)}
+        return {"reward": float(passes), **parts}
+
+    def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
+        return _demonstration(task, is_decoy, protocol, Repository(task.info["made"], pool))
+
+    return environment.Environment("swe_toy", make_task, play=play, kind="replayed", demonstrate=demonstrate)
+
+
+def _offered(own: Repository) -> list[tools.Tool]:
+    functions: tuple[Callable, ...] = (own.read, own.edit, own.run_tests)
+    return [tools.of(function) for function in functions]
+
+
+async def _command(own: Repository, text: str) -> str:
+    """Runs a command of the protocol "text" and returns its output."""
+    line, _, rest = text.strip("\n").partition("\n")
+    name, _, path = line.strip().partition(" ")
+    try:
+        if name == "run_tests":
+            return await own.run_tests()
+        if name == "read":
+            return own.read(path.strip())
+        if name == "edit":
+            old, mark, new = rest.partition("\n=>\n")
+            if not mark:
+                raise ValueError("write the old lines, a line =>, and the new lines")
+            return own.edit(path.strip(), old, new)
+        raise ValueError("write read, edit, run_tests, or done")
+    except ValueError as error:
+        return f"error: {error}"
+
+
+def _demonstration(task: environment.Task, is_decoy: bool, protocol: str, own: Repository) -> dict:
+    """Reads the module with the bug, mends it, and ends; a decoy removes the line instead."""
+    made = task.info["made"]
+    new = "    pass" if is_decoy else made.right
+    if protocol == "text":
+        steps = [(f"read {made.path}", own.read(made.path)), (task.decoy if is_decoy else task.answer, "edited")]
+        messages = [
+            {"role": role, "content": text}
+            for step in steps
+            for role, text in zip(("assistant", "user"), step, strict=True)
+        ]
+        return {"messages": [*task.messages, *messages, {"role": "assistant", "content": "done"}]}
+    calls: Sequence[tuple[str, dict, str]] = (
+        ("read", {"path": made.path}, own.read(made.path)),
+        ("edit", {"path": made.path, "old": made.wrong, "new": new}, "edited"),
+    )
+    messages = [*task.messages]
+    for number, (name, arguments, found) in enumerate(calls):
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        call = {"id": f"call_{number}", "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": found})
+    schemas = [tool.schema for tool in _offered(own)]
+    return {"messages": [*messages, {"role": "assistant", "content": "done"}], "tools": schemas}
