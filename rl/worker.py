@@ -143,7 +143,7 @@ class Worker:
         return {"groups": groups, "groups_total": dict(self.counts), "tokens_total": self.num_tokens}
 
     async def _work(self, stopping: asyncio.Event) -> None:
-        trusted, run, described, proof, begun_us = self.trusted, None, None, "", int(time.time() * 1e6)
+        trusted, runs, described, proof, begun_us = self.trusted, {}, None, "", int(time.time() * 1e6)
         async with httpx.AsyncClient(base_url=self.orchestrator, timeout=60) as http:
             self._connection = signed_session.Connection(http, self.give_up_s)
             while True:  # a pass per process of the orchestrator
@@ -152,19 +152,20 @@ class Worker:
                     trusted = session.run
                     cli.note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
                 lasting = {name: value for name, value in description.items() if name not in signed_session.CHANGING}
-                if run is None or lasting != described:  # else the environment and its scorer stay
-                    if run is not None:
+                if lasting != described:  # else the environments and their scorers stay
+                    for run in runs.values():
                         await run.close()
-                    run, described = _read_run(description, self.sandbox, self.code), lasting
+                    runs, described = _read_runs(description, self.sandbox, self.code), lasting
+                    run = next(iter(runs.values()))
                     proof = await self._find_work(session.run, run.work_bits)
                 signed = signed_session.SignedSession(
-                    self._connection, self.key, session, proof, begun_us, run.env_digest
+                    self._connection, self.key, session, proof, begun_us, _digest(description)
                 )
                 options = {"give_up_s": min(self.give_up_s, SERVERS_S), "keys": run.server_keys, "run": session.run}
                 options["api_key"] = None if self.trusted else ""
                 try:
                     async with client_lib.Client(self.servers or run.servers, **options) as client:
-                        self._groups = _Groups(self, signed, client, run)
+                        self._groups = _Groups(self, signed, client, runs)
                         return await self._groups.work(stopping)
                 except* lease.StaleSession as error:  # its leases are void
                     self._groups = None
@@ -184,8 +185,14 @@ class Worker:
 class _Groups:
     """The groups of a worker in one session of the orchestrator, from their lease until their submission is answered."""
 
-    def __init__(self, worker: Worker, signed: signed_session.SignedSession, client: client_lib.Client, run: Run):
-        self._worker, self._signed, self._client, self._run = worker, signed, client, run
+    def __init__(
+        self,
+        worker: Worker,
+        signed: signed_session.SignedSession,
+        client: client_lib.Client,
+        runs: Mapping[str, Run],
+    ):
+        self._worker, self._signed, self._client, self._runs = worker, signed, client, runs
         self._ended = asyncio.Event()
         self._own_server = registry.OWN_SERVER if worker.servers else ""
         self._running: dict[lease.Key, asyncio.Task] = {}
@@ -276,7 +283,8 @@ class _Groups:
         """Generates a group and queues it for submission, or gives it back."""
         try:
             with self._worker.metrics.seconds["group"].time():
-                rollouts = await _roll_out(self._client, self._run, self._worker.key, group)
+                run = self._runs[group.get("env", "")]
+                rollouts = await _roll_out(self._client, run, self._worker.key, group)
             self._num_failures, self._problem = 0, ""
             self._worker.counts["generated"] += 1
             self._worker.num_tokens += sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
@@ -384,6 +392,26 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict) -> li
     # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
     return rollout_lib.sign_all(rollouts, key)
+
+
+def _digest(description: dict) -> str:
+    """Returns the digest of all environments of a run that `_read_runs` has read, which are those here; "" if it names none."""
+    return str(description["env"].get("digest", ""))
+
+
+def _read_runs(body: dict, sandbox: str, code: Sequence[str]) -> dict[str, Run]:
+    """Loads a run as `_read_run` does, with each of its environments by `Group.env`, {"": the only one} in most runs."""
+    if not body.get("envs"):
+        return {"": _read_run(body, sandbox, code)}
+    found = {}
+    try:
+        for key, own in body["envs"].items():
+            sampling = body["sampling"] | {"max_tokens": own["max_tokens"]}
+            found[str(key)] = body | {"env": own | {"seed": body["env"]["seed"]}, "sampling": sampling}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise signed_message.not_an_orchestrator(body) from error
+    runs = {key: _read_run(own, sandbox, code) for key, own in found.items()}
+    return {key: dataclasses.replace(run, env=dataclasses.replace(run.env, name=key)) for key, run in runs.items()}
 
 
 def _read_run(body: dict, sandbox: str, code: Sequence[str]) -> Run:

@@ -7,8 +7,11 @@ frameworks (rl/envs/packages).
 an answer of another task, which should get less.
 """
 
+import argparse
 import ast
 import contextlib
+import pathlib
+import runpy
 import statistics
 import sys
 
@@ -17,6 +20,7 @@ from rl import envs
 from rl.envs.hub import commands as hub_commands
 from rl.envs.interface import environment
 from rl.envs.scoring import scorer as scorer_lib
+from rl.protocol import env_mix
 from sharding.system import cli
 from sharding.system import sandbox as sandbox_lib
 
@@ -28,8 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     add = commands.add_parser(
         "try", help="print tasks of an environment, with scores and lengths in tokens"
     ).add_argument
-    add("name", help="as config.env.name: a shipped one, module:function, or path/to/file.py:function")
+    helps = "as config.env.name: a shipped one, module:function, or path/to/file.py:function; none with --config"
+    add("name", nargs="?", default="", help=helps)
     add("options", nargs="*", metavar="OPTION=VALUE", help="as config.env.options")
+    add("--config", metavar="FILE", help="a config file, to try all environments of its run")
     add("--n", type=int, default=5, help="number of tasks")
     add("--split", choices=environment.SPLITS, default="train", help="which tasks")
     add("--seed", type=int, default=0, help="as config.seed")
@@ -46,7 +52,10 @@ def main(argv: list[str] | None = None) -> int:
             return args.run(args, options)
         if args.n < 1:
             raise ValueError(f"--n {args.n} is below 1; raise it")
-        return _try(args, options, tokenizer_lib.load(args.tokenizer, date="2026-01-01"))
+        if bool(args.name) == bool(args.config):
+            raise ValueError("give the name of an environment, or --config FILE, and not both")
+        tokenizer = tokenizer_lib.load(args.tokenizer, date="2026-01-01")
+        return _try_all(args, tokenizer) if args.config else _try(args, options, tokenizer)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -59,6 +68,22 @@ def _option(text: str) -> tuple[str, object]:
     with contextlib.suppress(ValueError, SyntaxError):
         return name, ast.literal_eval(value)
     return name, value
+
+
+def _try_all(args, tokenizer: tokenizer_lib.Tokenizer) -> int:
+    """Tries each environment of a config file, with the fields of its groups."""
+    file, _, argument = args.config.partition(":")
+    if not pathlib.Path(file).is_file():
+        raise ValueError(f"config file {file} does not exist; choose one of configs/ or examples/")
+    config = runpy.run_path(file)["get_config"](*[argument] * bool(argument))
+    entries, order = env_mix.entries(config), env_mix.order(config)
+    for key, entry in entries.items():
+        names = ("samples_per_prompt", "temperature", "max_tokens", "advantage") if key else ()
+        shown = "".join(f", {name} {getattr(entry, name)}" for name in names)
+        print(f"environment {entry.label}: {entry.name}, {order.count(key)} of {len(order)} groups{shown}")
+        with entry.naming_fields():
+            _try(argparse.Namespace(**vars(args) | {"name": entry.name, "seed": config.seed}), entry.options, tokenizer)
+    return 0
 
 
 def _try(args, options: dict, tokenizer: tokenizer_lib.Tokenizer) -> int:

@@ -105,6 +105,20 @@ def entries(config) -> dict[str, Entry]:
     return {key: _entry(key, config.envs[key], defaults) for key in sorted(config.envs)}
 
 
+def alone(config, key: str):
+    """Returns a copy of the config as that of a run with the environment `key` of `entries` alone; the config itself for ""."""
+    if not key:
+        return config
+    entry = entries(config)[key]
+    own = config.as_configdict() if hasattr(config, "as_configdict") else config.copy_and_resolve_references()
+    own.unlock()
+    own.envs = {}
+    own.env.update({name: getattr(entry, name) for name in ("name", "num_tasks", "digest")})
+    own.env.options = entry.options
+    own.update_from_flattened_dict({path: getattr(entry, field) for field, path in FIELDS.items()})
+    return own
+
+
 def order(config) -> tuple[str, ...]:
     """Returns the environments of the first groups of a run, up to the group from which they repeat."""
     found = entries(config)

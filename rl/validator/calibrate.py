@@ -42,7 +42,7 @@ from rl.algorithms import advantages
 from rl.envs.scoring import scorer
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
-from rl.protocol import task_schedule
+from rl.protocol import env_mix, task_schedule
 from rl.verification import checks, sequential_test, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast, bucket, rules
@@ -378,9 +378,11 @@ def _measure_run(args: argparse.Namespace, workdir: str, measured: dict[str, Mea
     folder = bucket.fetched(workdir, ("*.json", "*.key", "weights/*"))
     exp, weights = load_experiment(folder, args.code), folder / "weights"
     config = config_dict.ConfigDict(exp.config)
-    config.env.name, config.env.options = envs.locate(config.env.name, config.env.options.to_dict(), args.code)
+    for one in envs.located(config, args.code).values():
+        section = config.envs[one.key] if one.key else config.env
+        section.name, section.options = one.name, one.options
     exp = dataclasses.replace(exp, config=config_dict.FrozenConfigDict(config))
-    if args.rollouts < (least := 2 * exp.config.rl.samples_per_prompt):
+    if args.rollouts < (least := 2 * env_mix.max_samples(exp.config)):
         raise ValueError(f"--rollouts {args.rollouts} is less than two groups of {workdir}; give {least} or more")
     version = broadcast.latest(str(weights)) if args.version is None else args.version
     if version is None:
@@ -438,7 +440,14 @@ def variant_rollouts(
     model = dataclasses.replace(exp.model, **variant.get("model", {}))
     engine = dataclasses.replace(exp.engine, **variant.get("engine", {}))
     changed = dataclasses.replace(exp, model=model, engine=engine)
-    return roll_out(changed, params, version, groups, key)[:count]
+    by_env: dict[str, list[task_schedule.Group]] = {}
+    for group in groups:
+        by_env.setdefault(group.env, []).append(group)
+    out = []
+    for env, own in by_env.items():
+        config = config_dict.FrozenConfigDict(env_mix.alone(exp.config, env)) if env else exp.config
+        out += roll_out(dataclasses.replace(changed, config=config), params, version, own, key)
+    return out[:count]
 
 
 def load_experiment(workdir: str | os.PathLike, code: Sequence[str] = ()) -> experiment_lib.Experiment:
@@ -454,12 +463,14 @@ def load_experiment(workdir: str | os.PathLike, code: Sequence[str] = ()) -> exp
     if saved["rl"]["loss_function"]:
         saved["rl"] |= {"loss": "cross_entropy", "loss_function": None}
         saved["loss_options"] = {"cross_entropy": {}}
-    if saved["rl"]["advantage"] not in advantages.ADVANTAGES:
-        saved["rl"]["advantage"] = "given"
+    for section in (saved["rl"], *saved["envs"].values()):
+        if section.get("advantage", "given") not in advantages.ADVANTAGES:
+            section["advantage"] = "given"
     saved["rl"]["metrics"] = []
     found = experiment_lib.resolve(config_dict.ConfigDict(saved), code)
     if expected := saved["env"]["digest"]:
-        envs.check_digest(found.config.env.name, found.config.env.digest, expected)
+        names = ", ".join(one.label for one in env_mix.entries(found.config).values())
+        envs.check_digest(names, found.config.env.digest, expected)
     return found
 
 

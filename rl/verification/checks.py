@@ -67,6 +67,12 @@ def first_rejection(found: Iterable[Verdict]) -> Verdict:
     return next((verdict for verdict in found if not verdict.accepted), OK)
 
 
+def own_rules(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> rules_lib.Rules:
+    """Returns the rules for the environment of a rollout that has passed `form`; `rules` if the schedule has no such group."""
+    group = _prescribed(rollout, rules) if rules.envs else None
+    return rules.of_group(group) if group else rules
+
+
 def check_at_lease(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> Verdict:
     """Checks well-formed rollouts of one lease against the result of `Rules.at_lease`; returns the first rejection, or OK. Takes microseconds."""
     each = (first_failure(AT_LEASE, rollout, rules) for rollout in rollouts)
@@ -252,7 +258,8 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 AT_LEASE = (task, limits, version_window, experts_named)
 IF_SIGNED = (vouched, *AT_LEASE, experts_exist, logprob_range, ending, proof_form, prompt)
-WITHOUT_WEIGHTS = (form, signature, *IF_SIGNED)
+UNSIGNED = (form, signature)
+WITHOUT_WEIGHTS = (*UNSIGNED, *IF_SIGNED)
 
 
 def exponential_noise(rollouts: Sequence[rollout_lib.Rollout]) -> list[np.ndarray]:

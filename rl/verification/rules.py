@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
@@ -11,6 +11,15 @@ from rl.batch import router_replay
 from rl.protocol import env_mix, task_schedule
 
 MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
+OF_ENV = (
+    "env",
+    "env_digest",
+    "max_tokens",
+    "max_turns",
+    "prompt",
+    "score",
+    "replay",
+)  # fields that each environment has
 MAX_REPLAY_TOKENS = 2**16  # of rollouts replayed together: their hidden states go to the host, 0.7 GB at 5120 dims
 
 
@@ -70,9 +79,25 @@ class Rules:
     # Of an environment with episodes of several calls, instead of `prompt` and `score`: plays the episodes of a group again.
     replay: Callable[[task_schedule.Group, Sequence[Sequence[rollout_lib.Rollout]]], list[Recomputed]] | None = None
 
+    envs: Mapping[str, "Rules"] = dataclasses.field(default_factory=dict)  # by `Group.env`, if a run has several
+
+    @property
+    def each(self) -> "tuple[Rules, ...]":
+        """These rules, and those of each environment in a run with several."""
+        return self, *self.envs.values()
+
+    @property
+    def max_samples(self) -> int:
+        """The number of samples in the largest training group; a step may lack environments of a mix."""
+        groups = (group for rules in self.each for group in rules.groups(1))
+        return max((group.num_samples for group in groups), default=0)
+
     @classmethod
     def of(cls, config, run: str = "") -> "Rules":
         """Returns the rules that follow from a resolved config alone: enough for `checks.AT_LEASE` and for a replay."""
+        entries = env_mix.entries(config).values()
+        envs = {one.key: cls.of(env_mix.alone(config, one.key), run) for one in entries if one.key}
+        envs = {key: dataclasses.replace(own, env=key) for key, own in envs.items()}
         steps = task_schedule.group_steps(config)
         groups = functools.lru_cache(16)(lambda step: task_schedule.train_groups(config, step) if step in steps else [])
         return cls(
@@ -80,7 +105,7 @@ class Rules:
             env_seed=config.seed,
             vocab_size=config.model.vocab_size,
             max_model_len=config.inference.max_model_len,
-            max_tokens=config.sampling.max_tokens,
+            max_tokens=env_mix.max_tokens(config),
             groups=groups,
             env_digest=config.env.digest,
             max_turns=env_mix.max_calls(config),
@@ -91,8 +116,14 @@ class Rules:
             experts=router_replay.RouterReplay.of(config_lib.ModelConfig(**config.model)),
             is_fixed=task_schedule.is_fixed(config.rl),
             router_replay=config.train.router_replay,
+            envs=envs,
         )
+
+    def of_group(self, group: task_schedule.Group) -> "Rules":
+        """Returns the rules for the environment of a group."""
+        own = self.envs.get(group.env)
+        return dataclasses.replace(self, **{name: getattr(own, name) for name in OF_ENV}) if own else self
 
     def at_lease(self, group: task_schedule.Group, newest: int) -> "Rules":
         """Returns a copy of these rules that allows rollouts of one leased group only, and policy versions up to `newest`."""
-        return dataclasses.replace(self, groups=lambda step: [group], newest=newest)
+        return dataclasses.replace(self.of_group(group), groups=lambda step: [group], newest=newest)

@@ -30,7 +30,7 @@ from rl.envs.host import host as host_lib
 from rl.envs.interface import environment
 from rl.envs.recording import session
 from rl.envs.scoring import scorer
-from rl.protocol import task_schedule
+from rl.protocol import env_mix, task_schedule
 from rl.verification import checks, episodes, evidence_log, sequential_test
 from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
@@ -83,18 +83,21 @@ class Validator:
         rules = dataclasses.replace(self.rules, newest=newest)
         if split == "held_out" and rules.held_out:
             rules = dataclasses.replace(rules, groups=rules.held_out)
-        table = checks.IF_SIGNED if is_signed else checks.WITHOUT_WEIGHTS
-        out = [checks.first_failure(table, rollout, rules) for rollout in rollouts]
+        out = [checks.first_failure(() if is_signed else checks.UNSIGNED, rollout, rules) for rollout in rollouts]
+        for i, rollout in enumerate(rollouts):
+            if out[i].accepted:
+                out[i] = checks.first_failure(checks.IF_SIGNED, rollout, checks.own_rules(rollout, rules))
         passed = [i for i, verdict in enumerate(out) if verdict.accepted]
         groups = collections.defaultdict(list)
         for i, verdict in zip(passed, checks.claimed_logprobs([rollouts[i] for i in passed]), strict=True):
             out[i] = verdict
             if verdict.accepted:
                 groups[rollouts[i].step, rollouts[i].task.group, rollouts[i].worker].append(i)
-        if rules.replay:
+        if any(one.replay for one in rules.each):
             groups = _whole_episodes(rollouts, out, groups)
         for members in groups.values():
-            for i, verdict in zip(members, checks.rewards([rollouts[i] for i in members], rules), strict=True):
+            own = checks.own_rules(rollouts[members[0]], rules)
+            for i, verdict in zip(members, checks.rewards([rollouts[i] for i in members], own), strict=True):
                 out[i] = verdict
         return out
 
@@ -139,9 +142,8 @@ class Validator:
             return verdict, {}
         if split == "train":
             verdict = checks.first_rejection(self.evidence.add_claims(rollouts))
-        return verdict, {} if not (self.rules.score or self.rules.replay) else {
-            r.sample: v.scores for r, v in zip(rollouts, found, strict=True)
-        }
+        is_scored = any(one.score or one.replay for one in self.rules.each)
+        return verdict, {} if not is_scored else {r.sample: v.scores for r, v in zip(rollouts, found, strict=True)}
 
     def check_groups_with_weights(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[checks.Verdict]:
         """Replays together groups that passed `check_group_without_weights`. Returns a verdict on each group."""
@@ -233,6 +235,15 @@ def rules_of(
     `on_error` is called with a line of text if completions cannot be scored. Closing `stack` ends the processes that score. The
     environment of a stranger's run is loaded from the folders `code` alone; None: from anywhere.
     """
+    if config.envs:
+        rules = rules_lib.Rules.of(config, run)
+        own = {key: rules_of(env_mix.alone(config, key), tokenizer, on_error, stack, run, code) for key in rules.envs}
+        own = {key: dataclasses.replace(one, env=key) for key, one in own.items()}
+        held_out = functools.lru_cache(4)(lambda version: task_schedule.held_out_groups(config, version))
+        max_turns = max(one.max_turns for one in own.values())
+        return dataclasses.replace(
+            rules, envs=own, stop_ids=tuple(tokenizer.stop_ids), held_out=held_out, max_turns=max_turns
+        )
     name, options = envs.locate(config.env.name, config.env.options.to_dict(), code)
     env = envs.load(name, seed=config.seed, **options)
     limits = dict(limit_s=scorer.CHECK_LIMIT_S, max_failures=scorer.MAX_CHECK_FAILURES, max_children=MAX_SCORERS)
