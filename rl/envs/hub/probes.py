@@ -3,13 +3,15 @@
 Each probe is a policy (rl/envs/interface/scripted_model.py): an episode of several calls gets the same text in every turn.
 """
 
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rl.envs.interface import environment, scripted_model
 
 GOLD = "gold"
 OTHER_GOLD = "gold of another task"
+MAX_DEMONSTRATIONS = 200  # that are drawn to find the reply to a conversation
 _BASE = {"empty": "", "zero": "0", "not a number": "nan", "infinity": "-inf 1e999999"}
 _GARBAGE = random.Random(0)
 _BASE["garbage"] = "".join(
@@ -39,7 +41,7 @@ def of(
 ) -> dict[str, scripted_model.Policy]:
     """Returns {name: policy} of all probes for a task. `others` are tasks whose answer should not do; GOLD is absent for a task without an answer.
 
-    GOLD gives the task's answer, or repeats the model's messages of `env.demonstrate`.
+    GOLD follows `env.demonstrate`, or gives the task's answer.
     """
     texts = _BASE | _BOMBS
     texts["prompt echoed"] = "\n".join(str(message["content"]) for message in task.messages)
@@ -48,9 +50,34 @@ def of(
     if other:
         texts[OTHER_GOLD] = other
     found = {name: scripted_model.always(text) for name, text in texts.items()}
-    if task.answer:
+    if env.demonstrate:
+        found[GOLD] = _Solution(env.demonstrate, task)
+    elif task.answer:
         found[GOLD] = scripted_model.always(task.answer)
-    elif env.demonstrate:
-        messages = env.demonstrate(task, random.Random(task.index), False)["messages"]
-        found[GOLD] = scripted_model.in_order(*(one for one in messages if one["role"] == "assistant"))
     return found
+
+
+class _Solution:
+    """A policy that answers each conversation as the first of the environment's demonstrations which begins with it.
+
+    An episode may have several conversations, such as branches, of which a demonstration is one.
+    """
+
+    def __init__(self, demonstrate: Callable[[environment.Task, random.Random, bool], dict], task: environment.Task):
+        self._demonstrate, self._task, self._count = demonstrate, task, 0
+        self._replies: dict[str, dict] = {}
+
+    def __call__(self, messages: Sequence[Mapping], tools: Sequence[Mapping], rng: random.Random) -> dict:
+        key = _key(messages)
+        while key not in self._replies and self._count < MAX_DEMONSTRATIONS:
+            shown = self._demonstrate(self._task, random.Random(f"{self._task.index}/{self._count}"), False)["messages"]
+            self._count += 1
+            for i, message in enumerate(shown):
+                if message["role"] == "assistant":
+                    self._replies.setdefault(_key(shown[:i]), {"content": ""} | message)
+        return self._replies.get(key, {"content": self._task.answer})
+
+
+def _key(messages: Sequence[Mapping]) -> str:
+    """Returns a text that is the same for conversations with equal roles and texts: identifiers of tool calls may differ."""
+    return json.dumps([[message["role"], message.get("content") or ""] for message in messages])
