@@ -6,10 +6,12 @@ the sandbox of a scorer. Further trials find the cause where the two differ. Pri
 
 import concurrent.futures
 import dataclasses
+import functools
 
 from rl.envs.catalog import catalog
+from rl.envs.hub import foreign_trial, rules, trial
 from rl.envs.hub import report as report_lib
-from rl.envs.hub import rules, trial
+from rl.envs.packages import package
 
 
 def check(plan: trial.Plan, *, floor: float = rules.FLOOR, code: tuple[str, ...] = ()) -> dict:
@@ -20,15 +22,18 @@ def check(plan: trial.Plan, *, floor: float = rules.FLOOR, code: tuple[str, ...]
     name = plan.name
     located, options = catalog.locate(name, plan.options)
     digest = catalog.digest(located, options)
-    plan = dataclasses.replace(plan, name=located, options=options)
-    code = (*code, *catalog.folders(located, options))
-    first, second = _run(plan, code, trial.FIRST, trial.SECOND)
+    plan, limit_s = dataclasses.replace(plan, name=located, options=options), float(plan.limit_s)
+    if name.partition(":")[0] in package.FRAMEWORKS:
+        run, limit_s = functools.partial(_play, plan), foreign_trial.CPU_S
+    else:
+        run = functools.partial(_run, plan, (*code, *catalog.folders(located, options)))
+    first, second = run(trial.FIRST, trial.SECOND)
 
     def causes() -> tuple[dict, dict]:
-        again, backwards = _run(plan, code, trial.Surroundings(), trial.Surroundings(order=-1))
+        again, backwards = run(trial.Surroundings(), trial.Surroundings(order=-1))
         return again, backwards
 
-    judged = rules.judge(first, second, causes, floor=floor, limit_s=plan.limit_s)
+    judged = rules.judge(first, second, causes, floor=floor, limit_s=limit_s)
     declared = next((one["kind"] for one in (first, second) if "kind" in one), "unknown")
     return report_lib.make(plan, name, digest, declared, judged)
 
@@ -37,3 +42,7 @@ def _run(plan: trial.Plan, code: tuple[str, ...], *surroundings: trial.Surroundi
     running = [trial.Running(plan, one, code) for one in surroundings]
     with concurrent.futures.ThreadPoolExecutor(len(running)) as pool:
         return [*pool.map(trial.Running.result, running)]
+
+
+def _play(plan: trial.Plan, *surroundings: trial.Surroundings) -> list[dict]:
+    return [foreign_trial.run(plan, one) for one in surroundings]

@@ -29,6 +29,7 @@ _BOMBS = {
     ),
     "all marks": " ".join(f"\\boxed{{{i}}} <answer>{i}</answer>\n#### {i}\n" for i in range(200)),
 }
+TEXTS = _BASE | _BOMBS  # the same for all tasks
 # {probe: identifier of the check that it belongs to}
 CHECKS = {"empty": "semantic.floor_gap", OTHER_GOLD: "semantic.canary_floor"}
 CHECKS |= {name: "semantic.canary_floor" for name in _BASE if name != "empty"}
@@ -43,7 +44,7 @@ def of(
 
     GOLD follows `env.demonstrate`, or gives the task's answer.
     """
-    texts = _BASE | _BOMBS
+    texts = dict(TEXTS)
     texts["prompt echoed"] = "\n".join(str(message["content"]) for message in task.messages)
     texts["last message echoed"] = str(task.messages[-1]["content"])
     other = next((one.answer for one in others if one.answer.strip() not in ("", task.answer.strip())), "")

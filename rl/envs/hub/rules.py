@@ -73,11 +73,15 @@ def judge(first: Mapping, second: Mapping, causes: Causes, *, floor: float, limi
     counts = first["effects"]["counts"]
     is_recorded = is_random or "runtime.seed_control" in failed_ids or counts["network"]
     kind = order[2] if is_recorded else order[1] if counts["process"] or counts["write"] or counts["read"] else order[0]
-    is_kept = order.index(kind) <= order.index(first["kind"])
-    found = f"declared {first['kind']}, and its trials show {kind}"
-    checks.append(
-        _check("semantic.replayability", is_kept, kind, f"at most the declared kind, {first['kind']}", [found])
-    )
+    replay = first.get("replay", [])  # differences between episodes and their replays
+    is_kept = order.index(kind) <= order.index(first["kind"]) and not replay
+    found = [*replay, f"declared {first['kind']}, and its trials show {kind}"]
+    checks.append(_check("semantic.replayability", is_kept, kind, f"at most the declared kind, {first['kind']}", found))
+    unmeasured = first.get("unmeasured", ())
+    checks = [
+        dataclasses.replace(c, status="skip", measured="not measured") if c.check_id in unmeasured else c
+        for c in checks
+    ]
     if first["kind"] == "recorded":  # whose scores need not repeat
         excused = {"semantic.verifier_determinism", "semantic.verifier_portability", "runtime.episode_determinism"}
         checks = [dataclasses.replace(c, severity="warn") if c.check_id in excused else c for c in checks]

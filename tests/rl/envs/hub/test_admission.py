@@ -11,8 +11,8 @@ import pytest
 
 from inference.rollouts import rollout as rollout_lib
 from rl.envs.catalog import catalog
-from rl.envs.hub import admission, effects, report, trial
-from rl.envs.packages import package
+from rl.envs.hub import admission, effects, foreign_trial, report, trial
+from rl.envs.packages import installation, package
 from tests.support import commands
 
 # A file outside of packages: the digest of code covers its whole package.
@@ -149,3 +149,29 @@ def test_effects_are_noted_by_kind_and_only_in_a_stage(tmp_path):
         found.hook("socket.getaddrinfo", ("example.org", 80, 0, 0, 0))
     assert found.counts == {"network": 1, "process": 1, "write": 1, "read": 1}
     assert found.notes["network"] == ["score: socket.getaddrinfo 'example.org'"]
+
+
+FOREIGN = "plain:plain_guess:build"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "check_id"),
+    [
+        ("", None),
+        ("raise", "runtime.reward_well_formed"),
+        ("spin", "runtime.resource_bounds"),
+        ("clock", "runtime.seed_control"),
+    ],
+)
+def test_environments_of_other_frameworks_are_checked_in_their_host(fault, check_id, tmp_path, monkeypatch):
+    monkeypatch.setenv(package.FOLDER, str(tmp_path / "installed"))
+    monkeypatch.setattr(foreign_trial, "CPU_S", 2)
+    installation.install(FOREIGN, paths=[str(FILE.parent)])
+    sizes = SIZES | {"scored": 1 if fault else 2, "episodes": 1}
+    plan = trial.Plan(FOREIGN, {"fault": fault} if fault else {}, **sizes)
+    found = admission.check(plan, floor=2.0)  # its rewards are arbitrary
+    if check_id:
+        assert check_id in failed(found), report.table(found)
+    else:
+        assert report.passed(found) and found["kind"]["tested"] == "replayed", report.table(found)
