@@ -9,6 +9,7 @@ import re
 
 import pytest
 
+from models.text import turns
 from tests.support import conversations
 
 FIXTURE = pathlib.Path(__file__).parents[2] / "fixtures" / "chat_templates" / "templates.json.xz"
@@ -103,3 +104,11 @@ def test_a_template_whose_turns_no_token_ends_has_no_mask():
     tokenizer = conversations.byte_tokenizer(COLONS, ["<eos>"], ["<eos>"])
     chat = [*conversations.OPENING, conversations.REPLY, conversations.OPENING[1]]
     assert not any(tokenizer.render(chat).assistant_mask) and tokenizer.stop_ids == tokenizer.eos_ids
+
+
+def test_an_answer_that_a_tools_result_opens_may_be_unfinished():
+    """Two results come before one answer. The second answer has no end yet, or nothing at all."""
+    form = turns.Turns(header="<a>", result_end="<r>", ends=("<e>",))
+    for text in ("<a>f()<e>1<r>2<r>3<e>", "<a>f()<e>1<r>3", "<a>f()<e>1<r>"):
+        assert [text[begin:end] for begin, end in form.spans(text)] == ["f()<e>", text.rpartition("<r>")[2]]
+    assert form.spans("<a>f()<e>1<r><e>") == [(3, 9)]  # a result that no answer follows

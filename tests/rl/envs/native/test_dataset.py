@@ -27,7 +27,7 @@ def write(path, rows=ROWS):
     if path.suffix == ".jsonl":
         path.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=1))
+        path.write_text("\n" + json.dumps(rows, indent=1))
     elif path.suffix == ".csv":
         with open(path, "w", newline="", encoding="utf-8-sig") as file:
             writer = csv.DictWriter(file, rows[0])
@@ -58,7 +58,7 @@ def test_a_folder_is_read_in_the_layout_of_hugging_face(tmp_path):
     for name, part in {
         "hub/data/train-00000-of-00002.parquet": slice(0, 15),
         "hub/data/train-of-test-00001.parquet": slice(15, 30),
-        "hub/data/test-00000-of-00001.parquet": slice(30, 40),
+        "hub/data/Test-00000-of-00001.parquet": slice(30, 40),
         "saved/train/data-00000-of-00001.arrow": slice(0, 30),
         "saved/train/cache-1.arrow": slice(0, 1),
         "saved/validation/data-00000-of-00001.arrow": slice(30, 40),
@@ -67,6 +67,8 @@ def test_a_folder_is_read_in_the_layout_of_hugging_face(tmp_path):
     }.items():
         write(tmp_path / name, ROWS[part])
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / "saved" / "train" / name).write_text('{"question": "", "result": ""}')
     (tmp_path / "hub" / "README.md").write_text("---\n")
     for folder, held_out in (("hub", range(30, 40)), ("saved", range(30, 40))):
         env = load(tmp_path / folder)
