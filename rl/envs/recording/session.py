@@ -29,6 +29,9 @@ from rl.protocol import noise_seed
 
 THINKING = ("keep", "strip")
 Key = tuple[bytes, int]  # of a call
+THREAD_CHARS = (
+    2**16
+)  # of a conversation that is tokenized in a thread: 4 MB take a second, in which no other episode would go on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +205,11 @@ class Session:
     ) -> Answer:
         """Asks the model for the next message; `variables` are those of the chat template. Raises BudgetSpent and InvalidMessages."""
         try:
-            prompt = self.prompt_ids(messages, tools=tools, variables=variables)
+            if sum(len(str(message.get("content"))) for message in messages) > THREAD_CHARS:
+                given = {"tools": tools, "variables": variables}
+                prompt = await asyncio.to_thread(self.prompt_ids, messages, **given)
+            else:
+                prompt = self.prompt_ids(messages, tools=tools, variables=variables)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidMessages(str(error)) from error
         sample = await self.complete_ids(prompt, max_tokens=max_tokens, number=number, trains=trains)

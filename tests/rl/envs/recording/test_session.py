@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rl.envs.interface import episode
+from rl.envs.recording import session as session_lib
 from rl.protocol import noise_seed
 from tests.support import episodes
 
@@ -131,3 +132,14 @@ def test_a_later_call_asks_for_versions_no_older_than_those_before():
 def test_an_unknown_rule_for_reasoning_is_refused():
     with pytest.raises(ValueError, match="env.thinking = 'drop' is unknown; choose one of keep, strip"):
         episodes.session(episodes.Backend(), thinking="drop")
+
+
+def test_a_conversation_that_is_much_too_long_spends_the_budget():
+    async def play():
+        session = episodes.session(episodes.Backend())
+        long = [{"role": "user", "content": "é" * 2 * session_lib.THREAD_CHARS}]
+        found = await asyncio.gather(session.chat(long), session.chat([USER]), return_exceptions=True)
+        assert isinstance(found[0], episode.BudgetSpent) and found[1].num_prompt_tokens == 21
+        assert session.num_calls == 1 and not session.overlapped
+
+    asyncio.run(play())
