@@ -1,13 +1,9 @@
 """Measures how many episodes of several calls one worker can run at the same time, with a server that answers after a random time.
 
     python -m bench.episodes --episodes 512 --turns 10
-    python -m bench.episodes --prefixes
 
 The environment runs in a child process (rl/envs/host), and its calls become token IDs in this one (rl/envs/recording). Printed are, for each
 round: episodes per second, the lag of the event loop, which delays heartbeats and all other groups, and the memory of both processes.
-
-`--prefixes` counts the tokens that the learner computes for 1,000 random episodes in groups of 4, with tools, cut replies, and rewritten
-histories: packed as trees with shared prompts, next to one sequence for each branch.
 """
 
 import argparse
@@ -20,15 +16,11 @@ import time
 
 import numpy as np
 
-from inference.rollouts import rollout as rollout_lib
 from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
-from rl.batch import credit
 from rl.envs.host import host as host_lib
 from rl.envs.interface import environment, episode
-from rl.envs.recording import rollouts as rollouts_lib
 from rl.envs.recording import session as session_lib
-from tests.support import episodes
 
 TICK_S = 0.01
 
@@ -97,28 +89,6 @@ async def _run(args: argparse.Namespace) -> None:
             )
 
 
-def _count_tokens() -> None:
-    rule = credit.Credit(advantage="group_mean")
-    for thinking in session_lib.THINKING:
-        packed = alone = sampled = branches = 0
-        for number in range(250):
-            group = []
-            for sample in range(4):
-                one = episodes.session(episodes.Backend(), seed=number, number=sample, thinking=thinking)
-                asyncio.run(episodes.drawn(number)(one))
-                origin = rollouts_lib.Origin(rollout_lib.TaskRef("drawn", number, number, 0), 1, 1.0)
-                group += rollouts_lib.of_episode(one, origin, {"reward": float(sample)})
-            trained = [rollout for rollout in group if rollout.trains]
-            alone += sum(len(rollout.tokens) for rollout in trained)
-            sampled += sum(int(rollout.sampled_mask.sum()) for rollout in trained)
-            branches += len(trained)
-            packed += sum(tree.num_tokens for tree in rule.assign([group])[0])
-        print(
-            f"thinking {thinking!r}: {branches} branches of 1,000 episodes, {sampled} sampled tokens; {alone} tokens as one sequence per "
-            f"branch, {packed} as trees: {packed / alone:.2f}"
-        )
-
-
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -126,9 +96,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help="calls of each episode")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions, in which memory must not grow")
     parser.add_argument("--answer_s", type=float, default=1.0, help="mean seconds until the server answers a call")
-    parser.add_argument("--prefixes", action="store_true", help="count the tokens of random episodes instead")
-    args = parser.parse_args()
-    _count_tokens() if args.prefixes else asyncio.run(_run(args))
+    asyncio.run(_run(parser.parse_args()))
 
 
 if __name__ == "__main__":
