@@ -211,10 +211,15 @@ def _drawn(kind: str, lines: int, words: int, rng: random.Random) -> tuple[str, 
         query = f"Which number does the line with {letter} {word} have?"
         code = f"done([l.split()[2] for l in context.splitlines() if l.startswith('{letter} {word} ')][0])"
     elif kind == "count":
-        value = sum(row[:2] == (letter, word) for row in rows)
+        # As many as any: with few, a model learns to answer 0.
+        value = rng.randint(1, max(lines // 2, 1))
+        others = [row for row in rows if row[:2] != (letter, word)]
+        rows = others[: lines - value] + [(letter, word, rng.randint(0, 99)) for _ in range(value)]
+        rng.shuffle(rows)
         query = f"How many lines begin with {letter} {word}?"
         code = f"done(sum(l.startswith('{letter} {word} ') for l in context.splitlines()))"
     else:
+        rows = [(rng.choice((letter, row[0])), *row[1:]) for row in rows]
         value = sum(row[0] == letter and row[1] in ANIMALS and row[2] > bound for row in rows)
         query = f"How many lines with the letter {letter} and a number above {bound} are about animals?"
         rule = f"r[0] == '{letter}' and r[1] in {ANIMALS} and int(r[2]) > {bound}"

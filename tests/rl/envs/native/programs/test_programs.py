@@ -262,6 +262,13 @@ def test_sub_models_have_tools():
     assert calls[0][1] == []  # the root has none
 
 
+def test_no_constant_answer_is_often_right():
+    for kind in ("count", "needle"):
+        env = envs.load("rlm", kind=kind, lines=20, words=8)
+        answers = [env.make_task(index, "train").info["content"] for index in range(60)]
+        assert max(map(answers.count, answers)) < 20 and "0" not in answers
+
+
 # ---- swe_toy ---------------------------------------------------------------------------------------------------------
 
 
