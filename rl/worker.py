@@ -41,8 +41,8 @@ from inference.server import metrics_routes, web
 from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
+from rl.envs.foreign import host as foreign_host
 from rl.envs.host import group as group_lib
-from rl.envs.host import host as host_lib
 from rl.envs.interface import environment
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
@@ -442,7 +442,7 @@ def _read_run(body: dict, sandbox: str, code: Sequence[str]) -> Run:
     loaded = tokenizer_lib.load(tokenizer, date=date)
     scorer = player = None
     if env.play is not None:
-        host = host_lib.Host(found, located, seed, kind=env.kind, **own)
+        host = foreign_host.of_environment(env, found, located, seed, loaded, **own)
         player = group_lib.Player(host, loaded, session_lib.Limits(sampling["max_tokens"], *limits), thinking)
     else:
         scorer = scorer_lib.Scorer(found, located, seed, **own)

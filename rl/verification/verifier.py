@@ -26,7 +26,7 @@ from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
 from rl import envs
-from rl.envs.host import host as host_lib
+from rl.envs.foreign import host as foreign_host
 from rl.envs.interface import environment
 from rl.envs.recording import session
 from rl.envs.scoring import scorer
@@ -295,7 +295,7 @@ def _replayer(config, env: environment.Environment, tokenizer, name: str, option
     limits = session.Limits(
         config.sampling.max_tokens, config.inference.max_model_len, config.env.max_calls, config.env.max_episode_tokens
     )
-    host = host_lib.Host(name, options, config.seed, kind=env.kind, limit_s=scorer.CHECK_LIMIT_S, **own)
+    host = foreign_host.of_environment(env, name, options, config.seed, tokenizer, limit_s=scorer.CHECK_LIMIT_S, **own)
     played = episodes.Episodes(host, tokenizer, limits, config.env.thinking, tokenizer.stop_ids)
     if stack is not None:
         stack.callback(played.close)

@@ -8,36 +8,51 @@ Imports no jax.
 """
 
 import asyncio
-import dataclasses
 import math
 import numbers
 import signal
-from collections.abc import Mapping
 from typing import Any
 
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.foreign import process as process_lib
+from rl.envs.host import host as host_lib
+from rl.envs.interface import environment
 from rl.envs.packages import package as package_lib
 from rl.envs.recording import endpoint as endpoint_lib
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
 from sharding.system import cli
 
-FAILED = {"reward": 0.0, "error": 1.0}
 MAX_EPISODES = 64  # at the same time; each is a process
 MAX_DEATHS = 3  # of the process that loaded the environment, in one episode
 CPU_S, IDLE_S = 60, 300.0
 ABORTS = (-signal.SIGXCPU, -signal.SIGKILL)  # statuses of limits
 
 
-@dataclasses.dataclass(frozen=True)
-class Played:
-    """The result of an episode. If not `in_time`, it exceeded its limits, and `scores` are FAILED."""
+def of_environment(
+    env: environment.Environment,
+    name: str,
+    options: dict,
+    seed: int,
+    tokenizer: tokenizer_lib.Tokenizer,
+    *,
+    limit_s: int,
+    sandbox: str,
+    digest: str = "",
+    on_error: scorer_lib.Log = cli.note,
+) -> "host_lib.Plays":
+    """Returns the host of an environment's episodes. `limit_s` is that of a step, as for `host.Host`; name and options are located.
 
-    scores: dict[str, float]
-    cpu_s: float
-    error: str = ""  # why it got FAILED, or a problem that the environment reports
-    in_time: bool = True
+    Raises ValueError for an environment of another framework if `sandbox` is "require".
+    """
+    if env.foreign is None:
+        own = {"limit_s": limit_s, "sandbox": sandbox, "digest": digest, "on_error": on_error}
+        return host_lib.Host(name, options, seed, kind=env.kind, **own)
+    if sandbox == "require":
+        found = f"environment {name} runs in a process without a sandbox, because it needs the endpoint of its model"
+        raise ValueError(f"{found}; trust.sandbox='require' (--sandbox require) refuses that: use 'auto'")
+    limit_s = limit_s * CPU_S // scorer_lib.LIMIT_S
+    return ForeignHost(env.foreign, tokenizer, limit_s=limit_s, on_error=on_error)
 
 
 class ForeignHost:
@@ -69,13 +84,10 @@ class ForeignHost:
         self._places, self._lock = asyncio.Semaphore(max_episodes), asyncio.Lock()
         self._reported: set[str] = set()
 
-    async def play(
-        self, session: session_lib.Session, index: int, split: str, sampling: Mapping[str, Any] | None = None
-    ) -> Played:
+    async def play(self, session: session_lib.Session, index: int, split: str) -> host_lib.Played:
         """Plays the episode of a task and returns its result: the scores are "reward", and the framework's metrics.
 
-        `sampling` is the run's, which the environment may repeat in its requests. Raises the errors of the session's backend, NotOnTape,
-        and `process.Broken` if the environment cannot be loaded.
+        Raises the errors of the session's backend, NotOnTape, and `process.Broken` if the environment cannot be loaded.
         """
         async with self._lock:
             if not self._is_open:
@@ -83,8 +95,12 @@ class ForeignHost:
                 self._is_open = True
         async with self._places:
             for death in range(MAX_DEATHS):
+                session.restart()
                 try:
-                    return await self._play(session, index, split, sampling or {})
+                    found = await self._play(session, index, split)
+                    # As a fraction of the limit, like the seconds of a step in rl/envs/host.
+                    session.cpu_s = max(session.cpu_s, found.cpu_s / CPU_S * scorer_lib.LIMIT_S)
+                    return found
                 except process_lib.Died:
                     if death == MAX_DEATHS - 1:
                         raise
@@ -97,10 +113,10 @@ class ForeignHost:
             await self._endpoint.__aexit__(None, None, None)
             self._is_open = False
 
-    async def _play(self, session: session_lib.Session, index: int, split: str, sampling: Mapping[str, Any]) -> Played:
+    async def _play(self, session: session_lib.Session, index: int, split: str) -> host_lib.Played:
         await self._process.start()
-        with self._endpoint.open(session, sampling) as visit:
-            run = asyncio.ensure_future(self._process.run(index, split, visit.base_url, sampling))
+        with self._endpoint.open(session) as visit:
+            run = asyncio.ensure_future(self._process.run(index, split, visit.base_url))
             try:
                 is_idle = await self._wait(run, visit)
             finally:
@@ -128,31 +144,33 @@ class ForeignHost:
             before = visit.num_requests
         return False
 
-    def _failed(self, task: str, error: str, found: Played | None = None, *, in_time: bool = True) -> Played:
+    def _failed(
+        self, task: str, error: str, found: host_lib.Played | None = None, *, in_time: bool = True
+    ) -> host_lib.Played:
         kind = error.partition(":")[0][:80]
         if kind not in self._reported and len(self._reported) < scorer_lib.MAX_KINDS:
             self._reported.add(kind)
             self._on_error(
                 f"environment {self._name} failed in an episode of {task}: {error} (metric rollout/score_error_frac)"
             )
-        return found or Played(dict(FAILED), float(self._limit_s), error, in_time)
+        return found or host_lib.Played(dict(host_lib.FAILED), float(self._limit_s), error, in_time)
 
 
-def _played(done: Any, cpu_s: Any) -> Played:
+def _played(done: Any, cpu_s: Any) -> host_lib.Played:
     """Returns the result in the reply of a process, which is data from foreign code."""
     spent_s = float(cpu_s) if _is_number(cpu_s) else 0.0
     if not isinstance(done, dict):
-        return Played(dict(FAILED), spent_s, "ValueError: the reply is not an object")
+        return host_lib.Played(dict(host_lib.FAILED), spent_s, "ValueError: the reply is not an object")
     metrics = done.get("metrics")
     named = metrics.items() if isinstance(metrics, dict) else ()
-    kept = {name: value for name, value in named if _is_number(value) and name not in FAILED}
+    kept = {name: value for name, value in named if _is_number(value) and name not in host_lib.FAILED}
     kept = dict(sorted(kept.items())[: scorer_lib.MAX_NUMBERS - 1])
     try:
         found = scorer_lib.numbers({"reward": done.get("reward"), **kept})
     except (TypeError, ValueError, OverflowError) as error:
-        return Played(dict(FAILED), spent_s, f"{type(error).__name__}: {error}")
+        return host_lib.Played(dict(host_lib.FAILED), spent_s, f"{type(error).__name__}: {error}")
     problem = done.get("error")
-    return Played(found | ({"error": 1.0} if problem else {}), spent_s, str(problem or "")[:500])
+    return host_lib.Played(found | ({"error": 1.0} if problem else {}), spent_s, str(problem or "")[:500])
 
 
 def _is_number(value: Any) -> bool:

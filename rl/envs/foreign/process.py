@@ -52,7 +52,7 @@ class ForeignProcess:
         self._starting: asyncio.Task | None = None
         self._process: asyncio.subprocess.Process | None = None
 
-    async def run(self, index: int, split: str, base_url: str, sampling: Mapping[str, Any]) -> dict:
+    async def run(self, index: int, split: str, base_url: str) -> dict:
         """Plays an episode of a task with the model at `base_url`. Calls `start` first.
 
         Returns {"done": {"reward", "metrics", "stop", "error"}} or {"failed": reason}. Raises Broken if the environment cannot be loaded.
@@ -60,7 +60,7 @@ class ForeignProcess:
         await self.start()
         number = next(self._numbers)
         reply = self._waiting[number] = asyncio.get_running_loop().create_future()
-        request = {"id": number, "index": index, "split": split, "base_url": base_url, "sampling": dict(sampling)}
+        request = {"id": number, "index": index, "split": split, "base_url": base_url}
         self._send({"run": request})
         try:
             return await reply

@@ -18,7 +18,7 @@ MAX_RUNS = 2  # of an episode that makes other calls when it runs again
 class Player:
     """Everything that the episodes of a run share."""
 
-    host: host_lib.Host
+    host: host_lib.Plays
     tokenizer: tokenizer_lib.Tokenizer
     limits: session_lib.Limits
     thinking: str = "keep"
@@ -51,6 +51,7 @@ class Player:
             return await generate(call, number)
 
         options = {"seed": group["seed"], "sample": number, "thinking": self.thinking}
+        options["sampling"] = {"temperature": group["temperature"]}
         for _ in range(MAX_RUNS):
             session = session_lib.Session(self.tokenizer, backend, self.limits, **options)
             played = await self.host.play(session, group["index"], group["split"])

@@ -27,7 +27,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 from rl.envs.catalog import catalog
 from rl.envs.host import player
@@ -54,6 +54,18 @@ class Played:
     cpu_s: float  # of its slowest step
     error: str = ""  # why it got FAILED
     in_time: bool = True
+
+
+class Plays(Protocol):
+    """A host of episodes: `Host`, or the one of rl/envs/foreign."""
+
+    async def play(self, session: session_lib.Session, index: int, split: str) -> Played:
+        """Plays the episode of a task and returns its result. Raises the errors of `Host.play`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the processes of the environment."""
+        ...
 
 
 class _Died(Exception):

@@ -19,8 +19,9 @@ from typing import Any
 from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.catalog import catalog
-from rl.envs.foreign import host as host_lib
+from rl.envs.foreign import host as foreign_host
 from rl.envs.foreign import process as process_lib
+from rl.envs.host import host as host_lib
 from rl.envs.hub import effects, probes, trial
 from rl.envs.interface import scripted_model
 from rl.envs.recording import session as session_lib
@@ -56,7 +57,9 @@ class _Trial:
 
     async def run(self) -> dict:
         assert self._env.foreign
-        self._host = host_lib.ForeignHost(self._env.foreign, self._tokenizer, limit_s=CPU_S, on_error=lambda line: None)
+        self._host = foreign_host.ForeignHost(
+            self._env.foreign, self._tokenizer, limit_s=CPU_S, on_error=lambda line: None
+        )
         try:
             return await self._observe()
         finally:

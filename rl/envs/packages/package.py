@@ -6,7 +6,7 @@ A name is "FRAMEWORK:TARGET", or "FRAMEWORK:TARGET@VERSION":
 |---|---|---|
 | verifiers | a package, such as `wordle` | `load_environment` of verifiers 0.1 to 0.3, or a `Taskset` of 0.3 and 0.4 |
 | openenv | module:Class | `reset`, `step`, and `state` of OpenEnv |
-| plain | module:function | returns an object with `tasks`, and `run(task, base_url, sampling)`, which returns its scores |
+| plain | module:function | returns an object with `tasks`, and `run(task, base_url)`, which returns its scores |
 
 `python -m rl.envs install` (installation.py) writes a record for each name, which has the interpreter. Episodes run in rl/envs/foreign.
 """

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -50,18 +51,17 @@ class Visit:
 
     base_url: str
     session: session_lib.Session
-    sampling: Mapping[str, Any]  # of the run; a request may repeat these, and not change them
     fault: asyncio.Future
     calls: set[asyncio.Future] = dataclasses.field(default_factory=set)  # in progress
     num_requests: int = 0
 
     async def run(self, call: Awaitable) -> Any:
-        """Returns the result of a call of the session. Raises BudgetSpent; after any other failure, it never returns."""
+        """Returns the result of a call of the session. Raises BudgetSpent and InvalidMessages; after any other failure, it never returns."""
         task = asyncio.ensure_future(call)
         self.calls.add(task)
         try:
             return await task
-        except episode.BudgetSpent:
+        except (episode.BudgetSpent, session_lib.InvalidMessages):
             raise
         except Exception as error:  # a backend may raise anything
             if not self.fault.done():
@@ -104,10 +104,10 @@ class Endpoint:
         await self._serving
 
     @contextlib.contextmanager
-    def open(self, session: session_lib.Session, sampling: Mapping[str, Any]) -> Iterator[Visit]:
-        """Gives a session a base URL until the block ends, which cancels calls in progress. `sampling` is the run's, such as its temperature."""
+    def open(self, session: session_lib.Session) -> Iterator[Visit]:
+        """Gives a session a base URL until the block ends, which cancels calls in progress."""
         name, fault = secrets.token_urlsafe(16), asyncio.get_running_loop().create_future()
-        visit = self._visits[name] = Visit(f"{self._url}/s/{name}/v1", session, sampling, fault)
+        visit = self._visits[name] = Visit(f"{self._url}/s/{name}/v1", session, fault)
         try:
             yield visit
         finally:
@@ -129,7 +129,6 @@ class Endpoint:
         self._check(body, visit)
         session, messages = visit.session, [_plain_message(message) for message in body.messages]
         given = {"tools": body.tools or () if body.tool_choice != "none" else (), "variables": _variables(body)}
-        session.prompt_ids(messages, **given)  # raises ValueError for messages that the environment must correct
         options = given | {"max_tokens": _max_tokens(body), "trains": _trains(body)}
         ask = lambda number: session.ask(messages, number=number, **options)  # noqa: E731
         answers = await visit.run(_gather(ask, body.seed, body.n))
@@ -197,8 +196,11 @@ class Endpoint:
         """Raises ValueError for a field that this episode cannot honor."""
         fields = type(body).model_fields
         for name in sorted(body.model_fields_set & fields.keys() - HONORED):
-            value, wanted = getattr(body, name), visit.sampling.get(name, fields[name].default)
-            if value != wanted and not (name == "top_k" and {value, wanted} == {-1, 0}):  # both: no limit
+            value, wanted = getattr(body, name), visit.session.sampling.get(name, fields[name].default)
+            is_equal = value == wanted or (
+                isinstance(value, float) and math.isclose(value, float(wanted or 0), rel_tol=1e-6)
+            )
+            if not is_equal and not (name == "top_k" and {value, wanted} == {-1, 0}):  # both: no limit
                 remedy = f"leave it out, or send {wanted!r}"
                 raise ValueError(f"{name} = {value!r} is not possible in this episode; {remedy}")
         stops = self._tokenizer.stop_ids

@@ -124,6 +124,8 @@ class Session:
       thinking: "keep" keeps the reasoning of earlier turns in the prompt, also if the environment leaves it out of the messages that it sends
         back. "strip" renders the conversation again without it at each user message, which begins a stream.
       tape: completions of the calls that a worker recorded. A call that is not among them raises NotOnTape.
+      sampling: fields of the run that a program may repeat in its requests, such as the temperature.
+      hold_s: time that an answer from the tape takes. Calls of another process overlap only then.
     """
 
     def __init__(
@@ -136,11 +138,14 @@ class Session:
         sample: int,
         thinking: str = "keep",
         tape: Mapping[Key, sample_lib.Sample] | None = None,
+        sampling: Mapping[str, float] | None = None,
+        hold_s: float = 0.0,
     ):
         if thinking not in THINKING:
             raise ValueError(f"env.thinking = {thinking!r} is unknown; choose one of {', '.join(THINKING)}")
         self._tokenizer, self._backend, self._tape, self.limits = tokenizer, backend, tape, limits
         self._seed, self.sample, self._thinking = seed, sample, thinking
+        self.sampling, self._hold_s = sampling or {}, hold_s
         self.streams: list[Stream] = []  # in the order in which they began
         self.overlapped = (
             False  # True once two calls ran at the same time; may be set from outside, where that is known
@@ -283,7 +288,7 @@ class Session:
         if (sample := self._tape.get(call.key)) is None:
             number = f"call {self.num_calls} of the episode (prompt of {len(call.prompt)} tokens, number {call.number})"
             raise NotOnTape(f"the environment makes {number}, which was not recorded")
-        await asyncio.sleep(0)  # other calls that the program made at the same time begin, too
+        await asyncio.sleep(self._hold_s)  # other calls that the program made at the same time begin, too
         return sample
 
     def _check_budget(self, key: Key, num_prompt: int) -> None:

@@ -4,13 +4,12 @@
 
 1. The configuration names an adapter, which is a file of this folder, and a function or package for it. `random` and NumPy are seeded
    before the environment is loaded: a published one drew its tasks from the global generator.
-2. A request on the socket FD is a line of JSON: {"run": {"id", "index", "split", "base_url", "sampling"}}, or {"stop": ID}.
+2. A request on the socket FD is a line of JSON: {"run": {"id", "index", "split", "base_url"}}, or {"stop": ID}.
 3. An episode runs in the main thread of a fork, in an empty folder, with the global generators seeded by its task. So episodes share no
    state, and one that hangs or ends its process is lost alone.
 4. The reply is {"id", "done": {"reward", "metrics", "stop", "error"}} or {"id", "failed": reason}.
 
-An adapter has `load(target, options)`, `tasks(env)`, an iterator of (text, task) that may be infinite, and `run(env, task, base_url,
-sampling)`. A task is held out if the hash of its text is 0 modulo 16, as in our own environments.
+An adapter has `load(target, options)`, `tasks(env)`, an iterator of (text, task) that may be infinite, and `run(env, task, base_url)`. A task is held out if the hash of its text is 0 modulo 16, as in our own environments.
 """
 
 import contextlib
@@ -143,7 +142,7 @@ class _Server:
             for client in self._clients:
                 client.base_url = request["base_url"]
             _seed(f"{self._config['seed']}/{request['split']}/{request['index']}")
-            arguments = self._env, task, request["base_url"], request["sampling"]
+            arguments = self._env, task, request["base_url"]
             done = self._adapter["run"](*arguments)
             used = [resource.getrusage(kind) for kind in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
             text = json.dumps({"done": done, "cpu_s": sum(one.ru_utime + one.ru_stime for one in used)})

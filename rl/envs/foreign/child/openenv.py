@@ -40,7 +40,7 @@ def tasks(env):
         yield str(seed), seed
 
 
-def run(env, task, base_url, sampling):
+def run(env, task, base_url):
     """Plays one episode."""
     make, action_kind, own = env
     world = make()
@@ -50,7 +50,7 @@ def run(env, task, base_url, sampling):
     rewards, stop = [], "max_turns"
     for _ in range(own["max_turns"]):
         messages.append({"role": "user", "content": _text(seen)})
-        reply = _ask(base_url, {"model": "policy", "messages": messages, **sampling})
+        reply = _ask(base_url, {"model": "policy", "messages": messages})
         if reply is None:
             stop = "too_long"
             break

@@ -1,4 +1,4 @@
-"""Adapter of a function "module:function" that returns an object with `tasks` and `run(task, base_url, sampling)`. Imports nothing of ours.
+"""Adapter of a function "module:function" that returns an object with `tasks` and `run(task, base_url)`. Imports nothing of ours.
 
 `tasks` is an iterable of JSON values, or a function that returns one. `run` may be a coroutine function. It asks the model "policy" at
 `base_url` by any client of OpenAI's API, and returns {"reward": number, further numbers}.
@@ -25,8 +25,8 @@ def tasks(env):
         yield json.dumps(task, sort_keys=True), task
 
 
-def run(env, task, base_url, sampling):
+def run(env, task, base_url):
     """Plays one episode."""
-    found = env.run(task, base_url, sampling)
+    found = env.run(task, base_url)
     scores = dict(asyncio.run(found) if inspect.iscoroutine(found) else found)
     return {"reward": scores.pop("reward"), "metrics": scores, "stop": None, "error": None}

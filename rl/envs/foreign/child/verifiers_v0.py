@@ -19,14 +19,14 @@ def tasks(env):
         yield repr(prompt), number
 
 
-def run(env, task, base_url, sampling):
+def run(env, task, base_url):
     """Plays one episode."""
     row = dict(env.get_dataset()[task])
     if not isinstance(row.get("task", {}), collections.abc.Mapping):  # a name, which newer releases refuse
         row["info"] = {"task": row.pop("task")} | (row.get("info") or {} if isinstance(row.get("info"), dict) else {})
     config = pkgutil.resolve_name("verifiers.types:ClientConfig")
     client = config(api_base_url=base_url, api_key_var="OPENAI_API_KEY", max_retries=0)
-    found = asyncio.run(env.run_rollout(row, client, "policy", dict(sampling), state_columns=[]))
+    found = asyncio.run(env.run_rollout(row, client, "policy", {}, state_columns=[]))
     error = found.get("error")
     return {
         "reward": found["reward"],

@@ -48,11 +48,11 @@ def tasks(env):
         yield json.dumps(prompt if prompt is not None else data, sort_keys=True), task
 
 
-def run(env, task, base_url, sampling):
+def run(env, task, base_url):
     """Plays one episode. Its reward is the mean over the agents that are trained."""
     config, trained = env
     os.environ.update(PRIME_INFERENCE_URL=base_url, PRIME_API_KEY="intellax")  # of judges
-    episode = asyncio.run(_play(config, task, base_url, sampling))
+    episode = asyncio.run(_play(config, task, base_url))
     traces = [one for one in episode.traces if getattr(one.agent, "trainable", True)]
     traces = [one for one in traces if not trained or one.agent.name == trained] or episode.traces
     metrics, several = {}, len({one.agent.name for one in episode.traces}) > 1
@@ -69,10 +69,10 @@ def run(env, task, base_url, sampling):
     }
 
 
-async def _play(config, task, base_url, sampling):
+async def _play(config, task, base_url):
     env, types_lib = _find("utils.loaders").load_environment(config), _find("types")
     client = _find("configs.client").EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
-    context = _find("clients").ModelContext("policy", client, types_lib.SamplingConfig(**sampling))
+    context = _find("clients").ModelContext("policy", client, types_lib.SamplingConfig())
     async with env.serving():
         return await env.run_slot(env.slots(task)[0], context)
 

@@ -12,6 +12,7 @@ import pytest
 from inference.rollouts import rollout as rollout_lib
 from rl.envs.foreign import host as host_lib
 from rl.envs.foreign import process as process_lib
+from rl.envs.host import host as native_host
 from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
 from rl.envs.recording import rollouts as rollouts_lib
@@ -121,7 +122,7 @@ def test_a_replay_against_the_tape_is_equal(package):
 def test_a_failed_episode_gets_zeros_and_the_reason(package, fault, in_time, error):
     settings = {"spin": {"limit_s": 1}, "wait": {"idle_s": 2.0}}.get(fault, {})
     [found] = play(package, [session(0)], options={"fault": fault}, **settings)
-    assert (found.scores, found.in_time) == (host_lib.FAILED, in_time)
+    assert (found.scores, found.in_time) == (native_host.FAILED, in_time)
     assert error in found.error
 
 

@@ -53,14 +53,18 @@ def joined(text):
     return [found[index] for index in sorted(found)]
 
 
+def made(backend, **options):
+    return episodes.session(backend, sampling=SAMPLING, **options)
+
+
 def client():
     return httpx.AsyncClient(timeout=30, verify=False)  # loading certificates takes 0.3 s
 
 
 @contextlib.asynccontextmanager
-async def opened(session, sampling=SAMPLING):
+async def opened(session):
     async with endpoint_lib.Endpoint(episodes.TOKENIZER) as endpoint, client() as http:
-        with endpoint.open(session, sampling) as visit:
+        with endpoint.open(session) as visit:
             yield visit, http
 
 
@@ -78,12 +82,12 @@ def streams(session):
     )
 
 
-def ask(path, body, *, session=None, sampling=SAMPLING):
+def ask(path, body, *, session=None):
     """Sends one request to a new session, and returns (the reply, the session)."""
-    session = session or episodes.session(episodes.Backend())
+    session = session or made(episodes.Backend())
 
     async def run():
-        async with opened(session, sampling) as (visit, http):
+        async with opened(session) as (visit, http):
             url = visit.base_url if path.startswith("/chat") or path == "/completions" else visit.base_url[:-3]
             return await http.post(url + path, json=body)
 
@@ -98,9 +102,9 @@ def test_programs_leave_the_same_streams_as_on_the_session(stream):
         async with endpoint_lib.Endpoint(episodes.TOKENIZER) as endpoint, client() as http:
 
             async def play(number):
-                direct, remote = (episodes.session(episodes.Backend(), number=number) for _ in range(2))
+                direct, remote = (made(episodes.Backend(), number=number) for _ in range(2))
                 await episodes.drawn(number)(direct)
-                with endpoint.open(remote, SAMPLING) as visit:
+                with endpoint.open(remote) as visit:
                     await episodes.drawn(number)(Model(http, visit.base_url, stream=stream))
                 assert streams(remote) == streams(direct)
                 return max(len(stream.turns) for stream in remote.streams)
@@ -112,7 +116,7 @@ def test_programs_leave_the_same_streams_as_on_the_session(stream):
 
 def test_tool_calls_have_different_ids_in_each_turn_and_still_continue_the_stream():
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    session = episodes.session(episodes.Backend(texts=[call]))
+    session = made(episodes.Backend(texts=[call]))
 
     async def run():
         async with opened(session) as (visit, http):
@@ -144,7 +148,7 @@ def test_numbers_of_one_request_are_calls_with_these_numbers():
 
 
 def test_token_routes_extend_the_stream_of_a_chat_exactly():
-    session = episodes.session(episodes.Backend())
+    session = made(episodes.Backend())
 
     async def run():
         async with opened(session) as (visit, http):
@@ -225,7 +229,7 @@ def test_values_of_the_run_may_be_repeated():
 
 @pytest.mark.parametrize("limits", [{"max_calls": 1}, {"max_episode_tokens": 1}, {"max_model_len": 20}])
 def test_a_spent_budget_is_a_prompt_that_is_too_long(limits):
-    session = episodes.session(episodes.Backend(), limits=limits)
+    session = made(episodes.Backend(), limits=limits)
 
     async def run():
         async with opened(session) as (visit, http):
@@ -245,7 +249,7 @@ def test_a_failed_backend_is_a_fault_and_never_a_reply():
         raise ConnectionError("no server")
 
     fail.tokenizer = episodes.TOKENIZER
-    session = episodes.session(fail)
+    session = made(fail)
 
     async def run():
         async with opened(session) as (visit, http):
@@ -271,11 +275,11 @@ def test_closing_cancels_calls_and_the_url_is_gone():
             ended.append(call)
 
     wait.tokenizer = episodes.TOKENIZER
-    session = episodes.session(wait)
+    session = made(wait)
 
     async def run():
         async with endpoint_lib.Endpoint(episodes.TOKENIZER) as endpoint, client() as http:
-            with endpoint.open(session, SAMPLING) as visit:
+            with endpoint.open(session) as visit:
                 url = f"{visit.base_url}/chat/completions"
                 sent = asyncio.ensure_future(http.post(url, json={"messages": [USER]}))
                 while not begun:
@@ -316,7 +320,7 @@ def test_usage_and_models():
 
 def test_samples_are_those_of_the_backend():
     """The logprobs and versions that train are the server's; the environment cannot change them."""
-    session = episodes.session(episodes.Backend(version=9))
+    session = made(episodes.Backend(version=9))
     ask("/chat/completions", {"messages": [USER]}, session=session)
     [turn] = session.streams[0].turns
     assert isinstance(turn.sample, sample_lib.Sample)
