@@ -10,7 +10,7 @@ parallelism, and the constants of configs/recipes.py. Its environments (math, co
 included; GSM8K stands in.
 
 Hardware: a learner on v5p:4x4x8 (128 chips), one row of 65,536 tokens per chip, and inference servers of one v5p host each
-(4 chips). Estimate: 9.4 GiB of 95.74 per chip; a longest step (268 M tokens) takes at least 1,990 s, and a server decodes at most
+(4 chips). Estimate: 9.4 GiB of 95.74 per chip; a longest step (268 M tokens) takes at least 2,340 s, and a server decodes at most
 490 tokens/s.
 """
 

@@ -1,7 +1,7 @@
 """Grouped-query attention as a function of queries, keys, and a rule for which keys a query may read.
 
-1. `attend_packed` runs whole packed rows (learner, scoring). The implementation follows the platform of the mesh: splash on
-   TPU, cuDNN on GPU, XLA elsewhere and for layers that the other two cannot express.
+1. `attend_packed` runs whole packed rows (learner, scoring). The implementation follows the platform of the mesh: splash
+   (models/kernels/splash_attention.py) on TPU, cuDNN on GPU, XLA elsewhere and for layers that the other two cannot express.
 2. With a `context` mesh axis larger than one, every device keeps its queries, and the keys go round the ring of the axis
    (arXiv 2310.01889).
 3. `attend` is the plain function of a mask. The cached step (inference/engine/kv_cache.py) calls it, too.
@@ -18,17 +18,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import PartitionSpec
 
-from models.kernels import cpu_attention
+from models.kernels import cpu_attention, splash_attention
 from sharding import mesh as mesh_lib
 from sharding import rules
 
 MASKED = -1e30  # finite: a row without a key gives a uniform softmax instead of NaN; its output is unused
 BLOCK = 512  # queries whose scores exist at one time
-SPLASH_BLOCK = 512  # queries and keys of a tile of the TPU kernel; a multiple of 128
 
 
 class Packing(NamedTuple):
@@ -50,10 +47,12 @@ def attend_packed(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
+    longest: int = 0,
 ) -> jax.Array:
     """Returns the output of causal attention inside each packed sequence, [B, T, H, V].
 
-    A query reads the last `window` tokens, its own included (0: all). `implementation` is a value of
+    A query reads the last `window` tokens, its own included (0: all). No sequence has more than `longest` tokens (0: it may fill
+    the row). `implementation` is a value of
     `ModelConfig.attention`. Raises ValueError if it cannot run this layer; "auto" then uses XLA. `attend` explains the others.
     """
     how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
@@ -64,7 +63,7 @@ def attend_packed(
         return _per_device(run, "context")(q_BTHC, k_BTKC, v_BTKV, packing, sinks_H)
     implementation = _choose(implementation, q_BTHC, v_BTKV, packing, how)
     if implementation == "splash":
-        return splash(q_BTHC, k_BTKC, v_BTKV, packing.segment_ids, window=window, **how)
+        return _splash(q_BTHC, k_BTKC, v_BTKV, packing.segment_ids, how | {"window": window, "longest": longest})
     if implementation == "cudnn":
         columns_T = jnp.arange(q_BTHC.shape[1])
         mask_BTS = readable(packing, columns_T, packing, columns_T, window)
@@ -145,6 +144,14 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
     if problems and implementation != "auto":
         raise ValueError(f"model.attention = {implementation!r} cannot run: {problems[0]}; set it to 'auto' or 'xla'")
     return "xla" if problems else wanted
+
+
+def _splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, how: dict) -> jax.Array:
+    def run(*arrays):
+        return splash_attention.attend(*arrays[:4], **how | {"sinks_H": arrays[4]})
+
+    run = run if jax.sharding.get_abstract_mesh().empty else _per_device(run, None)
+    return run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, how["sinks_H"])
 
 
 def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
@@ -277,36 +284,3 @@ def _merge(a, b):
     scale_a, scale_b = jnp.exp(top_a - top), jnp.exp(top_b - top)
     out = out_a * scale_a[..., None] + out_b * scale_b[..., None]
     return out, total_a * scale_a + total_b * scale_b, top
-
-
-def splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, *, window, scale, softcap, sinks_H, interpret: bool = False):
-    """Returns causal attention by JAX's splash kernel for TPUs, on each device's rows and heads. `interpret` is for a CPU."""
-    T = q_BTHC.shape[1]
-    block = next(size for size in (SPLASH_BLOCK, 256, 128) if T % size == 0)
-    backward = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sizes = splash_attention_kernel.BlockSizes(block, block, **dict.fromkeys(backward, block))
-
-    def run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, sinks_H):
-        mask = splash_attention_mask.CausalMask((T, T))
-        if window:  # a packed sequence's columns are consecutive, so a window of positions is one of columns
-            mask = splash_attention_mask.LocalMask((T, T), (window - 1, 0), 0)
-        kernel = splash_attention_kernel.make_splash_mha_single_device(
-            splash_attention_mask.MultiHeadMask([mask] * q_BTHC.shape[2]),
-            block_sizes=sizes,
-            attn_logits_soft_cap=softcap or None,
-            interpret=interpret,
-        )
-
-        def one_row(q_THC, k_TKC, v_TKV, segment_ids_T):
-            segments = splash_attention_kernel.SegmentIds(segment_ids_T, segment_ids_T)
-            heads_first = (x.swapaxes(0, 1) for x in (q_THC * np.asarray(scale, q_THC.dtype), k_TKC, v_TKV))
-            extra = {} if sinks_H is None else {"sinks": sinks_H.astype(jnp.float32)}
-            out = kernel(*heads_first, segments, **extra)
-            assert isinstance(out, jax.Array)  # without residuals
-            return out.swapaxes(0, 1)
-
-        return jax.vmap(one_row)(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT)
-
-    if not jax.sharding.get_abstract_mesh().empty:
-        run = _per_device(run, None)
-    return run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, sinks_H)

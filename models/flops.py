@@ -7,6 +7,7 @@ import jax
 
 from models import config as config_lib
 from models import transformer
+from models.kernels import splash_attention
 from sharding import rules
 
 
@@ -63,15 +64,37 @@ class ModelFlops:
         """Returns the FLOPs of a train step on `num_tokens` tokens that MFU counts: three forward passes, no recomputation."""
         return 3 * self.forward_flops(num_tokens, sequence)
 
-    def executed_flops(self, num_tokens: float, row: float) -> float:
+    def kernel_flops(self, row: int, sequence: int) -> float:
+        """Returns the FLOPs of the attention kernel's forward pass per token, in rows of `row` tokens packed with sequences of `sequence`.
+
+        It works through all keys of the blocks that it visits (models/kernels/splash_attention.py).
+        """
+        config, block = self.config, min(splash_attention.BLOCK, row)
+        columns = range(0, row, block)
+
+        def keys(window: int) -> float:
+            firsts = (max(column // sequence * sequence, column - window + 1 if window else 0) for column in columns)
+            return (
+                sum(column // block - first // block + 1 for column, first in zip(columns, firsts, strict=True)) * block
+            )
+
+        layers = (config.is_sliding(layer) for layer in range(config.num_layers))
+        return self.per_key * sum(keys(config.window if sliding else 0) for sliding in layers) / len(columns)
+
+    def scoring_flops(self, num_tokens: float, row: int, sequence: int) -> float:
+        """Returns the FLOPs that the chips execute in a forward pass on `num_tokens` tokens of packed rows."""
+        return num_tokens * (2 * self.multiplied + self.kernel_flops(row, sequence))
+
+    def executed_flops(self, num_tokens: float, row: int, sequence: int) -> float:
         """Returns the FLOPs that the chips execute in a train step on `num_tokens` tokens, recomputation included.
 
-        A layer's forward pass runs again with remat "block" and "offload"; the output head's always does. The attention
-        kernel works through the causal half of whole rows; its backward pass has five matmuls, the forward pass two.
+        A layer's forward pass runs again with remat "block" and "offload"; the output head's always does, and that of the attention
+        kernel unless remat is "none". Its backward pass has seven matmuls: the two of the scores in both of its parts, dq alone,
+        dk and dv. The forward pass has two.
         """
         again = 1 if self.config.remat in ("block", "offload") else 0
         layers = (3 + again) * 2 * (self.multiplied - self.head)
-        attention = (1 + again + 2.5) * self.attention_flops((row + 1) / 2)
+        attention = (1 + (self.config.remat != "none") + 3.5) * self.kernel_flops(row, sequence)
         return num_tokens * (layers + 4 * 2 * self.head + attention)
 
     def read_parameters(self, num_tokens: int) -> float:

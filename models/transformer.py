@@ -90,6 +90,7 @@ def apply(
     segment_ids_BT: jax.Array | None = None,
     branch_ids_BT: jax.Array | None = None,
     experts_LBTX: jax.Array | None = None,
+    max_length: int = 0,
 ) -> tuple[jax.Array, moe.Routing | None]:
     """Runs the decoder on whole rows of packed sequences, without a cache.
 
@@ -104,6 +105,7 @@ def apply(
       segment_ids_BT: 1, 2, ... per packed sequence, 0 for padding; one sequence per row when None.
       branch_ids_BT: 0 in a prompt that several completions share, 1, 2, ... in the completions; no sharing when None.
       experts_LBTX: experts to use in each MoE layer (router replay). The router chooses when None, and where negative.
+      max_length: tokens of the longest sequence, if known; a TPU's attention kernel then has fewer steps. 0: the row's.
     """
     B, T = tokens_BT.shape
     if positions_BT is None:
@@ -112,7 +114,7 @@ def apply(
     packing = attention.Packing(positions_BT, segment_ids_BT, branch_ids_BT)
 
     def attend(entry, q_BTHC, k_BTKC, v_BTKV, **options):
-        options["implementation"] = config.attention
+        options |= {"implementation": config.attention, "longest": max_length}
         return attention.attend_packed(q_BTHC, k_BTKC, v_BTKV, packing, **options), entry
 
     given = {"experts_LBTX": experts_LBTX, "valid_BT": segment_ids_BT != 0}

@@ -135,7 +135,7 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
     step, state = train_step.jit_train_step(learner), train_step.abstract_state(learner)
     batch, num_micro_batches = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
-    num_tokens = num_micro_batches * rows * T
+    num_tokens, longest = num_micro_batches * rows * T, min(config.inference.max_model_len, T)
     work = flops.ModelFlops.of(model)
     num_scored = int(exp.objective.old_logprobs == "learner")
     num_passes = (4 if model.remat in ("block", "offload") else 3) + num_scored
@@ -168,8 +168,9 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
             "layers": (5 + 4 * model.num_layers * (model.remat == "none")) * _layer_bytes(model, mesh, rows, T),
         },
         num_tokens=num_tokens,
-        executed_flops=work.executed_flops(num_tokens, T) + num_scored * work.forward_flops(num_tokens, T),
-        model_flops=work.model_flops(num_tokens, min(config.inference.max_model_len, T)),
+        executed_flops=work.executed_flops(num_tokens, T, longest)
+        + num_scored * work.scoring_flops(num_tokens, T, longest),
+        model_flops=work.model_flops(num_tokens, longest),
         read_bytes=num_micro_batches * num_passes * _gathered_bytes(model, mesh)
         + num_steps * 2 * (held["parameters"] + held["optimizer"]),
         turns=(num_steps, math.ceil(num_micro_batches / num_steps)),
@@ -191,7 +192,9 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Low
         held=_held(parameters=params, batch=batch),
         needed={"a layer": _layer_bytes(model, mesh, rows, T)},
         num_tokens=num_tokens,
-        executed_flops=flops.ModelFlops.of(model).forward_flops(num_tokens, T),
+        executed_flops=flops.ModelFlops.of(model).scoring_flops(
+            num_tokens, T, min(exp.config.inference.max_model_len, T)
+        ),
         read_bytes=num_micro_batches * _gathered_bytes(model, mesh),
         turns=(num_micro_batches,),
     )

@@ -19,7 +19,7 @@ import pytest
 from inference.engine import kv_cache
 from models import attention, layers, transformer
 from models import config as config_lib
-from models.kernels import cpu_attention
+from models.kernels import cpu_attention, splash_attention
 from sharding import mesh as mesh_lib
 from sharding import rules
 from tests.support import stacking, tiny
@@ -410,7 +410,7 @@ def test_attention_equals_the_oracle(kernel, window, softcap, sunk, monkeypatch)
     want = attention_oracle(q, k, v, packing, sinks if sunk else None, **how)
     how["sinks_H"] = sinks if sunk else None
     if kernel == "splash":
-        got = attention.splash(q, k, v, packing.segment_ids, interpret=True, **how)
+        got = splash_attention.attend(q, k, v, packing.segment_ids, interpret=True, **how)
     else:
         monkeypatch.setattr(attention, "BLOCK", 48 if kernel == "blocks" else 512)  # 128 is no multiple of 48
         got = jax.jit(functools.partial(attention.attend_packed, implementation="xla", **how))(q, k, v, packing)

@@ -180,8 +180,10 @@ def test_work_of_a_dense_model_is_the_sum_by_hand():
     # 10 tokens in sequences of 5: each reads 3 keys on average, 2 FLOPs x 4 heads x (8 + 8) dims x 3 keys x 2 layers.
     assert work.forward_flops(10, 5) == 10 * (2 * (2 * layer + head) + 2 * 4 * 16 * 3 * 2)
     assert work.model_flops(10, 5) == 3 * work.forward_flops(10, 5)
-    executed = 10 * (4 * 2 * 2 * layer + 4 * 2 * head + 4.5 * 2 * 4 * 16 * 3 * 2)
-    assert work.executed_flops(10, 5) == executed
+    # The kernel's only block has all 5 keys; 1 + 1 + 3.5 forward passes.
+    executed = 10 * (4 * 2 * 2 * layer + 4 * 2 * head + 5.5 * 2 * 4 * 16 * 5 * 2)
+    assert work.executed_flops(10, 5, 5) == executed
+    assert work.scoring_flops(10, 5, 5) == 10 * (2 * (2 * layer + head) + 2 * 4 * 16 * 5 * 2)
     assert work.read_parameters(1) == work.held - head  # the table is looked up
 
 
@@ -199,6 +201,20 @@ def test_work_of_a_mixture_counts_the_experts_of_a_token():
 def test_a_sliding_layer_reads_its_window():
     model = tiny.model(window=3, layer_pattern="SF")
     assert flops.ModelFlops.of(model).attention_flops(10) == 2 * 4 * 16 * (3 + 10)
+
+
+@pytest.mark.parametrize(
+    ("window", "sequence", "row"), [(0, 700, 4096), (300, 4096, 4096), (600, 1500, 6144), (0, 2048, 2048)]
+)
+def test_the_kernel_works_on_the_blocks_that_are_read(window, sequence, row):
+    """The blocks are counted in the attention mask of a whole row."""
+    model = tiny.model(**({"window": window, "layer_pattern": "S"} if window else {}))
+    columns, block = np.arange(row), 512
+    mask = (columns[:, None] // sequence == columns // sequence) & (columns[:, None] >= columns)
+    mask &= columns[:, None] - columns < (window or row)
+    visited = mask.reshape(row // block, block, row // block, block).any(axis=(1, 3)).sum()
+    keys = visited * block * block / row
+    assert flops.ModelFlops.of(model).kernel_flops(row, sequence) == pytest.approx(2 * 4 * 16 * keys * 2)
 
 
 @pytest.mark.parametrize(
