@@ -20,7 +20,7 @@ def counts(name, digest, groups, signal, num, errors):
 
 @pytest.fixture
 def path(tmp_path):
-    """A ledger of three batches, of which the last was made again after a resume, and three refusals."""
+    """A ledger of three batches, after a resume that took back two, of which one was made again, and three refusals."""
     key, file = rollout_lib.WorkerKey.generate(), tmp_path / "ledger.db"
     with run_ledger.RunLedger(file, key, "9" * 64) as ledger:
         ledger.resumed(0)
@@ -42,6 +42,7 @@ def path(tmp_path):
         refuse(3, "wordle", "tokens: x")
         refuse(3, "", "tokens: y")
         train(3, [counts("gsm8k", A, 100, 100, 100, 100)])
+        train(4, [counts("gsm8k", A, 100, 100, 100, 100)])
         ledger.resumed(2)
         train(3, [counts("gsm8k", B, 1, 1, 4, 0)])
     return file
