@@ -22,8 +22,8 @@ def tasks(env):
 def run(env, task, base_url):
     """Plays one episode."""
     row = dict(env.get_dataset()[task])
-    if not isinstance(row.get("task", {}), collections.abc.Mapping):  # a name, which newer releases refuse
-        row["info"] = {"task": row.pop("task")} | (row.get("info") or {} if isinstance(row.get("info"), dict) else {})
+    if not isinstance(row.get("task", {}), collections.abc.Mapping):
+        del row["task"]  # a name, which releases since 0.1.14 refuse
     config = pkgutil.resolve_name("verifiers.types:ClientConfig")
     client = config(api_base_url=base_url, api_key_var="OPENAI_API_KEY", max_retries=0)
     found = asyncio.run(env.run_rollout(row, client, "policy", {}, state_columns=[]))
