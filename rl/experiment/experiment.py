@@ -387,6 +387,7 @@ def with_new_fields(saved: dict) -> dict:
     config = config_dict.ConfigDict(_defaults(), type_safe=False)
     if not config.loss_options.keys() & saved["loss_options"].keys():  # replaced by those of a loss of one's own
         config.loss_options = {}
+    config.env.max_calls = 1  # before environments had episodes of several calls
     config.update(saved)
     merged = config.to_dict()
     merged["trust"].pop("check_fraction", None)  # until worker rates replaced it

@@ -1015,7 +1015,8 @@ def test_the_routes(make):
         run = http.get("/run").json()["run"]
         options = orchestrator._config.env.options.to_dict()
         digest = envs.digest("reverse_text", options)
-        assert run["env"] == {"name": "reverse_text", "options": options, "seed": 0, "digest": digest}
+        episodes = {"max_calls": 1, "max_episode_tokens": 0, "thinking": "keep"}
+        assert run["env"] == {"name": "reverse_text", "options": options, "seed": 0, "digest": digest} | episodes
         assert run["sampling"] == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
         assert (run["tokenizer"], run["tokenizer_date"]) == ("byte_chatml", "2026-01-01")
         assert run["servers"] == [] and run["step"] == -1
