@@ -47,7 +47,8 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
         # ml_collections reports a file that it could not load only when a field is read. A shell keeps the ~ of --workdir=~/runs.
         values.config.init_from = os.path.expanduser(values.config.init_from)
         for name in {"workdir", "output"} & {*values}:
-            values[name].value = values[name].value and os.path.expanduser(values[name].value)
+            if path := values[name].value:
+                values[name].value = os.path.expanduser(path)
     except SystemExit:  # of absl after --help, with the exit code of a mistake
         print(f"\nfields of the config, with their defaults in configs/base.py:\n{base_fields.listing()}")
         raise SystemExit(0) from None
