@@ -111,17 +111,10 @@ def _render(server: inference_server.InferenceServer, body: schemas.Chat | schem
 
 def _template_message(message: schemas.Message) -> dict:
     """Converts a request's message to the form of chat templates: content is a string, arguments of tool calls are objects."""
-    content = message.content
-    if isinstance(content, list):
-        if bad := [part.type for part in content if part.type != "text" or part.text is None]:
-            raise ValueError(f"a message has a part of type {bad[0]!r}; send text parts only")
-        content = "".join(part.text or "" for part in content)
+    plain = schemas.plain_message(message)
     for name, remedy in (("function_call", "tool_calls"), ("audio", "content as text")):
         if getattr(message, name, None):
             raise ValueError(f"a message has {name}, which is not supported; send {remedy}")
-    plain: dict = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
-    if (reasoning := message.reasoning_content or message.reasoning) is not None:
-        plain["reasoning_content"] = reasoning
     if message.tool_calls:
         plain["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     for name in ("tool_call_id", "name"):
@@ -131,9 +124,7 @@ def _template_message(message: schemas.Message) -> dict:
 
 
 def _template_call(call: dict) -> dict:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError("a tool call of a message has no function.name; send it as a string")
+    function = schemas.called_function(call)
     arguments = function.get("arguments")
     try:
         loaded = json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -278,6 +278,27 @@ class Message(Body):
 Messages = Annotated[list[Message], FAIL_FAST]
 
 
+def plain_message(message: Message) -> dict:
+    """Returns role, content as one text, and reasoning of a message. Raises ValueError for a part that is not text."""
+    content = message.content
+    if isinstance(content, list):
+        if bad := [part.type for part in content if part.type != "text" or part.text is None]:
+            raise ValueError(f"a message has a part of type {bad[0]!r}; send text parts only")
+        content = "".join(part.text or "" for part in content)
+    plain: dict = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        plain["reasoning_content"] = reasoning
+    return plain
+
+
+def called_function(call: Mapping) -> dict:
+    """Returns the field `function` of a tool call in a message. Raises ValueError if it has no name."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool call of a message has no function.name; send it as a string")
+    return function
+
+
 class StreamOptions(Body):
     """Options of a streamed reply."""
 

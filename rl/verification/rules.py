@@ -76,7 +76,7 @@ class Rules:
     held_out: Callable[[int], Sequence[task_schedule.Group]] | None = None  # version -> the groups of its evaluation
     prompt: Callable[[task_schedule.Group], Sequence[int]] | None = None  # the environment's prompt; None: not checked
     score: Callable[[task_schedule.Group, Sequence[Sequence[int]]], list[Recomputed]] | None = None  # None: not checked
-    # Of an environment with episodes of several calls, instead of `prompt` and `score`: plays the episodes of a group again.
+    # Plays the episodes of a group again, in environments with episodes of several calls; instead of `prompt` and `score`.
     replay: Callable[[task_schedule.Group, Sequence[Sequence[rollout_lib.Rollout]]], list[Recomputed]] | None = None
 
     envs: Mapping[str, "Rules"] = dataclasses.field(default_factory=dict)  # by `Group.env`, if a run has several

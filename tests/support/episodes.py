@@ -9,9 +9,11 @@ import random
 
 import numpy as np
 
+from inference.rollouts import rollout as rollout_lib
 from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.interface import episode
+from rl.envs.recording import rollouts, tape
 from rl.envs.recording import session as session_lib
 
 TOKENIZER = tokenizer_lib.byte_chatml()
@@ -57,6 +59,17 @@ def session(backend, *, seed=7, number=0, limits=None, **options):
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+
+
+async def assert_replayed(host, validator, played, name, index):
+    """Plays task `index` in the session `played` at `host`, and asserts that its replay at `validator` has the same calls and scores."""
+    found = await host.play(played, index, "train")
+    origin = rollouts.Origin(rollout_lib.TaskRef(name, index, index, 0), 1, 1.0)
+    made = rollouts.of_episode(played, origin, found.scores)
+    taped = tape.of_rollouts(made, TOKENIZER.stop_ids)
+    again = session_lib.Session(TOKENIZER, None, played.limits, seed=index, sample=0, tape=taped)
+    assert (await validator.play(again, index, "train")).scores == found.scores and not found.error
+    assert tape.difference(again, made) is None
 
 
 def drawn(number):

@@ -1,7 +1,7 @@
 """A mix of reasoning-gym's datasets with levels of difficulty: load("logic", mix="chain_sum=2,leg_counting", levels="0-2").
 
 1. A task is of one dataset of the mix, by its weight, and of one of the levels, all equally likely. Both follow from the index.
-2. A level sets all knobs of a dataset at once, as its own curriculum in reasoning-gym defines them: 0 is the easiest, and a level past
+2. A level sets all knobs of a dataset together, as its own curriculum in reasoning-gym defines them: 0 is the easiest, and a level past
    the last one of a knob is that last one. For a curriculum, raise `levels` from run to run, or let rl/envs mix several environments.
 3. Tasks and rewards are those of `reasoning_gym:<dataset>` (rl/envs/native/reasoning.py).
 """

@@ -252,14 +252,7 @@ async def _reply_spent(request: fastapi.Request, problem: Exception) -> response
 
 def _plain_message(message: schemas.Message) -> dict:
     """Converts a request's message to the form in which the session knows its own: texts alone, arguments of calls as JSON text."""
-    content = message.content
-    if isinstance(content, list):
-        if bad := [part.type for part in content if part.type != "text" or part.text is None]:
-            raise ValueError(f"a message has a part of type {bad[0]!r}; send text parts only")
-        content = "".join(part.text or "" for part in content)
-    plain: dict = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
-    if (reasoning := message.reasoning_content or message.reasoning) is not None:
-        plain["reasoning_content"] = reasoning
+    plain = schemas.plain_message(message)
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
@@ -270,9 +263,7 @@ def _plain_message(message: schemas.Message) -> dict:
 
 
 def _plain_call(call: Mapping) -> dict:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError("a tool call of a message has no function.name; send it as a string")
+    function = schemas.called_function(call)
     arguments = function.get("arguments") or "{}"
     arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
     plain = {"name": function["name"], "arguments": arguments}

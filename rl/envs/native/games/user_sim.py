@@ -52,14 +52,14 @@ def build(
         return environment.first_in_split("user_sim", seed, split, index, draw)
 
     def score(task: environment.Task, messages: Sequence[dict], state: object) -> dict[str, float]:
-        said = [m["content"] or "" for m in messages[len(task.messages) :] if m["role"] == "assistant"]
-        order, wishes = _order(said[-1]) if said else [], [*task.info["wishes"].values()]
+        answers = [m["content"] or "" for m in messages[len(task.messages) :] if m["role"] == "assistant"]
+        order, wishes = _order(answers[-1]) if answers else [], [*task.info["wishes"].values()]
         right = sum(a == b for a, b in zip(order, wishes, strict=False)) / len(wishes)
-        return {"reward": float(order == wishes), "right": right, "turns": float(len(said))}
+        return {"reward": float(order == wishes), "right": right, "turns": float(len(answers))}
 
     def reply(task: environment.Task, messages: Sequence[dict], state: object) -> list[dict] | None:
-        said = messages[-1]["content"] or ""
-        return None if _order(said) else [{"role": "user", "content": _answer(said, task.info["wishes"])}]
+        answer = messages[-1]["content"] or ""
+        return None if _order(answer) else [{"role": "user", "content": _answer(answer, task.info["wishes"])}]
 
     async def play_with_model(task: environment.Task, model: episode.Model) -> dict[str, float]:
         messages = [*task.messages]
@@ -72,9 +72,9 @@ def build(
                 if _order(answer.text) or turn == turns - 1:
                     break
                 persona.append({"role": "user", "content": answer.text})
-                said = await model.chat(persona, trains=False)
-                persona.append(said.message)
-                messages.append({"role": "user", "content": said.text})
+                user = await model.chat(persona, trains=False)
+                persona.append(user.message)
+                messages.append({"role": "user", "content": user.text})
         except episode.BudgetSpent:
             pass
         return score(task, messages, None)

@@ -68,8 +68,8 @@ def build(
 
     def score(task: environment.Task, messages: Sequence[dict], state: object) -> dict[str, float]:
         played = messages[len(task.messages) :]
-        said, replies = ([m["content"] or "" for m in played if m["role"] == role] for role in ("assistant", "user"))
-        return _score(said, replies, task.info["secret"])
+        answers, replies = ([m["content"] or "" for m in played if m["role"] == role] for role in ("assistant", "user"))
+        return _score(answers, replies, task.info["secret"])
 
     def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
         """Plays words that fit all replies so far, again until the game is solved; as a decoy, any words, once."""
@@ -109,20 +109,20 @@ def _word(text: str) -> str:
     return guess[1:-1] if re.fullmatch(r"\[[a-z]+\]", guess) else ""
 
 
-def _score(said: Sequence[str], replies: Sequence[str], secret: str) -> dict[str, float]:
+def _score(answers: Sequence[str], replies: Sequence[str], secret: str) -> dict[str, float]:
     """Returns the scores of a game by the model's messages and the replies to them."""
-    last = next((found[-1] for text in reversed(said) if (found := _GUESS.findall(text))), "")
+    last = next((found[-1] for text in reversed(answers) if (found := _GUESS.findall(text))), "")
     solved = float(last == f"[{secret}]")
-    num_guesses = sum(re.search("<guess>.*</guess>", text) is not None for text in said)
+    num_guesses = sum(re.search("<guess>.*</guess>", text) is not None for text in answers)
     marks = next((lines[1] for text in reversed(replies) if len(lines := text.split("\n")) == 3), "")
     scores = {
         "solved": solved,
         "speed": solved / max(num_guesses, 1),
         "partial": (1.0 - solved) * (0.2 * marks.count("G") + 0.1 * marks.count("Y")),
-        "format": sum(map(_format, said)) / max(len(said), 1),
+        "format": sum(map(_format, answers)) / max(len(answers), 1),
     }
     reward = scores["solved"] + scores["speed"] + scores["partial"] + 0.2 * scores["format"]
-    return {"reward": reward, **scores, "guesses": float(len(said))}
+    return {"reward": reward, **scores, "guesses": float(len(answers))}
 
 
 def _format(text: str) -> float:

@@ -15,7 +15,7 @@ import pathlib
 import random
 from collections.abc import Sequence
 
-from rl.envs.interface import environment, episode, tools
+from rl.envs.interface import environment, episode, protocols, tools
 from rl.envs.native import rewards
 from rl.envs.native.programs import blocks
 from rl.envs.sandbox import limits as limits_lib
@@ -25,7 +25,6 @@ INSTRUCTION = (
     "Answer the question. You may run Python, whose variables stay. End with a message 'Answer: NUMBER' without a call."
 )
 INSTRUCTION_OF_TEXT = "Answer the question. A block between ```python and ``` runs, and its variables stay. End with a message 'Answer: NUMBER' without a block."
-PROTOCOLS = ("tools", "text")
 ENDED = {
     "time": "error: it took too long; all variables are lost",
     "output": "error: it printed too much; all variables are lost",
@@ -49,14 +48,9 @@ def build(
     The default of `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for a malformed file, options out of
     range, and a machine where no sandbox works.
     """
-    if protocol not in PROTOCOLS or turns < 1:
-        raise ValueError(
-            f"protocol={protocol!r}, turns={turns}; choose one of {', '.join(PROTOCOLS)}, and at least 1 turn"
-        )
+    protocols.check(protocol, turns)
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
-    if system_prompt is None:
-        system_prompt = INSTRUCTION if protocol == "tools" else INSTRUCTION_OF_TEXT
-    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
+    system = protocols.system(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
     rows = _read(pathlib.Path(path)) if path else {}
     tool = tools.of(python)
 

@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 
-from rl.envs.interface import environment, episode, tools
+from rl.envs.interface import environment, episode, protocols, tools
 from rl.envs.native.programs import grading, python_tool, repository
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
@@ -21,7 +21,6 @@ INSTRUCTION_OF_TEXT = (
     "The tests of a Python package fail, because one line has a bug. Mend it. Write one command per message: read PATH; run_tests; edit PATH, "
     "then the old lines, a line =>, and the new lines; or, at the end, done."
 )
-PROTOCOLS = ("tools", "text")
 RUN = "import test_shop\ntest_shop.test_all()\nprint('all tests pass')\n"
 MAX_FILE_CHARS = 2**16
 
@@ -87,14 +86,9 @@ def build(
     The default of `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for options out of range, and a machine
     where no sandbox works.
     """
-    if protocol not in PROTOCOLS or turns < 1:
-        raise ValueError(
-            f"protocol={protocol!r}, turns={turns}; choose one of {', '.join(PROTOCOLS)}, and at least 1 turn"
-        )
+    protocols.check(protocol, turns)
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
-    if system_prompt is None:
-        system_prompt = INSTRUCTION if protocol == "tools" else INSTRUCTION_OF_TEXT
-    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
+    system = protocols.system(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
 
     def make_task(index: int, split: str) -> environment.Task:
         def draw(number: int) -> environment.Task:

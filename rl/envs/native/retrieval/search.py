@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 
-from rl.envs.interface import environment, episode, tools
+from rl.envs.interface import environment, episode, protocols, tools
 from rl.envs.native.retrieval import bm25, corpus
 
 INSTRUCTION = (
@@ -23,7 +23,7 @@ INSTRUCTION_OF_TEXT = (
     "Answer the question by searching the corpus. Write one command per message: search WORDS, open NUMBER, find NUMBER WORDS, or, at the "
     "end, answer WORDS."
 )
-REWARDS, PROTOCOLS = ("exact", "f1"), ("tools", "text")
+REWARDS = ("exact", "f1")
 SNIPPET_CHARS = 80
 MAX_ANSWER_CHARS = 1000  # a longer one is wrong
 files = corpus.files
@@ -46,15 +46,15 @@ def build(
     `results` is the number of documents that a search returns, `turns` that of the model's messages, the answer included. The default of
     `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for a malformed file and options out of range.
     """
-    if reward not in REWARDS or protocol not in PROTOCOLS:
-        raise ValueError(f"reward={reward!r}, protocol={protocol!r}; choose from {REWARDS} and from {PROTOCOLS}")
+    if reward not in REWARDS or protocol not in protocols.PROTOCOLS:
+        raise ValueError(
+            f"reward={reward!r}, protocol={protocol!r}; choose from {REWARDS} and from {protocols.PROTOCOLS}"
+        )
     if results < 1 or turns < 1:
         raise ValueError(f"results={results}, turns={turns}; choose at least 1")
     source = corpus.read(path) if path else corpus.generated(facts, distractors, seed)
     commands = _commands(source.documents, results)
-    if system_prompt is None:
-        system_prompt = INSTRUCTION if protocol == "tools" else INSTRUCTION_OF_TEXT
-    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
+    system = protocols.system(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
     mark = "Answer: " if protocol == "tools" else "answer "
 
     def make_task(index: int, split: str) -> environment.Task:

@@ -1,16 +1,12 @@
 """Episodes that run programs are equal to their replays from the tape, in the host's child process."""
 
 import asyncio
-import dataclasses
 
 import pytest
 
-from inference.rollouts import rollout as rollout_lib
 from rl.envs.host import host as host_lib
-from rl.envs.recording import rollouts, session, tape
 from tests.support import episodes
 
-LIMITS = dataclasses.replace(episodes.LIMITS, max_model_len=16_000, max_tokens=400)
 PROGRAMS = [
     "print(1)",
     "import random, time\nprint(random.random(), time.time(), object())",
@@ -34,17 +30,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_replay_has_the_same_calls_and_scores(name):
     texts = [f"```python\n{code}\n```" for code in PROGRAMS] + ["Answer: 3", "run_tests", "read shop/words.py"]
-    own = {"max_model_len": LIMITS.max_model_len, "max_tokens": LIMITS.max_tokens}
+    own = {"max_model_len": 16_000, "max_tokens": 400}
 
     async def one(host, validator, index):
         played = episodes.session(episodes.Backend(texts=texts), seed=index, limits=own)
-        found = await host.play(played, index, "train")
-        origin = rollouts.Origin(rollout_lib.TaskRef(name, index, index, 0), 1, 1.0)
-        made = rollouts.of_episode(played, origin, found.scores)
-        taped = tape.of_rollouts(made, episodes.TOKENIZER.stop_ids)
-        again = session.Session(episodes.TOKENIZER, None, LIMITS, seed=index, sample=0, tape=taped)
-        assert (await validator.play(again, index, "train")).scores == found.scores and not found.error
-        assert tape.difference(again, made) is None
+        await episodes.assert_replayed(host, validator, played, name, index)
 
     async def run():
         hosts = [host_lib.Host(name, CASES[name], 0, kind="replayed", limit_s=limit_s) for limit_s in (1, 5)]
