@@ -1,22 +1,25 @@
-"""Held-out scores of a checkpoint: avg@k and pass@k, through the same servers and workers as training.
+"""Held-out scores of a checkpoint: avg@k, pass@k, and pass^k, through the same servers and workers as training.
 
     python -m rl.evaluate --config=configs/quickstart.py --workdir=runs/quickstart --step=100
     python -m rl.evaluate --config=configs/finetune.py --config.init_from=Qwen/Qwen3-0.6B
+    python -m rl.evaluate endpoint | annotate | compare | leaderboard    (rl/evaluation/commands.py)
 
 1. The checkpoint's parameters are published to a separate broadcast, with the step as version, the run's key and its dtype,
    so that servers elsewhere (`topology.mode = "remote"`) accept them. Without --workdir, they are those of `init_from`.
 2. A server and workers roll out the held-out tasks, k samples each, at `evaluation.temperature`.
 3. The scores are printed. Those of a run are kept in `<workdir>/evaluations.json`, once per step, and the report is written again.
    With other settings than the run's (`--config.evaluation.*`, `sampling.*`), they go to `other_evaluations.json`, with these fields.
+4. Each sample is a row in `<workdir>/samples` (rl/evaluation/samples.py). `--sets` names the evaluation sets; default: that of `evaluation` itself.
 """
 
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import json
-import math
 import pathlib
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator
@@ -28,6 +31,9 @@ from absl import flags
 from inference.rollouts import rollout as rollout_lib
 from models import transformer
 from rl import launch, report, sft
+from rl.evaluation import commands
+from rl.evaluation import samples as samples_lib
+from rl.evaluation import scores as scores_lib
 from rl.experiment import experiment, initial
 from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
@@ -89,17 +95,30 @@ class Evaluations(contextlib.AbstractContextManager):
 
     def _write(self, version: int, one: task_schedule.EvaluationSet, groups: list, seconds: float) -> float:
         """Saves the scores of a set, and samples for the report; returns avg@k."""
-        result, suffix = scores(groups), f"_{one.name}" if one.name else ""
+        entries, suffix = env_mix.entries(self.exp.config), f"_{one.name}" if one.name else ""
+        sources = {
+            entry.label: samples_lib.source(entry.name, entry.options, self.exp.config.seed, entry.digest)
+            for entry in entries.values()
+        }
+        rows = samples_lib.of_rollouts(groups, "held_out", sources, self.exp.tokenizer.decode)
+        result, intervals = scores_lib.measure([*samples_lib.by_task(rows).values()])
         samples = [_shown(self.exp, group[0]) for group in groups[:NUM_SAMPLES_SHOWN]]
-        entry = {"step": version, "phase": "rl", "scores": result, "samples": samples}
+        entry = {"step": version, "phase": "rl", "scores": result, "intervals": intervals, "samples": samples}
+        kind = (
+            f"other_{hashlib.sha256(json.dumps(self.changed).encode()).hexdigest()[:8]}" if self.changed else "held_out"
+        )
+        path = self.workdir / "samples" / f"{kind}{suffix}_{version}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        atomic_file.write(path, samples_lib.encode(rows))
         if self.changed:
             _keep(self.workdir / "other_evaluations.json", entry | {"changed": self.changed})
         else:
             _keep(self.workdir / f"evaluations{suffix}.json", entry)
             self.writer.truncate(f"evaluation{suffix}", version - 1)
-            values = {f"held_out{suffix}/{name.replace('@', '_at_')}": value for name, value in result.items()}
+            named = ((name.replace("@", "_at_").replace("^", "_all_"), value) for name, value in result.items())
+            values = {f"held_out{suffix}/{name}": value for name, value in named}
             self.writer.write(version, f"evaluation{suffix}", values | {"time/eval_s": seconds})
-        shown = "  ".join(f"{name} {metrics.format_value(value)}" for name, value in result.items())
+        shown = scores_lib.shown(result, intervals)
         is_baseline = version == 0 and self.exp.config.init_from and not self.exp.config.warmup.num_steps
         policy = "baseline" if is_baseline else f"version {version}"
         self.progress.say(f"held-out{f' {one.name}' if one.name else ''}, {policy}: {shown}")
@@ -109,31 +128,6 @@ class Evaluations(contextlib.AbstractContextManager):
         if self._running:  # the run failed
             self.orchestrator.fail(ValueError("the run ends"))
         self._threads.shutdown(cancel_futures=True)
-
-
-def scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
-    """Returns the scores of groups of k samples: avg@k, the mean reward; pass@j, the probability that one of j has reward 1.
-
-    pass@j = mean over tasks of 1 - C(k - c, j) / C(k, j), c of k samples right (arXiv 2107.03374, eq. 1), for the powers
-    of two up to k. With several environments, "NAME/avg@k" and so on follow for each.
-    """
-    groups = [[rollout for rollout in group if not rollout.branch] for group in groups]
-    by_env = collections.defaultdict(list)
-    for group in groups:
-        by_env[group[0].task.env].append(group)
-    result = _scores(groups) | {"num_tasks": len(groups)}
-    if len(by_env) > 1:
-        result |= {f"{env}/{name}": score for env in sorted(by_env) for name, score in _scores(by_env[env]).items()}
-    return result
-
-
-def _scores(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
-    k = len(groups[0])
-    right = [sum(rollout.reward >= 1.0 for rollout in group) for group in groups]
-    result = {f"avg@{k}": sum(rollout.reward for group in groups for rollout in group) / (k * len(groups))}
-    for j in (2**i for i in range(k.bit_length())):
-        result[f"pass@{j}"] = sum(1 - math.comb(k - c, j) / math.comb(k, j) for c in right) / len(groups)
-    return result
 
 
 def saved_score(workdir: pathlib.Path, step: int) -> float | None:
@@ -234,7 +228,11 @@ def _open_initial() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int, 
 
 def main() -> None:
     """Runs the command that scores one checkpoint, of a run or of `init_from`, on held-out tasks."""
-    is_run = bool(flags.FLAGS.workdir)
+    is_run, names_of_sets = bool(flags.FLAGS.workdir), flags.FLAGS.sets or [""]
+    for name in names_of_sets:
+        if name and name not in flags.FLAGS.config.evaluation.sets:
+            known = ", ".join(flags.FLAGS.config.evaluation.sets) or "none"
+            raise ValueError(f"--sets {name} does not name an evaluation set of the config; it has {known}")
     with contextlib.ExitStack() as stack:
         exp, workdir, step, params = stack.enter_context(open_checkpoint() if is_run else _open_initial())
         launch.check(exp)
@@ -259,7 +257,7 @@ def main() -> None:
         system = launch.start_rollout_system(exp, pathlib.Path(scratch), weights, policy, progress.say, server=server)
         with system as orchestrator:
             with Evaluations(exp, orchestrator, workdir, writer, progress, changed) as evaluations:
-                evaluations.begin(step, names=[""])
+                evaluations.begin(step, names=names_of_sets)
                 collections.deque(evaluations.finished(wait=True), maxlen=0)
     if changed:
         path = workdir / "other_evaluations.json"
@@ -269,6 +267,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1] in commands.NAMES:
+        sys.exit(commands.main())
+    flags.DEFINE_list("sets", [], "evaluation sets to score, with commas; none: that of config.evaluation itself")
     flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
     flags.DEFINE_string(
         "workdir", None, "directory of the run; without it, the checkpoint in config.init_from is scored"

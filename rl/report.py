@@ -157,15 +157,22 @@ def _headline(evaluations, steps, seconds):
     before, after = first["scores"].get(name), last["scores"][name]
     if first is last or before is None:
         return f"Held-out {_text(name)} is <b>{after:.3f}</b>", f"One evaluation so far. {lede}."
-    margin = math.hypot(_error(first, before), _error(last, after))
+    margin = math.hypot(_error(first, name), _error(last, name))
     verb, to = ("rose from", "to") if after > before + margin else ("did not change measurably:", "→")
     verb, to = ("fell from", "to") if after < before - margin else (verb, to)
     change = f"{after - before:+.3f}".replace("-", "−") + f" ± {margin:.3f} (95 %)" * bool(margin)
     return f"Held-out {_text(name)} {verb} <b>{before:.3f}</b> {to} <b>{after:.3f}</b>", f"{change} after {lede}."
 
 
-def _error(item, score):
-    """Returns half the 95 % interval of a mean of scores in [0, 1]. Two more of each kind make it valid at 0 and 1."""
+def _error(item, name):
+    """Returns half the 95 % interval of a score.
+
+    Evaluations of earlier releases have no intervals: theirs is that of a mean of scores in [0, 1]. Two more of each kind make it valid at 0 and 1.
+    """
+    if name in item.get("intervals", {}):
+        low, high = item["intervals"][name]
+        return (high - low) / 2
+    score = item["scores"][name]
     n = item["num_tasks"] + 4
     p = (score * (n - 4) + 2) / n
     return 1.96 * math.sqrt(p * (1 - p) / n) if n > 4 and 0 <= score <= 1 else 0.0
@@ -184,7 +191,7 @@ def _score_figure(evaluations):
     for name in [name for name in names[1:] if series[name] == series[names[0]]]:  # pass@1 of rewards 0 and 1 is avg@1
         del series[name]
     scores = [(item, item["scores"][names[0]]) for item in evaluations if names and names[0] in item["scores"]]
-    errors = [(item["step"], score, _error(item, score)) for item, score in scores]
+    errors = [(item["step"], score, _error(item, names[0])) for item, score in scores]
     bars = {step: (max(score - error, 0.0), min(score + error, 1.0)) for step, score, error in errors if error}
     note = "bars: 95 %" if bars else ""
     return _figure(Curve("Held-out score", note, {"": "evaluations.json"}), series, bars)

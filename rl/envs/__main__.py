@@ -8,7 +8,6 @@ an answer of another task, which should get less.
 """
 
 import argparse
-import ast
 import contextlib
 import pathlib
 import runpy
@@ -47,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         sys.path += getattr(args, "code", [])
-        options = dict(_option(text) for text in getattr(args, "options", []))
+        options = dict(map(cli.option, getattr(args, "options", [])))
         if args.command != "try":
             return args.run(args, options)
         if args.n < 1:
@@ -59,15 +58,6 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _option(text: str) -> tuple[str, object]:
-    name, is_set, value = text.partition("=")
-    if not is_set or not name.isidentifier():
-        raise ValueError(f"{text!r} is not an option; write OPTION=VALUE")
-    with contextlib.suppress(ValueError, SyntaxError):
-        return name, ast.literal_eval(value)
-    return name, value
 
 
 def _try_all(args, tokenizer: tokenizer_lib.Tokenizer) -> int:

@@ -1,6 +1,8 @@
 """Parses the options of every command without a config, with one line per mistake; stops commands with their parent."""
 
 import argparse
+import ast
+import contextlib
 import difflib
 import os
 import sys
@@ -52,6 +54,16 @@ def hint(name: str, known: Iterable[str]) -> str:
         for part in ([own] if own in pool else initials or difflib.get_close_matches(own, pool, 1))[:1]:
             return f" (did you mean {' or '.join(pool[part])}?)"
     return ""
+
+
+def option(text: str) -> tuple[str, object]:
+    """Returns name and value of an argument OPTION=VALUE; the value is a Python literal, or else the text itself. Raises ValueError."""
+    name, is_set, value = text.partition("=")
+    if not is_set or not name.isidentifier():
+        raise ValueError(f"{text!r} is not an option; write OPTION=VALUE")
+    with contextlib.suppress(ValueError, SyntaxError):
+        return name, ast.literal_eval(value)
+    return name, value
 
 
 def note(line: str) -> None:

@@ -46,8 +46,9 @@ An environment of several turns, tools, or other models has a program `play` ins
 import dataclasses
 import difflib
 import hashlib
+import json
 import random
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from rl.envs.interface import episode
@@ -117,6 +118,15 @@ def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[
 def split_of(prompt: str) -> str:
     """Returns the split that a prompt belongs to by its hash: "train" or "held_out"."""
     return "held_out" if stable_hash(prompt) % HELD_OUT_ONE_IN == 0 else "train"
+
+
+def content_key(messages: Sequence[Mapping]) -> str:
+    """Returns the SHA-256 (hex) of a task's prompt: of the roles and texts of its messages, without system messages.
+
+    A pass rate that was measured with another system prompt, or in another order of tasks, finds its task again by it.
+    """
+    content = [[message["role"], message["content"]] for message in messages if message["role"] != "system"]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def stable_hash(text: str) -> int:
