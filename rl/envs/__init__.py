@@ -17,6 +17,7 @@ from rl.envs.catalog.catalog import (
     located,
 )
 from rl.envs.interface import environment
+from rl.envs.wrappers.wrapping import is_wrapped
 
 __all__ = [
     "CODE_HELP",
@@ -26,6 +27,7 @@ __all__ = [
     "digest",
     "environment",
     "folders",
+    "is_wrapped",
     "load",
     "load_all",
     "locate",

@@ -277,13 +277,14 @@ def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None) -> 
         with section.unlocked(), entry.naming_fields():
             section.digest = envs.digest(name, options)
             kind = name.partition(":")[0]
-            if kind in envs.ONE_TURN:
+            has_one_call = kind in envs.ONE_TURN
+            if has_one_call:
                 section.max_calls = 1
-            is_counted = entry.num_tasks or (kind != "dataset" and kind in envs.ENVS)
-            if not is_counted or not (entry.max_calls or kind in envs.ONE_TURN):
+            has_as_many = kind != "dataset" and kind in envs.ENVS and not envs.is_wrapped(options)
+            if not (entry.num_tasks or has_as_many) or not (entry.max_calls or has_one_call):
                 env = envs.load(name, seed=config.seed, **options)
                 section.num_tasks = entry.num_tasks or env.num_tasks
-                section.max_calls = 1 if env.play is None else entry.max_calls or MAX_CALLS
+                section.max_calls = 1 if has_one_call or env.play is None else entry.max_calls or MAX_CALLS
     if config.envs:
         config.env.digest = env_mix.digest(config)
 

@@ -98,7 +98,8 @@ def test_the_axis_of_scores_ends_at_1_and_has_a_line_once(tmp_path):
 
 
 def test_two_right_out_of_two_is_not_certain():
-    assert report._error({"num_tasks": 2}, 1.0) > 0.3
+    assert report._error({"num_tasks": 2, "scores": {"avg@1": 1.0}}, "avg@1") > 0.3
+    assert report._error({"scores": {"avg@1": 1.0}, "intervals": {"avg@1": [0.5, 1.0]}}, "avg@1") == 0.25
 
 
 def test_long_runs_are_binned(tmp_path):

@@ -18,6 +18,8 @@ import pytest
 from models import hf, transformer
 from models.text import tokenizer
 from rl import audit, train
+from rl.evaluation import samples
+from rl.evaluation import scores as scores_lib
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import task_ranges
 from sharding import checkpoint
@@ -124,6 +126,10 @@ def test_evaluate_scores_a_checkpoint(finished):
     entries = json.loads((workdir / "evaluations.json").read_text())
     assert [entry["step"] for entry in entries] == [0, 4, 6]
     assert {"avg@1", "pass@1", "num_tasks"} <= entries[1]["scores"].keys()
+    rows = samples.read(workdir / "samples" / "held_out_4.jsonl")
+    assert len(rows) == 8 and rows[0]["prompt"].endswith("assistant\n")
+    scores, intervals = scores_lib.measure([*samples.by_task(rows).values()])
+    assert entries[1]["scores"] == scores and entries[1]["intervals"]["avg@1"] == [*intervals["avg@1"]]
 
     argv[-1] = "--step=last"
     result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
@@ -147,7 +153,10 @@ def test_other_questions_of_a_finished_run_are_kept_apart(finished):
     result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     (kept,) = json.loads((workdir / "other_evaluations.json").read_text())
-    assert kept["changed"] == asked and kept["scores"]["num_tasks"] == 3 and "pass@2" in kept["scores"]
+    assert kept["changed"] == asked and kept["scores"]["num_tasks"] == 3
+    assert {"pass@2", "pass^2"} <= kept["scores"].keys()
+    (path,) = (workdir / "samples").glob("other_*_6.jsonl")
+    assert len(samples.read(path)) == 6
     assert [(workdir / name).read_bytes() for name in ("config.json", "evaluations.json")] == [before, entries]
 
 

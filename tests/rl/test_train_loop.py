@@ -1,6 +1,7 @@
 """The training loop in this process, with a rollout system that makes up its batches."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -60,7 +61,8 @@ class Rollouts:
 
     def _rollout(self, reward, sample=0):
         mask = np.arange(8) >= 4
-        return tiny.rollout(mask, logprobs=np.where(mask, np.float32(-5), np.float32(0)), reward=reward, sample=sample)
+        one = tiny.rollout(mask, logprobs=np.where(mask, np.float32(-5), np.float32(0)), reward=reward, sample=sample)
+        return dataclasses.replace(one, task=dataclasses.replace(one.task, env="reverse_text"))
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from rl.envs.native.games import user_sim, wordle
 from rl.envs.native.programs import coding, python_tool, rlm, speedrun, swe_toy
 from rl.envs.native.retrieval import folding, search
 from rl.envs.packages import package as package_lib
+from rl.envs.wrappers import wrapping as wrapping_lib
 from rl.protocol import env_mix, user_code
 
 # {name: function that builds the environment}. The builder's keyword arguments are the options `env.options` of a config.
@@ -56,12 +57,16 @@ CODE_HELP = "folders with the run's own environment and its data; nothing of the
 def load(name: str, **options) -> environment.Environment:
     """Builds the environment `name` (the module docstring has the forms), with `options` as keyword arguments of its builder.
 
-    Raises ValueError for a name or an option that does not exist, for code that fails, and for options that the builder rejects.
+    Every environment also takes the options of rl/envs/wrappers/wrapping.py. Raises ValueError for a name or an option that does not exist, for code that fails, and for options that the builder rejects.
     """
     kind, _, variant = name.partition(":")
     is_ours = kind in ENVS
     build = ENVS[kind] if is_ours else user_code.load(locate(name, {})[0])
     parameters = inspect.signature(build).parameters.values()
+    options, wrapping = wrapping_lib.split(options, {parameter.name for parameter in parameters})
+    if wrapping:
+        plain = lambda own: load(name, **own)  # noqa: E731
+        return environment.checked(wrapping_lib.wrapped(plain, options, wrapping))
     takes_variant = is_ours and any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
     if is_ours and variant and not takes_variant:
         raise ValueError(f"environment {name!r}: {kind} has no variants; write {kind!r}")
@@ -144,8 +149,10 @@ def digest(name: str, options: dict) -> str:
     if package := packages.get(kind):  # its version decides tasks or rewards
         with contextlib.suppress(metadata.PackageNotFoundError):  # `load` reports it
             version = f"{package} {metadata.version(package)}"
-    data = FILES.get(kind, user_code.files_in)
+    for module in wrapping_lib.modules(options):
+        files += [(f"wrappers/{file.name}", file) for file in sorted(_files_of(module))]
     for option, path in _paths(options).items():
+        data = user_code.files_in if option in wrapping_lib.PATHS else FILES.get(kind, user_code.files_in)
         files += [(f"{option}/{name}", file) for name, file in data(pathlib.Path(path)).items()]
     return user_code.digest(files, version)
 

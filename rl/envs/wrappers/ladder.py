@@ -1,0 +1,69 @@
+"""Builds an environment once per level of difficulty: `ladder=dict(max_length=(3, 5, 8))` has three levels, the easiest first.
+
+The level of a task is its index modulo the number of levels, in both splits. So a curriculum of levels (rl/protocol/curriculum.py) chooses
+the difficulty by the index, and every process can compute it.
+"""
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+
+from rl.envs.interface import environment
+
+MAX_LEVELS = 64
+
+
+def levels(steps: Mapping[str, Sequence], options: Mapping) -> list[dict]:
+    """Returns the options of each level. Raises ValueError for tuples of different lengths, or of one value only."""
+    lengths = (
+        {len(values) if isinstance(values, (list, tuple)) else 0 for values in steps.values()}
+        if hasattr(steps, "values")
+        else {0}
+    )
+    if len(lengths) != 1 or not 1 < min(lengths) <= MAX_LEVELS:
+        found = f"env.options.ladder = {steps!r} must give each option the same number of values, 2 to {MAX_LEVELS}"
+        raise ValueError(f"{found}; write dict(OPTION=(easy, ..., hard))")
+    if twice := sorted(steps.keys() & options.keys()):
+        raise ValueError(f"env.options.{twice[0]} is also in env.options.ladder; remove one of them")
+    return [{name: values[level] for name, values in steps.items()} for level in range(min(lengths))]
+
+
+def of_levels(envs: Sequence[environment.Environment]) -> environment.Environment:
+    """Returns the environment whose task `index` is task `index // L` of level `index % L`, for L environments."""
+    L, first = len(envs), envs[0]
+
+    def level(task: environment.Task) -> environment.Environment:
+        return envs[task.index % L]
+
+    def inner(task: environment.Task) -> environment.Task:
+        return dataclasses.replace(task, index=task.index // L)
+
+    def make_task(index: int, split: str) -> environment.Task:
+        task = envs[index % L].make_task(index // L, split)
+        return dataclasses.replace(task, index=index)
+
+    def score(task: environment.Task, completion: str) -> dict[str, float]:
+        found = level(task).score
+        assert found is not None
+        return found(inner(task), completion)
+
+    async def play(task: environment.Task, model) -> dict[str, float]:
+        found = level(task).play
+        assert found is not None
+        return await found(inner(task), model)
+
+    def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
+        found = level(task).demonstrate
+        assert found is not None
+        return found(inner(task), rng, is_decoy)
+
+    changes = {
+        "make_task": make_task,
+        "score": score if first.score else None,
+        "play": play if first.play else None,
+        "demonstrate": demonstrate if first.demonstrate else None,
+        "num_tasks": L * min(env.num_tasks for env in envs),
+        "kind": max((env.kind for env in envs), key=environment.KINDS.index),
+        "reward_range": (min(env.reward_range[0] for env in envs), max(env.reward_range[1] for env in envs)),
+    }
+    return dataclasses.replace(first, **changes)
