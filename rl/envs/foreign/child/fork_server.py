@@ -5,8 +5,9 @@
 1. The configuration names an adapter, which is a file of this folder, and a function or package for it. `random` and NumPy are seeded
    before the environment is loaded: a published one drew its tasks from the global generator.
 2. A request on the socket FD is a line of JSON: {"run": {"id", "index", "split", "base_url"}}, or {"stop": ID}.
-3. An episode runs in the main thread of a fork, in an empty folder, with the global generators seeded by its task. So episodes share no
-   state, and one that hangs or ends its process is lost alone.
+3. An episode runs in the main thread of a fork, in an empty folder, with the global generators seeded by its task, and with a network of
+   its own if the configuration has the unix socket of the model's endpoint. So episodes share no state, and one that hangs or ends its
+   process is lost alone.
 4. The reply is {"id", "done": {"reward", "metrics", "stop", "error"}} or {"id", "failed": reason}.
 
 An adapter has `load(target, options)`, `tasks(env)`, an iterator of (text, task) that may be infinite, and `run(env, task, base_url)`. A task is held out if the hash of its text is 0 modulo 16, as in our own environments.
@@ -28,9 +29,11 @@ import signal
 import socket
 import sys
 import traceback
+import urllib.parse
 
 UNSET_URL = "http://127.0.0.1:9/v1"  # of OpenAI clients that an environment makes before its first episode
 HELD_OUT_ONE_IN = 16
+NETWORK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "network.py")
 MAX_ERROR = 500
 DIE_WITH_PARENT = 1  # of prctl
 
@@ -138,6 +141,9 @@ class _Server:
             resource.setrlimit(resource.RLIMIT_CPU, (self._config["limit_s"], resource.RLIM_INFINITY))
             os.mkdir(str(os.getpid()))
             os.chdir(str(os.getpid()))
+            if path := self._config["unix_path"]:
+                port = urllib.parse.urlsplit(request["base_url"]).port
+                runpy.run_path(NETWORK)["enter"](port, path, self._config["frozen"])
             os.environ["OPENAI_BASE_URL"] = request["base_url"]
             for client in self._clients:
                 client.base_url = request["base_url"]

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 
 from inference.rollouts import rollout as rollout_lib
 from rl.envs.foreign import host as host_lib
+from rl.envs.foreign import isolation
 from rl.envs.foreign import process as process_lib
 from rl.envs.host import host as native_host
 from rl.envs.packages import installation
@@ -130,9 +132,46 @@ def test_episodes_run_again_after_the_death_of_the_server(package):
     """The recorded calls answer them then."""
     calls = episodes.Backend()
     sessions = [session(0, calls) for _ in range(2)]
-    found = play(package, sessions, options={"fault": "kill_server"})
+    options = {"options": {"fault": "kill_server"}, "sandbox": "off"}  # it writes files that stay
+    found = play(package, sessions, **options)
     assert len(calls.calls) == sum(one.num_calls for one in sessions)
-    assert [one.scores for one in found] == scores(package, 2, options={"fault": "kill_server"})  # not a second time
+    assert [one.scores for one in found] == scores(package, 2, **options)  # not a second time
+
+
+@pytest.mark.parametrize("sandbox", ["require", "off"])
+def test_an_isolated_episode_reaches_its_model_and_nothing_else(python, package, tmp_path, monkeypatch, sandbox):
+    secret, caches = tmp_path / "id_ed25519", tmp_path / "hf" / "datasets"
+    caches.mkdir(parents=True)
+    for file in (secret, tmp_path / "hf" / "token", caches / "data"):
+        file.write_text("x")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    listener = socket.create_server(("127.0.0.1", 0))
+    variables = {"PORT": str(listener.getsockname()[1]), "PARENT": str(os.getpid())}
+    variables |= {"SECRET_NAME": str(secret).strip("/").replace("/", "|")}  # not as a path, which it may read
+    package = installation.install(NAME, python=python, paths=[str(FIXTURES)], variables=variables)
+    with listener:
+        [found] = play(package, [session(0)], options={"fault": "escape"}, sandbox=sandbox)
+    (FIXTURES / "new").unlink(missing_ok=True)
+    pathlib.Path("/usr/lib/new").unlink(missing_ok=True)
+    allowed = {"own", "data", "reward"}
+    if sandbox == "require":
+        assert {name for name, score in found.scores.items() if score} == allowed
+    else:  # the attempts are real ones
+        assert {"machine", "secret", "token", "environment", "kill", "package", "cache"} <= {
+            n for n, s in found.scores.items() if s
+        }
+
+
+def test_a_machine_that_cannot_isolate_is_named(package, monkeypatch):
+    monkeypatch.setattr(isolation, "problem", lambda: "no namespaces")
+    foreign, lines = package_lib.Foreign(package, {}, 3), []
+    host_lib.ForeignHost(foreign, episodes.TOKENIZER, on_error=lines.append)
+    assert "runs without a sandbox: no namespaces" in lines[0]
+    with pytest.raises(ValueError, match="no namespaces.*use 'auto'"):
+        host_lib.ForeignHost(foreign, episodes.TOKENIZER, sandbox="require")
+    recorded = package_lib.Foreign(dataclasses.replace(package, kind="recorded"), {}, 3)
+    with pytest.raises(ValueError, match="its kind is recorded"):
+        host_lib.ForeignHost(recorded, episodes.TOKENIZER, sandbox="require")
 
 
 @pytest.mark.parametrize("fault", ["load", "flood"])
