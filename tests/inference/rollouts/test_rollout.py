@@ -85,14 +85,16 @@ def test_any_valid_stream_survives(mask, data):
 
 def test_some_rows_of_a_file_keep_nothing_of_the_others_in_memory():
     """Attack: one leased group in a file of thousands kept the whole file in memory until a batch took the group."""
-    rows = parquet.decode(parquet.to_bytes([rollout_lib.sign(make(20), KEY) for _ in range(500)]))
+    fields = {"calls": np.array([[3, 6], [8, 10]], np.int32), "call_limits": np.array([8, 8], np.int32)}
+    rows = parquet.decode(parquet.to_bytes([rollout_lib.sign(make(20, **fields), KEY) for _ in range(500)]))
     assert rows.take(range(500)) is rows
-    for numbers in ([7, 8], [9, 3]):
+    for numbers in ([7, 8], [9, 3], [499]):
         taken = rows.take(numbers)
+        assert taken.table.equals(rows.table.take(numbers))
         for number, rollout in zip(numbers, taken.rollouts, strict=True):
             assert_equal(rollout, rows.rollouts[number])
             arrays = [value for value in vars(rollout).values() if isinstance(value, np.ndarray)]
-            assert len(arrays) == 4 and all(array.base is None for array in arrays)
+            assert len(arrays) == 6 and all(array.base is None for array in arrays)
         assert 0 < taken.table.get_total_buffer_size() < rows.table.get_total_buffer_size() / 100
 
 
