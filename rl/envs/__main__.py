@@ -4,7 +4,8 @@
 frameworks (rl/envs/packages).
 
 `try` scores completions as in a run, in a process with limits. For each task these are its own answer, which should get the reward 1, and
-an answer of another task, which should get less.
+an answer of another task, which should get less. An environment of several turns plays an episode with its answer in every message, and
+one with random words.
 """
 
 import argparse
@@ -16,7 +17,9 @@ import sys
 
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
+from rl.envs.foreign import host as foreign_host
 from rl.envs.hub import commands as hub_commands
+from rl.envs.hub import tryout
 from rl.envs.interface import environment
 from rl.envs.scoring import scorer as scorer_lib
 from rl.protocol import env_mix
@@ -80,6 +83,8 @@ def _try(args, options: dict, tokenizer: tokenizer_lib.Tokenizer) -> int:
     env = envs.load(args.name, seed=args.seed, **options)
     count = min(args.n, env.num_tasks or args.n)  # then the tasks repeat
     tasks = [env.make_task(index, args.split) for index in range(count)]
+    if env.play is not None:
+        return _try_episodes(args, options, env, tasks, tokenizer)
     others = [*tasks[1:], env.make_task(count, args.split)]
     prompts, answers, rewards = [], [], {"its answer": [], "the answer of the next task": []}
     scorer = scorer_lib.Scorer(args.name, options, args.seed, limit_s=scorer_lib.LIMIT_S, sandbox=args.sandbox)
@@ -93,14 +98,37 @@ def _try(args, options: dict, tokenizer: tokenizer_lib.Tokenizer) -> int:
             scored = scorer.score(task, [task.answer, other.answer])
             for (completion, found), one in zip(rewards.items(), scored, strict=True):
                 found.append(one.scores["reward"])
-                numbers = ", ".join(f"{name} {value:g}" for name, value in one.scores.items())
-                print(f"  scores of {completion}: {numbers} ({1000 * one.cpu_s:.0f} ms)")
+                print(f"  scores of {completion}: {_numbers(one.scores)} ({1000 * one.cpu_s:.0f} ms)")
     print(f"{count} tasks; tokens of prompts {_spread(prompts)}, of answers {_spread(answers)}")
     print("; ".join(f"mean reward of {name} {statistics.fmean(found):g}" for name, found in rewards.items()))
     print(f"training tasks: {env.num_tasks or 'unlimited'}; digest {envs.digest(*envs.locate(args.name, options))}")
     if min(rewards["its answer"]) < 1:
         print("warning: an answer gets less than 1, so the task cannot be solved as its author means")
     return 0
+
+
+def _try_episodes(args, options: dict, env: environment.Environment, tasks, tokenizer: tokenizer_lib.Tokenizer) -> int:
+    name, located = envs.locate(args.name, options)
+    limits = {"limit_s": scorer_lib.LIMIT_S, "sandbox": args.sandbox}
+    host = foreign_host.of_environment(env, name, located, args.seed, tokenizer, on_error=lambda line: None, **limits)
+    played = tryout.play(host, tokenizer, tasks)
+    for task, episodes in zip(tasks, played, strict=True):
+        for answers, one in episodes.items():
+            found = one.result
+            print(f"task {task.index} ({task.split}), {answers}: {one.num_calls} calls, {one.num_tokens} tokens")
+            for number, text in enumerate(one.texts):
+                print(f"  branch {number}: {text}".replace("\n", "\n    "))
+            problem = f"; failed: {found.error or 'it exceeded its limits'}" if found.error or not found.in_time else ""
+            print(f"  scores: {_numbers(found.scores)} ({1000 * found.cpu_s:.0f} ms of CPU time){problem}")
+    flat = [one for episodes in played for one in episodes.values()]
+    counts = ([one.num_calls for one in flat], [one.num_tokens for one in flat])
+    print(f"{len(flat)} episodes of kind {env.kind!r}; calls {_spread(counts[0])}, tokens {_spread(counts[1])}")
+    print(f"training tasks: {env.num_tasks or 'unlimited'}; digest {envs.digest(name, located)}")
+    return int(any(one.result.error or not one.result.in_time for one in flat))
+
+
+def _numbers(scores: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in scores.items())
 
 
 def _spread(counts: list[int]) -> str:
