@@ -80,6 +80,7 @@ def get_config() -> config_dict.ConfigDict:
     # Supervised warm-up on solved tasks, before RL. 0 steps: none.
     c.warmup = w = config_dict.ConfigDict()
     w.update(num_steps=0, tasks_per_step=64, learning_rate=2e-3)
+    w.rate_steps = 20  # over which the rate rises from 0
     w.decoy_fraction = 0.0  # fraction of tasks with a wrong solution (the environment's decoy), for RL to correct
     # Conversations to imitate instead, {"messages": [...], "tools": [...]} per row: a file (JSONL, Parquet, ...) or a folder, or several
     # with commas between them. All are checked before the first step: one that is longer than inference.max_model_len is refused.
@@ -128,12 +129,16 @@ def get_config() -> config_dict.ConfigDict:
     mis.update(geometric_low=0.0, geometric_high=1e9)  # bounds on the geometric mean of a rollout's ratios
     c.loss_options.dppo_tv = config_dict.ConfigDict(dict(low=0.2, high=0.2, kl_tau=1e-3))
     c.loss_options.ipo = config_dict.ConfigDict(dict(bound=0.1, kl_tau=1e-3))
-    c.loss_options.grpo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2))
+    c.loss_options.grpo = grpo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2))
+    # A rollout with A < 0 whose tokens lost more than this many nats on average is left out (DeepSeek-V3.2's sequence mask); 0: off.
+    grpo.off_policy_delta = 0.0
     # `length`: tokens of the generation budget; 0: sampling.max_tokens.
     c.loss_options.dr_grpo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2, length=0.0))
     c.loss_options.dapo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.28))
     c.loss_options.gspo = config_dict.ConfigDict(dict(clip_low=3e-4, clip_high=4e-4))
     c.loss_options.gmpo = config_dict.ConfigDict(dict(log_clip=0.4))
+    c.loss_options.sapo = config_dict.ConfigDict(dict(tau_positive=1.0, tau_negative=1.05))
+    c.loss_options.oapl = config_dict.ConfigDict(dict(beta=1e-3))  # with rl.advantage = "optimal"
     c.loss_options.cispo = config_dict.ConfigDict(dict(ratio_low=0.0, ratio_high=5.0))
     c.loss_options.truncated_importance_sampling = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2, cap=2.0))
     c.loss_options.decoupled_ppo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2))
@@ -144,8 +149,10 @@ def get_config() -> config_dict.ConfigDict:
     b.old_logprobs = "sampler"  # ratios against the sampler; "learner": against the parameters before the batch
     b.optimizer_steps = 1  # per batch, each on another part of it
     b.entropy_coef = 0.0  # bonus on the entropy of trained tokens
-    b.kl_coef = 0.0  # penalty on the divergence from kl_reference
-    b.kl_estimator = "k3"  # "k1" (in the advantage only), "k2", "k3"
+    # Penalty on the divergence from kl_reference: a mean over trained tokens, but with the losses grpo, gspo, gmpo, and sapo a mean
+    # over rollouts of means over their tokens, as in their papers.
+    b.kl_coef = 0.0
+    b.kl_estimator = "k3"  # "k1" (in the advantage only), "k2", "k3", "weighted_k3" (DeepSeek-V3.2: k3 times the ratio to the sampler)
     b.kl_place = "loss"  # or "advantage"
     b.kl_reference = "sampler"  # or "reference": reference_model
     b.policy_coef = 1.0  # of the policy loss; 0 together with teacher_coef: distillation only

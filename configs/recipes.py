@@ -48,13 +48,32 @@ def intellect3(c):
     c.optimizer.update(name="muon", momentum=0.95, weight_decay=0.01)
 
 
-def prime2026(c):
+def prime_2026_08(c):
     """Sets PRIME-RL's constants of August 2026: DPPO's total-variation mask with a squared log-ratio; AdamW with its defaults."""
     c.loss_options.dppo_tv.update(low=0.2, high=0.2, kl_tau=1e-3)
     c.rl.update(loss="dppo_tv", advantage="group_mean", samples_per_prompt=16)  # its `grpo` only subtracts the mean
     c.rl.update(max_lag=1, max_off_policy=8)  # max_lag: TARGET_LAG
     c.optimizer.learning_rate = 5e-4  # there 1e-6
     c.optimizer.update(warmup_steps=0, beta1=0.9, beta2=0.999, weight_decay=0.01, clip_norm=1.0)
+
+
+def prime_2026_09(c):
+    """Sets PRIME-RL's constants of September 2026: IPO alone, with a bound of 0.3 and no KL (pull requests 3418 and 3586)."""
+    prime_2026_08(c)
+    c.rl.loss = "ipo"
+    c.loss_options.ipo.update(bound=0.3, kl_tau=0.0)
+    c.rl.refill = 1.0  # groups without a signal are replaced, so that a batch keeps its size (pull request 3463)
+
+
+def swarm_lagged(c):
+    """Sets OAPL (arXiv 2602.19362) for a swarm whose samples are up to 50 versions old: a regression, not an importance ratio.
+
+    The paper syncs its samplers every 50 to 400 steps.
+    """
+    c.rl.update(loss="oapl", advantage="optimal", samples_per_prompt=16)
+    c.loss_options.oapl.beta = 1e-3
+    c.rl.update(max_lag=50, max_off_policy=50)
+    c.optimizer.learning_rate = 5e-4
 
 
 def scalerl(c):
@@ -68,4 +87,6 @@ def scalerl(c):
     c.optimizer.learning_rate = 2e-4  # at this size, 5e-4 moves too far in eight versions
 
 
-RECIPES = {"intellect2": intellect2, "intellect3": intellect3, "prime2026": prime2026, "scalerl": scalerl}
+RECIPES = {
+    recipe.__name__: recipe for recipe in (intellect2, intellect3, prime_2026_08, prime_2026_09, scalerl, swarm_lagged)
+}

@@ -124,7 +124,8 @@ def make_learner(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> train_s
 
 
 def _rates(exp: experiment.Experiment) -> optimizers.OptimizerConfig:
-    rates = {"learning_rate": exp.config.warmup.learning_rate, "warmup_steps": 20, "schedule": "constant"}
+    warmup = exp.config.warmup
+    rates = {"learning_rate": warmup.learning_rate, "warmup_steps": warmup.rate_steps, "schedule": "constant"}
     return dataclasses.replace(exp.optimizer, **rates)
 
 

@@ -42,11 +42,31 @@ def mean_normalized(rewards_G: np.ndarray) -> np.ndarray:
     return (rewards_G - mean) / mean if mean > EPSILON else np.zeros_like(rewards_G)
 
 
+def optimal(rewards_G: np.ndarray) -> np.ndarray:
+    """A = r - log mean(exp(r)): the advantage under the optimum of reward - KL(pi || sampler) (A*-PO, arXiv 2505.20686; `losses.oapl`).
+
+    The papers have a temperature, beta log mean(exp(r / beta)): 1 in OAPL, 0.5 in A*-PO. Between the mean reward (large) and the best (0).
+    """
+    best = rewards_G.max()  # exp of the others cannot overflow
+    return rewards_G - best - np.log(np.exp(rewards_G - best).mean())
+
+
+def best_of_n(rewards_G: np.ndarray) -> np.ndarray:
+    """1 / n for the n samples of the largest reward, 0 for all others, and for all where rewards are equal.
+
+    With the loss `cross_entropy`, the policy imitates its best of G samples (RAFT, arXiv 2304.06767; the forward KL of BOND, arXiv 2407.14622).
+    """
+    is_best_G = rewards_G == rewards_G.max()
+    return np.where(is_best_G & ~is_best_G.all(), 1.0 / is_best_G.sum(), 0.0)
+
+
 ADVANTAGES = {
     "group_mean": group_mean,
     "group_mean_std": group_mean_std,
     "rloo": leave_one_out,
     "max_rl": mean_normalized,
+    "optimal": optimal,
+    "best_of_n": best_of_n,
     "given": lambda rewards_G: rewards_G,  # the environment or an external critic assigned advantages as rewards
 }
 

@@ -35,14 +35,24 @@ def k3(logp_BT: Array, reference_logp_BT: Array) -> Array:
     return jnp.expm1(log_BT) - log_BT
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}  # of KL(pi || ref) from samples of pi (Schulman 2020, "Approximating KL")
+# Of KL(pi || ref), from samples of pi (Schulman 2020, "Approximating KL"); "weighted_k3" is `k3` of the sampler's tokens, times
+# r = pi / mu with its gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): unbiased at any lag, and so is its gradient.
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "weighted_k3": k3}
 
 
-def kl_penalty(estimator: str, logp_BT: Array, reference_logp_BT: Array, mask_BT: Array, denom: Array) -> Array:
-    """The KL penalty, sum_t mask_t k(logp_t, reference_logp_t) / denom; only `logp` has a gradient. `denom`: global trained tokens."""
+def kl_penalty(
+    estimator: str, logp_BT: Array, reference_logp_BT: Array, sampler_logp_BT: Array, mask_BT: Array, denom: Array
+) -> Array:
+    """The KL penalty, sum_t mask_t k(logp_t, reference_logp_t) / denom; only `logp` has a gradient.
+
+    `mask` and `denom` make the mean: 0 or 1, and the global number of trained tokens; or 1 / |o|, and that of streams.
+    """
     logp_BT = jnp.where(mask_BT > 0, logp_BT, 0.0)
     reference_logp_BT = jax.lax.stop_gradient(jnp.where(mask_BT > 0, reference_logp_BT, 0.0))
-    return importance.total(ESTIMATORS[estimator](logp_BT, reference_logp_BT), mask_BT, denom)
+    kl_BT = ESTIMATORS[estimator](logp_BT, reference_logp_BT)
+    if estimator == "weighted_k3":
+        kl_BT *= jnp.exp(importance.log_ratio(logp_BT, sampler_logp_BT, mask_BT))
+    return importance.total(kl_BT, mask_BT, denom)
 
 
 def kl_in_advantage(A_BT: Array, logp_BT: Array, reference_logp_BT: Array, mask_BT: Array, coef: float) -> Array:

@@ -84,15 +84,30 @@ def two_sided_clip(tokens: Tokens, *, clip_low: float, clip_high: float, delta: 
 
 
 @ratio_loss
-def grpo(tokens: Tokens, *, clip_low: float, clip_high: float, stream_ids_BT: Array, num_streams: Array) -> Terms:
+def grpo(
+    tokens: Tokens,
+    *,
+    clip_low: float,
+    clip_high: float,
+    off_policy_delta: float = 0.0,
+    stream_ids_BT: Array,
+    num_streams: Array,
+    sampler_logp_BT: Array,
+) -> Terms:
     """PPO clipping, averaged inside each stream and then over streams: a token of a long completion weighs less.
 
-        loss = -sum_i (1 / |o_i|) sum_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / num_streams
+        loss = -sum_i (1 / |o_i|) sum_t keep_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / num_streams
+        keep_t = not (A < 0 and mean_t log(mu / pi) of the stream > off_policy_delta)
 
-    GRPO (arXiv 2402.03300, eq. 3). Its KL term is the learner's `kl_coef`, a mean over all *tokens* with every loss; the
-    paper averages it inside each stream.
+    GRPO (arXiv 2402.03300, eq. 3). `keep` is the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1), where
+    mu is the sampler; it has no gradient, and is off for a delta of 0. The term of `kl_coef` is averaged in the same way.
     """
     loss_BT, dropped_BT = _clipped(tokens, clip_low, clip_high)
+    if off_policy_delta > 0:
+        log_ratio_BT = jax.lax.stop_gradient(importance.log_ratio(tokens.logp_BT, sampler_logp_BT, tokens.mask_BT))
+        far_BT = importance.stream_mean(log_ratio_BT, tokens.mask_BT, stream_ids_BT) < -off_policy_delta
+        dropped_BT |= far_BT & (tokens.advantage_BT < 0)
+        loss_BT = jnp.where(far_BT & (tokens.advantage_BT < 0), 0.0, loss_BT)
     return loss_BT / importance.stream_length(tokens.mask_BT, stream_ids_BT), dropped_BT, num_streams
 
 
@@ -103,7 +118,7 @@ def dr_grpo(tokens: Tokens, *, clip_low: float, clip_high: float, length: float,
         loss = -sum_t mask_t min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) / (num_streams * length)
 
     Dr. GRPO (arXiv 2503.20783, section 3.2); `length` is the generation budget, sampling.max_tokens. Goes with the advantage
-    `group_mean`. As with `grpo`, the term of `kl_coef` stays a mean over all *tokens*.
+    `group_mean`. The paper has no KL; the term of `kl_coef` is a mean over all tokens.
     """
     return *_clipped(tokens, clip_low, clip_high), num_streams * length
 
@@ -162,6 +177,40 @@ def gmpo(tokens: Tokens, *, log_clip: float, stream_ids_BT: Array, num_streams: 
     ratio_BT = jnp.exp(importance.stream_mean(clipped_BT, mask_BT, stream_ids_BT))
     loss_BT = -ratio_BT * A_BT / importance.stream_length(mask_BT, stream_ids_BT)
     return loss_BT, _outside(log_ratio_BT, A_BT, -log_clip, log_clip), num_streams
+
+
+@ratio_loss
+def sapo(
+    tokens: Tokens, *, tau_positive: float, tau_negative: float, stream_ids_BT: Array, num_streams: Array
+) -> Terms:
+    """A soft gate on the ratio instead of a clip: the gradient fades as a token leaves the old policy, and never jumps.
+
+        loss = -sum_i (1 / |o_i|) sum_t (4 / tau) sigmoid(tau (r - 1)) A / num_streams
+        tau = tau_positive where A > 0, else tau_negative
+
+    SAPO (arXiv 2511.20347) with 1.0 and 1.05: a larger tau fades sooner. At r = 1 the gradient is the policy gradient.
+    """
+    tau_BT = jnp.where(tokens.advantage_BT > 0, tau_positive, tau_negative)
+    loss_BT = -4 / tau_BT * jax.nn.sigmoid(tau_BT * (tokens.ratio_BT - 1)) * tokens.advantage_BT
+    none_BT = jnp.zeros(loss_BT.shape, bool)
+    return loss_BT / importance.stream_length(tokens.mask_BT, stream_ids_BT), none_BT, num_streams
+
+
+@ratio_loss
+def oapl(tokens: Tokens, *, beta: float, stream_ids_BT: Array, num_streams: Array) -> Terms:
+    """Regresses each stream's log-ratio to the sampler on its optimal advantage: right for samples of any age, without ratios.
+
+        loss = sum_i (beta sum_t log r_t - A_i)^2 / num_streams
+
+    OAPL (arXiv 2602.19362), as its ancestor A*-PO states it (arXiv 2505.20686) with the sampler mu as the reference policy, and
+    beta = 1e-3. The minimum is pi = mu exp(A / beta), which is the optimum of reward - beta KL(pi || mu) if A is that of
+    `advantages.optimal`. A_i is the mean advantage of the stream's tokens. Groups of equal rewards, which the paper keeps, are left
+    out before.
+    """
+    lengths_BT = importance.stream_length(tokens.mask_BT, stream_ids_BT)
+    A_BT = importance.stream_mean(tokens.advantage_BT, tokens.mask_BT, stream_ids_BT)
+    sum_BT = importance.stream_mean(tokens.log_ratio_BT, tokens.mask_BT, stream_ids_BT) * lengths_BT
+    return (beta * sum_BT - A_BT) ** 2 / lengths_BT, jnp.zeros(sum_BT.shape, bool), num_streams
 
 
 @ratio_loss
@@ -276,10 +325,15 @@ def _unless(dropped_BT: Array, tokens: Tokens, kl_tau: float) -> Terms:
 
 
 def cross_entropy(logp_BT: Array, behavior_logp_BT: Array, A_BT: Array, mask_BT: Array, *, denom: Array) -> Loss:
-    """Supervised negative log-likelihood: loss = -sum_t mask_t logp_t A_t / denom, where A weighs the tokens (1 for plain SFT)."""
+    """Supervised negative log-likelihood: loss = -sum_t mask_t logp_t A_t / denom, where A weighs the tokens (1 for plain SFT).
+
+    With the advantage `best_of_n`, it distills the best of each group's samples into the policy.
+    """
     return importance.total(-logp_BT * A_BT, mask_BT, denom), {}
 
 
-_CLIPPED = (two_sided_clip, grpo, dr_grpo, dapo, gspo, gmpo)
+_CLIPPED = (two_sided_clip, grpo, dr_grpo, dapo, gspo, gmpo, sapo, oapl)
 _WEIGHTED = (masked_importance_sampling, cispo, truncated_importance_sampling, decoupled_ppo, dppo_tv, ipo)
 LOSSES = {loss.__name__: loss for loss in (*_CLIPPED, *_WEIGHTED, cross_entropy)}
+# Losses whose papers average the KL penalty as they do the loss: inside each stream, then over streams. All others: over tokens.
+STREAM_MEANS = tuple(loss.__name__ for loss in (grpo, gspo, gmpo, sapo))

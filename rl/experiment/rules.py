@@ -29,7 +29,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
         lambda v: 0 <= v < math.inf,
-        "env.num_tasks env.max_calls env.max_episode_tokens rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.min_group rl.tokens_per_step warmup.num_steps warmup.learning_rate rl.branch_weight warmup.eval_every warmup.patience "
+        "env.num_tasks env.max_calls env.max_episode_tokens rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.min_group rl.tokens_per_step warmup.num_steps warmup.learning_rate warmup.rate_steps rl.branch_weight warmup.eval_every warmup.patience "
         "optimizer.learning_rate optimizer.warmup_steps optimizer.total_steps optimizer.decay_steps optimizer.weight_decay "
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
@@ -213,7 +213,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "objective.reference_model has no effect; set objective.teacher_coef, or kl_coef and kl_reference = 'reference'"
     if loss in SAMPLER_CORRECTIONS and objective.old_logprobs != "learner":
         yield f"rl.loss = {loss!r} needs the log-probabilities of sampler and learner; set objective.old_logprobs = 'learner'"
-    if c.rl.average != "tokens" and loss in ("grpo", "dr_grpo", "gspo", "gmpo"):
+    if c.rl.average != "tokens" and loss in ("grpo", "dr_grpo", "gspo", "gmpo", "sapo", "oapl"):
         yield f"rl.loss = {loss!r} averages over samples itself; set rl.average = 'tokens'"
     entries = [*env_mix.entries(c).values()]
     for one in entries:

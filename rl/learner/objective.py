@@ -51,7 +51,7 @@ class Objective:
     old_logprobs: str = "sampler"  # ratios against the sampler, or "learner": against the parameters before the batch
     optimizer_steps: int = 1  # per batch, each on its own share of the micro-batches
     entropy_coef: float = 0.0  # bonus on the mean entropy of trained tokens (INTELLECT-2: 0.001)
-    kl_coef: float = 0.0  # penalty on the divergence from `kl_reference`, a mean over trained tokens with every loss
+    kl_coef: float = 0.0  # penalty on the divergence from `kl_reference`, averaged as the policy loss's paper does
     kl_estimator: str = "k3"  # a name of divergences.ESTIMATORS; k1 only in the advantage
     kl_place: str = "loss"  # or "advantage": a reward of each token, without gradient
     kl_reference: str = "sampler"  # or "reference": the batch carries ref_logp
@@ -78,7 +78,7 @@ class Objective:
         if self.kl_coef and self.kl_place == "loss" and self.kl_estimator == "k1":
             raise ValueError(
                 "kl_estimator = 'k1' has no gradient in expectation as a term of the loss; "
-                "choose 'k2' or 'k3', or kl_place = 'advantage'"
+                "choose 'k2', 'k3' or 'weighted_k3', or kl_place = 'advantage'"
             )
         if self.kl_coef and self.kl_place == "advantage" and self.kl_estimator != "k1":
             raise ValueError(
@@ -105,8 +105,12 @@ class Objective:
         entropy_BT: jax.Array,
         routing: moe.Routing | None,
         counts: Counts,
+        stream_means: bool = False,
     ) -> tuple[jax.Array, dict]:
-        """Adds the other terms to `policy`, the policy loss of a micro-batch. Returns (objective to minimize, metrics)."""
+        """Adds the other terms to `policy`, the policy loss of a micro-batch. Returns (objective to minimize, metrics).
+
+        With `stream_means`, the KL penalty is averaged inside each stream, then over streams; otherwise over trained tokens.
+        """
         batch, mask_BT = micro_batch.batch, micro_batch.batch.loss_mask
         total = self.policy_coef * policy
         entropy = importance.total(entropy_BT, mask_BT, counts.denom)
@@ -124,7 +128,12 @@ class Objective:
             total -= self.entropy_coef * entropy
         if self.kl_coef:
             reference_BT = self._reference_logp(batch)
-            kl = divergences.kl_penalty(self.kl_estimator, logp_BT, reference_BT, mask_BT, counts.denom)
+            weights = mask_BT, counts.denom
+            if stream_means:
+                stream_ids_BT = packing.stream_ids(batch.segment_ids, batch.branch_ids)
+                weights = mask_BT / importance.stream_length(mask_BT, stream_ids_BT), counts.streams
+            logps = logp_BT, reference_BT, batch.behavior_logp
+            kl = divergences.kl_penalty(self.kl_estimator, *logps, *weights)
             metrics["loss/kl"] = kl
             if self.kl_place == "loss":
                 total += self.kl_coef * kl
@@ -159,6 +168,7 @@ class PolicyLoss:
     function: Callable  # with the signature of rl/algorithms/losses.py
     options: tuple[tuple[str, float], ...]
     extras: tuple[str, ...]  # names of `_EXTRAS` that the function takes
+    stream_means: bool = False  # True: the KL penalty is averaged inside streams, as the loss
 
     def arguments(self, batch: packing.TrainBatch, counts: Counts) -> dict:
         """Returns the loss function's keyword arguments for one micro-batch: its options, and the counts and arrays that it names."""
@@ -190,7 +200,8 @@ def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
         raise ValueError(f"loss {name!r} has no option {unknown[0]!r}; choose from {', '.join(own) or '(it has none)'}")
     if missing := [n for n, p in own.items() if p.default is p.empty and n not in options]:
         raise ValueError(f"loss {name!r} needs the option {missing[0]!r}; set config.loss_options.{name}.{missing[0]}")
-    return PolicyLoss(function, tuple(sorted(options.items())), tuple(n for n in known if n in _EXTRAS))
+    extras = tuple(n for n in known if n in _EXTRAS)
+    return PolicyLoss(function, tuple(sorted(options.items())), extras, loss in losses.STREAM_MEANS)
 
 
 def check_own(function: Callable, options: Mapping[str, float]) -> None:

@@ -123,7 +123,8 @@ def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatch
         batch.loss_mask,
         **learner.policy_loss.arguments(batch, counts),
     )
-    total, components = objective.total(policy, micro_batch, logp_BT, entropy_BT, routing, counts)
+    stream_means = learner.policy_loss.stream_means
+    total, components = objective.total(policy, micro_batch, logp_BT, entropy_BT, routing, counts, stream_means)
     return total, metrics | components
 
 

@@ -1,5 +1,6 @@
 """Advantages against `statistics` and loops; the inputs that each ignores."""
 
+import math
 import statistics
 
 import numpy as np
@@ -30,6 +31,11 @@ def oracle(name, rewards):
     if name == "rloo":
         others = [[r for j, r in enumerate(rewards) if j != i] for i in range(n)]
         return [r - statistics.mean(rest) if rest else 0.0 for r, rest in zip(rewards, others, strict=True)]
+    if name == "optimal":
+        return [r - math.log(math.fsum(math.exp(other) for other in rewards) / n) for r in rewards]
+    if name == "best_of_n":
+        best = [r == max(rewards) for r in rewards]
+        return [float(b) / sum(best) if not all(best) else 0.0 for b in best]
     if name == "max_rl":
         return [(r - mean) / mean if mean > 0 else 0.0 for r in rewards]
     return rewards
@@ -43,9 +49,16 @@ def test_advantages_equal_statistics(name, rewards):
     # `statistics` rounds once, numpy at every sum: 1e-16 x the rewards, over a deviation of at least 5e-4.
     np.testing.assert_allclose(got, oracle(name, rewards), atol=1e-9, rtol=1e-9)
     if name != "given":
-        assert abs(got.sum()) < 1e-9
+        assert abs(got.sum()) < 1e-9 or name in ("optimal", "best_of_n")
         if len(set(rewards)) == 1:
             assert np.abs(got).max() < 1e-9
+
+
+def test_the_optimal_advantage_is_finite_for_rewards_of_any_size():
+    """Between the largest reward and the mean, as the log-mean-exp is; exp(1000) would overflow."""
+    np.testing.assert_allclose(advantages.optimal(np.array([0.0, 1000.0])), [math.log(2) - 1000, math.log(2)])
+    rewards = np.array([0.0, 0.25, 1.0])
+    assert rewards.mean() < (rewards - advantages.optimal(rewards)).max() < 1.0
 
 
 def test_batch_std_divides_by_the_spread_of_the_whole_batch():

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from rl.algorithms import divergences, losses
+from rl.algorithms import advantages, divergences, losses
 
 # ---- the oracle ------------------------------------------------------------------------------------------------------
 
@@ -60,9 +60,13 @@ def each_stream(function):
 
 
 @each_stream
-def grpo(stream, *, clip_low, clip_high):
+def grpo(stream, *, clip_low, clip_high, off_policy_delta=0.0):
+    """DeepSeek-V3.2's mask (arXiv 2512.02556, eq. 9): M = 0 if A < 0 and the mean of log(pi_old / pi) exceeds delta."""
+    drift = sum(t.sampler - t.fixed for t in stream) / len(stream)
+    keep = [not (off_policy_delta and t.A < 0 and drift > off_policy_delta) for t in stream]
     pairs = [ppo(t.r, t.A, clip_low, clip_high) for t in stream]
-    return sum(v for v, _ in pairs) / len(stream), [f for _, f in pairs]
+    value = sum(v * k for (v, _), k in zip(pairs, keep, strict=True))
+    return value / len(stream), [f or not k for (_, f), k in zip(pairs, keep, strict=True)]
 
 
 @each_stream
@@ -84,6 +88,24 @@ def gmpo(stream, *, log_clip):
     A = sum(t.A for t in stream) / len(stream)
     flags = [(t.A > 0 and t.log_r > log_clip) or (t.A < 0 and t.log_r < -log_clip) for t in stream]
     return -A * product ** (1 / len(stream)), flags
+
+
+@each_stream
+def sapo(stream, *, tau_positive, tau_negative):
+    """arXiv 2511.20347: f(r) = sigmoid(tau (r - 1)) 4 / tau."""
+
+    def gate(t):
+        tau = tau_positive if t.A > 0 else tau_negative
+        return 4 / tau / (1 + math.exp(-tau * (t.r - 1)))
+
+    return -sum(gate(t) * t.A for t in stream) / len(stream), [False for _ in stream]
+
+
+@each_stream
+def oapl(stream, *, beta):
+    """A*-PO (arXiv 2505.20686): (beta log(pi(y) / mu(y)) - A)^2, with one A of the whole sequence."""
+    A = sum(t.A for t in stream) / len(stream)
+    return (beta * (sum(t.logp for t in stream) - sum(t.old for t in stream)) - A) ** 2, [False for _ in stream]
 
 
 def masked_importance_sampling(
@@ -150,6 +172,9 @@ PPO, PRIME = {"clip_low": 0.2, "clip_high": 0.3}, {"ratio_low": 0.125, "ratio_hi
 CASES = {
     "two_sided_clip": (two_sided_clip, PPO | {"delta": 4.0}),
     "grpo": (grpo, PPO),
+    "grpo/off_policy": (grpo, PPO | {"off_policy_delta": 0.1}),
+    "sapo": (sapo, {"tau_positive": 0.9, "tau_negative": 1.4}),
+    "oapl": (oapl, {"beta": 0.3}),
     "dr_grpo": (dr_grpo, PPO | {"length": 5.0}),
     "dapo": (dapo, PPO),
     "gspo": (gspo, PPO),
@@ -168,6 +193,7 @@ CASES = {
     "ipo": (ipo, {"bound": 0.1, "kl_tau": 0.1}),
     "cross_entropy": (cross_entropy, {}),
 }
+DROP_NOTHING = ("sapo", "oapl")
 RATIO_CASES = [case for case in CASES if case != "cross_entropy"]
 
 
@@ -285,7 +311,8 @@ def test_value_metrics_and_gradient_equal_the_loops(case):
         assert metrics.keys() == expected_metrics.keys()
         for key, x in expected_metrics.items():
             assert metrics[key] == pytest.approx(x, rel=1e-5, abs=1e-5), key
-        assert 0.05 < metrics["loss/clip_frac"] < 0.95 and metrics["loss/clip_frac_positive"] > 0
+        if case not in DROP_NOTHING:
+            assert 0.05 < metrics["loss/clip_frac"] < 0.95 and metrics["loss/clip_frac_positive"] > 0
 
     expected = difference(lambda logp: oracle(case, [batch], denom, num_streams, [logp])[0], batch[0])
     # Central differences of a float64 sum of size 1: (step^2 and 1e-16 / step) x the derivatives, below 1e-8.
@@ -343,16 +370,18 @@ def test_what_the_mask_hides_has_no_gradient(case, garbage):
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_policy_every_loss_has_the_policy_gradient(case):
-    """-A of the token, in the weights of the loss's own mean; gmpo gives each token the mean A of its stream."""
+    """-A of the token, in the weights of the loss's own mean; gmpo and oapl give each token the mean A of its stream."""
     logp, _, A, mask, ids, _ = draw_batch(4)
     batch = [logp, logp, A, mask, ids, logp]
     _, metrics, grad = run(case, batch, 10.0, 4.0)
     weight = mask / 10
-    if case in ("grpo", "gspo", "gmpo"):
+    if case in ("grpo", "grpo/off_policy", "gspo", "gmpo", "sapo", "oapl"):
         of_stream = (ids[:, :, None] == ids[:, None, :]) * mask[:, None, :]
         weight = mask / np.maximum(of_stream.sum(axis=2), 1) / 4
-        if case == "gmpo":
+        if case in ("gmpo", "oapl"):
             A = (of_stream * A[:, None, :]).sum(axis=2) / np.maximum(of_stream.sum(axis=2), 1)
+        if case == "oapl":  # d/dx (0.3 x - A)^2 at 0; a sum over the stream, not a mean
+            weight = mask / 4 * 2 * 0.3
     elif case == "dr_grpo":
         weight = mask / (4 * 5.0)
     np.testing.assert_allclose(grad, -A * weight, rtol=2e-6, atol=1e-9)  # a few float32 roundings
@@ -392,6 +421,41 @@ def test_two_sided_clip_around_its_bounds(A, ratio, value, gradient, clipped):
     assert metrics["loss/clip_frac_positive"] == (clipped and A > 0)
 
 
+@pytest.mark.parametrize("drift", [0.49, 0.51])
+@pytest.mark.parametrize("A", [1.0, -1.0])
+def test_the_sequence_mask_drops_far_rollouts_with_negative_advantage_alone(A, drift):
+    """delta = 0.5: two tokens that lost 0 and 2 x `drift` nats since the *sampler*; the ratio of the loss is 1."""
+    logp, sampler = np.array([[-2.0, -2.0]]), np.array([[-2.0, 2 * drift - 2.0]])
+    batch = [logp, logp, np.full((1, 2), A), np.ones((1, 2)), np.zeros((1, 2), int), sampler]
+    _, metrics, grad = run("grpo", batch, 2.0, clip_low=0.2, clip_high=0.2, off_policy_delta=0.5)
+    dropped = A < 0 and drift > 0.5
+    assert metrics["loss/clip_frac"] == dropped
+    np.testing.assert_allclose(grad, 0 * grad if dropped else -A / 2 + 0 * grad, rtol=1e-6)
+
+
+def test_oapl_has_its_minimum_at_the_tilted_sampler():
+    """Descent on the loss ends at mu exp(r / beta) / Z (A*-PO, eq. 2), summed over 5 completions drawn in the proportions of mu."""
+    mu, rewards, beta = np.array([0.3, 0.3, 0.2, 0.1, 0.1]), np.array([0.0, 1.0, 0.5, 1.0, 0.0]), 1.0
+    group = np.repeat(np.arange(5), (10 * mu).round().astype(int))
+    A = advantages.optimal(rewards[group])
+    target = mu * np.exp(rewards / beta)
+    target /= target.sum()
+    column = np.ones((10, 1), np.float32)
+    arrays = [np.float32(x)[:, None] for x in (np.log(mu)[group], A)]
+
+    def loss(theta):
+        logp = jax.nn.log_softmax(theta)[group][:, None]
+        extras = {"stream_ids_BT": np.zeros((10, 1), np.int32), "num_streams": 10.0, "denom": 10.0}
+        return losses.oapl(logp, *arrays, column, beta=beta, **extras)[0]
+
+    theta, step = np.zeros(5, np.float32), jax.jit(jax.grad(loss))
+    for _ in range(300):
+        theta -= np.asarray(step(theta))
+    # 300 steps of a convex problem with curvature above 0.1; A is of log-mean-exp over the group itself, so the fit is exact.
+    np.testing.assert_allclose(np.exp(theta) / np.exp(theta).sum(), target, atol=1e-4)
+    assert float(loss(np.float32(np.log(target)))) == pytest.approx(0, abs=1e-10)
+
+
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
 
@@ -419,7 +483,8 @@ def draw_component(seed):
 def estimator(name, logp, reference):
     """Schulman 2020, from the ratio ref / pi."""
     ratio = math.exp(reference) / math.exp(logp)
-    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": ratio - 1 - math.log(ratio)}[name]
+    k3 = ratio - 1 - math.log(ratio)
+    return {"k1": -math.log(ratio), "k2": math.log(ratio) ** 2 / 2, "k3": k3, "weighted_k3": k3}[name]
 
 
 def difference(function, logp):
@@ -447,12 +512,17 @@ def check(function, oracle, logp, hidden):
 
 @pytest.mark.parametrize("name", divergences.ESTIMATORS)
 def test_kl_penalty(name):
-    logp, reference, _, mask, _ = draw_component(0)
+    logp, reference, behavior, mask, _ = draw_component(0)
+    mask *= np.linspace(0.5, 2, mask.size).reshape(mask.shape)  # of a mean over streams
 
     def loops(logp):
-        return sum(estimator(name, logp[i], reference[i]) for i in np.ndindex(mask.shape) if mask[i]) / 7.0
+        total = 0.0
+        for i in np.ndindex(mask.shape):
+            ratio = math.exp(logp[i]) / math.exp(behavior[i]) if name == "weighted_k3" else 1.0
+            total += mask[i] and mask[i] * ratio * estimator(name, logp[i], reference[i])
+        return total / 7.0
 
-    arrays = [x.astype(np.float32) for x in (reference, mask)]
+    arrays = [x.astype(np.float32) for x in (reference, behavior, mask)]
     check(lambda x: divergences.kl_penalty(name, x, *arrays, 7.0), loops, logp, mask == 0)
 
 
@@ -467,6 +537,27 @@ def test_kl_estimators_agree_with_the_divergence():
     assert (np.asarray(divergences.k3(np.log(pi), np.log(ref))) >= 0).all()
     far = divergences.k3(np.float32([-50.0]), np.float32([-1.0]))
     assert float(far[0]) == pytest.approx(math.exp(10) - 11, rel=1e-5)  # INTELLECT-2's clamp
+
+
+def test_the_weighted_k3_is_unbiased_in_value_and_gradient_at_any_lag():
+    """DeepSeek-V3.2, eq. 7: over tokens of mu, E r k3 = KL(pi || ref), and so is its gradient, summed exactly over a vocabulary."""
+    rng = np.random.default_rng(1)
+    mu, ref = (np.float32(rng.dirichlet(np.ones(6))) for _ in range(2))
+    theta = np.float32(rng.normal(size=6))
+
+    def estimate(theta, name):
+        logp = jax.nn.log_softmax(theta)[None]
+        return divergences.kl_penalty(name, logp, np.log(ref)[None], np.log(mu)[None], mu[None], 1.0)
+
+    def exact(theta):
+        logp = theta - np.log(np.exp(theta).sum())
+        return float((np.exp(logp) * (logp - np.log(ref))).sum())
+
+    value, grad = jax.value_and_grad(estimate)(theta, "weighted_k3")
+    assert float(value) == pytest.approx(exact(theta.astype(np.float64)), rel=1e-5)
+    slope = difference(exact, theta.astype(np.float64))
+    np.testing.assert_allclose(grad, slope, atol=1e-5)  # float32 terms of size 1
+    assert np.abs(jax.grad(estimate)(theta, "k3") - slope).max() > 0.05  # plain k3 does not
 
 
 def test_kl_as_a_reward():

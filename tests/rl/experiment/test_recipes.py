@@ -43,12 +43,26 @@ def test_intellect3():
     assert (exp.config.rl.max_lag, exp.config.rl.max_off_policy, exp.config.rl.samples_per_prompt) == (1, 8, 16)
 
 
-def test_prime2026():
-    """PRIME-RL, August 2026: bounds of 0.2 on the change of probability, 1e-3 of the squared log-ratio, AdamW (0.9, 0.999)."""
-    exp = resolved("prime2026")
+def test_prime_2026():
+    """PRIME-RL in August 2026: bounds of 0.2 on the change of probability, 1e-3 of the squared log-ratio, AdamW (0.9, 0.999)."""
+    exp = resolved("prime_2026_08")
     assert (exp.loss, exp.loss_options) == ("dppo_tv", {"low": 0.2, "high": 0.2, "kl_tau": 1e-3})
     assert (exp.optimizer.beta1, exp.optimizer.beta2, exp.optimizer.weight_decay) == (0.9, 0.999, 0.01)
     assert exp.optimizer.clip_norm == 1.0 and exp.config.rl.advantage == "group_mean"
+
+
+def test_prime_2026_09():
+    """September 2026: the same with IPO in its place, 0.3 and no KL, in batches of constant size."""
+    exp, before = resolved("prime_2026_09"), resolved("prime_2026_08")
+    assert (exp.loss, exp.loss_options, exp.config.rl.refill > 0) == ("ipo", {"bound": 0.3, "kl_tau": 0.0}, True)
+    assert exp.optimizer == before.optimizer and exp.objective.kl_coef == 0
+
+
+def test_swarm_lagged():
+    """OAPL regresses on the optimal advantage; samples may be 50 versions old, and are not dropped before."""
+    exp = resolved("swarm_lagged")
+    assert (exp.loss, exp.loss_options, exp.credit.advantage) == ("oapl", {"beta": 1e-3}, "optimal")
+    assert exp.config.rl.max_lag == exp.config.rl.max_off_policy == 50
 
 
 def test_scalerl():
@@ -59,8 +73,17 @@ def test_scalerl():
 
 
 def test_an_unknown_recipe_is_refused():
-    assert set(recipes.RECIPES) == {"intellect2", "intellect3", "prime2026", "scalerl"}
-    with pytest.raises(ValueError, match="'intellect4' does not exist.*intellect2, intellect3, prime2026, scalerl"):
+    assert set(recipes.RECIPES) == {
+        "intellect2",
+        "intellect3",
+        "prime_2026_08",
+        "prime_2026_09",
+        "scalerl",
+        "swarm_lagged",
+    }
+    with pytest.raises(
+        ValueError, match="'intellect4' does not exist.*intellect2, intellect3, prime_2026_08, prime_2026_09,"
+    ):
         recipes.get_config("intellect4")
 
 

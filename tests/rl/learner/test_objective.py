@@ -1,11 +1,16 @@
 """The objective of one micro-batch against sums written out in numpy, where the two policies that a ratio may mean differ."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from rl.batch import packing
 from rl.learner import objective as objective_lib
 from rl.reporting import diagnostics
+
+PPO = {"clip_low": 0.2, "clip_high": 0.2}
+OPTIONS = {"grpo": PPO, "dapo": PPO, "sapo": {"tau_positive": 1.0, "tau_negative": 1.05}}
 
 
 def draw():
@@ -51,6 +56,25 @@ def test_a_kl_in_the_advantage_is_to_the_sampler_too():
     )
     expected = np.where(mask > 0, 1 - 0.5 * (logp - micro_batch.batch.behavior_logp), 0)
     np.testing.assert_allclose(objective.advantage(micro_batch.batch, logp), expected, rtol=1e-6)
+
+
+def test_the_kl_is_averaged_as_the_loss_of_its_paper():
+    """GRPO and its kin have the mean over streams of the means over their tokens, all other losses the mean over tokens."""
+    micro_batch, logp, mask = draw()
+    segment_ids = np.int32([[1, 1, 1, 1, 1, 2, 2, 0], [1, 1, 2, 2, 2, 2, 2, 2]])
+    micro_batch = micro_batch.replace(batch=micro_batch.batch.replace(segment_ids=segment_ids))
+    objective = objective_lib.Objective(kl_coef=1.0, kl_estimator="k2", kl_reference="reference")
+    kl = 0.5 * (logp.astype(np.float64) - micro_batch.batch.ref_logp) ** 2
+    streams = [(b, segment_ids[b] == n) for b in range(2) for n in (1, 2)]
+    lengths = [mask[b][own].sum() for b, own in streams]
+    assert len(set(lengths)) > 1 and min(lengths) > 0
+    of_streams = np.mean([(kl[b] * mask[b])[own].sum() / n for (b, own), n in zip(streams, lengths, strict=True)])
+    number = dataclasses.replace(counts(mask), streams=np.float32(4))
+    for loss, expected in (("grpo", of_streams), ("sapo", of_streams), ("dapo", (kl * mask).sum() / mask.sum())):
+        has_stream_means = objective_lib.bind(loss, OPTIONS[loss]).stream_means
+        scores = logp, np.zeros_like(logp), None, number
+        _, metrics = objective.total(0.0, micro_batch, *scores, has_stream_means)
+        assert float(metrics["loss/kl"]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("old_logprobs", ["sampler", "learner"])

@@ -22,6 +22,7 @@ from inference.server import inference_server
 from models import config as config_lib
 from models import flops, transformer
 from models.hf import config as hf_config
+from rl import sft
 from rl.experiment import initial
 from rl.learner import train_step
 from rl.plan import hlo, lowered_programs, plan, roofline, sizes
@@ -411,6 +412,22 @@ def test_the_shipped_configs_are_those_models_and_divide(name, held, multiplied)
     assert topology in module.__doc__ and f"configs/{name}.py" in module.__doc__
 
 
+def test_both_stages_of_intellect_3_are_trained_as_it_says():
+    """arXiv 2512.16144, section 3: Muon at 5e-5 after 300 steps in 65,536 tokens, then at 5e-8 in 98,304 over two chips."""
+    for stage, rate, length, parts in (("reasoning", 5e-5, 65536, 1), ("agentic", 5e-8, 98304, 2)):
+        config = intellect3.get_config(stage)
+        exp = lowered_programs.resolve(config)
+        rates = sft._rates(exp)
+        assert (rates.name, rates.learning_rate, rates.warmup_steps) == ("muon", rate, 300)
+        mesh = abstract_mesh(config.plan.topology, config.mesh.to_dict())
+        assert (config.train.row_length, mesh.shape["context"]) == (length, parts)
+        program = lowered_programs.train_program(exp, mesh)
+        assert program.estimated_bytes < roofline.chip_of(config.plan.topology).memory_bytes
+        assert config.train.row_length * config.warmup.tasks_per_step == pytest.approx(33.5e6, rel=0.02)
+    with pytest.raises(ValueError, match="stage 'tools' does not exist; write .*:agentic"):
+        intellect3.get_config("tools")
+
+
 SHIPPED = [p.stem for p in sorted(ROOT.glob("configs/*.py")) if f"--config=configs/{p.name}" in p.read_text()]
 SMALL = dict(model_dim=64, vocab_size=320, num_heads=8, num_kv_heads=4, head_dim=16, ffn_dim=128, rope_dim=0)
 
@@ -485,9 +502,17 @@ def command(*args):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(("name", "topology"), [("intellect2", "v5p:4x4x4"), ("intellect3", "v5p:4x4x8")])
-def test_the_large_configs_fit_their_pods(name, topology):
-    code, out, err = command(f"--config=configs/{name}.py", f"--topology={topology}")
+@pytest.mark.parametrize(
+    ("name", "topology", "programs"),
+    [
+        ("intellect2.py", "v5p:4x4x4", ()),
+        ("intellect3.py", "v5p:4x4x8", ()),
+        ("intellect3.py:reasoning", "v5p:4x4x8", ("--programs=train",)),
+        ("intellect3.py:agentic", "v5p:4x4x8", ("--programs=train",)),
+    ],
+)
+def test_the_large_configs_fit_their_pods(name, topology, programs):
+    code, out, err = command(f"--config=configs/{name}", f"--topology={topology}", *programs)
     assert code == 0, out + err
     assert "0 copies of a whole array of it" in out
     memory = float(re.search(r"fits; \d+ s, ([\d.]+) GiB of this machine", out)[1])
