@@ -1,7 +1,7 @@
 """Hides this machine from the process of a foreign environment, with bubblewrap.
 
-1. The process sees the system's libraries, its interpreter and packages, the folders that its installation names, the caches of data sets,
-   and one folder of its own, which alone it can write. So code of the model that an environment runs finds no keys.
+1. The process sees the system's libraries, its interpreter and packages, the files and folders that its installation or `env.options` name,
+   the caches of data sets, and one folder of its own, which alone it can write. So code of the model that an environment runs finds no keys.
 2. It sees no other process.
 3. While the environment is loaded, it has the network, because many download a data set. Each episode has a network of its own, in which
    only the endpoint of its model answers (child/network.py), and reads the caches only.
@@ -13,7 +13,8 @@ import functools
 import os
 import pathlib
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rl.envs.packages import package as package_lib
 from rl.envs.sandbox import backend
@@ -28,15 +29,15 @@ SPACES = ("--unshare-user", "--uid", "1000", "--gid", "1000", "--unshare-pid", "
 SPACES += ("--die-with-parent", "--new-session", "--cap-drop", "ALL")
 
 
-def command(package: package_lib.Package, folder: str, socket: str) -> list[str]:
+def command(package: package_lib.Package, options: Mapping[str, Any], folder: str, socket: str) -> list[str]:
     """Returns the command to put before that of the process. `folder` is the process's own, and `socket` the path of the model's endpoint."""
     mounts = []
     for path in SYSTEM:
         mounts += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
     python = pathlib.Path(package.python)
     prefixes = [str(one.parents[1]) for one in (python, python.resolve())]
-    named = [path for path in package.variables.values() if os.path.isabs(path)]
-    seen = [*SETTINGS, *prefixes, *package.folders, *package.paths, str(package_lib.ADAPTERS), socket, *named]
+    seen = [*SETTINGS, *prefixes, *package.folders, *package.paths, str(package_lib.ADAPTERS), socket]
+    seen += [text for text in _texts([package.variables, options]) if os.path.isabs(text)]
     for path in dict.fromkeys(seen):
         mounts += ["--ro-bind-try", path, path]
     for path in caches(os.environ):
@@ -75,6 +76,14 @@ def problem() -> str:
     probe = ["unshare", "--user", "--map-current-user", "--net", "--mount", "true"]
     done = subprocess.run([*_prefix(), *mounts, "--", *probe], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else " ".join(done.stderr.split())[-200:] or f"status {done.returncode}"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | Sequence):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def _prefix() -> list[str]:

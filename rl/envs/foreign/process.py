@@ -105,7 +105,7 @@ class ForeignProcess:
             config |= {"seed": self._seed, "limit_s": self._limit_s, "paths": [*self._package.paths]}
             config |= {"unix_path": self._unix_path, "frozen": isolation.caches(os.environ) if self._unix_path else []}
             command = [
-                *(isolation.command(self._package, folder, self._unix_path) if self._unix_path else ()),
+                *(isolation.command(self._package, self._options, folder, self._unix_path) if self._unix_path else ()),
                 self._package.python,
                 "-s",
                 str(package_lib.ADAPTERS / "fork_server.py"),

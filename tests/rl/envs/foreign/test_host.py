@@ -140,9 +140,9 @@ def test_episodes_run_again_after_the_death_of_the_server(package):
 
 @pytest.mark.parametrize("sandbox", ["require", "off"])
 def test_an_isolated_episode_reaches_its_model_and_nothing_else(python, package, tmp_path, monkeypatch, sandbox):
-    secret, caches = tmp_path / "id_ed25519", tmp_path / "hf" / "datasets"
+    secret, caches, named = tmp_path / "id_ed25519", tmp_path / "hf" / "datasets", tmp_path / "rows.jsonl"
     caches.mkdir(parents=True)
-    for file in (secret, tmp_path / "hf" / "token", caches / "data"):
+    for file in (secret, named, tmp_path / "hf" / "token", caches / "data"):
         file.write_text("x")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -150,10 +150,11 @@ def test_an_isolated_episode_reaches_its_model_and_nothing_else(python, package,
     variables |= {"SECRET_NAME": str(secret).strip("/").replace("/", "|")}  # not as a path, which it may read
     package = installation.install(NAME, python=python, paths=[str(FIXTURES)], variables=variables)
     with listener:
-        [found] = play(package, [session(0)], options={"fault": "escape"}, sandbox=sandbox)
+        options = {"fault": "escape", "more": {"data": [str(named)]}}  # which it may read
+        [found] = play(package, [session(0)], options=options, sandbox=sandbox)
     (FIXTURES / "new").unlink(missing_ok=True)
     pathlib.Path("/usr/lib/new").unlink(missing_ok=True)
-    allowed = {"own", "data", "reward"}
+    allowed = {"own", "data", "named", "reward"}
     if sandbox == "require":
         assert {name for name, score in found.scores.items() if score} == allowed
     else:  # the attempts are real ones

@@ -4,7 +4,7 @@ import pathlib
 
 from tests.support import commands
 
-BROKEN = '''
+BROKEN = """
 from rl.envs.interface import environment
 
 def build(*, seed=0):
@@ -14,7 +14,7 @@ def build(*, seed=0):
     def make_task(index, split):
         return environment.Task("broken", index, split, ({"role": "user", "content": f"task {index}"},), answer="1")
     return environment.Environment("broken", make_task, play=play)
-'''
+"""
 
 
 def test_episodes_are_shown_with_all_that_the_model_reads(capfd):
