@@ -1,4 +1,4 @@
-"""`rl.envs try` of environments of several turns: what the model reads, scores, and failures."""
+"""`rl.envs try` of environments of several turns shows each branch, its scores, and failures."""
 
 import pathlib
 
