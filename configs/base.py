@@ -116,9 +116,20 @@ def get_config() -> config_dict.ConfigDict:
     r.batch = "prescribed"
     r.oversampling = 1.0  # groups on their way, as a multiple of those that the open batches need
     r.refill = 0.0  # groups without a signal that others replace, at most, as a multiple of prompts_per_step
+    # Tasks by the results of earlier batches: "pools" or "levels" (rl/protocol/curriculum.py); "": in the order of the seed
+    r.curriculum = ""
     # Samples that could not be scored are left out of groups in which at least so many were; groups with fewer train nothing.
     r.min_group = 0  # 0: those samples are worth 0
     r.tokens_per_step = 0  # a batch ends with the group that brings its sampled tokens to this; 0: by groups alone
+
+    # The curriculum, with rl.curriculum.
+    c.curriculum = u = config_dict.ConfigDict()
+    u.update(hard_below=0.25, easy_above=0.75)  # "pools": by the newest mean reward of a task's group
+    u.update(hard_weight=0.2, normal_weight=1.0, easy_weight=0.2, unseen_weight=1.0)  # of a task in a draw
+    u.drop_at = 0.0  # tasks with this mean reward or more are never drawn again (ScaleRL: 0.9); 0: off
+    # "levels", of an environment with env.options.ladder: the next one opens after so many groups of the highest with this mean reward
+    u.update(level_up=0.9, level_groups=8)
+    u.level_width = 4  # highest open levels from which tasks are drawn
 
     # Options of the losses, each used by the loss of its name.
     c.loss_options = config_dict.ConfigDict()

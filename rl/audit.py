@@ -17,11 +17,12 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import math
 import pathlib
 import sqlite3
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ml_collections import config_dict
 
@@ -30,6 +31,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.experiment import workdir as run_directory
 from rl.ledger import run_history, run_rules
 from rl.protocol import check_rate, env_mix, noise_seed, task_schedule
+from rl.protocol import curriculum as curriculum_lib
 from rl.protocol import verdict as verdict_lib
 from rl.reporting import metrics
 from sharding import bucket
@@ -43,6 +45,7 @@ RULES = {
     "batch": "the ledger has the batch, of these groups and this digest",
     "group": "a group has all samples of one worker, and is in one batch",
     "dropped": "a group that was dropped is in no batch, before or after",
+    "curriculum": "the ledger has the digest of the results by which tasks are drawn, and they are those of the batch",
     "task": "step, task, and temperature are prescribed",
     "seed": "the noise is prescribed",
     "staleness": "versions are as recent as rl.max_lag, rl.max_off_policy, and rl.batch allow",
@@ -81,7 +84,11 @@ class Audit:
         self._begin = history.begin or 0
         self._envs = env_mix.entries(self.config)
         self._is_fixed = task_schedule.is_fixed(self.config.rl)
-        self._train_groups = functools.lru_cache(16)(functools.partial(task_schedule.train_groups, self.config))
+        self._curriculum = curriculum_lib.Curriculum(self.config) if self.config.rl.curriculum else None
+        draws = self._curriculum.draws if self._curriculum else None
+        prescribed = functools.partial(task_schedule.train_groups, self.config, draws=draws)
+        self._train_groups = functools.lru_cache(16)(prescribed)
+        self._per_step = curriculum_lib.groups_per_step(self.config.rl)
         has_secret = (workdir / "secret.key").exists()
         self._secret = run_directory.secret(workdir, self.config.seed) if has_secret else b""
 
@@ -119,6 +126,8 @@ class Audit:
         for number, group in groups.items():
             self._check_group(step, group, digests[number], batch)
         self.num_rollouts += len(rollouts)
+        if self._curriculum:
+            self._check("curriculum", [self._curriculum_error(step, groups, batch)], step=step)
 
     def _check(self, rule: str, errors: Sequence[str | None], **place: int | str) -> None:
         """Counts checks of a rule at one place. The broken ones are one finding, which names the step, group, and worker in `place`."""
@@ -182,9 +191,34 @@ class Audit:
 
     def _prescribed(self, step: int, number: int) -> task_schedule.Group | None:
         """Returns the group with this number if batch `step` may have it by rl.batch, else None."""
-        of = number // self.config.rl.prompts_per_step + 1
-        allowed = [step] if self._is_fixed else task_schedule.group_steps(self.config)
+        of = number // self._per_step + 1
+        allowed = [step] if self._is_fixed or self._curriculum else task_schedule.group_steps(self.config)
         return next(group for group in self._train_groups(of) if group.group == number) if of in allowed else None
+
+    def _curriculum_error(
+        self, step: int, groups: Mapping[int, Sequence[rollout_lib.Rollout]], batch: run_history.Batch | None
+    ) -> str | None:
+        """Returns the first mistake in the results of a batch, by which the tasks of later ones are drawn, or None."""
+        assert self._curriculum is not None
+        path = self.workdir / "rollouts" / f"step_{step}" / curriculum_lib.FILE
+        try:
+            results = curriculum_lib.decode(path.read_bytes())
+        except (ValueError, OSError) as error:
+            results, found = [], f"{path}: {error}"
+        else:
+            draws = dict(enumerate(self._curriculum.draws(step), (step - 1) * self._per_step))
+            own = {one.group: one for one in results}
+            found = next((f"group {n} has no result" for n in groups if n not in own), None)
+            wrong = (n for n, one in own.items() if draws.get(n) != (one.env, one.index))
+            found = found or next((f"group {n} has a result of a task that was not drawn" for n in wrong), None)
+            trained = ((n, _mean_reward(group)) for n, group in groups.items() if self.config.rl.min_group == 0)
+            off = (n for n, mean in trained if n in own and abs(own[n].reward - mean) > 1e-9)
+            found = found or next((f"the result of group {n} is not that of its rollouts" for n in off), None)
+        self._curriculum.add(step, results)
+        named = batch.curriculum if batch else ""
+        if not found and named != self._curriculum.digest:
+            found = f"the digest is {self._curriculum.digest[:16]}, and {named[:16] or 'none'} in the ledger"
+        return found
 
     def _task_error(self, group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:
         if group is None:
@@ -223,7 +257,7 @@ class Audit:
             record += check_rate.HALF_AT * (1 / rates["invited_rate"] - 1)
         rate = check_rate.rate(check_rate.reputation(record), rates["min_rate"])
         secret = hmac.digest(self._secret, batch.draw_head.encode(), "sha256")
-        of = number // self.config.rl.prompts_per_step + 1
+        of = number // self._per_step + 1
         draw = check_rate.draw(secret, f"train/{of}/{number}")
         return None if draw >= rate else f"its draw is {draw:.3f}, below the rate {rate:.3f} of its worker"
 
@@ -236,6 +270,11 @@ def _batch_error(batch: run_history.Batch | None, digests: dict[int, str]) -> st
         return f"group {others[0]} is only in {where}; groups that differ: {len(others)}"
     expected = run_rules.batch_digest(digests.values())
     return None if batch.digest == expected else f"the digest is {expected[:16]}, and {batch.digest[:16]} in the ledger"
+
+
+def _mean_reward(rollouts: Sequence[rollout_lib.Rollout]) -> float:
+    rewards = [one.reward for one in rollouts if one.branch == 0]
+    return math.fsum(rewards) / len(rewards)
 
 
 def _seed_error(group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:

@@ -18,7 +18,7 @@ from inference.server import web
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.ledger import ledger
-from rl.protocol import env_mix, lease, task_schedule
+from rl.protocol import curriculum, env_mix, lease, task_schedule
 from sharding.system import cli, sockets
 
 # Losses that correct the sampler's policy to the learner's old one.
@@ -82,6 +82,9 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     if config.rl.batch not in task_schedule.BATCHES:
         found = f"rl.batch = {config.rl.batch!r} is unknown"
         raise ValueError(f"{found}; choose one of {', '.join(task_schedule.BATCHES)}")
+    if config.rl.curriculum not in curriculum.KINDS:
+        found = f"rl.curriculum = {config.rl.curriculum!r} is unknown"
+        raise ValueError(f"{found}; choose one of {', '.join(map(repr, curriculum.KINDS))}")
     if not all(weight > 0 for weight in config.warmup.weights):
         raise ValueError(f"warmup.weights = {config.warmup.weights} must be above 0; remove the file of a weight of 0")
     _check_evaluation_sets(config.evaluation, [*config.envs])
@@ -227,6 +230,11 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.rl.oversampling > 1 and task_schedule.is_fixed(c.rl):
         found = f"rl.oversampling = {c.rl.oversampling}, but each batch waits for its own groups"
         yield f"{found}; set rl.batch = 'first' or rl.refill, or raise rl.max_lag instead"
+    if c.rl.curriculum and (c.rl.batch != "prescribed" or c.rl.tokens_per_step or c.rl.oversampling > 1):
+        found = f"rl.curriculum = {c.rl.curriculum!r} draws the groups of each batch by themselves"
+        yield f"{found}; set rl.batch = 'prescribed', rl.tokens_per_step = 0, and rl.oversampling = 1"
+    if c.rl.curriculum and all(one.digest for one in entries):  # else rl.export, which needs no environment
+        curriculum.Curriculum(c)
     smallest = min(entries, key=lambda one: one.samples_per_prompt)
     if c.rl.min_group and not 2 <= c.rl.min_group <= (most := smallest.samples_per_prompt):
         found = f"rl.min_group = {c.rl.min_group} of {most} samples ({smallest.field('samples_per_prompt')})"
@@ -290,6 +298,9 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     loss = name.split(".")[1] if name.startswith("loss_options.") else c.rl.loss
     kind = f"optimizer.name = {c.optimizer.name!r} does not use it; set optimizer.name ="
     yield r"loss_options\..*", loss != c.rl.loss.rpartition(":")[2], f"rl.loss is {c.rl.loss!r}; set rl.loss = {loss!r}"
+    pools = r"curriculum\.((hard|easy)_.*|(normal|unseen)_weight|drop_at)"
+    yield pools, c.rl.curriculum != "pools", "set rl.curriculum = 'pools'"
+    yield r"curriculum\.level_.*", c.rl.curriculum != "levels", "set rl.curriculum = 'levels'"
     yield r"lora\.(alpha|targets)", c.lora.rank == 0, "set lora.rank above 0"
     yield r"objective\.kl_(estimator|place|reference)", c.objective.kl_coef == 0, "set objective.kl_coef above 0"
     yield r"optimizer\.momentum", c.optimizer.name not in ("muon", "sgd"), f"{kind} 'muon' or 'sgd'"

@@ -32,7 +32,7 @@ class Event:
 
     `_FIELDS` has the fields of each kind, `_OPTIONAL` those that only some events have. Work is named by the SHA-256 of its file, tasks and
     groups by text (rl/ledger/task_ranges.py). Work is `checked` if it was replayed; no batch will have groups that are `dropped`; with
-    `any_step`, batches may have groups of any step; `also` names further groups (`each`); `environments` has counts of a batch (rl/ledger/environments.py). A refusal or eject event may name a server in place of the worker: it is at fault.
+    `any_step`, batches may have groups of any step; `also` names further groups (`each`); `environments` has counts of a batch (rl/ledger/environments.py); `curriculum` is the digest of all results up to a batch. A refusal or eject event may name a server in place of the worker: it is at fault.
     """
 
     kind: str
@@ -225,6 +225,7 @@ _ENVIRONMENTS: dict[str, _Rule] = {
         f"a list of 1 to {MAX_ENVIRONMENTS} objects with name, digest, groups, signal, rollouts, errors, or absent",
     )
 }
+_CURRICULUM: dict[str, _Rule] = {"curriculum": _WORK}  # rl/protocol/curriculum.py
 _ENVIRONMENT: dict[str, _Rule] = {"environment": (_is_name, "1 to 256 printable characters, or absent")}
 _ANY_STEP: dict[str, _Rule] = {"any_step": (lambda value: value is True, "true, or absent")}
 _RATE: _Rule = (lambda value: isinstance(value, (int, float)) and 0 < value <= 1, "a number in (0, 1]")
@@ -238,7 +239,7 @@ _ALSO: dict[str, dict[str, _Rule]] = {
     for kind, names in ALSO.items()
 }
 # Fields that an event has all of, or none: ledgers of earlier releases lack them.
-_OPTIONAL = {"accept": (_TASKS,), "invalidate": (_TASKS,), "batch": (_EPOCH, _DROPPED, _ENVIRONMENTS)}
+_OPTIONAL = {"accept": (_TASKS,), "invalidate": (_TASKS,), "batch": (_EPOCH, _DROPPED, _ENVIRONMENTS, _CURRICULUM)}
 _OPTIONAL["refusal"] = (_ENVIRONMENT,)
 _OPTIONAL |= {"lease": (_EPOCH, _ALSO["lease"]), "submission": (_ALSO["submission"],)}
 _OPTIONAL |= {"resume": (_ANY_STEP,), "appoint": ({"min_rate": _RATE, "invited_rate": _RATE},)}

@@ -23,6 +23,7 @@ class Batch:
     rates: dict[str, float]  # min_rate and invited_rate of that start; none in ledgers of earlier releases
     records: dict[str, int]  # worker -> its groups that a quorum had accepted
     dropped: list[int]  # groups that no batch may have
+    curriculum: str = ""  # the digest of all results up to this batch; "": the run has no curriculum
 
 
 class History:
@@ -54,7 +55,8 @@ class History:
             submissions = {group: submitted for (_, group), submitted in self.run.submissions.items()}
             rest = basis, submissions, *self._draw, dict(self.run.records), [group for _, group in self.run.dropped]
             self.undone.discard(fields["step"])
-            self.batches[fields["step"]] = Batch(fields["digest"], fields.get("epoch", -1), *rest)
+            own = fields.get("curriculum", "")
+            self.batches[fields["step"]] = Batch(fields["digest"], fields.get("epoch", -1), *rest, curriculum=own)
         self.heads.add(f"{entry.seq}:{entry.hash.hex()}")
 
 

@@ -115,12 +115,13 @@ class RunLedger(contextlib.AbstractContextManager):
         epoch: int = -1,
         dropped: Sequence[tuple[int, int]] = (),
         environments: Sequence[Mapping[str, Any]] = (),
+        curriculum: str = "",
     ) -> Recorded:
         """Records that batch `step` trains on `groups`: {(step, group): "verified" or "trusted"}. The learner must wait for the future.
 
         `digest` is `run_rules.batch_digest` over the digests of their submissions, in ascending order of the group. `dropped` are
         groups that no batch will have. `environments` are counts of its groups, and of those dropped without a signal
-        (rl/ledger/environments.py).
+        (rl/ledger/environments.py). `curriculum` is the digest of the results up to this batch (rl/protocol/curriculum.py).
         """
         names = {
             basis: task_ranges.format_tasks(group for group, other in groups.items() if other == basis)
@@ -128,6 +129,7 @@ class RunLedger(contextlib.AbstractContextManager):
         }
         names |= {"dropped": task_ranges.format_tasks(dropped)} if dropped else {}
         names |= {"environments": [dict(one) for one in environments]} if environments else {}
+        names |= {"curriculum": curriculum} if curriculum else {}
         return self._record("batch", self._keeper, step=step, digest=digest, epoch=epoch, **names)
 
     def published(self, version: int, digest: str, epoch: int = 0) -> Recorded:

@@ -35,6 +35,7 @@ from rl.ledger import run_ledger, run_rules
 from rl.orchestrator import admission, leases, nodes, routes, shared, status, submissions, work_share, worker_health
 from rl.orchestrator.groups import batches, environment_counts, group_queue, queue_entry
 from rl.orchestrator.verdicts import verdict_collector
+from rl.protocol import curriculum as curriculum_lib
 from rl.protocol import env_mix, task_schedule, timeline
 from rl.reporting import diagnostics
 from rl.verification import checks
@@ -83,7 +84,9 @@ class Orchestrator:
         self._config, self._workdir, self._credit, self._key = config, workdir, credit, key
         self._ledger, self._evidence, self._on_wait = ledger or run_ledger.NoLedger(), evidence, on_wait
         self._queue = group_queue.GroupQueue()
-        make_groups = functools.partial(task_schedule.numbered_groups, config)
+        self._curriculum = curriculum_lib.Curriculum(config) if config.rl.curriculum else None
+        draws = self._curriculum.draws if self._curriculum else None
+        make_groups = functools.partial(task_schedule.numbered_groups, config, draws=draws)
         self._batches = batches.Batches(batches.BatchRule.of(config), self._queue, make_groups, self._has_signal)
         own_workers = () if config.topology.mode == "remote" else invited
         invited = frozenset({*invited, *config.topology.workers})
@@ -180,6 +183,11 @@ class Orchestrator:
             begins = {"num_opened": step * self._config.rl.prompts_per_step, "waiting": []}  # of an evaluation only
             is_run = state or not isinstance(self._ledger, run_ledger.NoLedger)
             self._batches.restore(step, (state or {}).get("batches") if is_run else begins)
+            if self._curriculum and step and is_run:
+                if "curriculum" not in (state or {}):
+                    found = f"the checkpoint of step {step} lacks the state of rl.curriculum = {self._config.rl.curriculum!r}"
+                    raise ValueError(f"{found}, which the run had not then; start another --workdir")
+                self._curriculum.restore((state or {})["curriculum"])
             self._states = {n: s for n, s in ((step, state), (step + 1, later)) if s}
             if newest := later or state:
                 self._health.restore(newest["standing"])
@@ -213,8 +221,8 @@ class Orchestrator:
         with self._changed:  # no verdict may be recorded between the two
             taken, recorded = self._recorded.pop(step, None), None
             if taken is None:
-                taken = self._collect(step)
-                recorded = self._record_batch(step, taken)
+                taken, flat = self._collect(step)
+                recorded = self._record_batch(step, taken, flat)
             elif step not in self._states:
                 self._mark(step, taken)
             kept = {step, *(entry.group.step for entry in (*taken, *self._queue.entries.values()))}
@@ -343,25 +351,47 @@ class Orchestrator:
             self._batches.load(policy.version)
             self._changed.notify_all()
 
-    def _record_batch(self, step: int, taken: list[queue_entry.Entry]) -> concurrent.futures.Future:
+    def _record_batch(
+        self, step: int, taken: list[queue_entry.Entry], flat: list[queue_entry.Entry]
+    ) -> concurrent.futures.Future:
         basis = {entry.group.key[1:]: "verified" if entry.is_verified else "trusted" for entry in taken}
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
         digests = {entry.label: entry.digest for entry in env_mix.entries(self._config).values()}
-        counts = environment_counts.count(taken, self._batches.take_flat(), self._has_signal, digests)
-        dropped = self._batches.take_dropped()
-        return self._ledger.batch(step, digest, basis, self._shared.policy.epoch, dropped, counts)
+        counts = environment_counts.count(taken, flat, self._has_signal, digests)
+        dropped, chain = self._batches.take_dropped(), self._curriculum.digest if self._curriculum else ""
+        return self._ledger.batch(step, digest, basis, self._shared.policy.epoch, dropped, counts, chain)
 
-    def _collect(self, step: int) -> list[queue_entry.Entry]:
-        """Blocks until batch `step` is complete; takes its groups."""
+    def _collect(self, step: int) -> tuple[list[queue_entry.Entry], list[queue_entry.Entry]]:
+        """Blocks until batch `step` is complete; takes its groups, and those without a signal that they replaced. The second list has the latter."""
         taken: list[queue_entry.Entry] = []
         self._wanted = step
         while not self._wait_for(lambda: taken.extend(self._batches.collect(step) or []) or taken, WAIT_NOTICE_S):
             self._on_wait(self._waiting(f"batch {step}", self._batches.progress()))  # a long wait is not an error
         self._wanted = None
+        flat = self._batches.take_flat()
+        if self._curriculum:  # before the ledger has the batch: after a restart, its results are in the file
+            results = self._results([*taken, *flat])
+            path = self._results_file(step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_file.write(path, curriculum_lib.encode(step, results), durable=True)
+            self._curriculum.add(step, results)
         self._submissions.void_too_old()
         self._mark(step, taken)
         self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
-        return taken
+        return taken, flat
+
+    def _results(self, entries: list[queue_entry.Entry]) -> list[curriculum_lib.Result]:
+        """Returns the mean reward of each group, of the first branches of its episodes, in order."""
+        found = []
+        for entry in sorted(entries, key=lambda one: one.group.group):
+            rewards = [one.reward for one in self._rewarded(entry) if one.branch == 0]
+            if rewards:
+                mean = math.fsum(rewards) / len(rewards)
+                found.append(curriculum_lib.Result(entry.group.group, entry.group.env, entry.group.index, mean))
+        return found
+
+    def _results_file(self, step: int) -> pathlib.Path:
+        return self._workdir / "rollouts" / f"step_{step}" / curriculum_lib.FILE
 
     def _mark(self, step: int, taken: list[queue_entry.Entry]) -> None:
         """Records the unverified groups that batch `step` trains on, and the state as of its hand-off. The caller has the lock."""
@@ -372,6 +402,8 @@ class Orchestrator:
                 self._counts["unverified"] += len(entry.rollouts)
         state = {"standing": self._health.state(), "evidence": self._evidence(step), "servers": self._servers.state()}
         state["batches"] = self._batches.state()
+        if self._curriculum:
+            state["curriculum"] = self._curriculum.state()
         self._states = {n: s for n, s in self._states.items() if n == step - 1} | {step: state}
 
     def _restore(self, epoch: int) -> None:
@@ -386,8 +418,10 @@ class Orchestrator:
                 raise ValueError(f"{found}; put the directory back, or start the learner again")
             self._recorded[run.step] = [kept.pop(key).entry(run.batch[key[1:]] == "verified") for key in keys]
             self._batches.skip(run.step, *([number for _, number in names] for names in (run.batch, run.dropped)))
+            if self._curriculum:
+                self._curriculum.add(run.step, curriculum_lib.decode(self._results_file(run.step).read_bytes()))
         oldest = max(0, self._shared.policy.version - self._config.rl.max_lag)
-        self._batches.reopen(max((number for _, _, number in kept), default=-1), oldest)
+        self._batches.reopen([number for _, _, number in kept], oldest)
         for one in kept.values():
             self._submissions.restore(one)
         self._submissions.void_too_old()
@@ -407,7 +441,8 @@ class Orchestrator:
         with self._changed:
             batch = self._batches.take_metrics()
             self._counts["stale"] += round(batch["batch/num_stale"] * env_mix.mean_samples(self._config))
-            return self._status.take_counts() | batch
+            chosen = self._curriculum.metrics() if self._curriculum else {}
+            return self._status.take_counts() | batch | chosen
 
     def _metrics(self) -> role_metrics.Values:
         with self._changed:

@@ -149,6 +149,11 @@ def max_rollouts(config) -> int:
     return config.rl.prompts_per_step * max_samples(config)
 
 
+def max_flat(rl) -> int:
+    """Returns the most groups without a signal that are replaced for a batch; `rl` is that section of a config."""
+    return math.floor(Fraction(str(rl.refill)) * rl.prompts_per_step)  # 0.29 * 100 is 28.999... in floats
+
+
 def max_streams(config) -> int:
     """Returns the number of token streams that a batch has room for: an episode of several calls may have BRANCHES on average."""
     rooms = (entry.samples_per_prompt * min(max(entry.max_calls, 1), BRANCHES) for entry in entries(config).values())

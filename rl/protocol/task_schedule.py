@@ -3,7 +3,8 @@
 1. The task index of group g is element g of grain's index shuffle, which has random access and no state. The position of a run
    in it is therefore its step: groups (n - 1) P .. n P - 1 are of step n. They are batch n, unless the config lets a batch have others
    (`is_fixed`): then the step is only a part of a group's name. With several environments (rl/protocol/env_mix.py) each has a shuffle
-   of its own, and group g takes the next element in that of its environment.
+   of its own, and group g takes the next element in that of its environment. With `rl.curriculum`, the results of earlier batches choose
+   the tasks (rl/protocol/curriculum.py), and a step has numbers for the groups that replace others, too.
 2. Sample i of a group uses the group's seed (rl/protocol/noise_seed.py) plus i; a further branch of its episode uses a hash of its prompt. A worker can
    choose neither task nor seed, so it cannot resample until it likes a completion.
 """
@@ -12,15 +13,19 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import grain
 
-from rl.protocol import env_mix, lease, noise_seed
+from rl.protocol import curriculum, env_mix, lease, noise_seed
 
 NUM_TASKS = 2**30  # of an environment without a number of tasks (env.num_tasks): more than any run needs
 BATCHES = ("prescribed", "first")  # values of rl.batch
+
+
+Draws = Callable[[int], Sequence[tuple[str, int]]]  # step -> (environment, task index) of each of its groups
+ANY = -1  # the index of a group whose task only the results of earlier batches fix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +50,15 @@ class Group:
         return self.split, self.step, self.group
 
 
-def train_groups(config, step: int) -> list[Group]:
-    """Returns the groups (one per prompt) that make up training batch `step` (1-based) of a run with this resolved config."""
-    P = config.rl.prompts_per_step
-    groups = range((step - 1) * P, step * P)
+def train_groups(config, step: int, draws: Draws | None = None) -> list[Group]:
+    """Returns the groups (one per prompt) of training batch `step` (1-based) of a run with this resolved config.
+
+    `draws` returns (environment, task index) of each group of a step with `rl.curriculum`. Without it, tasks are those of a run that has none.
+    """
+    P, count = config.rl.prompts_per_step, curriculum.groups_per_step(config.rl)
+    groups, places = range((step - 1) * count, step * count), range((step - 1) * P, (step - 1) * P + count)
     oldest = max(0, step - 1 - config.rl.max_lag) if is_fixed(config.rl) else 0
-    envs, tasks = env_mix.entries(config), _tasks(config, groups)
+    envs, tasks = env_mix.entries(config), draws(step) if draws else _tasks(config, places)
     seeds = [noise_seed.sampling_seed(config.seed, "train", step, group) for group in groups]
     return [
         Group(step, group, "train", index, seed, one.samples_per_prompt, one.temperature, oldest, env=one.key)
@@ -74,15 +82,15 @@ def num_open_steps(config) -> int:
 
 def group_steps(config) -> range:
     """Returns the steps that groups of this run may name: as many as there are tasks, since a resume may raise `rl.num_steps`."""
-    return range(1, NUM_TASKS // config.rl.prompts_per_step + 1)
+    return range(1, NUM_TASKS // curriculum.groups_per_step(config.rl) + 1)
 
 
-def numbered_groups(config, numbers: Iterable[int], version: int) -> list[Group]:
+def numbered_groups(config, numbers: Iterable[int], version: int, draws: Draws | None = None) -> list[Group]:
     """Returns the groups with these numbers, opened when servers had policy `version`, the oldest for them unless `is_fixed`."""
-    P, groups = config.rl.prompts_per_step, []
-    for step, same in itertools.groupby(numbers, lambda number: number // P + 1):
-        prescribed = train_groups(config, step)
-        groups += [prescribed[number % P] for number in same]
+    count, groups = curriculum.groups_per_step(config.rl), []
+    for step, same in itertools.groupby(numbers, lambda number: number // count + 1):
+        prescribed = train_groups(config, step, draws)
+        groups += [prescribed[number % count] for number in same]
     return groups if is_fixed(config.rl) else [dataclasses.replace(group, min_version=version) for group in groups]
 
 

@@ -467,7 +467,10 @@ def _prescribed(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_sc
     """Returns the scheduled group that a rollout claims to belong to, or None if its step has no such group."""
     groups = rules.groups(rollout.step)
     at = rollout.task.group - groups[0].group if groups else -1
-    return groups[at] if 0 <= at < len(groups) else None
+    group = groups[at] if 0 <= at < len(groups) else None
+    if group and group.index == task_schedule.ANY:
+        return dataclasses.replace(group, index=rollout.task.index)
+    return group
 
 
 def _group(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> task_schedule.Group:

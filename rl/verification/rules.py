@@ -99,7 +99,7 @@ class Rules:
         envs = {one.key: cls.of(env_mix.alone(config, one.key), run) for one in entries if one.key}
         envs = {key: dataclasses.replace(own, env=key) for key, own in envs.items()}
         steps = task_schedule.group_steps(config)
-        groups = functools.lru_cache(16)(lambda step: task_schedule.train_groups(config, step) if step in steps else [])
+        groups = functools.lru_cache(16)(lambda step: _groups(config, step) if step in steps else [])
         return cls(
             env=config.env.name,
             env_seed=config.seed,
@@ -127,3 +127,9 @@ class Rules:
     def at_lease(self, group: task_schedule.Group, newest: int) -> "Rules":
         """Returns a copy of these rules that allows rollouts of one leased group only, and policy versions up to `newest`."""
         return dataclasses.replace(self.of_group(group), groups=lambda step: [group], newest=newest)
+
+
+def _groups(config, step: int) -> list[task_schedule.Group]:
+    """Returns the groups of a training step. With a curriculum, their tasks are ANY: the orchestrator and an audit know the draws."""
+    groups = task_schedule.train_groups(config, step)
+    return [dataclasses.replace(one, index=task_schedule.ANY) for one in groups] if config.rl.curriculum else groups

@@ -13,6 +13,7 @@ them once the weights of their versions are gone.
 2. `collect(n)` returns the groups of batch n, or None as long as some are missing.
 3. With `refill`, a group without a signal (all advantages are zero) is dropped ("flat"), and the next of the order takes its place, for
    at most refill * P of them per batch. In a "prescribed" batch the earlier groups still come first, however slow they are.
+   With a curriculum, each step has numbers of its own for the groups that replace others, so that its tasks depend on no later step.
 4. With `tokens_per_step`, a batch ends with the group that brings its sampled tokens to this number; P is then the most groups of a batch.
 """
 
@@ -25,7 +26,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from rl.orchestrator.groups import group_queue, queue_entry
 from rl.orchestrator.groups.queue_entry import Key, State
-from rl.protocol import task_schedule
+from rl.protocol import curriculum, env_mix, task_schedule
 
 REASONS = ("stale", "flat", "duplicate", "late", "epoch")  # of the queue's drops
 
@@ -42,6 +43,7 @@ class BatchRule:
     oversampling: float = 1.0  # groups on their way, as a multiple of those that the open batches need
     refill: float = 0.0  # groups without a signal that are replaced, at most, as a multiple of P
     tokens_per_step: int = 0  # sampled tokens of a batch; 0: its groups are counted
+    curriculum: str = ""  # of curriculum.KINDS
 
     @classmethod
     def of(cls, config) -> "BatchRule":
@@ -51,9 +53,12 @@ class BatchRule:
     @functools.cached_property
     def max_flat(self) -> int:
         """The most groups without a signal that are replaced for a batch."""
-        return math.floor(
-            fractions.Fraction(str(self.refill)) * self.prompts_per_step
-        )  # 0.29 * 100 is 28.999... in floats
+        return env_mix.max_flat(self)
+
+    @property
+    def per_step(self) -> int:
+        """How many numbers of groups each step has."""
+        return curriculum.groups_per_step(self)
 
 
 class Batches:
@@ -74,6 +79,7 @@ class Batches:
         self._version = -1  # the newest that servers have
         self.step = 0  # the last batch that was taken
         self._num_opened = 0  # groups of the order
+        self._of_step: collections.Counter[int] = collections.Counter()  # the same for each step of a curriculum
         self._again: list[int] = []  # numbers to open before further ones, after a resume
         self._waiting: dict[Key, None] = {}  # opened, and neither taken nor dropped, in order
         self._flat: dict[Key, str] = {}  # eligible groups without a signal, with their digest
@@ -124,7 +130,7 @@ class Batches:
         flat: list[Key] = []
         stale: list[Key] = []
         num_tokens, self._hole = 0, None
-        for key in self._waiting:
+        for key in self._candidates(step):
             entry = self._queue.entries[key]
             if entry.state is not State.ELIGIBLE:
                 if waits:
@@ -196,13 +202,22 @@ class Batches:
     def skip(self, step: int, numbers: Collection[int], dropped: Collection[int] = ()) -> None:
         """Continues after batch `step`, which took and dropped groups with these numbers before a restart, after `restore`."""
         self.step, self._taken[step] = step, len(numbers)
+        if self._rule.curriculum:  # the groups of later steps open as ever
+            return
         gone = {*numbers, *dropped}
         on_their_way = {*self._again, *range(self._num_opened, max(gone) + 1)}
         self._num_opened = max(self._num_opened, max(gone) + 1)
         self._again = sorted(on_their_way - gone)
 
-    def reopen(self, last: int, version: int) -> None:
-        """Opens the groups up to number `last` again, before servers have a policy; `version` is the oldest that they may have."""
+    def reopen(self, kept: Collection[int], version: int) -> None:
+        """Opens the groups up to the last number in `kept` again, before servers have a policy; `version` is the oldest that they may have."""
+        if self._rule.curriculum:
+            later = [number for number in kept if number >= self.step * self._rule.per_step]
+            for step in sorted({number // self._rule.per_step + 1 for number in later}):
+                last = max(number for number in later if number // self._rule.per_step + 1 == step)
+                self._add(self._fresh(step, last % self._rule.per_step + 1), version)
+            return
+        last = max(kept, default=-1)
         fresh = range(self._num_opened, last + 1)
         numbers = [number for number in self._again if number <= last] + [*fresh]
         self._again = [number for number in self._again if number > last]
@@ -222,6 +237,8 @@ class Batches:
         if step > self._version:
             self._taken[step] = len(taken)
         entries = self._queue.take(taken)
+        for key in [key for key in self._waiting if self._rule.curriculum and key[1] <= step]:
+            self._drop(key, "late")  # it replaced a group that has a signal after all
         self._open()
         return entries
 
@@ -262,6 +279,13 @@ class Batches:
         # One that servers have: work of a lease that pins it is not refused.
         self._queue.min_version = min(self._version, self.oldest)
         rule = self._rule
+        if rule.curriculum:
+            flat = collections.Counter(step for _, step, _ in self._flat)
+            for step in range(self.step + 1, min(self._version + 1 + rule.max_lag, rule.num_steps) + 1):
+                wanted = min(rule.prompts_per_step + flat[step], rule.per_step)
+                if numbers := self._fresh(step, wanted):
+                    self._add(numbers, self._version)
+            return
         num_batches = min(self._version + 1 + rule.max_lag, rule.num_steps) - min(self._version, self.step)
         needed = math.ceil(num_batches * rule.prompts_per_step * fractions.Fraction(str(rule.oversampling)))
         num_flat = min(len(self._flat), rule.max_flat)
@@ -272,6 +296,18 @@ class Batches:
         fresh = range(self._num_opened, self._num_opened + count - len(numbers))
         self._num_opened = fresh.stop
         self._add([*numbers, *fresh], self._version)
+
+    def _fresh(self, step: int, count: int) -> range:
+        """Returns the numbers of the first `count` groups of a step that were not opened yet, and counts them as opened."""
+        first, opened = (step - 1) * self._rule.per_step, self._of_step[step]
+        self._of_step[step] = max(opened, count)
+        return range(first + opened, first + count)
+
+    def _candidates(self, step: int) -> list[Key]:
+        """Returns the waiting groups that batch `step` may take, in order."""
+        if not self._rule.curriculum:
+            return [*self._waiting]
+        return sorted(key for key in self._waiting if key[1] == step)
 
     def _add(self, numbers: Sequence[int], version: int) -> None:
         groups = self._make_groups(numbers, version)

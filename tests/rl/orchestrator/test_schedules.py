@@ -316,8 +316,7 @@ class World:
         if self.step > self.published:
             self.batches.skip(self.step, *self.last)
         kept = [one for one in self.log.values() if one[2][0].epoch == self.epoch]
-        last = max((group.group for group, *_ in kept), default=-1)
-        self.batches.reopen(last, max(0, self.published - self.rule.max_lag))
+        self.batches.reopen([group.group for group, *_ in kept], max(0, self.published - self.rule.max_lag))
         for one in kept:
             if one[0].key in self.queue.entries:
                 self.queue.restore(*one)
