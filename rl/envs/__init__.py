@@ -7,7 +7,7 @@ example. Nothing in this folder imports jax, so a rollout worker starts in about
 from rl.envs.catalog.catalog import (
     CODE_HELP,
     ENVS,
-    ONE_TURN,
+    Shipped,
     check_digest,
     digest,
     folders,
@@ -22,7 +22,7 @@ from rl.envs.wrappers.wrapping import is_wrapped
 __all__ = [
     "CODE_HELP",
     "ENVS",
-    "ONE_TURN",
+    "Shipped",
     "check_digest",
     "digest",
     "environment",

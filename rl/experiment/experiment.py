@@ -276,12 +276,12 @@ def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None) -> 
         section = config.envs[entry.key] if entry.key else config.env
         with section.unlocked(), entry.naming_fields():
             section.digest = envs.digest(name, options)
-            kind = name.partition(":")[0]
-            has_one_call = kind in envs.ONE_TURN
+            shipped = envs.ENVS.get(name.partition(":")[0])
+            has_one_call = shipped is not None and shipped.is_one_turn
             if has_one_call:
                 section.max_calls = 1
-            has_as_many = kind != "dataset" and kind in envs.ENVS and not envs.is_wrapped(options)
-            if not (entry.num_tasks or has_as_many) or not (entry.max_calls or has_one_call):
+            is_counted = entry.num_tasks or (shipped and shipped.is_endless and not envs.is_wrapped(options))
+            if not (is_counted and (has_one_call or entry.max_calls)):
                 env = envs.load(name, seed=config.seed, **options)
                 section.num_tasks = entry.num_tasks or env.num_tasks
                 section.max_calls = 1 if has_one_call or env.play is None else entry.max_calls or MAX_CALLS

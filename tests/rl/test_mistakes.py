@@ -1,12 +1,10 @@
 """A mistake on the command line of a node ends it before it works: one line with the value and a remedy, and no traceback."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.support import commands, tiny_run
+from tests.support import commands
 
 URL, NONE = "http://127.0.0.1:1", "/nowhere"
 SERVE = ["inference.serve", "--weights", NONE, "--port", "0"]
@@ -91,9 +89,13 @@ def test_a_mistake_ends_a_node_with_one_line(tmp_path, monkeypatch, capfd, comma
         (["rl.swarm", "--config.topology.port=1"], "--config.topology.port=1 is set by the swarm; leave it out"),
     ],
 )
-def test_a_mistake_ends_a_command_of_a_config_with_one_line(tmp_path, monkeypatch, command, words):
-    monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(tmp_path / "cache"))
+def test_a_mistake_ends_a_command_of_a_config_with_one_line(tmp_path, command, words):
     module, *options = command
-    argv = [sys.executable, "-m", module, "--config=configs/quickstart.py", f"--workdir={tmp_path}", *options]
-    found = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=300)
+    found = commands.forked(
+        module,
+        "--config=configs/quickstart.py",
+        f"--workdir={tmp_path}",
+        *options,
+        INTELLAX_BUCKET_CACHE=str(tmp_path / "cache"),
+    )
     assert found.returncode == 1 and found.stderr.startswith("error: ") and found.stderr.strip().endswith(words)

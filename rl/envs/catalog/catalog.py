@@ -24,34 +24,44 @@ from rl.envs.packages import package as package_lib
 from rl.envs.wrappers import wrapping as wrapping_lib
 from rl.protocol import env_mix, user_code
 
-# {name: function that builds the environment}. The builder's keyword arguments are the options `env.options` of a config.
-# A builder with a positional argument gets the text after a colon: "reasoning_gym:chain_sum" calls build("chain_sum").
-ENVS: dict[str, Callable[..., environment.Environment]] = {
-    "reverse_text": reverse_text.build,
-    "gsm8k": gsm8k.build,
-    "dataset": dataset.build,
-    "reasoning_gym": reasoning.build,
-    "wordle": wordle.build,
-    "search": search.build,
-    "folding": folding.build,
-    "logic": logic.build,
-    "math": math_problems.build,
-    "proof": proof.build,
-    "user_sim": user_sim.build,
-    "code": coding.build,
-    "python_tool": python_tool.build,
-    "swe_toy": swe_toy.build,
-    "rlm": rlm.build,
-    "speedrun": speedrun.build,
-    **package_lib.BUILDERS,
-}
-# {name: function from `path` to the {name: file} that its environment reads}; of other environments, all files count.
-FILES = {"dataset": sources.files, "math": sources.files, "gsm8k": gsm8k.files, "search": search.files}
-FILES |= {"code": coding.files, "python_tool": python_tool.files}
-ONE_TURN = ("reverse_text", "gsm8k", "dataset", "reasoning_gym")  # which need not be built to know that
 OURS = ("rl.envs.", "rl.data.")  # modules that a digest covers
 GROUP = "intellax.environments"  # of entry points
 CODE_HELP = "folders with the run's own environment and its data; nothing of them is loaded from elsewhere"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shipped:
+    """An environment of this release, and facts about it that do not depend on its options."""
+
+    # Its keyword arguments are the options `env.options` of a config. A positional argument gets the text after a colon:
+    # "reasoning_gym:chain_sum" calls build("chain_sum").
+    build: Callable[..., environment.Environment]
+    files: Callable[[pathlib.Path], dict[str, pathlib.Path]] = (
+        user_code.files_in
+    )  # from `path` to {name: file} that it reads
+    package: str = ""  # its version decides tasks or rewards
+    is_one_turn: bool = False  # an episode is one call of the model
+    is_endless: bool = True  # its tasks need not be counted
+
+
+ENVS = {
+    "reverse_text": Shipped(reverse_text.build, is_one_turn=True),
+    "gsm8k": Shipped(gsm8k.build, gsm8k.files, is_one_turn=True),
+    "dataset": Shipped(dataset.build, sources.files, is_one_turn=True, is_endless=False),
+    "reasoning_gym": Shipped(reasoning.build, package="reasoning-gym", is_one_turn=True),
+    "wordle": Shipped(wordle.build),
+    "search": Shipped(search.build, search.files),
+    "folding": Shipped(folding.build),
+    "logic": Shipped(logic.build, package="reasoning-gym", is_one_turn=True),
+    "math": Shipped(math_problems.build, sources.files, "math-verify", is_one_turn=True, is_endless=False),
+    "proof": Shipped(proof.build, is_one_turn=True),
+    "user_sim": Shipped(user_sim.build),
+    "code": Shipped(coding.build),
+    "python_tool": Shipped(python_tool.build),
+    "swe_toy": Shipped(swe_toy.build),
+    "rlm": Shipped(rlm.build),
+    "speedrun": Shipped(speedrun.build),
+} | {name: Shipped(build) for name, build in package_lib.BUILDERS.items()}
 
 
 def load(name: str, **options) -> environment.Environment:
@@ -61,7 +71,7 @@ def load(name: str, **options) -> environment.Environment:
     """
     kind, _, variant = name.partition(":")
     is_ours = kind in ENVS
-    build = ENVS[kind] if is_ours else user_code.load(locate(name, {})[0])
+    build = ENVS[kind].build if is_ours else user_code.load(locate(name, {})[0])
     parameters = inspect.signature(build).parameters.values()
     options, wrapping = wrapping_lib.split(options, {parameter.name for parameter in parameters})
     if wrapping:
@@ -137,22 +147,23 @@ def digest(name: str, options: dict) -> str:
     if kind in package_lib.FRAMEWORKS:
         data = [files for path in _paths(options).values() for files in user_code.files_in(pathlib.Path(path)).items()]
         return package_lib.digest(package_lib.find(name), options, data)
-    if kind in ENVS:
-        files = [(file.name, file) for file in sorted(_files_of(sys.modules[ENVS[kind].__module__]))]
+    shipped, version = ENVS.get(kind), ""
+    if shipped:
+        files = [(file.name, file) for file in sorted(_files_of(sys.modules[shipped.build.__module__]))]
     else:
         files = [*user_code.code_files(name).items()]
     if reward := _reward(kind, options):
         files += user_code.code_files(reward).items()
-    packages, version = {"reasoning_gym": "reasoning-gym", "logic": "reasoning-gym", "math": "math-verify"}, ""
-    if options.get("reward") in rewards.WITH_MATH_VERIFY:
-        packages["dataset"] = "math-verify"
-    if package := packages.get(kind):  # its version decides tasks or rewards
+    package, read = (shipped.package, shipped.files) if shipped else ("", user_code.files_in)
+    if kind == "dataset" and options.get("reward") in rewards.WITH_MATH_VERIFY:
+        package = "math-verify"
+    if package:
         with contextlib.suppress(metadata.PackageNotFoundError):  # `load` reports it
             version = f"{package} {metadata.version(package)}"
     for module in wrapping_lib.modules(options):
         files += [(f"wrappers/{file.name}", file) for file in sorted(_files_of(module))]
     for option, path in _paths(options).items():
-        data = user_code.files_in if option in wrapping_lib.PATHS else FILES.get(kind, user_code.files_in)
+        data = user_code.files_in if option in wrapping_lib.PATHS else read
         files += [(f"{option}/{name}", file) for name, file in data(pathlib.Path(path)).items()]
     return user_code.digest(files, version)
 

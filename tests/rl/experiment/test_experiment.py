@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import pathlib
 import re
 import shlex
@@ -22,40 +21,32 @@ from rl.plan import lowered_programs, sizes
 from rl.topology import layout
 from rl.validator import calibrate
 from sharding.multihost import failure, hosts
+from tests.support import commands
 
 # ml_collections loads a config file the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 MISTAKES = {
-    "field": ("quickstart", ["--config.rl.num_stepz=3"], "no field 'rl.num_stepz' (did you mean rl.num_steps?)", 2),
-    "type": ("quickstart", ["--config.rl.num_steps=abc"], "--config.rl.num_steps=abc: invalid literal for int()", 2),
-    "argument": ("quickstart", ["--config.seed=1", "extra"], "argument 'extra' is not a flag", 1),
-    "mesh": ("quickstart", ["--config.mesh.fsdp=7"], "fsdp=7 x expert=1 x context=1 x tensor=1 does not fit", 1),
+    "field": (["--config.rl.num_stepz=3"], "no field 'rl.num_stepz' (did you mean rl.num_steps?)", 2),
+    "type": (["--config.rl.num_steps=abc"], "--config.rl.num_steps=abc: invalid literal for int()", 2),
+    "argument": (["--config.seed=1", "extra"], "argument 'extra' is not a flag", 1),
+    "mesh": (["--config.mesh.fsdp=7"], "fsdp=7 x expert=1 x context=1 x tensor=1 does not fit", 1),
     "context": (
-        "quickstart",
         ["--config.mesh.fsdp=4", "--config.mesh.context=2", "--config.train.row_length=161"],
         "train.row_length = 161 does not divide over the 2 devices of mesh.context; set it to 162, or to",
         1,
     ),
-    "rows": ("quickstart", ["--config.mesh.fsdp=8", "--config.train.rows=3"], "train.rows = 3 does not divide", 1),
+    "rows": (["--config.mesh.fsdp=8", "--config.train.rows=3"], "train.rows = 3 does not divide", 1),
 }
 
 
-def test_a_mistake_ends_in_one_line_and_leaves_nothing(tmp_path):
-    """All of them at the same time: a process is mostly its imports."""
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": "8"}
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "rl.train", f"--config=configs/{config}.py", f"--workdir={tmp_path / 'w'}", *extra],
-            **dict(cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
-        )
-        for name, (config, extra, _, _) in MISTAKES.items()
-    }
-    for name, process in processes.items():
-        _, errors = process.communicate(timeout=300)
-        _, _, message, code = MISTAKES[name]
-        assert process.returncode == code, (name, errors)
-        assert errors.startswith("error: ") and errors.count("\n") == 1 and message in errors, (name, errors)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_in_one_line_and_leaves_nothing(tmp_path, name):
+    arguments, message, code = MISTAKES[name]
+    where = ["--config=configs/quickstart.py", f"--workdir={tmp_path / 'w'}"]
+    result = commands.forked("rl.train", *where, *arguments, num_devices=8)
+    assert result.returncode == code, result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and message in result.stderr
     assert not (tmp_path / "w").exists()
 
 

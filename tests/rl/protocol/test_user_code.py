@@ -199,7 +199,7 @@ def test_a_module_of_another_folder_is_not_taken_for_a_neighbor(project, tmp_pat
 
 
 def test_the_digest_of_a_shipped_environment_is_of_its_own_files(tmp_path):
-    files = {path.name for path in catalog._files_of(sys.modules[envs.ENVS["reverse_text"].__module__])}
+    files = {path.name for path in catalog._files_of(sys.modules[envs.ENVS["reverse_text"].build.__module__])}
     assert files == {"reverse_text.py", "environment.py", "episode.py", "tools.py", "mcp_client.py"}
     assert envs.digest("reverse_text", {}) != envs.digest("gsm8k", {})
     for name in ("train.jsonl", "test.jsonl"):

@@ -77,11 +77,6 @@ def build(
     return environment.Environment("code", make_task, num_tasks=num_tasks, play=play, kind="replayed", demonstrate=show)
 
 
-def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns {name: file} of the data at `path`, which may not exist."""
-    return {path.name: path}
-
-
 def _read(path: pathlib.Path) -> dict[str, list[code_tasks.Made]]:
     """Returns the tasks of each split. Raises ValueError with the line of a malformed one."""
     if not path.is_file():

@@ -116,11 +116,6 @@ def shown(result: limits_lib.Result) -> str:
     return result.stdout.rstrip("\n") or "(no output)"
 
 
-def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns {name: file} of the data at `path`, which may not exist."""
-    return {path.name: path}
-
-
 async def _converse(task: environment.Task, model: episode.Model, state: _State, turns: int) -> list[dict]:
     """Plays an episode of the protocol "text" and returns its messages."""
     messages = [*task.messages]

@@ -113,7 +113,7 @@ def open_files():
 
 
 def child():
-    envs.ENVS["orders"] = build
+    envs.ENVS["orders"] = envs.Shipped(build)
     sys.exit(scorer.main(sys.argv[1]))
 
 
@@ -277,7 +277,7 @@ def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, brok
 
 
 def test_a_task_that_cannot_be_made_is_one_line(orders, monkeypatch):
-    monkeypatch.setitem(envs.ENVS, "orders", build)
+    monkeypatch.setitem(envs.ENVS, "orders", envs.Shipped(build))
     report = r"environment orders cannot make train task 13: KeyError: 'no thirteenth' \(test_scorer.py:\d+\); fix"
     with pytest.raises(ValueError, match=report):
         envs.load("orders").make_task(13, "train")
