@@ -1,4 +1,4 @@
-"""What must hold of the decoder by construction; its values are compared with transformers' in tests/models/hf/test_checkpoint.py.
+"""Properties of the decoder that hold by construction; its values are compared with transformers' in tests/models/hf/test_checkpoint.py.
 
 Letters: B sequences, T tokens, D model, V vocabulary.
 """

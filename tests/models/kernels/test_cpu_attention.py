@@ -89,7 +89,7 @@ def test_values_and_gradients_are_those_of_the_softmax_written_out(T, window, mo
 
 
 def test_tiles_in_which_nothing_may_be_read_are_not_computed(monkeypatch):
-    """What is not a number would spread to all that is computed from it, be it multiplied by 0."""
+    """A NaN would spread to all that is computed from it, be it multiplied by 0."""
     monkeypatch.setattr(attention, "BLOCK", 16)
     monkeypatch.setattr(cpu_attention, "TILE", 16)
     rng = np.random.default_rng(0)
