@@ -374,14 +374,11 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict) -> li
     sticky = "/".join(map(str, _key(group)))
     if run.player:
 
-        async def generate(call: session_lib.Call, number: int) -> sample_lib.Sample:
-            asked = sampling | {"n": 1, "seed": call.seed, "max_tokens": call.max_tokens}
+        async def generate(call: session_lib.Call, count: int) -> list[sample_lib.Sample]:
+            asked = sampling | {"n": count, "seed": call.seed, "max_tokens": call.max_tokens}
             own = pins | {"oldest_version": max(group["min_version"], call.oldest_version)}
-            own |= {
-                "policy_epoch": max(pins["policy_epoch"], call.epoch),
-            }
-            found = await client.generate(call.prompt, asked, proofs=trains, sticky=f"{sticky}/{number}", **own)
-            return found[0]
+            own["policy_epoch"] = max(pins["policy_epoch"], call.epoch)
+            return await client.generate(call.prompt, asked, proofs=trains, sticky=sticky, **own)
 
         ref = rollout_lib.TaskRef(run.env.name, group["index"], group["group"], run.env_seed)
         rollouts = await run.player.play(generate, group, ref, run.env_digest)

@@ -50,11 +50,11 @@ class Generator:
         self.exp, self.shift = exp, shift
         self.scheduler = scheduler_lib.Scheduler(engine, params, 0, max_queue=10**6)
 
-    async def __call__(self, call, number):
+    async def __call__(self, call, count):
         filters = {name: self.exp.config.sampling[name] for name in ("top_k", "top_p", "min_p")}
         request = scheduler_lib.GenerateRequest(
             tokens=tuple(call.prompt),
-            num_samples=1,
+            num_samples=count,
             temperature=1.0,
             seed=call.seed + self.shift,
             stop_ids=tuple(self.exp.tokenizer.stop_ids),
@@ -62,8 +62,11 @@ class Generator:
             max_tokens=call.max_tokens,
             **filters,
         )
-        [c] = await asyncio.wrap_future(self.scheduler.submit(request))
-        return sample_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, c.proofs)
+        found = await asyncio.wrap_future(self.scheduler.submit(request))
+        return [
+            sample_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, c.proofs)
+            for c in found
+        ]
 
 
 def played(exp, generator, groups):

@@ -1,0 +1,66 @@
+"""The episodes of a group: equal first prompts are one request, and every completion has the seed of its own episode."""
+
+import asyncio
+
+import pytest
+
+from inference.rollouts import rollout as rollout_lib
+from inference.swarm import sample as sample_lib
+from rl.envs.host import group as group_lib
+from rl.envs.host import host as host_lib
+from tests.support import episodes
+
+GROUP = {"seed": 2**32 - 2, "num_samples": 4, "step": 1, "temperature": 1.0, "index": 0, "split": "train"}
+TASK = rollout_lib.TaskRef("played", 0, 0, 0)
+
+
+class Host:
+    """Plays an episode of two turns; `prompts` has the first prompt of each sample."""
+
+    def __init__(self, prompts):
+        self.prompts = prompts
+
+    async def play(self, session, index, split):
+        messages = [{"role": "user", "content": self.prompts[session.sample]}]
+        reply = await session.chat(messages)
+        await session.chat([*messages, reply.message, {"role": "user", "content": "go on"}])
+        return host_lib.Played({"reward": 1.0}, 0.0)
+
+
+def play(prompts, *, failing=()):
+    """Returns (the rollouts of a group, the calls as (prompt, seed, count))."""
+    calls = []
+
+    async def generate(call, count):
+        calls.append((episodes.TOKENIZER.decode(call.prompt), call.seed, count))
+        await asyncio.sleep(0.01)
+        if any(text in calls[-1][0] for text in failing):
+            raise ConnectionError("no server")
+        seeds = [(call.seed + number) % 2**32 for number in range(count)]
+        tokens = [[*episodes.TOKENIZER.encode(f"seed {seed}"), episodes.TOKENIZER.eos_id] for seed in seeds]
+        return [sample_lib.Sample(one, [0.0] * len(one), [0] * len(one), 0, "stop", b"") for one in tokens]
+
+    player = group_lib.Player(Host(prompts), episodes.TOKENIZER, episodes.LIMITS)
+    return asyncio.run(player.play(generate, GROUP, TASK, "")), calls
+
+
+def test_equal_first_prompts_are_one_request_with_the_seeds_of_all_episodes():
+    rollouts, calls = play(["guess"] * 4)
+    assert [(seed, count) for _, seed, count in calls if count > 1] == [(2**32 - 2, 4)]
+    assert sorted(seed for _, seed, count in calls if count == 1) == [0, 1, 2**32 - 2, 2**32 - 1]  # second turns
+    for number, rollout in enumerate(rollouts):
+        seed = (2**32 - 2 + number) % 2**32
+        assert rollout.seed == seed
+        assert episodes.TOKENIZER.decode(rollout.tokens).count(f"seed {seed}") == 2
+
+
+def test_an_episode_that_begins_otherwise_asks_for_itself():
+    rollouts, calls = play(["guess", "guess", "other", "guess"])
+    assert [count for text, _, count in calls if "go on" not in text] == [4, 4]
+    assert "seed 0" in episodes.TOKENIZER.decode(rollouts[2].tokens)
+
+
+@pytest.mark.parametrize("failing", ["guess", "go on"])
+def test_an_error_of_the_servers_ends_the_group(failing):
+    with pytest.raises(ConnectionError, match="no server"):
+        play(["guess"] * 4, failing=[failing])
