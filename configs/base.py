@@ -257,6 +257,10 @@ def get_config() -> config_dict.ConfigDict:
     # Checkpoints, of which `keep` stay: every so many steps, and at the first end of a step so long after the last (0: by steps alone).
     c.checkpoint = config_dict.ConfigDict(dict(every=20, every_minutes=0.0, keep=3))
 
+    # Trajectories that were trained on (rl/retention/redaction.py): "drop" or "encrypt" those of steps that are `keep_steps` before the newest
+    # checkpoint; their hashes stay. recipient: a public key of `python -m rl.retention key`.
+    c.retention = config_dict.ConfigDict(dict(mode="keep", keep_steps=100, recipient=""))
+
     # Publishing of weights (sharding/broadcast/publish.py), signed with the key <workdir>/weights.key.
     c.broadcast = b = config_dict.ConfigDict()
     b.snapshot_every = 1  # versions; only deltas between two snapshots (8 is good for relays)

@@ -4,7 +4,7 @@
 
 1. The ledger is verified by its rules for joins, leases, submissions, verdicts, and batches (rl/ledger/run_history.py).
 2. Each manifest that is still in WORKDIR/weights must be the one that the ledger names, and must name an entry of the ledger.
-3. Each batch that the run trained on is read from WORKDIR/rollouts and checked against `RULES`. Tasks and seeds are computed from
+3. Each batch that the run trained on is read from WORKDIR/rollouts and checked against `RULES`, or by its hashes if it was redacted. Tasks and seeds are computed from
    config.json, digests and signatures from the rollouts.
 4. A table shows how often each rule was checked and broken. The exit code is 0 if none was, else 1.
 
@@ -34,6 +34,7 @@ from rl.protocol import check_rate, env_mix, noise_seed, task_schedule
 from rl.protocol import curriculum as curriculum_lib
 from rl.protocol import verdict as verdict_lib
 from rl.reporting import metrics
+from rl.retention import redaction
 from sharding import bucket
 from sharding.format import journal, manifest
 from sharding.system import cli
@@ -76,7 +77,7 @@ class Audit:
         self.lags = collections.Counter[int]()
         self.bases = collections.Counter[str]()  # groups by "verified" and "trusted"
         self.workers: set[str] = set()
-        self.num_rollouts = 0
+        self.num_rollouts = self.num_redacted = 0
         self._step_of: dict[int, int] = {}  # by group
         self._dropped = {group: step for step, batch in history.batches.items() for group in batch.dropped}
         self._published = history.run.published
@@ -108,19 +109,21 @@ class Audit:
 
     def check_batch(self, step: int) -> None:
         """Checks the batch of one step: its file, its event in the ledger, and each of its groups."""
-        path = self.workdir / "rollouts" / f"step_{step}" / "accepted.parquet"
+        path = self.workdir / "rollouts" / f"step_{step}" / redaction.FILE
         try:
-            rollouts = parquet.read(path)
+            redacted = None if path.exists() else redaction.digests(path.parent)
+            rollouts = [] if redacted is not None else parquet.read(path)
         except (ValueError, OSError) as error:
             return self._check("file", [f"{path}: {error}"], step=step)
         self._check("file", [None])
         groups: dict[int, list[rollout_lib.Rollout]] = collections.defaultdict(list)
         for rollout in rollouts:
             groups[rollout.task.group].append(rollout)
-        digests = {number: verdict_lib.group_digest(group) for number, group in sorted(groups.items())}
+        self.num_redacted += redacted is not None
+        digests = redacted or {number: verdict_lib.group_digest(group) for number, group in sorted(groups.items())}
         batch = self.history.batches.get(step)
         self._check("batch", [_batch_error(batch, digests)], step=step)
-        for number in sorted({*groups, *(batch.basis if batch else ())}):
+        for number in sorted({*digests, *(batch.basis if batch else ())}):
             late = f"it was dropped with the batch of step {self._dropped.get(number)}"
             self._check("dropped", [late if number in self._dropped else None], step=step, group=number)
         for number, group in groups.items():
@@ -315,6 +318,10 @@ def table(audit: Audit) -> str:
     lags = ", ".join(f"{lag}: {count:,}" for lag, count in sorted(audit.lags.items()))
     bases = ", ".join(f"{name}: {count:,}" for name, count in sorted(audit.bases.items()))
     lines += [f"rollouts by lag in versions: {lags or 'none'}; groups by verdict: {bases or 'none'}"]
+    if audit.num_redacted:
+        lines += [
+            f"{audit.num_redacted:,} batches were redacted: their groups are compared with the ledger by digests alone"
+        ]
     num_groups = audit.bases.total()
     size = f"{len(audit.steps()):,} batches, {num_groups:,} groups, {audit.num_rollouts:,} rollouts"
     return "\n".join([*lines, f"{size} of {len(audit.workers)} workers: {len(audit.findings) or 'no'} findings"])

@@ -43,6 +43,7 @@ from rl.orchestrator.remote import client
 from rl.plan import sizes
 from rl.protocol import task_schedule, timeline
 from rl.reporting import diagnostics, metrics, start_clock
+from rl.retention import redaction
 from rl.topology import colocated_server, layout
 from rl.verification import verifier
 from sharding import broadcast, checkpoint
@@ -76,6 +77,7 @@ def train(
     adviser, scored = diagnostics.Adviser(), task_schedule.evaluation_sets(exp.config)[0]
     with _started(exp, mesh, workdir, hosts) as run:
         orchestrator, checkpointer = run.orchestrator, run.checkpointer
+        retention = redaction.Rule(**exp.config.retention.to_dict())
         with hosts.terminable(), run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
             for step in range(run.start + 1, num_steps + 1):
                 begun = time.perf_counter()
@@ -106,6 +108,8 @@ def train(
                         run.evaluations.begin(step)
                 with _timed(times, "checkpoint"):
                     checkpointer.save(step, run.state, run.host_state(step), force=scored.is_due(step, num_steps))
+                    if orchestrator:
+                        redaction.apply(workdir, checkpointer.latest_step() or 0, retention)
                 if batch is None:  # not the first host
                     continue
                 with _timed(times, "eval"):

@@ -155,7 +155,7 @@ class Worker:
                 if lasting != described:  # else the environments and their scorers stay
                     for run in runs.values():
                         await run.close()
-                    runs, described = _read_runs(description, self.sandbox, self.code), lasting
+                    runs, described = read_runs(description, self.sandbox, self.code), lasting
                     run = next(iter(runs.values()))
                     proof = await self._find_work(session.run, run.work_bits)
                 signed = signed_session.SignedSession(
@@ -284,7 +284,7 @@ class _Groups:
         try:
             with self._worker.metrics.seconds["group"].time():
                 run = self._runs[group.get("env", "")]
-                rollouts = await _roll_out(self._client, run, self._worker.key, group)
+                rollouts = await roll_out(self._client, run, self._worker.key, group)
             self._num_failures, self._problem = 0, ""
             self._worker.counts["generated"] += 1
             self._worker.num_tokens += sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
@@ -365,7 +365,8 @@ def make_rollouts(
     ]
 
 
-async def _roll_out(client: client_lib.Client, run: Run, key, group: dict) -> list[rollout_lib.Rollout]:
+async def roll_out(client: client_lib.Client, run: Run, key, group: dict) -> list[rollout_lib.Rollout]:
+    """Generates and scores the rollouts of a group as leased, and signs them. Raises the errors of `Client.generate`."""
     trains = group["split"] == "train"
     sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
     sampling["return_routed_experts"] = run.router_replay and trains
@@ -392,11 +393,11 @@ async def _roll_out(client: client_lib.Client, run: Run, key, group: dict) -> li
 
 
 def _digest(description: dict) -> str:
-    """Returns the digest of all environments of a run that `_read_runs` has read, which are those here; "" if it names none."""
+    """Returns the digest of all environments of a run that `read_runs` has read, which are those here; "" if it names none."""
     return str(description["env"].get("digest", ""))
 
 
-def _read_runs(body: dict, sandbox: str, code: Sequence[str]) -> dict[str, Run]:
+def read_runs(body: dict, sandbox: str, code: Sequence[str]) -> dict[str, Run]:
     """Loads a run as `_read_run` does, with each of its environments by `Group.env`, {"": the only one} in most runs."""
     if not body.get("envs"):
         return {"": _read_run(body, sandbox, code)}

@@ -19,6 +19,7 @@ from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.ledger import ledger
 from rl.protocol import curriculum, env_mix, lease, task_schedule
+from rl.retention import redaction
 from sharding.system import cli, sockets
 
 # Losses that correct the sampler's policy to the learner's old one.
@@ -85,6 +86,7 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     if config.rl.curriculum not in curriculum.KINDS:
         found = f"rl.curriculum = {config.rl.curriculum!r} is unknown"
         raise ValueError(f"{found}; choose one of {', '.join(map(repr, curriculum.KINDS))}")
+    redaction.Rule(**config.retention.to_dict())
     if not all(weight > 0 for weight in config.warmup.weights):
         raise ValueError(f"warmup.weights = {config.warmup.weights} must be above 0; remove the file of a weight of 0")
     _check_evaluation_sets(config.evaluation, [*config.envs])
@@ -298,6 +300,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     loss = name.split(".")[1] if name.startswith("loss_options.") else c.rl.loss
     kind = f"optimizer.name = {c.optimizer.name!r} does not use it; set optimizer.name ="
     yield r"loss_options\..*", loss != c.rl.loss.rpartition(":")[2], f"rl.loss is {c.rl.loss!r}; set rl.loss = {loss!r}"
+    yield r"retention\.keep_steps", c.retention.mode == "keep", "set retention.mode = 'drop' or 'encrypt'"
     pools = r"curriculum\.((hard|easy)_.*|(normal|unseen)_weight|drop_at)"
     yield pools, c.rl.curriculum != "pools", "set rl.curriculum = 'pools'"
     yield r"curriculum\.level_.*", c.rl.curriculum != "levels", "set rl.curriculum = 'levels'"

@@ -18,6 +18,7 @@ from rl.data import sources
 from rl.envs.interface import environment
 from rl.envs.native import dataset, gsm8k, logic, math_problems, proof, reasoning, reverse_text, rewards
 from rl.envs.native.games import user_sim, wordle
+from rl.envs.native.genesys import genesys
 from rl.envs.native.programs import coding, python_tool, rlm, speedrun, swe_toy
 from rl.envs.native.retrieval import folding, search
 from rl.envs.packages import package as package_lib
@@ -61,6 +62,7 @@ ENVS = {
     "swe_toy": Shipped(swe_toy.build),
     "rlm": Shipped(rlm.build),
     "speedrun": Shipped(speedrun.build),
+    "genesys": Shipped(genesys.build, sources.files, "math-verify", is_endless=False),
 } | {name: Shipped(build) for name, build in package_lib.BUILDERS.items()}
 
 

@@ -137,7 +137,7 @@ def test_a_worker_loads_the_environments_that_the_run_describes(exp, tmp_path):
         "servers": [],
         "sampling": {"max_tokens": 12, "top_k": 0},
     }
-    runs = worker._read_runs(body, "off", ())
+    runs = worker.read_runs(body, "off", ())
     assert {key: (run.env.name, run.sampling["max_tokens"]) for key, run in runs.items()} == {
         "letters": ("letters", 9),
         "digits": ("digits", 12),
@@ -149,6 +149,6 @@ def test_a_worker_loads_the_environments_that_the_run_describes(exp, tmp_path):
         ({"name": "no_such"}, "environment 'no_such' does not exist"),
     ):
         with pytest.raises(ValueError, match=words):
-            worker._read_runs(body | {"envs": own | {"digits": own["digits"] | change}}, "off", ())
+            worker.read_runs(body | {"envs": own | {"digits": own["digits"] | change}}, "off", ())
     with pytest.raises(ValueError, match="orchestrator"):
-        worker._read_runs(body | {"envs": {"digits": 3}}, "off", ())
+        worker.read_runs(body | {"envs": {"digits": 3}}, "off", ())
