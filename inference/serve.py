@@ -61,6 +61,7 @@ from sharding.system import cli, compile_cache, secret_file, sockets, status_lin
 SIZES = {
     **{"num_slots": 64, "max_model_len": 1024, "prefill_batch": 16, "prefill_chunk": 512, "steps_per_call": 8},
     "routed_experts": False,  # record the experts of each token, for router replay
+    "kept_tokens": 0,  # record up to so many tokens that filters kept, for training under top-k or top-p
 }
 MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes about twenty times its size
 # {exception: (status, type of OpenAI's error object, headers)}

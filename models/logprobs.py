@@ -34,6 +34,7 @@ def token_logprobs(
     temperature_BT: jax.Array,
     *,
     predictors_BT: jax.Array | None = None,
+    kept_BTW: jax.Array | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp_BT, entropy_BT), float32, in nats, of each token under softmax(logits / temperature).
@@ -41,14 +42,16 @@ def token_logprobs(
     `hidden_BTD` is the result of `transformer.apply` for the same tokens. Gradients flow to it and to the output head, the
     only one of `params` that is read. `temperature_BT` is the temperature each token was sampled at; values <= 0 (greedy)
     count as 1. `predictors_BT` is the column whose hidden state predicts the token; the one before it when None.
+    `kept_BTW` are vocabulary entries, int32: both are then of the softmax over these alone, where the first is not -1 (others may be).
     `entropy_gradient` gives the entropy a gradient, for an entropy bonus.
     """
+    kept_BTW = jnp.zeros((*tokens_BT.shape, 0), jnp.int32) if kept_BTW is None else kept_BTW
     column_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
     predictors_BT = jnp.maximum(column_BT - 1 if predictors_BT is None else predictors_BT, 0)
     name = "embed" if config.tie_embeddings else "lm_head"
     head = _Head.of(config, name, entropy_gradient)
     temperature_BT = jnp.where(temperature_BT > 0, temperature_BT, 1.0)
-    logp_BT, entropy_BT = _score(head, hidden_BTD, params[name], predictors_BT, temperature_BT, tokens_BT)
+    logp_BT, entropy_BT = _score(head, hidden_BTD, params[name], predictors_BT, temperature_BT, tokens_BT, kept_BTW)
     return jnp.where(column_BT > 0, logp_BT, 0.0), jnp.where(column_BT > 0, entropy_BT, 0.0)
 
 
@@ -81,7 +84,7 @@ class _Head:
         return self.batch_axes + self.context_axes
 
     def over_mesh(self, function, ins: str, outs: str):
-        """Returns `function(self, ...)` run per device; `ins`, `outs`: h hidden states, k head weights, t numbers per token."""
+        """Returns `function(self, ...)` run per device; `ins`, `outs`: h hidden states, k head weights, t numbers per token, s sets."""
         function = functools.partial(function, self)
         if not (self.token_axes + self.model_axes + self.vocab_axes):
             return function
@@ -91,6 +94,7 @@ class _Head:
             "h": PartitionSpec(self.batch_axes or None, self.context_axes or None, None),
             "k": PartitionSpec(*kernel),
             "t": PartitionSpec(self.batch_axes or None, self.context_axes or None),
+            "s": PartitionSpec(self.batch_axes or None, self.context_axes or None, None),
         }
         in_specs, out_specs = (tuple(specs[letter] for letter in letters) for letters in (ins, outs))
         return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -112,6 +116,13 @@ class _Head:
         """Returns an array [B, T] cut into chunks [N, M]; the last chunk is padded with `fill`, which gets no gradient."""
         num_chunks = max(-(-x_BT.size // max(CHUNK_LOGITS // self.chunk_size, 1)), 1)
         return jnp.pad(x_BT.reshape(-1), (0, -x_BT.size % num_chunks), constant_values=fill).reshape(num_chunks, -1)
+
+    def split_sets(self, kept_BTW) -> jax.Array:
+        """Returns kept sets [B, T, W] cut into chunks [N, M, W]; the last chunk is padded with sets that keep all."""
+        split = jax.vmap(functools.partial(self.split, fill=-1), in_axes=2, out_axes=2)
+        return (
+            split(kept_BTW) if kept_BTW.shape[2] else jnp.zeros((*self.split(kept_BTW.sum(axis=2)).shape, 0), jnp.int32)
+        )
 
     def columns(self, kernel, i, dtype):
         """Returns chunk i of the head: (weights [D, V], token id [V] of each column, or -1 if an earlier chunk has it)."""
@@ -136,19 +147,29 @@ class _Head:
         after = before + d_part.astype(d_kernel.dtype)  # columns of an earlier chunk get zeros
         return jax.lax.dynamic_update_slice_in_dim(d_kernel, after, start, axis=self.vocab_dim)
 
-    def logits(self, hidden_MD, columns_DV, ids_V, temperature_M):
-        """Returns the logits of a chunk over temperature, float32 [M, V]; columns that an earlier chunk has are masked."""
+    def logits(self, hidden_MD, columns_DV, ids_V, temperature_M, kept_MW):
+        """Returns (logits of a chunk over temperature, float32 [M, V], False where they are masked).
+
+        Masked are columns that an earlier chunk has, and those outside a token's kept set.
+        """
         raw_MV = jnp.einsum("MD,DV->MV", hidden_MD, columns_DV, preferred_element_type=jnp.float32)
         if self.softcap:
             raw_MV = self.softcap * jnp.tanh(raw_MV / self.softcap)
-        return jnp.where(ids_V[None] >= 0, raw_MV / temperature_M[:, None], MASKED)
+        in_MV = jnp.broadcast_to(ids_V[None] >= 0, raw_MV.shape)
+        if kept_MW.shape[1]:
+            M, V = raw_MV.shape
+            local_MW = kept_MW - (ids_V[-1] - V + 1)  # the last columns of a chunk are always its own
+            column_MW = jnp.where((kept_MW >= 0) & (local_MW >= 0) & (local_MW < V), local_MW, V)
+            is_kept_MV = jnp.zeros((M, V), bool).at[jnp.arange(M)[:, None], column_MW].set(True, mode="drop")
+            in_MV &= is_kept_MV | (kept_MW[:, :1] < 0)
+        return jnp.where(in_MV, raw_MV / temperature_M[:, None], MASKED), in_MV
 
-    def d_logits(self, d_MV, logits_MV, ids_V, temperature_M):
+    def d_logits(self, d_MV, logits_MV, in_MV, temperature_M):
         """Returns the gradient of hidden @ columns, given `d_MV`, the gradient of the result of `logits`."""
         d_MV = d_MV / temperature_M[:, None]
         if self.softcap:
             d_MV *= 1 - (logits_MV * temperature_M[:, None] / self.softcap) ** 2
-        return jnp.where(ids_V[None] >= 0, d_MV, 0.0)  # masked logits are large enough to square to infinity
+        return jnp.where(in_MV, d_MV, 0.0)  # masked logits are large enough to square to infinity
 
 
 def _score_tokens(head: _Head, *args) -> tuple:
@@ -156,30 +177,31 @@ def _score_tokens(head: _Head, *args) -> tuple:
 
 
 def _score_forward(head, *args):
-    logp_BT, entropy_BT, log_norm_BT = head.over_mesh(_forward, "hkttt", "ttt")(*args)
+    logp_BT, entropy_BT, log_norm_BT = head.over_mesh(_forward, "hkttts", "ttt")(*args)
     return (logp_BT, entropy_BT), (*args, log_norm_BT, entropy_BT)
 
 
 def _score_backward(head, residuals, cotangents):
-    d_hidden_BTD, d_kernel = head.over_mesh(_backward, "hkttttttt", "hk")(*residuals, *cotangents)
-    return d_hidden_BTD, d_kernel, None, None, None
+    d_hidden_BTD, d_kernel = head.over_mesh(_backward, "hktttstttt", "hk")(*residuals, *cotangents)
+    return d_hidden_BTD, d_kernel, None, None, None, None
 
 
 _score = jax.custom_vjp(_score_tokens, nondiff_argnums=(0,))
 _score.defvjp(_score_forward, _score_backward)
 
 
-def _forward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT):
+def _forward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT, kept_BTW):
     """Returns (logp, entropy, log normalizer) of this device's tokens, [B, T]."""
     hidden_NMD = _predictors(head, predictors_BT, hidden_BTD)
     tokens_NM, temperature_NM = head.split(tokens_BT), head.split(temperature_BT, fill=1)
+    kept_NMW = head.split_sets(kept_BTW)
 
     def over_vocabulary(i, stats):
         columns_DV, ids_V = head.columns(kernel, i, hidden_BTD.dtype)
 
         def over_tokens(n, stats):
             max_M, sum_M, moment_M, target_M = (x_NM[n] for x_NM in stats)
-            logits_MV = head.logits(hidden_NMD[n], columns_DV, ids_V, temperature_NM[n])
+            logits_MV, _ = head.logits(hidden_NMD[n], columns_DV, ids_V, temperature_NM[n], kept_NMW[n])
             new_max_M = jnp.maximum(max_M, logits_MV.max(axis=-1))
             below_MV, down_M = logits_MV - new_max_M[:, None], max_M - new_max_M
             weight_MV = jnp.exp(below_MV)
@@ -209,7 +231,7 @@ def _forward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tok
     return tuple(x_NM.reshape(-1)[: tokens_BT.size].reshape(tokens_BT.shape) for x_NM in results)
 
 
-def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, *others_BT):
+def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, tokens_BT, kept_BTW, *others_BT):
     """Returns the gradients of this device's part of the hidden states and of the kernel.
 
     With p = exp(z - log_norm) the probability of a tempered logit z, and H the entropy:
@@ -217,7 +239,8 @@ def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, *o
     """
     gather, dtype = functools.partial(_predictors, head, predictors_BT), hidden_BTD.dtype
     hidden_NMD, temperature_NM = gather(hidden_BTD), head.split(temperature_BT, fill=1)
-    tokens_NM, log_norm_NM, entropy_NM, d_logp_NM, d_entropy_NM = map(head.split, others_BT)
+    tokens_NM, kept_NMW = head.split(tokens_BT), head.split_sets(kept_BTW)
+    log_norm_NM, entropy_NM, d_logp_NM, d_entropy_NM = map(head.split, others_BT)
 
     def over_vocabulary(i, carry):
         d_hidden_NMD, d_kernel = carry
@@ -225,14 +248,14 @@ def _backward(head: _Head, hidden_BTD, kernel, predictors_BT, temperature_BT, *o
 
         def over_tokens(n, carry):
             d_hidden_NMD, d_columns_DV = carry
-            logits_MV = head.logits(hidden_NMD[n], columns_DV, ids_V, temperature_NM[n])
+            logits_MV, in_MV = head.logits(hidden_NMD[n], columns_DV, ids_V, temperature_NM[n], kept_NMW[n])
             log_p_MV = logits_MV - log_norm_NM[n][:, None]
             p_MV = jnp.exp(log_p_MV)
             is_token_MV = ids_V[None] == tokens_NM[n][:, None]
             d_MV = d_logp_NM[n][:, None] * (is_token_MV - p_MV)
             if head.entropy_gradient:
                 d_MV -= d_entropy_NM[n][:, None] * p_MV * (log_p_MV + entropy_NM[n][:, None])
-            d_MV = head.d_logits(d_MV, logits_MV, ids_V, temperature_NM[n]).astype(dtype)
+            d_MV = head.d_logits(d_MV, logits_MV, in_MV, temperature_NM[n]).astype(dtype)
             d_hidden_MD = jnp.einsum("MV,DV->MD", d_MV, columns_DV, preferred_element_type=jnp.float32)
             d_columns_DV += jnp.einsum("MD,MV->DV", hidden_NMD[n], d_MV, preferred_element_type=jnp.float32)
             return d_hidden_NMD.at[n].add(d_hidden_MD), d_columns_DV

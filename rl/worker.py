@@ -35,7 +35,7 @@ import httpx
 import numpy as np
 
 from inference import client as client_lib
-from inference.rollouts import parquet
+from inference.rollouts import kept_sets, parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import metrics_routes, web
 from inference.swarm import sample as sample_lib
@@ -360,6 +360,7 @@ def make_rollouts(
             epoch=sample.epoch,
             server=sample.server,
             server_signature=sample.server_signature,
+            kept=sample.kept,
         )
         for index, (sample, one) in enumerate(zip(samples, scored, strict=True))
     ]
@@ -370,6 +371,8 @@ async def roll_out(client: client_lib.Client, run: Run, key, group: dict) -> lis
     trains = group["split"] == "train"
     sampling = run.sampling | {"n": group["num_samples"], "temperature": group["temperature"], "seed": group["seed"]}
     sampling["return_routed_experts"] = run.router_replay and trains
+    if trains and kept_sets.width(run.sampling, 1):
+        sampling["return_kept_tokens"] = True
     pins = {"policy_version": group["version"], "policy_epoch": group.get("epoch", -1)}
     pins |= {"oldest_version": group["min_version"]}
     sticky = "/".join(map(str, _key(group)))

@@ -102,14 +102,15 @@ def top_values(state, slot_N, window_N, rows_N):
     return window.top_values(state.ring, slot_N, window_N, rows_N)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=6)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=7)
 @transformer.precise
-def generate(model, num_steps, max_len, routed, params, limit, state):
+def generate(model, num_steps, max_len, routed, num_kept, params, limit, state):
     """Runs up to `limit` of `num_steps` = K decode steps; stops early when no slot is active.
 
-    Returns (state, data, extras, proofs, experts). Columns of data: K tokens, K valid, number of generated tokens, K logp.
+    Returns (state, data, extras, proofs, experts, kept). Columns of data: K tokens, K valid, number of generated tokens, K logp.
     Extras: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros unless a slot requests them. Proofs: the top values
-    (indices, bits) [B, 2, k] of finished proof windows. Experts: [B, K, L, X] of the tokens that were run, or None.
+    (indices, bits) [B, 2, k] of finished proof windows. Experts: [B, K, L, X] of the tokens that were run, or None. Kept: [B, K, num_kept]
+    entries of the vocabulary that the filters kept, or None.
     """
     B = state.token.shape[0]
     num_top = min(request_lib.MAX_TOP, model.vocab_size)
@@ -120,7 +121,7 @@ def generate(model, num_steps, max_len, routed, params, limit, state):
         return (step < jnp.minimum(num_steps, limit)) & jnp.any(state.active)
 
     def one(carry):
-        step, state, tokens, valid, logps, extras, experts = carry
+        step, state, tokens, valid, logps, extras, experts, kept = carry
         new_state, logits_BV, logp_BV, token_B, logp_B, routing = _step(model, max_len, params, state)
         return (
             step + 1,
@@ -130,6 +131,7 @@ def generate(model, num_steps, max_len, routed, params, limit, state):
             logps.at[:, step].set(jnp.where(state.active, logp_B, 0.0)),
             _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top),
             experts.at[:, step].set(routed_experts.compact(routing, model)[:, 0]) if routed else None,
+            kept.at[:, step].set(sampler.kept(logp_BV, num_kept)) if num_kept else None,
         )
 
     blank = jnp.zeros((B, num_steps), jnp.int32)
@@ -138,13 +140,14 @@ def generate(model, num_steps, max_len, routed, params, limit, state):
     extras = (zeros, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
     shape = (B, num_steps, routed_experts.num_moe_layers(model), model.experts_per_token)
     experts = jnp.zeros(shape, routed_experts.dtype(model)) if routed else None
-    carry = (jnp.int32(0), decode_state.placed(state), blank, blank, zeros, extras, experts)
-    _, state, tokens, valid, logps, extras, experts = jax.lax.while_loop(more, one, carry)
+    kept = jnp.zeros((B, num_steps, num_kept), jnp.int32) if num_kept else None
+    carry = (jnp.int32(0), decode_state.placed(state), blank, blank, zeros, extras, experts, kept)
+    _, state, tokens, valid, logps, extras, experts, kept = jax.lax.while_loop(more, one, carry)
     bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
     is_finished_B2, *windows = window.finished(start.generated, state.generated, start.active & ~state.active)
     proofs = window.reduce(state.ring, is_finished_B2 & state.request.want_proof[:, None], *windows)
     data = jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1)
-    return state, data, extras, proofs, experts
+    return state, data, extras, proofs, experts, kept
 
 
 @jax.jit

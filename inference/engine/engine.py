@@ -46,6 +46,9 @@ class EngineConfig:
     steps_per_call: int  # decode steps per call; the scheduler acts between calls
     prefill_chunk: int = 512  # longer prompts are prefilled this many tokens at a time, one prompt per call
     routed_experts: bool = False  # record the experts that each token was routed to
+    kept_tokens: int = (
+        0  # record the tokens that filters left to sample from, up to so many (inference/rollouts/kept_sets.py)
+    )
 
     def __post_init__(self):
         for field in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call", "prefill_chunk"):
@@ -91,6 +94,7 @@ class Result(engine_api.ResultTokens):
     proof_indices: jax.Array  # int32 [B, 2, k]
     proof_bits: jax.Array  # uint16 [B, 2, k]
     experts: jax.Array | None  # [B, K, L, X], if they are recorded
+    kept: jax.Array | None  # int32 [B, K, W], -1 where a set has fewer, if they are recorded
 
 
 class Engine(engine_api.Engine):
@@ -220,14 +224,14 @@ class Engine(engine_api.Engine):
     ) -> tuple[State, Result]:
         """Starts one decode call for all slots, of at most `limit` steps if given; returns (new state, result) without blocking."""
         K = self.config.steps_per_call
-        options = self.model, K, self.config.max_model_len, self.config.routed_experts
+        options = self.model, K, self.config.max_model_len, self.config.routed_experts, self.num_kept
         arrays = self._decode_weights.of(params), np.int32(K if limit is None else limit)
         generate = functools.partial(compiled_steps.generate, *options, *arrays)
         done = self._run(self._concurrently, generate, decode_state)
         results = [result for _, *result in done]
-        data, extras, proofs, experts = compiled_steps.join(results) if len(results) > 1 else results[0]
+        data, extras, proofs, experts, kept = compiled_steps.join(results) if len(results) > 1 else results[0]
         columns = (0, K), (K, 2 * K), (2 * K, 2 * K + 1)  # of data: tokens, is valid, length
-        return tuple(part for part, *_ in done), Result(data, *columns, 1, *extras, *proofs, experts=experts)
+        return tuple(part for part, *_ in done), Result(data, *columns, 1, *extras, *proofs, experts=experts, kept=kept)
 
     def get_prefix_destination_sharding(self) -> None:
         """Returns None: a prefix stays on the devices where `prefill` put it."""
@@ -241,6 +245,11 @@ class Engine(engine_api.Engine):
         """Returns the model's tokenizer with JetStream's interface; ignores `metadata`."""
         del metadata
         return _JetStreamTokenizer(self.tokenizer)
+
+    @property
+    def num_kept(self) -> int:
+        """The most tokens of a recorded kept set."""
+        return min(self.config.kept_tokens, self.model.vocab_size)
 
     @property
     def max_concurrent_decodes(self) -> int:

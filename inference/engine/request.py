@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from inference.rollouts import kept_sets
+
 MAX_STOPS = 64  # stop ids, and stop strings, of a request
 MAX_DELAYED_STOPS = 8  # stop ids that the device knows
 MAX_BIAS = 300  # entries of a logit bias, as in OpenAI's API; and allowed ids
 MAX_TOP = 20  # alternatives reported per token, as in OpenAI's API
-NO_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # the values that filter out nothing
+NO_FILTERS = kept_sets.OFF  # the values that filter out nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class GenerateRequest:
     top_logprobs: int = 0  # likeliest alternatives per token
     prompt_logprobs: bool = False
     routed_experts: bool = False  # the experts that each token was routed to; the engine must record them
+    kept_tokens: bool = False  # the tokens that the filters left to sample from; the engine must record them
     policy_version: int = -1  # the only one that may generate; -1: any, also several in turn
     policy_epoch: int = -1  # of every version that may generate; -1: any
 
@@ -119,3 +122,4 @@ class Completion:
     num_cached: int = dataclasses.field(default=0, compare=False)  # prompt tokens found in the prefix cache
     # uint8 or uint16 [T, L, X], MoE layers, of all tokens but the last, which was not run; if asked for.
     experts: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    kept: bytes = b""  # of inference/rollouts/kept_sets.py, if asked for

@@ -131,12 +131,14 @@ def _change(logits_BV: jax.Array, sampling: Sampling, banned_BN: jax.Array) -> j
 
 
 def _filter(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
-    """Sets logits to -inf by top-k, then top-p, then min-p relative to the likeliest token; keeps ties at a threshold."""
+    """Sets logits to -inf by top-k, then top-p, then min-p relative to the likeliest token; of ties, the first entries stay.
+
+    So at most top_k entries stay, and `jax.lax.top_k` of the result finds them all.
+    """
     V = logits_BV.shape[-1]
     sorted_BV = -jnp.sort(-logits_BV, axis=-1)
     k_B = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, V), V)
-    kth_B = jnp.take_along_axis(sorted_BV, k_B[:, None] - 1, axis=-1)
-    in_k_BV = sorted_BV >= kth_B
+    in_k_BV = jnp.arange(V)[None] < k_B[:, None]
     probs_BV = jax.nn.softmax(jnp.where(in_k_BV, sorted_BV, -jnp.inf), axis=-1)
     before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV  # mass of the entries sorted before each
     # top_p 1 is off and cuts nothing: float32 rounds the mass before the tail of a peaked row up to 1.
@@ -144,4 +146,22 @@ def _filter(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
     kept_BV = in_k_BV & in_p_BV & (probs_BV >= sampling.min_p[:, None] * probs_BV[:, :1])
     kept_BV = kept_BV.at[:, 0].set(True)
     lowest_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits_BV >= lowest_B1, logits_BV, -jnp.inf)
+    is_tied_BV = logits_BV == lowest_B1
+    num_tied_B1 = jnp.sum(kept_BV & (sorted_BV == lowest_B1), axis=-1, keepdims=True)
+    stays_BV = (logits_BV > lowest_B1) | is_tied_BV & (jnp.cumsum(is_tied_BV, axis=-1) <= num_tied_B1)
+    return jnp.where(stays_BV, logits_BV, -jnp.inf)
+
+
+def kept(logp_BV: jax.Array, width: int) -> jax.Array:
+    """Returns int32 [B, W]: the entries that are not -inf in the result of `scores`, the likeliest first, then -1. No row has more."""
+    logp_BW, id_BW = jax.lax.top_k(logp_BV, width)
+    return jnp.where(logp_BW > -jnp.inf, id_BW, -1)
+
+
+def restricted(logits_BV: jax.Array, kept_BW: jax.Array) -> jax.Array:
+    """Returns log-probabilities [B, V] of the softmax over the entries `kept_BW` alone, -inf for others; over all where a row has none."""
+    B, V = logits_BV.shape
+    column_BW = jnp.where(kept_BW >= 0, kept_BW, V)
+    is_kept_BV = jnp.zeros((B, V), bool).at[jnp.arange(B)[:, None], column_BW].set(True, mode="drop")
+    is_kept_BV |= kept_BW[:, :1] < 0
+    return jax.nn.log_softmax(jnp.where(is_kept_BV, logits_BV, -jnp.inf), axis=-1)

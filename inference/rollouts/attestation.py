@@ -1,7 +1,7 @@
 """The signature by which an inference server vouches for one sample of its reply.
 
 1. A server with a key signs each sample of a plain request: the run, the question (prompt, seed, temperature, filters, length), and the
-   answer (tokens, log-probabilities, policy versions, epoch, ending, proofs, experts).
+   answer (tokens, log-probabilities, policy versions, epoch, ending, proofs, experts, kept sets).
 2. The worker's client verifies the signature against the key that the run names, and the rollout carries both.
 3. If a replay refuses such a rollout, the server is at fault: the worker could not know (rl/verification/responsibility.py). A worker that
    changes anything, or that asked for something else than the run prescribes, has no signature that fits.
@@ -37,6 +37,7 @@ class Answer:
     proofs: bytes
     experts: np.ndarray | None = None  # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token]
     epoch: int = 0  # of all versions; 0 from servers of releases before epochs
+    kept: bytes = b""  # of inference/rollouts/kept_sets.py
 
 
 def message(
@@ -55,6 +56,7 @@ def message(
     parts += [json.dumps(fixed, sort_keys=True).encode(), answer.finish_reason.encode(), answer.proofs]
     if (experts := answer.experts) is not None:
         parts.append(struct.pack("<4q", *experts.shape, experts.itemsize) + rollout_lib.little_endian(experts))
+    parts += [b"kept", answer.kept] if answer.kept else []
     for part in parts:
         hasher.update(struct.pack("<Q", len(part)) + part)
     return hasher.digest()
@@ -74,6 +76,7 @@ def of_call(
         proofs,
         None if rollout.routed_experts is None else rollout.routed_experts[: end - 1],
         int(rollout.epoch),
+        rollout_lib.kept_by_call(rollout)[index],
     )
     if rollout.call_limits is not None:
         settings = {**settings, "max_tokens": int(rollout.call_limits[index])}

@@ -11,7 +11,7 @@ assigns advantages). `input_*` is the stream before the first sampled token and 
 and `temperature` are float64, theirs float32: the signature covers the exact numbers.
 
 Runs that replay routers have `ALL_SCHEMA`: it adds the experts of each token but the last, for every layer of the model, as bytes
-with their shape. Both are empty in a row without routed experts. Files of earlier releases lack the columns of one or both rows of
+with their shape. Both are empty in a row without routed experts. Files of earlier releases lack the columns of the last rows of
 `_ADDED`, and are read.
 
 No jax here: a worker starts in a second.
@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from inference.rollouts import parquet_footer
+from inference.rollouts import kept_sets, parquet_footer
 from inference.rollouts import rollout as rollout_lib
 from sharding.system import atomic_file
 
@@ -77,6 +77,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
     "call_limits": (pa.list_(pa.int32()), lambda r: () if r.call_limits is None else r.call_limits),
     "draw": (pa.int64(), lambda r: int(r.draw)),
     "trains": (pa.bool_(), lambda r: r.trains),
+    "kept": (pa.binary(), lambda r: r.kept),
     "routed_experts": (
         pa.binary(),
         lambda r: rollout_lib.little_endian(r.routed_experts),
@@ -86,10 +87,11 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
 ALL_SCHEMA = pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in _COLUMNS.items()])
 SCHEMA = pa.schema(list(ALL_SCHEMA)[:-2])  # without routed experts
 _EPISODES = ("env_digest", "branch", "num_branches", "calls", "call_limits", "draw", "trains")
-_ADDED = (("epoch", "server", "server_signature"), _EPISODES)  # by release
+_ADDED = (("epoch", "server", "server_signature"), _EPISODES, ("kept",))  # by release
 # The longest values of columns of texts and of bytes.
 _MAX_BYTES: dict[str, int] = dict.fromkeys("worker finish_reason server env_digest".split(), 64)
 _MAX_BYTES |= {"signature": max(rollout_lib.SIGNATURE_BYTES), "server_signature": 64 * rollout_lib.MAX_CALLS}
+_MAX_BYTES |= {"kept": rollout_lib.MAX_KEPT_BYTES}
 _MAX_BYTES |= {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
 _SAME = "temperature seed sample step finish_reason proofs worker signature".split()
 _SAME += [name for names in _ADDED for name in names if name not in ("calls", "call_limits")]
@@ -149,10 +151,11 @@ def from_record(data: bytes | pa.Buffer, *, has_experts: bool, num_columns: int)
     `num_columns` is that of the table, 0 for one of the release before `_ADDED[1]`.
     """
     schema = ALL_SCHEMA if has_experts else SCHEMA
-    if len(schema) != num_columns:
-        schema = _without(schema, _ADDED[1])
+    for names in reversed(_ADDED[1:]):
+        if len(schema) != num_columns:
+            schema = _without(schema, names)
     table = pa.Table.from_batches([pa.ipc.read_record_batch(pa.py_buffer(data), schema)])
-    return Rows(table if len(schema) == num_columns else to_table(Rows(table).rollouts))
+    return Rows(table if {*SCHEMA.names} <= {*schema.names} else to_table(Rows(table).rollouts))
 
 
 class Rows:
@@ -221,7 +224,7 @@ def decode(data: bytes, *, max_rows: int | None = None, max_tokens: int = rollou
     for row, rollout in enumerate(rollouts):
         if reason := _error(columns, row, rollout, has_good_values):
             raise ValueError(f"rollout file, row {row}: {reason}")
-    return Rows(table if {*_ADDED[-1]} <= {*schema.names} else to_table(rollouts), rollouts)
+    return Rows(table if {*SCHEMA.names} <= {*schema.names} else to_table(rollouts), rollouts)
 
 
 def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
@@ -237,6 +240,7 @@ def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
     for name in ("input_tokens", "output_tokens"):
         most[name] = (rows + rows * max_tokens, 0)
     per_token = {"proofs": 2 * PROOF_BYTES / PROOF_TOKENS, "routed_experts": MAX_EXPERT_BYTES, "server_signature": 64}
+    per_token["kept"] = 4 + 4 * kept_sets.MAX_KEPT
     for name, kind in zip(ALL_SCHEMA.names, ALL_SCHEMA.types, strict=True):
         if kind in (pa.string(), pa.binary()):
             row_bytes = 2 * PROOF_BYTES if name in per_token else _MAX_BYTES.get(name, 4 * rollout_lib.MAX_NAME)

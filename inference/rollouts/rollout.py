@@ -27,12 +27,14 @@ from cryptography import exceptions
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from inference.rollouts import kept_sets
 from sharding.system import atomic_file, signed_message
 
 FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
 MAX_PROOF_BYTES = 2**24  # per stream; 258 bytes per 32 tokens need half of it at MAX_TOKENS
 MAX_ROUTED_BYTES = 2**27  # per stream: 16,000 tokens of 48 layers with 8 experts each take 6 MB
+MAX_KEPT_BYTES = 2**27  # per stream: 16,000 tokens with sets of 1,024 IDs take half of it
 MAX_PATH = 16  # hashes from a rollout to the root that its worker signed
 SIGNATURE_BYTES = (0, *range(64, 65 + 32 * MAX_PATH, 32))
 MAX_REWARD_PARTS = 64
@@ -47,7 +49,7 @@ LIMITS |= {"epoch": 2**48, "branch": 2**16, "num_branches": 2**16, "draw": 2**32
 # By later releases, with the values that leave the digest as it was before.
 _ADDED = {"routed_experts": None, "epoch": 0, "server": "", "server_signature": b""}
 _ADDED |= {"env_digest": "", "branch": 0, "num_branches": 1, "calls": None}
-_ADDED |= {"call_limits": None, "draw": 0, "trains": True}
+_ADDED |= {"call_limits": None, "draw": 0, "trains": True, "kept": b""}
 _DIGESTED = """tokens sampled_mask logprobs versions temperature seed task.env task.index task.group task.seed sample step
     reward rewards finish_reason proofs worker""".split()
 
@@ -102,6 +104,7 @@ class Rollout:
     trains: bool = (
         True  # False: the model plays another role here, such as a judge; the tokens are verified, and not trained on
     )
+    kept: bytes = b""  # token IDs that filters left to sample from (inference/rollouts/kept_sets.py); b"": not recorded
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -132,7 +135,8 @@ def validate(rollout: Rollout, *, has_good_values: bool = False) -> str | None:
         arrays = (getattr(rollout, name) for name in _ARRAYS)
         if reason := _array_error(rollout) or value_error(*arrays):
             return reason
-    return _calls_error(rollout) or _call_limits_error(rollout) or _experts_error(rollout) or _scalar_error(rollout)
+    checks = (_calls_error, _call_limits_error, _experts_error, _kept_error, _scalar_error)
+    return next(filter(None, (check(rollout) for check in checks)), None)
 
 
 def episodes(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -152,6 +156,18 @@ def proofs_by_call(rollout: Rollout, hidden_dim: int) -> list[bytes]:
         size = whole * sizes[0] + (rest > 0) * sizes[1]
         parts, left = [*parts, left[:size]], left[size:]
     return [*parts, left]
+
+
+def kept_by_call(rollout: Rollout) -> list[bytes]:
+    """Returns the encoded kept sets of each call. Raises ValueError if they are not those of its sampled tokens."""
+    parts, left = [], rollout.kept
+    for start, end in rollout.spans if left else ():
+        counts = np.frombuffer(left[: 4 * (end - start)], "<u4")
+        size = 4 * (len(counts) + int(counts.sum(dtype=np.int64)))
+        parts, left = [*parts, left[:size]], left[size:]
+    if rollout.kept:
+        kept_sets.read(rollout.kept, [end - start for start, end in rollout.spans])
+    return parts or [b""] * len(rollout.spans)
 
 
 def value_error(tokens: np.ndarray, sampled_mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> str | None:
@@ -329,7 +345,7 @@ def num_bytes(rollout: Rollout) -> int:
     """Returns the total bytes of the fields that grow with the rollout's length: 13 per token, the proofs, and the experts."""
     own = (rollout.routed_experts, rollout.calls, rollout.call_limits)
     arrays = sum(getattr(array, "nbytes", 0) for array in own)
-    return 13 * len(rollout.tokens) + len(rollout.proofs) + arrays
+    return 13 * len(rollout.tokens) + len(rollout.proofs) + len(rollout.kept) + arrays
 
 
 def little_endian(array: np.ndarray | None) -> bytes:
@@ -391,6 +407,16 @@ def _experts_error(rollout: Rollout) -> str | None:
         return f"routed_experts: must have a row per token but the last, got {list(experts.shape)}"
     if experts.nbytes > MAX_ROUTED_BYTES:
         return f"routed_experts: at most {MAX_ROUTED_BYTES} bytes, got {experts.nbytes}"
+    return None
+
+
+def _kept_error(rollout: Rollout) -> str | None:
+    if not isinstance(rollout.kept, bytes) or len(rollout.kept) > MAX_KEPT_BYTES:
+        return f"kept: must be at most {MAX_KEPT_BYTES} bytes, got {_shown(rollout.kept)}"
+    try:
+        kept_by_call(rollout)
+    except ValueError as error:
+        return f"kept: {error}"
     return None
 
 

@@ -131,6 +131,9 @@ class Scheduler:
                 "return_routed_experts = true, but this server does not record routed experts. Start it with "
                 "--routed_experts on a model that has experts, or leave the field out"
             )
+        if request.kept_tokens and not 0 < (request.top_k or self._engine.model.vocab_size) <= self._engine.num_kept:
+            found = f"return_kept_tokens = true and top_k = {request.top_k}, but this server records {self._engine.num_kept} tokens"
+            raise ValueError(f"{found}; send a smaller top_k, or start the server with a larger --kept_tokens")
         group = sequence_lib.SequenceGroup(request, concurrent.futures.Future(), listener, time.monotonic())
         self._put(group, num_requests=1)
         group.future.add_done_callback(self._forget)

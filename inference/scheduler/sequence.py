@@ -9,6 +9,7 @@ import numpy as np
 
 from inference.engine import decode_state, routed_experts
 from inference.engine import request as request_lib
+from inference.rollouts import kept_sets
 from models.text import tokenizer as tokenizer_lib
 
 # Called on the scheduler's thread with the index of a sample and its completion so far.
@@ -61,6 +62,7 @@ class Sequence:
     tail: str = ""  # the end of the decoded text, as long as the longest stop string
     proofs: list[bytes] = dataclasses.field(default_factory=list)
     experts: list[np.ndarray] = dataclasses.field(default_factory=list)  # [.., L, X] of each call
+    kept: list[np.ndarray] = dataclasses.field(default_factory=list)  # [.., W] of each call
 
     @property
     def seeded_request(self) -> request_lib.GenerateRequest:
@@ -101,12 +103,14 @@ class Sequence:
             self.completion.top.append([(token, logp) for token, logp in pairs if logp > -np.inf])
 
     def join_parts(self) -> None:
-        """Adds the proofs and experts of all calls to the finished completion."""
+        """Adds the proofs, experts, and kept sets of all calls to the finished completion."""
         request = self.group.request
         self.completion.proofs = b"".join(self.proofs)
         if request.routed_experts:
             prompt = self.group.prefix.experts, self.group.row, len(request.tokens)
             self.completion.experts = routed_experts.of_sequence(*prompt, self.experts)
+        if request.kept_tokens:
+            self.completion.kept = kept_sets.encode(np.concatenate(self.kept))
 
     def finish(self) -> None:
         """Adds the finished completion to its request. With the last sample, sets the request's future to all completions."""

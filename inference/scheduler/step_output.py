@@ -63,6 +63,8 @@ class StepOutput:
                 sequence.append_top(*(np.asarray(x)[slot, :num_new] for x in (result.top_ids, result.top_logps)))
             if request.routed_experts:
                 sequence.experts.append(np.asarray(result.experts)[slot, :num_new])
+            if request.kept_tokens:
+                sequence.kept.append(np.asarray(result.kept)[slot, :num_new])
             if completion.finish_reason:
                 self.finished.append((slot, sequence))
             if is_end_unseen:

@@ -2,7 +2,7 @@
 
 The reply is that of vLLM as RL clients check it: one log-probability per ID, each entry's token written `token_id:<id>`, the
 stop token included. `sampling_params.logprobs` of 2 to 20 adds so many alternatives to each. `routed_experts` (inference/engine/routed_experts.py) is present if the server records them, unless
-`return_routed_experts` is false. Further fields, which those clients ignore: `policy_versions` (run-length),
+`return_routed_experts` is false; `kept_tokens` (inference/rollouts/kept_sets.py) if `return_kept_tokens` is true. Further fields, which those clients ignore: `policy_versions` (run-length),
 `prompt_policy_version`, `policy_epoch` (of the whole reply), `proofs`, and `untempered_logprobs` if requested. `seed` is that of the
 request, or the one drawn for it; each choice has its own. A request with
 `policy_version` gets all tokens from that version, or status 409 if the server has another one, is about to, or had to replace it
@@ -88,6 +88,8 @@ def extra_fields(
         fields["server_signature"] = vouched.hex()
     if completion.raw_logprobs:
         fields["untempered_logprobs"] = completion.raw_logprobs
+    if request.kept_tokens:
+        fields["kept_tokens"] = base64.b64encode(completion.kept).decode()
     if completion.experts is not None:
         fields["routed_experts"] = routed_experts.reply_field(completion.experts, server.engine.model, experts_start)
     return fields

@@ -191,6 +191,7 @@ class InferenceServer:
             raw_logprobs=sampling.untempered_logprobs,
             prompt_logprobs=sampling.prompt_logprobs is not None,
             routed_experts=self.engine.config.routed_experts if experts is None else experts,
+            kept_tokens=sampling.return_kept_tokens,
             **extra,
         )
 

@@ -212,6 +212,7 @@ class Sampling(Body):
     untempered_logprobs: bool = False  # also log-probabilities at temperature 1, without filters
     return_routed_experts: bool | None = None  # None: if the server records them
     routed_experts_prompt_start: Annotated[int, pydantic.Field(ge=0)] = 0  # tokens before it are left out
+    return_kept_tokens: bool = False  # true adds the tokens that the filters left to sample from
     proofs: bool = False  # true adds TOPLOC proofs to the reply
     policy_version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None  # the only one that may generate
     policy_epoch: Annotated[int, pydantic.Field(ge=0, lt=2**48)] | None = None  # of every version that may generate

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import httpx
 import numpy as np
 
-from inference.rollouts import attestation
+from inference.rollouts import attestation, kept_sets
 from inference.rollouts import rollout as rollout_lib
 
 MAX_OTHER_BYTES = 2**18  # of a reply, without its tokens
@@ -40,6 +40,9 @@ def max_bytes(body: dict) -> int:
     sampling = body["sampling_params"]
     num_tokens = len(body["token_ids"]) + sampling.get("max_tokens", rollout_lib.MAX_TOKENS)
     num_bytes = TOKEN_BYTES + EXPERTS_BYTES * bool(sampling.get("return_routed_experts"))
+    num_bytes += (
+        8 * kept_sets.MAX_KEPT * bool(sampling.get("return_kept_tokens"))
+    )  # 4/3 of 4 bytes each, and their number
     return MAX_OTHER_BYTES + sampling.get("n", 1) * num_tokens * num_bytes
 
 
@@ -113,7 +116,10 @@ def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> S
         raise ValueError(f"server sent {len(proofs)} bytes of proofs, more than {most}, the maximum")
     has_experts, num_rows = sampling.get("return_routed_experts"), num_prompt + len(tokens) - 1
     experts = _read_experts(choice["routed_experts"], num_rows) if has_experts else None
-    return Sample(tokens, logprobs, versions, choice["prompt_policy_version"], reason, proofs, experts, epoch)
+    kept = base64.b64decode(choice["kept_tokens"], validate=True) if sampling.get("return_kept_tokens") else b""
+    if sampling.get("return_kept_tokens"):
+        kept_sets.read(kept, [len(tokens)])
+    return Sample(tokens, logprobs, versions, choice["prompt_policy_version"], reason, proofs, experts, epoch, kept)
 
 
 def _read_experts(field: dict, num_rows: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from inference.rollouts import kept_sets
 from inference.rollouts import rollout as rollout_lib
 from rl.algorithms import advantages
 from rl.batch import packing
@@ -49,6 +50,7 @@ class Credit:
     share_prompts: bool = True
     max_lag: int = 0  # versions may change within a rollout if it is above 0
     router_replay: router_replay_lib.RouterReplay | None = None  # None: trees carry no routed experts
+    kept: int = 0  # tokens of a kept set at most (inference/rollouts/kept_sets.py); 0: trees carry none
     metrics: tuple[Callable, ...] = ()  # the user's own: (groups of rollouts) -> {name: number}
     weight: float = 1.0  # of the tokens in the loss, as a factor on advantages
     envs: Mapping[str, "Credit"] = dataclasses.field(default_factory=dict)  # own rules by `task.env`; {}: these for all
@@ -177,12 +179,20 @@ class Credit:
                 rollout.temperature,
                 ref_kl_weight=mask_T * np.float32(self.teacher_coef * self.weight) if self.teacher_coef else None,
                 mixed=mask_T * _is_mixed(rollout)[start:] if self.max_lag else None,
+                kept=self._kept(rollout)[start:] if self.kept else None,
                 routed_experts=own_TLX,
             )
             prompt, prompt_experts = rollout.tokens[:start], b"" if prompt_PLX is None else prompt_PLX.tobytes()
             key = (prompt.tobytes(), prompt_experts) if self.share_prompts else len(trees)
             trees.setdefault(key, (prompt, prompt_PLX, []))[2].append(branch)
         return [packing.Tree(prompt, tuple(own), experts) for prompt, experts, own in trees.values()]
+
+    def _kept(self, rollout: rollout_lib.Rollout) -> np.ndarray:
+        """Returns the kept set of each token of a rollout, int32 [T, W]; -1 where it was not sampled."""
+        kept_TW = np.full((len(rollout.tokens), self.kept), -1, np.int32)
+        lengths = [end - start for start, end in rollout.spans]
+        kept_TW[rollout.sampled_mask] = kept_sets.decode(rollout.kept, lengths, self.kept)
+        return kept_TW
 
     def _weighed(self, episode: _Episode, advantage_K: np.ndarray) -> Iterator[tuple[rollout_lib.Rollout, np.ndarray]]:
         """Yields the rollouts of an episode with the advantage of each token, float32 [T]."""

@@ -50,6 +50,9 @@ class TrainBatch(struct.PyTreeNode):
     ce_weight: Array | None = None
     ref_kl_weight: Array | None = None
     mixed: Array | None = None  # 1.0 where the sampler read keys of other policy versions than the token's own
+    kept: Array | None = (
+        None  # int32 [M, B, T, W]: vocabulary entries that a token was sampled from, then -1; all are -1: from all
+    )
     routed_experts: Array | None = None  # [M, B, T, L, X], of a run with router replay, for `router_replay.given`
 
 
@@ -64,6 +67,7 @@ class Layout:
     key_cost: float = 0.0  # cost of reading one key, relative to the rest of a token's cost: about 1 / (6 model_dim)
     streams: tuple[str, ...] = ()  # names of OPTIONAL that the batches carry
     router_replay: router_replay_lib.RouterReplay | None = None  # None: batches carry no routed experts
+    kept: int = 0  # W: tokens of a kept set at most; 0: batches carry none
 
     def __post_init__(self):
         assert self.rows % self.shards == 0, (self.rows, self.shards)
@@ -89,10 +93,11 @@ class Branch:
     ce_weight: np.ndarray | None = None
     ref_kl_weight: np.ndarray | None = None
     mixed: np.ndarray | None = None
+    kept: np.ndarray | None = None  # [T, W]
     routed_experts: np.ndarray | None = None  # [T, L, X] of `RouterReplay.rows`; None: routers choose
 
     def __post_init__(self):
-        for name in ("loss_mask", "behavior_logp", "advantage", *OPTIONAL, "routed_experts"):
+        for name in ("loss_mask", "behavior_logp", "advantage", *OPTIONAL, "kept", "routed_experts"):
             array = getattr(self, name)
             assert array is None or array.shape[:1] == self.tokens.shape, (name, array.shape, self.tokens.shape)
 
@@ -159,11 +164,13 @@ def first_fit(sizes: Sequence[int], row_length: int) -> list[list[int]]:
 
 
 def empty_row(layout: Layout) -> dict[str, np.ndarray]:
-    """Returns the arrays of a row of padding as {name: array [T]}; routed_experts is [T, L, X]."""
-    row = {name: np.zeros(layout.row_length, np.int32) for name in _INTEGERS}
+    """Returns the arrays of a row of padding as {name: array [T]}; routed_experts is [T, L, X], and kept [T, W]."""
+    row: dict[str, np.ndarray] = {name: np.zeros(layout.row_length, np.int32) for name in _INTEGERS}
     row |= {name: np.zeros(layout.row_length, np.float32) for name in (*_FLOATS, *layout.streams)}
     row["temperature"][:] = 1.0
     row["predictors"][:] = np.arange(layout.row_length)
+    if layout.kept:
+        row["kept"] = np.full((layout.row_length, layout.kept), -1, np.int32)
     if layout.router_replay:
         row["routed_experts"] = layout.router_replay.empty(layout.row_length)
     return row
@@ -205,7 +212,7 @@ def load(path: pathlib.Path) -> TrainBatch:
     """Reads a batch from a file that `save` wrote. Raises ValueError for files with other arrays."""
     with np.load(path, allow_pickle=False) as arrays:
         names = {field.name for field in dataclasses.fields(TrainBatch)}
-        if not set(arrays) <= names or not names - {*OPTIONAL, "routed_experts"} <= set(arrays):
+        if not set(arrays) <= names or not names - {*OPTIONAL, "kept", "routed_experts"} <= set(arrays):
             raise ValueError(
                 f"{path} is not a saved batch: it contains {', '.join(sorted(arrays))}; give a file that packing.save wrote"
             )

@@ -28,6 +28,7 @@ from flax import traverse_util
 from ml_collections import config_dict
 
 from inference.engine import engine as engine_lib
+from inference.rollouts import kept_sets
 from models import config as config_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
@@ -115,6 +116,7 @@ class Experiment:
             key_cost=1 / (6 * self.model.model_dim),
             streams=self.credit.streams,
             router_replay=self.credit.router_replay,
+            kept=self.credit.kept,
         )
 
     def abstract_batch(self, mesh: jax.sharding.Mesh) -> packing.TrainBatch:
@@ -254,7 +256,11 @@ def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -
     return Experiment(
         config=config_dict.FrozenConfigDict(config),
         model=model,
-        engine=engine_lib.EngineConfig(**sizes, routed_experts=config.train.router_replay),
+        engine=engine_lib.EngineConfig(
+            **sizes,
+            routed_experts=config.train.router_replay,
+            kept_tokens=kept_sets.width(config.sampling, model.vocab_size),
+        ),
         server_mesh=server_mesh,
         optimizer=optimizer,
         loss=loss,
@@ -294,6 +300,7 @@ def _credit(config, functions: dict[str, Callable], model, objective: objective_
     rl, train = config.rl, config.train
     of_run = {"average": rl.average, "teacher_coef": objective.teacher_coef, "share_prompts": train.share_prompts}
     of_run["router_replay"] = router_replay.RouterReplay.of(model) if train.router_replay else None
+    of_run["kept"] = kept_sets.width(config.sampling, model.vocab_size)
 
     def rule(entry: env_mix.Entry) -> credit_lib.Credit:
         names = ("normalize", "credit", "branch_weight", "overlong_buffer", "max_tokens", "weight")

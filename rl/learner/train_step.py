@@ -2,8 +2,8 @@
 
 1. With `old_logprobs = "learner"`, all tokens are scored with the parameters before the step (INTELLECT-2's estimator):
    ratios then measure the change made by this batch's own optimizer steps. By default they compare with the sampler.
-2. `loss` scores the tokens of a micro-batch, at the temperature they were sampled at and with the experts that the batch
-   names (rl/batch/router_replay.py), and adds the components of the objective, each over its own global count.
+2. `loss` scores the tokens of a micro-batch, at the temperature they were sampled at, among the tokens that filters kept, and with
+   the experts that the batch names (rl/batch/router_replay.py), and adds the components of the objective, each over its own global count.
 3. `gradients` are summed over micro-batches: exactly the gradient of the whole batch, since the denominators are global.
 4. `update` clips, scales and applies the gradient. One that is not finite changes nothing; loss/skipped counts it.
 """
@@ -323,7 +323,7 @@ def _log_probs(learner, params, batch, *, entropy_gradient: bool = False):
         experts_LBTX=router_replay.given(batch.routed_experts),
         max_length=learner.max_length,
     )
-    options = {"predictors_BT": batch.predictors, "entropy_gradient": entropy_gradient}
+    options = {"predictors_BT": batch.predictors, "entropy_gradient": entropy_gradient, "kept_BTW": batch.kept}
     scores = logprobs.token_logprobs(params, learner.model, hidden_BTD, batch.tokens, batch.temperature, **options)
     return *scores, routing
 

@@ -59,7 +59,7 @@ def main() -> None:
             progress.say(f"workers elsewhere: python -m rl.worker --orchestrator {urls[0]} --run {run}")
             return found
 
-        streams = {"streams": exp.credit.streams, "router_replay": exp.credit.router_replay}
+        streams = {"streams": exp.credit.streams, "router_replay": exp.credit.router_replay, "kept": exp.credit.kept}
         host = host_lib.Host(
             workdir / "rollouts" / "open",
             orchestrator.STATES,

@@ -142,6 +142,7 @@ def roll_out(
                 stop_ids=tuple(exp.tokenizer.stop_ids),
                 proofs=True,
                 routed_experts=exp.engine.routed_experts,
+                kept_tokens=exp.engine.kept_tokens > 0,
                 **sampling,
             )
             waiting.append((group, task, prompt, scheduler.submit(change(request))))
@@ -151,7 +152,9 @@ def roll_out(
             is_named = exp.engine.routed_experts
             experts = [routed_experts.with_all_layers(c.experts, exp.model) if is_named else None for c in completions]
             samples = [
-                sample_lib.Sample(c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, c.proofs, e)
+                sample_lib.Sample(
+                    c.tokens, c.logprobs, c.versions, c.prompt_version, c.finish_reason, c.proofs, e, kept=c.kept
+                )
                 for c, e in zip(completions, experts, strict=True)
             ]
             made = worker.make_rollouts(run, dataclasses.asdict(group), task, prompt, samples)

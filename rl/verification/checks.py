@@ -20,7 +20,7 @@ import numpy as np
 
 from inference.engine import sampler
 from inference.proofs import toploc
-from inference.rollouts import attestation
+from inference.rollouts import attestation, kept_sets
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import noise_seed, task_schedule
 from rl.verification import replay, seen_set, sequential_test
@@ -37,7 +37,7 @@ class Verdict:
     """The result of checking one rollout or group: "ok", or a reason code to reject it, with details as text.
 
     Codes: schema, signature, duplicate, samples, task, seed, temperature, step, versions, length, tokens, reward, unscored
-    (our scorer timed out), environment (a replay of the episode differs), termination, prompt, attestation, weights, routing, sampling, logprob, shape, toploc, statistics, turns.
+    (our scorer timed out), environment (a replay of the episode differs), termination, prompt, attestation, weights, routing, kept, sampling, logprob, shape, toploc, statistics, turns.
     """
 
     reason: str
@@ -202,6 +202,28 @@ def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdi
     return _reject_for("routing", rules.experts.misfit(rollout) if required else None)
 
 
+def kept_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Returns OK if a training rollout names the tokens that the run's filters kept, and its own among them, or a verdict that rejects.
+
+    Without filters it must name none: the learner would normalize over them.
+    """
+    required = rules.kept if _group(rollout, rules).split == "train" else 0
+    if bool(rollout.kept) != bool(required):
+        return Verdict(
+            "kept", f"{len(rollout.kept)} bytes of kept tokens, and the run's filters keep {required or 'all'}"
+        )
+    if not required:
+        return OK
+    try:
+        kept_NW = kept_sets.decode(rollout.kept, [end - start for start, end in rollout.spans], required)
+    except ValueError as error:
+        return Verdict("kept", str(error))
+    if (top := int(kept_NW.max())) >= rules.vocab_size:
+        return Verdict("kept", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
+    has_own_N = (kept_NW == rollout.tokens[rollout.sampled_mask][:, None]).any(axis=1)
+    return _accept_if(bool(has_own_N.all()), "kept", "a sampled token is not in its own kept set")
+
+
 def experts_exist(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the model has the MoE experts that a rollout names, or a verdict that rejects. OK if the rollout names none."""
     return _reject_for("routing", None if rollout.routed_experts is None else rules.experts.refusal(rollout))
@@ -256,7 +278,7 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(is_same, "prompt", "it is not the prompt of its task")
 
 
-AT_LEASE = (task, limits, version_window, experts_named)
+AT_LEASE = (task, limits, version_window, experts_named, kept_named)
 IF_SIGNED = (vouched, *AT_LEASE, experts_exist, logprob_range, ending, proof_form, prompt)
 UNSIGNED = (form, signature)
 WITHOUT_WEIGHTS = (*UNSIGNED, *IF_SIGNED)
@@ -377,6 +399,20 @@ def sampling(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(wrong <= max(rules.tolerance.max_wrong_tokens, most_flips(one, rules)), "sampling", detail)
 
 
+def kept(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
+    """Returns OK if the filters of the run keep the claimed tokens in the replay, within the tolerance, or a verdict that rejects. OK without claims.
+
+    The replay draws from the claimed sets, and takes log-probabilities over them: `sampling` and `logprob` see other changes.
+    """
+    if one.kept_gap_N is None:
+        return OK
+    gap_N = np.where(np.isnan(one.kept_gap_N), np.inf, one.kept_gap_N)
+    wrong = int((gap_N > rules.tolerance.margin).sum())
+    worst = f"that of token {int(one.positions_N[gap_N.argmax()])} misses by {gap_N.max():.3g}"
+    detail = f"{wrong} of {len(gap_N)} kept sets are not those of the filters; {worst}"
+    return _accept_if(wrong <= max(rules.tolerance.max_wrong_tokens, most_flips(one, rules)), "kept", detail)
+
+
 def logprob(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if no claimed log-probability, but for flips, differs from the replayed one by more than the tolerance, or a verdict that rejects."""
     error_N, limit = np.abs(one.error_N), rules.tolerance.logprob
@@ -430,7 +466,7 @@ def proof(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     return Verdict("toploc", f"{failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)")
 
 
-WITH_WEIGHTS = (routing, sampling, logprob, stopping, shape, proof)
+WITH_WEIGHTS = (routing, kept, sampling, logprob, stopping, shape, proof)
 
 
 def evidence(one: replay.Replayed) -> sequential_test.Evidence:

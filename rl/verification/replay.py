@@ -26,6 +26,7 @@ from flax import struct
 
 from inference.engine import kv_cache, sampler
 from inference.proofs import toploc
+from inference.rollouts import kept_sets
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
@@ -57,6 +58,7 @@ class Replayed:
     logp_N: np.ndarray  # of the token, in the distribution sampled from
     tilt_K: np.ndarray  # log-likelihood ratios of the whole rollout, `sequential_test.TILTS` against the policy
     hidden_ND: np.ndarray  # the states that predict the tokens
+    kept_gap_N: np.ndarray | None = None  # nats by which the claimed kept set misses the filters'; None without claims
     gap_T: np.ndarray | None = None  # largest router margin of all layers, but for the last token; None without experts
     proofs: Sequence[toploc.ProofResult] = ()
 
@@ -75,6 +77,7 @@ class _Targets:
     position: Array  # in its sequence
     seed: Array
     temperature: Array
+    kept: Array  # int32 [N, W], claimed; -1 where a set has fewer tokens, and in all of those without a claim
 
 
 def replay(
@@ -102,6 +105,7 @@ def replay(
                 # A token outside the filters has probability 0 and no finite ratio; `checks.sampling` rejects it.
                 tilt_K=np.where(np.isfinite(tilt_NK), tilt_NK, 0).sum(axis=0),
                 hidden_ND=out["hidden"][row, sampled],
+                kept_gap_N=out["kept_gap"][row, sampled] if rollout.kept else None,
                 gap_T=None if rollout.routed_experts is None else out["gap"][row, : len(rollout.tokens) - 1],
             )
         )
@@ -141,12 +145,12 @@ def _calls(rollout: rollout_lib.Rollout) -> list[rollout_lib.Rollout]:
     """Returns a rollout of several calls and policy versions as one rollout per call, with all tokens before it as prompt; others as they are."""
     if rollout.calls is None or len(np.unique(writers(rollout))) == 1:
         return [rollout]
-    parts = []
-    for start, end in rollout.spans:
+    parts, kept = [], rollout_lib.kept_by_call(rollout)
+    for number, (start, end) in enumerate(rollout.spans):
         versions, experts = rollout.versions[:end].copy(), rollout.routed_experts
         versions[:start] = versions[start - 1]
         part = {"tokens": rollout.tokens[:end], "sampled_mask": np.arange(end) >= start, "versions": versions}
-        part |= {"routed_experts": None if experts is None else experts[: end - 1], "calls": None}
+        part |= {"routed_experts": None if experts is None else experts[: end - 1], "calls": None, "kept": kept[number]}
         parts.append(dataclasses.replace(rollout, **part))
     return parts
 
@@ -162,6 +166,7 @@ def _recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollou
         "logp": np.zeros(shape, np.float32),
         "tilt": np.zeros((*shape, len(sequential_test.TILTS)), np.float32),
         "hidden": np.zeros((*shape, model.model_dim), jnp.bfloat16),
+        "kept_gap": np.zeros(shape, np.float32),
     }
     if _any_names_experts(rollouts):
         out["gap"] = np.zeros(shape, np.float32)
@@ -201,7 +206,8 @@ def _replay_packed(model, params, filters, rollouts, rows_of_out, out: _Arrays) 
     rows, N = np.asarray(rows_of_out)[which], _padded(max(map(len, members)), model)
 
     def run(m: int) -> dict[str, jax.Array]:
-        targets = jax.tree.map(lambda x: np.resize(x[members[m]], N), sampled)  # repeated to fill up
+        fill = np.resize(members[m], N)  # repeated to fill up
+        targets = jax.tree.map(lambda x: x[fill], sampled)
         of_block = {name: array[m] for name, array in blocks.items()}
         return _run_block(model, params, of_block, targets, np.int32(len(members[m])), filters)
 
@@ -304,13 +310,25 @@ def _sampled_tokens(
     """Returns (rollout index of each sampled token [N], the sampled tokens as targets). `columns` has those of every token per rollout."""
     positions = [np.flatnonzero(rollout.sampled_mask) for rollout in rollouts]
     which = np.repeat(np.arange(len(rollouts)), [len(position) for position in positions])
+    width = max((_kept_width(rollout) for rollout in rollouts), default=0)
+    kept = np.full((len(which), 1 << (width - 1).bit_length() if width else 0), -1, np.int32)
+    for i, rollout in enumerate(rollouts):
+        if rollout.kept:
+            lengths = [end - start for start, end in rollout.spans]
+            kept[which == i] = kept_sets.decode(rollout.kept, lengths, kept.shape[1])
     tokens = np.concatenate([rollout.tokens[rollout.sampled_mask] for rollout in rollouts])
     seeds = np.array([rollout.seed for rollout in rollouts], np.uint32)
     temperatures = np.array([rollout.temperature for rollout in rollouts], np.float32)
     # The token before predicts a token; a prompt's end predicts every first one.
     column_N = np.concatenate([c[position - 1] for c, position in zip(columns, positions, strict=True)])
     position_N = np.concatenate(positions).astype(np.int32)
-    return which, _Targets(column_N.astype(np.int32), tokens, position_N, seeds[which], temperatures[which])
+    return which, _Targets(column_N.astype(np.int32), tokens, position_N, seeds[which], temperatures[which], kept)
+
+
+def _kept_width(rollout: rollout_lib.Rollout) -> int:
+    """Returns the size of the largest kept set that a well-formed rollout claims; 0 without a claim."""
+    counts, _ = kept_sets.read(rollout.kept, [end - start for start, end in rollout.spans] if rollout.kept else [])
+    return int(counts.max(initial=0))
 
 
 def _padded(num_targets: int, model: config_lib.ModelConfig) -> int:
@@ -365,10 +383,16 @@ def _score_all(model, params, hidden_CD, targets: _Targets, num_targets, filters
 
 
 def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, jax.Array]:
-    """Returns lead, margin, logp, tilt, and hidden (see `Replayed`) of S tokens, given the hidden states that predict them."""
+    """Returns lead, margin, logp, tilt, hidden, and kept_gap (see `Replayed`) of S tokens, given the hidden states that predict them."""
     repeated = {name: jnp.broadcast_to(value, targets.seed.shape) for name, value in filters.items()}
     sampling = sampler.Sampling(seed=targets.seed, temperature=targets.temperature, **repeated)
-    logp_SV = sampler.scores(transformer.logits(params, model, hidden_SD[None])[0], sampling)
+    logits_SV = transformer.logits(params, model, hidden_SD[None])[0]
+    logp_SV, kept_gap_S = sampler.scores(logits_SV, sampling), jnp.zeros(len(targets.token))
+    if targets.kept.shape[1]:
+        logits_SV /= jnp.where(targets.temperature > 0, targets.temperature, 1.0)[:, None]
+        claimed_SV = sampler.restricted(logits_SV, targets.kept)
+        kept_gap_S = kept_gap(logits_SV, claimed_SV > -jnp.inf, filters)
+        logp_SV = jnp.where(targets.kept[:, :1] >= 0, claimed_SV, logp_SV)  # held-out rollouts claim none
     noise_SV = sampler.noise(targets.seed, targets.position, logp_SV.shape[-1])
     noised_SV = logp_SV + jnp.where(targets.temperature > 0, 1.0, 0.0)[:, None] * noise_SV
     at_S1 = targets.token[:, None]
@@ -382,7 +406,41 @@ def _score(model, params, hidden_SD, targets: _Targets, filters) -> dict[str, ja
         "logp": logp_S,
         "tilt": jnp.stack(tilts, axis=-1),
         "hidden": hidden_SD.astype(jnp.bfloat16),
+        "kept_gap": kept_gap_S,
     }
+
+
+def kept_gap(logits_SV: jax.Array, is_kept_SV: jax.Array, filters: dict) -> jax.Array:
+    """Returns [S]: nats by which logits would have to change for the filters to keep exactly the claimed entries; 0 if they do.
+
+    It is the largest of three misses: of an entry left out that is likelier than one kept; of the least likely entry kept, by the
+    filter that it misses most; of the likeliest one left out, by the filter that it misses least. A mass m is log(m / (1 - m)) in nats.
+    The mass before an entry is that of likelier ones alone, within that of the first k.
+    """
+    V = logits_SV.shape[-1]
+    lowest_S1 = jnp.where(is_kept_SV, logits_SV, jnp.inf).min(axis=-1, keepdims=True)
+    next_S1 = jnp.where(is_kept_SV, -jnp.inf, logits_SV).max(axis=-1, keepdims=True)
+    top_SV, count_S1 = -jnp.sort(-logits_SV, axis=-1), is_kept_SV.sum(axis=-1, keepdims=True)
+    k = jnp.where(filters["top_k"] > 0, jnp.minimum(filters["top_k"], V), V)
+    top_S1, kth_S1 = top_SV[:, :1], jnp.take(top_SV, k - 1, axis=-1)[:, None]
+    probs_SV = jax.nn.softmax(jnp.where(jnp.arange(V) < k, top_SV, -jnp.inf), axis=-1)
+    mass_SV = jnp.cumsum(probs_SV, axis=-1)
+    odds_S1, least_S1 = jax.scipy.special.logit(filters["top_p"]), top_S1 + jnp.log(filters["min_p"])
+
+    def excess(n_S1):  # of the mass of the n likeliest over top_p; an entry after them is left out if it is above 0
+        before_S1 = jnp.take_along_axis(mass_SV, jnp.clip(n_S1 - 1, 0), axis=-1)
+        odds = jax.scipy.special.logit(jnp.clip(before_S1, 1e-7, 1 - 1e-7)) - odds_S1
+        return jnp.where((n_S1 > 0) & (filters["top_p"] < 1), odds, -jnp.inf)
+
+    over_S1 = jnp.maximum(jnp.maximum(kth_S1 - lowest_S1, excess(count_S1 - 1)), least_S1 - lowest_S1)
+    after_S1 = jnp.take(top_SV, jnp.minimum(k, V - 1), axis=-1)[:, None]  # the first that is not among the k likeliest
+    out_S1 = jnp.where(k < V, jnp.where(count_S1 >= k, jnp.inf, after_S1 - next_S1), -jnp.inf)
+    out_S1 = jnp.maximum(jnp.maximum(out_S1, excess(count_S1)), least_S1 - next_S1)
+    has_rest_S1 = count_S1 < V
+    under_S1 = jnp.where(has_rest_S1, jnp.maximum(-out_S1, next_S1 - lowest_S1), -jnp.inf)
+    over_S1 = jnp.where(count_S1 == 1, -jnp.inf, over_S1)  # the likeliest one always stays
+    too_many_S1 = jnp.where(count_S1 > k, jnp.inf, -jnp.inf)
+    return jnp.maximum(jnp.maximum(over_S1, under_S1), jnp.maximum(too_many_S1, 0.0))[:, 0]
 
 
 # ---- several versions: one pass of each over the same keys -----------------------------------------------------------
@@ -412,7 +470,8 @@ def _replay_mixed(model, weights, filters, rollouts, rows_of_out, out: _Arrays) 
             continue
         count = int(mine.sum())
         N = _padded(1 << (count - 1).bit_length(), model)
-        targets = jax.tree.map(lambda x, mine=mine, N=N: np.resize(x[mine], N), sampled)
+        fill = np.resize(np.flatnonzero(mine), N)
+        targets = jax.tree.map(lambda x, fill=fill: x[fill], sampled)
         scores = _score_all(model, params, hidden_CD, targets, np.int32(count), filters)
         _store(scores, rows[which[mine]], sampled.position[mine], out)
 

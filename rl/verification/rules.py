@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from inference.proofs import toploc
+from inference.rollouts import kept_sets
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from rl.batch import router_replay
@@ -70,6 +71,7 @@ class Rules:
     hidden_dim: int = 0  # of the model, which gives proofs their form; 0: proofs are not looked at without a replay
     is_fixed: bool = True  # batch n has the groups of step n, so that no version from n on can have made them
     router_replay: bool = False  # training rollouts must name the experts that ran
+    kept: int = 0  # training rollouts must name the tokens that filters kept, up to so many each; 0: no filters
     newest: int | None = None  # newest published version; None: no bound
     stop_ids: tuple[int, ...] = ()
     min_stop_probability: float = 0.0
@@ -116,6 +118,7 @@ class Rules:
             experts=router_replay.RouterReplay.of(config_lib.ModelConfig(**config.model)),
             is_fixed=task_schedule.is_fixed(config.rl),
             router_replay=config.train.router_replay,
+            kept=kept_sets.width(config.sampling, config.model.vocab_size),
             envs=envs,
         )
 

@@ -24,6 +24,12 @@ TOKENS_BT = RNG.integers(0, 272, (B, T)).astype(np.int32)
 TEMPERATURE_BT = RNG.choice([0.0, 0.6, 1.0, 1.7], (B, T)).astype(np.float32)
 BEFORE_BT = np.tile(np.arange(T) - 1, (B, 1)).astype(np.int32)
 BRANCHED_BT = np.where(RNG.random((B, T)) < 0.4, BEFORE_BT // 2, BEFORE_BT).astype(np.int32)  # some predict twice
+# Two thirds of the tokens have a kept set, of 1 to 40 entries, their own among them.
+KEPT_BTW = np.full((B, T, 40), -1, np.int32)
+for place in np.argwhere(RNG.random((B, T)) < 2 / 3).tolist():
+    others = RNG.permutation(272)[: RNG.choice([0, 3, 39])]
+    own = np.unique([TOKENS_BT[tuple(place)], *others])
+    KEPT_BTW[tuple(place)][: len(own)] = RNG.permutation(own)
 D_LOGP_BT, D_ENTROPY_BT = RNG.standard_normal((2, B, T)).astype(np.float32)
 
 
@@ -43,6 +49,7 @@ def score(config, params, hidden_BTD, temperature_BT, predictors_BT, shape, opti
         b, t = shape
         d_BT = jnp.asarray(D_LOGP_BT[:b, :t]), jnp.asarray(D_ENTROPY_BT[:b, :t])
         options |= {"predictors_BT": predictors_BT}
+        options |= {"kept_BTW": KEPT_BTW} if options.pop("kept", False) else {}
 
         def token_logprobs(params, hidden_BTD):
             return logprobs.token_logprobs(params, config, hidden_BTD, TOKENS_BT[:b, :t], temperature_BT, **options)
@@ -51,7 +58,7 @@ def score(config, params, hidden_BTD, temperature_BT, predictors_BT, shape, opti
         return logp_BT, entropy_BT, *pull(d_BT)
 
 
-def oracle(config, params, hidden_BTD, predictors_BT, *, entropy_gradient):
+def oracle(config, params, hidden_BTD, predictors_BT, *, entropy_gradient, kept=False):
     """The same in float64 from all logits of one token at a time; the softcap's derivative is 1 - tanh^2."""
     (kernel,) = params.values()
     kernel_DV = (kernel.T if config.tie_embeddings else kernel).astype(np.float64)
@@ -63,6 +70,8 @@ def oracle(config, params, hidden_BTD, predictors_BT, *, entropy_gradient):
             hidden = hidden_BTD[b, source].astype(np.float64)
             raw, cap = hidden @ kernel_DV, config.final_softcap
             logits = (cap * np.tanh(raw / cap) if cap else raw) / temperature
+            if kept and KEPT_BTW[b, t, 0] >= 0:
+                logits = np.where(np.isin(np.arange(272), KEPT_BTW[b, t]), logits, -1e9)
             logp = logits - logits.max() - math.log(np.exp(logits - logits.max()).sum())
             p = np.exp(logp)
             logp_BT[b, t], entropy_BT[b, t] = logp[token], -(p * logp).sum()
@@ -75,11 +84,11 @@ def oracle(config, params, hidden_BTD, predictors_BT, *, entropy_gradient):
     return logp_BT, entropy_BT, d_kernel_DV.T if config.tie_embeddings else d_kernel_DV, d_hidden_BTD
 
 
-def check(got, config, params, predictors_BT, *, entropy_gradient=False):
+def check(got, config, params, predictors_BT, *, entropy_gradient=False, kept=False):
     """float32 sums of 16 products of size 1, over logits below 20 and gradients of 56 tokens: a few 1e-6."""
     logp_BT, entropy_BT, (d_kernel), d_hidden_BTD = got
     (d_kernel,) = d_kernel.values()
-    expected = oracle(config, params, HIDDEN_BTD, predictors_BT, entropy_gradient=entropy_gradient)
+    expected = oracle(config, params, HIDDEN_BTD, predictors_BT, entropy_gradient=entropy_gradient, kept=kept)
     for value, correct in zip((logp_BT, entropy_BT, d_kernel, d_hidden_BTD), expected, strict=True):
         np.testing.assert_allclose(value, correct, atol=1e-5)
 
@@ -92,8 +101,14 @@ def check(got, config, params, predictors_BT, *, entropy_gradient=False):
         (UNTIED, None, {"CHUNK_LOGITS": 7 * 128, "VOCAB_CHUNK": 100, "entropy_gradient": True}),
         (TIED, BRANCHED_BT, {"CHUNK_LOGITS": 64 * 128, "VOCAB_CHUNK": 128, "entropy_gradient": True}),
         (tiny.model(model_dim=16, final_softcap=3.0), BRANCHED_BT, {"VOCAB_CHUNK": 100, "entropy_gradient": True}),
+        (TIED, None, {"kept": True}),
+        (
+            tiny.model(model_dim=16, final_softcap=3.0),
+            BRANCHED_BT,
+            {"CHUNK_LOGITS": 7 * 128, "VOCAB_CHUNK": 100, "entropy_gradient": True, "kept": True},
+        ),
     ],
-    ids=["one_chunk", "token_chunks", "uneven_chunks", "vocabulary_chunks", "softcap"],
+    ids=["one_chunk", "token_chunks", "uneven_chunks", "vocabulary_chunks", "softcap", "kept", "kept_in_chunks"],
 )
 def test_values_and_gradients_equal_the_full_softmax(config, predictors_BT, options):
     """272 columns in chunks of 100 are 3 chunks of 128, of which the last begins early."""
@@ -101,7 +116,8 @@ def test_values_and_gradients_equal_the_full_softmax(config, predictors_BT, opti
     got = score(config, params, HIDDEN_BTD, TEMPERATURE_BT, predictors_BT, (B, T), tuple(options.items()))
     assert (np.asarray(got[0])[:, 0] == 0).all() and (np.asarray(got[1])[:, 0] == 0).all()
     expected = BEFORE_BT if predictors_BT is None else predictors_BT
-    check(got, config, params, expected, entropy_gradient=options.get("entropy_gradient", False))
+    own = {name: options.get(name, False) for name in ("entropy_gradient", "kept")}
+    check(got, config, params, expected, **own)
 
 
 @pytest.mark.parametrize(
@@ -123,12 +139,12 @@ def test_a_mesh_changes_nothing(axes, config):
         placed = jax.device_put(params, rules.shardings(specs, mesh))
         layout = jax.NamedSharding(mesh, jax.P(("data", "fsdp", "expert"), "context", None))
         hidden_BTD = jax.device_put(HIDDEN_BTD, layout)
-        options = (("CHUNK_LOGITS", 5 * 128), ("VOCAB_CHUNK", 20), ("entropy_gradient", True))
+        options = (("CHUNK_LOGITS", 5 * 128), ("VOCAB_CHUNK", 20), ("entropy_gradient", True), ("kept", True))
         got = score(config, placed, hidden_BTD, TEMPERATURE_BT, BRANCHED_BT, (B, T), options)
     assert got[2].keys() == placed.keys()
     for name, d_kernel in got[2].items():
         assert d_kernel.sharding.is_equivalent_to(placed[name].sharding, 2)
-    check(jax.device_get(got), config, params, BRANCHED_BT, entropy_gradient=True)
+    check(jax.device_get(got), config, params, BRANCHED_BT, entropy_gradient=True, kept=True)
 
 
 def test_bfloat16_accumulates_in_float32():

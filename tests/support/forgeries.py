@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from inference.engine import sampler
+from inference.rollouts import kept_sets
 from inference.rollouts import rollout as rollout_lib
 from models import transformer
 from tests.support import doubles, forger
@@ -203,6 +204,11 @@ def no_model(formed: bool, double: doubles.Double) -> Rollouts:
     return [r for group in double.groups for r in made.forge(group, doubles.NODE, double.version)]
 
 
+def own_kept_tokens(r: rollout_lib.Rollout) -> dict:
+    """Each sampled token as the only one to sample from: importance ratios would be 1 under every policy."""
+    return {"kept": kept_sets.encode(r.tokens[r.sampled_mask][:, None])}
+
+
 FORGERIES: dict[str, Callable[[doubles.Double], Rollouts]] = {
     "logit_bias_1": drawn_by(logit_bias, 1.0),
     "logit_bias_0.1": drawn_by(logit_bias, 0.1),
@@ -232,6 +238,7 @@ FORGERIES: dict[str, Callable[[doubles.Double], Rollouts]] = {
     "no_model_random_proofs": functools.partial(no_model, True),
     "hidden_top_k": doubles.proved(lambda r: dataclasses.replace(r, top_k=50)),
     "unsampled_token": doubles.relabeled(unsampled_token),
+    "own_kept_tokens": doubles.relabeled(own_kept_tokens),
     "extra_reward": plus("bonus", 1.0),
     "half_of_the_proofs": doubles.relabeled(lambda r: {"proofs": r.proofs[: len(r.proofs) // 2]}),
     **{cheat.__name__: cheat for cheat in (shorter_of_2, likeliest_stop, own_seed, one_bad_in_8)},

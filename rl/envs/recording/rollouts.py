@@ -69,6 +69,7 @@ def _rollout(
         call_limits=limits if (limits != session.limits.max_tokens).any() else None,
         draw=stream.number,
         trains=stream.trains,
+        kept=b"".join(sample.kept for sample in samples),
     )
 
 

@@ -150,13 +150,31 @@ def test_biased_allowed_and_banned_tokens_equal_the_oracle():
             assert got[b, v] == pytest.approx(expected, abs=1e-5)  # float32
 
 
-def test_ties_at_a_threshold_are_kept():
+def test_of_ties_at_a_threshold_the_first_entries_stay():
+    """So that a set has at most top_k entries, also of a model whose logits are all equal."""
+    logits = np.log(np.array([[0.2, 0.4, 0.2, 0.2]], np.float32))
+    assert np.isfinite(scores(logits, sampling(1, top_k=2))).tolist() == [[True, True, False, False]]
+    assert np.isfinite(scores(logits, sampling(1, top_p=0.7))).tolist() == [[True, True, True, False]]
+    assert np.isfinite(scores(0 * logits, sampling(1, top_k=3))).tolist() == [[True, True, True, False]]
     logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], np.float32))
-    assert np.isfinite(scores(logits, sampling(1, top_k=2))).tolist() == [[True] * 4]
-    assert np.isfinite(scores(logits, sampling(1, top_p=0.5))).tolist() == [[True] * 4]
     assert np.isfinite(scores(logits, sampling(1, top_p=0.3))).tolist() == [[True, False, False, False]]
     logits = np.log(np.array([[0.5, 0.25, 0.25]], np.float32))  # exact: the first has just the mass that is asked for
     assert np.isfinite(scores(logits, sampling(1, top_p=0.5))).tolist() == [[True, False, False]]
+
+
+def test_the_recorded_set_is_that_of_the_draw():
+    """`kept` finds all entries, and `restricted` to them gives the log-probabilities that the token was drawn from."""
+    rng = np.random.default_rng(6)
+    logits = (rng.integers(-4, 5, (64, 24)) / 2).astype(np.float32)  # many ties
+    how = sampling(64, top_k=rng.choice([0, 1, 5, 8], 64), top_p=rng.choice([1.0, 0.9, 0.4], 64))
+    logp = np.asarray(scores(logits, how))
+    kept = np.asarray(sampler.kept(logp, 24))
+    for row, ids in zip(logp, kept, strict=True):
+        assert set(ids[ids >= 0].tolist()) == set(np.flatnonzero(np.isfinite(row)).tolist())
+    assert ((kept[how.top_k > 0] >= 0).sum(axis=1) <= how.top_k[how.top_k > 0]).all()
+    np.testing.assert_allclose(sampler.restricted(logits, kept), logp, atol=1e-6)  # float32 sums of 24 terms
+    none = np.full((64, 3), -1, np.int32)
+    np.testing.assert_allclose(sampler.restricted(logits, none), jax.nn.log_softmax(logits), atol=1e-6)
 
 
 def test_a_row_without_filters_does_not_see_its_neighbours_filters():

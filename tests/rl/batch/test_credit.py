@@ -41,7 +41,7 @@ COLUMNS = ("behavior_logp", "advantage", "temperature")
 def trained(trees, streams=()):
     """The trained tokens of a packed batch, read off its arrays: (context seen, token, the numbers of `COLUMNS`, the weights of `streams`)."""
     batch = packing.pack(trees, packing.Layout(row_length=32, rows=2, num_micro_batches=8, streams=streams))
-    absent = ("num_micro_batches", "routed_experts", *packing.OPTIONAL)
+    absent = ("num_micro_batches", "routed_experts", "kept", *packing.OPTIONAL)
     names = [f.name for f in dataclasses.fields(batch) if f.name not in absent]
     rows = {name: getattr(batch, name).reshape(16, 32) for name in (*names, *streams)}
     found = []

@@ -303,7 +303,7 @@ def test_a_batch_has_one_shape_and_says_how_much_of_it_is_used(needed, used):
     assert int(batch.num_micro_batches) == used and batch.num_micro_batches.dtype == np.int32
     for field in dataclasses.fields(batch):
         array = getattr(batch, field.name)
-        if field.name in (*packing.OPTIONAL, "routed_experts"):
+        if field.name in (*packing.OPTIONAL, "kept", "routed_experts"):
             assert array is None
         elif field.name != "num_micro_batches":
             assert array.shape == (4, 3, ROW), field.name

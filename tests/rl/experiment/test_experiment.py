@@ -293,27 +293,17 @@ def test_what_no_single_field_can_check(changes, message):
         resolved(**changes)
 
 
-@pytest.mark.parametrize("filtered", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05, "top_k": 9}])
-def test_filtered_samples_are_trained_on_only_where_no_ratio_is_to_the_sampler(filtered):
-    """The learner's probabilities are of all tokens: a first ratio was 0.28. An evaluation may ask for them."""
-
-    def check(**changes):
-        rules.check_trainable(resolved(**changes, **{f"sampling__{k}": v for k, v in filtered.items()}).config)
-
-    learner = {"objective__old_logprobs": "learner"}
-    check(**learner)
-    check(**learner, objective__kl_coef=0.1, objective__kl_reference="reference")
-    other = "choose a rl.loss other than"
-    for changes, remedy in (
-        ({}, "set objective.old_logprobs = 'learner'"),
-        (learner | {"rl__loss": "decoupled_ppo"}, other),
-        (learner | {"rl__loss": "truncated_importance_sampling"}, other),
-        (learner | {"objective__kl_coef": 0.1}, "set objective.kl_reference = 'reference'"),
-    ):
-        found = f"sampling.{next(reversed(filtered))} = .*ratios to the sampler are wrong"
-        with pytest.raises(ValueError, match=f"{found}; .*or {remedy}"):
-            check(**changes)
-    rules.check_trainable(resolved(sampling__temperature=0.7).config)
+def test_filters_must_leave_a_set_that_a_rollout_can_name():
+    """Rollouts name the kept tokens, so any objective may have filters; of a large vocabulary, top_p alone may keep too many."""
+    for filters in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05, "top_k": 9}, {}):
+        exp = resolved(**{f"sampling__{name}": value for name, value in filters.items()})
+        rules.check_trainable(exp.config)
+        width = min(filters.get("top_k") or 272, 272) if filters else 0
+        assert exp.credit.kept == exp.engine.kept_tokens == width
+    large = {"model__vocab_size": 2048, "sampling__top_p": 0.9}
+    rules.check_trainable(resolved(**large, sampling__top_k=50).config)
+    with pytest.raises(ValueError, match=r"sampling.top_p = 0.9, .* keep up to 2048 tokens.*; set sampling.top_k, too"):
+        rules.check_trainable(resolved(**large).config)
 
 
 def test_a_run_without_bands_leaves_no_room_to_live_in(tmp_path):

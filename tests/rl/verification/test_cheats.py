@@ -31,6 +31,7 @@ REASONS = {
     "no_model": {"toploc"},
     "own_seed": {"seed"},
     "unsampled_token": {"prompt", "termination", "toploc"},
+    "own_kept_tokens": {"kept"},
     "extra_reward": {"reward"},
     "half_of_the_proofs": {"toploc"},
 }

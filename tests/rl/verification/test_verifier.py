@@ -67,7 +67,7 @@ class Updating(engine_lib.Engine):
         return super().generate(*args)
 
 
-def rollouts_of(request, *, version=0, updates=None, model=MODEL, config=CONFIG, **claims):
+def rollouts_of(request, *, version=0, updates=None, model=MODEL, config=CONFIG, with_kept=False, **claims):
     """The group a scheduler makes of `request`, as a worker writes it down."""
     engine = Updating(model, config, tokenizer_lib.byte_chatml(), params(version, model))
     scheduler = scheduler_lib.Scheduler(engine, params(version, model), version)
@@ -89,6 +89,7 @@ def rollouts_of(request, *, version=0, updates=None, model=MODEL, config=CONFIG,
                 sample=index,
                 finish_reason=c.finish_reason,
                 proofs=c.proofs,
+                kept=c.kept if with_kept else b"",
                 routed_experts=None if c.experts is None else routed_experts.with_all_layers(c.experts, model),
             )
             | claims,
