@@ -133,7 +133,9 @@ def test_write_creates_the_parent_and_reads_back(tmp_path):
 
 
 def test_rows_of_releases_before_branches_are_read():
-    old = pq.read_table(io.BytesIO(parquet.to_bytes([make(), make(1)]))).drop_columns([name for names in parquet._ADDED[1:] for name in names])
+    old = pq.read_table(io.BytesIO(parquet.to_bytes([make(), make(1)]))).drop_columns(
+        [name for names in parquet._ADDED[1:] for name in names]
+    )
     rows = parquet.decode(table_bytes(old))
     assert rows.table.schema == parquet.SCHEMA
     for number, rollout in enumerate(rows.rollouts):
