@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import pathlib
 import shutil
 import tempfile
 
@@ -16,6 +17,16 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)  # must precede the first use of a backend
 jax.config.update("jax_numpy_rank_promotion", "raise")  # advantage_B * logp_BT with B == T is wrong and finite
+TESTS = pathlib.Path(__file__).parent
+LONGEST = """
+    rl/test_train_loop.py models/kernels/test_splash_attention.py rl/learner/test_train_step.py inference/scheduler/test_warmup.py
+    models/test_transformer.py rl/learner/test_lora.py rl/learner/test_masters.py rl/verification/test_verifier.py
+    rl/learner/test_router_replay.py rl/verification/test_cheats.py models/kernels/test_cpu_attention.py
+    rl/learner/test_router_balance.py models/test_moe.py rl/envs/scoring/test_scorer.py rl/verification/test_episodes.py
+    rl/orchestrator/test_verdict_collector.py models/test_families.py rl/test_worker.py rl/test_kills.py rl/test_train.py
+    rl/verification/test_checks.py rl/orchestrator/test_schedules.py models/hf/test_checkpoint.py rl/swarm/test_swarm.py
+    rl/orchestrator/test_forgery.py rl/test_train_mix.py test_compatibility.py inference/engine/test_cpu_sub_batches.py
+""".split()  # files by `python -m pytest --durations=0`
 
 
 def pytest_addoption(parser):
@@ -31,6 +42,8 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    rank = {name: number for number, name in enumerate(LONGEST)}  # first: at the end, a long file would run alone
+    items.sort(key=lambda item: rank.get(item.path.relative_to(TESTS).as_posix(), len(rank)))
     if config.option.markexpr or any("::" in arg for arg in config.args):
         return
     skip = pytest.mark.skip(reason="slow: run with -m slow")

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+STANDARD = pathlib.Path(inspect.__file__).parent  # of the library of Python, which its release covers
 OURS = ("configs", "inference", "models", "rl", "sharding")  # at ROOT; the user's code depends on their release
 MAX_ERROR_CHARS = 300  # of an exception's text, which may repeat a completion
 Folders = Sequence[str | pathlib.Path] | None
@@ -87,7 +88,7 @@ def folders_of(name: str) -> list[str]:
 def code_files(name: str) -> dict[str, pathlib.Path]:
     """Returns {path relative to the import root: file} of all code and other files on which a located name depends."""
     root, module = _module_of(pathlib.Path(name.rpartition(":")[0]))
-    is_installed = root.name in ("site-packages", "dist-packages")
+    is_installed = root.name in ("site-packages", "dist-packages") or root == STANDARD
     found: dict[str, pathlib.Path] = {}
     todo = [module.partition(".")[0]]
     seen: set[str] = {*OURS} - {*todo} if root == ROOT else set()

@@ -1,6 +1,5 @@
 """Runs a command of the product as `python -m <name>` would: in this process, or in a fork of one that has imported it."""
 
-import functools
 import multiprocessing
 import os
 import pathlib
@@ -15,6 +14,10 @@ import jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WAIT_S = 300
+CONTEXT = multiprocessing.get_context("forkserver")  # one server for all that a process of pytest forks
+CONTEXT.set_forkserver_preload(
+    ["rl.train", "rl.export", "rl.swarm.processes", "rl.orchestrator.assembly", "tests.support.learner_double"]
+)
 
 
 def run(name: str, *argv) -> int:
@@ -35,19 +38,12 @@ def forked(name: str, *argv, num_devices=1, **environment) -> subprocess.Complet
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         files = [multiprocessing.reduction.DupFd(file.fileno()) for file in (out, err)]
-        process = _context().Process(target=_begin, args=(files, num_devices, environment, name, argv))
+        process = CONTEXT.Process(target=_begin, args=(files, num_devices, environment, name, argv))
         process.start()
         process.join(WAIT_S)
         assert process.exitcode is not None, f"{name} {argv} did not end in {WAIT_S} s"
         texts = [file.seek(0) or file.read() for file in (out, err)]
         return subprocess.CompletedProcess([name, *argv], process.exitcode, *texts)
-
-
-@functools.cache
-def _context():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rl.train", "rl.export", "rl.swarm.processes", "rl.orchestrator.assembly"])
-    return context
 
 
 def _begin(files, num_devices, environment, name, argv):

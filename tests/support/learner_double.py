@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import pathlib
 import signal
@@ -14,12 +13,11 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from sharding import broadcast
 from sharding.format import journal
+from tests.support import commands
 
 OPERATIONS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
 KEY = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(7, 39)))
 PUBLIC = KEY.public_key().public_bytes_raw().hex()
-_context = multiprocessing.get_context("forkserver")  # forks from a process that has imported this module
-_context.set_forkserver_preload([__name__])
 
 
 def weights(attempt: int, version: int) -> dict:
@@ -30,7 +28,7 @@ def weights(attempt: int, version: int) -> dict:
 
 def start(root: pathlib.Path, attempt: int, first: int, count: int, kill_at: int = -1):
     """Starts an attempt that resumes at version `first`, and dies at file operation `kill_at` under `root`, if ever."""
-    process = _context.Process(target=_publish, args=(root, attempt, first, count, kill_at))
+    process = commands.CONTEXT.Process(target=_publish, args=(root, attempt, first, count, kill_at))
     process.start()
     return process
 

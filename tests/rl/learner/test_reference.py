@@ -14,6 +14,8 @@ from rl.learner import reference
 from sharding import mesh as mesh_lib
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
+
 TEACHER = tiny.model(vocab_size=272, num_layers=1, num_heads=2, num_kv_heads=1)
 
 
@@ -84,7 +86,7 @@ def test_a_checkpoint_of_another_size_teaches(tmp_path):
 
 def test_a_teacher_must_know_every_token_id(tmp_path):
     small = dataclasses.replace(TEACHER, vocab_size=64)
-    hf.save(tmp_path / "small", small, transformer.init(jax.random.key(2), small))
+    hf.save(tmp_path / "small", small, tiny.params(small, 2))
     exp = resolve(teacher_coef=1.0, reference_model=str(tmp_path / "small"))
     with pytest.raises(ValueError, match="has 64 token ids, but the tokenizer has 265"):
         make(exp, one_device(), dict)

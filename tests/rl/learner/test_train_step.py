@@ -45,7 +45,7 @@ def step_once(batch, config=small.DENSE, sizes=()):
     ("config", "sizes", "rows", "capacity"),
     [
         (small.DENSE, small.axes(), 2, 6),
-        (small.DENSE, small.axes(fsdp=8), 16, 1),
+        pytest.param(small.DENSE, small.axes(fsdp=8), 16, 1, marks=pytest.mark.slow),
         pytest.param(small.DENSE, small.axes(fsdp=2, tensor=4), 2, 6, marks=pytest.mark.slow),
         (small.DENSE, small.axes(data=2, fsdp=2, tensor=2), 4, 3),
         pytest.param(small.DENSE, small.axes(fsdp=4, context=2), 4, 3, marks=pytest.mark.slow),

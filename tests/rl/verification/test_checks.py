@@ -443,7 +443,7 @@ def test_wealth_is_the_average_of_products(stream):
     assert all(log_mean[name] == pytest.approx(0, abs=1e-12) for name in others)  # at the band: no news
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.05])
+@pytest.mark.parametrize("alpha", [pytest.param(0.5, marks=pytest.mark.slow), 0.05])
 def test_honest_nodes_are_accused_no_more_often_than_promised(alpha):
     """300 honest lives at an alpha that can be counted; numbers scatter widely around a mean at the very band."""
     # Mutation seen to fail here: a threshold of a fifth of log(1 / alpha).
@@ -577,7 +577,7 @@ def test_a_group_that_ends_in_the_next_epoch_begins_it(epoch, num_kept):
     np.testing.assert_allclose(log_bets(test, "shape"), 3 * num_kept * (1 - 32 * BANDS.shape))
 
 
-@pytest.mark.parametrize("repeats", [1, 4, 16])
+@pytest.mark.parametrize("repeats", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
 def test_a_policy_that_repeats_its_completions_is_no_cheat(repeats):
     """Equal completions have equal errors and rewards. A worker that errs by its advantage is still found, in spite of repeats."""
 

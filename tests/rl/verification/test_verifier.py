@@ -34,6 +34,7 @@ from sharding import broadcast
 from sharding import mesh as mesh_lib
 from tests.support import bare_rules, doubles, tiny
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 MODEL = tiny.model()
 K, CAPACITY = 4, 64
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=CAPACITY, prefill_batch=2, steps_per_call=K)

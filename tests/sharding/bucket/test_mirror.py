@@ -230,7 +230,8 @@ def test_a_silent_run_is_replaced_and_notices_it(url, tmp_path, monkeypatch):
     write(first.folder, "a", b"1")
     proxy.wait_until(lambda: first._files)
     write_head, resumed = first._write_head, threading.Event()
-    first._write_head = lambda **changes: resumed.wait() and write_head(**changes)  # paused, as on a suspended machine
+    with first._lock:  # no write is under way
+        first._write_head = lambda **changes: resumed.wait() and write_head(**changes)  # as on a suspended machine
     machine(monkeypatch, tmp_path, "other")
     with bucket.mirrored(url):
         write(bucket.local_folder(url), "b", b"2")
