@@ -17,7 +17,6 @@ import contextlib
 import functools
 import hashlib
 import hmac
-import math
 import pathlib
 import sqlite3
 import sys
@@ -214,8 +213,7 @@ class Audit:
             found = next((f"group {n} has no result" for n in groups if n not in own), None)
             wrong = (n for n, one in own.items() if draws.get(n) != (one.env, one.index))
             found = found or next((f"group {n} has a result of a task that was not drawn" for n in wrong), None)
-            trained = ((n, _mean_reward(group)) for n, group in groups.items() if self.config.rl.min_group == 0)
-            off = (n for n, mean in trained if n in own and abs(own[n].reward - mean) > 1e-9)
+            off = (n for n, group in groups.items() if n in own and not _fits(own[n].reward, group))
             found = found or next((f"the result of group {n} is not that of its rollouts" for n in off), None)
         self._curriculum.add(step, results)
         named = batch.curriculum if batch else ""
@@ -275,9 +273,10 @@ def _batch_error(batch: run_history.Batch | None, digests: dict[int, str]) -> st
     return None if batch.digest == expected else f"the digest is {expected[:16]}, and {batch.digest[:16]} in the ledger"
 
 
-def _mean_reward(rollouts: Sequence[rollout_lib.Rollout]) -> float:
+def _fits(result: float, rollouts: Sequence[rollout_lib.Rollout]) -> bool:
+    """Returns True if a group may have this mean reward: our scorer gives 0 to a sample that it had no time for, or leaves it out."""
     rewards = [one.reward for one in rollouts if one.branch == 0]
-    return math.fsum(rewards) / len(rewards)
+    return min(0.0, *rewards) - 1e-9 <= result <= max(0.0, *rewards) + 1e-9
 
 
 def _seed_error(group: task_schedule.Group | None, rollout: rollout_lib.Rollout) -> str | None:

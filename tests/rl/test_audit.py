@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 import sqlite3
 
@@ -12,6 +13,7 @@ import pytest
 
 from rl import audit, report
 from rl.ledger import run_ledger, run_rules
+from rl.protocol import curriculum
 from sharding import bucket
 from tests.support import recorded_run
 
@@ -270,3 +272,46 @@ def test_a_run_that_goes_on_during_its_audit_is_clean(tmp_path, capsys, monkeypa
     monkeypatch.setattr(audit.run_history, "read", go_on)
     monkeypatch.setattr(pathlib.Path, "read_bytes", prune)
     assert findings(workdir, capsys)[:2] == (0, {})
+
+
+POOLS = {"curriculum": "pools", "num_tasks": 20, "prompts_per_step": 3, "samples_per_prompt": 2}
+
+
+def test_draws_of_a_curriculum_are_recomputed(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    recorded_run.write(run, 6, **POOLS)
+    code, found, captured = findings(run, capsys)
+    assert code == 0 and not found and re.search(r"curriculum +6 +0", captured.out)
+
+    def changed(name, change):
+        folder = tmp_path / name
+        shutil.copytree(run, folder)
+        path = folder / "rollouts" / "step_2" / curriculum.FILE
+        saved = json.loads(path.read_text())
+        change(saved["results"])
+        path.write_text(json.dumps(saved))
+        return findings(folder, capsys)
+
+    # The results decide later draws, so that the tasks of later batches may be wrong, too.
+    for name, change, text in (
+        ("reward", lambda results: results[0].__setitem__(3, 7.0), "not that of its rollouts"),
+        ("a little", lambda results: results[0].__setitem__(3, 0.25), "the digest is"),
+        ("task", lambda results: results[0].__setitem__(2, (results[0][2] + 1) % 20), "a task that was not drawn"),
+        ("missing", lambda results: results.pop(), "has no result"),
+    ):
+        code, found, captured = changed(name, change)
+        assert code == 1 and "curriculum" in found[2, None] and text in captured.err, name
+    (run / "rollouts" / "step_3" / curriculum.FILE).unlink()
+    code, found, captured = findings(run, capsys)
+    assert code == 1 and "curriculum" in found[3, None] and "No such file" in captured.err
+
+
+def test_a_task_that_was_not_drawn_is_named(tmp_path, capsys):
+    def other(rollout):
+        if (rollout.step, rollout.task.group) != (4, 10):
+            return rollout
+        return dataclasses.replace(rollout, task=dataclasses.replace(rollout.task, index=(rollout.task.index + 1) % 20))
+
+    code, found, _ = findings(recorded_run.write(tmp_path, 5, other, **POOLS), capsys)
+    assert code == 1 and found == {(4, 10): {"task"}}

@@ -12,7 +12,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment, workdir
 from rl.ledger import run_ledger, run_rules
-from rl.protocol import check_rate, task_schedule, verdict
+from rl.protocol import check_rate, curriculum, task_schedule, verdict
 from sharding import broadcast
 from sharding.format import journal
 from tests.rl.ledger.test_ledger import key
@@ -22,15 +22,17 @@ RUN, KEEPER, INVITED, STRANGER = key(7), key(8), key(9), key(10)
 INVITED_RATE = 0.25
 
 
-def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, rates=None, **sizes):
+def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, rates=None, num_tasks=0, **sizes):
     """Writes a run in which two workers take turns: all groups of the stranger are verified, and those of the other that are drawn.
 
     `change` alters rollouts before they are signed. `rates` are those that the ledger has.
     """
     config = quickstart.get_config()
     config.rl.update(num_steps=num_steps, max_lag=max_lag, **sizes)
+    config.env.num_tasks = num_tasks
     config.trust.invited_rate = INVITED_RATE
     exp = experiment.resolve(config)
+    chosen = curriculum.Curriculum(exp.config) if config.rl.curriculum else None
     (folder / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))
     options = broadcast.PublishOptions(key=RUN.private, keep=3)
     with (
@@ -44,12 +46,18 @@ def write(folder, num_steps, change=lambda rollout: rollout, max_lag=1, rates=No
         ledger.joined(INVITED.worker, invited=True)
         ledger.joined(STRANGER.worker)
         for step in range(1, num_steps + 1):
-            groups = [dataclasses.replace(one, epoch=epoch) for one in task_schedule.train_groups(exp.config, step)]
+            prescribed = task_schedule.train_groups(exp.config, step, chosen and chosen.draws)
+            groups = [dataclasses.replace(one, epoch=epoch) for one in prescribed]
             batch = [make(group, ledger, change, draws) for group in groups]
             digests = run_rules.batch_digest(verdict.group_digest(rollouts) for rollouts, _ in batch)
             basis = {(step, rollouts[0].task.group): basis for rollouts, basis in batch}
             parquet.write(path(folder, step), [rollout for rollouts, _ in batch for rollout in rollouts])
-            ledger.batch(step, digests, basis, epoch).result()
+            if chosen:
+                means = [sum(one.reward for one in rollouts) / len(rollouts) for rollouts, _ in batch]
+                results = [curriculum.Result(g.group, "", g.index, mean) for g, mean in zip(groups, means, strict=True)]
+                chosen.add(step, results)
+                path(folder, step).with_name(curriculum.FILE).write_bytes(curriculum.encode(step, results))
+            ledger.batch(step, digests, basis, epoch, curriculum=chosen.digest if chosen else "").result()
             publish(folder, publisher, ledger, step)
     return folder
 

@@ -108,14 +108,15 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_reported(tmp_path, capsys
     assert "did not answer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_annotations_survive_kills(url, tmp_path):
-    """A process that is killed twice loses no finished sample, makes none twice, and writes the file of an undisturbed one."""
-    argv = [*TASKS, "--url", url, "--num_tasks", "24", "--n", "4", "--sandbox", "off", "--concurrency", "2"]
-    assert sample(url, tmp_path / "whole", "--num_tasks", 24, "--n", 4, command="annotate") == 0
+    """A process that is killed twenty times loses no finished sample, makes none twice, and writes the file of an undisturbed one."""
+    argv = [*TASKS, "--url", url, "--num_tasks", "120", "--n", "4", "--sandbox", "off", "--concurrency", "2"]
+    assert sample(url, tmp_path / "whole", "--num_tasks", 120, "--n", 4, command="annotate") == 0
     program = "import sys; from rl.evaluation import commands; sys.exit(commands.main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "annotate", *argv, "--out", str(tmp_path / "killed")]
     log, before = tmp_path / "killed.samples.jsonl", 0
-    for kill in range(2):
+    for kill in range(20):
         child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         while child.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < before + 20):
             time.sleep(0.005)
@@ -127,7 +128,7 @@ def test_annotations_survive_kills(url, tmp_path):
     assert subprocess.run(command, capture_output=True).returncode == 0
     rows = samples.read(log)
     names = [(row["task"], row["sample"]) for row in rows]
-    assert len(names) == len(set(names)) == 96
+    assert len(names) == len(set(names)) == 480
     assert (tmp_path / "killed").read_bytes() == (tmp_path / "whole").read_bytes()
     first = json.loads((tmp_path / "whole").read_text().splitlines()[0])
     assert first["num_samples"] == 4 and first["low"] <= first["rate"] <= first["high"]

@@ -267,7 +267,7 @@ def schedule(c, draw, num_steps=5, cuts=()):
 
 
 @hypothesis.given(st.integers(0, 2**32), st.sampled_from([0, 1, 2]), st.sets(st.integers(1, 4), max_size=2))
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(deadline=None, max_examples=12)
 def test_no_worker_moves_a_draw_by_speed_or_failure(seed, lag, cuts):
     c = config(max_lag=lag, refill=1.5, max_off_policy=8)
     c.curriculum.drop_at = 0.99
