@@ -5,6 +5,11 @@ import pytest
 from inference.engine import compiled_steps, cpu_decode_attention
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_fast(compile_fast):
+    """Compiles the tiny engines at LLVM's lowest level. Engines of whole runs, in processes of their own, are optimized."""
+
+
 @pytest.fixture(scope="module")
 def several_blocks():
     """Divides the keys of small test caches into several blocks of 32 positions (cpu_decode_attention.py)."""

@@ -15,6 +15,7 @@ from sharding import mesh as mesh_lib
 from sharding import rules
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 TIED = tiny.model(model_dim=16)
 UNTIED = tiny.model(model_dim=16, tie_embeddings=False)
 B, T = 8, 8

@@ -31,6 +31,8 @@ from sharding.multihost import failure
 from tests.support import commands, ledgers, proxy, tiny, tiny_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+SMALL = {name: value for name, value in tiny_run.TINY.items() if name.startswith("model.")}
+pytestmark = pytest.mark.usefixtures("compile_fast")
 
 
 class Rollouts:
@@ -81,7 +83,7 @@ def run_main(tmp_path, monkeypatch):
         config = quickstart.get_config()
         config.rl.loss, config.rl.loss_function, config.loss_options = loss.__name__, loss, {loss.__name__: {}}
         config.update_from_flattened_dict(
-            {"model.num_layers": 1, "rl.num_steps": 2, "warmup.num_steps": 0, "inference.max_model_len": 64} | fields
+            SMALL | {"rl.num_steps": 2, "warmup.num_steps": 0, "inference.max_model_len": 64} | fields
         )
         values = types.SimpleNamespace(config=config, workdir=str(workdir))
         monkeypatch.setattr(flags, "FLAGS", values)
@@ -154,15 +156,12 @@ def test_a_killed_run_resumes_from_its_bucket_on_an_empty_machine(run_main, tmp_
             raise KeyboardInterrupt
         return next_batch(self, step)
 
-    fields = {name: value for name, value in tiny_run.TINY.items() if name.startswith("model.")} | {
-        "checkpoint.every": 1
-    }
-    run_main(plain_loss, **fields)
+    run_main(plain_loss, **{"checkpoint.every": 1})
     monkeypatch.setattr(Rollouts, "next_batch", killing)
     for name in ("first", "second"):
         monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(tmp_path / name))
         with contextlib.nullcontext() if killed else pytest.raises(KeyboardInterrupt):
-            run_main(plain_loss, url, **fields)
+            run_main(plain_loss, url, **{"checkpoint.every": 1})
     folder = bucket.fetched(url)
     assert [folder.relative_to(tmp_path).parts[0], *killed[0].relative_to(tmp_path).parts[:1]] == ["second", "first"]
     events = [entry.event for entry in ledger_lib.Ledger(folder / "ledger.db").entries()]
@@ -172,7 +171,7 @@ def test_a_killed_run_resumes_from_its_bucket_on_an_empty_machine(run_main, tmp_
     monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(tmp_path / "third"))
     config = quickstart.get_config()
     config.init_from = url  # the newest policy of the run
-    assert initial.completed(config).model.model_dim == fields["model.model_dim"] != config.model.model_dim
+    assert initial.completed(config).model.model_dim == SMALL["model.model_dim"] != config.model.model_dim
     assert commands.run("inference.serve", "--weights", url, "--watch", "1", "--port", "0") == 1
     assert f"--watch sees no later state of {url}, the working directory of a run" in capfd.readouterr().err
 

@@ -15,6 +15,7 @@ import pytest
 from models import moe
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 E, X, D = 8, 3, 16
 BASE = tiny.model(model_dim=D, num_experts=E, experts_per_token=X, expert_ffn_dim=12, num_layers=1)
 SIGMOID = {"router": "sigmoid", "router_correction": True}

@@ -12,6 +12,7 @@ from rl.verification import peers, sequential_test
 from rl.verification import rules as rules_lib
 from tests.support import cheats, commands, doubles
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 # The first rejection of each. A cheat that changes a few tokens may be seen by the draw or by the log-probability.
 REPLAYED = {"sampling", "logprob", "termination", "shape", "toploc"}
 REASONS = {
