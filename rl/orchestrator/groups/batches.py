@@ -22,7 +22,7 @@ import dataclasses
 import fractions
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rl.orchestrator.groups import group_queue, queue_entry
 from rl.orchestrator.groups.queue_entry import Key, State
@@ -303,10 +303,10 @@ class Batches:
         self._of_step[step] = max(opened, count)
         return range(first + opened, first + count)
 
-    def _candidates(self, step: int) -> list[Key]:
+    def _candidates(self, step: int) -> Iterable[Key]:
         """Returns the waiting groups that batch `step` may take, in order."""
         if not self._rule.curriculum:
-            return [*self._waiting]
+            return self._waiting
         return sorted(key for key in self._waiting if key[1] == step)
 
     def _add(self, numbers: Sequence[int], version: int) -> None:
