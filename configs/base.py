@@ -116,6 +116,7 @@ def get_config() -> config_dict.ConfigDict:
     r.batch = "prescribed"
     r.oversampling = 1.0  # groups on their way, as a multiple of those that the open batches need
     r.refill = 0.0  # groups without a signal that others replace, at most, as a multiple of prompts_per_step
+    r.gate = 0.0  # such a group has no advantage that is farther than this from 0
     # Tasks by the results of earlier batches: "pools" or "levels" (rl/protocol/curriculum.py); "": in the order of the seed
     r.curriculum = ""
     # Samples that could not be scored are left out of groups in which at least so many were; groups with fewer train nothing.

@@ -46,6 +46,7 @@ class Credit:
     branch_weight: float = 1.0  # of the tokens in an episode's branches after the first
     overlong_buffer: int = 0  # tokens before `max_tokens` over which the reward falls by 1; 0: no penalty
     max_tokens: int = 0  # of a completion; needed with overlong_buffer
+    gate: float = 0.0  # a group has a signal if an advantage is farther than this from 0
     teacher_coef: float = 0.0  # of the distillation on sampled tokens
     share_prompts: bool = True
     max_lag: int = 0  # versions may change within a rollout if it is above 0
@@ -103,11 +104,11 @@ class Credit:
         return trees, float(np.mean(is_flat))
 
     def has_signal(self, group: Sequence[rollout_lib.Rollout]) -> bool:
-        """Returns False if all advantages of a group are zero before the batch normalizes them."""
+        """Returns False if all advantages of a group are zero, or within `gate` of it, before the batch normalizes them."""
         if not _trained(group):
             return False
         episodes = rollout_lib.episodes(group)
-        return not _is_flat(self._rules_of(group)._advantages(episodes, _lengths(episodes)))
+        return not _is_flat(self._rules_of(group)._advantages(episodes, _lengths(episodes)), self.gate)
 
     def _rules_of(self, group: Sequence[rollout_lib.Rollout]) -> "Credit":
         """Returns the rules for the environment of a group."""
@@ -226,5 +227,5 @@ def _is_mixed(rollout: rollout_lib.Rollout) -> np.ndarray:
     return is_mixed_T
 
 
-def _is_flat(advantage_G: np.ndarray) -> bool:
-    return not np.any(np.abs(advantage_G) > 1e-9)
+def _is_flat(advantage_G: np.ndarray, gate: float = 0.0) -> bool:
+    return not np.any(np.abs(advantage_G) > max(gate, 1e-9))

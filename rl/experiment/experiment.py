@@ -298,7 +298,12 @@ def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None) -> 
 def _credit(config, functions: dict[str, Callable], model, objective: objective_lib.Objective) -> credit_lib.Credit:
     """Returns the rules for credit; with several environments, they have those of each."""
     rl, train = config.rl, config.train
-    of_run = {"average": rl.average, "teacher_coef": objective.teacher_coef, "share_prompts": train.share_prompts}
+    of_run = {
+        "average": rl.average,
+        "teacher_coef": objective.teacher_coef,
+        "gate": rl.gate,
+        "share_prompts": train.share_prompts,
+    }
     of_run["router_replay"] = router_replay.RouterReplay.of(model) if train.router_replay else None
     of_run["kept"] = kept_sets.width(config.sampling, model.vocab_size)
 

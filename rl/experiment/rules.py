@@ -30,7 +30,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "at least 0",
         lambda v: 0 <= v < math.inf,
-        "env.num_tasks env.max_calls env.max_episode_tokens rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.min_group rl.tokens_per_step warmup.num_steps warmup.learning_rate warmup.rate_steps rl.branch_weight warmup.eval_every warmup.patience "
+        "env.num_tasks env.max_calls env.max_episode_tokens rl.num_steps rl.max_lag rl.max_off_policy rl.refill rl.gate rl.min_group rl.tokens_per_step warmup.num_steps warmup.learning_rate warmup.rate_steps rl.branch_weight warmup.eval_every warmup.patience "
         "optimizer.learning_rate optimizer.warmup_steps optimizer.total_steps optimizer.decay_steps optimizer.weight_decay "
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
@@ -294,6 +294,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     kind = f"optimizer.name = {c.optimizer.name!r} does not use it; set optimizer.name ="
     yield r"loss_options\..*", loss != c.rl.loss.rpartition(":")[2], f"rl.loss is {c.rl.loss!r}; set rl.loss = {loss!r}"
     yield r"retention\.keep_steps", c.retention.mode == "keep", "set retention.mode = 'drop' or 'encrypt'"
+    yield r"rl\.gate", c.rl.refill == 0, "no group is replaced; set rl.refill above 0"
     pools = r"curriculum\.((hard|easy)_.*|(normal|unseen)_weight|drop_at)"
     yield pools, c.rl.curriculum != "pools", "set rl.curriculum = 'pools'"
     yield r"curriculum\.level_.*", c.rl.curriculum != "levels", "set rl.curriculum = 'levels'"

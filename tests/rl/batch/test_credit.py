@@ -332,3 +332,14 @@ def test_metrics_name_each_environment_and_the_parts_of_its_reward():
     assert parts == [f"env/b/scores/part_{n:02}" for n in range(16)] and found[parts[7]] == 7.0
     alone = training_batch.assemble(1, GROUPS, credit.Credit(), {}).metrics
     assert not [name for name in alone if name.startswith("env/")]
+
+
+@pytest.mark.parametrize(
+    ("gate", "expected"), [(0.0, [True, False, True]), (1.9, [True, False, True]), (2.34, [False, False, False])]
+)
+def test_a_gate_refuses_groups_whose_advantages_are_close_to_zero(gate, expected):
+    """The largest distances from the mean are 4 - 5/3 = 2.33, 0, and 4 - 5/3 = 2.33."""
+    rule = credit.Credit(gate=gate)
+    assert [rule.has_signal(group) for group in GROUPS] == expected
+    trees, flat = rule.assign(GROUPS)  # a gate chooses groups, and changes no advantage
+    assert flat == pytest.approx(1 / 3) and len(trees) > 0
