@@ -9,8 +9,6 @@ import pytest
 from models import attention
 from models.kernels import splash_attention
 
-pytestmark = pytest.mark.usefixtures("compile_fast")
-
 
 def random_row(rng, T, longest):
     """Segment IDs of one row: sequences of random lengths, then maybe padding."""
