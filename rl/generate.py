@@ -15,7 +15,6 @@ that the server has. A score is null if the scorer had no time.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -256,9 +255,10 @@ def main() -> None:
         raise ValueError("--server, and --num_prompts and --concurrency of at least 1, are needed; give them")
     config = values.config
     # One policy makes all groups, so none is too old.
-    config.rl.update(max_lag=MAX_STEPS, max_off_policy=MAX_STEPS, num_steps=MAX_STEPS, batch="prescribed", refill=0.0)
+    config.rl.update(max_lag=MAX_STEPS, max_off_policy=MAX_STEPS, num_steps=MAX_STEPS)
+    config.rl.update(batch="prescribed", refill=0.0, curriculum="")
     exp, progress = sizes.resolve(config), metrics.Progress()
-    with run_directory.open_workdir(values.workdir, exp) as output, contextlib.ExitStack():
+    with run_directory.open_workdir(values.workdir, exp) as output:
         options = {"concurrency": values.concurrency, "give_up_s": values.give_up_s}
         groups = asyncio.run(generate(exp, output, values.server, values.num_prompts, progress, **options))
         rows = responses(exp, output, groups)

@@ -23,7 +23,9 @@ from sharding.system import atomic_file
 
 ORCHESTRATOR_LOCK = ".orchestrator.lock"
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
-READ_BY_RUNS = tuple("evaluation. inference. sampling. trust. train. broadcast. retention. rl.num_steps env.digest".split())
+READ_BY_RUNS = tuple(
+    "evaluation. inference. sampling. trust. train. broadcast. retention. rl.num_steps env.digest".split()
+)
 
 
 @contextlib.contextmanager
