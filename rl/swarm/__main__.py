@@ -2,7 +2,8 @@
 
     python -m rl.swarm --config=configs/quickstart.py --workdir=runs/swarm --servers=2 --relays=2 --workers=4 --validators=1
 
-1. Keys and ports are made, and each node starts, with its own log in WORKDIR/logs.
+1. Keys and ports are made, and each node starts, with its own log in WORKDIR/logs. WORKDIR/targets.json lists the addresses of
+   /metrics and /health of all nodes, as `file_sd_configs` of Prometheus takes them.
 2. A node that dies starts again, up to a limit (rl/swarm/supervisor.py). The table shows all of them.
 3. With --chaos=SEED, a node has a fault every ten seconds (rl/swarm/fault_schedule.py) for --minutes; --dry_run lists them. Give the
    run enough steps (rl.num_steps) to last as long.
@@ -13,6 +14,7 @@
 import contextlib
 import functools
 import itertools
+import json
 import sys
 import time
 
@@ -23,11 +25,12 @@ from rl.experiment import workdir as run_directory
 from rl.plan import sizes
 from rl.swarm import fault_schedule, faults, processes, summary, supervisor, tcp_link
 from rl.swarm import table as table_lib
-from sharding.system import sign_in
+from sharding.system import atomic_file, sign_in
 
 TICK_S, MINUTES = 0.2, 10.0
+TARGETS = "targets.json"
 # Beginnings of the options that the swarm sets.
-OURS = tuple(f"config.topology.{x}" for x in "mode orchestrator port relay_port server control workers".split())
+OURS = tuple(f"config.topology.{x}" for x in "mode orchestrator port relay_port server control workers metrics".split())
 OURS += ("config.trust.validators", "config.trust.admission")
 
 
@@ -63,7 +66,13 @@ def main() -> None:
             note(f"chaos: full disks of relays are {kind}")
             schedule, log = fault_schedule.schedule(values.chaos, roles), workdir / "chaos.jsonl"
             chaos = stack.enter_context(faults.Faults(nodes, links, schedule, swarm.cheats, disks, log, note))
-        note(f"starting {len(nodes.nodes)} nodes; their logs are in {workdir / 'logs'}")
+        targets = [
+            {"targets": [at], "labels": {"node": name, "role": roles[name]}} for name, at in swarm.metrics.items()
+        ]
+        atomic_file.write(workdir / TARGETS, json.dumps(targets, indent=1).encode())
+        note(
+            f"starting {len(nodes.nodes)} nodes; their logs are in {workdir / 'logs'}, their addresses for Prometheus in {TARGETS}"
+        )
         begun_s, all_run_s = time.monotonic(), None
         while not nodes.is_over and not ended:
             if all_run_s is None and all(node.child for node in nodes.nodes.values()):

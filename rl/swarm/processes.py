@@ -36,6 +36,7 @@ class Swarm:
     orchestrator: str
     mirrors: dict[str, pathlib.Path]
     keys: dict[str, str]
+    metrics: dict[str, str]  # HOST:PORT of /metrics and /health of each node
 
 
 def direct(ends: frozenset[str], port: int) -> str:
@@ -60,7 +61,7 @@ def plan(
     relays, servers, workers, validators = ([name for name in roles if roles[name] == role] for role in ROLES)
     liars = {name: f"{name}{LIAR}" for name in servers}
     names = [*relays, *servers, *workers, *validators, IMPOSTOR, *liars.values()]
-    ports = _free_ports("orchestrator", "weights", "control", *names)
+    ports = _free_ports("orchestrator", "weights", "control", "metrics", "learner", *names)
     keys = {name: run_directory.worker_key_file(workdir, name) for name in names}
     run, mirrors = run_directory.signing_key(workdir).worker, {name: workdir / "relays" / name for name in relays}
     trusted, sandbox = run_directory.root_file(workdir) or run, experiment.config.trust.sandbox
@@ -91,29 +92,37 @@ def plan(
         files = ["--workdir", str(workdir), "--weights", sources[0], "--port", str(ports[name])]
         specs.append(spec(name, "validator", ["rl.validator", "serve"], after, *files, *code))
     own = ("--sandbox", sandbox, *code)
-    specs += [spec(name, "worker", ["rl.worker"], "orchestrator", *own) for name in workers]
+    metrics = {name: f"127.0.0.1:{ports[name]}" for name in roles if name != IMPOSTOR}
+    if "orchestrator" in metrics:  # apart: its other port is for workers
+        metrics["orchestrator"] = f"127.0.0.1:{ports['metrics']}"
+    for name in workers:
+        specs.append(spec(name, "worker", ["rl.worker"], "orchestrator", *own, "--metrics", metrics[name]))
     cheats[IMPOSTOR] = spec(IMPOSTOR, "impostor", ["rl.swarm.cheats", "forge"], "orchestrator", "--sandbox", sandbox)
     public = {name: rollout_lib.WorkerKey.load(file).worker for name, file in keys.items()}
     fields = {
         "topology.mode": "remote",
         "topology.port": ports["orchestrator"],
         "topology.relay_port": ports["weights"],
+        "topology.metrics": metrics["learner"],
         "topology.server_keys": tuple(public[name] for name in (*relays, *servers, *liars.values())),
         "topology.workers": tuple(public[name] for name in workers),
         "trust.admission": "open",
         "trust.validators": tuple(f"{urls[name]}#{public[name]}" for name in validators),
     }
     options = [*config_flags, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
-    own = _learner(options, ports["control"], connect, is_apart=host == "orchestrator")
-    return Swarm([*own, *specs], cheats, direct(frozenset(), ports["orchestrator"]), mirrors, public)
+    own = _learner(options, ports["control"], connect, metrics.get("orchestrator", ""))
+    return Swarm([*own, *specs], cheats, direct(frozenset(), ports["orchestrator"]), mirrors, public, metrics)
 
 
-def _learner(options: Sequence[str], port: int, connect: Connect, *, is_apart: bool) -> list[supervisor.Spec]:
-    """Returns the learner, and before it the orchestrator if that is apart: then `port` is that of its control listener."""
-    if not is_apart:
+def _learner(options: Sequence[str], port: int, connect: Connect, metrics: str) -> list[supervisor.Spec]:
+    """Returns the learner, and before it the orchestrator if that is apart: if it has an address for its own `metrics`.
+
+    Then `port` is that of its control listener.
+    """
+    if not metrics:
         return [supervisor.Spec("learner", "learner", ["rl.train", *options])]
     control = f"--config.topology.orchestrator={connect(frozenset({'learner', 'orchestrator'}), port)}"
-    orchestrator = ["rl.orchestrator", *options, f"--control=127.0.0.1:{port}"]
+    orchestrator = ["rl.orchestrator", *options, f"--control=127.0.0.1:{port}", f"--metrics={metrics}"]
     learner = supervisor.Spec("learner", "learner", ["rl.train", *options, control], port)
     return [supervisor.Spec("orchestrator", "orchestrator", orchestrator), learner]
 

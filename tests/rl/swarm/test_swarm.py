@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 
+import httpx
 import numpy as np
 import pytest
 
@@ -80,7 +81,7 @@ def test_an_excluded_validator_is_a_problem_though_an_evaluation_came_last(tmp_p
     (workdir / "evaluations.json").write_text('[{"step": 0, "scores": {}}]')
     lines = [{"phase": "rl", "step": 1, "trust/num_validators_excluded": 1.0}, {"phase": "evaluation", "step": 1}]
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    swarm = processes.Swarm([], {}, "", {}, {processes.IMPOSTOR: "no key"})
+    swarm = processes.Swarm([], {}, "", {}, {processes.IMPOSTOR: "no key"}, {})
     assert [problem[:12] for problem in summary.of(workdir, swarm, {}, None)[1]] == ["a validator "]
 
 
@@ -124,6 +125,12 @@ def test_a_killed_worker_comes_back_and_a_signal_leaves_no_process(tmp_path, num
             assert swarm.poll() is None, output.read_text()
 
         until(lambda: steps(workdir), "the first step")
+        nodes = {}
+        for one in json.loads((workdir / "targets.json").read_text()):
+            (address,), labels = one["targets"], one["labels"]
+            health, text = (httpx.get(f"http://{address}/{path}", trust_env=False) for path in ("health", "metrics"))
+            nodes[labels["node"]] = health.json()["status"], "# TYPE " in text.text
+        assert nodes == dict.fromkeys(("learner", "server0", "worker0"), ("ok", True))
         (worker,) = [pid for pid, command in processes_of(workdir).items() if "rl.worker" in command]
         os.kill(worker, signal.SIGKILL)
         done = steps(workdir)[-1]
