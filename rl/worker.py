@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import httpx
 import numpy as np
@@ -46,7 +47,7 @@ from rl.envs.host import group as group_lib
 from rl.envs.interface import environment
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
-from rl.protocol import lease, registry, signed_session
+from rl.protocol import continuations, lease, registry, signed_session
 from sharding.system import cli, role_metrics, sign_in, signed_message, sockets, status_line
 from sharding.system import sandbox as sandbox_lib
 
@@ -76,6 +77,7 @@ class Run:
     server_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by URL, of servers that sign samples
     env_digest: str = ""  # of the environment here, which is that of the run; "": the run has named none
     player: group_lib.Player | None = None  # of an environment with episodes of several calls
+    vine: Mapping[str, Any] | None = None  # options of continuations (rl/protocol/continuations.py); None: none
 
     async def close(self) -> None:
         """Ends the processes of the environment."""
@@ -392,6 +394,12 @@ async def roll_out(client: client_lib.Client, run: Run, key, group: dict) -> lis
     samples = await client.generate(prompt, sampling, proofs=trains, sticky=sticky, **pins)
     # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)
+    if run.vine and run.scorer and trains:
+        scorer = run.scorer
+        score = lambda texts: [one.scores for one in scorer.score(task, texts)]  # noqa: E731
+        complete = functools.partial(client.generate, proofs=True, sticky=sticky, **pins)
+        own = complete, score, run.tokenizer, rollouts, sampling, group["seed"], run.vine
+        rollouts = await continuations.sample(*own)
     return rollout_lib.sign_all(rollouts, key)
 
 
@@ -447,7 +455,8 @@ def _read_run(body: dict, sandbox: str, code: Sequence[str]) -> Run:
         player = group_lib.Player(host, loaded, session_lib.Limits(sampling["max_tokens"], *limits), thinking)
     else:
         scorer = scorer_lib.Scorer(found, located, seed, **own)
-    return Run(env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys, expected, player)
+    described = env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys, expected, player
+    return Run(*described, vine=body.get("vine"))
 
 
 async def _work_until_signal(worker: Worker) -> None:

@@ -6,6 +6,7 @@
 4. `credit` "episode" gives all turns of an episode its advantage. "turn" compares, for each turn, the sum of the rewards from it on (the
    components "turn_1", "turn_2", ...) with those of the group's other episodes that have this turn. Rollouts that do not train, such as
    those of a judge, have no turns and are in no tree.
+   "vine" gives the tokens of each step inside a sample the difference of the values of the states at its ends (rl/algorithms/vine.py).
 5. With several environments, `envs` has rules for each, and a batch is normalized over the groups of each one apart. `average` is over all
    groups, and `weight` a factor on the advantages of an environment.
 6. A group is one tree: its prompt once, its rollouts as branches; without `share_prompts`, each rollout is a stream of its own.
@@ -15,6 +16,7 @@
 Letters: P groups of a batch, G episodes of a group, K turns of the longest, T tokens of one rollout.
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +25,12 @@ import numpy as np
 
 from inference.rollouts import kept_sets
 from inference.rollouts import rollout as rollout_lib
-from rl.algorithms import advantages
+from rl.algorithms import advantages, vine
 from rl.batch import packing
 from rl.batch import router_replay as router_replay_lib
 from sharding.system import cli
 
-CREDITS = ("episode", "turn")
+CREDITS = ("episode", "turn", "vine")
 _Episode = Sequence[rollout_lib.Rollout]  # its branches
 
 
@@ -42,7 +44,7 @@ class Credit:
     advantage: str | Callable = "group_mean"  # or the user's own function of a group's rewards [G]
     normalize: str = "none"
     average: str = "tokens"
-    credit: str = "episode"  # or "turn"
+    credit: str = "episode"  # or "turn", "vine"
     branch_weight: float = 1.0  # of the tokens in an episode's branches after the first
     overlong_buffer: int = 0  # tokens before `max_tokens` over which the reward falls by 1; 0: no penalty
     max_tokens: int = 0  # of a completion; needed with overlong_buffer
@@ -99,8 +101,8 @@ class Credit:
         for i, (group, rule) in enumerate(zip(episodes, rules, strict=True)):
             if i in factors or self.teacher_coef:
                 factor_G = factors.get(i, np.ones(len(group))) * rule.weight
-                advantage_GK = rule._by_turn(group, advantages_P[i]) * factor_G[:, None]
-                trees += rule._trees(group, advantage_GK, trains=i in factors)
+                advantage_GK = rule._by_turn(group, advantages_P[i])
+                trees += rule._trees(group, advantage_GK, factor_G, trains=i in factors)
         return trees, float(np.mean(is_flat))
 
     def has_signal(self, group: Sequence[rollout_lib.Rollout]) -> bool:
@@ -160,11 +162,13 @@ class Credit:
             raise ValueError(f"{problem}; return one finite number for each")
         return found
 
-    def _trees(self, episodes: Sequence[_Episode], advantage_GK: np.ndarray, *, trains: bool) -> list[packing.Tree]:
+    def _trees(
+        self, episodes: Sequence[_Episode], advantage_GK: np.ndarray, factor_G: np.ndarray, *, trains: bool
+    ) -> list[packing.Tree]:
         first = next(rollout for one in episodes for rollout in _trained(one))
         first_prompt = first.tokens[: first.prompt_length - bool(self.router_replay)]
         trees: dict = {}  # {key of the rollouts that share a prompt: (it, its experts, their branches)}
-        for rollout, own_advantage_T in itertools.chain(*map(self._weighed, episodes, advantage_GK)):
+        for rollout, own_advantage_T in itertools.chain(*map(self._weighed, episodes, advantage_GK, factor_G)):
             start = rollout.prompt_length - bool(self.router_replay) if self.share_prompts else 0
             if self.share_prompts and np.array_equal(rollout.tokens[: len(first_prompt)], first_prompt):
                 start = min(start, len(first_prompt))
@@ -195,13 +199,23 @@ class Credit:
         kept_TW[rollout.sampled_mask] = kept_sets.decode(rollout.kept, lengths, self.kept)
         return kept_TW
 
-    def _weighed(self, episode: _Episode, advantage_K: np.ndarray) -> Iterator[tuple[rollout_lib.Rollout, np.ndarray]]:
-        """Yields the rollouts of an episode with the advantage of each token, float32 [T]."""
+    def _weighed(
+        self, episode: _Episode, advantage_K: np.ndarray, factor: float
+    ) -> Iterator[tuple[rollout_lib.Rollout, np.ndarray]]:
+        """Yields the rollouts of an episode with the advantage of each token times `factor`, float32 [T]."""
         number = itertools.count()
         for rollout in _trained(episode):
             advantage_T = np.zeros(len(rollout.tokens), np.float32)
             for start, end in rollout.spans:
-                advantage_T[start:end] = advantage_K[min(next(number), len(advantage_K) - 1)]
+                advantage_T[start:end] = advantage_K[min(next(number), len(advantage_K) - 1)] * factor
+            if self.credit == "vine":
+                start, values = rollout.prompt_length, collections.defaultdict(list)
+                for branch in episode[1:]:
+                    values[branch.prompt_length - start].append(branch.reward)
+                others, states = rollout.reward - float(advantage_K[0]), sorted(values)
+                means = [float(np.mean(values[state])) for state in states]
+                own = vine.advantages(rollout.reward, others, len(rollout.tokens) - start, states, means)
+                advantage_T[start:] = own * factor
             yield rollout, advantage_T * np.float32(self.branch_weight) if rollout.branch else advantage_T
 
 

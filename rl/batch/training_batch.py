@@ -36,8 +36,9 @@ def rewarded(rollouts: Sequence[rollout_lib.Rollout], scores: Scores, min_group:
         scores, scored = dict.fromkeys(one.sample for one in rollouts), list(rollouts)
     out = []
     for one in scored:
-        if one.sample in scores:
-            own = scores[one.sample] or dict.fromkeys([*one.rewards, "reward"], 0.0)
+        number = one.number if one.number in scores else one.sample  # a continuation has scores of its own
+        if number in scores:
+            own = scores[number] or dict.fromkeys([*one.rewards, "reward"], 0.0)
             one = dataclasses.replace(one, reward=own["reward"], rewards={name: own[name] for name in one.rewards})
         out.append(one)
     return out
@@ -77,6 +78,7 @@ def _first(trees: list[packing.Tree], count: int) -> list[packing.Tree]:
 
 def _describe(groups: list[list[rollout_lib.Rollout]]) -> dict[str, float]:
     episodes = [episode for group in groups for episode in rollout_lib.episodes(group)]
+    episodes = [[one for one in episode if one.trains] or episode for episode in episodes]
     lengths = np.array([sum(int(r.sampled_mask.sum()) for r in episode) for episode in episodes])
     rewards = np.array([episode[0].reward for episode in episodes])
     turns = [sum(len(rollout.spans) for rollout in episode) for episode in episodes]

@@ -35,14 +35,14 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
         "trust.quorum trust.routing_margin trust.logprob_tolerance trust.min_stake evaluation.every evaluation.temperature "
-        "mesh.rollout_devices checkpoint.every_minutes",
+        "mesh.rollout_devices checkpoint.every_minutes vine.max_states vine.token_ratio",
     ),
     (
         "at least 1",
         lambda v: 1 <= v < math.inf,
         "rl.prompts_per_step rl.samples_per_prompt sampling.max_tokens train.row_length train.rows warmup.tasks_per_step "
         "warmup.eval_tasks evaluation.num_tasks evaluation.samples_per_task checkpoint.every checkpoint.keep "
-        "broadcast.snapshot_every topology.num_workers trust.max_attempts rl.oversampling",
+        "broadcast.snapshot_every vine.num_continuations vine.step_tokens topology.num_workers trust.max_attempts rl.oversampling",
     ),
     (
         "in [0, 1]",
@@ -219,6 +219,13 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         if is_alone and one.advantage != "given" and not objective.teacher_coef:
             found = f"{one.field('samples_per_prompt')} = 1: the advantage of a group of one is always 0"
             yield f"{found}; raise it, or set {one.field('advantage')} = 'given'"
+        if one.credit == "vine" and (
+            one.key or one.advantage != "rloo" or one.normalize != "none" or one.overlong_buffer
+        ):
+            yield "rl.credit = 'vine' is for one environment in c.env, rl.advantage = 'rloo', and neither normalization nor a penalty; set these"
+        if one.credit == "vine" and (one.max_calls != 1 or c.rl.max_lag):
+            found = f"rl.credit = 'vine' with calls of {one.max_calls} at most and rl.max_lag = {c.rl.max_lag}"
+            yield f"{found}: continuations are of one call, and of the policy that is trained; set env.max_calls = 1 and rl.max_lag = 0"
         if one.credit == "turn" and one.overlong_buffer:
             found = f"{one.field('overlong_buffer')} = {one.overlong_buffer} shapes the reward of an episode"
             yield f"{found}, and {one.field('credit')} = 'turn' uses those of turns; set one of them to its default"
@@ -298,6 +305,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     pools = r"curriculum\.((hard|easy)_.*|(normal|unseen)_weight|drop_at)"
     yield pools, c.rl.curriculum != "pools", "set rl.curriculum = 'pools'"
     yield r"curriculum\.level_.*", c.rl.curriculum != "levels", "set rl.curriculum = 'levels'"
+    yield r"vine\..*", c.rl.credit != "vine", "set rl.credit = 'vine'"
     yield r"lora\.(alpha|targets)", c.lora.rank == 0, "set lora.rank above 0"
     yield r"objective\.kl_(estimator|place|reference)", c.objective.kl_coef == 0, "set objective.kl_coef above 0"
     yield r"optimizer\.momentum", c.optimizer.name not in ("muon", "sgd"), f"{kind} 'muon' or 'sgd'"

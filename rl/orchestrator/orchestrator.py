@@ -312,6 +312,7 @@ class Orchestrator:
             "server_keys": {server["url"]: server["key"] for server in servers if server["key"]},
             "sampling": sampling | {"max_tokens": env_mix.max_tokens(config)},
             "router_replay": config.train.router_replay,
+            **({"vine": config.vine.to_dict()} if config.rl.credit == "vine" else {}),
             "admission": dataclasses.asdict(self._admission.policy),
             "step": version,
             "policy": policy.to_json() if policy.version >= 0 else None,
@@ -330,7 +331,7 @@ class Orchestrator:
         open_rows = env_mix.max_rollouts(self._config) * (rl.max_lag + 2)
         open_rows = math.ceil(open_rows * (rl.oversampling + rl.refill))
         open_rows += sum(one.num_tasks * one.samples_per_task for one in sets)
-        open_rows *= env_mix.max_calls(self._config)  # an episode may have a branch for each
+        open_rows *= env_mix.max_branches(self._config)
         return {"max_rows": 2 * open_rows, "max_tokens": 2 * self._config.train.row_length}
 
     def submit(self, rows: parquet.Rows) -> dict[str, concurrent.futures.Future[str]]:

@@ -181,6 +181,12 @@ def max_calls(config) -> int:
     return max(entry.max_calls for entry in entries(config).values())
 
 
+def max_branches(config) -> int:
+    """Returns the largest number of branches in an episode: one for each call, or the continuations of VinePPO and the sample itself."""
+    states = config.vine.num_continuations * config.vine.max_states if config.rl.credit == "vine" else 0
+    return max(max_calls(config), 1 + states)
+
+
 def run_field(name: str) -> str:
     """Returns the config field that has the same meaning for all environments as `name`, such as envs.sums.temperature, for one."""
     section, key, field = [*name.split(".", 2), "", ""][:3]

@@ -77,7 +77,7 @@ def of_groups(groups: Sequence[Sequence], *, step: int, max_tokens: Mapping[str,
     episodes = [*map(rollout_lib.episodes, groups)]
     rewards = [np.array([one[0].reward for one in group]) for group in episodes]
     everything, rollouts = np.concatenate(rewards), [r for group in groups for r in group]
-    tokens = np.array([sum(int(r.sampled_mask.sum()) for r in one) for group in episodes for one in group])
+    tokens = np.array([sum(int(r.sampled_mask.sum()) for r in one if r.trains) for group in episodes for one in group])
     limits = np.array([max_tokens[one[0].task.env] for group in episodes for one in group])
     lag = np.array([min(step - 1 - int(r.versions[r.sampled_mask].min()), 8) for r in rollouts])
     spread = everything.max() > everything.min()

@@ -52,7 +52,7 @@ class Judge:
         self._memory, self._keep_steps, self._newest = memory, keep_steps, 0
         self._requests = lease.RequestVerifier(lease.Session(run, key.worker), admit=self._admit)
         # A request has as many groups as fit one replay, or one group.
-        num_rows = validator.rules.max_samples * validator.rules.max_turns
+        num_rows = validator.rules.max_samples * validator.rules.max_branches
         self._max_rows = max(rules_lib.MAX_REPLAY_ROWS, num_rows)
         self._known: collections.OrderedDict[str, verdict_lib.SignedVerdict] = collections.OrderedDict()
         self._lock = threading.Lock()

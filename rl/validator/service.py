@@ -86,7 +86,7 @@ class Service:
         self._state, self._run, self._min_rate = state, validator_state.run_of(secret), min_rate
         rules = validator.rules
         # No worker has more steps in hand than a rollout is remembered for.
-        num_rows = len(rules.groups(1)) * rules.max_samples * rules.max_turns
+        num_rows = len(rules.groups(1)) * rules.max_samples * rules.max_branches
         self._max_rows = num_rows * state.seen.keep_steps
         self._max_tokens = rules.max_model_len
         self._lock = threading.Lock()  # of the next two, and the counts

@@ -22,7 +22,7 @@ from inference.engine import sampler
 from inference.proofs import toploc
 from inference.rollouts import attestation, kept_sets
 from inference.rollouts import rollout as rollout_lib
-from rl.protocol import noise_seed, task_schedule
+from rl.protocol import continuations, noise_seed, task_schedule
 from rl.verification import replay, seen_set, sequential_test
 from rl.verification import rules as rules_lib
 
@@ -93,6 +93,10 @@ def whole_group(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules)
             return Verdict("samples", detail)
     if len({root.tokens[: root.prompt_length].tobytes() for root in roots}) > 1:
         return Verdict("prompt", "the samples of one group have different prompts")
+    if rules.vine and group and group.split == "train":
+        branches = [episode[1:] for episode in episodes]
+        if (found := continuations.error(roots, branches, rules.vine, rules.max_tokens)) is not None:
+            return Verdict("samples", found)
     is_same = len({rollout.worker for rollout in rollouts}) == 1
     return _accept_if(is_same, "signature", "the samples of one group come from different workers")
 
@@ -148,7 +152,7 @@ def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     spans = rollout.spans
     if rollout.calls is None and not rollout.sampled_mask[rollout.prompt_length :].all():
         return Verdict("prompt", "tokens after it were not sampled")
-    if max(len(spans), rollout.num_branches) > rules.max_turns:
+    if len(spans) > rules.max_turns or rollout.num_branches > rules.max_branches:
         found = f"{len(spans)} calls in one of {rollout.num_branches} branches"
         return Verdict("turns", f"{found}, more than the turns of an episode, {rules.max_turns}")
     for (start, end), most in zip(spans, _call_limits(rollout, rules), strict=True):
@@ -334,7 +338,10 @@ def rewards(rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules) -> 
         by_sample = {episode[0].sample: one for episode, one in zip(episodes, replayed, strict=True)}
         return [_reward(rollout, by_sample[rollout.sample]) for rollout in rollouts]
     assert rules.score is not None
-    found = rules.score(_group(rollouts[0], rules), [r.tokens[r.sampled_mask].tolist() for r in rollouts])
+    group = _group(rollouts[0], rules)
+    # A continuation is scored with the tokens of its sample before it.
+    starts = [len(rules.prompt(group)) if r.branch and rules.prompt else r.prompt_length for r in rollouts]
+    found = rules.score(group, [r.tokens[start:].tolist() for r, start in zip(rollouts, starts, strict=True)])
     return [_reward(rollout, recomputed) for rollout, recomputed in zip(rollouts, found, strict=True)]
 
 

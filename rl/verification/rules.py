@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from inference.proofs import toploc
 from inference.rollouts import kept_sets
@@ -81,12 +82,18 @@ class Rules:
     # Plays the episodes of a group again, in environments with episodes of several calls; instead of `prompt` and `score`.
     replay: Callable[[task_schedule.Group, Sequence[Sequence[rollout_lib.Rollout]]], list[Recomputed]] | None = None
 
+    vine: Mapping[str, Any] | None = None  # options of the continuations that training groups must have; None: none
     envs: Mapping[str, "Rules"] = dataclasses.field(default_factory=dict)  # by `Group.env`, if a run has several
 
     @property
     def each(self) -> "tuple[Rules, ...]":
         """These rules, and those of each environment in a run with several."""
         return self, *self.envs.values()
+
+    @property
+    def max_branches(self) -> int:
+        """The largest number of branches in an episode."""
+        return max(self.max_turns, 1 + self.vine["num_continuations"] * self.vine["max_states"] if self.vine else 1)
 
     @property
     def max_samples(self) -> int:
@@ -119,6 +126,7 @@ class Rules:
             is_fixed=task_schedule.is_fixed(config.rl),
             router_replay=config.train.router_replay,
             kept=kept_sets.width(config.sampling, config.model.vocab_size),
+            vine=config.vine.to_dict() if config.rl.credit == "vine" else None,
             envs=envs,
         )
 

@@ -143,7 +143,10 @@ class Validator:
         if split == "train":
             verdict = checks.first_rejection(self.evidence.add_claims(rollouts))
         is_scored = any(one.score or one.replay for one in self.rules.each)
-        return verdict, {} if not is_scored else {r.sample: v.scores for r, v in zip(rollouts, found, strict=True)}
+        by = "number" if self.rules.vine else "sample"  # each continuation has a reward of its own
+        return verdict, {} if not is_scored else {
+            getattr(r, by): v.scores for r, v in zip(rollouts, found, strict=True)
+        }
 
     def check_groups_with_weights(self, groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[checks.Verdict]:
         """Replays together groups that passed `check_group_without_weights`. Returns a verdict on each group."""

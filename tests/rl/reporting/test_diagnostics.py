@@ -93,6 +93,7 @@ def test_metrics_of_groups():
                     sample=sample,
                     branch=0,
                     task=types.SimpleNamespace(env="e"),
+                    trains=True,
                     reward=float(reward),
                     sampled_mask=np.array([False] * 2 + [True] * int(n)),
                     versions=np.array([0] * 2 + [29 - int(lag)] + [29] * (int(n) - 1)),

@@ -1,0 +1,57 @@
+"""VinePPO (arXiv 2410.01679): values of intermediate states from continuations, without a critic, under a budget of tokens.
+
+1. `plan` chooses the states of a group with different rewards: prefixes of its samples that end after each `step_tokens` tokens, the
+   most uncertain first, until continuations of all of them may cost `token_ratio` times the group's own tokens.
+2. A worker samples K continuations of each, and scores them (rl/protocol/continuations.py). V(s) is their mean reward.
+3. `advantages` gives every token of a step r + V(next state) - V(state). V of the prompt is the mean reward of the other samples, which
+   costs nothing. The reward counts in the last step, whose end has the value 0.
+
+The paper estimates each state, with K = 9, and splits steps at line ends. A step between two chosen states is one here, so that the
+advantages of a sample still add up to its reward - V(prompt). Everything is a function of the group: a validator plans the same.
+
+Letters: G samples of a group, N tokens of one completion, S chosen states of one, K continuations of a state.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def plan(
+    rewards_G: Sequence[float],
+    logprobs_GN: Sequence[np.ndarray],
+    *,
+    num_continuations: int,
+    step_tokens: int,
+    max_states: int,
+    token_ratio: float,
+) -> list[list[int]]:
+    """Returns the chosen states of each sample, ascending: s is the state after its first s tokens. None if all rewards are equal.
+
+    Candidates are ordered by the log-probability of the token that follows, the least likely first: there the policy could have gone
+    elsewhere. A state costs K continuations of the tokens that its sample has left; they may turn out longer, or shorter.
+    """
+    chosen: list[list[int]] = [[] for _ in rewards_G]
+    if len(set(map(float, rewards_G))) < 2:
+        return chosen
+    states = [
+        (g, s) for g, logprobs_N in enumerate(logprobs_GN) for s in range(step_tokens, len(logprobs_N), step_tokens)
+    ]
+    left = token_ratio * sum(map(len, logprobs_GN))
+    for g, s in sorted(states, key=lambda state: (float(logprobs_GN[state[0]][state[1]]), state)):
+        cost = num_continuations * (len(logprobs_GN[g]) - s)
+        if len(chosen[g]) < max_states and cost <= left:
+            chosen[g].append(s)
+            left -= cost
+    return [sorted(states) for states in chosen]
+
+
+def advantages(
+    reward: float, others: float, num_tokens: int, states: Sequence[int], values: Sequence[float]
+) -> np.ndarray:
+    """Returns the advantage of each token of a sample, float64 [N]. `others` is V of the prompt: the mean reward of the other samples.
+
+    `values` are the mean rewards of the continuations of `states`. The sum over steps is reward - others.
+    """
+    bounds, ends = [0, *states, num_tokens], [others, *values, reward]
+    return np.repeat(np.diff(ends), np.diff(bounds))
