@@ -102,7 +102,15 @@ def test_rollout_files(name):
             else:
                 found[field.name] = value.hex() if isinstance(value, bytes) else value
         lacking = {"epoch": 0, "server": "", "server_signature": "", "env_digest": ""}
-        lacking |= {"branch": 0, "num_branches": 1, "calls": None, "call_limits": None, "draw": 0, "trains": True}
+        lacking |= {
+            "branch": 0,
+            "num_branches": 1,
+            "calls": None,
+            "call_limits": None,
+            "draw": 0,
+            "trains": True,
+            "kept": "",
+        }
         assert found == fields | lacking
     assert all((rollout.routed_experts is not None) == (name == "routed") for rollout in rollouts)
     assert all(rollout.proofs for rollout in rollouts)
