@@ -27,6 +27,7 @@ from rl.verification import checks, episodes, verifier
 from tests.support import episodes as episodes_lib
 from tests.support import tiny, turn_envs
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 KEY = rollout_lib.WorkerKey(rollout_lib.ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 ENV = f"{turn_envs.__file__}:talk"
 
