@@ -9,12 +9,12 @@ from models import config as config_lib
 from models.hf import safetensors_file, tensor_names
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-LISTED = 8  # names in an error; the rest are counted
+LISTED = 3  # names of a kind in an error; the rest are counted
 PIECE_BYTES = 8_000_000  # of each of two tensors that are compared at a time
 
 
 def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], where: str) -> None:
-    """Raises ValueError, listing the differences, unless a checkpoint has exactly the tensors of the model of `config`.
+    """Raises ValueError, with the differences in one line, unless a checkpoint has exactly the tensors of the model of `config`.
 
     `shapes` has the checkpoint's shapes by name, and `where` its folder for the message. Ignored tensors are allowed.
     """
@@ -31,17 +31,17 @@ def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], wh
         close = difflib.get_close_matches(name, unknown, n=1, cutoff=0.6)
         return f" (nearest in the file: {close[0]} {list(shapes[close[0]])})" if close else ""
 
-    lines = [f"{where} does not have the tensors of a {config.family} model with its config.json; correct either:"]
+    kinds = []
     for title, names, line in (
         ("missing", missing, lambda name: f"{name} {list(wanted[name].shape)}{nearest(name)}"),
         ("of another shape", wrong, lambda name: f"{name} {list(shapes[name])}, should be {list(wanted[name].shape)}"),
         ("unknown", unknown, lambda name: f"{name} {list(shapes[name])}"),
     ):
         if names:
-            lines.append(f"  {len(names)} {title}:")
-            lines += [f"    {line(name)}" for name in names[:LISTED]]
-            lines += [f"    and {len(names) - LISTED} more"] if len(names) > LISTED else []
-    raise ValueError("\n".join(lines))
+            more = f"; and {len(names) - LISTED} more" * (len(names) > LISTED)
+            kinds.append(f"{len(names)} {title} ({'; '.join(map(line, names[:LISTED]))}{more})")
+    found = f"{where} does not have the tensors of a {config.family} model with its config.json"
+    raise ValueError(f"{found}: {', '.join(kinds)}; correct either of them")
 
 
 def check_files(reader: safetensors_file.Reader, config: config_lib.ModelConfig, folder: pathlib.Path) -> None:

@@ -108,6 +108,11 @@ def _render(text: str, inputs: Mapping, changes: Sequence[Mapping], now: datetim
         return [template.render(inputs, **change, strftime_now=now.strftime) for change in changes]
     except (Rejection, MemoryError):
         raise
+    except jinja2.TemplateSyntaxError as error:
+        found = f"the chat template is not valid Jinja: {error.message} (line {error.lineno})"
+        raise ValueError(
+            f"{found}; correct it in the checkpoint's chat_template.jinja or tokenizer_config.json"
+        ) from error
     except Exception as error:  # a template may raise anything: a missing field, a division by zero
         raise ValueError(f"the chat template cannot render the messages: {error}") from error
 
