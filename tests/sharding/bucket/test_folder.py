@@ -16,6 +16,7 @@ def place(s3, monkeypatch, tmp_path):
     found = storage.Storage(f"s3://{s3_server.BUCKET}/{tmp_path.name}/model")
     for name in ("config.json", "model.safetensors", "sub/x.json"):
         found.write(name, name.encode())
+    found.write("sub/", b"")  # some tools make such objects
     return found
 
 
@@ -33,6 +34,8 @@ def test_only_new_files_are_downloaded(place, capfd):
     place.delete(["sub/x.json"])
     assert contents(bucket.downloaded(place.url)) == {"config.json": "new", "model.safetensors": "model.safetensors"}
     assert capfd.readouterr().err == f"downloaded config.json from {place.url}\n"
+    bucket.downloaded(place.url, ["*.json"])
+    assert (folder / "model.safetensors").exists()  # of an earlier use
     (folder / "config.json").unlink()
     assert contents(bucket.downloaded(place.url))["config.json"] == "new"
 

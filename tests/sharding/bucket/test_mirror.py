@@ -35,6 +35,14 @@ def write(folder, name, data, mode=0o644):
     path.chmod(mode)
 
 
+def check_swept(url):
+    """Asserts that the bucket has one state, and no block that it does not name."""
+    place = storage.Storage(url)
+    manifest = f"manifests/{json.loads(place.read(mirror.HEAD)[0])['manifest']}"
+    named = {key for path, file in snapshot.parse(place.read(manifest)[0], "").items() for key, *_ in file.blocks(path)}
+    assert {*place.keys()} == named | {manifest, mirror.HEAD}
+
+
 def abandon(one):
     """Ends a mirror as `kill -9` does."""
     one._closed.set()
@@ -89,13 +97,7 @@ def test_another_machine_gets_the_same_files(url, tmp_path, monkeypatch):
     stayed = files(copy)
     assert {*stayed} == {"rollouts/step_1/accepted.parquet", "logs/empty"}
     assert stayed["logs/empty"][0] == b"grown" and stayed["rollouts/step_1/accepted.parquet"][0] == b"p" * 3000
-    # No block is left that no state names.
-    left = storage.Storage(url).keys()
-    manifest = snapshot.parse(storage.Storage(url).read(next(k for k in left if k.startswith("manifests/")))[0], "")
-    assert {*left} == {k for p, f in manifest.items() for k, *_ in f.blocks(p)} | {
-        k for k in left if k.startswith(("manifests/", "head"))
-    }
-    assert sum(key.startswith("manifests/") for key in left) == 1
+    check_swept(url)
 
 
 def test_a_file_that_grows_sends_its_end_alone(tmp_path, monkeypatch):
@@ -181,6 +183,9 @@ def test_any_state_in_the_bucket_is_one_that_a_kill_leaves(tmp_path, monkeypatch
         run.join()
         time.sleep(0.05)
     assert seen == sorted(seen) and seen[-1] >= 4
+    with bucket.mirrored(url):  # sweeps the blocks of the kills
+        pass
+    check_swept(url)
 
 
 def test_files_that_change_meanwhile_are_captured_as_they_are_linked(tmp_path, monkeypatch):
@@ -229,14 +234,12 @@ def test_a_silent_run_is_replaced_and_notices_it(url, tmp_path, monkeypatch):
     first.open()
     write(first.folder, "a", b"1")
     proxy.wait_until(lambda: first._files)
-    write_head, resumed = first._write_head, threading.Event()
-    with first._lock:  # no write is under way
-        first._write_head = lambda **changes: resumed.wait() and write_head(**changes)  # as on a suspended machine
+    first._lock.acquire()  # paused between two writes of its head, as on a suspended machine
     machine(monkeypatch, tmp_path, "other")
     with bucket.mirrored(url):
         write(bucket.local_folder(url), "b", b"2")
         write(first.folder, "c", b"3")
-        resumed.set()
+        first._lock.release()
         proxy.wait_until(lambda: first._failure)
         monkeypatch.setitem(mirror._MIRRORS, first.folder, first)
         with (
@@ -259,7 +262,7 @@ def test_a_suspended_run_deletes_nothing_of_its_successor(late, tmp_path, monkey
     with bucket.mirrored(url):
         write(bucket.local_folder(url), "a", b"1")
     first = mirror.Mirror(url, bucket.local_folder(url))
-    write_head, call, begun_s = first._write_head, getattr(first._storage, late), first._saved_s
+    call, begun_s = getattr(first._storage, late), first._saved_s
 
     def suspended(*args):
         resumed.wait()
@@ -275,12 +278,13 @@ def test_a_suspended_run_deletes_nothing_of_its_successor(late, tmp_path, monkey
         first._storage.delete = suspended
         (first.folder / "a").unlink()
         proxy.wait_until(lambda: not first._files)
-    first._write_head = lambda *args, **changes: resumed.wait() and write_head(*args, **changes)
+    first._lock.acquire()  # nor does it write its head
     machine(monkeypatch, tmp_path, "other")
     with bucket.mirrored(url):
         write(bucket.local_folder(url), "a", b"1")
         write(bucket.local_folder(url), "b", b"2")
     resumed.set()
+    first._lock.release()
     proxy.wait_until(is_done.is_set)
     write(first.folder, "c", b"3")
     first._saves.join(10)
@@ -338,6 +342,65 @@ def test_a_killed_restore_is_not_taken_for_the_run(tmp_path, monkeypatch):
     write(folder, "others/x", b"of an older state")
     with bucket.mirrored(url):
         assert {data for data, _ in files(folder).values()} == {b"", b"a", b"b", b"c"}
+        assert not (folder / "others").exists()  # an empty step would be one
+
+
+def test_a_kill_after_the_head_was_written_leaves_the_run_to_its_machine(tmp_path, monkeypatch):
+    """Its folder is newer than the bucket: a file since then is not lost, and the next start does not wait for a lease."""
+    url, put = f"file://{tmp_path}/bucket", storage.Storage.write
+
+    def killed(self, key, data, **options):
+        found = put(self, key, data, **options)
+        if key == mirror.HEAD and '"manifest": ""' not in data.decode():
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(storage.Storage, "write", killed)
+    one = mirror.Mirror(url, bucket.local_folder(url))
+    one.open()
+    write(one.folder, "a", b"1")
+    proxy.wait_until(lambda: one._failure)
+    one._closed.set()
+    write(one.folder, "b", b"2")
+    monkeypatch.setattr(storage.Storage, "write", put)
+    monkeypatch.setattr(mirror, "LEASE_S", 60.0)
+    begun_s = time.monotonic()
+    with bucket.mirrored(url):
+        assert {*files(one.folder)} == {"a", "b"} and time.monotonic() - begun_s < 30
+
+
+def test_a_reader_that_is_overtaken_reads_the_newer_state(tmp_path, monkeypatch):
+    url, restore, is_overtaken = f"file://{tmp_path}/bucket", snapshot.restore, []
+    with bucket.mirrored(url):
+        write(bucket.local_folder(url), "a", b"1")
+
+    def slow(*args):
+        if not is_overtaken:
+            is_overtaken.append(True)
+            machine(monkeypatch, tmp_path, "machine")
+            with bucket.mirrored(url):
+                write(bucket.local_folder(url), "a", b"2")
+        return restore(*args)
+
+    monkeypatch.setattr(snapshot, "restore", slow)
+    machine(monkeypatch, tmp_path, "reader")
+    assert files(bucket.fetched(url))["a"][0] == b"2"
+
+
+def test_a_file_that_shrinks_meanwhile_is_captured_again(tmp_path, monkeypatch, capsys):
+    url, pread, is_short = f"file://{tmp_path}/bucket", os.pread, []
+
+    def short(*args):
+        found = pread(*args)
+        return found if is_short else is_short.append(True) or found[:-1]
+
+    monkeypatch.setattr(mirror, "RETRY_S", 0.01)
+    monkeypatch.setattr(mirror.os, "pread", short)
+    with bucket.mirrored(url):
+        write(bucket.local_folder(url), "a", b"12")
+    assert capsys.readouterr().err.count("a became shorter") == 1
+    machine(monkeypatch, tmp_path, "other")
+    assert files(bucket.fetched(url))["a"][0] == b"12"
 
 
 def test_a_lost_connection_is_survived(s3, tmp_path, monkeypatch, capsys):
@@ -363,6 +426,16 @@ def test_a_lost_connection_is_survived(s3, tmp_path, monkeypatch, capsys):
         assert "the run waits for the bucket" in lines
         machine(monkeypatch, tmp_path, "other")
         assert {*files(bucket.fetched(url))} == {"a", "b"}
+
+
+def test_a_start_waits_for_a_silent_bucket(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "TRY_S", 0.3)
+    with proxy.Proxy(s3) as link:
+        s3_server.use(monkeypatch, link.url)
+        link.fault = lambda rng: "stall"
+        threading.Timer(1.0, link.heal).start()
+        with bucket.mirrored(f"s3://{s3_server.BUCKET}/{tmp_path.name}"):
+            pass
 
 
 def test_a_reply_that_is_lost_is_not_a_takeover(tmp_path, monkeypatch):
@@ -423,6 +496,10 @@ def test_damaged_and_foreign_objects_are_refused(tmp_path, monkeypatch):
             raise AssertionError
         assert json.loads((root / "head.json").read_text())["is_closed"]
     head = json.loads((root / "head.json").read_text())
+    manifest = root / "manifests" / head["manifest"]
+    manifest.write_bytes(snapshot.encode({}, 1))
+    with pytest.raises(journal.CorruptSource, match="manifests/.* is damaged; put it back"):
+        bucket.fetched(url)
     rows = [(path, 0, 0o644, 1000) for path in ("../a", "/etc/a", "", "a/../../b", "a//b", "./a", ".lock")]
     rows += [("a", 0, 0o4755, 1000), ("a", 0, -1, 1000), ("a", 10, 0o644, -1), ("a", float("inf"), 0o644, 1000)]
     bad = [snapshot.encode({path: snapshot.File(*numbers, ())}, 1) for path, *numbers in rows]
@@ -465,6 +542,13 @@ def test_paths_and_urls_are_told_apart(tmp_path):
     for wrong in ("http://host/a", "s3://", "S3:///"):
         with pytest.raises(ValueError, match="is not the URL of a bucket; write gs://BUCKET/PATH"):
             bucket.is_url(wrong)
+
+
+def test_the_region_and_the_server_of_the_environment_are_used(s3, monkeypatch):
+    s3_server.use(monkeypatch, s3)
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    spec = storage.open_store(f"s3://{s3_server.BUCKET}/a").spec().to_json()
+    assert (spec["aws_region"], spec["endpoint"]) == ("eu-west-1", s3)
 
 
 def test_a_missing_bucket_is_one_line(s3, monkeypatch):
