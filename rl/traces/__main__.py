@@ -71,12 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         "--min_reward", type=float, default=float("-inf"), help="only conversations with this reward or more"
     )
     one.set_defaults(run=_import)
-    args = parser.parse_args(argv)
-    try:
-        return args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return cli.run(parser, argv)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from models.text import tokenizer as tokenizer_lib
 
 BUILD = {"version": "0.4.0"}  # of verifiers, whose format this is
 _ARRAYS = ("tokens", "sampled_mask", "logprobs", "task")
-_BYTES = ("proofs", "signature", "server_signature")
+_BYTES = tuple(field.name for field in dataclasses.fields(rollout_lib.Rollout) if field.type is bytes)
 
 
 def of_rollouts(rollouts: Sequence[rollout_lib.Rollout], tokenizer: tokenizer_lib.Tokenizer) -> Iterator[dict]:
