@@ -35,8 +35,8 @@ def k3(logp_BT: Array, reference_logp_BT: Array) -> Array:
     return jnp.expm1(log_BT) - log_BT
 
 
-# Of KL(pi || ref), from samples of pi (Schulman 2020, "Approximating KL"); "weighted_k3" is `k3` of the sampler's tokens, times
-# r = pi / mu with its gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): unbiased at any lag, and so is its gradient.
+# Estimators of KL(pi || ref) from samples of pi (Schulman 2020, "Approximating KL"). "weighted_k3" multiplies `k3` of the sampler's tokens
+# by r = pi / mu, and differentiates r, too (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): value and gradient are unbiased at any lag.
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "weighted_k3": k3}
 
 

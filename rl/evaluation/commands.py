@@ -42,15 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     one = commands.add_parser("leaderboard", help="print a table of several models on the tasks that all have")
     one.add_argument("files", nargs="+", metavar="[NAME=]FILE", help="files of samples")
     one.set_defaults(run=_leaderboard)
-    args = parser.parse_args(argv)
-    try:
-        sys.path += getattr(args, "code", [])
-        return args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return cli.run(parser, argv)
 
 
 def _add_sampling(parser: argparse.ArgumentParser, split: str) -> None:
@@ -74,12 +66,14 @@ def _add_sampling(parser: argparse.ArgumentParser, split: str) -> None:
 
 
 def _endpoint(args) -> int:
+    sys.path += args.code
     rows = _sample(args, args.out, args.num_tasks or 200)
     print(scores_lib.shown(*scores_lib.measure([*samples.by_task(rows).values()])))
     return 0
 
 
 def _annotate(args) -> int:
+    sys.path += args.code
     name, options = envs.locate(args.name, dict(map(cli.option, args.options)))
     env = envs.load(name, seed=args.seed, **options)
     if not (args.num_tasks or env.num_tasks):

@@ -65,12 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     one.add_argument("workdir", metavar="WORKDIR", help="working directory of a run")
     one.add_argument("--key", required=True, metavar="FILE", help="PEM file of the private key")
     one.set_defaults(run=_open)
-    args = parser.parse_args(argv)
-    try:
-        return args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return cli.run(parser, argv)
 
 
 if __name__ == "__main__":

@@ -390,8 +390,7 @@ def routing(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the MoE routers choose the claimed experts, within the tolerance, or a verdict that rejects. OK if the rollout names no experts."""
     if one.gap_T is None:
         return OK
-    gap_T = np.where(np.isnan(one.gap_T), np.inf, one.gap_T)
-    wrong = int((gap_T > rules.tolerance.routing).sum())
+    gap_T, wrong = _misses(one.gap_T, rules.tolerance.routing)
     worst = f"those of token {int(gap_T.argmax())} miss by {gap_T.max():.3g}"
     detail = f"{wrong} of {len(gap_T)} tokens name experts that their policy does not choose; {worst}"
     return _accept_if(wrong == 0, "routing", detail)
@@ -399,8 +398,7 @@ def routing(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
 
 def sampling(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if the claimed tokens are those that the seed's noise draws in the replay, within the tolerance, or a verdict that rejects."""
-    margin_N = np.where(np.isnan(one.margin_N), np.inf, one.margin_N)
-    wrong = int((margin_N > rules.tolerance.margin).sum())
+    margin_N, wrong = _misses(one.margin_N, rules.tolerance.margin)
     worst = f"token {int(one.positions_N[margin_N.argmax()])} misses by {margin_N.max():.3g}"
     detail = f"{wrong} of {len(margin_N)} tokens are not those that the seed draws; {worst}"
     return _accept_if(wrong <= max(rules.tolerance.max_wrong_tokens, most_flips(one, rules)), "sampling", detail)
@@ -413,8 +411,7 @@ def kept(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """
     if one.kept_gap_N is None:
         return OK
-    gap_N = np.where(np.isnan(one.kept_gap_N), np.inf, one.kept_gap_N)
-    wrong = int((gap_N > rules.tolerance.margin).sum())
+    gap_N, wrong = _misses(one.kept_gap_N, rules.tolerance.margin)
     worst = f"that of token {int(one.positions_N[gap_N.argmax()])} misses by {gap_N.max():.3g}"
     detail = f"{wrong} of {len(gap_N)} kept sets are not those of the filters; {worst}"
     return _accept_if(wrong <= max(rules.tolerance.max_wrong_tokens, most_flips(one, rules)), "kept", detail)
@@ -471,6 +468,12 @@ def proof(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     if not failed:
         return OK
     return Verdict("toploc", f"{failed[0].reason} ({failed[0].exp_mismatches} exponent mismatches)")
+
+
+def _misses(gap: np.ndarray, limit: float) -> tuple[np.ndarray, int]:
+    """Returns (gaps with infinity for NaN, the number of those above the limit)."""
+    gap = np.where(np.isnan(gap), np.inf, gap)
+    return gap, int((gap > limit).sum())
 
 
 WITH_WEIGHTS = (routing, kept, sampling, logprob, stopping, shape, proof)

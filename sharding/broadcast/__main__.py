@@ -45,14 +45,7 @@ MAX_DAYS = 36525  # of a root: a century
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command of `python -m sharding.broadcast`. Returns the exit code: 0, 1 after an error, 130 after Ctrl-C."""
-    args = _parser().parse_args(argv)
-    try:
-        return args.run(args)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return cli.run(_parser(), argv)
 
 
 def _parser() -> argparse.ArgumentParser:

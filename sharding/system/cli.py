@@ -66,6 +66,18 @@ def option(text: str) -> tuple[str, object]:
     return name, value
 
 
+def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
+    """Runs the function `run` of the chosen subcommand, and returns its exit code; 1 after an error, which is printed, 130 after Ctrl-C."""
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
 def note(line: str) -> None:
     """Prints a line for people to standard error."""
     print(line, file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
 """Plays the episodes of a group at the same time against inference servers, and returns their rollouts. Imports no jax."""
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable
 
@@ -94,5 +93,4 @@ class _Opening:
         """Ends requests in progress."""
         for request in self._requests.values():
             request.cancel()
-            with contextlib.suppress(BaseException):  # whoever waited for it has its error
-                await request
+        await asyncio.gather(*self._requests.values(), return_exceptions=True)

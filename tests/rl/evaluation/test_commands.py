@@ -41,8 +41,8 @@ def test_an_endpoint_is_scored_on_the_tasks_and_seeds_of_a_run(url, tmp_path, ca
         task = env.make_task(index, "held_out")
         assert env.score
         seed = (noise_seed.sampling_seed(0, "held_out", 0, index) + row["sample"]) % 2**31
-        said = chat_server.reverser({"messages": task.messages, "seed": seed})["content"]
-        assert row["completion"] == said and row["reward"] == env.score(task, said)["reward"]
+        expected = chat_server.reverser({"messages": task.messages, "seed": seed})["content"]
+        assert row["completion"] == expected and row["reward"] == env.score(task, expected)["reward"]
         assert (
             row["key"] == envs.environment.content_key(task.messages) and row["prompt"] == task.messages[-1]["content"]
         )
