@@ -196,8 +196,8 @@ def test_a_dropped_group_that_is_in_a_batch_is_named(tmp_path, capsys, monkeypat
     """A ledger whose own rules let it through drops a group with batch 2 that batch `of` has."""
     record = run_ledger.RunLedger.batch
 
-    def batch(self, step, *fields):
-        return record(self, step, *fields, dropped=[(of, 2 * of - 1)] if step == 2 else ())
+    def batch(self, step, *fields, **options):
+        return record(self, step, *fields, **options, dropped=[(of, 2 * of - 1)] if step == 2 else ())
 
     monkeypatch.setattr(run_ledger.RunLedger, "batch", batch)
     monkeypatch.setattr(run_rules.RunState, "_batch_error", lambda self, fields: None)
