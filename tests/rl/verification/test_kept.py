@@ -8,6 +8,7 @@ import pytest
 
 from inference.engine import request as request_lib
 from inference.rollouts import kept_sets
+from rl.protocol import task_schedule
 from rl.verification import checks
 from rl.verification import replay as replay_lib
 from tests.rl.verification import test_verifier
@@ -96,9 +97,10 @@ def test_the_gap_is_0_for_the_filters_own_set_and_more_for_every_other():
 
 def test_what_a_submission_can_be_refused_for_without_weights():
     group = honest()
+    scheduled = task_schedule.Group(1, 0, "train", 0, seed=7, num_samples=1, temperature=1.0, min_version=0)
     rules = bare_rules.make(
         test_verifier.MODEL, test_verifier.CAPACITY, test_verifier.STRICT, filters=FILTERS, kept=20,
-        groups=lambda step: [_Group()],
+        groups=lambda step: [scheduled],
     )  # fmt: skip
     for change, words in (
         (lambda r: r, ""),
@@ -112,11 +114,3 @@ def test_what_a_submission_can_be_refused_for_without_weights():
     unfiltered = dataclasses.replace(rules, kept=0)
     assert checks.kept_named(group[0], unfiltered).reason == "kept"
     assert checks.kept_named(dataclasses.replace(group[0], kept=b""), unfiltered).accepted
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """The fields of a scheduled group that the check reads."""
-
-    group: int = 0
-    split: str = "train"
