@@ -25,7 +25,7 @@ def get_config() -> config_dict.ConfigDict:
     # param_dtype is of the base of adapters, and of an exported checkpoint: parameters that train are float32. dtype: "bfloat16" on
     # accelerators. "auto": that, and "float32" on a CPU and for parameters that train (rl/plan/sizes.py)
     m.update(param_dtype="float32", dtype="float32")
-    m.remat = "none"  # recomputed in the backward pass: "block" (each layer), "dots" (all but matmuls), "offload"
+    m.remat = "none"  # recomputed in the backward pass: "block" (each layer), "dots" (all but matmuls), "attention" (all but it), "offload"
     m.family = "qwen3"  # the model family whose tensor names a saved checkpoint has
     m.max_positions = 0  # positions the model was trained for; 0: unknown
     # Blocks.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from models.kernels import cpu_attention, splash_attention
@@ -60,10 +61,16 @@ def attend_packed(
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and mesh.shape["context"] > 1:
         run = functools.partial(_ring, window=window, scale=how["scale"], softcap=softcap)
-        return _per_device(run, "context")(q_BTHC, k_BTKC, v_BTKV, packing, sinks_H)
+        out_BTHV = _per_device(run, "context")(q_BTHC, k_BTKC, v_BTKV, packing, sinks_H)
+        return checkpoint_name(out_BTHV, splash_attention.SAVED)
     implementation = _choose(implementation, q_BTHC, v_BTKV, packing, how)
     if implementation == "splash":
         return _splash(q_BTHC, k_BTKC, v_BTKV, packing.segment_ids, how | {"window": window, "longest": longest})
+    out_BTHV = _masked(implementation, q_BTHC, k_BTKC, v_BTKV, packing, window, how)
+    return checkpoint_name(out_BTHV, splash_attention.SAVED)  # splash names its own
+
+
+def _masked(implementation: str, q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
     if implementation == "cudnn":
         columns_T = jnp.arange(q_BTHC.shape[1])
         mask_BTS = readable(packing, columns_T, packing, columns_T, window)

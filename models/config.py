@@ -13,7 +13,7 @@ CHOICES = {
     "family": ("llama", "qwen2", "qwen3", "glm4_moe", "deepseek_v3", "gpt_oss", "gemma3"),
     "param_dtype": ("float32", "bfloat16"),
     "dtype": ("float32", "bfloat16"),
-    "remat": ("none", "block", "dots", "offload"),
+    "remat": ("none", "block", "dots", "attention", "offload"),
     "norm": ("rms", "rms_float32", "rms_plus_one"),
     "activation": ("silu", "gelu", "clamped"),
     "rope_scaling": ("none", "linear", "llama3", "yarn"),
@@ -52,7 +52,7 @@ class ModelConfig:
     norm_topk: bool  # the chosen experts' weights sum to 1
     param_dtype: str  # of the parameters at rest
     dtype: str  # of activations and matmuls; norms, softmax, router and logits are float32
-    remat: str  # the backward pass recomputes "none", "block" (whole layers), "dots" (all but matmuls), or "offload"
+    remat: str  # the backward pass recomputes "none", "block" (whole layers), "dots" (all but matmuls), "attention" (all but it), or "offload"
     family: str = "qwen3"  # decides the tensor names of a saved checkpoint; changes no arithmetic
     max_positions: int = 0  # positions the model was trained for; 0: unknown. Changes no arithmetic
     # Blocks.

@@ -88,13 +88,13 @@ class ModelFlops:
     def executed_flops(self, num_tokens: float, row: int, sequence: int) -> float:
         """Returns the FLOPs that the chips execute in a train step on `num_tokens` tokens, recomputation included.
 
-        A layer's forward pass runs again with remat "block" and "offload"; the output head's always does, and that of the attention
-        kernel unless remat is "none". Its backward pass has seven matmuls: the two of the scores in both of its parts, dq alone,
-        dk and dv. The forward pass has two.
+        A layer's forward pass runs again with remat "block", "attention", and "offload"; the output head's always does, and that of the
+        attention kernel unless remat is "none" or "attention". The kernel's backward pass has seven matmuls: the two of the scores in
+        both of its parts, dq alone, dk and dv. The forward pass has two.
         """
-        again = 1 if self.config.remat in ("block", "offload") else 0
+        again = 1 if self.config.remat in ("block", "attention", "offload") else 0
         layers = (3 + again) * 2 * (self.multiplied - self.head)
-        attention = (1 + (self.config.remat != "none") + 3.5) * self.kernel_flops(row, sequence)
+        attention = (1 + (self.config.remat not in ("none", "attention")) + 3.5) * self.kernel_flops(row, sequence)
         return num_tokens * (layers + 4 * 2 * self.head + attention)
 
     def read_parameters(self, num_tokens: int) -> float:

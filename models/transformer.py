@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models import attention, blocks, layers, moe
 from models import config as config_lib
-from models.kernels import cpu_transposed, int8
+from models.kernels import cpu_transposed, int8, splash_attention
 from sharding import rules
 
 Params = dict
@@ -290,6 +290,7 @@ def _remat(block: Callable, config: config_lib.ModelConfig) -> Callable:
     policy = {
         "block": policies.nothing_saveable,
         "dots": policies.save_only_these_names(layers.SAVED),
+        "attention": policies.save_only_these_names(splash_attention.SAVED),
         # The input of each layer waits in host memory; everything inside the layer is recomputed from it.
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask_info
 
 BLOCK = 512  # queries and keys of a tile; a multiple of 128
+SAVED = "attention"  # the name of attention's results (and the kernel's log-sum-exp), which rematerialization "attention" keeps
 
 
 def attend(
@@ -54,7 +55,7 @@ def attend(
             save_residuals=False,
             mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
             attn_logits_soft_cap=softcap or None,
-            residual_checkpoint_name=None,
+            residual_checkpoint_name=SAVED,
             mask_function=_readable(window),
             interpret=interpret,
         )

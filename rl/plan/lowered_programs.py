@@ -138,7 +138,7 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
     num_tokens, longest = num_micro_batches * rows * T, min(config.inference.max_model_len, T)
     work = flops.ModelFlops.of(model)
     num_scored = int(exp.objective.old_logprobs == "learner")
-    num_passes = (4 if model.remat in ("block", "offload") else 3) + num_scored
+    num_passes = (4 if model.remat in ("block", "attention", "offload") else 3) + num_scored
     held = _held(parameters=(state.params, state.frozen), optimizer=state.opt_state, batch=batch)
     if exp.objective.needs_reference:  # it stays in memory next to the policy
         other = reference.model_of(exp.objective, model, exp.tokenizer.vocab_size)
@@ -161,7 +161,7 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
             "copies": copies,
             "merged parameters": merged,
             "saved layer inputs": _local_tokens(mesh, rows, T)
-            * model.model_dim
+            * (model.model_dim + (model.remat == "attention") * model.num_heads * model.v_dim)
             * num_saved
             * jnp.dtype(model.dtype).itemsize,
             # With its gradient; the factor is that of the compiled configs/intellect2.py. Without recomputation, those of all layers.

@@ -260,7 +260,7 @@ def remedy(config: config_dict.ConfigDict, topology: str, names: Sequence[str]) 
 
 def _learner_changes(config, topology: str) -> Iterator[tuple[str, dict]]:
     """Yields fewer rows at a time, then more recomputation, then other topologies with the same rows or one per shard."""
-    remats = ["none", "dots", "block", "offload"]
+    remats = ["none", "dots", "attention", "block", "offload"]
     for place in [topology, *roofline.alternatives(topology)]:
         try:
             shards = rules.num_batch_shards(lowered_programs.create_mesh(place, config.mesh.to_dict()))

@@ -248,7 +248,7 @@ def test_weight_decay_acts_on_matrices_alone(name, scanned):
         assert decayed == (not kind.endswith(("norm", "bias")) and kind not in ("sinks", "correction")), path
 
 
-@pytest.mark.parametrize("remat", slow_but(["block", "dots", "offload"]))
+@pytest.mark.parametrize("remat", slow_but(["block", "dots", "attention", "offload"], "attention"))
 def test_rematerialisation_changes_no_value(remat):
     config = dataclasses.replace(FAMILIES["qwen3"], remat=remat)
     assert_same_run(run(params_of("qwen3"), config, packed_rows(), WEIGHT_BTV), "qwen3", config)
@@ -265,8 +265,31 @@ def test_rematerialisation_by_name_saves_less():
         )
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
 
-    none, dots, block = (residuals(remat) for remat in ("none", "dots", "block"))
-    assert none > 1.5 * dots > 1.5 * block
+    none, dots, attention, block = (residuals(remat) for remat in ("none", "dots", "attention", "block"))
+    assert none > 1.5 * dots > 1.5 * block and dots > attention
+    B, T = packed_rows()["tokens_BT"].shape
+    config = FAMILIES["qwen3"]
+    assert attention - block == 4 * config.num_layers * B * T * config.num_heads * config.v_dim  # one output per layer
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize(("remat", "calls"), [("none", 3), ("attention", 3), ("block", 4), ("dots", 4)])
+def test_the_attention_kernel_runs_again_unless_its_results_are_saved(remat, calls, scanned):
+    """Kernels per layer in the gradient's program for a TPU: forward, maybe forward again, dq, dkv."""
+    changes = {"attention": "splash", "num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "scan_layers": scanned}
+    config = dataclasses.replace(FAMILIES["qwen3"], remat=remat, **changes)
+    tokens_BT = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    gradient = jax.grad(lambda params, tokens_BT: transformer.apply(params, config, tokens_BT)[0].sum())
+
+    def count(jaxpr):
+        eqns = [eqn for eqn in jaxpr.eqns if eqn.outvars]  # JAX leaves a call without results behind, which XLA drops
+        inner = [x for eqn in eqns for value in eqn.params.values() for x in jax.tree.leaves(value)]
+        inner = [getattr(x, "jaxpr", x) for x in inner]
+        own = sum(eqn.primitive.name == "pallas_call" for eqn in eqns)
+        return own + sum(count(x) for x in inner if hasattr(x, "eqns"))
+
+    program = jax.make_jaxpr(gradient)(transformer.abstract(config), tokens_BT)
+    assert count(program.jaxpr) == calls * (1 if scanned else config.num_layers)
 
 
 def test_offloaded_layer_inputs_are_in_host_memory():
