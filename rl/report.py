@@ -22,16 +22,19 @@ import pathlib
 import re
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
 import markupsafe
 
 from rl.ledger import environments, storage
-from rl.reporting import metrics, timeline_trace
+from rl.reporting import diagnostics, metrics, timeline_trace
 from sharding import bucket
 from sharding.format import journal
 from sharding.system import atomic_file, cli
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # of the page: nothing runs, and nothing is loaded
 MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bins), per page, per text: below 1 MB
 
 
@@ -90,8 +93,22 @@ TIMES = {"wait_s": "waiting for rollouts", "eval_s": "evaluation"}  # others by 
 
 
 def write(workdir: str | os.PathLike) -> pathlib.Path:
-    """Draws `<workdir>/report.html` and returns its path. Raises ValueError for a malformed file."""
+    """Draws `<workdir>/report.html` and its trace, and returns the path. Raises ValueError for a malformed file."""
     workdir = pathlib.Path(workdir)
+    spans = timeline_trace.write(workdir, metrics.read_steps(workdir))
+    atomic_file.write(workdir / "report.html", render(workdir, spans).encode())
+    return workdir / "report.html"
+
+
+def render(
+    workdir: pathlib.Path,
+    spans: Sequence[timeline_trace.Span] = (),
+    *,
+    nodes: Sequence[Mapping[str, Any]] = (),
+    script: str = "",
+    policy: str = POLICY,
+) -> str:
+    """Returns the page of a run. One that is live has the table of its `nodes`, and a `script` that the content security `policy` names."""
     records = metrics.read(workdir / "metrics.jsonl")
     steps = [record for record in records if record["phase"] == "rl"]
     for record in records:  # the curve is the mismatch with the sampler
@@ -100,11 +117,11 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
     evaluations = _evaluations(workdir / "evaluations.json")
     config = atomic_file.read_json(workdir / "config.json", dict)
     split = _time_split(records)
-    spans = timeline_trace.write(workdir, steps)
     headline, lede = _headline(evaluations, steps, sum(split.values()))
-    page = _template().render(
+    return template("report.html").render(
         name=workdir.resolve().name,
         headline=headline,
+        advice=diagnostics.of_run(steps, _first_scores(evaluations)),
         lede=lede,
         tiles={label: _median(steps, name) for label, name in TILES.items()},
         figures=[_score_figure(evaluations), *filter(None, (_curve_figure(curve, records) for curve in CURVES))],
@@ -112,12 +129,30 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
         shares=timeline_trace.shares(spans),
         samples=_samples(evaluations),
         environments=_environments(workdir / "ledger.db"),
+        nodes=nodes,
+        script=script,
+        policy=policy,
         command=config.pop("command", None),
         versions=", ".join(f"{name} {version}" for name, version in config.pop("versions", {}).items()),
         config=config,
     )
-    atomic_file.write(workdir / "report.html", page.encode())
-    return workdir / "report.html"
+
+
+def template(name: str) -> jinja2.Template:
+    """Returns a template of this folder, which escapes all text."""
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters |= {"text": text, "pre": _pre, "number": _number, "seconds": metrics.format_seconds}
+    environment.filters["moving_mean"] = _moving_mean
+    return environment.from_string(_read(name))
+
+
+def style() -> str:
+    """Returns the style of the report, for other pages."""
+    return _read("report.html").partition("<style>")[2].partition("</style>")[0].strip()
+
+
+def _read(name: str) -> str:
+    return pathlib.Path(__file__).with_name(name).read_text()
 
 
 def _environments(file):
@@ -125,13 +160,6 @@ def _environments(file):
         return []
     with contextlib.closing(storage.connect(file)) as db:
         return environments.of(entry.event for entry in storage.read(db, 0))
-
-
-def _template():
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"text": _text, "pre": _pre, "number": _number, "seconds": metrics.format_seconds}
-    environment.filters["moving_mean"] = _moving_mean
-    return environment.from_string(pathlib.Path(__file__).with_suffix(".html").read_text())
 
 
 def _evaluations(path):
@@ -156,12 +184,17 @@ def _headline(evaluations, steps, seconds):
     lede += f", {metrics.format_value(last['num_tasks'])} held-out tasks" if last["num_tasks"] else ""
     before, after = first["scores"].get(name), last["scores"][name]
     if first is last or before is None:
-        return f"Held-out {_text(name)} is <b>{after:.3f}</b>", f"One evaluation so far. {lede}."
+        return f"Held-out {text(name)} is <b>{after:.3f}</b>", f"One evaluation so far. {lede}."
     margin = math.hypot(_error(first, name), _error(last, name))
     verb, to = ("rose from", "to") if after > before + margin else ("did not change measurably:", "→")
     verb, to = ("fell from", "to") if after < before - margin else (verb, to)
     change = f"{after - before:+.3f}".replace("-", "−") + f" ± {margin:.3f} (95 %)" * bool(margin)
-    return f"Held-out {_text(name)} {verb} <b>{before:.3f}</b> {to} <b>{after:.3f}</b>", f"{change} after {lede}."
+    return f"Held-out {text(name)} {verb} <b>{before:.3f}</b> {to} <b>{after:.3f}</b>", f"{change} after {lede}."
+
+
+def _first_scores(evaluations):
+    """Returns {version: held-out score} of the score in the headline."""
+    return {item["step"]: next(iter(item["scores"].values())) for item in evaluations}
 
 
 def _error(item, name):
@@ -288,13 +321,14 @@ def _samples(evaluations):
 
 
 def _pre(value, max_chars=MAX_CHARS):
-    text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
-    cut = f"<i>{len(text) - max_chars} more characters</i>" if len(text) > max_chars else ""
-    return markupsafe.Markup(f'<pre tabindex="0">{_text(text[:max_chars])}{cut}</pre>')
+    whole = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
+    cut = f"<i>{len(whole) - max_chars} more characters</i>" if len(whole) > max_chars else ""
+    return markupsafe.Markup(f'<pre tabindex="0">{text(whole[:max_chars])}{cut}</pre>')
 
 
-def _text(text):
-    return markupsafe.Markup(HIDDEN.sub(lambda match: f"<i>U+{ord(match[0]):04X}</i>", html.escape(text)))
+def text(value: str) -> markupsafe.Markup:
+    """Returns hostile text for a page: escaped, and characters that are invisible or change the direction of the line by their code."""
+    return markupsafe.Markup(HIDDEN.sub(lambda match: f"<i>U+{ord(match[0]):04X}</i>", html.escape(value)))
 
 
 def _number(value):

@@ -29,13 +29,22 @@ def add(app: fastapi.FastAPI, metrics: registry.Collector, health: Callable[[], 
 
 
 @contextlib.contextmanager
-def serving(address: str, health: Callable[[], dict], *roles: registry.Collector) -> Iterator[str]:
-    """Serves both routes for the metrics of `roles` at [HOST:]PORT in a thread, until the `with` block ends; yields the URL."""
+def serving(
+    address: str,
+    health: Callable[[], dict],
+    *roles: registry.Collector,
+    add_more: Callable[[fastapi.FastAPI], None] = lambda app: None,
+) -> Iterator[str]:
+    """Serves both routes for the metrics of `roles` at [HOST:]PORT in a thread, until the `with` block ends; yields the URL.
+
+    `add_more` adds further routes to the app.
+    """
     app = fastapi.FastAPI(title="Intellax metrics", docs_url=None, redoc_url=None)
     metrics = prometheus_client.CollectorRegistry()
     for role in roles:
         metrics.register(role)
     add(app, metrics, health)
+    add_more(app)
     sock = listen(address)
     with web.in_thread(web.server(app), sock):
         yield sockets.address(sock)

@@ -7,6 +7,7 @@ returns the `ADVICE` on the first of `PATHOLOGIES` that holds in the last steps;
 import collections
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from rl.reporting import metrics
 
 WINDOW = 5  # steps that a piece of advice looks at
 SOLVED = 0.95  # mean reward, of at most 1
+UNSOLVED = 0.02
+MIN_SCORES = 3  # held-out scores, before they are compared with the rewards
+CHANGES = ("loss/entropy", "rollout/reward", "rollout/response_length")  # metrics whose change counts
 
 
 def not_finite(values: dict[str, float]) -> str | None:
@@ -98,28 +102,52 @@ class Adviser:
 
     def __init__(self):
         self._history: list[dict[str, float]] = []
+        self._scores: dict[int, float] = {}  # held-out, by version
         self._given: set[str] = set()
+
+    def scored(self, version: int, score: float) -> None:
+        """Records the held-out score of a version."""
+        self._scores[version] = score
 
     def after(self, step: int, values: dict[str, float]) -> str | None:
         """Records the metrics of a step. Every fifth step, returns a line of advice not given before; otherwise None."""
         self._history.append(values)
         if step % WINDOW:
             return None
-        name, line = advice(self._history)
+        name, line = advice(self._history, [score for _, score in sorted(self._scores.items())])
         if name in self._given:
             return None
         self._given.add(name)
         return line
 
 
-def advice(history: Sequence[dict[str, float]]) -> tuple[str, str | None]:
-    """Returns the first of `PATHOLOGIES` in the last `WINDOW` of the steps' metrics: (its name, the advice), or ("", None)."""
+def of_run(steps: Sequence[dict[str, Any]], scores: Mapping[int, float]) -> list[tuple[int, str]]:
+    """Returns (step, advice) of a whole run, from the metrics of its steps and the held-out scores by version."""
+    adviser, found, left = Adviser(), [], sorted(scores.items())
+    for record in steps:
+        while left and left[0][0] < record["step"]:
+            adviser.scored(*left.pop(0))
+        values = {name: value for name, value in record.items() if "/" in name}  # not the phase
+        if line := adviser.after(record["step"], values):
+            found.append((record["step"], line))
+    return found
+
+
+def advice(history: Sequence[dict[str, float]], scores: Sequence[float] = ()) -> tuple[str, str | None]:
+    """Returns the first of `PATHOLOGIES` in the last `WINDOW` of the steps' metrics: (its name, the advice), or ("", None).
+
+    `scores` are the held-out scores so far, the oldest first.
+    """
     if len(history) < WINDOW:
         return "", None
     now = _means(history[-WINDOW:])
-    # The fall of the entropy is that between two windows, which may not overlap.
-    now["first entropy"] = _means(history[:WINDOW])["loss/entropy"] if len(history) >= 2 * WINDOW else 0.0
+    # A change is that between two windows, which may not overlap.
+    first = _means(history[:WINDOW] if len(history) >= 2 * WINDOW else ())
+    now |= {f"first {name.rpartition('/')[2]}": first[name] for name in CHANGES}
     now["sampler_kl"] = now[metrics.sampler_kl(history[-1])]
+    now["waiting"] = now["time/wait_s"] / max(now["time/step_s"], 1e-9)
+    if len(scores) >= MIN_SCORES:
+        now |= {"first score": scores[0], "score": float(np.mean(scores[-2:]))}
     return next(((name, ADVICE[name].format(now)) for name, holds in PATHOLOGIES.items() if holds(now)), ("", None))
 
 
@@ -135,19 +163,37 @@ def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 # On the means of the last steps. The first condition that holds is reported: causes before consequences.
 PATHOLOGIES: dict[str, Callable[[dict[str, float]], bool]] = {
     "solved": lambda m: m["rollout/zero_advantage_frac"] > 0.9 and m["rollout/reward"] >= SOLVED,
+    "unsolved": lambda m: m["rollout/zero_advantage_frac"] > 0.9 and m["rollout/reward"] <= UNSOLVED,
     "equal rewards": lambda m: m["rollout/zero_advantage_frac"] > 0.9,
     # with hardly any staleness the policy did not change: a ratio away from 1 is a numerical error
     "mismatch": lambda m: m["sync/lag"] < 0.5 and m["sampler_kl"] > 0.01,
     "varying ratios": lambda m: m["loss/effective_sample_frac"] < 0.3,
     "clipping": lambda m: m["loss/clip_frac"] > 0.3,
     "entropy": lambda m: 0.1 * m["first entropy"] > max(m["loss/entropy"], 0.0),
+    "rising entropy": lambda m: m["loss/entropy"] > 3 * m["first entropy"] and m["rollout/reward"] < m["first reward"],
     "truncation": lambda m: m["rollout/truncated_frac"] > 0.5,
+    "held-out flat": lambda m: m["rollout/reward"] - m["first reward"] > 0.15 and m["score"] - m["first score"] < 0.02,
+    "longer": lambda m: (
+        m["rollout/response_length"] > 1.5 * m["first response_length"]
+        and m["rollout/reward"] - m["first reward"] < 0.02
+    ),
+    "shorter": lambda m: (
+        m["rollout/response_length"] < 0.5 * m["first response_length"]
+        and m["rollout/reward"] - m["first reward"] < 0.02
+    ),
+    # without overlap (a lag near 0), learner and servers wait for each other by design
+    "full servers": lambda m: (
+        m["waiting"] > 0.7 and m["sync/lag"] > 0.2 and m["machine/servers_waiting"] > m["machine/servers_running"]
+    ),
+    "idle servers": lambda m: m["waiting"] > 0.7 and m["sync/lag"] > 0.2 and m["machine/servers_kv_used"] < 0.2,
     "few micro-batches": lambda m: m["loss/optimizer_steps_missing"] > 0,
     "no gradient": lambda m: m["loss/grad_norm"] < 1e-8,
 }
 ADVICE = {
     "solved": "solved: the mean reward is {0[rollout/reward]:.2f} of at most 1, and in {0[rollout/zero_advantage_frac]:.0%} "
     "of the groups all rewards are equal; stop here, or make the tasks harder",
+    "unsolved": "advice: no task is solved (mean reward {0[rollout/reward]:.2f}), so no sample is preferred: make the tasks easier "
+    "(env.options), train on demonstrations first (warmup.num_steps), raise rl.samples_per_prompt, or give partial credit",
     "equal rewards": "advice: in {0[rollout/zero_advantage_frac]:.0%} of the groups all rewards are equal (mean reward "
     "{0[rollout/reward]:.2f}), so no sample is preferred: make the tasks easier or harder, raise rl.samples_per_prompt, or "
     "give partial credit",
@@ -161,6 +207,19 @@ ADVICE = {
     "lower optimizer.learning_rate, widen clip_high, or set objective.entropy_coef",
     "truncation": "advice: {0[rollout/truncated_frac]:.0%} of the samples end at the length limit before they can be "
     "rewarded: raise sampling.max_tokens, or shape long answers",
+    "rising entropy": "advice: entropy rose from {0[first entropy]:.3g} to {0[loss/entropy]:.3g}, and the reward fell: lower "
+    "objective.entropy_coef or optimizer.learning_rate",
+    "held-out flat": "advice: the reward rose from {0[first reward]:.2f} to {0[rollout/reward]:.2f}, and the held-out score stayed at "
+    "{0[score]:.2f} ({0[first score]:.2f} at first): read samples for a reward that is exploited (python -m rl.envs check NAME), or "
+    "raise env.num_tasks",
+    "longer": "advice: completions grew from {0[first response_length]:.0f} to {0[rollout/response_length]:.0f} tokens without more "
+    "reward: set rl.overlong_buffer, or rl.loss = 'dr_grpo', which does not prefer long wrong answers",
+    "shorter": "advice: completions shrank from {0[first response_length]:.0f} to {0[rollout/response_length]:.0f} tokens without more "
+    "reward: lower rl.overlong_buffer or optimizer.learning_rate, and look for samples that give up early",
+    "full servers": "advice: the learner waits in {0[waiting]:.0%} of the time, and {0[machine/servers_waiting]:.0f} requests wait for a "
+    "slot: add inference servers, or raise inference.num_slots",
+    "idle servers": "advice: the learner waits in {0[waiting]:.0%} of the time, and the servers are idle: raise topology.num_workers, "
+    "or add workers",
     "few micro-batches": "advice: a batch fills too few micro-batches: {0[loss/optimizer_steps_missing]:.1f} of "
     "objective.optimizer_steps found none; lower train.rows or train.row_length, or take fewer steps",
     "no gradient": "advice: the gradient's norm is {0[loss/grad_norm]:.1g}: no token trains; look at loss masks and advantages",

@@ -19,8 +19,15 @@ HEALTHY = {
     "rollout/zero_advantage_frac": 0.3,
     "rollout/reward": 0.5,
     "rollout/truncated_frac": 0.1,
+    "rollout/response_length": 40.0,
     "sync/lag": 0.0,
+    "time/wait_s": 1.0,
+    "time/step_s": 10.0,
+    "machine/servers_waiting": 2.0,
+    "machine/servers_running": 30.0,
+    "machine/servers_kv_used": 0.5,
 }
+WAITING = {"time/wait_s": 8.0, "sync/lag": 1.0}
 
 
 def advice(history):
@@ -115,7 +122,13 @@ def test_metrics_of_groups():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rollout/zero_advantage_frac": 0.95, "rollout/reward": 0.0}, ("95% of the groups", "0.00", "partial credit")),
+        ({"rollout/zero_advantage_frac": 0.95, "rollout/reward": 0.2}, ("95% of the groups", "0.20", "partial credit")),
+        ({"rollout/zero_advantage_frac": 0.95, "rollout/reward": 0.0}, ("no task is solved", "0.00", "env.options")),
+        ({"loss/entropy": 4.0, "rollout/reward": 0.4}, ("from 1 to 4", "objective.entropy_coef")),
+        ({"rollout/response_length": 70.0}, ("grew from 40 to 70", "rl.overlong_buffer")),
+        ({"rollout/response_length": 15.0}, ("shrank from 40 to 15", "give up early")),
+        (WAITING | {"machine/servers_waiting": 90.0}, ("waits in 80%", "90 requests", "inference.num_slots")),
+        (WAITING | {"machine/servers_kv_used": 0.1}, ("waits in 80%", "topology.num_workers")),
         ({"loss/mismatch_kl": 0.05}, ("0.05", "temperature", "dtype")),
         ({"loss/mismatch_kl": 0.05, "sync/lag": 2.0, "loss/effective_sample_frac": 0.2}, ("20%", "rl.max_lag")),
         ({"loss/clip_frac": 0.4}, ("40%", "clipped or masked")),
@@ -143,6 +156,18 @@ def test_no_advice_without_cause():
     assert advice([stale] * 9) is None  # staleness explains the drift
     assert advice([HEALTHY | {"loss/entropy": float("nan")}] * 9) is None
     assert "groups" in advice([HEALTHY | {"rollout/zero_advantage_frac": 1.0, "loss/grad_norm": 0.0}] * 9)
+
+
+def test_a_reward_that_rises_alone_is_suspect():
+    """Three held-out scores are needed, and one that rises with the reward is learning."""
+    risen = [HEALTHY] * 10 + [HEALTHY | {"rollout/reward": 0.8, "rollout/response_length": 90.0}] * 5
+    line = diagnostics.advice(risen, [0.5, 0.49, 0.51])[1]
+    assert "from 0.50 to 0.80" in line and "stayed at 0.50" in line and "rl.envs check" in line
+    for scores in ([0.5, 0.5], [0.5, 0.7, 0.75], []):
+        assert diagnostics.advice(risen, scores) == ("", None)  # longer answers that earn more are no drift
+    steps = [values | {"phase": "rl", "step": step} for step, values in enumerate(risen, 1)]
+    assert diagnostics.of_run(steps, {0: 0.5, 5: 0.49, 14: 0.51, 15: 0.9}) == [(15, line)]
+    assert diagnostics.of_run(steps, {0: 0.5, 5: 0.49}) == []
 
 
 def test_each_piece_of_advice_is_given_once_per_run():

@@ -1,0 +1,148 @@
+"""The live page: the newest data, nothing that runs but its own script, and no access from elsewhere without the token."""
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import html.parser
+import json
+import re
+
+import httpx
+import numpy as np
+import pytest
+
+from inference.rollouts import parquet
+from inference.server import metrics_routes
+from rl import live
+from tests.support import rollouts as rollout_files
+
+HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> " onmouseover="alert(3) \' {{ 7*7 }} \x1b[31m \u202e'
+ALLOWED = {"script": 1, "style": 1}
+
+
+class Page(html.parser.HTMLParser):
+    """The tags of a page, and all its attributes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.names, self.links = [], set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.names |= {name for name, _ in attrs}
+        self.links += [value for name, value in attrs if name == "href"]
+
+
+def is_harmless(text, num_scripts):
+    page = Page(text)
+    assert page.tags.count("script") == num_scripts
+    assert not {"img", "iframe", "object", "embed", "base", "form", "link"} & {*page.tags}
+    assert not [name for name in page.names if name.startswith("on")] and "src" not in page.names
+    assert "<script>alert" not in text and "\x1b" not in text and "\u202e" not in text
+    assert all(re.fullmatch(r"(run|rollouts)(\?[\w=&-]*)?", link) for link in page.links), page.links
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """A run whose every text of strangers is hostile."""
+    lines = [{"phase": "rl", "step": n, "rollout/reward": n / 40, f"env/{HOSTILE}/reward": 0.5} for n in range(1, 31)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sample = {"prompt": HOSTILE, "completion": HOSTILE, "reward": 1.0}
+    evaluation = {"step": 0, "scores": {HOSTILE: 0.5}, "samples": [sample]}
+    (tmp_path / "evaluations.json").write_text(json.dumps([evaluation]))
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"env": HOSTILE}, "command": HOSTILE}))
+    for step in (1, 2):
+        rollouts = [dataclasses.replace(one, rewards=one.rewards | {HOSTILE: 1.0}) for one in group(step)]
+        parquet.write(tmp_path / "rollouts" / f"step_{step}" / "accepted.parquet", rollouts)
+    return tmp_path
+
+
+def group(step):
+    return [rollout_files.make(number, step=step) for number in range(2)]
+
+
+def node(**fields):
+    row = {"role": "worker", "key": HOSTILE, "state": "healthy", "url": HOSTILE, "policy": HOSTILE, "problem": HOSTILE}
+    return row | {"tokens_per_s": 3.0, "running": 1, "finished": 2} | fields
+
+
+@pytest.fixture
+def serve(workdir):
+    """Returns (URL, path of the page) of a server whose listener claims to be at `host`."""
+    with contextlib.ExitStack() as stack:
+
+        def start(host="127.0.0.1"):
+            paths = []
+            more = lambda app: paths.append(live.add(app, workdir, host, lambda: [node()], lambda ids: HOSTILE))  # noqa: E731
+            url = stack.enter_context(metrics_routes.serving("0", dict, add_more=more))
+            return url, paths[0]
+
+        yield start
+
+
+def test_the_page_shows_new_steps_and_runs_nothing_of_strangers(serve, workdir, monkeypatch):
+    monkeypatch.setattr(live, "CACHE_S", 0.0)
+    url, path = serve()
+    reply = httpx.get(url + path)
+    assert reply.status_code == 200 and path == "/run"
+    is_harmless(reply.text, num_scripts=1)
+    policy = reply.headers["content-security-policy"]
+    (script,) = re.findall("<script>(.*?)</script>", reply.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'"
+    assert reply.headers["cache-control"] == "no-store" and "30 RL steps" in reply.text and "Nodes" in reply.text
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"phase": "rl", "step": 31, "rollout/reward": 0.9}) + "\n")
+    assert "31 RL steps" in httpx.get(url + path).text
+
+
+def test_rollouts_are_shown_by_group_and_escaped(serve, workdir):
+    url, _ = serve()
+    for query in ("", "?step=1", "?step=99", "?step=2&first=1000"):
+        page = httpx.get(f"{url}/rollouts{query}").text
+        is_harmless(page, num_scripts=0)
+        assert f"Rollouts of step {1 if query == '?step=1' else 2}" in page
+    assert httpx.get(f"{url}/rollouts").text.count("<article>") == 1
+    assert httpx.get(f"{url}/rollouts?step=x").status_code == 422
+    for method in ("post", "put", "delete"):
+        assert getattr(httpx, method)(f"{url}/run").status_code == 405
+
+
+def test_from_elsewhere_only_the_token_opens_the_page(serve, workdir):
+    url, path = serve("0.0.0.0")
+    token = (workdir / "page.token").read_text().strip()
+    assert path == f"/run?token={token}" and (workdir / "page.token").stat().st_mode & 0o077 == 0
+    assert httpx.get(url + path).status_code == 200
+    assert f"token={token}" in httpx.get(f"{url}/rollouts?token={token}").text  # its links go on
+    for query in ("", "?token=", "?token=x", f"?token={token[:-1]}"):
+        for page in ("run", "rollouts"):
+            reply = httpx.get(f"{url}/{page}{query}")
+            assert reply.status_code == 403 and HOSTILE not in reply.text and "30 RL" not in reply.text
+    assert httpx.get(f"{url}/metrics").status_code == 200
+
+
+def test_a_name_that_a_stranger_points_at_this_machine_is_refused(serve):
+    """DNS rebinding: the browser believes that the page is of the stranger's site."""
+    url, path = serve()
+    for name, status in (
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost", 200),
+        ("127.0.0.1", 200),
+    ):
+        assert httpx.get(url + path, headers={"host": name}).status_code == status
+
+
+def test_colors_follow_the_log_probabilities():
+    (rollout, *_) = group(1)
+    start = rollout.prompt_length
+    logprobs = rollout.logprobs.copy()
+    logprobs[start:] = np.resize([-5.0, -3.0, -1.0, -0.5, -0.01], len(logprobs) - start)
+    mask = rollout.sampled_mask.copy()
+    mask[start:-1], mask[-1] = True, False
+    changed = dataclasses.replace(rollout, logprobs=logprobs, sampled_mask=mask)
+    found = [re.match('<span class="(..?)"', str(piece))[1] for piece in live.colored(changed, str)]
+    expected = [f"p{n % 5}" for n in range(len(logprobs) - start - 1)] + ["t"]
+    assert found == expected
