@@ -289,6 +289,8 @@ def get_config() -> config_dict.ConfigDict:
     p.host = "127.0.0.1"  # listening address of the orchestrator
     p.port = 0  # 0: any free port
     p.metrics = ""  # [HOST:]PORT of /metrics and /health of learner and orchestrator, not for workers; "": none
+    # Programs that get the metrics, in addition to metrics.jsonl: of "tensorboard", "wandb", "trackio", "mlflow" (docs/operations.md).
+    p.monitors = ("tensorboard",)
     p.relay_host = "127.0.0.1"  # remote: listening address of the relay, which serves the weights
     p.relay_port = 0  # 0: any free port, which the run prints
     p.servers = ()  # remote: URLs of inference servers

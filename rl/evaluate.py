@@ -249,7 +249,8 @@ def main() -> None:
         entry = broadcast.entry_of(weights, step, key=key.worker)
         assert entry is not None  # just signed
         policy = timeline.Policy(entry.epoch, step, entry.sha256)
-        progress, writer, server = metrics.Progress(), metrics.MetricsWriter(workdir), None
+        progress, server = metrics.Progress(), None
+        writer = metrics.MetricsWriter(workdir, run_directory.monitors(workdir, exp) if is_run else {})
         stack.callback(writer.close)
         if layout.is_colocated(exp.config):
             context = colocated_server.start(exp, weights, key.worker, policy, params)

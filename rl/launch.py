@@ -65,7 +65,8 @@ def begin_server(
     """Starts the process of the run's server, which waits for the first version in the directory `weights`; `stack` ends it."""
     control, run = stack.enter_context(sockets.private_path()), run_directory.signing_key(workdir).worker
     options = ["--control", control, "--key", str(assembly.server_key(workdir)), "--run", run]
-    start = lambda name, command: stack.enter_context(child_process.ChildProcess(name, command, workdir / "logs"))  # noqa: E731
+    logs = run_directory.logs(workdir)
+    start = lambda name, command: stack.enter_context(child_process.ChildProcess(name, command, logs))  # noqa: E731
     child, file = _begin(start, assembly.SERVER, [*server_command(experiment, workdir, weights), *options], workdir)
     return BegunServer(child, control, file)
 
@@ -97,8 +98,10 @@ def start_rollout_system(
             rollouts = assembly.make(experiment, workdir, weights, stack, on_wait, num_hosts, known, ledger)
             rollouts.resume(policy.version, known)
 
+        logs = run_directory.logs(workdir)
+
         def start(name: str, command: list[str]) -> child_process.ChildProcess:
-            return stack.enter_context(child_process.ChildProcess(name, command, workdir / "logs", rollouts.fail))
+            return stack.enter_context(child_process.ChildProcess(name, command, logs, rollouts.fail))
 
         if isinstance(rollouts, client.RemoteOrchestrator):
             _say_elsewhere(experiment, workdir, weights, rollouts.url, start, on_wait)
@@ -140,7 +143,8 @@ def join(
     with contextlib.ExitStack() as stack:
 
         def start(name: str, command: list[str]) -> None:
-            logs, cpu = workdir / "logs", {"JAX_PLATFORMS": "cpu"}  # an environment may import JAX
+            logs = run_directory.logs(workdir, is_first=host == 0)
+            cpu = {"JAX_PLATFORMS": "cpu"}  # an environment may import JAX
             stack.enter_context(child_process.ChildProcess(name, command, logs, on_death, environment=cpu))
 
         _start_workers(experiment, workdir, url, start, host)
@@ -198,7 +202,7 @@ def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path,
 
 def _begin(start: Callable, name: str, command: list[str], workdir: pathlib.Path):
     """Starts a child process that will write its URL to a file. Returns (the child, the file)."""
-    file = workdir / "logs" / f"{name}.address"
+    file = run_directory.logs(workdir).path / f"{name}.address"
     file.unlink(missing_ok=True)
     return start(name, [*command, "--address_file", str(file)]), file
 

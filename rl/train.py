@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 
 from inference.server import inference_server, metrics_routes
 from models import hub
-from rl import evaluate, launch, report, sft
+from rl import evaluate, launch, live, report, sft
 from rl.batch import host_feed, packing
 from rl.experiment import experiment
 from rl.experiment import rules as config_rules
@@ -40,9 +40,10 @@ from rl.learner import optimizers, train_step
 from rl.learner import reference as reference_lib
 from rl.orchestrator import assembly
 from rl.orchestrator.remote import client
-from rl.plan import sizes
+from rl.plan import sizes, utilization
 from rl.protocol import task_schedule, timeline
 from rl.reporting import diagnostics, metrics, start_clock
+from rl.reporting import monitors as monitors_lib
 from rl.retention import redaction
 from rl.topology import colocated_server, layout
 from rl.verification import verifier
@@ -50,7 +51,7 @@ from sharding import broadcast, checkpoint
 from sharding.format import journal
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import compile_cache, role_metrics, secret_file, sockets
+from sharding.system import compile_cache, run_logs, secret_file, sockets
 
 NOTICE_S = 0.2  # between two looks for a SIGTERM of any host
 
@@ -115,8 +116,10 @@ def train(
                 with _timed(times, "eval"):
                     for version, score in run.evaluations.finished():
                         checkpointer.score(version, score)
+                        adviser.scored(version, score)
                 times |= {"time/step_s": time.perf_counter() - begun, "time/unix": time.time()}
                 values = _metrics(values | {"optimizer/learning_rate": rate}, batch, times)
+                values |= utilization.of_step(values, exp.model, mesh.size, mesh.local_devices)
                 run.writer.write(step, "rl", values)
                 bar.update(step, _shown(values))
                 if step == run.start + 1:
@@ -158,9 +161,11 @@ class _Run:
 @contextlib.contextmanager
 def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts: hosts_lib.Hosts) -> Iterator[_Run]:
     """Restores or warms up, and starts all that the loop needs, with the first score and the train step compiled; ends it after."""
-    learner, (progress, writer) = exp.learner(mesh), metrics.of_host(workdir, hosts)
+    learner, monitors = exp.learner(mesh), run_directory.monitors(workdir, exp, hosts)
     step_fn = train_step.jit_train_step(learner)
     with contextlib.ExitStack() as stack:
+        log = stack.enter_context(_log(workdir, hosts))
+        progress, writer = metrics.of_host(workdir, hosts, monitors, log)
         stack.callback(writer.close)
         publisher = stack.enter_context(run_directory.publisher(workdir, exp, hosts))
         options = exp.config.checkpoint.to_dict()
@@ -208,7 +213,7 @@ def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts
             on_death = lambda error: hosts.report(None, error, None)  # noqa: E731
             stack.enter_context(launch.join(exp, workdir, url, hosts.index, serve, progress.say, on_death))
         if orchestrator and exp.config.topology.metrics:
-            stack.enter_context(_metrics_served(exp.config.topology.metrics, writer, orchestrator))
+            stack.enter_context(_metrics_served(exp, workdir, writer, orchestrator, progress))
         stack.push(hosts.report)
         evaluations = None
         if orchestrator:
@@ -251,6 +256,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     exp.rows(mesh)
     config_rules.check_trainable(config)
     launch.check(exp, hosts)
+    monitors_lib.check(config.topology.monitors)
     if config.objective.reference_model:
         reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)
     if config.warmup.num_steps:
@@ -356,6 +362,20 @@ def _publish_state(run: _Run, step: int) -> timeline.Policy:
     return policy
 
 
+@contextlib.contextmanager
+def _log(workdir: pathlib.Path, hosts: hosts_lib.Hosts) -> Iterator[run_logs.Log | None]:
+    """Yields the learner's log, which gets the error that ends the block; None where the parent process writes it."""
+    if not hosts.is_first or (logs := run_directory.logs(workdir)).is_inherited:
+        yield None
+        return
+    with logs.open("learner") as log:
+        try:
+            yield log
+        except BaseException as error:
+            log.write(f"error: {type(error).__name__}: {error}".encode())
+            raise
+
+
 def _host_state(orchestrator, ledger, step: int) -> dict:
     """Returns a checkpoint's state besides arrays: the step, and on the first host the orchestrator's state and the ledger's head."""
     if orchestrator is None:
@@ -363,15 +383,28 @@ def _host_state(orchestrator, ledger, step: int) -> dict:
     return {"step": step, "rollouts": orchestrator.state(step), "ledger": ledger.head()}
 
 
-def _metrics_served(address: str, writer: metrics.MetricsWriter, orchestrator) -> contextlib.AbstractContextManager:
-    """Returns a context that serves the metrics and the health of learner and orchestrator at an address."""
-    learned = role_metrics.RoleMetrics("learner", lambda: {"metric": writer.last})
+@contextlib.contextmanager
+def _metrics_served(
+    exp, workdir: pathlib.Path, writer: metrics.MetricsWriter, orchestrator, progress
+) -> Iterator[None]:
+    """Serves the metrics and the health of learner and orchestrator, and the page of the run, during the block."""
+    address = exp.config.topology.metrics
+    learned = monitors_lib.Prometheus()
+    writer.monitors.add("prometheus", learned)
 
     def health() -> dict:
-        return {"step": int(writer.last.get("step", 0)), "waiting_for": orchestrator.waiting_for()}
+        return {"step": learned.step, "waiting_for": orchestrator.waiting_for()}
 
     here = [orchestrator.metrics] if orchestrator.metrics else []  # else its own process serves them
-    return metrics_routes.serving(address, health, learned, *here)
+    nodes = orchestrator.nodes.table if here else list
+    path = [""]
+
+    def add_page(app) -> None:
+        path[0] = live.add(app, workdir, address.rpartition(":")[0] or "127.0.0.1", nodes, exp.tokenizer.decode)
+
+    with metrics_routes.serving(address, health, learned.metrics, *here, add_more=add_page) as url:
+        progress.say(f"page of the run: {url}{path[0]}")
+        yield
 
 
 def _metrics(learned: dict[str, float], batch, times: dict[str, float]) -> dict[str, float]:

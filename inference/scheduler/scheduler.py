@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+import prometheus_client
 
 from inference.engine import cpu_sub_batches, decode_state
 from inference.engine import engine as engine_lib
@@ -44,7 +45,14 @@ PIN_WAIT_S = 30.0  # that new weights wait for requests pinned to the old versio
 HOST = "pinned_host"  # the memory kind of sequences in a released scheduler
 _STOP, _WAKE = object(), object()
 _STATS = """weight_updates aborted faults prefill_calls prefill_chunks prompt_tokens tokens samples requests
-    generate_calls decode_steps decode_s prefix_queries prefix_hits first_tokens first_token_s"""
+    generate_calls decode_steps decode_s prefix_queries prefix_hits"""
+# Histograms of seconds, by the name that vLLM's dashboards know.
+_LATENCIES = {
+    "e2e_request_latency": "Seconds per request, with all its samples.",
+    "request_queue_time": "Seconds from the arrival of a request until its first sample has a slot.",
+    "time_to_first_token": "Seconds from the arrival of a request until the first token of a sample.",
+    "request_time_per_output_token": "Seconds per token of a sample, from its slot to its end.",
+}
 
 
 class Overloaded(RuntimeError):
@@ -225,7 +233,7 @@ class Scheduler:
             self._inbox.put(message)
 
     def _ended(self, group: sequence_lib.SequenceGroup, future: concurrent.futures.Future) -> None:
-        self.request_s.observe(time.monotonic() - group.submitted_s)
+        self.seconds["e2e_request_latency"].observe(time.monotonic() - group.submitted_s)
         self.stats["requests"] += not future.cancelled() and future.exception() is None
 
     def _forget(self, future):
@@ -349,7 +357,9 @@ class Scheduler:
 
     def _set_counts_to_0(self) -> None:
         self.stats.update(dict.fromkeys(_STATS.split(), 0))
-        self.request_s = role_metrics.latency("vllm:e2e_request_latency", "Seconds per request, with all its samples.")
+        self.seconds: dict[str, prometheus_client.Histogram] = {
+            name: role_metrics.latency(f"vllm:{name}", text) for name, text in _LATENCIES.items()
+        }
 
     def _set_paused(self, is_paused: bool, clear_prefixes: bool) -> None:
         self.is_paused = is_paused
@@ -391,7 +401,9 @@ class Scheduler:
         started: dict[int, list[tuple[int, sequence_lib.Sequence]]] = collections.defaultdict(list)
         while free and (sequence := self._waiting.next(max(1, self._num_slots // 2))):
             slot = free.popleft()
-            sequence.completion.epoch = self.epoch
+            sequence.completion.epoch, sequence.begun_s = self.epoch, time.monotonic()
+            if sequence.index == 0:
+                self.seconds["request_queue_time"].observe(sequence.begun_s - sequence.group.submitted_s)
             self.slots.put(slot, sequence)
             started[id(sequence.group.prefix)].append((slot, sequence))
         for pairs in started.values():
@@ -423,8 +435,12 @@ class Scheduler:
         output = step_output.StepOutput(self._engine, self._state, result, self.slots.running, self._fail)
         output.collect(values, self.version)
         self.stats["tokens"] += output.num_tokens
-        self.stats["first_tokens"] += len(output.started)
-        self.stats["first_token_s"] += sum(time.monotonic() - s.group.submitted_s for s in output.started)
+        now_s = time.monotonic()
+        for sequence in output.started:
+            self.seconds["time_to_first_token"].observe(now_s - sequence.group.submitted_s)
+        for _, sequence in output.finished:
+            seconds = (now_s - sequence.begun_s) / len(sequence.completion.tokens)
+            self.seconds["request_time_per_output_token"].observe(seconds)
         if output.unseen_ends:
             self._deactivate(output.unseen_ends)
         for slot, _ in output.finished:

@@ -59,6 +59,7 @@ class Sequence:
     index: int
     completion: request_lib.Completion
     text: tokenizer_lib.TextStream | None  # decodes the generated tokens; None without stop strings
+    begun_s: float = 0.0  # when it got its slot
     tail: str = ""  # the end of the decoded text, as long as the longest stop string
     proofs: list[bytes] = dataclasses.field(default_factory=list)
     experts: list[np.ndarray] = dataclasses.field(default_factory=list)  # [.., L, X] of each call

@@ -95,7 +95,7 @@ class _Collector(registry.Collector):
         yield self._metric("intellax:prefix_cache_bytes", scheduler.prefixes.num_bytes)
         for name, value in stats.items():
             yield self._metric(f"intellax:{name}_total", value)
-        yield from role_metrics.labeled((self._server.update_s, scheduler.request_s), self._labels())
+        yield from role_metrics.labeled((self._server.update_s, *scheduler.seconds.values()), self._labels())
 
     def _labels(self) -> dict[str, str]:
         return {"engine": "0", "model_name": self._server.model_name}

@@ -61,6 +61,8 @@ def assemble(
     lag = np.array([step - 1 - int(r.versions[r.sampled_mask].min()) for r in rollouts])
     metrics = _describe(groups) | _by_env(groups, credit) | {"rollout/zero_advantage_frac": flat}
     metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
+    metrics["batch/num_row_tokens"] = float(sum(tree.num_tokens for tree in trees))
+    metrics["batch/sequence_length"] = float(np.mean([len(rollout.tokens) for rollout in rollouts]))
     own = {f"own/{name}": float(value) for function in credit.metrics for name, value in function(groups).items()}
     return Batch(trees, metrics | own | counts, groups)
 

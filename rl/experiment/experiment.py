@@ -382,7 +382,7 @@ def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
     has_tensorboard = importlib.util.find_spec("tensorboard") is not None
     install = "" if has_tensorboard else "pip install tensorboard; "
     lines += [f"metrics: {workdir / 'metrics.jsonl'}, or {install}tensorboard --logdir {workdir / 'tensorboard'}"]
-    return "\n".join([*lines, f"logs of the child processes: {workdir / 'logs'}"])
+    return "\n".join([*lines, f"logs: {workdir / 'logs'}, or python -m rl.logs {workdir} --follow"])
 
 
 def fields(experiment: Experiment) -> dict:

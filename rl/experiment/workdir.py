@@ -16,10 +16,11 @@ from models import hub
 from rl.experiment import experiment as experiment_lib
 from rl.ledger import run_ledger
 from rl.protocol import env_mix
+from rl.reporting import monitors as monitors_lib
 from sharding import broadcast, bucket
 from sharding.format import journal, manifest
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import atomic_file
+from sharding.system import atomic_file, run_logs
 
 ORCHESTRATOR_LOCK = ".orchestrator.lock"
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
@@ -263,3 +264,18 @@ def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free:
         old, new = (fields.get(names[0], "absent") for fields in both)
         found = f"belongs to another config: {names[0]} was {old!r}, now {new!r}; fields that differ: {len(names)}"
         raise ValueError(f"workdir {path} {found}; give another --workdir, or the config of its first start")
+
+
+def monitors(
+    workdir: pathlib.Path, experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE
+) -> dict[str, monitors_lib.Monitor]:
+    """Returns the monitors of `topology.monitors` for a run in a working directory, by name; none on hosts other than the first."""
+    if not hosts.is_first:
+        return {}
+    run = monitors_lib.Run(workdir, signing_key(workdir).worker, experiment_lib.fields(experiment))
+    return monitors_lib.begin(experiment.config.topology.monitors, run)
+
+
+def logs(workdir: pathlib.Path, *, is_first: bool = True) -> run_logs.Folder:
+    """Returns the folder of the logs of this attempt of a run; `is_first` is False on hosts other than the first."""
+    return run_logs.folder(workdir, signing_key(workdir).worker, is_first=is_first)

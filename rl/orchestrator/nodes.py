@@ -33,6 +33,7 @@ MAX_LINE = 2000  # characters of a line that lists nodes
 LEASE_BEATS = 16.0  # least heartbeats per lease of a known worker, so four per lease of a newcomer
 MAX_BEATS_PER_S = 40.0  # of all workers
 LEASES_PER_REQUEST = 2.0  # a worker also scores and submits groups, and should have the next one at hand
+SUMS = ("running", "waiting", "tokens_per_s")  # of the loads of servers
 EARLIER = "in an earlier process; the ledger has the reason"
 ROLES = {"server": "an inference server", "worker": "a worker (for held-out tasks one of topology.workers, if any)"}
 
@@ -241,6 +242,15 @@ class Nodes:
         with self._lock:
             found = [(node.role, node.state.value, self._key(node.key)) for node in self._registry.nodes()]
         return collections.Counter(f"{role}_{'banned' if self.is_banned(key) else state}" for role, state, key in found)
+
+    def load(self) -> dict[str, float]:
+        """Returns the load of all healthy servers as metrics of a train step, and the number of healthy nodes by role."""
+        with self._lock:
+            healthy = {role: self._registry.healthy(role) for role in registry_lib.ROLES}
+        loads = [node.report.load for node in healthy["server"]]
+        found = {f"machine/servers_{name}": float(sum(getattr(one, name) for one in loads)) for name in SUMS}
+        found["machine/servers_kv_used"] = max((float(one.kv_used) for one in loads), default=0.0)
+        return found | {f"machine/num_{role}s": float(len(nodes)) for role, nodes in healthy.items()}
 
     def notice(self) -> str:
         """Returns a line on all servers if workers can use none of them, else ""."""

@@ -359,6 +359,7 @@ class Orchestrator:
         digest = run_rules.batch_digest(entry.digest for entry in sorted(taken, key=lambda entry: entry.group.group))
         digests = {entry.label: entry.digest for entry in env_mix.entries(self._config).values()}
         counts = environment_counts.count(taken, flat, self._has_signal, digests)
+        self._status.add_environments(counts)
         dropped, chain = self._batches.take_dropped(), self._curriculum.digest if self._curriculum else ""
         return self._ledger.batch(step, digest, basis, self._shared.policy.epoch, dropped, counts, chain)
 
@@ -443,7 +444,8 @@ class Orchestrator:
             batch = self._batches.take_metrics()
             self._counts["stale"] += round(batch["batch/num_stale"] * env_mix.mean_samples(self._config))
             chosen = self._curriculum.metrics() if self._curriculum else {}
-            return self._status.take_counts() | batch | chosen
+            counts = self._status.take_counts()
+        return counts | batch | chosen | self.nodes.load()
 
     def _metrics(self) -> role_metrics.Values:
         with self._changed:

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rl.orchestrator import nodes, shared
 from rl.orchestrator.groups.queue_entry import State
@@ -11,6 +13,8 @@ from sharding.system import role_metrics
 
 COUNTS = """accepted called_back refused checked stale lease_expired lease_void lease_returned unleased spare given_up void_epoch
     server_faults undecided unanswered unverified trained_unverified_of_cheats""".split()
+ENVIRONMENT_COUNTS = ("groups", "signal", "rollouts", "errors")
+MAX_WORKERS = 32  # that have metrics of their own
 
 
 @dataclasses.dataclass
@@ -21,6 +25,10 @@ class Status:
     nodes: nodes.Nodes
     verdicts: verdict_collector.VerdictCollector
     totals: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # until then
+    # Of the batches of this process, by count and environment; their names are those of the config.
+    environments: dict[str, collections.Counter[str]] = dataclasses.field(
+        default_factory=lambda: {name: collections.Counter() for name in ENVIRONMENT_COUNTS}
+    )
 
     def waiting(self, name: str, progress: tuple[int, int], loading: timeline.Policy | None, now_s: float) -> str:
         """Returns why the batch or evaluation `name` waits, which has the first of `progress` groups and needs the second."""
@@ -45,7 +53,15 @@ class Status:
             "policy_version": self.shared.version,
             "rollouts_total": self.totals + self.shared.counts,
             "drops_total": dict(self.shared.queue.drops),
+            **{f"environment_{name}_total": dict(found) for name, found in self.environments.items()},
+            **{f"worker_{name}": found for name, found in self.shared.health.groups(MAX_WORKERS).items()},
         }
+
+    def add_environments(self, counts: Iterable[Mapping[str, Any]]) -> None:
+        """Adds the counts of a batch by environment (rl/orchestrator/groups/environment_counts.py)."""
+        for one in counts:
+            for name, found in self.environments.items():
+                found[one["name"]] += one[name]
 
     def take_counts(self) -> dict[str, float]:
         """Returns the counts of rollouts since the last call as metrics. A group that is accepted, then replayed, may count twice."""

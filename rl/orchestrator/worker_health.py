@@ -28,6 +28,7 @@ and which leases still hold. Memory grows with accepted and rejected groups, not
 import collections
 import copy
 import dataclasses
+import heapq
 import math
 from collections.abc import Callable, Collection, Mapping
 
@@ -259,6 +260,13 @@ class WorkerHealth:
     def num_banned(self, now_s: float) -> int:
         """Returns the number of active workers that are banned."""
         return sum(self.is_banned(name) and now_s - seen_s <= self._lease_s for name, seen_s in self._seen_s.items())
+
+    def groups(self, most: int) -> dict[str, dict[str, int]]:
+        """Returns the groups that passed a replay and those rejected, by worker: of the `most` workers with the greatest numbers."""
+        number = lambda one: one[1].num_verified + one[1].num_rejected  # noqa: E731
+        found = heapq.nlargest(most, self._workers.items(), key=number)
+        verified = {name[:16]: one.num_verified for name, one in found}
+        return {"verified_groups": verified, "rejected_groups": {name[:16]: one.num_rejected for name, one in found}}
 
     def has_others(self, worker: str, now_s: float) -> bool:
         """Returns True if a known worker other than this one is active and not banned."""

@@ -1,9 +1,9 @@
 """Writes the metrics of a run to files, and shows its progress on the terminal.
 
-The name of a metric begins with its area: `loss/`, `optimizer/`, `rollout/`, `sync/`, `trust/`, or `time/`. All metrics that depend
-on the clock are under `time/`: without them, two identical runs have the same lines, byte for byte. `time/<name>_s` are seconds
-of the main loop and do not overlap; `time/step_s` is the whole step, with its checkpoint and evaluation, and the time that
-`time/tokens_per_s` divides by; `time/unix` is its end, in Unix seconds. W&B and Prometheus can follow metrics.jsonl.
+The name of a metric begins with its area: `loss/`, `optimizer/`, `rollout/`, `sync/`, `trust/`, `time/`, or `machine/`. All metrics
+that depend on the clock or the hardware are under `time/` and `machine/`: without them, two identical runs have the same lines, byte for
+byte. `time/<name>_s` are seconds of the main loop and do not overlap; `time/step_s` is the whole step, with its checkpoint and evaluation,
+and the time that `time/tokens_per_s` divides by; `time/unix` is its end, in Unix seconds. docs/metrics.md lists them all.
 """
 
 import atexit
@@ -13,40 +13,50 @@ import json
 import math
 import os
 import pathlib
-import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 import rich.console
 import rich.progress
 import rich.text
-from tensorboardX import event_file_writer
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
+from rl.reporting import monitors as monitors_lib
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import atomic_file
+from sharding.system import atomic_file, run_logs
 
 PLAIN_LINE_S = 5.0  # at most one line per phase in this time, where the output is not a terminal
 
 
-def of_host(workdir: str | os.PathLike, hosts: hosts_lib.Hosts) -> tuple["Progress", "MetricsWriter"]:
-    """Returns (progress display, metrics writer) of a run for this host. On hosts other than host 0 both do nothing."""
-    progress = Progress(active=hosts.is_first)
+def of_host(
+    workdir: pathlib.Path,
+    hosts: hosts_lib.Hosts,
+    monitors: Mapping[str, monitors_lib.Monitor],
+    log: run_logs.Log | None = None,
+) -> tuple["Progress", "MetricsWriter"]:
+    """Returns (progress display, metrics writer) of a run for this host. On hosts other than host 0 both do nothing.
+
+    The lines of the display go to `log`, too.
+    """
+    progress = Progress(active=hosts.is_first, log=log)
     hosts.before_exit(progress.stop)
-    return progress, MetricsWriter(workdir, active=hosts.is_first)
+    return progress, MetricsWriter(workdir, monitors, active=hosts.is_first)
 
 
 class MetricsWriter:
-    """The writer of metrics.jsonl and of TensorBoard files in a run's work directory. Without `active`, does nothing."""
+    """The writer of metrics.jsonl in a run's work directory, and of its monitors. Without `active`, does nothing."""
 
-    def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool = True, active: bool = True):
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        monitors: Mapping[str, monitors_lib.Monitor] | None = None,
+        *,
+        active: bool = True,
+    ):
         self.path = pathlib.Path(workdir) / "metrics.jsonl"
-        self._active, self._tensorboard = active, tensorboard
-        self._writers, self._purge_steps = {}, {}
-        self.last: dict[str, float] = {}  # written last
+        self.monitors = monitors_lib.Monitors(monitors or {})
+        self._active = active
         if active:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._open()
@@ -58,18 +68,11 @@ class MetricsWriter:
         if bare := [name for name in values if "/" not in name]:
             raise ValueError(f"metrics {bare} have no area; name them loss/..., rollout/..., time/... or similar")
         values = {name: float(values[name]) for name in sorted(values)}
-        self.last = values | {"step": float(step)}
         line: dict[str, Any] = {"phase": phase, "step": int(step)}
         line |= {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-        if self._tensorboard:
-            if phase not in self._writers:
-                self._writers[phase] = self._open_events(phase)
-            scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-            summary = Summary(value=scalars)
-            self._writers[phase].write_event(Event(wall_time=time.time(), step=int(step), summary=summary))
-            self._writers[phase].flush()
+        self.monitors.write(int(step), phase, values)
 
     def truncate(self, phase: str, after_step: int) -> None:
         """Removes the metrics of `phase` after step `after_step`, for a resume. Readers see the old file or the new one."""
@@ -86,31 +89,19 @@ class MetricsWriter:
         self._file.close()
         atomic_file.write(self.path, *kept)
         self._open()
-        if phase in self._writers:
-            self._writers.pop(phase).close()
-        self._purge_steps[phase] = after_step + 1  # TensorBoard then hides the older points from there on
+        self.monitors.truncate(phase, after_step)
 
     def close(self) -> None:
-        """Closes the metrics file and all TensorBoard files."""
-        for file in [*([self._file] if self._active else []), *self._writers.values()]:
+        """Closes the metrics file and all monitors."""
+        self.monitors.close()
+        if self._active:
             with contextlib.suppress(OSError):  # a full disk, which must not hide the error that ended the run
-                file.close()
+                self._file.close()
 
     def _open(self):
         if self.path.exists():
             os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
         self._file = self.path.open("a", encoding="ascii", newline="\n")
-
-    def _open_events(self, phase: str) -> event_file_writer.EventsWriter:
-        """Returns a new TensorBoard file of a phase, without the thread of `SummaryWriter`, which prints its own errors."""
-        directory = self.path.parent / "tensorboard" / phase
-        directory.mkdir(parents=True, exist_ok=True)
-        # Files are named by the second and opened with "wb": two of one second would be one.
-        writer = event_file_writer.EventsWriter(str(directory / "events"), f".{secrets.token_hex(4)}")
-        if (step := self._purge_steps.get(phase)) is not None:
-            start = SessionLog(status=SessionLog.START)
-            writer.write_event(Event(step=step, session_log=start))
-        return writer
 
 
 def read_steps(workdir: pathlib.Path) -> list[dict]:
@@ -158,8 +149,15 @@ class Progress:
     Outputs that are not a terminal get the first and the last line of a phase, and at most one per PLAIN_LINE_S in between.
     """
 
-    def __init__(self, *, out: TextIO | None = None, active: bool = True, clock: Callable[[], float] = time.monotonic):
-        self._stream, self._active, self._clock = out or sys.stdout, active, clock
+    def __init__(
+        self,
+        *,
+        out: TextIO | None = None,
+        active: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        log: run_logs.Log | None = None,
+    ):
+        self._stream, self._active, self._clock, self._log = out or sys.stdout, active, clock, log
         self._is_live = active and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._display = rich.progress.Progress(
             rich.progress.TextColumn("{task.description}", style="bold", markup=False),
@@ -214,6 +212,8 @@ class Progress:
                 self._display.console.print(rich.text.Text(line), soft_wrap=True)
             else:
                 print(f"{line}\n", end="", file=self._stream, flush=True)  # one write: other threads print, too
+            if self._log:
+                self._log.write(line.encode())
         self._display.start() if self._display.tasks else self._display.stop()
 
     def stop(self) -> None:

@@ -2,7 +2,7 @@
 
     python -m rl.swarm --config=configs/quickstart.py --workdir=runs/swarm --servers=2 --relays=2 --workers=4 --validators=1
 
-1. Keys and ports are made, and each node starts, with its own log in WORKDIR/logs. WORKDIR/targets.json lists the addresses of
+1. Keys and ports are made, and each node starts, with its own log (python -m rl.logs WORKDIR). WORKDIR/targets.json lists the addresses of
    /metrics and /health of all nodes, as `file_sd_configs` of Prometheus takes them.
 2. A node that dies starts again, up to a limit (rl/swarm/supervisor.py). The table shows all of them.
 3. With --chaos=SEED, a node has a fault every ten seconds (rl/swarm/fault_schedule.py) for --minutes; --dry_run lists them. Give the
@@ -52,7 +52,8 @@ def main() -> None:
         arguments = _config_arguments(sys.argv[1:])
         swarm = processes.plan(experiment, workdir, roles, arguments, is_chain=values.chain, connect=connect)
         shell = {"note": lambda line: note(line), "progress": lambda spec: table.progress(spec)}
-        nodes = stack.enter_context(supervisor.Supervisor(workdir / "logs", **shell))
+        logs = run_directory.logs(workdir)
+        nodes = stack.enter_context(supervisor.Supervisor(logs, **shell))
         for spec in swarm.specs:
             nodes.add(spec)
         chaos: faults.Faults | None = None
@@ -71,7 +72,7 @@ def main() -> None:
         ]
         atomic_file.write(workdir / TARGETS, json.dumps(targets, indent=1).encode())
         note(
-            f"starting {len(nodes.nodes)} nodes; their logs are in {workdir / 'logs'}, their addresses for Prometheus in {TARGETS}"
+            f"starting {len(nodes.nodes)} nodes; their logs are in {logs.path}, their addresses for Prometheus in {TARGETS}"
         )
         begun_s, all_run_s = time.monotonic(), None
         while not nodes.is_over and not ended:

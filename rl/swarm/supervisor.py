@@ -11,13 +11,12 @@ The caller calls `tick` a few times per second. Each child leads a process group
 import contextlib
 import dataclasses
 import os
-import pathlib
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
 
-from sharding.system import child_process
+from sharding.system import child_process, run_logs
 
 MAX_DEATHS, WINDOW_S = 5, 300.0
 FIRST_PAUSE_S = 1.0
@@ -65,7 +64,7 @@ class Supervisor(contextlib.AbstractContextManager):
     `note` is called with lines for people. `progress` returns a number that is greater once a process has got further.
     """
 
-    def __init__(self, logs: pathlib.Path, note: Callable[[str], None], progress: Callable[[Spec], float]):
+    def __init__(self, logs: run_logs.Folder, note: Callable[[str], None], progress: Callable[[Spec], float]):
         self.nodes: dict[str, Node] = {}
         self.is_over = False  # the learner ended well
         self._logs, self._note, self._progress = logs, note, progress

@@ -26,13 +26,15 @@ import time
 import urllib.parse
 from typing import Any
 
+import prometheus_client
+
 from sharding.download import range_get, source
 from sharding.format import head as head_lib
 from sharding.format import journal
 from sharding.relay import mirror as mirror_lib
 from sharding.relay import store as store_lib
 from sharding.relay import throttle
-from sharding.system import sockets
+from sharding.system import role_metrics, sockets
 
 HEAD_BYTES = 8 << 10
 HEAD_S = 10.0  # for the head of a request, from its first byte
@@ -79,6 +81,7 @@ class Relay:
         self.store = store_lib.Store(root, in_place=directory is None, max_bytes=max_bytes)
         self.mirror = mirror_lib.Mirror(self.store, sources, keep, trusted)
         self.counters = collections.Counter()
+        self._metrics = role_metrics.RoleMetrics("relay", self._values)
         self._socket, self._throttle = sock, throttle.Throttle(limits or throttle.Limits())
         self._lock = threading.RLock()  # reentrant: a signal handler may call `stop` at any point
         self._open: set[socket.socket] = set()
@@ -198,7 +201,7 @@ class Relay:
         elif path == "/":
             body = b"a relay of policy versions; its routes are /versions, /health, and /metrics\n"
         elif path == "/metrics":
-            body = self._metrics().encode()
+            body = prometheus_client.generate_latest(self._metrics)  # pyright: ignore  # it only calls `collect`
         elif path == "/health":
             mirror = self.mirror.health()
             status = "failing" if mirror["since"] else "recovering" if self.store.is_recovering else "ok"
@@ -252,30 +255,21 @@ class Relay:
             start += count
         return status
 
-    def _metrics(self) -> str:
-        complete = self.store.complete()
-        gauges = {
+    def _values(self) -> role_metrics.Values:
+        complete, relays = self.store.complete(), {}
+        for upstream in self.mirror.upstreams:
+            relays |= upstream.source.stats().get("relays", {})
+        fields = ("success", "bytes_per_s", "num_failures", "num_lies")
+        return {
             "complete_versions": len(complete),
             "newest_version": max(complete, default=-1),
             "disk_bytes": self.store.num_bytes,
             "connections": self._throttle.num_connections,
             "upstream_alive": int(self.mirror.is_upstream_alive),
+            "served_total": dict(self.counters),
+            "mirrored_total": dict(self.mirror.log.counters),
+            **{f"upstream_{f.removeprefix('num_')}": {url: s[f] or 0 for url, s in relays.items()} for f in fields},
         }
-        rows = [(name, "gauge", {"": value}) for name, value in gauges.items()]
-        for name, counts in (("served_total", dict(self.counters)), ("mirrored_total", dict(self.mirror.log.counters))):
-            rows.append((name, "counter", {f'{{what="{key}"}}': value for key, value in sorted(counts.items())}))
-        relays = {}
-        for upstream in self.mirror.upstreams:
-            relays |= upstream.source.stats().get("relays", {})
-        labels = {url: f"{{url={json.dumps(url, ensure_ascii=False)}}}" for url in relays}  # quoted as Prometheus does
-        for field in ("success", "bytes_per_s", "num_failures", "num_lies"):
-            values = {labels[url]: stats[field] or 0 for url, stats in relays.items()}
-            rows.append((f"upstream_{field.removeprefix('num_')}", "gauge", values))
-        lines = []
-        for name, kind, values in rows:
-            lines.append(f"# TYPE intellax_relay_{name} {kind}\n")
-            lines += [f"intellax_relay_{name}{label} {value}\n" for label, value in values.items()]
-        return "".join(lines)
 
     def _count(self, name: str, amount: int = 1) -> None:
         with self._lock:

@@ -1,11 +1,10 @@
 """Starts commands of this project as child processes, which end with this process, however suddenly.
 
-The standard input of a child is a pipe from this process. Its output goes to a log, with the time of each line.
+The standard input of a child is a pipe from this process. Its output goes to a log (run_logs.py).
 """
 
 import collections
 import contextlib
-import datetime
 import itertools
 import os
 import pathlib
@@ -15,7 +14,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+
+from sharding.system import run_logs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: its packages are imported from there
 
@@ -31,27 +31,26 @@ class ChildProcess(contextlib.AbstractContextManager):
         self,
         name: str,
         command: Sequence[str],
-        logs: pathlib.Path,
+        logs: run_logs.Folder,
         on_death: Callable[[Exception], None] = lambda error: None,
         *,
         is_group: bool = False,
         environment: dict[str, str] | None = None,
     ):
-        self.name, self.log, self.on_death = name, logs / f"{name}.log", on_death
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.name, self.log, self.on_death = name, logs.path / f"{name}.log", on_death
         self.process = subprocess.Popen(
             [sys.executable, "-m", *command, "--exit_with_parent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | (environment or {}),
+            env=os.environ | {"PYTHONUNBUFFERED": "1", run_logs.VARIABLE: str(logs.path)} | (environment or {}),
             process_group=0 if is_group else None,
         )
         self._is_group = is_group
         self._is_stopping = False
         self._last: collections.deque[str] = collections.deque(maxlen=3)
-        log = open(self.log, "ab", buffering=0)  # after the lines of earlier starts; closed by the thread
+        log = logs.open(name)  # after the lines of earlier starts; closed by the thread
         start = f"==== start: python -m {shlex.join(command)}".encode()
         self._copier = threading.Thread(target=self._copy, args=(start, log), name=f"log-{name}", daemon=True)
         self._copier.start()
@@ -68,13 +67,11 @@ class ChildProcess(contextlib.AbstractContextManager):
         tail = " | ".join(self._last) or "it printed nothing"
         return f"the {self.name} process ended with code {self.process.returncode}: {tail}. Read its log: {self.log}"
 
-    def _copy(self, start: bytes, log: BinaryIO) -> None:
+    def _copy(self, start: bytes, log: run_logs.Log) -> None:
         assert self.process.stdout is not None
         with log, self.process.stdout:
             for line in itertools.chain([start], self.process.stdout):  # until all writers, such as its children, end
-                now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
-                with contextlib.suppress(OSError):  # a full disk costs lines, and not the child, whose pipe would close
-                    log.write(now.encode() + b" " + line.rstrip(b"\r\n") + b"\n")
+                log.write(line)
                 if line is not start and line.strip():
                     self._last.append(line.decode(errors="replace").strip())
 

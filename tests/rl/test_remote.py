@@ -70,9 +70,9 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
     assert len({m.digest for m in manifests}) == len(manifests) and {m.base is None for m in manifests} == {True, False}
     # The second relay fetched each object of each version once, the server is on the last one, and each was sampled from.
     assert broadcast.versions(second) == list(range(NUM_STEPS + 1))
-    counted = dict(re.findall(r"^intellax_relay_(\S+) (\d+)$", get(f"{second}/metrics"), re.MULTILINE))
-    assert int(counted['mirrored_total{what="bytes"}']) == sum(m.size_bytes for m in manifests)
-    assert int(counted['served_total{what="sent_bytes"}']) > 0
+    counted = dict(re.findall(r"^intellax_relay_(\S+) (\S+)$", get(f"{second}/metrics"), re.MULTILINE))
+    assert float(counted['mirrored_total{name="bytes"}']) == sum(m.size_bytes for m in manifests)
+    assert float(counted['served_total{name="sent_bytes"}']) > 0
     assert json.loads(get(f"http://127.0.0.1:{server_port}/health"))["policy_version"] == NUM_STEPS
     sampled = [parquet.read(file) for file in sorted((workdir / "rollouts").rglob("*.parquet"))]
     versions = {

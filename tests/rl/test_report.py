@@ -163,7 +163,7 @@ def _run(workdir, text="2 + 2 = 4"):
 
 
 def _write_metrics(workdir, lines):
-    with contextlib.closing(metrics.MetricsWriter(workdir, tensorboard=False)) as writer:
+    with contextlib.closing(metrics.MetricsWriter(workdir)) as writer:
         for line in lines:
             writer.write(*line)
 

@@ -73,7 +73,7 @@ def test_examples_that_cannot_train_are_named_before_the_first_step(tmp_path, ca
     sft._from_files(exp)
     assert not {*parsed} & {*texts}
     mesh = mesh_lib.create({}, devices=jax.devices()[:1])
-    writer, progress = metrics.MetricsWriter(tmp_path, tensorboard=False), metrics.Progress()
+    writer, progress = metrics.MetricsWriter(tmp_path), metrics.Progress()
     with pytest.raises(
         ValueError, match="c.jsonl, conversation 4: a .* tokens, more than .* .2 of 14 conversations are"
     ):
@@ -141,7 +141,7 @@ def test_training_stops_when_the_held_out_loss_rises(tmp_path):
     rates = {"warmup__patience": 2, "warmup__num_steps": 80, "warmup__learning_rate": 1e-2}
     exp = experiment.resolve(config_of(warmup__data=path, warmup__eval_every=4, warmup__eval_tasks=2, **rates))
     mesh = mesh_lib.create({}, devices=jax.devices()[:1])
-    writer, progress = metrics.MetricsWriter(tmp_path, tensorboard=False), metrics.Progress()
+    writer, progress = metrics.MetricsWriter(tmp_path), metrics.Progress()
     params = sft.train(exp, mesh, tmp_path, writer, progress)
     lines = metrics.read(tmp_path / "metrics.jsonl")
     losses = {line["step"]: line["loss/held_out"] for line in lines if "loss/held_out" in line}
@@ -177,7 +177,7 @@ def test_the_display_leaves_the_compilation_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_step, "jit_train_step", timed_step)
     fields = dict(warmup__num_steps=2, warmup__eval_every=9, warmup__eval_tasks=1, lora__rank=2)
     exp, mesh = experiment.resolve(config_of(**fields)), mesh_lib.create({}, devices=jax.devices()[:1])
-    writer, progress = metrics.MetricsWriter(tmp_path, tensorboard=False), metrics.Progress(clock=clock)
+    writer, progress = metrics.MetricsWriter(tmp_path), metrics.Progress(clock=clock)
     sft.train(exp, mesh, tmp_path, writer, progress)
     writer.close()
     lines = capsys.readouterr().out.splitlines()
@@ -219,7 +219,7 @@ def test_adapters_take_the_projected_step_of_all_parameters(tmp_path):
         exp = experiment.resolve(initial.completed(c))
         workdir = tmp_path / f"rank_{rank}"
         workdir.mkdir()
-        writer = metrics.MetricsWriter(workdir, tensorboard=False)
+        writer = metrics.MetricsWriter(workdir)
         moved[rank], again = (sft.train(exp, mesh, workdir, writer, metrics.Progress(active=False)) for _ in "ab")
         writer.close()
         jax.tree.map(np.testing.assert_array_equal, again, moved[rank])  # restored

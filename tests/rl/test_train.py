@@ -22,8 +22,10 @@ from rl.evaluation import samples
 from rl.evaluation import scores as scores_lib
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import task_ranges
+from rl.reporting import catalog
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
+from sharding.system import run_logs
 from tests.rl.swarm.test_swarm import processes_of
 from tests.support import ledgers, tiny_run
 
@@ -71,6 +73,10 @@ def test_a_run_learns_validates_and_reports(finished):
         assert step["sync/lag"] == 0
         assert step["loss/mismatch_kl"] < 1e-6  # learner and engine logprobs agree to 1e-4, hence KL below 1e-8 or so
         assert abs(step["loss/ratio_mean"] - 1) < 1e-4
+        assert not [name for name in step if "/" in name and not catalog.describe(name)]
+        assert 0 <= step["machine/learner_busy_frac"] <= 1 and step["machine/memory_peak_bytes"] > 2**26
+        assert step["machine/num_servers"] == 1 and "machine/mfu" not in step  # a CPU has no known peak
+        assert step["batch/num_row_tokens"] > step["rollout/num_tokens"] and step["batch/sequence_length"] > 1
     batches, void, num_starts = recorded(workdir)
     assert [batch["step"] for batch in batches] == [1, 2, 3, 4, 5, 6] and not void and num_starts == 1
     verified = [len(task_ranges.parse_tasks(batch["verified"])) if batch["verified"] else 0 for batch in batches]
@@ -79,6 +85,9 @@ def test_a_run_learns_validates_and_reports(finished):
     assert "<th>validators</th>" in report and audit.main([str(workdir)]) == 0
     assert "<svg" in report and str(workdir / "report.html") in result.stdout
     assert list((workdir / "tensorboard").rglob("*tfevents*"))
+    (attempt,) = run_logs.attempts(workdir)
+    assert {log.stem for log in attempt.path.glob("*.log")} == {"learner", "server", "worker0"}
+    assert "rl  step 6/6" in (attempt.path / "learner.log").read_text()
     assert "Traceback" not in result.stderr
     config = json.loads((workdir / "config.json").read_text())["config"]
     assert config["rl"]["num_steps"] == 6 and "rl.num_steps" in result.stdout
@@ -255,7 +264,7 @@ def test_a_second_start_compiles_nothing(tmp_path):
     for name in ("first", "second"):
         result = tiny_run.run(tmp_path / name, rl__num_steps=1, env=env)
         assert result.returncode == 0, result.stderr
-        texts = result.stdout, (tmp_path / name / "logs" / "server.log").read_text()
+        texts = result.stdout, (tmp_path / name / "logs" / "attempt_0001" / "server.log").read_text()
         found.append([int(re.search(r"compiled (\d+) programs in", text)[1]) for text in texts])
     assert min(found[0]) > 10 and found[1] == [0, 0]
 

@@ -90,7 +90,7 @@ def test_one_process_learns_the_same_bits_as_two(local, exclusive, tmp_path):
     assert tiny_run.curve(workdir) == tiny_run.curve(local) and tiny_run.learned(workdir) == tiny_run.learned(local)
     assert scores(workdir) == scores(local)
     assert made_by(workdir, 6) == {key_of(workdir, "server")}
-    assert [log.name for log in sorted((workdir / "logs").iterdir())] == ["worker0.log"]
+    assert sorted(log.name for log in (workdir / "logs").rglob("*.log")) == ["learner.log", "worker0.log"]
     # The lock is real: two processes do not get the device.
     fields = {"topology.mode": "local", "rl.num_steps": 1}
     refused = tiny_run.run(tmp_path / "two", env=exclusive, **fields)
@@ -143,4 +143,5 @@ def test_each_host_serves_its_own_devices(tmp_path, num_rollout_devices):
     assert learns_from_its_own_tokens(workdir)
     used = set().union(*(made_by(workdir, step) for step in range(1, 7)))
     assert used == {key_of(workdir, "server"), key_of(workdir, "server1")}
-    assert {log.name for log in (workdir / "logs").iterdir()} == {"worker0.log", "worker1.log"}
+    (attempt,) = (workdir / "logs").iterdir()
+    assert {log.name for log in attempt.iterdir()} == {"learner.log", "worker0.log", "worker1.log"}

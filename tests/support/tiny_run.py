@@ -56,7 +56,7 @@ def lines(workdir, phase="rl") -> list[dict]:
 def curve(workdir, phases=("rl",)) -> list[dict]:
     """The metrics of the steps of these phases, without those that depend on the clock, or on the secret: it draws the groups to verify."""
     lines = [record for record in metrics.read(workdir / "metrics.jsonl") if record["phase"] in phases]
-    varying = ("time/", "trust/num_checked", "trust/num_unverified")
+    varying = ("time/", "machine/", "trust/num_checked", "trust/num_unverified")
     return [{k: v for k, v in line.items() if not k.startswith(varying)} for line in lines]
 
 

@@ -28,6 +28,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server, schemas
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
+from rl.reporting import catalog
 from tests.support import scripted_server, serving, tiny
 
 MODEL = tiny.model()
@@ -411,6 +412,10 @@ def test_metrics_have_the_names_that_controllers_read(ask):
     assert kinds.keys() == {re.sub("_seconds_(bucket|sum|count)$", "_seconds", name) for name in values}
     assert values["vllm:e2e_request_latency_seconds_count"] > 0 and values["intellax:update_seconds_count"] == 0
     assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds.items())
+    assert {name.partition("{")[0] for name in kinds} == catalog.SCRAPES["server"].keys()
+    assert values["vllm:time_to_first_token_seconds_count"] >= values["intellax:requests_total"]
+    assert values["vllm:request_queue_time_seconds_count"] >= values["intellax:requests_total"]
+    assert values["vllm:request_time_per_output_token_seconds_count"] >= values["intellax:samples_total"] > 0
     assert ask("/liveness", method="GET").json() == {"status": "ok"}
 
 

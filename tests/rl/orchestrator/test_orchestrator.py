@@ -34,6 +34,7 @@ from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import lease as lease_lib
 from rl.protocol import noise_seed, task_schedule, timeline
+from rl.reporting import catalog
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, signed_message
@@ -470,7 +471,13 @@ def test_a_long_wait_is_told(make, monkeypatch):
     expected = ['groups{name="open"} 0.0', 'rollouts_total{name="accepted"} 6.0', "policy_version 0.0"]
     expected += ['nodes{name="worker_healthy"} 1.0', "lease_seconds_count 1.0", "submit_seconds_count 3.0"]
     expected += ["update_seconds_count 1.0", "verdict_seconds_count 0.0"]
+    expected += [
+        'environment_groups_total{name="reverse_text"} 3.0',
+        'environment_signal_total{name="reverse_text"} 3.0',
+    ]
     assert {f"intellax_orchestrator_{line}" for line in expected} <= {*lines}
+    assert {line.split()[2] for line in lines if line.startswith("# TYPE")} == catalog.SCRAPES["orchestrator"].keys()
+    assert batch.result().metrics["machine/num_workers"] == 1.0
 
 
 def test_a_group_is_drawn_by_the_secret_and_the_record_of_its_worker(make):

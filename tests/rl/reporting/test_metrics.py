@@ -12,13 +12,13 @@ import pytest
 import tensorboardX.proto.event_pb2 as event_pb2
 from tensorboardX import record_writer
 
-from rl.reporting import metrics
+from rl.reporting import metrics, monitors
 from tests.support import clock as clock_lib
 
 
 def test_lines_are_exact_sorted_and_finite_json(tmp_path):
     def run(workdir):
-        with contextlib.closing(metrics.MetricsWriter(workdir, tensorboard=False)) as writer:
+        with contextlib.closing(metrics.MetricsWriter(workdir)) as writer:
             writer.write(1, "rl", {"rollout/reward": 0.1 + 0.2, "loss/total": np.float32(0.1), "loss/kl": math.nan})
             writer.write(2, "rl", {"loss/kl": -math.inf})
         return (workdir / "metrics.jsonl").read_bytes()
@@ -37,21 +37,26 @@ def test_lines_are_exact_sorted_and_finite_json(tmp_path):
 
 
 def test_a_name_without_an_area_is_refused(tmp_path):
-    with contextlib.closing(metrics.MetricsWriter(tmp_path, tensorboard=False)) as writer:
+    with contextlib.closing(metrics.MetricsWriter(tmp_path)) as writer:
         with pytest.raises(ValueError, match=r"metrics \['step'\] have no area"):
             writer.write(1, "rl", {"step": 2.0})
 
 
+def with_charts(workdir):
+    run = monitors.Run(workdir, "key", {})
+    return metrics.MetricsWriter(workdir, monitors.begin(["tensorboard"], run))
+
+
 def test_resume_after_a_kill_holds_every_step_once(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
-    with contextlib.closing(metrics.MetricsWriter(tmp_path)) as writer:
+    with contextlib.closing(with_charts(tmp_path)) as writer:
         writer.write(7, "warm-up", {"loss/total": 2.0})
         for step in range(1, 6):
             writer.write(step, "rl", {"loss/total": 1 / step})
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"phase": "rl", "step": 6, "loss/to')
     assert [r["step"] for r in metrics.read(path)] == [7, 1, 2, 3, 4, 5]  # the incomplete end is not a line
-    with contextlib.closing(metrics.MetricsWriter(tmp_path)) as writer:
+    with contextlib.closing(with_charts(tmp_path)) as writer:
         assert path.read_bytes() == whole
         writer.truncate("rl", 3)  # the checkpoint was of step 3; warm-up's step 7 is another count
         for step in (4, 5, 6):
@@ -68,7 +73,7 @@ def test_resume_after_a_kill_holds_every_step_once(tmp_path, capsys):
     purges = [[e.step for e in _events(file) if e.session_log.status] for file in files]
     assert sorted(zip(steps, purges, strict=True), key=str) == [({1, 2, 3, 4, 5}, []), ({4, 5, 6}, [4])]
     for step, lacks in ((7, ""), (9, "lacks 2 of the 9 steps")):  # a kill may lose the last one, a cut loses more
-        with contextlib.closing(metrics.MetricsWriter(tmp_path)) as writer:
+        with contextlib.closing(with_charts(tmp_path)) as writer:
             writer.truncate("rl", step)
         notice = capsys.readouterr().err
         assert lacks in notice and bool(lacks) == bool(notice)
@@ -83,9 +88,9 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 
 
 def test_charts_that_a_full_disk_cuts_hide_no_other_error(tmp_path, monkeypatch):
-    writer = metrics.MetricsWriter(tmp_path)
+    writer = with_charts(tmp_path)
     writer.write(1, "rl", {"loss/total": 1.0})
-    (chart,) = writer._writers.values()
+    (chart,) = writer.monitors._members["tensorboard"]._writers.values()
 
     def fail():
         raise OSError(errno.EFBIG, "File too large")

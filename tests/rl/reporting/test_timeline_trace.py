@@ -17,7 +17,7 @@ STEPS, P = 3, 4
 
 def test_a_run_has_a_trace_of_every_group_and_step(tmp_path):
     recorded_run.write(tmp_path, STEPS, prompts_per_step=P, samples_per_prompt=2)
-    with contextlib.closing(metrics.MetricsWriter(tmp_path, tensorboard=False)) as writer:
+    with contextlib.closing(metrics.MetricsWriter(tmp_path)) as writer:
         for step in range(1, STEPS + 1):
             parts = {"time/wait_s": 0.5, "time/train_step_s": 0.25, "time/step_s": 1.0}
             writer.write(step, "rl", parts | {"time/unix": 4e9 + step, "loss/total": 0.0})  # after all events

@@ -15,6 +15,7 @@ import pytest
 from inference.swarm import sample as sample_lib
 from rl.reporting import metrics
 from rl.swarm import cheats, processes, summary, supervisor
+from sharding.system import run_logs
 from tests.support import cheats as played_cheats
 from tests.support import doubles, proxy, recorded_run, serving, tiny_run
 
@@ -56,7 +57,7 @@ def test_each_group_of_the_impostor_is_refused_by_the_real_verifier():
 
 def test_a_process_that_keeps_dying_ends_the_swarm_with_its_last_words(tmp_path):
     lines, clock = [], itertools.count()
-    with supervisor.Supervisor(tmp_path, lines.append, lambda spec: 0.0) as kept:
+    with supervisor.Supervisor(run_logs.Folder(tmp_path), lines.append, lambda spec: 0.0) as kept:
         kept.add(supervisor.Spec("worker0", "worker", COMMAND))
         patiently = lambda: kept.tick(400.0 * next(clock), is_patient=True)  # noqa: E731
         proxy.wait_until(lambda: patiently() or len(lines) == 2, 60, "deaths that do not count later")
@@ -149,7 +150,7 @@ def test_a_killed_worker_comes_back_and_a_signal_leaves_no_process(tmp_path, num
             until(lambda: steps(workdir)[-1] > done + 2, "steps after the restart")
             swarm.send_signal(number)
             assert swarm.wait(30) == 128 + number
-        assert {"learner", "server0", "worker0"} <= {log.stem for log in (workdir / "logs").iterdir()}
+        assert {"learner", "server0", "worker0"} <= {log.stem for log in (workdir / "logs" / "attempt_0001").iterdir()}
     finally:
         swarm.kill()
 

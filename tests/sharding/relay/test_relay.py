@@ -475,10 +475,11 @@ def test_metrics_and_health(relay):
     text = body.decode()
     assert status == 200
     for line in text.splitlines():
-        assert re.fullmatch(r'# TYPE \w+ (gauge|counter)|intellax_relay_\w+(\{\w+="[^"]*"\})? -?[0-9.e+]+', line), line
+        pattern = r'# (TYPE \w+ (gauge|counter)|HELP .*)|intellax_relay_\w+(\{name="[^"]*"\})? -?[0-9.e+]+'
+        assert re.fullmatch(pattern, line), line
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-    assert values["intellax_relay_newest_version"] == "0" and values["intellax_relay_upstream_alive"] == "1"
-    assert values['intellax_relay_served_total{what="sent_bytes"}'] == "300"
+    assert values["intellax_relay_newest_version"] == "0.0" and values["intellax_relay_upstream_alive"] == "1.0"
+    assert values['intellax_relay_served_total{name="sent_bytes"}'] == "300.0"
     health = json.loads(get(relay, "/health")[1])
     assert (health["status"], health["complete"], health["upstream"]) == ("ok", [0], True)
     assert health["waiting_for"] == "a newer version"

@@ -6,29 +6,31 @@ import re
 
 import pytest
 
-from sharding.system import child_process
+from sharding.system import child_process, run_logs
 from tests.support import proxy
 
-LINE = re.compile(r"(\S+) (.*)")
 COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line about its URL
 
 
 def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reported(tmp_path):
     begun = datetime.datetime.now().astimezone()
-    deaths = []
+    deaths, folder = [], run_logs.folder(tmp_path, "ab" * 32)
     for count in (1, 2):
-        with child_process.ChildProcess("worker0", COMMAND, tmp_path / "logs", deaths.append) as child:
+        with child_process.ChildProcess("worker0", COMMAND, folder, deaths.append) as child:
             proxy.wait_until(lambda count=count: len(deaths) == count, 60, "the end of the child")
     _, error = deaths
     assert re.fullmatch(
         rf"the worker0 process ended with code 1: error: .*'nonsense'.*\. Read its log: {child.log}", str(error)
     )
-    lines = [LINE.fullmatch(line) for line in (tmp_path / "logs" / "worker0.log").read_text().splitlines()]
-    times = [datetime.datetime.fromisoformat(line[1]) for line in lines]
+    text = (tmp_path / "logs" / "attempt_0001" / "worker0.log").read_text()
+    lines = [run_logs.LINE.fullmatch(line) for line in text.splitlines()]
+    times = [datetime.datetime.fromisoformat(line["time"]) for line in lines]
     assert times == sorted(times) and times[0] >= begun - datetime.timedelta(milliseconds=1)
     header = "==== start: python -m rl.worker --orchestrator nonsense"
-    assert [line[2].startswith("error: ") for line in lines] == [False, True, False, True]
-    assert [line[2] for line in lines[::2]] == [header] * 2
+    assert [line["text"].startswith("error: ") for line in lines] == [False, True, False, True]
+    assert [line["text"] for line in lines[::2]] == [header] * 2
+    assert [line["level"] for line in lines] == ["INFO", "ERROR"] * 2
+    assert {line.group("run", "attempt", "name") for line in lines} == {("abababab", "1", "worker0")}
 
 
 def test_a_full_disk_costs_lines_of_the_log_and_not_the_child(tmp_path):
@@ -37,7 +39,7 @@ def test_a_full_disk_costs_lines_of_the_log_and_not_the_child(tmp_path):
         pytest.skip("this system has no /dev/full")
     (tmp_path / "worker0.log").symlink_to("/dev/full")
     deaths = []
-    with child_process.ChildProcess("worker0", COMMAND, tmp_path, deaths.append):
+    with child_process.ChildProcess("worker0", COMMAND, run_logs.Folder(tmp_path), deaths.append):
         proxy.wait_until(lambda: deaths, 60, "the end of the child")
     assert "'nonsense'" in str(deaths[0])
 
@@ -45,7 +47,7 @@ def test_a_full_disk_costs_lines_of_the_log_and_not_the_child(tmp_path):
 def test_a_child_that_is_stopped_is_not_reported(tmp_path):
     deaths = []
     with child_process.ChildProcess(
-        "worker0", [*COMMAND[:2], "http://127.0.0.1:9"], tmp_path / "logs", deaths.append
+        "worker0", [*COMMAND[:2], "http://127.0.0.1:9"], run_logs.Folder(tmp_path), deaths.append
     ) as child:
         pass
     assert child.process.returncode is not None and not deaths

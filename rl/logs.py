@@ -1,0 +1,81 @@
+"""Shows the logs of a run, all processes in the order of time: `python -m rl.logs WORKDIR --role=worker --follow`."""
+
+import contextlib
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from sharding import bucket
+from sharding.system import cli, run_logs
+
+PERIOD_S = 0.3
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = cli.Parser(prog="python -m rl.logs", description=__doc__)
+    add = parser.add_argument
+    add("workdir", metavar="WORKDIR", help="the run's working directory, also in a bucket")
+    add(
+        "--role",
+        nargs="*",
+        default=(),
+        metavar="NAME",
+        help="of these processes: worker is all workers, worker0 is one",
+    )
+    add("--level", choices=run_logs.LEVELS, default="INFO", help="at least this level (default: INFO)")
+    add("--attempt", type=int, help="of this start of the run (default: the newest)")
+    add("--follow", action="store_true", help="go on as the logs grow, and with the next attempt")
+    args = parser.parse_args(argv)
+    try:
+        workdir = pathlib.Path(bucket.fetched(args.workdir, ["logs/*"], is_optional=True))
+        known = [folder.attempt for folder in run_logs.attempts(workdir)]
+        if args.attempt not in (None, *known) or not (known or args.follow):
+            found = f"{workdir} has the logs of {f'attempts {known[0]} to {known[-1]}' if known else 'no attempt'}"
+            raise ValueError(f"{found}; give the working directory of a run, and one of them with --attempt")
+        levels = run_logs.LEVELS[run_logs.LEVELS.index(args.level) :]
+        with contextlib.suppress(KeyboardInterrupt):
+            for line in lines(workdir, args.role, levels, args.attempt, is_following=args.follow):
+                print(line, flush=args.follow)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def lines(
+    workdir: pathlib.Path, roles: Sequence[str], levels: Sequence[str], attempt: int | None, *, is_following: bool
+) -> Iterator[str]:
+    """Yields the lines of an attempt by time, without end if `is_following`. None: of the newest attempt."""
+    ends: dict[pathlib.Path, int] = {}
+    while True:
+        found = []
+        for folder in run_logs.attempts(workdir)[-1:] if attempt is None else run_logs.attempts(workdir):
+            if attempt in (None, folder.attempt):
+                for file in sorted(folder.path.glob("*.log")):
+                    if not roles or any(file.stem == role or file.stem.rstrip("0123456789") == role for role in roles):
+                        found += _new_lines(file, ends)
+        parsed = [(one, _printable(line)) for line in found if (one := run_logs.LINE.fullmatch(line))]
+        yield from (line for one, line in sorted(parsed, key=lambda pair: pair[0]["time"]) if one["level"] in levels)
+        if not is_following:
+            return
+        time.sleep(PERIOD_S)
+
+
+def _new_lines(file: pathlib.Path, ends: dict[pathlib.Path, int]) -> list[str]:
+    """Returns the complete lines of a file after the last call."""
+    with file.open("rb") as opened:
+        opened.seek(ends.get(file, 0))
+        whole, newline, _ = opened.read().rpartition(b"\n")
+    ends[file] = ends.get(file, 0) + len(whole) + len(newline)
+    return whole.decode(errors="replace").split("\n") if newline else []
+
+
+def _printable(line: str) -> str:
+    """Shows characters that could control a terminal by their code: workers of strangers write to logs, too."""
+    return "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

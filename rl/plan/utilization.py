@@ -1,0 +1,46 @@
+"""Measures how well a train step uses its devices: MFU, the learner's busy part, and memory.
+
+MFU is that of rl/plan/roofline.py: three forward passes over the tokens of the batch, no recomputation, in the seconds of the train
+step alone. It is left out on devices whose rate is not in `FLOPS_PER_S`, such as a CPU.
+"""
+
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from models import config as config_lib
+from models import flops
+from rl.plan import roofline
+
+# Dense bfloat16 FLOPs per second, by JAX's name of the device. GPUs: Nvidia's data sheets of the SXM cards.
+FLOPS_PER_S = {
+    "TPU v5 lite": roofline.CHIPS["v5e"].flops_per_s,
+    "TPU v5": roofline.CHIPS["v5p"].flops_per_s,
+    "TPU v6 lite": roofline.CHIPS["v6e"].flops_per_s,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+def of_step(
+    values: Mapping[str, float], model: config_lib.ModelConfig, num_devices: int, local_devices: Sequence[Any]
+) -> dict[str, float]:
+    """Returns the metrics `machine/...` of a train step from its other metrics. All `num_devices` are like the local ones."""
+    found = {
+        "machine/learner_busy_frac": 1 - min(values["time/wait_s"] / max(values["time/step_s"], 1e-9), 1.0),
+        "machine/memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES,
+    }
+    stats = [one for device in local_devices if (one := device.memory_stats())]
+    if used := [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]:
+        found["machine/device_memory_peak_bytes"] = max(used)
+    kind = local_devices[0].device_kind
+    rate = max((rate for name, rate in FLOPS_PER_S.items() if kind == name or kind.startswith(f"{name} ")), default=0.0)
+    if rate and (num_tokens := values.get("batch/num_row_tokens", 0.0)):
+        work = flops.ModelFlops.of(model).model_flops(num_tokens, values["batch/sequence_length"])
+        found["machine/mfu"] = work / (num_devices * rate * max(values["time/train_step_s"], 1e-9))
+    return {name: float(value) for name, value in found.items()}
+
+
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
