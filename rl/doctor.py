@@ -1,0 +1,299 @@
+"""Checks a machine for a run, and prints what would fail: `python -m rl.doctor --config=configs/NAME.py --workdir=DIRECTORY`.
+
+One line per check, with the remedy if it fails. The exit code is 1 if something that the config needs is missing. Devices are opened in a
+process that ends at once, and nothing is written but a probe in the working directory.
+"""
+
+import dataclasses
+import email.utils
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import resource
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import rich.console
+import rich.table
+from absl import flags
+
+from models import flops, hub
+from rl.experiment import experiment
+from rl.reporting import monitors
+from sharding.bucket import storage
+from sharding.format import journal
+from sharding.system import child_process, sandbox, sockets
+
+OK, WARNING, FAILED = "ok", "warning", "FAILED"
+PYTHONS = ((3, 11), (3, 14))
+MIN_FILES, MIN_MEMORY_BYTES, MAX_SKEW_S, TIMEOUT_S, PROBE_S = 4096, 4 * 2**30, 5.0, 10.0, 180.0
+DEVICES = """
+import json
+from sharding import accelerator
+found = accelerator.devices()
+print(json.dumps([found[0].platform, found[0].device_kind, len(found)]))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The outcome of one check, with the remedy if it is not OK."""
+
+    check: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+def check(config, workdir: str) -> Iterator[Result]:
+    """Yields the result of each check of this machine for a config."""
+    yield _python()
+    yield _packages()
+    yield from _machine()
+    yield _devices(config)
+    exp = None
+    try:
+        exp = experiment.resolve(config)
+        yield Result("config", OK, f"{config.env.name}, {config.topology.mode}")
+    except ValueError as error:
+        yield _failed("config", error)
+    yield from _ports(config.topology)
+    if workdir:
+        yield from _workdir(workdir, exp)
+    yield _sandbox(config.trust.sandbox)
+    for field, name in (("init_from", config.init_from), ("tokenizer", config.tokenizer)):
+        if name and (hub.is_id(name) and not pathlib.Path(name).exists() or hub.is_url(name)):
+            yield _attempt(field, lambda name=name: _bucket(name) if hub.is_url(name) else _hub(name))
+    for name in config.topology.monitors:
+        yield _attempt(f"monitor {name}", lambda name=name: monitors.check([name]) or "installed")
+    urls = [*config.topology.servers, *filter(None, [config.topology.orchestrator])]
+    for url in urls:
+        yield from _node(url)
+
+
+def _python() -> Result:
+    version, (least, end) = sys.version_info[:2], PYTHONS
+    is_known = least <= version < end
+    remedy = "" if is_known else f"use Python {least[0]}.{least[1]} to {end[0]}.{end[1] - 1}"
+    return Result("python", OK if is_known else FAILED, sys.version.split()[0], remedy)
+
+
+def _packages() -> Result:
+    """Compares the installed packages with requirements.txt."""
+    from packaging import requirements
+
+    problems, shown = [], []
+    for line in (child_process.ROOT / "requirements.txt").read_text().splitlines():
+        text = line.partition("#")[0].strip()
+        if not text or text.startswith("./"):
+            continue
+        wanted = requirements.Requirement(text)
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(f"{wanted.name} is not installed")
+            continue
+        if not wanted.specifier.contains(version, prereleases=True):
+            problems.append(f"{wanted.name} {version} is not {wanted.specifier}")
+        if wanted.name in ("jax", "flax", "orbax-checkpoint"):
+            shown.append(f"{wanted.name} {version}")
+    remedy = "pip install -r requirements.txt" if problems else ""
+    return Result("packages", FAILED if problems else OK, "; ".join(problems) or ", ".join(shown), remedy)
+
+
+def _machine() -> Iterator[Result]:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    is_enough, cores = memory >= MIN_MEMORY_BYTES, len(os.sched_getaffinity(0)) if _is_linux() else os.cpu_count()
+    remedy = "" if is_enough else "a run of the quickstart needs 4 GiB"
+    yield Result("machine", OK if is_enough else WARNING, f"{cores} cores, {memory / 2**30:.1f} GiB", remedy)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_enough = soft >= MIN_FILES or soft == resource.RLIM_INFINITY
+    remedy = "" if is_enough else f"ulimit -n {MIN_FILES}, for orchestrators and relays with many clients"
+    yield Result("open files", OK if is_enough else WARNING, f"{soft} (at most {hard})", remedy)
+    if _is_linux():
+        synced = (
+            subprocess.run(["timedatectl", "show", "-P", "NTPSynchronized"], capture_output=True, text=True)
+            if shutil.which("timedatectl")
+            else None
+        )
+        answer = synced.stdout.strip() if synced and synced.returncode == 0 else ""
+        remedy = "start a time service: requests are signed with the time" if answer == "no" else ""
+        yield Result(
+            "clock",
+            WARNING if answer == "no" else OK,
+            {"yes": "synchronized", "no": "not synchronized"}.get(answer, "unknown"),
+            remedy,
+        )
+
+
+def _devices(config) -> Result:
+    """Opens the devices as a run would, in a process that gives them back."""
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", DEVICES], capture_output=True, text=True, timeout=PROBE_S, cwd=child_process.ROOT
+        )
+    except subprocess.TimeoutExpired:
+        return Result("devices", FAILED, f"JAX found none in {PROBE_S:.0f} s", "end other processes that use them")
+    lines = result.stdout.splitlines()
+    if result.returncode or not lines:
+        return Result(
+            "devices",
+            FAILED,
+            (result.stderr.strip() or "no answer").splitlines()[-1],
+            "see docs/performance.md for versions that work",
+        )
+    platform, kind, count = json.loads(lines[-1])
+    if platform != "cpu" and config.topology.mode == "local":
+        found = f"{count} x {kind}, and topology.mode = 'local' starts a second process on them"
+        return Result("devices", FAILED, found, "set topology.mode = 'colocated'")
+    return Result("devices", OK, f"{count} x {kind}")
+
+
+def _ports(topology) -> Iterator[Result]:
+    metrics_host, _, metrics_port = topology.metrics.rpartition(":")
+    wanted = [("topology.port", topology.host, topology.port)]
+    if topology.mode == "remote":
+        wanted.append(("topology.relay_port", topology.relay_host, topology.relay_port))
+    if topology.metrics:
+        wanted.append(
+            ("topology.metrics", metrics_host or "127.0.0.1", int(metrics_port) if metrics_port.isdecimal() else -1)
+        )
+    for name, host, port in wanted:
+        if topology.orchestrator and name == "topology.port":
+            continue  # another process has it
+        yield _attempt(name, lambda host=host, port=port: _listen(host, port))
+
+
+def _listen(host: str, port: int) -> str:
+    with sockets.listen(host, port) as sock:
+        return f"{sockets.address(sock)} is free" if port else f"{host} has free ports"
+
+
+def _workdir(workdir: str, exp: experiment.Experiment | None) -> Iterator[Result]:
+    if storage.is_url(workdir):
+        yield _attempt("workdir", lambda: _bucket(workdir, is_written=True))
+        return
+    path = pathlib.Path(workdir).expanduser().absolute()
+    parent = next(one for one in (path, *path.parents) if one.is_dir())
+
+    def probe() -> str:
+        file = parent / f".doctor-{secrets.token_hex(4)}"
+        file.write_bytes(b"x")
+        file.rename(file.with_suffix(".renamed")).unlink()
+        return f"{path} can be written"
+
+    yield _attempt("workdir", probe)
+    if exp is None:
+        return
+    # A checkpoint has the parameters and two moments in float32; those kept, the one being written, and the published versions.
+    held = 4 * flops.ModelFlops.of(exp.model).held
+    needed = held * (3 * (exp.config.checkpoint.keep + 2) + exp.num_kept_versions)
+    free = shutil.disk_usage(parent).free
+    remedy = "" if free > needed else "free space, give another --workdir, or lower checkpoint.keep"
+    yield Result(
+        "disk",
+        OK if free > needed else FAILED,
+        f"{free / 2**30:.1f} GiB free, about {needed / 2**30:.1f} needed",
+        remedy,
+    )
+
+
+def _sandbox(mode: str) -> Result:
+    missing = sandbox.missing()
+    if not missing:
+        return Result("sandbox", OK, "Landlock and seccomp")
+    status = {"require": FAILED, "off": OK}.get(mode, WARNING)
+    remedy = "use Linux 5.13 or newer on x86_64 or aarch64, or trust only your own workers" if status != OK else ""
+    return Result("sandbox", status, f"without {', '.join(missing)} (trust.sandbox = {mode!r})", remedy)
+
+
+def _hub(name: str) -> str:
+    import huggingface_hub
+
+    try:
+        huggingface_hub.HfApi().model_info(name.partition("@")[0], timeout=TIMEOUT_S)
+        return f"{name} can be downloaded"
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        if not isinstance(cached := huggingface_hub.try_to_load_from_cache(name.partition("@")[0], "config.json"), str):
+            line = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"{name} cannot be downloaded ({line}); check the name, the network, and HF_TOKEN"
+            ) from error
+        return f"{name} is in the cache, {pathlib.Path(cached).parent}"
+
+
+def _bucket(url: str, *, is_written: bool = False) -> str:
+    found = storage.Storage(url)
+    try:
+        if is_written:
+            key = f".doctor-{secrets.token_hex(4)}"
+            found.write(key, b"x", patience_s=TIMEOUT_S)
+            found.delete([key])
+        else:
+            found.keys(TIMEOUT_S)
+        return f"{url} can be {'written' if is_written else 'read'}"
+    finally:
+        found.close()
+
+
+def _node(url: str) -> Iterator[Result]:
+    """Asks a process elsewhere for its health, and compares its clock."""
+    if url.startswith("unix:"):
+        return
+    try:
+        reply = httpx.get(f"{url}/health", timeout=TIMEOUT_S)
+    except httpx.HTTPError as error:
+        yield Result(url, FAILED, f"does not answer: {error}", "start it, or open its port in the firewall")
+        return
+    yield Result(url, OK, f"answers with status {reply.status_code}")
+    if date := reply.headers.get("date"):
+        skew_s = email.utils.parsedate_to_datetime(date).timestamp() - time.time()
+        status = OK if abs(skew_s) <= MAX_SKEW_S else FAILED
+        yield Result(
+            f"clock of {url}", status, f"{skew_s:+.0f} s", "" if status == OK else "start a time service on both"
+        )
+
+
+def _attempt(name: str, action: Callable[[], str]) -> Result:
+    try:
+        return Result(name, OK, action())
+    except (ValueError, OSError, journal.Unavailable) as error:
+        return _failed(name, error)
+
+
+def _failed(name: str, error: BaseException) -> Result:
+    found, _, remedy = " ".join(str(error).split()).rpartition("; ")
+    return Result(name, FAILED, found or remedy, remedy if found else "")
+
+
+def _is_linux() -> bool:
+    return sys.platform.startswith("linux")
+
+
+def main() -> None:
+    """Runs the command; exits with code 1 if a check failed."""
+    results = [*check(flags.FLAGS.config, flags.FLAGS.workdir or "")]
+    table, console = rich.table.Table(box=None), rich.console.Console(highlight=False, markup=False, emoji=False)
+    for column in ("", "check", "found", "remedy"):
+        table.add_column(column, overflow="fold")
+    for one in results:
+        table.add_row(one.status, one.check, *(re.sub(r"[^ -~]", "?", text) for text in (one.found, one.remedy)))
+    console.print(table)
+    if failed := sum(one.status == FAILED for one in results):
+        print(
+            f"error: {failed} of {len(results)} checks failed; a run with this config would not work here",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", "", "the working directory of the run to come, which may be in a bucket")
+    experiment.run(main, needs_workdir=False)
