@@ -1,4 +1,4 @@
-"""Checks a machine for a run, and prints what would fail: `python -m rl.doctor --config=configs/NAME.py --workdir=DIRECTORY`.
+"""Checks a machine for a run, and prints each thing that would fail: `python -m rl.doctor --config=configs/NAME.py --workdir=DIRECTORY`.
 
 One line per check, with the remedy if it fails. The exit code is 1 if something that the config needs is missing. Devices are opened in a
 process that ends at once, and nothing is written but a probe in the working directory.

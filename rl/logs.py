@@ -7,7 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from sharding import bucket
-from sharding.system import cli, run_logs
+from sharding.logs import run_logs
+from sharding.system import cli
 
 PERIOD_S = 0.3
 

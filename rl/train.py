@@ -49,9 +49,10 @@ from rl.topology import colocated_server, layout
 from rl.verification import verifier
 from sharding import broadcast, checkpoint
 from sharding.format import journal
+from sharding.logs import run_logs
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import compile_cache, run_logs, secret_file, sockets
+from sharding.system import compile_cache, secret_file, sockets
 
 NOTICE_S = 0.2  # between two looks for a SIGTERM of any host
 
@@ -67,16 +68,24 @@ def main() -> None:
             if hosts.is_first:
                 run_directory.record_downloads(workdir, hub.commits())
                 print(experiment.describe(exp, workdir))
-            train(exp, mesh, workdir, hosts)
+            with _log(workdir, hosts) as log:
+                train(exp, mesh, workdir, hosts, log)
 
 
 def train(
-    exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir: pathlib.Path, hosts: hosts_lib.Hosts
+    exp: experiment.Experiment,
+    mesh: jax.sharding.Mesh,
+    workdir: pathlib.Path,
+    hosts: hosts_lib.Hosts,
+    log: run_logs.Log | None = None,
 ) -> pathlib.Path | None:
-    """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than host 0."""
+    """Runs or resumes the experiment in `workdir`; returns the path of its report, None on hosts other than host 0.
+
+    `log` gets the lines that this process prints.
+    """
     num_steps = exp.config.rl.num_steps
     adviser, scored = diagnostics.Adviser(), task_schedule.evaluation_sets(exp.config)[0]
-    with _started(exp, mesh, workdir, hosts) as run:
+    with _started(exp, mesh, workdir, hosts, log) as run:
         orchestrator, checkpointer = run.orchestrator, run.checkpointer
         retention = redaction.Rule(**exp.config.retention.to_dict())
         with hosts.terminable(), run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
@@ -159,12 +168,13 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _started(exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts: hosts_lib.Hosts) -> Iterator[_Run]:
+def _started(
+    exp: experiment.Experiment, mesh: jax.sharding.Mesh, workdir, hosts: hosts_lib.Hosts, log: run_logs.Log | None
+) -> Iterator[_Run]:
     """Restores or warms up, and starts all that the loop needs, with the first score and the train step compiled; ends it after."""
     learner, monitors = exp.learner(mesh), run_directory.monitors(workdir, exp, hosts)
     step_fn = train_step.jit_train_step(learner)
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context(_log(workdir, hosts))
         progress, writer = metrics.of_host(workdir, hosts, monitors, log)
         stack.callback(writer.close)
         publisher = stack.enter_context(run_directory.publisher(workdir, exp, hosts))

@@ -19,8 +19,9 @@ from rl.protocol import env_mix
 from rl.reporting import monitors as monitors_lib
 from sharding import broadcast, bucket
 from sharding.format import journal, manifest
+from sharding.logs import run_logs
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import atomic_file, run_logs
+from sharding.system import atomic_file
 
 ORCHESTRATOR_LOCK = ".orchestrator.lock"
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.

@@ -188,7 +188,7 @@ def _table(texts: dict[str, str]) -> list[str]:
 
 INTRODUCTION = """# Metrics
 
-`python -m rl.reference` writes this page from [rl/reporting/catalog.py](../rl/reporting/catalog.py). [operations.md](operations.md) says how to
+`python -m rl.reference` writes this page from [rl/reporting/catalog.py](../rl/reporting/catalog.py). [operations.md](operations.md) shows how to
 look at these metrics, and which alerts watch them.
 
 ## metrics.jsonl

@@ -23,8 +23,9 @@ import rich.progress
 import rich.text
 
 from rl.reporting import monitors as monitors_lib
+from sharding.logs import run_logs
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import atomic_file, run_logs
+from sharding.system import atomic_file
 
 PLAIN_LINE_S = 5.0  # at most one line per phase in this time, where the output is not a terminal
 

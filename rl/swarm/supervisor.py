@@ -16,7 +16,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from sharding.system import child_process, run_logs
+from sharding.logs import run_logs
+from sharding.system import child_process
 
 MAX_DEATHS, WINDOW_S = 5, 300.0
 FIRST_PAUSE_S = 1.0

@@ -1,6 +1,6 @@
 """Starts commands of this project as child processes, which end with this process, however suddenly.
 
-The standard input of a child is a pipe from this process. Its output goes to a log (run_logs.py).
+The standard input of a child is a pipe from this process. Its output goes to a log (sharding/logs/run_logs.py).
 """
 
 import collections
@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from sharding.system import run_logs
+from sharding.logs import run_logs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: its packages are imported from there
 

@@ -25,7 +25,7 @@ from rl.ledger import task_ranges
 from rl.reporting import catalog
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
-from sharding.system import run_logs
+from sharding.logs import run_logs
 from tests.rl.swarm.test_swarm import processes_of
 from tests.support import ledgers, tiny_run
 

@@ -15,7 +15,7 @@ import pytest
 from inference.swarm import sample as sample_lib
 from rl.reporting import metrics
 from rl.swarm import cheats, processes, summary, supervisor
-from sharding.system import run_logs
+from sharding.logs import run_logs
 from tests.support import cheats as played_cheats
 from tests.support import doubles, proxy, recorded_run, serving, tiny_run
 

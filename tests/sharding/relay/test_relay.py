@@ -267,9 +267,9 @@ def test_a_killed_relay_resumes_after_a_restart(pub, tmp_path):
             assert proxy.read_all(opened, 0, objects) == objects
             opened.close()
             text = get(types.SimpleNamespace(url=url), "/metrics")[1].decode()
-            fetched = int(re.search(r'mirrored_total{what="objects"} (\d+)', text)[1])
+            fetched = int(re.search(r'mirrored_total{name="objects"} (\d+)', text)[1])
             assert fetched <= 80 - 2 * len(kept) + 2
-            assert 'mirrored_total{what="bad_recovered"} 1\n' in text
+            assert 'mirrored_total{name="bad_recovered"} 1.0\n' in text
         finally:
             process.stdin.close()  # --exit_with_parent
             assert process.wait(10) == 0

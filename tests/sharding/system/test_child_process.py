@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from sharding.system import child_process, run_logs
+from sharding.logs import run_logs
+from sharding.system import child_process
 from tests.support import proxy
 
 COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line about its URL
