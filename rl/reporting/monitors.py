@@ -161,7 +161,7 @@ class Prometheus:
 
     def _values(self) -> role_metrics.Values:
         newest = {name: value for values in self._last.values() for name, value in values.items()}
-        return {"step": self.step, "metric": newest | self._last.get("rl", {})}
+        return {"step": self.step, "metric": newest | dict(self._last.get("rl", {}))}
 
 
 class Wandb:
