@@ -1,7 +1,7 @@
 """Sends the metrics of a run to programs that show them. metrics.jsonl (rl/reporting/metrics.py) is always written.
 
 `topology.monitors` names them: "tensorboard" writes WORKDIR/tensorboard, "wandb" and "trackio" their folders in WORKDIR, "mlflow"
-WORKDIR/mlflow.db. They send nothing to the network unless their own environment variables say so: WANDB_MODE=online, TRACKIO_SPACE_ID,
+WORKDIR/mlflow.db. They send nothing to the network unless their own environment variables allow it: WANDB_MODE=online, TRACKIO_SPACE_ID,
 MLFLOW_TRACKING_URI. A resumed run continues under the same name; only TensorBoard hides the points of the steps that it repeats.
 """
 
