@@ -156,17 +156,31 @@ def limits(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
         found = f"{len(spans)} calls in one of {rollout.num_branches} branches"
         return Verdict("turns", f"{found}, more than the turns of an episode, {rules.max_turns}")
     for (start, end), most in zip(spans, _call_limits(rollout, rules), strict=True):
-        if end - start > most or most > rules.max_tokens:
-            found = (
-                f"{end - start} sampled tokens of {most}"
-                if most != rules.max_tokens
-                else f"{end - start} sampled tokens"
-            )
-            return Verdict("length", f"{found}, at most {rules.max_tokens} were asked for")
+        if most > rules.max_tokens:  # the worker asked for so many
+            return Verdict("turns", f"a call asked for {most} tokens, more than {rules.max_tokens}")
+        if end - start > most:
+            return Verdict("length", f"{end - start} sampled tokens, at most {most} were asked for")
     if len(rollout.tokens) > rules.max_model_len:
         return Verdict("length", f"{len(rollout.tokens)} tokens, more than the model's {rules.max_model_len}")
     top = int(rollout.tokens.max())
     return _accept_if(top < rules.vocab_size, "tokens", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
+
+
+def one_call(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
+    """Returns OK if a rollout of an environment with one call sets no field that follows from a replay of calls, or a verdict that rejects.
+
+    With them a worker would choose which samples train, and where they end. `continuations.error` checks those of a continuation.
+    """
+    if rules.score is None:
+        return OK
+    if rollout.branch and not (rules.vine and _group(rollout, rules).split == "train"):
+        return Verdict("turns", f"branch {rollout.branch} of an episode with one call")
+    is_set = {"calls": rollout.calls is not None}
+    if not rollout.branch:
+        is_set |= {"call_limits": rollout.call_limits is not None, "draw": rollout.draw != 0}
+        is_set |= {"trains": not rollout.trains}
+    found = ", ".join(name for name, value in is_set.items() if value)
+    return _accept_if(not found, "turns", f"{found} set in an episode with one call")
 
 
 def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -211,7 +225,7 @@ def kept_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
     Without filters it must name none: the learner would normalize over them.
     """
-    required = rules.kept if _group(rollout, rules).split == "train" else 0
+    required = kept_width(rollout, rules)
     if bool(rollout.kept) != bool(required):
         return Verdict(
             "kept", f"{len(rollout.kept)} bytes of kept tokens, and the run's filters keep {required or 'all'}"
@@ -226,6 +240,11 @@ def kept_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
         return Verdict("kept", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
     has_own_N = (kept_NW == rollout.tokens[rollout.sampled_mask][:, None]).any(axis=1)
     return _accept_if(bool(has_own_N.all()), "kept", "a sampled token is not in its own kept set")
+
+
+def kept_width(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> int:
+    """Returns the largest number of tokens in a kept set of a rollout that has passed `task`; 0 if it must name none."""
+    return rules.kept if _group(rollout, rules).split == "train" else 0
 
 
 def experts_exist(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
@@ -283,7 +302,7 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
 
 
 AT_LEASE = (task, limits, version_window, experts_named, kept_named)
-IF_SIGNED = (vouched, *AT_LEASE, experts_exist, logprob_range, ending, proof_form, prompt)
+IF_SIGNED = (vouched, *AT_LEASE, one_call, experts_exist, logprob_range, ending, proof_form, prompt)
 UNSIGNED = (form, signature)
 WITHOUT_WEIGHTS = (*UNSIGNED, *IF_SIGNED)
 

@@ -209,6 +209,19 @@ def own_kept_tokens(r: rollout_lib.Rollout) -> dict:
     return {"kept": kept_sets.encode(r.tokens[r.sampled_mask][:, None])}
 
 
+def cut(r: rollout_lib.Rollout) -> dict:
+    """The first token of each completion, as if the call had asked for one."""
+    arrays = {
+        name: getattr(r, name)[: r.prompt_length + 1] for name in ("tokens", "sampled_mask", "logprobs", "versions")
+    }
+    return arrays | {"call_limits": np.int32([1]), "finish_reason": "length"}
+
+
+def every_other(r: rollout_lib.Rollout) -> dict:
+    """Every second sample does not train: the worker chooses the gradient."""
+    return {"trains": r.sample % 2 == 0}
+
+
 FORGERIES: dict[str, Callable[[doubles.Double], Rollouts]] = {
     "logit_bias_1": drawn_by(logit_bias, 1.0),
     "logit_bias_0.1": drawn_by(logit_bias, 0.1),
@@ -238,6 +251,8 @@ FORGERIES: dict[str, Callable[[doubles.Double], Rollouts]] = {
     "no_model_random_proofs": functools.partial(no_model, True),
     "hidden_top_k": doubles.proved(lambda r: dataclasses.replace(r, top_k=50)),
     "unsampled_token": doubles.relabeled(unsampled_token),
+    "cut_completions": doubles.relabeled(cut),
+    "idle_samples": doubles.relabeled(every_other),
     "own_kept_tokens": doubles.relabeled(own_kept_tokens),
     "extra_reward": plus("bonus", 1.0),
     "half_of_the_proofs": doubles.relabeled(lambda r: {"proofs": r.proofs[: len(r.proofs) // 2]}),

@@ -33,12 +33,15 @@ REASONS = {
     "own_seed": {"seed"},
     "unsampled_token": {"prompt", "termination", "toploc"},
     "own_kept_tokens": {"kept"},
+    "cut_completions": {"turns"},
+    "idle_samples": {"turns"},
     "extra_reward": {"reward"},
     "half_of_the_proofs": {"toploc"},
 }
 # On random weights some rollouts stop after a token or two, and a tenth more heat does not change those.
 LEAST_RATE = {"temperature_0.9": 0.3, "temperature_1.1": 0.3, "best_of_2": 0.2, "early_stop": 0.5}
 LEAST_RATE |= {"claims_0.0009_advantage": 0.5, "claims_0.045_advantage": 0.5, "shorter_of_2": 0.2, "one_bad_in_8": 0.1}
+LEAST_RATE |= {"idle_samples": 0.5}
 # Not caught, because nothing is gained, or because another part prevents it: the same tokens, a reward within rounding, choices among allowed versions (which a
 # lease that pins the version ends), and another's work under an own name (which the lease decides).
 HARMLESS = {"speculation_0.3", "reward_plus_9e-7", "better_version", "best_switch", "copied_from_a_peer"}

@@ -159,6 +159,9 @@ def test_a_rollout_may_end_where_the_model_does():
         (lambda: make(tokens=np.array([5, 6, 8, 11, 12, STOP], np.int32)), "prompt: it is not the prompt of its task"),
         (lambda: make(sampled_mask=GAP, logprobs=-GAP.astype("f4")), "prompt: tokens after it were not sampled"),
         (lambda: make(versions=np.array([0, 0, 0, 2, 2, 2], np.int32)), "versions: 0 is older than 1"),  # of the prompt
+        (lambda: make(trains=False), "turns: trains set in an episode with one call"),
+        (lambda: make(output=(11,), finish="length", call_limits=np.int32([1])), "turns: call_limits set"),
+        (lambda: make(draw=1, calls=np.int32([[3, 6]])), "turns: calls, draw set"),
         (lambda: make(logprobs=np.where(np.arange(6) == 3, -25.7, 0).astype("f4")), "logprob: -25.7"),  # ln 272 = 5.6
         (lambda: make(reward=1.0), "reward: reward is 1.0, recomputed 0.0"),
         (lambda: make(rewards={"reward": 0.0, "odd": 0.0}), "reward: odd is 0.0, recomputed 1.0"),
@@ -256,8 +259,8 @@ def turns(first=(11, STOP), second=(14, STOP), **changes):
             lambda: turns(first=(11, 12), call_limits=np.array([3, 6], "i4")),
             "termination: finish_reason is length after 2 of 3",
         ),
-        (lambda: turns(call_limits=np.array([6, 1], "i4")), "length: 2 sampled tokens of 1, at most 6 were asked for"),
-        (lambda: turns(call_limits=np.array([7, 6], "i4")), "length: 2 sampled tokens of 7, at most 6 were asked for"),
+        (lambda: turns(call_limits=np.array([6, 1], "i4")), "length: 2 sampled tokens, at most 1 were asked for"),
+        (lambda: turns(call_limits=np.array([7, 6], "i4")), "turns: a call asked for 7 tokens, more than 6"),
         (lambda: turns(first=(STOP, 11)), "termination: tokens follow a stop token"),
         (lambda: turns(first=range(11, 18)), "length: 7 sampled tokens, at most 6"),
         (lambda: make(num_branches=3), "turns: 1 calls in one of 3 branches, more than the turns of an episode, 2"),
@@ -266,13 +269,13 @@ def turns(first=(11, STOP), second=(14, STOP), **changes):
     ],
 )
 def test_each_turn_keeps_the_rules_of_one(rollout, said):
-    rules = dataclasses.replace(RULES, max_turns=2, max_model_len=16, env_digest="cd" * 32)
+    rules = dataclasses.replace(RULES, score=None, max_turns=2, max_model_len=16, env_digest="cd" * 32)
     verdict = checks.first_failure(checks.WITHOUT_WEIGHTS, rollout(), rules)
     assert str(verdict).startswith(said)
 
 
 def test_a_further_branch_has_the_seed_of_its_prompt_and_completes_its_sample():
-    rules = dataclasses.replace(RULES, max_turns=2, max_model_len=16)
+    rules = dataclasses.replace(RULES, score=None, max_turns=2, max_model_len=16)
     content = hashlib.sha256(np.array([5, 6, 7], "<i4").tobytes()).hexdigest()
     digest = hashlib.sha256(f"intellax/stream/{2**32 - 2}/1/{content}".encode()).digest()
     second = turns(sample=1, branch=1, num_branches=2, seed=int.from_bytes(digest[:4], "little"))
@@ -284,6 +287,17 @@ def test_a_further_branch_has_the_seed_of_its_prompt_and_completes_its_sample():
     assert checks.seen_entries(second)[1] != checks.seen_entries(whole[1])[1]
     unlikely = dict(positions_N=np.array([3, 4, 6, 7]), logp_N=np.array([-1, -20, -1, -1]))
     assert checks.stopping(scored(turns(), **unlikely), rules).reason == "termination"
+
+
+def test_only_continuations_of_training_groups_are_further_branches_of_an_episode_with_one_call():
+    vine = {"num_continuations": 2, "max_states": 2}
+    rules = dataclasses.replace(RULES, vine=vine)
+    branch = make(branch=1, num_branches=2, trains=False, draw=1, call_limits=np.int32([5]))
+    assert checks.one_call(branch, rules) == checks.OK
+    held_out = lambda step: [dataclasses.replace(one, split="held_out") for one in groups(step)]  # noqa: E731
+    for broken in (RULES, dataclasses.replace(rules, groups=held_out)):
+        assert str(checks.one_call(branch, broken)) == "turns: branch 1 of an episode with one call"
+    assert checks.one_call(dataclasses.replace(branch, calls=np.int32([[3, 6]])), rules).reason == "turns"
 
 
 @hypothesis.settings(max_examples=150, deadline=None)
