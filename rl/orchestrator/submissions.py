@@ -213,7 +213,7 @@ class Submissions:
             entry = self.shared.queue.entries.get(key)
             if entry is None or not {holder} & {*entry.leases, *entry.past}:
                 return None
-            most = entry.group.num_samples * self.rules.max_turns
+            most = entry.group.num_samples * self.rules.max_branches
         # A forged submission must not cost the leaseholder its lease. One rollout too many is enough to reject the group.
         signed = rollouts[: most + 1]
         digests = [rollout_lib.digest(rollout) for rollout in rollouts]

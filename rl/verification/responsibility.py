@@ -7,6 +7,7 @@
 4. "statistics" never counts: it sums up earlier groups, of which a worker may have hidden the server, or chosen those that look bad.
 5. Versions that the lease excludes are the worker's fault: a server signs those that it has, and its client refuses older ones. A server that
    invents versions, newer than any or in descending order, is at fault.
+6. Kept sets that a worker did not ask for, or asked for without need, are its own fault: a signature does not cover this choice.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,7 +16,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 
-SERVER_REASONS = "versions length tokens routing logprob termination toploc sampling shape".split()
+SERVER_REASONS = "versions length tokens routing kept logprob termination toploc sampling shape".split()
 
 
 def server_of(rollouts: Sequence[rollout_lib.Rollout], registered: Collection[str]) -> str:
@@ -35,5 +36,7 @@ def server_at_fault(
     if verdict.reason not in SERVER_REASONS or not (server := server_of(rollouts, registered)):
         return ""
     if verdict.reason == "versions" and any(checks.is_excluded(rollout, rules) for rollout in rollouts):
+        return ""
+    if verdict.reason == "kept" and any(bool(one.kept) != bool(checks.kept_width(one, rules)) for one in rollouts):
         return ""
     return server if all(checks.vouched(rollout, rules).accepted for rollout in rollouts) else ""

@@ -404,6 +404,19 @@ def test_a_signature_must_be_of_the_worker_that_holds_the_lease(make):
     assert submit(orchestrator, answers(group)) == "accepted"
 
 
+def test_the_signature_of_every_continuation_is_verified(make):
+    """A group of VinePPO has more rollouts than samples times calls."""
+    orchestrator = make(rl__credit="vine", rl__advantage="rloo", rl__max_lag=0)
+    publish(orchestrator, 0)
+    group = lease(orchestrator)[0]
+    roots = answers(group)
+    branches = [dataclasses.replace(roots[0], branch=i, num_branches=6, trains=False) for i in range(1, 6)]
+    signed = rollout_lib.sign_all([*roots, *branches], KEY)
+    forged = [dataclasses.replace(one, reward=9.0) if one.branch == 5 else one for one in signed]
+    assert submit(orchestrator, forged, None).startswith("refused: signature: ")
+    assert submit(orchestrator, signed, None).startswith("refused: samples: ")  # nor is it a good group
+
+
 def test_what_was_not_leased_or_is_there_already(make):
     blocked = threading.Event()
     orchestrator = make(check=lambda rollouts: blocked.wait(WAIT_S) and checks.OK, trust__min_rate=1.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from inference.rollouts import attestation, parquet
+from inference.rollouts import attestation, kept_sets, parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.experiment import experiment
 from rl.ledger import run_ledger
@@ -230,6 +230,21 @@ def test_a_server_answers_for_invented_versions_and_not_for_those_that_the_lease
     assert verdict.reason == "versions"
     found = responsibility.server_at_fault(rollouts, verdict, of_lease, [HONEST.worker])
     assert found == (HONEST.worker if is_server else "")
+
+
+@pytest.mark.parametrize("has_kept", [True, False])
+def test_a_server_answers_for_wrong_kept_sets_and_not_for_those_that_its_worker_did_not_ask_for(has_kept):
+    config = quickstart.get_config()
+    config.sampling.top_k = 20
+    config = experiment.resolve(config).config
+    group = dataclasses.replace(task_schedule.train_groups(config, 1)[0], num_samples=2)
+    kept = kept_sets.encode(np.array([[5, 6], [5, 6]])) if has_kept else b""  # without the sampled tokens
+    rollouts = [sign(r, HONEST, config) for r in answers(group, kept=kept)]
+    of_lease = rules.Rules.of(config, RUN.worker).at_lease(group, newest=8)
+    verdict = checks.check_at_lease(rollouts, of_lease)
+    assert verdict.reason == "kept"
+    found = responsibility.server_at_fault(rollouts, verdict, of_lease, [HONEST.worker])
+    assert found == (HONEST.worker if has_kept else "")
 
 
 def test_a_group_is_replayed_at_the_larger_rate_of_its_worker_and_its_server(run):
