@@ -9,8 +9,8 @@
    with the replays, and groups wait for their verdicts.
 
 A learner splits everything over its chips (fsdp), a server over those of its host (tensor). The experiments' estimates are those of
-`python -m rl.plan --config=configs/NAME.py`: the memory of parameters, gradients, and moments, and the time of a step in which
-every rollout is as long as it may be. They assume the chips' full rate: bounds, not measurements.
+`python -m rl.plan --config=configs/NAME.py`: the memory of parameters, gradients, and moments, and the time of a step at the lengths
+of `plan.median_length`. They assume the chips' full rate: bounds, not measurements.
 """
 
 from configs import base, presets

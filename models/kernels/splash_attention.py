@@ -41,33 +41,37 @@ def attend(
     results are finite. A sequence of more than `longest` tokens (0: those of the row) makes its row NaN, because keys are missing.
     `interpret` runs the kernel on a CPU.
     """
-    T = q_BTHC.shape[1]
-    block = next(size for size in (BLOCK, 256, 128) if T % size == 0)
+    B, T, H, _ = q_BTHC.shape
+    block = block_of(T)
     names = ("block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
-    sizes = splash_attention_kernel.BlockSizes(block, block, **dict.fromkeys(names, block))
+    # One row of all rows: JAX would run the kernel in a loop over rows, and copy the rows in and out.
+    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    segment_ids_N = jnp.where(segment_ids_BT == 0, 0, segment_ids_BT + row_B1 * (T + 1)).reshape(-1)
+    by_queries, by_keys, is_cut = visits(segment_ids_N, block=block, window=window, longest=longest or T)
+    kernel = splash_attention_kernel.SplashAttentionKernel(
+        *(by_queries, by_queries, by_keys),
+        block_sizes=splash_attention_kernel.BlockSizes(block, block, **dict.fromkeys(names, block)),
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=softcap or None,
+        residual_checkpoint_name=SAVED,
+        mask_function=_readable(window),
+        interpret=interpret,
+    )
+    is_cut_B = is_cut.reshape(B, -1).any(axis=1)
+    factor_B = jnp.where(is_cut_B, jnp.nan, scale).astype(q_BTHC.dtype)
+    q_BTHC *= factor_B[:, None, None, None]
+    heads_first = (x.reshape(B * T, *x.shape[2:]).swapaxes(0, 1) for x in (q_BTHC, k_BTKC, v_BTKV))
+    extra = {} if sinks_H is None else {"sinks": sinks_H.astype(jnp.float32)}
+    out = kernel(*heads_first, splash_attention_kernel.SegmentIds(segment_ids_N, segment_ids_N), **extra)
+    assert isinstance(out, jax.Array)  # without residuals
+    return out.swapaxes(0, 1).reshape(B, T, H, -1)
 
-    def one_row(q_THC, k_TKC, v_TKV, segment_ids_T):
-        by_queries, by_keys, is_cut = visits(segment_ids_T, block=block, window=window, longest=longest)
-        kernel = splash_attention_kernel.SplashAttentionKernel(
-            *(by_queries, by_queries, by_keys),
-            block_sizes=sizes,
-            is_mqa=False,
-            save_residuals=False,
-            mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
-            attn_logits_soft_cap=softcap or None,
-            residual_checkpoint_name=SAVED,
-            mask_function=_readable(window),
-            interpret=interpret,
-        )
-        segments = splash_attention_kernel.SegmentIds(segment_ids_T, segment_ids_T)
-        factor = jnp.where(is_cut, jnp.nan, scale).astype(q_THC.dtype)
-        heads_first = (x.swapaxes(0, 1) for x in (q_THC * factor, k_TKC, v_TKV))
-        extra = {} if sinks_H is None else {"sinks": sinks_H.astype(jnp.float32)}
-        out = kernel(*heads_first, segments, **extra)
-        assert isinstance(out, jax.Array)  # without residuals
-        return out.swapaxes(0, 1)
 
-    return jax.vmap(one_row)(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT)
+def block_of(row_length: int) -> int:
+    """Returns the number of queries and keys of a tile in rows of `row_length` tokens: the whole row if 128 does not divide it."""
+    return next((size for size in (BLOCK, 256, 128) if row_length % size == 0), row_length)
 
 
 def first_blocks(segment_ids_T: jax.Array, block: int, window: int) -> jax.Array:
@@ -86,7 +90,7 @@ def visits(segment_ids_T: jax.Array, *, block: int, window: int, longest: int) -
     """Returns the kernel's `MaskInfo` by blocks of queries (for the outputs and dq) and by blocks of keys (for dk and dv).
 
     Step w of block i of queries has block i - (W - 1) + w of keys; step w of block j of keys has block j + w of queries. The third
-    result is True if a sequence is longer than `longest`, so that these steps miss keys.
+    result, [N], is True where a sequence is longer than `longest`, so that the steps of a block of queries miss keys.
     """
     first_N = first_blocks(segment_ids_T, block, window)
     N = len(first_N)
@@ -111,8 +115,7 @@ def visits(segment_ids_T: jax.Array, *, block: int, window: int, longest: int) -
         )
 
     by_queries = info(key_NW >= first_N[:, None], key_NW, first_N[:, None])
-    is_cut = jnp.any(first_N < block_N - (W - 1))
-    return by_queries, info(query_WN <= last_N[None], query_WN, last_N[None]), is_cut
+    return by_queries, info(query_WN <= last_N[None], query_WN, last_N[None]), first_N < block_N - (W - 1)
 
 
 @functools.cache  # one function per window: the kernel is compiled for it

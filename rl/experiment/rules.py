@@ -35,7 +35,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
         "trust.quorum trust.routing_margin trust.logprob_tolerance trust.min_stake evaluation.every evaluation.temperature "
-        "mesh.rollout_devices checkpoint.every_minutes vine.max_states vine.token_ratio",
+        "mesh.rollout_devices checkpoint.every_minutes vine.max_states vine.token_ratio plan.median_length",
     ),
     (
         "at least 1",
@@ -56,7 +56,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "above 0",
         lambda v: 0 < v < math.inf,
         "topology.lease_s topology.join_s topology.heartbeat_s topology.patience_s trust.verdict_s lora.alpha "
-        "evaluation.hold_s",
+        "evaluation.hold_s plan.length_sigma",
     ),
     ("in 0..65535", lambda v: 0 <= v <= 65535, "topology.port topology.relay_port"),
     ("in 0..2147483647", lambda v: 0 <= v < 2**31, "seed"),

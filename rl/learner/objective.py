@@ -22,14 +22,24 @@ from rl.batch import packing, router_replay
 
 
 class MicroBatches(struct.PyTreeNode):
-    """A batch of M micro-batches with `old_logp`, the log-probabilities [M, B, T] in the denominator of its importance ratios."""
+    """A batch of M micro-batches with `old_logp`, the log-probabilities [M, B, T] in the denominator of its importance ratios.
+
+    Where `is_own` [M] is True, they are not there yet: the forward pass of the optimizer step itself computes them.
+    """
 
     batch: packing.TrainBatch
     old_logp: jax.Array
+    is_own: jax.Array | None = None
 
     def __getitem__(self, i) -> "MicroBatches":
         """Returns micro-batch `i` of the batch, with arrays [B, T]."""
         return jax.tree.map(lambda x: x[i], self.replace(batch=self.batch.replace(num_micro_batches=None)))
+
+    def scored(self, logp_BT: jax.Array) -> "MicroBatches":
+        """Returns one micro-batch with its `old_logp`, which are `logp_BT` if they are its own."""
+        if self.is_own is None:
+            return self
+        return self.replace(old_logp=jnp.where(self.is_own, jax.lax.stop_gradient(logp_BT), self.old_logp))
 
 
 class Counts(struct.PyTreeNode):

@@ -1,7 +1,8 @@
 """The train step: a pure function (learner, state, batch) -> (state, metrics), compiled once, with the state donated.
 
-1. With `old_logprobs = "learner"`, all tokens are scored with the parameters before the step (INTELLECT-2's estimator):
-   ratios then measure the change made by this batch's own optimizer steps. By default they compare with the sampler.
+1. With `old_logprobs = "learner"`, all tokens are scored with the parameters before the step (INTELLECT-2's estimator), those of the
+   first optimizer step by its own forward pass: ratios then measure the change made by this batch's own optimizer steps. By default
+   they compare with the sampler.
 2. `loss` scores the tokens of a micro-batch, at the temperature they were sampled at, among the tokens that filters kept, and with
    the experts that the batch names (rl/batch/router_replay.py), and adds the components of the objective, each over its own global count.
 3. `gradients` are summed over micro-batches: exactly the gradient of the whole batch, since the denominators are global.
@@ -74,11 +75,9 @@ def train_step(learner: Learner, state: TrainState, batch: packing.TrainBatch) -
     """
     objective, layout = learner.objective, _shardings(learner).opt_state
     with transformer.precision(learner.model), jax.sharding.use_abstract_mesh(learner.mesh.abstract_mesh):
-        old_logp = batch.behavior_logp
+        micro_batches = objective_lib.MicroBatches(batch, batch.behavior_logp)
         if objective.old_logprobs == "learner":
-            params = _whole(learner, state.params, state.frozen)
-            old_logp = _score_batch(learner, params, batch)
-        micro_batches = objective_lib.MicroBatches(batch, old_logp)
+            micro_batches = _scored_before(learner, state, batch)
         state = state.replace(opt_state=_between_memories(state.opt_state, layout, "device"))
         if objective.optimizer_steps > 1:
             state, metrics = _several_optimizer_steps(learner, state, micro_batches)
@@ -116,6 +115,7 @@ def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatch
     objective, batch = learner.objective, micro_batch.batch
     whole = _whole(learner, params, frozen)
     logp_BT, entropy_BT, routing = _log_probs(learner, whole, batch, entropy_gradient=objective.entropy_coef > 0)
+    micro_batch = micro_batch.scored(logp_BT)
     policy, metrics = learner.policy_loss.function(
         logp_BT,
         micro_batch.old_logp,
@@ -266,8 +266,7 @@ def _several_optimizer_steps(learner, state, micro_batches):
     long and short rows. After a step whose gradient was not finite, no further step is applied. Metrics are means over
     the steps, by the tokens that each metric is about (`_weight`).
     """
-    most = learner.objective.optimizer_steps
-    stride = jnp.clip(micro_batches.batch.num_micro_batches, 1, most)
+    most, stride = learner.objective.optimizer_steps, _num_optimizer_steps(learner, micro_batches.batch)
 
     def step(k, carry):
         params, opt_state, is_good = carry
@@ -294,6 +293,10 @@ def _several_optimizer_steps(learner, state, micro_batches):
     return state.replace(params=params, opt_state=opt_state), metrics
 
 
+def _num_optimizer_steps(learner, batch: packing.TrainBatch) -> jax.Array:
+    return jnp.clip(batch.num_micro_batches, 1, learner.objective.optimizer_steps)
+
+
 def _weight(name: str, counts: objective_lib.Counts) -> jax.Array:
     """Returns the number of tokens that the metric `name` of an optimizer step is a mean over, or those of the whole step."""
     if name in ("loss/ce", "loss/ref_kl"):
@@ -302,13 +305,26 @@ def _weight(name: str, counts: objective_lib.Counts) -> jax.Array:
     return counts.trained if name.startswith(whole) else counts.tokens
 
 
-def _score_batch(learner, params, batch: packing.TrainBatch) -> jax.Array:
-    micro_batches = objective_lib.MicroBatches(batch, batch.behavior_logp)
+def _scored_before(learner, state, batch: packing.TrainBatch) -> objective_lib.MicroBatches:
+    """Returns the micro-batches with log-probabilities of the parameters before the step; those of its first optimizer step are its own."""
+    stride = _num_optimizer_steps(learner, batch)
+    is_own_M = jnp.arange(batch.tokens.shape[0]) % stride == 0
+    if learner.objective.optimizer_steps == 1:
+        return objective_lib.MicroBatches(batch, batch.behavior_logp, is_own_M)
+    old_logp = _score_batch(learner, _whole(learner, state.params, state.frozen), batch, stride)
+    return objective_lib.MicroBatches(batch, old_logp, is_own_M)
 
-    def put(i, logp):
+
+def _score_batch(learner, params, batch: packing.TrainBatch, stride=None) -> jax.Array:
+    """Returns the log-probabilities of the batch's tokens; with `stride`, zeros for the micro-batches 0, stride, 2 stride, ..."""
+    micro_batches, num = objective_lib.MicroBatches(batch, batch.behavior_logp), batch.num_micro_batches
+
+    def put(n, logp):
+        i = n if stride is None else n + n // jnp.maximum(stride - 1, 1) + 1
         return logp.at[i].set(_log_probs(learner, params, micro_batches[i].batch)[0])
 
-    return jax.lax.fori_loop(0, batch.num_micro_batches, put, jnp.zeros(batch.tokens.shape, jnp.float32))
+    num_scored = num if stride is None else num - (num + stride - 1) // stride
+    return jax.lax.fori_loop(0, num_scored, put, jnp.zeros(batch.tokens.shape, jnp.float32))
 
 
 def _log_probs(learner, params, batch, *, entropy_gradient: bool = False):

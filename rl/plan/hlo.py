@@ -2,11 +2,13 @@
 
 1. `parse` splits the text into computations and follows calls from the entry. A loop's body counts once per iteration, so each
    instruction has a count.
-2. A loop's number of iterations is the constant in its condition: XLA for TPU writes no trip counts, but loops of `scan` and of
-   the partitioner count from 0 by 1. Loops bounded by data (the micro-batches of a step) take the numbers that the caller gives,
+2. A loop's number of iterations follows from the constants in its condition and its body: XLA for TPU writes no trip counts, but
+   loops of `scan` and of the partitioner count from 0, the latter by 2 where they are unrolled. Loops bounded by data (the micro-batches of a step) take the numbers that the caller gives,
    the outermost first. The innermost loop of a nest takes the product of those that are left.
 3. Bytes are those that one chip sends over its links by the usual algorithms: an all-gather of n bytes over g chips sends
    n (g - 1) / g, an all-reduce twice that (a reduce-scatter and an all-gather), a permute n.
+
+4. Of the branches of a conditional, only the shortest counts: ours guard work that few calls need, such as filters of a request.
 
 An `all-reduce` inside a fusion called all-reduce-scatter is half an all-reduce: XLA writes a reduce-scatter so.
 """
@@ -30,7 +32,7 @@ class Collective:
     """One collective instruction of a compiled program, such as an all-gather. All of its executions are alike."""
 
     kind: str  # one of KINDS
-    count: int  # executions in one run of the program
+    count: float  # executions in one run of the program
     num_bytes: float  # of the whole array, before a reduce-scatter or after an all-gather, on one chip
     group: tuple[int, ...]  # positions in the mesh of the first group's devices; of a permute, source and target
 
@@ -45,23 +47,26 @@ class Collective:
 class Instruction(NamedTuple):
     """One instruction of the HLO text, which runs `count` times. `writes` is False for an inner step of a fusion."""
 
-    count: int
+    count: float
     computation: str
     line: str
     writes: bool
 
 
-def parse(text: str, turns: Sequence[int] = ()) -> list[Instruction]:
+def parse(text: str, turns: Sequence[float] = (), alone: float | None = None) -> list[Instruction]:
     """Returns the instructions in `compiled.as_text()`: the call tree of the entry computation, flattened.
 
-    `turns` are the iterations of loops bounded by data, the outermost first; deeper loops take 1. Raises ValueError if the
-    text has no entry computation.
+    `turns` are the iterations of loops bounded by data, the outermost first, on average; deeper loops take 1. A loop that is in no
+    other one and has none inside takes `alone`, if given. Raises ValueError if the text has no entry computation.
     """
     computations, entry = {}, None
     for block in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text):
         header = re.match(r"(ENTRY )?%([\w.\-]+) \(", block)
         if header:
-            computations[header[2]] = [line.strip() for line in block.splitlines()[1:] if " = " in line]
+            lines = re.split(r"\n(?=\s*(?:ROOT )?%[\w.\-]+ = )", block)[
+                1:
+            ]  # attributes of a kernel may have several lines
+            computations[header[2]] = [line.strip() for line in lines]
             entry = header[2] if header[1] else entry
     if entry is None:
         raise ValueError("the text has no ENTRY computation; pass the text of a compiled HLO module")
@@ -69,31 +74,43 @@ def parse(text: str, turns: Sequence[int] = ()) -> list[Instruction]:
     counts, fused = collections.Counter(), set()
 
     def called(line: str) -> list[str]:
-        return [name for name in _called(line) if name in computations]
+        names = [name for name in _called(line) if name in computations]
+        return [min(names, key=size)] if " conditional(" in line and names else names
+
+    @functools.cache
+    def size(name: str) -> int:
+        """Returns the number of instructions of this computation and of those that it calls."""
+        return sum(1 + sum(map(size, called(line))) for line in computations[name])
+
+    def constant_turns(loop: re.Match) -> int | None:
+        return _constant_turns(computations[loop["condition"]], computations[loop["body"]])
 
     @functools.cache
     def bounded_by_data(name: str) -> bool:
         """Returns True if this computation, or one that it calls, has a loop bounded by data."""
         loops = filter(None, map(_LOOP.search, computations[name]))
-        if any(_constant_turns(computations[loop["condition"]]) is None for loop in loops):
+        if any(constant_turns(loop) is None for loop in loops):
             return True
         return any(bounded_by_data(child) for line in computations[name] for child in called(line))
 
-    def visit(name: str, count: int, turns: Sequence[int]):
+    def visit(name: str, count: float, left: Sequence[float]):
         counts[name] += count
         for line in computations[name]:
             loop = _LOOP.search(line)
             if loop is None:
                 fused.update(called(line) if " fusion(" in line else ())
                 for child in called(line):
-                    visit(child, count, turns)
+                    visit(child, count, left)
                 continue
-            num_turns, left = _constant_turns(computations[loop["condition"]]), turns
+            num_turns, inner = constant_turns(loop), left
             if num_turns is None:
-                nested = bounded_by_data(loop["body"])
-                num_turns, left = (math.prod(turns[:1]), turns[1:]) if nested else (math.prod(turns), ())
+                if bounded_by_data(loop["body"]):
+                    num_turns, inner = math.prod(left[:1]), left[1:]
+                else:
+                    num_turns = math.prod(left) if alone is None or len(left) < len(turns) else alone
+                    inner = ()
             visit(loop["condition"], count * (num_turns + 1), ())
-            visit(loop["body"], count * num_turns, left)
+            visit(loop["body"], count * num_turns, inner)
 
     visit(entry, 1, tuple(turns))
     return [
@@ -127,7 +144,7 @@ def collectives(program: Sequence[Instruction]) -> list[Collective]:
     return found
 
 
-def copies(program: Sequence[Instruction], dims: Sequence[int]) -> int:
+def copies(program: Sequence[Instruction], dims: Sequence[int]) -> float:
     """Returns how often the program copies a whole array of these dims, in any order and without dims of 1."""
     wanted, total = _extent(dims), 0
     for count, _, line, writes in program:
@@ -169,15 +186,39 @@ def _called(line: str) -> list[str]:
     return names
 
 
-def _constant_turns(condition: Sequence[str]) -> int | None:
-    """Returns the number of iterations of a loop with the condition `i < n`, n a constant; None for any other condition."""
+def _constant_turns(condition: Sequence[str], body: Sequence[str]) -> int | None:
+    """Returns the number of iterations of a loop with the condition `i < n`, n a constant; None for any other condition.
+
+    The body adds a constant to i, 1 if none is found: the partitioner unrolls loops, whose i then grows by 2.
+    """
     root = next((line for line in condition if line.startswith("ROOT ")), "")
     match = re.search(r"compare\((.*?)\), direction=LT", root)
     if match is None:
         return None
-    constants = dict(re.findall(r"^%([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)", "\n".join(condition), re.MULTILINE))
-    operands = re.findall(r"%([\w.\-]+)", match[1])
-    return next((int(constants[operand]) for operand in operands if operand in constants), None)
+    operands, constants = _names(match[1]), _constants(condition)
+    limit = next((constants[operand] for operand in operands if operand in constants), None)
+    if limit is None:
+        return None
+    results = dict(line.removeprefix("ROOT ").removeprefix("%").split(" = ", 1) for line in (*condition, *body))
+    place = re.search(r" get-tuple-element\(.*\), index=(\d+)", results.get(operands[0], ""))
+    carried = re.search(r" tuple\((.*?)\)", next((line for line in body if line.startswith("ROOT ")), ""))
+    step = None
+    if place and carried:
+        addition = re.search(r" add\((.*?)\)", results.get(_names(carried[1])[int(place[1])], ""))
+        constants = _constants(body)
+        step = next((constants[name] for name in _names(addition[1] if addition else "") if name in constants), None)
+    return -(-limit // (step or 1))
+
+
+def _names(operands: str) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", operands)
+
+
+def _constants(computation: Sequence[str]) -> dict[str, int]:
+    """Returns the values of a computation's scalar integer constants by name."""
+    text = "\n".join(computation)
+    found = re.findall(r"^%([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)", text, re.MULTILINE)
+    return {name: int(value) for name, value in found}
 
 
 def _pair(line: str) -> tuple[int, ...]:

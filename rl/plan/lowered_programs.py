@@ -1,14 +1,15 @@
 """Lowers the programs of a run for a TPU topology: arrays have a shape and a sharding, but no content.
 
 Each `*_program` describes a function that training or serving calls. The learner's are those of rl/learner/train_step.py as
-rl/train.py makes them; a server's are those of inference/engine/engine.py, with the weights as they are published. The
-batch is the largest possible: every rollout has the maximum length.
+rl/train.py makes them; a server's are those of inference/engine/engine.py, with the weights as they are published. The arrays
+of a batch have room for rollouts of maximum length; the lengths in it are those of `plan.median_length`.
 """
 
 import dataclasses
 import importlib.util
 import math
 import os
+import statistics
 from collections.abc import Callable
 
 import jax
@@ -49,10 +50,13 @@ class LoweredProgram:
     held: dict[str, float]  # bytes per chip of the arguments, by kind
     needed: dict[str, float]  # estimated further bytes per chip: gradients, saved layer inputs, a layer
     num_tokens: int  # of one run (of one step, in decode)
-    executed_flops: float  # of one run, all chips
+    executed_flops: float  # of one run, all chips, by formula
     read_bytes: float  # per chip, of one run, from its memory
     model_flops: float = 0.0  # the FLOPs that MFU counts; 0 if it has no MFU
-    turns: tuple[int, ...] = ()  # of loops bounded by data (rl/plan/hlo.py)
+    # Calls of the attention kernel on one chip, and its FLOPs on all, in one forward pass of all layers and micro-batches.
+    kernel_pass: tuple[int, float] = (0, 0.0)
+    turns: tuple[float, ...] = ()  # of loops bounded by data (rl/plan/hlo.py)
+    turns_alone: float | None = None  # of such a loop that is in no other one
     waiting_bytes: float = 0.0  # of new weights in the memory of a server's host, until they replace its own one by one
     cache: tuple[tuple[int, ...], ...] = ()  # dims of a chip's part of the cache, which the program may not copy
 
@@ -133,12 +137,13 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
     config, model = exp.config, exp.model
     learner = exp.learner(mesh)
     step, state = train_step.jit_train_step(learner), train_step.abstract_state(learner)
-    batch, num_micro_batches = abstract_batch(exp, mesh)
+    batch, packed = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
-    num_tokens, longest = num_micro_batches * rows * T, min(config.inference.max_model_len, T)
-    work = flops.ModelFlops.of(model)
-    num_scored = int(exp.objective.old_logprobs == "learner")
-    num_passes = (4 if model.remat in ("block", "attention", "offload") else 3) + num_scored
+    num_micro_batches, work = len(packed.sequences) // rows, flops.ModelFlops.of(model)
+    num_steps = min(exp.objective.optimizer_steps, num_micro_batches)
+    is_scored = exp.objective.old_logprobs == "learner"  # all but the micro-batches of the first optimizer step
+    num_scored = is_scored * (num_micro_batches - math.ceil(num_micro_batches / num_steps))
+    num_passes = (4 if model.remat in ("block", "attention", "offload") else 3) + num_scored / num_micro_batches
     held = _held(parameters=(state.params, state.frozen), optimizer=state.opt_state, batch=batch)
     if exp.objective.needs_reference:  # it stays in memory next to the policy
         other = reference.model_of(exp.objective, model, exp.tokenizer.vocab_size)
@@ -148,11 +153,9 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
     # Without collectives the compiler keeps a second gradient, and the parameters in other layouts and dtypes, over all turns.
     copies = 3 * trained if mesh.size == 1 else 0.0  # as compiled for one v5e and v6e
     num_saved = 0 if model.remat == "offload" else model.num_layers
-    num_steps = min(exp.objective.optimizer_steps, num_micro_batches)
     return LoweredProgram(
         name="train",
-        title=f"train step: {num_micro_batches} micro-batches of {rows} rows x {T} tokens "
-        f"(all rollouts at {config.inference.max_model_len} tokens)",
+        title=f"train step: {num_micro_batches} micro-batches of {rows} rows x {T} tokens, {_lengths_text(config)}",
         mesh=mesh,
         lower=lambda: _lower(mesh, step, state, batch),
         held=held,
@@ -167,13 +170,14 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
             # With its gradient; the factor is that of the compiled configs/intellect2.py. Without recomputation, those of all layers.
             "layers": (5 + 4 * model.num_layers * (model.remat == "none")) * _layer_bytes(model, mesh, rows, T),
         },
-        num_tokens=num_tokens,
-        executed_flops=work.executed_flops(num_tokens, T, longest)
-        + num_scored * work.scoring_flops(num_tokens, T, longest),
-        model_flops=work.model_flops(num_tokens, longest),
+        num_tokens=packed.num_tokens,
+        executed_flops=work.executed_flops(packed) + num_scored / num_micro_batches * work.scoring_flops(packed),
+        model_flops=work.model_flops(packed),
+        kernel_pass=(model.num_layers * num_micro_batches, work.kernel_flops(packed)),
         read_bytes=num_micro_batches * num_passes * _gathered_bytes(model, mesh)
         + num_steps * 2 * (held["parameters"] + held["optimizer"]),
-        turns=(num_steps, math.ceil(num_micro_batches / num_steps)),
+        turns=(num_steps, num_micro_batches / num_steps),
+        turns_alone=num_scored if num_steps > 1 else None,
     )
 
 
@@ -181,9 +185,9 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Low
     """Returns the program that computes log-probabilities of a batch without gradient, as for a reference policy."""
     model = exp.model
     params = transformer.abstract(model, mesh)
-    batch, num_micro_batches = abstract_batch(exp, mesh)
+    batch, packed = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
-    num_tokens = num_micro_batches * rows * T
+    num_micro_batches, work = len(packed.sequences) // rows, flops.ModelFlops.of(model)
     return LoweredProgram(
         name="logprobs",
         title=f"log-probability pass: the same {num_micro_batches} micro-batches, without gradient",
@@ -191,10 +195,9 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Low
         lower=lambda: train_step.score.lower(exp.learner(mesh), params, batch),
         held=_held(parameters=params, batch=batch),
         needed={"a layer": _layer_bytes(model, mesh, rows, T)},
-        num_tokens=num_tokens,
-        executed_flops=flops.ModelFlops.of(model).scoring_flops(
-            num_tokens, T, min(exp.config.inference.max_model_len, T)
-        ),
+        num_tokens=packed.num_tokens,
+        executed_flops=work.scoring_flops(packed),
+        kernel_pass=(model.num_layers * num_micro_batches, work.kernel_flops(packed)),
         read_bytes=num_micro_batches * _gathered_bytes(model, mesh),
         turns=(num_micro_batches,),
     )
@@ -262,12 +265,32 @@ LEARNER = {"train": train_program, "logprobs": logprobs_program}  # on config.me
 SERVER = {"prefill": prefill_program, "decode": decode_program}  # on `server_axes`
 
 
-def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[packing.TrainBatch, int]:
-    """Returns rl/train.py's batch without content, and the number of micro-batches in use if all rollouts are at full length."""
+def abstract_batch(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[packing.TrainBatch, flops.PackedRows]:
+    """Returns rl/train.py's batch without content, and the rows of its micro-batches in use, at the lengths of `lengths`."""
     config = exp.config
-    num_streams = env_mix.max_streams(config)
-    rows_in_use = math.ceil(num_streams / max(config.train.row_length // config.inference.max_model_len, 1))
-    return exp.abstract_batch(mesh), math.ceil(rows_in_use / exp.rows(mesh))
+    T, sizes = config.train.row_length, lengths(config)
+    sizes = [min(size, T) for size in sizes]
+    rows = [tuple(sizes[i] for i in row) for row in packing.first_fit(sizes, T)]
+    rows += [()] * (-len(rows) % exp.rows(mesh))
+    return exp.abstract_batch(mesh), flops.PackedRows(T, rows)
+
+
+def lengths(config: config_dict.ConfigDict) -> list[int]:
+    """Returns the tokens of each rollout of a batch: the quantiles of the lognormal distribution of `config.plan`, or the maximum."""
+    num, longest, plan = env_mix.max_streams(config), config.inference.max_model_len, config.plan
+    if not plan.median_length:
+        return [longest] * num
+    normal = statistics.NormalDist(math.log(plan.median_length), plan.length_sigma)
+    drawn = (round(math.exp(normal.inv_cdf((i + 0.5) / num))) for i in range(num))
+    return [min(max(length, 1), longest) for length in drawn]
+
+
+def _lengths_text(config) -> str:
+    longest, plan = config.inference.max_model_len, config.plan
+    if not plan.median_length:
+        return f"all rollouts at {longest} tokens"
+    found, mean = f"lognormal lengths of median {plan.median_length}, sigma {plan.length_sigma}", lengths(config)
+    return f"{found}, at most {longest}, on average {sum(mean) / len(mean):.0f} tokens"
 
 
 def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine.Engine, transformer.Params]:

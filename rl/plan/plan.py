@@ -4,8 +4,8 @@
    `config.plan.server_mesh` over one host of the same kind, those of an engine on the learner's hosts on `config.inference.mesh`
    over its devices of one host. A program whose arguments alone need too much is not compiled.
 2. The TPU compiler, which is part of libtpu and needs no TPU, reports the memory that each program needs on a chip, or a shortage.
-3. The compiled text gives the collectives and their bytes (rl/plan/hlo.py), the model the arithmetic, the chip the rates
-   (rl/plan/roofline.py). Together they bound the times from below.
+3. The compiled text gives the collectives and their bytes (rl/plan/hlo.py) and the FLOPs (rl/plan/census.py), the model those that
+   MFU counts, the chip the rates (rl/plan/roofline.py). Together they bound the times from below.
 4. If a program does not fit, remedies are compiled, the least expensive first. The first that fits is printed.
 
 Not included: fragmentation, the memory of other programs, and slices joined by a data-center network.
@@ -25,7 +25,7 @@ import numpy as np
 from ml_collections import config_dict
 
 from rl.experiment import experiment
-from rl.plan import hlo, lowered_programs, roofline, sizes
+from rl.plan import census, hlo, lowered_programs, roofline, sizes
 from sharding import rules
 
 GIB = 2**30
@@ -47,7 +47,8 @@ class Outcome:
     output_bytes: float = 0.0  # results that do not reuse an argument's memory
     host_bytes: float = 0.0  # offloaded arrays, in the memory of the chip's host
     collectives: Sequence[hlo.Collective] = ()
-    cache_copies: int = 0  # how often the program copies a whole array of the cache
+    cache_copies: float = 0  # how often the program copies a whole array of the cache
+    executed_flops: float = 0.0  # of all chips, counted in the compiled text
 
 
 def make_program(name: str, exp: experiment.Experiment, topology: str) -> lowered_programs.LoweredProgram:
@@ -76,14 +77,14 @@ def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chi
         return Outcome(program, _shortage(str(error), chip), compile_s=time.perf_counter() - begun)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None and text is not None, "the TPU compiler returns both"
-    instructions = hlo.parse(text, program.turns)
+    instructions = hlo.parse(text, program.turns, program.turns_alone)
     results = max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
     new_version = program.held.get("new version", 0.0)  # no argument
     peak = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes + new_version
     refusal = "" if peak <= chip.memory_bytes else f"it needs {_gib(peak)} of {_gib(chip.memory_bytes)} per chip"
     copies = sum(hlo.copies(instructions, dims) for dims in program.cache)
     if copies and not refusal:
-        refusal = f"it copies whole arrays of the cache {copies} times"
+        refusal = f"it copies whole arrays of the cache {copies:.0f} times"
     return Outcome(
         program,
         refusal,
@@ -94,7 +95,14 @@ def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chi
         host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         collectives=hlo.collectives(instructions),
         cache_copies=copies,
+        executed_flops=_executed_flops(program, instructions),
     )
+
+
+def _executed_flops(program: lowered_programs.LoweredProgram, instructions: Sequence[hlo.Instruction]) -> float:
+    calls, flops = program.kernel_pass
+    kernels = census.attention_passes(instructions) / calls * flops if calls else 0.0
+    return program.mesh.size * census.matmul_flops(instructions) + kernels
 
 
 def _shortage(message: str, chip: roofline.Chip) -> str:
@@ -145,8 +153,9 @@ def shared(outcomes: Mapping[str, Outcome], chip: roofline.Chip) -> tuple[str, b
 
 def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
     program, chip, chips = outcome.program, roofline.chip_of(topology), outcome.program.mesh.size
+    executed = outcome.executed_flops or program.executed_flops
     bounds = {
-        "compute": program.executed_flops / (chips * chip.flops_per_s),
+        "compute": executed / (chips * chip.flops_per_s),
         "memory": program.read_bytes / chip.memory_bytes_per_s,
         "links": _links_s(outcome, topology),
     }
@@ -156,14 +165,19 @@ def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
     model = f"{_flops(program.model_flops)} of the model, " if program.model_flops else ""
     rows = [
         (outcome.host_bytes > 0.01 * GIB, "memory of hosts", f"{_gib(outcome.host_bytes)} per chip"),
-        (True, "arithmetic", f"{model}{_flops(program.executed_flops)} executed, {program.num_tokens:,} tokens"),
+        (True, "arithmetic", f"{model}{_flops(executed)} executed, {program.num_tokens:,} tokens"),
+        (
+            outcome.executed_flops,
+            "",
+            f"executed: counted in the compiled text, {executed / program.executed_flops:.1%} of the formula's",
+        ),
         *((True, label, text) for label, text in _collective_rows(outcome)),
         (
             program.waiting_bytes,
             "swap of weights",
             f"one by one, with no second copy; the new ones wait in {_gib(program.waiting_bytes)} of the host's memory",
         ),
-        (program.cache, "cache", f"{outcome.cache_copies} copies of a whole array of it in the program"),
+        (program.cache, "cache", f"{outcome.cache_copies:.0f} copies of a whole array of it in the program"),
         (
             True,
             "time",
@@ -194,7 +208,7 @@ def _links_s(outcome: Outcome, topology: str) -> float:
 
 
 def _collective_rows(outcome: Outcome) -> list[tuple[str, str]]:
-    counts, sent = collections.Counter(), collections.defaultdict(float)
+    counts, sent = collections.defaultdict(float), collections.defaultdict(float)
     for collective in outcome.collectives:
         key = f"{collective.kind} over {_axes(collective.group, outcome.program.mesh)}"
         counts[key] += collective.count

@@ -254,6 +254,26 @@ def test_old_logprobs_of_the_learner_and_several_steps_on_a_batch():
     assert float(metrics["loss/sampler_kl"]) == pytest.approx((np.exp(log_r) - 1 - log_r).mean(), rel=1e-4)
 
 
+def test_the_first_optimizer_step_scores_its_own_tokens():
+    """One step on a batch runs no pass more than without scores; of three, the first leaves its micro-batches out of that pass."""
+    mesh, batch = small.make_mesh(()), small.pack()
+    products = []
+    for old_logprobs in ("sampler", "learner"):
+        learner = small.make(objective=objective_lib.Objective(old_logprobs=old_logprobs))
+        step = functools.partial(train_step.train_step, learner)
+        program = jax.make_jaxpr(step)(train_step.abstract_state(learner), batch)
+        products.append(str(program).count("dot_general"))
+    assert products[0] == products[1] > 10
+    learner, params = small.make(), small.params_of(small.DENSE)
+    whole = np.asarray(train_step.score(learner, params, packing.place(batch, mesh)))
+    with jax.set_mesh(learner.mesh):
+        rest = jax.jit(functools.partial(train_step._score_batch, learner))(params, batch, 3)
+    used = int(batch.num_micro_batches)
+    is_first = np.arange(used) % 3 == 0
+    assert 0 < is_first.sum() < used
+    np.testing.assert_array_equal(rest[:used], np.where(is_first[:, None, None], 0, whole[:used]))
+
+
 @pytest.mark.parametrize("flat", [(0, 3), range(6)])
 def test_means_over_several_steps_are_those_of_one_step(flat):
     """Flat groups only distill: with a rate of 0, each metric counts the tokens that it is about, and no others."""

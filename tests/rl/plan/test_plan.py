@@ -22,10 +22,11 @@ from inference.server import inference_server
 from models import config as config_lib
 from models import flops, transformer
 from models.hf import config as hf_config
+from models.kernels import splash_attention
 from rl import sft
 from rl.experiment import initial
 from rl.learner import train_step
-from rl.plan import hlo, lowered_programs, plan, roofline, sizes
+from rl.plan import census, hlo, lowered_programs, plan, roofline, sizes
 from sharding import broadcast
 from sharding import mesh as mesh_lib
 from tests.support import tiny
@@ -120,6 +121,50 @@ ENTRY %main""",
     assert {c.kind: c.count for c in hlo.collectives(hlo.parse(TEXT, turns=(2, 7)))}["all-gather"] == 42
 
 
+def test_unrolled_loops_count_by_the_step_of_their_body():
+    """The loop over 3 layers runs twice if its counter grows by 2, and once if it grows by 3."""
+    for step, turns in ((1, 3), (2, 2), (3, 1)):
+        counter = f"%i.2 = s32[] get-tuple-element(%state), index=0\n  %n.2 = s32[]{{:T(128)}} constant({step})\n  "
+        text = TEXT.replace("  ROOT %tuple.1 =", f"  {counter}%next = s32[] add(%i.2, %n.2)\n  ROOT %tuple.1 =")
+        counts = {c.kind: c.count for c in hlo.collectives(hlo.parse(text, turns=(5,)))}
+        assert (counts["all-gather"], counts["all-reduce"]) == (5 * turns, 5)
+
+
+def test_of_a_conditional_the_shortest_branch_counts():
+    """It leaves out the rare work, here the loop over micro-batches; branches are named in either way."""
+    for branches in (
+        "branch_computations={%micro, %fused}",
+        "true_computation=%fused, false_computation=%micro",
+    ):
+        text = TEXT.replace("condition=%micro_cond, body=%micro", "condition=%micro_cond, body=%rare")
+        choice = f"%out.2 = s32[] conditional(%p, %a, %b), {branches}"
+        text = text.replace(
+            "ENTRY %main", f"%rare (s: s32[]) -> s32[] {{\n  {choice}\n  ROOT %r = s32[] add(%out.2)\n}}\n\nENTRY %main"
+        )
+        assert hlo.collectives(hlo.parse(text, turns=(5,))) == []
+
+
+def test_matmuls_and_kernels_are_counted_by_hand():
+    """A product of 16 heads in a window of 16 whose padding does no work, a dot, a strided window, a grouped product, and kernels."""
+    lines = """  %x = bf16[8192,2,128,1]{2,0,3,1} parameter(0)
+  %w = bf16[2,128,16,128]{3,1,0,2} parameter(1)
+  %c.1 = bf16[8192,16,128,1]{2,0,3,1:T(8,128)} convolution(%x, %w), window={size=16x2 pad=15_15x0_0 rhs_reversal=1x0}, dim_labels=b1f0_1i0o->b0f1
+  %y = f32[7,30,40]{2,1,0} parameter(2)
+  %z = f32[7,40,50]{2,1,0} parameter(3)
+  %c.2 = f32[7,30,50]{2,1,0} dot(%y, %z), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}
+  %c.3 = f32[3,30,50]{2,1,0} convolution(%y, %z), window={size=3 stride=2}, dim_labels=0bf_0io->0bf
+  %gmm.1 = bf16[64,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"1000"}}
+  %splash.1 = (f32[4], bf16[2,64,8]) custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={op_name="jit(f)/splash_mha_fwd_segmented_residuals/pallas_call"}
+  %splash.2 = (f32[4], bf16[2,64,8]) custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/splash_mha_dkv/pallas_call"}
+"""
+    program = hlo.parse(TEXT.replace("  %while.1 =", f"{lines}  %while.1 ="), turns=(5,))
+    products = 8192 * 256 * 16 * 128 + 7 * 30 * 40 * 50 + 3 * 3 * 30 * 40 * 50
+    assert census.matmul_flops(program) == 5 * (2 * products + 1000)
+    assert census.attention_passes(program) == 5 * (1 + 2)
+
+
 def test_copies_are_whole_arrays_that_are_written():
     """A copy moves the array; a prefetch into on-chip memory and a transpose inside a fusion do not."""
     program = hlo.parse(TEXT, turns=(5,))
@@ -175,16 +220,18 @@ def test_work_of_a_dense_model_is_the_sum_by_hand():
     work = flops.ModelFlops.of(tiny.model(tie_embeddings=False, remat="block"))
     layer = 32 * 4 * 8 + 2 * 32 * 2 * 8 + 4 * 8 * 32 + 3 * 32 * 64
     head = 32 * 272
-    assert work.multiplied == 2 * layer + head and work.head == head
+    assert work.multiplied == 2 * layer + head and work.head == head and work.last == 2 * 32 * 64
     norms = 2 * (2 * 32 + 2 * 8) + 32
     assert work.held == 2 * layer + 2 * head + norms
     # 10 tokens in sequences of 5: each reads 3 keys on average, 2 FLOPs x 4 heads x (8 + 8) dims x 3 keys x 2 layers.
-    assert work.forward_flops(10, 5) == 10 * (2 * (2 * layer + head) + 2 * 4 * 16 * 3 * 2)
-    assert work.model_flops(10, 5) == 3 * work.forward_flops(10, 5)
-    # The kernel's only block has all 5 keys; 1 + 1 + 3.5 forward passes.
-    executed = 10 * (4 * 2 * 2 * layer + 4 * 2 * head + 5.5 * 2 * 4 * 16 * 5 * 2)
-    assert work.executed_flops(10, 5, 5) == executed
-    assert work.scoring_flops(10, 5, 5) == 10 * (2 * (2 * layer + head) + 2 * 4 * 16 * 5 * 2)
+    rows = flops.PackedRows(12, ((5, 5),))
+    assert (rows.num_tokens, rows.num_columns) == (10, 12)
+    assert work.forward_flops(rows) == 10 * (2 * (2 * layer + head) + 2 * 4 * 16 * 3 * 2)
+    assert work.model_flops(rows) == 3 * work.forward_flops(rows)
+    # The kernel's only block has all 12 columns; 1 + 1 + 3.5 forward passes. The product of `down` is not computed again.
+    executed = 12 * (4 * 2 * 2 * layer - 2 * work.last + 4 * 2 * head + 5.5 * 2 * 4 * 16 * 12 * 2)
+    assert work.executed_flops(rows) == executed
+    assert work.scoring_flops(rows) == 12 * (2 * (2 * layer + head) + 2 * 4 * 16 * 12 * 2)
     assert work.read_parameters(1) == work.held - head  # the table is looked up
 
 
@@ -194,6 +241,7 @@ def test_work_of_a_mixture_counts_the_experts_of_a_token():
     attention = 32 * 4 * 8 + 2 * 32 * 2 * 8 + 4 * 8 * 32
     expert = 3 * 32 * 16
     assert work.multiplied == 2 * attention + 3 * 32 * 64 + 2 * expert + 32 * 8 + 32 * 272
+    assert work.last == 32 * 64  # that of the dense layer; products of experts are weighted by the router
     assert work.read_parameters(10**6) == pytest.approx(work.held)
     assert work.held - work.read_parameters(1) == pytest.approx(8 * expert * 3 / 4)
     assert work.held - work.read_parameters(3) == pytest.approx(8 * expert * (3 / 4) ** 3)
@@ -204,18 +252,42 @@ def test_a_sliding_layer_reads_its_window():
     assert flops.ModelFlops.of(model).attention_flops(10) == 2 * 4 * 16 * (3 + 10)
 
 
-@pytest.mark.parametrize(
-    ("window", "sequence", "row"), [(0, 700, 4096), (300, 4096, 4096), (600, 1500, 6144), (0, 2048, 2048)]
-)
-def test_the_kernel_works_on_the_blocks_that_are_read(window, sequence, row):
-    """The blocks are counted in the attention mask of a whole row."""
+@pytest.mark.parametrize(("window", "row"), [(0, 4096), (300, 4096), (600, 6144), (0, 2048), (200, 1280)])
+def test_the_kernel_works_on_the_blocks_that_are_read(window, row):
+    """The blocks are counted in the attention mask of whole rows, of random sequences; padding reads padding."""
     model = tiny.model(**({"window": window, "layer_pattern": "S"} if window else {}))
-    columns, block = np.arange(row), 512
-    mask = (columns[:, None] // sequence == columns // sequence) & (columns[:, None] >= columns)
-    mask &= columns[:, None] - columns < (window or row)
-    visited = mask.reshape(row // block, block, row // block, block).any(axis=(1, 3)).sum()
-    keys = visited * block * block / row
-    assert flops.ModelFlops.of(model).kernel_flops(row, sequence) == pytest.approx(2 * 4 * 16 * keys * 2)
+    draw, columns, block = np.random.default_rng(row + window), np.arange(row), splash_attention.block_of(row)
+    rows, visited = [], 0
+    for fill in (1.0, 0.6, 0.0):
+        ends = np.unique(draw.integers(1, int(fill * row) + 1, 6)) if fill else np.array([], int)
+        rows.append(tuple(np.diff(ends, prepend=0).tolist()))
+        of = np.searchsorted(ends, columns, side="right")
+        mask = (of[:, None] == of) & (columns[:, None] >= columns)
+        mask &= columns[:, None] - columns < (window or row)
+        blocks = mask.reshape(row // block, block, row // block, block).any(axis=(1, 3))
+        is_padding = of[::block] == len(ends)
+        visited += blocks[~is_padding].sum() + is_padding.sum()
+    packed = flops.PackedRows(row, rows)
+    assert packed.visited_keys(window) == visited * block * block
+    assert flops.ModelFlops.of(model).kernel_flops(packed) == 2 * 4 * 16 * visited * block * block * 2
+
+
+def test_lengths_are_quantiles_of_the_stated_distribution():
+    config = small()
+    config.rl.prompts_per_step, config.inference.max_model_len = 64, 128
+    mesh = mesh_lib.create({"fsdp": 8})
+    longest = lowered_programs.train_program(lowered_programs.resolve(config), mesh)
+    assert longest.num_tokens == 64 * 8 * 128 and "all rollouts at 128 tokens" in longest.title
+    config.plan.update(median_length=40, length_sigma=0.5)
+    drawn = np.array(lowered_programs.lengths(config))
+    assert len(drawn) == 64 * 8 and drawn.min() >= 1 and drawn.max() == 128
+    random = np.random.default_rng(0).lognormal(np.log(40), 0.5, 200_000)
+    quantiles = [0.1, 0.5, 0.9]
+    np.testing.assert_allclose(np.quantile(drawn, quantiles), np.quantile(random, quantiles), rtol=0.02)
+    program = lowered_programs.train_program(lowered_programs.resolve(config), mesh)
+    assert program.num_tokens == drawn.sum() and "lognormal lengths of median 40, sigma 0.5" in program.title
+    assert program.turns < longest.turns and program.executed_flops < longest.executed_flops
+    assert program.held == longest.held and program.needed == longest.needed  # a batch has room for the longest
 
 
 @pytest.mark.parametrize(
@@ -300,8 +372,9 @@ def test_every_program_lowers_without_an_array():
 def test_the_batch_is_that_of_full_length_rollouts():
     """32 x 8 rollouts of 64 tokens, two to a row of 128: 128 rows, 16 micro-batches of 8."""
     exp = lowered_programs.resolve(small())
-    batch, in_use = lowered_programs.abstract_batch(exp, mesh_lib.create({"fsdp": 8}))
-    assert in_use == 16 and batch.tokens.shape[1:] == (8, 128) and batch.tokens.shape[0] >= in_use
+    batch, packed = lowered_programs.abstract_batch(exp, mesh_lib.create({"fsdp": 8}))
+    assert packed == flops.PackedRows(128, [(64, 64)] * 16 * 8)
+    assert batch.tokens.shape[0] >= 16 and batch.tokens.shape[1:] == (8, 128)
     assert batch.tokens.sharding.shard_shape(batch.tokens.shape)[1] == 1
     assert batch.num_micro_batches.shape == ()
 
