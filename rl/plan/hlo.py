@@ -71,7 +71,7 @@ def parse(text: str, turns: Sequence[float] = (), alone: float | None = None) ->
     if entry is None:
         raise ValueError("the text has no ENTRY computation; pass the text of a compiled HLO module")
 
-    counts, fused = collections.Counter(), set()
+    counts, fused = collections.defaultdict(float), set()
 
     def called(line: str) -> list[str]:
         names = [name for name in _called(line) if name in computations]

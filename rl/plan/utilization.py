@@ -38,7 +38,8 @@ def of_step(
     kind = local_devices[0].device_kind
     rate = max((rate for name, rate in FLOPS_PER_S.items() if kind == name or kind.startswith(f"{name} ")), default=0.0)
     if rate and (num_tokens := values.get("batch/num_row_tokens", 0.0)):
-        work = flops.ModelFlops.of(model).model_flops(num_tokens, values["batch/sequence_length"])
+        length = max(round(values["batch/sequence_length"]), 1)
+        work = flops.ModelFlops.of(model).model_flops(flops.PackedRows(length, [(length,)])) * num_tokens / length
         found["machine/mfu"] = work / (num_devices * rate * max(values["time/train_step_s"], 1e-9))
     return {name: float(value) for name, value in found.items()}
 

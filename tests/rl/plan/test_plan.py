@@ -26,7 +26,7 @@ from models.kernels import splash_attention
 from rl import sft
 from rl.experiment import initial
 from rl.learner import train_step
-from rl.plan import census, hlo, lowered_programs, plan, roofline, sizes
+from rl.plan import census, hlo, lowered_programs, plan, roofline, sizes, utilization
 from sharding import broadcast
 from sharding import mesh as mesh_lib
 from tests.support import tiny
@@ -332,6 +332,16 @@ def test_other_topologies_come_by_size():
     assert roofline.alternatives("v5e:2x4")[-len(others) :] == others
     assert others[0] in ("v6e:2x2", "v5p:2x2x1")
     assert [roofline.num_chips(name) for name in others] == sorted(roofline.num_chips(name) for name in others)
+
+
+def test_the_mfu_of_a_step_is_that_of_its_mean_length():
+    """10,000 tokens in rollouts of 50 take 2 s on two chips."""
+    chip = types.SimpleNamespace(device_kind="TPU v5", memory_stats=lambda: None)
+    values = {"time/wait_s": 0.0, "time/step_s": 3.0, "time/train_step_s": 2.0}
+    values |= {"batch/num_row_tokens": 10_000.0, "batch/sequence_length": 50.0}
+    work = flops.ModelFlops.of(tiny.model()).model_flops(flops.PackedRows(64, [(50,)] * 200))
+    found = utilization.of_step(values, tiny.model(), 2, [chip])
+    assert found["machine/mfu"] == pytest.approx(work / (2 * 459e12 * 2))
 
 
 # ---- programs --------------------------------------------------------------------------------------------------------
