@@ -30,7 +30,7 @@ from absl import flags
 
 from inference.rollouts import rollout as rollout_lib
 from models import transformer
-from rl import launch, report, sft
+from rl import report, rollout_system, sft
 from rl.evaluation import commands
 from rl.evaluation import samples as samples_lib
 from rl.evaluation import scores as scores_lib
@@ -235,7 +235,7 @@ def main() -> None:
             raise ValueError(f"--sets {name} does not name an evaluation set of the config; it has {known}")
     with contextlib.ExitStack() as stack:
         exp, workdir, step, params = stack.enter_context(open_checkpoint() if is_run else _open_initial())
-        launch.check(exp)
+        rollout_system.check(exp)
         config_rules.check_prompts(exp.config, exp.tokenizer)
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         # The fields that change scores and differ from the run's, with their values.
@@ -255,7 +255,9 @@ def main() -> None:
         if layout.is_colocated(exp.config):
             context = colocated_server.start(exp, weights, key.worker, policy, params)
             server = lambda: stack.enter_context(context)  # noqa: E731
-        system = launch.start_rollout_system(exp, pathlib.Path(scratch), weights, policy, progress.say, server=server)
+        system = rollout_system.start_rollout_system(
+            exp, pathlib.Path(scratch), weights, policy, progress.say, server=server
+        )
         with system as orchestrator:
             with Evaluations(exp, orchestrator, workdir, writer, progress, changed) as evaluations:
                 evaluations.begin(step, names=names_of_sets)

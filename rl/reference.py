@@ -42,7 +42,7 @@ def site_pages() -> dict[str, str]:
     readme = re.sub(r"\]\((?![a-z]+:)(docs/)?", lambda link: "](" if link[1] else "](../", readme)
     return {
         "config.md": CONFIG.format(fields.strip()),
-        "index.md": readme.replace("](decisions)", "](decisions/README.md)"),
+        "index.md": readme,
     }
 
 

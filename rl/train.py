@@ -3,7 +3,7 @@
     python -m rl.train --config=configs/quickstart.py --workdir=runs/quickstart
 
 1. Warm-up (rl/sft.py) gives policy version 0, unless a checkpoint exists to resume from.
-2. The rollout system starts (rl/launch.py): broadcast, inference server, workers and validator, led by the orchestrator.
+2. The rollout system starts (rl/rollout_system.py): broadcast, inference server, workers and validator, led by the orchestrator.
 3. The loop: wait for a batch, one `train_step`, publish the new version, checkpoint, evaluation, metrics.
 4. Held-out score before and after, report.html.
 
@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 
 from inference.server import inference_server, metrics_routes
 from models import hub
-from rl import evaluate, launch, live, report, sft
+from rl import evaluate, live, report, rollout_system, sft
 from rl.batch import host_feed, packing
 from rl.experiment import experiment
 from rl.experiment import rules as config_rules
@@ -185,8 +185,8 @@ def _started(
         if remote and hosts.is_first:
             remote.check(experiment.fields(exp))  # before minutes of warm-up
         begun = None
-        if hosts.is_first and launch.has_server_process(exp) and not any((workdir / "weights").glob("v*")):
-            begun = launch.begin_server(exp, workdir, workdir / "weights", stack)
+        if hosts.is_first and rollout_system.has_server_process(exp) and not any((workdir / "weights").glob("v*")):
+            begun = rollout_system.begin_server(exp, workdir, workdir / "weights", stack)
         compiler = futures.ThreadPoolExecutor(1)
         stack.callback(compiler.shutdown, wait=False)
         compile_step = functools.partial(train_step.compile_train_step, learner, exp.abstract_batch(mesh))
@@ -216,12 +216,14 @@ def _started(
             progress.note("starting the rollout system")
             options = {"num_hosts": hosts.count, "known": saved.get("rollouts"), "ledger": ledger}
             options |= {"server": serve, "begun": begun}
-            system = launch.start_rollout_system(exp, workdir, workdir / "weights", policy, progress.say, **options)
+            system = rollout_system.start_rollout_system(
+                exp, workdir, workdir / "weights", policy, progress.say, **options
+            )
         orchestrator = stack.enter_context(system)
         start_clock.mark("rollout system")
         if serve and (url := hosts.broadcast(serve().orchestrator)) != serve().orchestrator:  # not the first host
             on_death = lambda error: hosts.report(None, error, None)  # noqa: E731
-            stack.enter_context(launch.join(exp, workdir, url, hosts.index, serve, progress.say, on_death))
+            stack.enter_context(rollout_system.join(exp, workdir, url, hosts.index, serve, progress.say, on_death))
         if orchestrator and exp.config.topology.metrics:
             stack.enter_context(_metrics_served(exp, workdir, writer, orchestrator, progress))
         stack.push(hosts.report)
@@ -265,7 +267,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     config = exp.config
     exp.rows(mesh)
     config_rules.check_trainable(config)
-    launch.check(exp, hosts)
+    rollout_system.check(exp, hosts)
     monitors_lib.check(config.topology.monitors)
     if config.objective.reference_model:
         reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)

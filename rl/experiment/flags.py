@@ -63,6 +63,17 @@ def given(values: flags.FlagValues = flags.FLAGS) -> list[str]:
     return list(config_flags.get_override_values(values["config"]))
 
 
+def config_arguments(argv: list[str]) -> list[str]:
+    """Returns the arguments that set the config, which are for the learner, too."""
+    found, is_value = [], False
+    for argument in argv:
+        is_config = argument.startswith(("-config", "--config", "-code", "--code"))
+        if is_config or is_value:
+            found.append(argument)
+        is_value = is_config and "=" not in argument
+    return found
+
+
 def _read_config(read: Callable[[str], Any], path: str) -> Any:
     """Returns the config of a file, with the fields of environments that the command line sets and the file does not.
 

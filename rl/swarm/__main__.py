@@ -21,6 +21,7 @@ import time
 from absl import flags
 
 from rl.experiment import experiment as experiment_lib
+from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
 from rl.plan import sizes
 from rl.swarm import fault_schedule, faults, processes, summary, supervisor, tcp_link
@@ -49,7 +50,7 @@ def main() -> None:
         connect = processes.direct
         if values.chaos is not None:
             connect = (links := stack.enter_context(tcp_link.Links())).add
-        arguments = _config_arguments(sys.argv[1:])
+        arguments = command_line.config_arguments(sys.argv[1:])
         swarm = processes.plan(experiment, workdir, roles, arguments, is_chain=values.chain, connect=connect)
         shell = {"note": lambda line: note(line), "progress": lambda spec: table.progress(spec)}
         logs = run_directory.logs(workdir)
@@ -122,17 +123,6 @@ def _list_faults(seed: int, roles: dict[str, str]) -> None:
     for fault in itertools.takewhile(lambda fault: fault.at_s < end_s, fault_schedule.schedule(seed, roles)):
         duration = "" if not fault.duration_s else "end" if fault.duration_s > end_s else f"{fault.duration_s:.0f} s"
         print(f"{fault.at_s:>4.0f} s {duration:>6}  {fault.kind:<10} {fault.target}")
-
-
-def _config_arguments(argv: list[str]) -> list[str]:
-    """Returns the arguments that set the config, which are for the learner, too."""
-    found, is_value = [], False
-    for argument in argv:
-        is_config = argument.startswith(("-config", "--config", "-code", "--code"))
-        if is_config or is_value:
-            found.append(argument)
-        is_value = is_config and "=" not in argument
-    return found
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from inference.rollouts import rollout as rollout_lib
-from rl import launch
+from rl import rollout_system
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.swarm import supervisor
@@ -52,16 +52,21 @@ def plan(
     *,
     is_chain: bool = False,
     connect: Connect = direct,
+    ports: Mapping[str, int] | None = None,
+    listen: str = "",
 ) -> Swarm:
     """Returns the processes of a swarm that trains in `workdir`, which has the config and the run's key.
 
     `roles` has the role of each node by its name; if there is an orchestrator, it has a process of its own. `config_flags` are those
-    of the user. Relays read from the learner's, or with `is_chain` each from the one before.
+    of the user. Relays read from the learner's, or with `is_chain` each from the one before. Without an impostor there are no cheats. `ports`
+    has a port for each node and for "orchestrator", "weights", "control", and "metrics" (None: free ones of this machine), and `listen` the
+    listening address of all ("": this machine alone).
     """
     relays, servers, workers, validators = ([name for name in roles if roles[name] == role] for role in ROLES)
-    liars = {name: f"{name}{LIAR}" for name in servers}
-    names = [*relays, *servers, *workers, *validators, IMPOSTOR, *liars.values()]
-    ports = _free_ports("orchestrator", "weights", "control", "metrics", "learner", *names)
+    liars = {name: f"{name}{LIAR}" for name in servers if IMPOSTOR in roles}
+    names = [*relays, *servers, *workers, *validators, *([IMPOSTOR] if IMPOSTOR in roles else []), *liars.values()]
+    ports = ports or _free_ports("orchestrator", "weights", "control", "metrics", "learner", *names)
+    at = ["--host", listen] if listen else []
     keys = {name: run_directory.worker_key_file(workdir, name) for name in names}
     run, mirrors = run_directory.signing_key(workdir).worker, {name: workdir / "relays" / name for name in relays}
     trusted, sandbox = run_directory.root_file(workdir) or run, experiment.config.trust.sandbox
@@ -78,26 +83,28 @@ def plan(
     source, after = first, "weights"
     for name in relays:
         files = ["--dir", str(mirrors[name]), "--port", str(ports[name]), "--trusted_key", trusted]
-        files += ["--keep", str(experiment.num_kept_versions)]
+        files += ["--keep", str(experiment.num_kept_versions), *at]
         specs.append(spec(name, "relay", ["sharding.relay", "--upstream", source], after, *files))
         source, after = (urls[name], name) if is_chain else (first, "weights")
     sources, after = [urls[name] for name in relays] or [first], (relays or ["weights"])[-1]
     for name in servers:
-        command = [*launch.server_command(experiment, workdir, pathlib.Path("")), "--weights", *sources]
-        specs.append(spec(name, "server", command, after, "--port", str(ports[name]), "--url", urls[name]))
-        liar, cheat = liars[name], ["rl.swarm.cheats", "lie", *command[1:]]
-        url = connect(frozenset({name}), ports[liar])
-        cheats[name] = spec(name, "server", cheat, after, "--port", str(ports[liar]), "--url", url, key=liar)
+        command = [*rollout_system.server_command(experiment, workdir, pathlib.Path("")), "--weights", *sources]
+        specs.append(spec(name, "server", command, after, "--port", str(ports[name]), "--url", urls[name], *at))
+        if liar := liars.get(name):
+            url, cheat = connect(frozenset({name}), ports[liar]), ["rl.swarm.cheats", "lie", *command[1:]]
+            cheats[name] = spec(name, "server", cheat, after, "--port", str(ports[liar]), "--url", url, key=liar)
     for name in validators:
-        files = ["--workdir", str(workdir), "--weights", sources[0], "--port", str(ports[name])]
+        files = ["--workdir", str(workdir), "--weights", sources[0], "--port", str(ports[name]), *at]
         specs.append(spec(name, "validator", ["rl.validator", "serve"], after, *files, *code))
     own = ("--sandbox", sandbox, *code)
-    metrics = {name: f"127.0.0.1:{ports[name]}" for name in roles if name != IMPOSTOR}
+    metrics = {name: f"{listen or '127.0.0.1'}:{ports[name]}" for name in roles if name != IMPOSTOR}
     if "orchestrator" in metrics:  # apart: its other port is for workers
         metrics["orchestrator"] = f"127.0.0.1:{ports['metrics']}"
     for name in workers:
         specs.append(spec(name, "worker", ["rl.worker"], "orchestrator", *own, "--metrics", metrics[name]))
-    cheats[IMPOSTOR] = spec(IMPOSTOR, "impostor", ["rl.swarm.cheats", "forge"], "orchestrator", "--sandbox", sandbox)
+    if IMPOSTOR in roles:
+        forge = ["rl.swarm.cheats", "forge"]
+        cheats[IMPOSTOR] = spec(IMPOSTOR, "impostor", forge, "orchestrator", "--sandbox", sandbox)
     public = {name: rollout_lib.WorkerKey.load(file).worker for name, file in keys.items()}
     fields = {
         "topology.mode": "remote",
@@ -106,9 +113,10 @@ def plan(
         "topology.metrics": metrics["learner"],
         "topology.server_keys": tuple(public[name] for name in (*relays, *servers, *liars.values())),
         "topology.workers": tuple(public[name] for name in workers),
-        "trust.admission": "open",
         "trust.validators": tuple(f"{urls[name]}#{public[name]}" for name in validators),
     }
+    fields |= {"trust.admission": "open"} if IMPOSTOR in roles else {}
+    fields |= {"topology.host": listen, "topology.relay_host": listen} if listen else {}
     options = [*config_flags, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
     own = _learner(options, ports["control"], connect, metrics.get("orchestrator", ""))
     return Swarm([*own, *specs], cheats, direct(frozenset(), ports["orchestrator"]), mirrors, public, metrics)

@@ -27,12 +27,13 @@ END_S = 5.0  # that all children together get to end by themselves
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A process to keep alive: the arguments of its `python -m`, and the local port that must be open before it starts."""
+    """A process to keep alive: the arguments of its `python -m`, the local port that must be open before it starts, and its host by ssh."""
 
     name: str
     role: str
     command: Sequence[str]
     after_port: int = 0  # 0: none
+    host: str = ""  # "": this one
 
 
 @dataclasses.dataclass
@@ -108,7 +109,8 @@ class Supervisor(contextlib.AbstractContextManager):
                 self._bury(node, node.child, code, now_s, is_patient)
             if not self.is_over and node.child is None and now_s >= node.start_s and _is_open(node.spec.after_port):
                 node.num_starts, node.begun_s = node.num_starts + 1, now_s
-                node.child = child_process.ChildProcess(node.spec.name, node.spec.command, self._logs, is_group=True)
+                spec, own = node.spec, {"is_group": True, "host": node.spec.host}
+                node.child = child_process.ChildProcess(spec.name, spec.command, self._logs, **own)
 
     def _bury(self, node: Node, child: child_process.ChildProcess, code: int, now_s: float, is_patient: bool) -> None:
         self.is_over |= code == 0 and node.spec.role == "learner"

@@ -24,7 +24,7 @@ class ChildProcess(contextlib.AbstractContextManager):
     """A child process `python -m COMMAND` during a `with` block, its output in a log. `on_death` gets the error if it ends early.
 
     `environment` are variables that it gets in addition. With `is_group`, it leads a process group, which is killed with it: no child
-    of its own outlives it, and Ctrl-C in the terminal reaches only this process.
+    of its own outlives it, and Ctrl-C in the terminal reaches only this process. With `host`, it runs there by ssh, in the same paths.
     """
 
     def __init__(
@@ -35,16 +35,22 @@ class ChildProcess(contextlib.AbstractContextManager):
         on_death: Callable[[Exception], None] = lambda error: None,
         *,
         is_group: bool = False,
+        host: str = "",
         environment: dict[str, str] | None = None,
     ):
         self.name, self.log, self.on_death = name, logs.path / f"{name}.log", on_death
+        line = [sys.executable, "-m", *command, "--exit_with_parent"]
+        own = {"PYTHONUNBUFFERED": "1", run_logs.VARIABLE: str(logs.path)} | (environment or {})
+        if host:  # its standard input ends with ours there, too
+            there = shlex.join(["env", *(f"{name}={value}" for name, value in own.items()), *line])
+            line = ["ssh", "-oBatchMode=yes", host, f"cd {shlex.quote(str(ROOT))} && exec {there}"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--exit_with_parent"],
+            line,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1", run_logs.VARIABLE: str(logs.path)} | (environment or {}),
+            env=os.environ | own,
             process_group=0 if is_group else None,
         )
         self._is_group = is_group

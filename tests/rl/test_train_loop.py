@@ -18,7 +18,7 @@ import pytest
 from absl import flags
 
 from configs import quickstart
-from rl import launch, train
+from rl import rollout_system, train
 from rl.batch import packing
 from rl.experiment import flags as command_line
 from rl.experiment import initial
@@ -91,8 +91,8 @@ def run_main(tmp_path, monkeypatch):
         train.main()
         return evaluated
 
-    monkeypatch.setattr(launch, "start_rollout_system", no_processes)
-    monkeypatch.setattr(launch, "has_server_process", lambda exp: False)
+    monkeypatch.setattr(rollout_system, "start_rollout_system", no_processes)
+    monkeypatch.setattr(rollout_system, "has_server_process", lambda exp: False)
     monkeypatch.setattr(train_step, "compile_train_step", lambda *args: None)  # so that the loop traces the step itself
     return run
 
@@ -269,16 +269,16 @@ def test_a_state_is_saved_as_the_one_before_the_failed_batch_only_if_it_is(run_m
 
 def test_the_server_process_begins_before_the_warm_up_of_a_new_run(run_main, monkeypatch):
     """It imports and waits meanwhile. Not where versions are published: it would load one that a resume replaces."""
-    events, warm_up, system = [], train.sft.train, launch.start_rollout_system
+    events, warm_up, system = [], train.sft.train, rollout_system.start_rollout_system
 
     def start(*args, begun, **options):
         events.append(begun)
         return system(*args, **options)
 
-    monkeypatch.setattr(launch, "has_server_process", lambda exp: True)
-    monkeypatch.setattr(launch, "begin_server", lambda *args: events.append("server") or "begun")
+    monkeypatch.setattr(rollout_system, "has_server_process", lambda exp: True)
+    monkeypatch.setattr(rollout_system, "begin_server", lambda *args: events.append("server") or "begun")
     monkeypatch.setattr(train.sft, "train", lambda *args: events.append("warm-up") or warm_up(*args))
-    monkeypatch.setattr(launch, "start_rollout_system", start)
+    monkeypatch.setattr(rollout_system, "start_rollout_system", start)
     run_main(plain_loss)
     run_main(plain_loss)
     assert events == ["server", "warm-up", "begun", None]

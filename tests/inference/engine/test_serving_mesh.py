@@ -19,7 +19,7 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from rl import launch
+from rl import rollout_system
 from rl.experiment import experiment
 from sharding import mesh as mesh_lib
 from sharding import rules
@@ -199,6 +199,6 @@ def test_a_run_starts_its_server_on_the_mesh_of_its_config(tmp_path):
     plain = experiment.resolve(config)
     config.inference.mesh.tensor, config.inference.mesh.data = 2, -1
     meshed = experiment.resolve(config)
-    commands = [launch.server_command(one, tmp_path, tmp_path) for one in (plain, meshed)]
+    commands = [rollout_system.server_command(one, tmp_path, tmp_path) for one in (plain, meshed)]
     assert "--mesh" not in commands[0]
     assert mesh_lib.parse(commands[1][commands[1].index("--mesh") + 1]) == {"tensor": 2, "data": -1}

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from configs import quickstart
-from rl import launch
+from rl import rollout_system
 from rl.experiment import experiment
 from rl.topology import layout
 from sharding.multihost import hosts
@@ -58,11 +58,11 @@ def test_the_default_on_an_accelerator_is_one_process(monkeypatch, mode, on_cpu,
     servers = {"topology__server_keys": ("ab" * 32,)} if mode == "remote" else {}
     exp = resolved(topology__mode=mode, **servers)
     assert layout.is_colocated(exp.config) == on_cpu
-    launch.check(exp)
+    rollout_system.check(exp)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     if on_chip is None:
         with pytest.raises(ValueError, match="'local' would start a second process on this host's tpus.* 'colocated'"):
-            launch.check(exp)
+            rollout_system.check(exp)
     else:
         assert layout.is_colocated(exp.config) == on_chip
 
@@ -75,9 +75,9 @@ def test_devices_of_an_engine_elsewhere_are_refused():
 
 def test_other_hosts_need_an_address_of_the_orchestrator(monkeypatch):
     exp = resolved(topology__mode="colocated")
-    launch.check(exp)
+    rollout_system.check(exp)
     monkeypatch.setattr(hosts.Hosts, "address", "10.0.0.2")
     with pytest.raises(
         ValueError, match="topology.host = '127.0.0.1' cannot be reached from the other 1 hosts; set it"
     ):
-        launch.check(exp, hosts.Hosts(0, 2))
+        rollout_system.check(exp, hosts.Hosts(0, 2))

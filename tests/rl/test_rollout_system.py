@@ -9,7 +9,7 @@ import pytest
 
 from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
-from rl import launch
+from rl import rollout_system
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
 from rl.ledger import events
@@ -43,7 +43,7 @@ def test_the_learners_own_validator_replays_signed_weights_only(tmp_path, monkey
     monkeypatch.setattr(verifier, "published", published)
     key, exp = run_directory.signing_key(tmp_path).worker, experiment.resolve(quickstart.get_config())
     with pytest.raises(ValueError, match=f"{tmp_path} is read with {key}"):
-        with launch.start_rollout_system(exp, tmp_path, tmp_path, timeline.Policy(0, 0), print):
+        with rollout_system.start_rollout_system(exp, tmp_path, tmp_path, timeline.Policy(0, 0), print):
             pass
 
 
@@ -66,7 +66,7 @@ def test_the_server_of_a_run_trusts_its_root_file_if_there_is_one(tmp_path):
     run_directory.signing_key(tmp_path)
     trusted = [run_directory.public_key(tmp_path), str(tmp_path / "root.json")]
     for expected in trusted:
-        command = launch.server_command(doubles.experiment(), tmp_path, tmp_path)
+        command = rollout_system.server_command(doubles.experiment(), tmp_path, tmp_path)
         assert command[command.index("--weights_key") + 1] == expected
         (tmp_path / "root.json").write_bytes(b"of `python -m sharding.broadcast keys`")
 
@@ -79,7 +79,7 @@ def test_a_process_may_take_as_long_to_start_as_the_config_says(tmp_path):
     with pytest.raises(
         ValueError, match=r"did not start in 0 s \(topology.patience_s\); read its log, logs/server.log, or"
     ):
-        launch._address(child, tmp_path / "server.address", 0.05)
+        rollout_system._address(child, tmp_path / "server.address", 0.05)
 
 
 def test_workers_start_before_an_engine_compiles_in_this_process(tmp_path, monkeypatch):
@@ -94,6 +94,6 @@ def test_workers_start_before_an_engine_compiles_in_this_process(tmp_path, monke
     monkeypatch.setattr(child_process, "ChildProcess", child)
     deaths: queue.SimpleQueue = queue.SimpleQueue()
     serve = lambda: started.append("server") or server  # noqa: E731
-    with launch.join(exp, tmp_path, "http://b", 1, serve, lambda line: None, deaths.put):
+    with rollout_system.join(exp, tmp_path, "http://b", 1, serve, lambda line: None, deaths.put):
         assert deaths.get(timeout=60) is died
     assert started == [("worker1", {"JAX_PLATFORMS": "cpu"}), "server"]

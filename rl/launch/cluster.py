@@ -1,0 +1,64 @@
+"""The commands of a run on several machines, for any engine that starts them."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+
+from rl.experiment import experiment as experiment_lib
+from rl.swarm import processes, supervisor
+
+EVERYWHERE = "0.0.0.0"
+ACCELERATED = ("learner", "server", "validator")  # roles with devices of their own
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run to start. `counts` has the number of nodes by role besides the learner, and `hosts` the number of its hosts."""
+
+    experiment: experiment_lib.Experiment
+    workdir: pathlib.Path
+    counts: Mapping[str, int]
+    arguments: Sequence[str]  # the user's, about the config
+    hosts: int
+    port: int  # the first
+
+    @property
+    def learners(self) -> list[str]:
+        """The names of the learner's hosts."""
+        return ["learner", *(f"learner{i}" for i in range(1, self.hosts))]
+
+    @functools.cached_property
+    def roles(self) -> dict[str, str]:
+        """The role of each node by name, the learner first."""
+        return {"learner": "learner"} | {f"{r}{i}": r for r in processes.ROLES for i in range(self.counts[r])}
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all processes, the learner's hosts first."""
+        return [*self.learners, *list(self.roles)[1:]]
+
+    def specs(self, host_of: Callable[[str], str]) -> list[supervisor.Spec]:
+        """Returns the process of each node, the learner first; `host_of` has the host of a node, or the text that stands for it."""
+        if len(self.roles) == 1:
+            command = ["rl.train", *self.arguments, f"--workdir={self.workdir}"]
+            return [supervisor.Spec("learner", "learner", command)]
+        ports = {
+            name: self.port + i for i, name in enumerate(("orchestrator", "weights", "control", "metrics", *self.roles))
+        }
+        at = {port: name if name in self.roles else "learner" for name, port in ports.items()}
+        connect = lambda ends, port: f"http://{host_of(at[port])}:{port}"  # noqa: E731
+        options = {"connect": connect, "ports": ports, "listen": EVERYWHERE}
+        swarm = processes.plan(self.experiment, self.workdir, self.roles, self.arguments, **options)
+        return [dataclasses.replace(spec, after_port=0) for spec in swarm.specs]
+
+    def each_host(self, host_of: Mapping[str, str]) -> list[supervisor.Spec]:
+        """Returns all processes with their hosts by name, one for each host of the learner, which finds the others by its config."""
+        learner, *others = self.specs(host_of.__getitem__)
+        learners = [learner]
+        if self.hosts > 1:
+            place = {"coordinator": f"{host_of['learner']}:{self.port - 2}", "num_processes": self.hosts}
+            flags = [f"--config.topology.{key}={value}" for key, value in place.items()]
+            command = lambda i: [*learner.command, *flags, f"--config.topology.process_id={i}"]  # noqa: E731
+            learners = [dataclasses.replace(learner, name=n, command=command(i)) for i, n in enumerate(self.learners)]
+        return [dataclasses.replace(spec, host=host_of[spec.name]) for spec in (*learners, *others)]

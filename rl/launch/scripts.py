@@ -1,0 +1,58 @@
+"""Renders a plan as a script for Slurm, or as a manifest for Kubernetes with JobSet."""
+
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+
+import jinja2
+
+from rl.launch import cluster
+from sharding.system import child_process
+
+
+def slurm(plan: cluster.Plan, options: Sequence[str]) -> str:
+    """Returns the script of a job with a node for each host of the learner and each accelerated node; the others run on the first."""
+    specs = plan.specs(lambda name: f"@{name}@")
+    own = [spec.name for spec in specs[1:] if spec.role in cluster.ACCELERATED]
+    return _render(
+        "slurm.sh",
+        plan=plan,
+        options=options,
+        own=own,
+        learner=_in_shell(specs[0].command),
+        others=[(spec.name, _in_shell(spec.command)) for spec in specs[1:]],
+    )
+
+
+def gke(plan: cluster.Plan, image: str, claim: str, accelerator: str, selectors: Sequence[str]) -> str:
+    """Returns the manifest of a JobSet, with a job for each node. A pod has a name in DNS that follows from its job's."""
+    name = re.sub(r"[^a-z0-9]+", "-", plan.workdir.name.lower()).strip("-")[:30] or "run"
+    pod = lambda node: f"{name}-{node}-0-0.{name}"  # noqa: E731
+    resource, _, count = accelerator.partition("=")
+    return _render(
+        "gke.yaml",
+        plan=plan,
+        name=name,
+        specs=plan.specs(pod),
+        coordinator=f"{pod('learner')}:{plan.port - 2}",
+        image=image,
+        claim=claim,
+        resources={resource: count} if accelerator else {},
+        selectors={label: value for label, _, value in (one.partition("=") for one in selectors)},
+        accelerated=cluster.ACCELERATED,
+    )
+
+
+def _in_shell(command: Sequence[str]) -> str:
+    """Quotes the arguments of `python -m` for a shell, but for the hosts of nodes, which are its variables."""
+    quoted = ("'" + one.replace("'", "'\\''") + "'" for one in command)
+    return re.sub(r"@(\w+)@", r"""'"$\1"'""", " ".join(quoted))
+
+
+def _render(template_name: str, **values: object) -> str:
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    template = environment.from_string(pathlib.Path(__file__).with_name(template_name).read_text())
+    return template.render(root=child_process.ROOT, python=sys.executable, **values)

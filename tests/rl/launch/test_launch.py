@@ -1,0 +1,231 @@
+"""Runs on several machines: the commands name each other's addresses, and each engine's stand-in carries a run to its end."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from inference.rollouts import rollout as rollout_lib
+from rl.launch import cluster, scripts
+from rl.reporting import metrics
+from tests.rl.swarm import test_swarm
+from tests.support import doubles, proxy, tiny_run
+
+COUNTS = {"relay": 1, "server": 2, "worker": 3, "validator": 1}
+# Slurm's programs on one machine. Each task of srun gets the variables by which JAX finds its place.
+SCONTROL = 'echo "$SLURM_JOB_NODELIST" | tr , "\\n"'
+SRUN = """
+for option; do
+  case $option in --ntasks=*) n=${option#*=} ;; --nodelist=*) list=${option#*=} ;; --*) ;; *) break ;; esac
+  shift
+done
+echo "$n $list $*" >> "$FAKE_LOG"
+export SLURM_NTASKS=$n SLURM_STEP_NUM_TASKS=$n SLURM_STEP_NODELIST=$list SLURM_STEP_NUM_NODES=$n SLURM_LOCALID=0
+for ((i = 0; i < n; i++)); do SLURM_PROCID=$i "$@" & pids+=($!); done
+trap 'kill "${pids[@]}" 2>/dev/null' TERM
+for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+exit ${code:-0}
+"""
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return lambda counts=COUNTS, hosts=2, port=18000: cluster.Plan(
+        doubles.experiment(), tmp_path / "It's a run", counts, ["--config=configs/quickstart.py"], hosts, port
+    )
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """Returns the environment in which programs of these names, with these texts for bash, are found first."""
+
+    def make(**texts):
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        for name, text in texts.items():
+            (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+            (folder / name).chmod(0o755)
+        own = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"FAKE_LOG": str(tmp_path / "steps")}
+        return own | {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+    return make
+
+
+def option(command, name):
+    return command[len(command) - command[::-1].index(name)]  # the last one counts
+
+
+def test_the_commands_name_the_addresses_and_keys_of_each_other(plan):
+    plan = plan()
+    plan.workdir.mkdir()
+    specs = {spec.name: spec.command for spec in plan.specs(lambda name: f"host-of-{name}")}
+    assert [*specs] == ["learner", "relay0", "server0", "server1", "validator0", "worker0", "worker1", "worker2"]
+    fields = dict(one.removeprefix("--config.").split("=", 1) for one in specs["learner"] if "topology" in one)
+    keys = {file.stem: rollout_lib.WorkerKey.load(file).worker for file in (plan.workdir / "keys").iterdir()}
+    assert keys.keys() == {*specs} - {"learner"}  # none for cheats
+    trusted = [keys[name] for name in ("relay0", "server0", "server1")]
+    assert fields["topology.server_keys"] == str(tuple(trusted)) and fields["topology.host"] == cluster.EVERYWHERE
+    for name in keys:
+        assert option(specs[name], "--orchestrator") == f"http://host-of-learner:{fields['topology.port']}"
+        assert option(specs[name], "--key") == str(plan.workdir / "keys" / f"{name}.key")
+    for name in ("server0", "server1"):
+        port = option(specs[name], "--port")
+        assert option(specs[name], "--url") == f"http://host-of-{name}:{port}"
+        assert option(specs[name], "--weights") == f"http://host-of-relay0:{option(specs['relay0'], '--port')}"
+    assert option(specs["relay0"], "--upstream") == f"http://host-of-learner:{fields['topology.relay_port']}"
+    ports = [option(command, "--port") for name, command in specs.items() if "--port" in command]
+    assert len({*ports}) == len(ports) == 4
+
+
+def test_each_host_of_the_learner_gets_its_place(plan):
+    plan = plan(counts=dict.fromkeys(COUNTS, 0), hosts=3)
+    specs = plan.each_host({"learner": "a", "learner1": "b", "learner2": "c"})
+    assert [spec.command[-1] for spec in specs] == [f"--config.topology.process_id={i}" for i in range(3)]
+    assert all("--config.topology.coordinator=a:17998" in spec.command for spec in specs)
+    assert [spec.role for spec in specs] == ["learner"] * 3
+
+
+def test_the_script_of_slurm_places_each_node_and_starts_the_dead_again(plan, programs, tmp_path):
+    """The learner's step ends with 3 once a worker has died and is back."""
+    plan = plan()
+    plan.workdir.mkdir()
+    script = scripts.slurm(plan, ["--partition=gpu"])
+    srun = SRUN.partition("export")[0] + 'case "$*" in *rl.train*) until [ $(grep -c "worker2" "$FAKE_LOG") -ge 2 ]; do'
+    srun += " read -t 0.1 <> <(:); done; exit 3 ;; *worker2*) exit 1 ;; *) exec tail -f /dev/null ;; esac"
+    environment = programs(srun=srun, scontrol=SCONTROL, sleep="exit 0")
+    environment["SLURM_JOB_NODELIST"] = "n0,n1,n2,n3,n4"
+    (tmp_path / "script").write_text(script)
+    command = ["bash", str(tmp_path / "script")]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as job:
+        assert job.wait(30) == 3
+    assert "#SBATCH --nodes=5\n" in script and "#SBATCH --partition=gpu\n" in script
+    steps = [line.split(" ", 2) for line in (tmp_path / "steps").read_text().splitlines()]
+    placed = {re.search(r"keys/(\w+)\.key", text)[1]: where for _, where, text in steps if "--key" in text}
+    on_first = dict.fromkeys(("relay0", "worker0", "worker1", "worker2"), "n0")
+    assert placed == on_first | {"server0": "n2", "server1": "n3", "validator0": "n4"}
+    (learner,) = [step for step in steps if "rl.train" in step[2]]
+    assert learner[:2] == ["2", "n0,n1"] and str(plan.workdir) in learner[2]
+    (server,) = [text for _, where, text in steps if where == "n2"]
+    assert re.search(r"--url http://n2:\d+", server) and "--orchestrator http://n0:18000" in server
+
+
+def manifest(plan):
+    plan.workdir.mkdir(exist_ok=True)
+    text = scripts.gke(plan, "image:1", "disk", "google.com/tpu=4", ["cloud.google.com/gke-tpu-topology=2x2"])
+    return yaml.safe_load(text)
+
+
+def test_the_hosts_of_a_manifest_are_the_names_of_its_pods(plan):
+    found = manifest(plan())
+    name, jobs = found["metadata"]["name"], found["spec"]["replicatedJobs"]
+    assert name == "it-s-a-run" == found["spec"]["network"]["subdomain"]
+    pods = {f"{name}-{job['name']}-0-{i}.{name}" for job in jobs for i in range(job["template"]["spec"]["completions"])}
+    text = json.dumps(found)
+    assert {*re.findall(rf"[\w-]+\.{name}\b", text)} <= pods and len(pods) == 9
+    by_name = {job["name"]: job["template"]["spec"]["template"]["spec"] for job in jobs}
+    for job, spec in by_name.items():
+        has_chips = "resources" in spec["containers"][0]
+        assert has_chips == ("nodeSelector" in spec) == (job.rstrip("012") in ("learner", "server", "validator"))
+    variables = [one["name"] for one in by_name["learner"]["containers"][0]["env"]]
+    assert variables == ["JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"]
+    assert by_name["learner"]["restartPolicy"] == "Never" and by_name["worker0"]["restartPolicy"] == "OnFailure"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_published_models_of_jobset_and_kubernetes_know_every_field(plan, hosts):
+    """Their classes drop a field that they do not know, and reject a wrong type."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    spec = manifest(plan(hosts=hosts))["spec"]
+    parsed = models.JobsetV1alpha2JobSetSpec.from_dict(spec)
+    assert json.loads(json.dumps(parsed.to_dict())) == spec
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--target=slurm", "--servers=1"], "servers need workers"),
+        (["--target=slurm", "--relays=1"], "needs servers"),
+        (["--target=ssh"], "--machines"),
+        (["--target=gke"], "--image"),
+        (["--target=local", "--hosts=2"], "another target"),
+        (["--target=ssh", "--machines=a", "--submit"], "leave it out"),
+        (["--target=slurm", "--workdir=gs://b/run"], "mount it"),
+    ],
+)
+def test_contradictions_are_one_line(options, words, tmp_path):
+    command = [sys.executable, "-m", "rl.launch", "--config=configs/quickstart.py", f"--workdir={tmp_path}", *options]
+    result = subprocess.run(command, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and words in result.stderr, result.stderr
+
+
+def launch(workdir, environment, *options, **fields):
+    command = [*tiny_run.command(workdir, module="rl.launch", **fields), *options]
+    return subprocess.Popen(command, cwd=tiny_run.ROOT, env=environment, start_new_session=True)
+
+
+def free_port():
+    """A port below the ephemeral ones, so that the next twenty are likely free."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return 20000 + sock.getsockname()[1] % 10000
+
+
+def is_complete(workdir):
+    return [line["step"] for line in metrics.read_steps(workdir)] == [*range(1, 7)] and not test_swarm.processes_of(
+        workdir
+    )
+
+
+SMALL = [f"--{name}=1" for name in ("servers", "workers")]
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_runs_a_learner_of_two_hosts(programs, tmp_path):
+    environment = programs(sbatch='exec setsid bash "$1"', srun=SRUN, scontrol=SCONTROL)
+    environment |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "127.0.0.1,localhost,127.0.0.1"}
+    environment |= {"JAX_NUM_CPU_DEVICES": "1"}
+    options = ["--target=slurm", "--hosts=2", "--submit", f"--port={free_port()}", *SMALL]
+    with launch(tmp_path / "w", environment, *options, mesh__fsdp=2) as job:
+        assert job.wait(900) == 0
+    assert is_complete(tmp_path / "w")
+
+
+@pytest.mark.slow
+def test_machines_by_ssh_carry_a_run(programs, tmp_path):
+    environment = programs(ssh='echo "$2" >> "$FAKE_LOG"; exec bash -c "$3"')
+    options = ["--target=ssh", "--machines=127.0.0.1,localhost", f"--port={free_port()}", *SMALL]
+    with launch(tmp_path / "w", environment, *options) as job:
+        assert job.wait(900) == 0
+    assert is_complete(tmp_path / "w")
+    assert sorted({*(tmp_path / "steps").read_text().split()}) == ["127.0.0.1", "localhost"]
+
+
+@pytest.mark.slow
+def test_a_killed_actor_of_ray_comes_back_and_the_run_ends(programs, tmp_path):
+    pytest.importorskip("ray", reason="pip install ray")
+    from ray import cluster_utils
+
+    nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    try:
+        nodes.add_node(num_cpus=2)
+        options = ["--target=ray", f"--ray={nodes.address}", f"--port={free_port()}", *SMALL]
+        workdir = tmp_path / "w"
+        with launch(workdir, programs(), *options) as job:
+            proxy.wait_until(lambda: test_swarm.steps(workdir) or job.poll() is not None, 600, "the first step")
+            (worker,) = [pid for pid, line in test_swarm.processes_of(workdir).items() if "rl.worker" in line]
+            stat = pathlib.Path(f"/proc/{worker}/stat").read_text()
+            os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)  # its parent, the actor
+            assert job.wait(900) == 0
+        assert is_complete(workdir)
+        text = next((workdir / "logs").glob("*/worker0.log")).read_text()
+        assert text.count("==== start") >= 2
+    finally:
+        nodes.shutdown()
