@@ -57,6 +57,7 @@ MAX_POLL_S = 490.0  # a fifth more is less than lease.MAX_WAIT_S
 POLL_S = 50.0  # that a request waits for work; many proxies close a connection after 60
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
 SERVERS_S = 300.0  # without a server that completes a group, until it is given back
+EPISODES = ("rollouts", "errors", "turns")  # counted by environment
 DRAIN_S, LEAVE_S = 20.0, 5.0  # after SIGTERM: for finished groups, and for the last heartbeat
 
 _key = operator.itemgetter("split", "step", "group")
@@ -104,6 +105,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.counts: collections.Counter[str] = collections.Counter()  # groups, by their fate
         self.num_tokens = 0  # sampled
+        self.episodes: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in EPISODES}
         self.metrics = role_metrics.RoleMetrics("worker", self._values, ("group", "submit"))
         self._groups: _Groups | None = None  # of the session now
         self._connection: signed_session.Connection | None = None
@@ -142,7 +144,18 @@ class Worker:
     def _values(self) -> role_metrics.Values:
         running, finished = self._groups.load() if self._groups else (0, 0)
         groups = {"running": running, "finished": finished}
-        return {"groups": groups, "groups_total": dict(self.counts), "tokens_total": self.num_tokens}
+        found = {"groups": groups, "groups_total": dict(self.counts), "tokens_total": self.num_tokens}
+        return found | {f"environment_{name}_total": dict(of) for name, of in self.episodes.items()}
+
+    def add(self, rollouts: Sequence[rollout_lib.Rollout]) -> None:
+        """Counts the rollouts of a finished group."""
+        self.counts["generated"] += 1
+        self.num_tokens += sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
+        for rollout in rollouts:
+            name, is_first = rollout.task.env, rollout.branch == 0  # others repeat its scores
+            self.episodes["rollouts"][name] += is_first
+            self.episodes["errors"][name] += is_first and rollout.rewards.get("error", 0.0) > 0
+            self.episodes["turns"][name] += len(rollout.spans)
 
     async def _work(self, stopping: asyncio.Event) -> None:
         trusted, runs, described, proof, begun_us = self.trusted, {}, None, "", int(time.time() * 1e6)
@@ -288,8 +301,7 @@ class _Groups:
                 run = self._runs[group.get("env", "")]
                 rollouts = await roll_out(self._client, run, self._worker.key, group)
             self._num_failures, self._problem = 0, ""
-            self._worker.counts["generated"] += 1
-            self._worker.num_tokens += sum(int(rollout.sampled_mask.sum()) for rollout in rollouts)
+            self._worker.add(rollouts)
             return self._finished.put_nowait((_key(group), rollouts))
         except client_lib.VersionGone as error:  # a newer one replaced it, which this group may not use
             pause_s = VOID_PAUSE_S  # the next one may have the same fate

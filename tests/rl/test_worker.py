@@ -525,7 +525,15 @@ def test_metrics_show_its_groups_and_health_why_it_waits(play):
     assert any(line.startswith(f"the orchestrator at {played.url}") for line in said)
     assert all(40 <= one["wait_s"] <= 60 for one in played.leases if one["capacity"])  # D7: it asked ten times a second
     counts = {'groups_total{name="generated"} 2.0', 'groups_total{name="leased"} 2.0', 'groups{name="running"} 0.0'}
-    counts |= {"group_seconds_count 2.0", f"tokens_total {sum(r.sampled_mask.sum() for r in played.submitted):.1f}"}
+    counts |= {
+        'environment_rollouts_total{name="reverse_text"} 8.0',
+        'environment_turns_total{name="reverse_text"} 8.0',
+    }
+    counts |= {
+        'environment_errors_total{name="reverse_text"} 0.0',
+        "group_seconds_count 2.0",
+        f"tokens_total {sum(r.sampled_mask.sum() for r in played.submitted):.1f}",
+    }
     assert {f"intellax_worker_{line}" for line in counts} <= {*lines}, lines
 
 
