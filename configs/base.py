@@ -273,6 +273,9 @@ def get_config() -> config_dict.ConfigDict:
     b.dtype = ""  # in which weights are published and served: wider floats are cast to it; "": model.dtype
     b.head_s = 86400.0  # until relays that withhold newer weights are refused; the run signs again before
 
+    # The (first, last) train step of a profile of the learner in WORKDIR/profile; (): none. In topology.mode "colocated" it has the engine, too.
+    c.profile = config_dict.ConfigDict(dict(steps=()))
+
     # The hardware for rl.plan; no other command reads it.
     c.plan = n = config_dict.ConfigDict()
     n.topology = ""  # of the learner: <kind>:<dims>, as in "v5p:4x4x8"

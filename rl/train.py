@@ -42,7 +42,7 @@ from rl.orchestrator import assembly
 from rl.orchestrator.remote import client
 from rl.plan import sizes, utilization
 from rl.protocol import task_schedule, timeline
-from rl.reporting import diagnostics, metrics, start_clock
+from rl.reporting import diagnostics, metrics, profiler, start_clock
 from rl.reporting import monitors as monitors_lib
 from rl.retention import redaction
 from rl.topology import colocated_server, layout
@@ -88,9 +88,10 @@ def train(
     with _started(exp, mesh, workdir, hosts, log) as run:
         orchestrator, checkpointer = run.orchestrator, run.checkpointer
         retention = redaction.Rule(**exp.config.retention.to_dict())
-        with hosts.terminable(), run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
+        profile = profiler.Profiler(workdir / "profile", exp.config.profile.steps)
+        with hosts.terminable(), profile, run.progress.phase("rl", total=num_steps, initial=run.start) as bar:
             for step in range(run.start + 1, num_steps + 1):
-                begun = time.perf_counter()
+                begun, annotation = time.perf_counter(), profile.begin(step)
                 times: dict[str, float] = {}
                 rate = optimizers.next_rate(exp.optimizer, run.state.opt_state)
                 with _timed(times, "wait"):
@@ -99,7 +100,7 @@ def train(
                     start_clock.mark("first rollouts")
                 if hosts.broadcast(hosts.is_first and batch is None):
                     _terminate(step - 1, run, hosts)
-                with _timed(times, "train_step"):
+                with _timed(times, "train_step"), annotation:
                     if run.server:
                         run.server.release()
                     packed = run.feed(step, batch)

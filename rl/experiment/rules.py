@@ -87,6 +87,9 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
         found = f"rl.curriculum = {config.rl.curriculum!r} is unknown"
         raise ValueError(f"{found}; choose one of {', '.join(map(repr, curriculum.KINDS))}")
     redaction.Rule(**config.retention.to_dict())
+    if steps := config.profile.steps:
+        if len(steps) != 2 or not all(isinstance(one, int) for one in steps) or not 1 <= steps[0] <= steps[1]:
+            raise ValueError(f"profile.steps = {steps} is not a range of steps; write (FIRST, LAST), from 1 on, or ()")
     if not all(weight > 0 for weight in config.warmup.weights):
         raise ValueError(f"warmup.weights = {config.warmup.weights} must be above 0; remove the file of a weight of 0")
     _check_evaluation_sets(config.evaluation, [*config.envs])

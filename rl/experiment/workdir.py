@@ -26,7 +26,7 @@ from sharding.system import atomic_file
 ORCHESTRATOR_LOCK = ".orchestrator.lock"
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
 READ_BY_RUNS = tuple(
-    "evaluation. inference. sampling. trust. train. broadcast. retention. rl.num_steps env.digest".split()
+    "evaluation. inference. sampling. trust. train. broadcast. retention. profile. rl.num_steps env.digest".split()
 )
 
 
@@ -90,7 +90,16 @@ def open_orchestrator(workdir: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 def check_fields(learner: dict, experiment: experiment_lib.Experiment) -> None:
     """Raises ValueError if the config fields of a learner differ from those of its orchestrator, other than those of places and devices."""
-    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "retention.", "broadcast.", "train.rows"]
+    free = [
+        "topology.",
+        "mesh.",
+        "inference.mesh.",
+        "checkpoint.",
+        "retention.",
+        "profile.",
+        "broadcast.",
+        "train.rows",
+    ]
     own = experiment_lib.fields(experiment)
     for name in _differing(learner, own, free):
         there = f"{name} is {learner.get(name)!r} in the learner, and {own.get(name)!r} in the orchestrator"
@@ -99,7 +108,7 @@ def check_fields(learner: dict, experiment: experiment_lib.Experiment) -> None:
 
 def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> list[str]:
     """Returns the sorted names of config fields that differ from those saved in `path`, without those that a resume may change."""
-    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "retention.", "evaluation.every"]
+    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "retention.", "profile.", "evaluation.every"]
     free += ["evaluation.sets.", "evaluation.hold_s", "broadcast.head_s", "trust."]
     old, new = experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment)
     if not old["env.digest"]:  # a run of an earlier release

@@ -1,0 +1,29 @@
+"""Records what the learner's devices and threads do in some train steps: WORKDIR/profile, for xprof, TensorBoard, and Perfetto."""
+
+import contextlib
+import pathlib
+from collections.abc import Sequence
+
+import jax
+
+
+class Profiler(contextlib.AbstractContextManager):
+    """The recording of the steps from the first to the second of `steps`, or of none for (), during a `with` block."""
+
+    def __init__(self, folder: pathlib.Path, steps: Sequence[int]):
+        self._folder, self._steps, self._is_running = folder, range(steps[0], steps[1] + 1) if steps else (), False
+
+    def begin(self, step: int) -> contextlib.AbstractContextManager:
+        """Starts or ends the recording at the begin of a step; returns a context that gives the step a name in it."""
+        if self._is_running and step not in self._steps:
+            self.__exit__()
+        elif not self._is_running and step in self._steps:
+            jax.profiler.start_trace(self._folder)
+            self._is_running = True
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def __exit__(self, *_) -> None:
+        """Ends the recording if it is running, and writes it."""
+        if self._is_running:
+            self._is_running = False
+            jax.profiler.stop_trace()

@@ -1,0 +1,36 @@
+"""A profile has the steps that were asked for, also where a run ends in them, or begins in them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs import base
+from rl.experiment import rules
+from rl.reporting import profiler
+
+
+def recorded(folder):
+    """The numbers of the steps in all profiles of a folder, as jax reads them."""
+    files = [*folder.rglob("*.xplane.pb")]
+    planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
+    events = [event for plane in planes for line in plane.lines for event in line.events if event.name == "train"]
+    return sorted({int(value) for event in events for key, value in event.stats if key == "step_num"})
+
+
+@pytest.mark.parametrize(
+    ("steps", "ran", "expected"), [((2, 3), range(1, 6), [2, 3]), ((2, 9), range(3, 5), [3, 4]), ((), range(1, 3), [])]
+)
+def test_the_steps_that_were_asked_for_are_recorded(tmp_path, steps, ran, expected):
+    with profiler.Profiler(tmp_path / "profile", steps) as profile:
+        for step in ran:
+            with profile.begin(step):
+                jax.block_until_ready(jnp.ones(8) * step)
+    assert recorded(tmp_path) == expected and (tmp_path / "profile").exists() == bool(expected)
+
+
+@pytest.mark.parametrize("steps", [(3,), (0, 2), (4, 3), (1, 2, 3), ("a", "b")])
+def test_steps_that_are_no_range_are_refused(steps):
+    config = base.get_config()
+    config.profile.steps = steps
+    with pytest.raises(ValueError, match=r"profile.steps = \(.*; write"):
+        rules.check_ranges(config)
