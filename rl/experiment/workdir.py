@@ -24,6 +24,15 @@ from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
 
 ORCHESTRATOR_LOCK = ".orchestrator.lock"
+UNCLAIMED = (
+    ".lock",
+    ".hosts",
+    "root.json",
+    "launch",
+    "logs",
+    "keys",
+    "weights.key",
+)  # in a workdir before its run: rl.launch makes some
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
 READ_BY_RUNS = tuple(
     "evaluation. inference. sampling. trust. train. broadcast. retention. profile. rl.num_steps env.digest".split()
@@ -252,7 +261,7 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
     if file.exists() and (steps.exists() and steps.stat().st_size or any(path.glob("checkpoints/[0-9]*"))):
         _check_same(path, experiment)
     elif not (file.exists() or (path / ORCHESTRATOR_LOCK).exists()) and any(
-        p.name not in (".lock", ".hosts", "root.json") for p in {*path.iterdir()} - {*leftovers}
+        p.name not in UNCLAIMED for p in {*path.iterdir()} - {*leftovers}
     ):
         raise ValueError(f"workdir {path} has files but no config.json: it is not a run; give an empty --workdir")
     for leftover in leftovers:

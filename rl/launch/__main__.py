@@ -19,9 +19,9 @@ from absl import flags
 
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import flags as command_line
-from rl.experiment import initial
 from rl.experiment import workdir as run_directory
 from rl.launch import cluster, ray_cluster, scripts
+from rl.plan import sizes
 from rl.swarm import processes, supervisor
 from sharding import bucket
 
@@ -39,7 +39,7 @@ def main() -> None:
         own = [f"--{role}s={count}" for role, count in counts.items()] if counts["server"] else []
         command = ["rl.swarm" if own else "rl.train", *arguments, f"--workdir={values.workdir}", *own]
         os.execv(sys.executable, [sys.executable, "-m", *command])
-    experiment = experiment_lib.resolve(initial.completed(values.config, command_line.given()))
+    experiment = sizes.resolve(values.config) if counts["server"] else None
     workdir = pathlib.Path(values.workdir).absolute()
     workdir.mkdir(parents=True, exist_ok=True)
     plan = cluster.Plan(experiment, workdir, counts, arguments, values.hosts, values.port)

@@ -14,9 +14,12 @@ ACCELERATED = ("learner", "server", "validator")  # roles with devices of their 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A run to start. `counts` has the number of nodes by role besides the learner, and `hosts` the number of its hosts."""
+    """A run to start. `counts` has the number of nodes by role besides the learner, and `hosts` the number of its hosts.
 
-    experiment: experiment_lib.Experiment
+    `experiment` is needed for those nodes alone.
+    """
+
+    experiment: experiment_lib.Experiment | None
     workdir: pathlib.Path
     counts: Mapping[str, int]
     arguments: Sequence[str]  # the user's, about the config
@@ -43,6 +46,7 @@ class Plan:
         if len(self.roles) == 1:
             command = ["rl.train", *self.arguments, f"--workdir={self.workdir}"]
             return [supervisor.Spec("learner", "learner", command)]
+        assert self.experiment is not None
         ports = {
             name: self.port + i for i, name in enumerate(("orchestrator", "weights", "control", "metrics", *self.roles))
         }
