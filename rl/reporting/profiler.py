@@ -1,4 +1,4 @@
-"""Records what the learner's devices and threads do in some train steps: WORKDIR/profile, for xprof, TensorBoard, and Perfetto."""
+"""Records the work of the learner's devices and threads in some train steps: WORKDIR/profile, for xprof, TensorBoard, and Perfetto."""
 
 import contextlib
 import pathlib
