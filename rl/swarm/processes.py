@@ -58,7 +58,7 @@ def plan(
     """Returns the processes of a swarm that trains in `workdir`, which has the config and the run's key.
 
     `roles` has the role of each node by its name; if there is an orchestrator, it has a process of its own. `config_flags` are those
-    of the user. Relays read from the learner's, or with `is_chain` each from the one before. Without an impostor there are no cheats. `ports`
+    of the user. Relays read from the learner's, or with `is_chain` each from the one before. Cheats come with an impostor. `ports`
     has a port for each node and for "orchestrator", "weights", "control", and "metrics" (None: free ones of this machine), and `listen` the
     listening address of all ("": this machine alone).
     """

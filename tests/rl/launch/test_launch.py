@@ -107,7 +107,7 @@ def test_the_script_of_slurm_places_each_node_and_starts_the_dead_again(plan, pr
         assert job.wait(30) == 3
     assert "#SBATCH --nodes=5\n" in script and "#SBATCH --partition=gpu\n" in script
     steps = [line.split(" ", 2) for line in (tmp_path / "steps").read_text().splitlines()]
-    placed = {re.search(r"keys/(\w+)\.key", text)[1]: where for _, where, text in steps if "--key" in text}
+    placed = {re.findall(r"keys/(\w+)\.key", text)[0]: where for _, where, text in steps if "--key" in text}
     on_first = dict.fromkeys(("relay0", "worker0", "worker1", "worker2"), "n0")
     assert placed == on_first | {"server0": "n2", "server1": "n3", "validator0": "n4"}
     (learner,) = [step for step in steps if "rl.train" in step[2]]
@@ -211,7 +211,7 @@ def test_machines_by_ssh_carry_a_run(programs, tmp_path):
 @pytest.mark.slow
 def test_a_killed_actor_of_ray_comes_back_and_the_run_ends(programs, tmp_path):
     pytest.importorskip("ray", reason="pip install ray")
-    from ray import cluster_utils
+    from ray import cluster_utils  # pyright: ignore[reportMissingImports]
 
     nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     try:
