@@ -189,15 +189,31 @@ def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
 
 
 def _embed(params, config, tokens_BT):
-    # The table is gathered over `fsdp` first: looked up in its own layout, rows would come back split over the model dim,
-    # and XLA would replicate them in full to split them over the batch instead.
-    table_VD = params["embed"].astype(config.dtype)
+    table_VD = params["embed"]
     is_int8 = isinstance(table_VD, int8.Quantized)
-    x_BTD = rules.constrain(table_VD.values if is_int8 else table_VD, "vocab", None)[tokens_BT]
-    x_BTD = int8.scaled(x_BTD.astype(config.dtype), table_VD.scale[tokens_BT]) if is_int8 else x_BTD
+    x_BTD = _rows(table_VD.values if is_int8 else table_VD, tokens_BT, config.dtype)
+    x_BTD = int8.scaled(x_BTD, table_VD.scale[tokens_BT]) if is_int8 else x_BTD
     if config.scale_embeddings:
         x_BTD *= jnp.asarray(config.model_dim**0.5, x_BTD.dtype)
     return rules.constrain(x_BTD, "batch", "sequence", None)
+
+
+def _rows(table_VD, tokens_BT, dtype) -> jax.Array:
+    """Returns rows of the embedding table; over `fsdp`, devices exchange rows, or the table if it has fewer entries than tokens.
+
+    Gradients are summed in the table's dtype: a token may occur in all rows, and bfloat16 would lose the last of many terms.
+    """
+    mesh = rules.several_devices()
+    shards = 1 if mesh is None else rules.num_batch_shards(mesh)
+    is_split = (
+        mesh is not None and mesh.shape["fsdp"] > 1 and mesh.shape["expert"] == 1 and len(tokens_BT) % shards == 0
+    )
+    if not is_split or tokens_BT.size > len(table_VD) * shards:
+        return rules.constrain(table_VD, "vocab", None)[tokens_BT].astype(dtype)
+    # Each device looks up its own columns, a part of the model dim, for the tokens of all.
+    spec = functools.partial(jax.sharding.PartitionSpec, "data", "context")
+    tokens_BT = jax.lax.with_sharding_constraint(tokens_BT, spec())
+    return jax.lax.with_sharding_constraint(table_VD[tokens_BT].astype(dtype), spec("fsdp"))
 
 
 def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *, experts_LBTX, valid_BT=None):

@@ -136,7 +136,7 @@ def several_devices() -> jax.sharding.AbstractMesh | None:
     return None if mesh.empty or math.prod(mesh.shape.values()) == 1 else mesh
 
 
-def num_batch_shards(mesh: jax.sharding.Mesh) -> int:
+def num_batch_shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     """Returns the number of shards that the rows of a batch are split into; the number of rows must be divisible by it."""
     return _num_ways(mesh, _present(mesh, RULES["batch"]))
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from models import transformer
+from rl.plan import hlo
+from sharding import mesh as mesh_lib
 from sharding import rules
 from tests.support import tiny
 
@@ -151,3 +153,30 @@ def test_no_two_parameters_share_their_draw():
     deep = transformer.specs(dataclasses.replace(LARGE, num_layers=92))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(deep, is_leaf=rules.is_spec)]
     assert len({transformer._path_hash([key.key for key in path]) for path in paths}) == len(paths) > 1000
+
+
+@pytest.mark.parametrize(
+    "axes", [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}, {"fsdp": 4, "context": 2}]
+)
+def test_rows_of_the_embedding_are_exchanged_instead_of_the_table(axes):
+    """Values and gradients are those of one device. A table of fewer entries than a device has tokens is gathered."""
+    for vocab_size in (4096, 8):
+        config, mesh = tiny.model(vocab_size=vocab_size), mesh_lib.create(axes)
+        layout = rules.shardings(transformer.specs(config), mesh)["embed"]
+        table = jax.random.normal(jax.random.key(0), (vocab_size, config.model_dim), jnp.float32)
+        tokens_BT = draw_tokens((8, 32)) % vocab_size
+
+        def cubes(table, tokens_BT, config=config):
+            return (transformer._embed({"embed": table}, config, tokens_BT) ** 3).sum()
+
+        gradient = jax.value_and_grad(cubes)
+        with jax.set_mesh(mesh):
+            args = jax.device_put(table, layout), jax.device_put(tokens_BT, rules.batch_sharding(mesh, 2))
+            compiled = jax.jit(gradient, out_shardings=(None, layout)).lower(*args).compile()
+            value, got = compiled(*args)
+        expected, want = gradient(table, tokens_BT)
+        assert float(value) == pytest.approx(float(expected), rel=1e-5)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        found = {c.kind: c.num_bytes for c in hlo.collectives(hlo.parse(compiled.as_text()))}
+        assert ("all-to-all" in found) == (vocab_size == 4096)
+        assert vocab_size == 8 or found["all-gather"] <= tokens_BT.size * 4  # of tokens alone
