@@ -5,6 +5,7 @@ A repository can change, so `commits` names the commits that were downloaded, fo
 Imports no jax: a worker uses it to find its tokenizer.
 """
 
+import fcntl
 import functools
 import os
 import pathlib
@@ -15,6 +16,7 @@ from typing import Any
 
 WEIGHTS = ("*.safetensors", "*.json", "*.jinja")
 _COMMITS: dict[str, str] = {}  # {id: commit} of this process's downloads
+CONFIG = ("config.json",)
 TOKENIZER = ("*token*.json", "generation_config.json", "config.json", "*.jinja")
 
 
@@ -73,11 +75,25 @@ def _from_bucket(url: str, files: tuple[str, ...]) -> pathlib.Path:
     # A process of its own has the client of buckets: a worker would spend a second on its imports.
     command = [sys.executable, "-m", "sharding.bucket", url, *files, "weights/*"]
     root = pathlib.Path(__file__).resolve().parents[1]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    if result.returncode:
-        raise ValueError(result.stderr.strip().splitlines()[-1].removeprefix("error: "))
-    sys.stderr.write(result.stderr)
-    return pathlib.Path(result.stdout.strip())
+    last = ""
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stderr is not None
+        for line in child.stderr:
+            if not (last := line.strip()).startswith("error: "):  # the progress of a long download
+                sys.stderr.write(line)
+        found = pathlib.Path(child.stdout.read().strip())
+    if child.returncode:
+        ended = f"the download of {url} ended with code {child.returncode} ({last or 'no output'}); try again"
+        raise ValueError(last.removeprefix("error: ") if last.startswith("error: ") else ended)
+    # A copy of a run's files belongs to the process that has this lock (sharding/bucket/mirror.py): to this one until its end.
+    if (reader := found.parent / ".reader").exists():
+        lock = os.open(reader, os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process took it when the child ended
+            os.close(lock)
+            return _from_bucket.__wrapped__(url, files)
+    return found
 
 
 def is_id(text: str | os.PathLike) -> bool:

@@ -74,7 +74,7 @@ def read_config(
     path_or_repo: str | pathlib.Path, *, dtype: str | None = None, scan_layers: bool = False
 ) -> config_lib.ModelConfig:
     """Returns the model's config from a checkpoint's config.json, as `load` would. Raises ValueError if it is unsupported."""
-    path = hub.folder(path_or_repo) / "config.json"
+    path = hub.folder(path_or_repo, hub.CONFIG) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a checkpoint folder, with config.json and .safetensors files")
     stored = atomic_file.read_json(path, dict)

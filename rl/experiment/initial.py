@@ -105,7 +105,7 @@ def _pin(path: str, weights: pathlib.Path, workdir: pathlib.Path | None) -> dict
 
 def _weights(path: str) -> pathlib.Path | None:
     """Returns the folder of the published versions of a run's working directory, or None if `path` is not one."""
-    weights = (hub.folder(path) if hub.is_url(path) else pathlib.Path(path)) / "weights"
+    weights = (hub.folder(path, hub.CONFIG) if hub.is_url(path) else pathlib.Path(path)) / "weights"
     return weights if weights.is_dir() else None
 
 

@@ -48,7 +48,9 @@ CLOSE_S, FAILED_CLOSE_S = 600.0, 60.0  # of patience with the bucket at the end 
 NUM_REQUESTS = 8
 MAY_LACK = re.compile(r"checkpoints/\d+/")  # a run continues from an earlier checkpoint if one of these is lost
 STAYS = re.compile(r"rollouts/step_\d+/")  # files that no resume reads: they are restored only for readers
+READER = ".reader"  # next to a copy: the lock of the process that reads it (models/hub.py, too)
 _MIRRORS: dict[pathlib.Path, "Mirror"] = {}  # of this process, by their folder
+_READING: dict[pathlib.Path, int] = {}  # the copies that this process reads, with the descriptors of their locks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,14 +133,15 @@ def check(folder: pathlib.Path) -> None:
 def fetched(workdir: str | os.PathLike, names: Sequence[str] = ("*",), *, is_optional: bool = False) -> pathlib.Path:
     """Returns a local folder to read a working directory from, with its newest files that match patterns such as "checkpoints/*".
 
-    It is `workdir` itself if it is a path, and the folder of the run if that is on this machine. Without a run there, raises
-    ValueError, or returns a folder without files if it `is_optional`.
+    It is `workdir` itself if it is a path, and the folder of the run if that is on this machine. Else it is a copy that no other process
+    changes until this one ends. Without a run there, raises ValueError, or returns a folder without files if it `is_optional`.
     """
     folder = local_folder(workdir)
     if not storage.is_url(workdir):
         return folder
     bucket = storage.Storage(str(workdir).rstrip("/"))
-    with futures.ThreadPoolExecutor(NUM_REQUESTS) as pool, locked(folder.parent / ".reading"):
+    copy = _own_copy(folder, names)
+    with futures.ThreadPoolExecutor(NUM_REQUESTS) as pool, locked(copy.parent / ".lock"):
         for is_last in (False, False, True):
             data, _ = bucket.read(HEAD, storage.START_S)
             if data is None and not is_optional:
@@ -148,13 +151,31 @@ def fetched(workdir: str | os.PathLike, names: Sequence[str] = ("*",), *, is_opt
             if _left_by(head, folder) and _is_whole(folder, files):
                 return folder
             files = {path: file for path, file in files.items() if storage.matches(path, names)}
-            copy = folder.parent / "reading" / folder.name
             try:
                 snapshot.restore(bucket, files, copy, pool, storage.START_S)
                 return copy
             except FileNotFoundError:  # a newer state has replaced this one
                 if is_last:
                     raise
+    raise AssertionError
+
+
+def _own_copy(folder: pathlib.Path, names: Sequence[str]) -> pathlib.Path:
+    """Returns the first copy of files that match `names` which no other process reads; it belongs to this one until its end."""
+    key = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+    for n in itertools.count():
+        copy = folder.parent / "reading" / f"{key}-{n}" / folder.name
+        if copy in _READING:
+            return copy
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(copy.parent / READER, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        _READING[copy] = lock  # until this process ends
+        return copy
     raise AssertionError
 
 

@@ -611,7 +611,7 @@ def test_an_index_may_not_point_out_of_its_folder(folder):
 
 
 def test_a_hub_id_is_fetched(monkeypatch, tmp_path):
-    """Two downloads: the weights with all other files, and a tokenizer alone. The commit is recorded and can be requested."""
+    """A config, a tokenizer, and the weights are downloaded when they are needed. The commit is recorded and can be requested."""
     asked, commit = [], "c" * 40
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / commit).symlink_to(FOLDERS["qwen2_tied_bf16"])
@@ -625,8 +625,10 @@ def test_a_hub_id_is_fetched(monkeypatch, tmp_path):
     assert hf.read_config("Owner/Name") == hf.read_config(FOLDERS["qwen2_tied_bf16"])
     with pytest.raises(FileNotFoundError, match="lacks tokenizer.json"):  # the fixture has none
         tokenizer_lib.load("Owner/Name@main")
-    (repo, none, weights), (same, revision, beside) = asked
-    assert repo == same == "Owner/Name" and "*.safetensors" in weights and "*.safetensors" not in beside
+    (repo, none, config), (same, revision, beside) = asked
+    assert repo == same == "Owner/Name" and list(config) == ["config.json"] and "*.safetensors" not in beside
+    hf.load("Owner/Name", on_host=True)
+    assert "*.safetensors" in asked[-1][2]
     assert (none, revision) == (None, "main") and hub.commits() == {"Owner/Name": commit, "Owner/Name@main": commit}
     assert hub.pinned("Owner/Name") == hub.pinned("Owner/Name@main") == f"Owner/Name@{commit}"
     assert hub.pinned("byte_chatml") == "byte_chatml"

@@ -54,7 +54,7 @@ def test_mistakes_are_one_line(place, monkeypatch, capfd):
         bucket.downloaded(place.url)
 
 
-def test_a_checkpoint_and_its_tokenizer_are_found_by_their_url(place, capfd):
+def test_a_checkpoint_and_its_tokenizer_are_found_by_their_url(place, monkeypatch, capfd):
     assert contents(hub.folder(place.url)) == {
         name: name for name in ("config.json", "sub/x.json", "model.safetensors")
     }
@@ -62,3 +62,8 @@ def test_a_checkpoint_and_its_tokenizer_are_found_by_their_url(place, capfd):
         tokenizer.load(place.url)
     with pytest.raises(ValueError, match=f"{place.url}/no has no files"):
         hub.folder(f"{place.url}/no")
+    assert f"downloaded config.json from {place.url}" in capfd.readouterr().err  # while it goes on, from its process
+    hub._from_bucket.cache_clear()
+    monkeypatch.setattr(hub.sys, "executable", "false")
+    with pytest.raises(ValueError, match=rf"the download of {place.url} ended with code 1 \(no output\); try again"):
+        hub.folder(place.url)

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from models import hub
 from sharding import bucket, checkpoint
 from sharding.bucket import mirror, snapshot, storage
 from sharding.format import journal
@@ -98,6 +99,40 @@ def test_another_machine_gets_the_same_files(url, tmp_path, monkeypatch):
     assert {*stayed} == {"rollouts/step_1/accepted.parquet", "logs/empty"}
     assert stayed["logs/empty"][0] == b"grown" and stayed["rollouts/step_1/accepted.parquet"][0] == b"p" * 3000
     check_swept(url)
+
+
+def test_readers_do_not_change_the_files_of_each_other(tmp_path, monkeypatch):
+    """Readers of the same files, too, when the run has deleted one meanwhile. The copy of a reader that ended is used again."""
+    url = f"file://{tmp_path}/bucket/run"
+
+    def publish(version):
+        with bucket.mirrored(url):
+            shutil.rmtree(folder / "weights" / f"v{version - 1}", ignore_errors=True)
+            write(folder, f"weights/v{version}/manifest.json", b"{}")
+            write(folder, "ledger.db.txt", b"ledger")
+
+    def process():
+        """Continues as another process."""
+        locks.append(dict(mirror._READING))
+        monkeypatch.setattr(mirror, "_READING", {})
+
+    folder, locks = bucket.local_folder(url), []
+    publish(1)
+    machine(monkeypatch, tmp_path, "other")
+    first = bucket.fetched(url, ["weights/*"])
+    assert {*files(bucket.fetched(url, ["ledger*"]))} == {"ledger.db.txt"}  # of the same process
+    assert {*files(first)} == {"weights/v1/manifest.json"}
+    by_hub = hub.folder(url, ["no"])
+    machine(monkeypatch, tmp_path, "machine")
+    publish(2)
+    machine(monkeypatch, tmp_path, "other")
+    process()
+    second, third = bucket.fetched(url, ["weights/*"]), bucket.fetched(url, ["no", "weights/*"])
+    assert {*files(second)} == {*files(third)} == {"weights/v2/manifest.json"}
+    assert {*files(first)} == {*files(by_hub)} == {"weights/v1/manifest.json"}
+    process()
+    os.close(locks[0][first])
+    assert bucket.fetched(url, ["weights/*"]) == first and {*files(first)} == {*files(second)}
 
 
 def test_a_file_that_grows_sends_its_end_alone(tmp_path, monkeypatch):
