@@ -124,7 +124,8 @@ def train(
                 if batch is None:  # not the first host
                     continue
                 with _timed(times, "eval"):
-                    for version, score in run.evaluations.finished():
+                    # After a SIGTERM to the whole group, the workers are dead, and evaluations fail before the state is saved.
+                    for version, score in () if hosts.is_terminating else run.evaluations.finished():
                         checkpointer.score(version, score)
                         adviser.scored(version, score)
                 times |= {"time/step_s": time.perf_counter() - begun, "time/unix": time.time()}
@@ -223,7 +224,11 @@ def _started(
         orchestrator = stack.enter_context(system)
         start_clock.mark("rollout system")
         if serve and (url := hosts.broadcast(serve().orchestrator)) != serve().orchestrator:  # not the first host
-            on_death = lambda error: hosts.report(None, error, None)  # noqa: E731
+
+            def on_death(error: Exception) -> None:
+                if not hosts.is_terminating:  # else the workers got the signal, too
+                    hosts.report(None, error, None)
+
             stack.enter_context(rollout_system.join(exp, workdir, url, hosts.index, serve, progress.say, on_death))
         if orchestrator and exp.config.topology.metrics:
             stack.enter_context(_metrics_served(exp, workdir, writer, orchestrator, progress))

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import signal
 import threading
+import time
 import traceback
 import types
 
@@ -217,6 +218,27 @@ def test_sigterm_in_the_last_step_ends_the_run_before_its_evaluation(run_main, t
         run_main(plain_loss)
     assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints") == [0, 2]
     assert not (tmp_path / "w" / "evaluations.json").exists()
+
+
+def test_sigterm_to_the_whole_group_saves_although_the_workers_are_dead(run_main, tmp_path, monkeypatch):
+    """An evaluation in flight fails with the death of a worker, which systemd and SLURM signal, too."""
+    died = threading.Event()
+
+    def evaluate(self, *args):
+        died.wait(60)
+        raise ValueError("the worker0 process ended with code 143")
+
+    def publish(self, policy):
+        if policy.version == 1:
+            signal.raise_signal(signal.SIGTERM)
+            died.set()
+            time.sleep(0.2)  # until the future of the evaluation has failed
+
+    monkeypatch.setattr(Rollouts, "evaluate", evaluate)
+    monkeypatch.setattr(Rollouts, "publish", publish)
+    with pytest.raises(failure.Terminated, match="checkpoint of step 1"):
+        run_main(plain_loss)
+    assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints") == [0, 1]
 
 
 def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
