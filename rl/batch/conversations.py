@@ -8,7 +8,9 @@
 """
 
 import json
+import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,13 +63,17 @@ def read(path: str) -> Sequence[dict]:
     """Returns the conversations of a file, or of the split "train" of a folder (rl/data/sources.py). Each is parsed when it is read.
 
     A row is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}, with messages in the format of OpenAI's API:
-    content as text parts or null, arguments of tool calls as a string. Raises ValueError for a file that cannot be read; so does a
+    content as text parts or null, arguments of tool calls as a string. Tables fill absent fields of arguments and tools with nulls, which
+    are left out; an argument that is null must be in such a string. Raises ValueError for a file that cannot be read; so does a
     row with another format, whose number the error names.
     """
 
+    kinds = {file.suffix for file in sources.files(pathlib.Path(path)).values()}
+    filled = _without_nulls if kinds & {".parquet", ".arrow"} else lambda row: row
+
     def parsed(number: int, row: sources.Row) -> dict:
         try:
-            return parse(row)
+            return parse(filled(row))
         except ValueError as error:
             raise ValueError(f"{path}, conversation {number}: {error}") from None
 
@@ -86,6 +92,13 @@ def parse(record: object) -> dict:
     if not isinstance(record.get("tools"), list | None):
         raise ValueError("tools is not a list; give function descriptions, or leave it out")
     return {"messages": [_plain(message) for message in messages], "tools": record.get("tools")}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value of a table without the nulls of its objects: a column has every field that any of its objects has."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _plain(message: Mapping) -> dict:

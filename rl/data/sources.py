@@ -32,6 +32,8 @@ SPLITS = {  # {word in a path: split}
 
 def read(path: str | pathlib.Path) -> dict[str, Rows]:
     """Returns the rows of a file or folder by split; a file has one split, "train". Raises ValueError if there are none, or a file is malformed."""
+    if not str(path).strip():  # not the folder of this process
+        raise ValueError(f"the path of rows is {path!r}; give a file or a folder with rows ({', '.join(READERS)})")
     path, found = pathlib.Path(path), collections.defaultdict(list)
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a file or a folder with rows ({', '.join(READERS)})")

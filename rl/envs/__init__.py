@@ -15,6 +15,7 @@ from rl.envs.catalog.catalog import (
     load_all,
     locate,
     located,
+    texts,
 )
 from rl.envs.interface import environment
 from rl.envs.wrappers.wrapping import is_wrapped
@@ -32,4 +33,5 @@ __all__ = [
     "load_all",
     "locate",
     "located",
+    "texts",
 ]

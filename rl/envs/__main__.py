@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         sys.path += getattr(args, "code", [])
-        options = dict(map(cli.option, getattr(args, "options", [])))
+        texts = envs.texts(getattr(args, "name", ""))
+        options = dict(cli.option(option, texts) for option in getattr(args, "options", []))
         if args.command != "try":
             return args.run(args, options)
         if args.n < 1:

@@ -74,7 +74,7 @@ def _endpoint(args) -> int:
 
 def _annotate(args) -> int:
     sys.path += args.code
-    name, options = envs.locate(args.name, dict(map(cli.option, args.options)))
+    name, options = envs.locate(args.name, _options(args))
     env = envs.load(name, seed=args.seed, **options)
     if not (args.num_tasks or env.num_tasks):
         raise ValueError(f"environment {args.name} makes tasks without end; set --num_tasks")
@@ -85,13 +85,18 @@ def _annotate(args) -> int:
     return 0
 
 
+def _options(args) -> dict:
+    texts = envs.texts(args.name)
+    return dict(cli.option(option, texts) for option in args.options)
+
+
 def _sample(args, path: str | os.PathLike, num_tasks: int) -> list[dict]:
     for name in ("n", "max_tokens", "concurrency", "max_calls"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} is below 1; raise it")
     if num_tasks < 1 or not isinstance(args.extra, dict) or not args.temperature >= 0:
         raise ValueError("--num_tasks and --temperature must not be negative, and --extra must be a JSON object")
-    options, indices = dict(map(cli.option, args.options)), range(num_tasks)
+    options, indices = _options(args), range(num_tasks)
     source = sampling.Source(args.name, options, args.seed, args.split, indices, indices, max_calls=args.max_calls)
 
     def make() -> endpoint_lib.Endpoint:

@@ -17,9 +17,14 @@ from typing import Any
 from absl import flags
 from ml_collections import config_dict, config_flags
 
+from rl import envs
 from rl.experiment import base_fields, rules
 from sharding.system import cli
 
+PATHS = (  # fields with a path, or several with commas between them
+    *("init_from", "tokenizer", "warmup.data", "objective.reference_model", "trust.bands", "trust.stake_ledger"),
+    *("topology.compile_cache", "topology.control_token_file"),
+)
 CONFIG_HELP = "the experiment, a file of configs/; --config.FIELD=VALUE sets a field; all fields are listed below"
 CODE_HELP = "a folder to import your own code from (environment, loss, advantage, metrics); may be repeated"
 WORKDIR_HELP = "directory of the run, or its gs:// or s3:// URL: checkpoints, weights, rollouts, metrics, report"
@@ -45,7 +50,9 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
         sys.path += _values(argv, "code")  # before the config file, which may need it
         rest = values(argv)
         # ml_collections reports a file that it could not load only when a field is read. A shell keeps the ~ of --workdir=~/runs.
-        values.config.init_from = os.path.expanduser(values.config.init_from)
+        for section, _, field in (name.rpartition(".") for name in PATHS):
+            config = values.config[section] if section else values.config
+            config[field] = re.sub(r"(?:^|(?<=,)) *~[^/,]*", lambda m: os.path.expanduser(m[0].strip()), config[field])
         for name in {"workdir", "output"} & {*values}:
             if path := values[name].value:
                 values[name].value = os.path.expanduser(path)
@@ -81,6 +88,12 @@ def _read_config(read: Callable[[str], Any], path: str) -> Any:
     """
     config = read(path)
     names = _values(sys.argv, "config.env.name")
+
+    def value(field: str, name: str) -> Any:
+        """Returns the value that the command line sets for a field of the environment `name`."""
+        text = _values(sys.argv, f"config.{field}")[-1]
+        return text if ".options." in field and field.rpartition(".")[2] in envs.texts(name) else _literal(text)
+
     with contextlib.suppress(AttributeError):  # of another kind of config, which `parse` reports
         options = config.env.options
         if names and names[-1] != config.env.name:
@@ -88,7 +101,7 @@ def _read_config(read: Callable[[str], Any], path: str) -> Any:
                 del options[option]
         for option in dict.fromkeys(re.findall(r"^--?config\.env\.options\.(\w+)", "\n".join(sys.argv), re.MULTILINE)):
             if option not in options:
-                options[option] = _literal(_values(sys.argv, f"config.env.options.{option}")[-1])
+                options[option] = value(f"env.options.{option}", [config.env.name, *names][-1])
         for path in re.findall(r"^--?config\.(envs\.\w+\.[\w.]+)", "\n".join(sys.argv), re.MULTILINE):
             section, (*sections, field) = config, path.split(".")
             for name in sections:
@@ -96,7 +109,8 @@ def _read_config(read: Callable[[str], Any], path: str) -> Any:
                     section[name] = config_dict.ConfigDict()
                 section = section[name]
             if field not in section:
-                section[field] = _literal(_values(sys.argv, f"config.{path}")[-1])
+                own = _values(sys.argv, f"config.envs.{sections[1]}.name") or [config.envs[sections[1]].get("name", "")]
+                section[field] = value(path, own[-1])
     return config
 
 

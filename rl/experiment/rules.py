@@ -90,6 +90,8 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
     if steps := config.profile.steps:
         if len(steps) != 2 or not all(isinstance(one, int) for one in steps) or not 1 <= steps[0] <= steps[1]:
             raise ValueError(f"profile.steps = {steps} is not a range of steps; write (FIRST, LAST), from 1 on, or ()")
+    if not all(path.strip() for path in config.warmup.data.split(",")) and config.warmup.data:
+        raise ValueError(f"warmup.data = {config.warmup.data!r} has an empty path; remove a comma")
     if not all(weight > 0 for weight in config.warmup.weights):
         raise ValueError(f"warmup.weights = {config.warmup.weights} must be above 0; remove the file of a weight of 0")
     _check_evaluation_sets(config.evaluation, [*config.envs])
@@ -175,8 +177,13 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib
     All tasks of a dataset are checked, and the first of others. A prompt so short that no chat template makes it too long is not
     rendered.
     """
-    limit, first = config.inference.max_model_len, 16
-    for key, env in envs.load_all(config).items():
+    limit, first, found = config.inference.max_model_len, 16, envs.load_all(config)
+    for key, env in found.items():
+        if 0 < env.num_held_out < (count := -(-config.evaluation.num_tasks // len(found))):
+            field, rest = "evaluation.num_tasks", f"only {env.num_held_out} different tasks, each several times"
+            cli.note(
+                f"note: {field} = {config.evaluation.num_tasks} takes {count} held-out tasks of {env.name}: {rest}; lower it, or add rows"
+            )
         held_out = config.evaluation.num_tasks if env.num_tasks else 0
         for index, split in [
             (index, split)

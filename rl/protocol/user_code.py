@@ -67,8 +67,9 @@ def load(name: str) -> Callable:
         imported = pkgutil.resolve_name(f"{module}:")
     except Exception as error:  # foreign code may raise anything
         raise ValueError(f"{place} cannot be imported: {describe(error)}; correct it") from error
-    if pathlib.Path(imported.__file__ or "").resolve() != pathlib.Path(place):
-        raise ValueError(f"{place} has the name of another module, {imported.__file__}; rename it")
+    other = getattr(imported, "__file__", None) or f"{module} of Python itself"
+    if pathlib.Path(other).resolve() != pathlib.Path(place):
+        raise ValueError(f"{place} has the name of another module, {other}; rename it")
     for key, file in code_files(f"{place}:").items():
         name = key.removesuffix(".py").removesuffix("/__init__").strip("/").replace("/", ".")
         other = getattr(sys.modules.get(name), "__file__", None)
@@ -153,8 +154,8 @@ def _module_file(module: str, folders: Folders) -> pathlib.Path:
             spec = importlib.util.find_spec(top)
         except ValueError:  # a module without a spec, such as __main__
             spec = None
-        if spec and spec.origin:
-            roots = [pathlib.Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]]
+        if spec:  # a folder without __init__.py has no origin
+            roots = [pathlib.Path(path).parent for path in spec.submodule_search_locations or [spec.origin or ""]]
     for base in (pathlib.Path(root, top, *rest) for root in roots):
         for file in (base / "__init__.py", base.with_name(f"{base.name}.py")):
             if file.is_file() and (folders is None or any(file.resolve().is_relative_to(x.resolve()) for x in roots)):

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 
@@ -56,13 +56,16 @@ def hint(name: str, known: Iterable[str]) -> str:
     return ""
 
 
-def option(text: str) -> tuple[str, object]:
-    """Returns name and value of an argument OPTION=VALUE; the value is a Python literal, or else the text itself. Raises ValueError."""
+def option(text: str, texts: Collection[str] = ()) -> tuple[str, object]:
+    """Returns name and value of an argument OPTION=VALUE. Raises ValueError.
+
+    The value is a Python literal, or else the text itself, as for the options `texts`.
+    """
     name, is_set, value = text.partition("=")
     if not is_set or not name.isidentifier():
         raise ValueError(f"{text!r} is not an option; write OPTION=VALUE")
     with contextlib.suppress(ValueError, SyntaxError):
-        return name, ast.literal_eval(value)
+        return name, value if name in texts else ast.literal_eval(value)
     return name, value
 
 

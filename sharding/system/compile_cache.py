@@ -31,6 +31,8 @@ def enable(folder: str = "auto") -> None:
     """
     if folder == "auto" and not _config.jax_enable_compilation_cache:
         folder = ""
+    if "://" in folder:
+        raise ValueError(f"topology.compile_cache = {folder} is a URL, not a folder of this machine; set it to a path")
     settings: dict[str, bool | float | str] = {"jax_enable_compilation_cache": bool(folder)}
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         try:

@@ -88,7 +88,11 @@ def load(name: str, **options) -> environment.Environment:
         if not is_ours and "seed" not in inspect.signature(build).parameters:
             options.pop("seed", None)
     if is_ours:
-        return environment.checked(build(*[variant] * takes_variant, **options))
+        try:
+            return environment.checked(build(*[variant] * takes_variant, **options))
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # an option of another type
+            found = f"environment {name} cannot be built with {options}: {user_code.describe(error)}"
+            raise ValueError(f"{found}; correct env.options") from error
     try:
         made = build(**options)
     except Exception as error:  # foreign code may raise anything
@@ -96,6 +100,13 @@ def load(name: str, **options) -> environment.Environment:
     if not isinstance(made, environment.Environment):
         raise ValueError(f"environment {name} is {type(made).__name__}; return a rl.envs.environment.Environment")
     return environment.checked(dataclasses.replace(made, name=name))
+
+
+def texts(name: str) -> set[str]:
+    """Returns the options of a shipped environment that are texts in any notation: the alphabet 1234 is not a number."""
+    shipped = ENVS.get(name.partition(":")[0])
+    parameters = inspect.signature(shipped.build).parameters.values() if shipped else ()
+    return {parameter.name for parameter in parameters if parameter.annotation is str}
 
 
 def locate(name: str, options: dict, folders: user_code.Folders = None) -> tuple[str, dict]:

@@ -97,6 +97,7 @@ class Environment:
         0.0,
         1.0,
     )  # of all rewards; `python -m rl.envs check` holds the environment to it
+    num_held_out: int = 0  # different held-out tasks; 0: as many as a run needs
 
 
 def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[[int], Task | None]) -> Task:

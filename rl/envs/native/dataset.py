@@ -37,13 +37,14 @@ def build(
     if not path:
         raise ValueError("env.options.path is empty; set it to your file or folder of rows")
     score_row, is_own = rewards.make(reward, pattern), reward not in rewards.NAMES
-    fields, system = (prompt, answer, solution), ({"role": "system", "content": system_prompt},) * bool(system_prompt)
+    system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
+    needed = {"prompt": prompt} | ({} if is_own else {"answer": answer}) | ({"solution": solution} if solution else {})
 
     def read(row: Mapping[str, Any]) -> tuple[tuple[dict, ...], str, str]:
-        for field in fields[:1] if is_own else filter(None, fields):
+        for option, field in needed.items():
             if field not in row:
                 hint = environment.did_you_mean(field, row)
-                raise ValueError(f"field {field!r} does not exist; {hint}set env.options.prompt and env.options.answer")
+                raise ValueError(f"field {field!r} does not exist; {hint}set env.options.{option}")
         own = "" if row.get(answer) is None else str(row[answer])
         if not is_own:
             rewards.check_answer(reward, own)
@@ -63,7 +64,7 @@ def build(
         found = score_row(completion, task.info["answer"], task.info["row"])
         return found if isinstance(found, dict) else {"reward": found}
 
-    return environment.Environment("dataset", make_task, score, len(training))
+    return environment.Environment("dataset", make_task, score, len(training), num_held_out=len(testing))
 
 
 def _messages(value: Any) -> tuple[dict, ...]:

@@ -4,6 +4,8 @@ import dataclasses
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from models.text import tokenizer as tokenizer_lib
@@ -124,6 +126,31 @@ def test_messages_as_other_tools_write_them(tmp_path):
         (tmp_path / "empty.jsonl").write_text("\n")
         with pytest.raises(ValueError, match="(does not exist|has no rows)"):
             conversations.read(str(tmp_path / missing))
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_fields_that_a_table_adds_do_not_train(tmp_path, suffix):
+    """Each object of a column has the fields of all, with nulls; a null in JSON was written by its author."""
+    cities = [{"city": "Oslo", "at": {"day": 1}}, {"place": "Rome"}]
+    calls = [[{"function": {"name": "find", "arguments": arguments}}] for arguments in cities]
+    tools = [[{"name": "f", "parameters": {"a": 1}}], [{"name": "g", "parameters": {"b": [2]}}]]
+    ask = {"role": "user", "content": "Where?"}
+    rows = [
+        {"messages": [ask, {"role": "assistant", "content": None, "tool_calls": call}], "tools": tool}
+        for call, tool in zip(calls, tools, strict=True)
+    ]
+    table, path = pa.Table.from_pylist(rows), tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write(table)
+    assert table["messages"][0].as_py()[1]["tool_calls"][0]["function"]["arguments"]["place"] is None
+    found = list(conversations.read(str(path)))
+    assert [row["messages"][1]["tool_calls"] for row in found] == calls and [row["tools"] for row in found] == tools
+    rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"day": None}
+    (first, _) = conversations.read(write(tmp_path / "x.jsonl", rows))
+    assert first["messages"][1]["tool_calls"] == rows[0]["messages"][1]["tool_calls"]
 
 
 def test_a_template_in_which_no_answer_can_be_found_is_told_apart():

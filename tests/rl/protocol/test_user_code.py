@@ -117,6 +117,11 @@ def test_a_process_for_strangers_loads_from_its_folders_alone(project, monkeypat
         ("own_alone:build:x", "module 'own_alone:build' does not exist"),
         ("own_sums", "environment 'own_sums' does not exist; .* or write module:function for your own"),
         ("other/json.py:build", "has the name of another module, .*json/__init__.py; rename it"),
+        ("other/time.py:build", "has the name of another module, time of Python itself; rename it"),
+        (
+            "own_folder.part:build",
+            "own_folder has no __init__.py, so own_folder.part is in no package; create the file",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(project, monkeypatch, name, words):
@@ -126,7 +131,8 @@ def test_a_mistake_is_one_line(project, monkeypatch, name, words):
     (project / "own_wrong.py").write_text("def build():\n    return {}['k']\n")
     (project / "own_none.py").write_text("def build():\n    pass\n")
     (project / "other").mkdir()
-    (project / "other" / "json.py").write_text("def build():\n    pass\n")
+    for name_of_python in ("json", "time"):
+        (project / "other" / f"{name_of_python}.py").write_text("def build():\n    pass\n")
     import json  # noqa: F401
 
     with pytest.raises(ValueError, match=words) as error:

@@ -57,4 +57,6 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path, monkeypatch):
         ValueError, match="file/x of compiled programs .* Not a directory.*; set topology.compile_cache to"
     ):
         compile_cache.enable(str(tmp_path / "file" / "x"))
+    with pytest.raises(ValueError, match="topology.compile_cache = gs://b/x is a URL, not a folder of this machine"):
+        compile_cache.enable("gs://b/x")
     assert jax.config.jax_compilation_cache_dir == before

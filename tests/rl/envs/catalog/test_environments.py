@@ -160,6 +160,12 @@ def test_checkers_that_raise_score_zero_with_an_error():
         ("reasoning_gym:spell_backward", {"data_file": "../data/words3to10.txt"}, "is a path"),
         # A command line changes the environment, but not its options in the config file.
         ("gsm8k", {"alphabet": "ab"}, "gsm8k has no option 'alphabet' .env.options.; choose from path, system_prompt"),
+        (
+            "reverse_text",
+            {"min_length": "two"},
+            "reverse_text cannot be built with {'min_length': 'two'}: TypeError: .*; corr",
+        ),
+        ("dataset", {"path": " "}, "the path of rows is ' '; give a file or a folder"),
         ("reverse_text", {"max_lenght": 5, "seed": 3}, "has no option 'max_lenght' .*did you mean 'max_length'"),
     ],
 )
