@@ -169,15 +169,18 @@ def _keep(path: pathlib.Path, entry: dict) -> None:
 
 
 @contextlib.contextmanager
-def open_checkpoint() -> Iterator[tuple[experiment.Experiment, pathlib.Path, int, transformer.Params]]:
+def open_checkpoint(
+    *, needs_envs: bool = True
+) -> Iterator[tuple[experiment.Experiment, pathlib.Path, int, transformer.Params]]:
     """Yields (experiment, work directory, step, the model's parameters) of the checkpoint that the command line names.
 
     `--step` is a number, "newest", or "best": the checkpoint with the highest held-out score. LoRA adapters are merged into the
     parameters. Before the first step of RL, the checkpoint is that of supervised fine-tuning (rl/sft.py), as step 0. The work
-    directory stays locked during the block. Raises ValueError for another `--step` or another config, and FileNotFoundError
+    directory stays locked during the block. Unless `needs_envs`, code and data of environments need not exist. Raises ValueError for
+    another `--step` or another config, and FileNotFoundError
     if the checkpoint does not exist.
     """
-    exp = sizes.resolve(flags.FLAGS.config)
+    exp = sizes.resolve(flags.FLAGS.config, needs_envs=needs_envs)
     try:
         mesh = layout.learner_mesh(exp.config)
     except ValueError as error:

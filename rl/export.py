@@ -26,7 +26,7 @@ def main() -> None:
             f"--output {flags.FLAGS.output} is in a bucket; export to a folder, and copy that to the bucket"
         )
     hf.check_new(output)
-    with evaluate.open_checkpoint() as (exp, workdir, step, params):
+    with evaluate.open_checkpoint(needs_envs=False) as (exp, workdir, step, params):
         ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}
         params = rules.cast(params, transformer.specs(exp.model))  # from float32, in which they train
         hf.save(output, exp.model, params, extra=ids, write_more=exp.tokenizer.save)

@@ -31,7 +31,8 @@ from sharding.system import child_process, sockets
 
 
 def check(experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE) -> None:
-    """Raises ValueError if the inference server of this config has no device, or no address that the workers of all hosts reach."""
+    """Raises ValueError if the inference server of this config has no device, or no address that the workers of all hosts reach; or if its replays have no device."""
+    assembly.check(experiment.config, hosts.count)
     topology, chip = experiment.config.topology, jax.default_backend()
     if layout.is_colocated(experiment.config):
         layout.engine_mesh(experiment)

@@ -26,6 +26,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 
+from models import hub
 from models.text import chat_template as chat_template_lib
 from models.text import harmony, parsers, special_tokens, tokenizer_files, turns
 
@@ -356,6 +357,13 @@ def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenize
         raise ValueError(f"the tokenizer's date {date!r} is not a date; write it as YYYY-MM-DD") from None
     found = byte_chatml() if name_or_dir == "byte_chatml" else _create(*tokenizer_files.read(name_or_dir))
     return dataclasses.replace(found, date=day, origin=str(name_or_dir))
+
+
+def located(name_or_dir: str) -> str:
+    """Returns the name by which any process of this machine finds the same tokenizer: a folder's absolute path, or a hub ID with its commit."""
+    if name_or_dir != "byte_chatml" and pathlib.Path(name_or_dir).is_dir():
+        return str(pathlib.Path(name_or_dir).absolute())
+    return hub.pinned(name_or_dir)
 
 
 def _create(model: tokenizers.Tokenizer, named: dict[str, str], template, tool_template, eos_ids) -> Tokenizer:

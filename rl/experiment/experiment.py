@@ -99,7 +99,9 @@ class Experiment:
     def broadcast_metadata(self) -> dict:
         """The metadata published with the weights, from which a server can start: model, tokenizer, and sizes of the engine."""
         model = self.config.model.to_dict() | {"param_dtype": self.published_model.param_dtype}
-        return {"model": model, "tokenizer": self.config.tokenizer, "engine": dataclasses.asdict(self.engine)}
+        tokenizer, is_remote = self.config.tokenizer, self.config.topology.mode == "remote"
+        tokenizer = tokenizer if is_remote else tokenizer_lib.located(tokenizer)
+        return {"model": model, "tokenizer": tokenizer, "engine": dataclasses.asdict(self.engine)}
 
     def layout(self, mesh: jax.sharding.Mesh, num_streams: int, **fields) -> packing.Layout:
         """Returns the size of batches of `num_streams` token sequences, packed into rows; `fields` are others of `packing.Layout`."""
@@ -166,7 +168,7 @@ def run(main: Callable[[], None], *, needs_workdir: bool = True) -> None:
 
     try:
         app.run(guarded, flags_parser=parse)
-    except (KeyboardInterrupt, ValueError, OSError) as error:
+    except (KeyboardInterrupt, ValueError, OSError, jax.errors.JaxRuntimeError) as error:
         message, code, priority = explain(error)
         if priority == failure.BUG:
             raise
@@ -179,6 +181,8 @@ def run(main: Callable[[], None], *, needs_workdir: bool = True) -> None:
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OUTSIDE = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
+LESS_MEMORY = "lower inference.num_slots or train.rows, or set them to 0: chosen for the memory"
+
 
 def explain(error: BaseException) -> tuple[str, int, int]:
     """Returns (message, exit code, priority) for an error that ends the command.
@@ -189,10 +193,13 @@ def explain(error: BaseException) -> tuple[str, int, int]:
         return str(error), 128 + signal.SIGTERM, failure.INTERRUPTED
     if isinstance(error, KeyboardInterrupt):
         return failure.INTERRUPTION, 130, failure.INTERRUPTED
+    first = f"{type(error).__name__}: {error}".splitlines()[0]  # XLA appends a table of allocations
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in first:
+        return f"{first}; {LESS_MEMORY}", 1, failure.MISTAKE
     outside = isinstance(error, OSError) and error.errno in OUTSIDE
     if isinstance(error, (ValueError, OSError)) and (outside or _raised_by_us(error)):
         return str(error), 1, failure.MISTAKE
-    return f"{type(error).__name__}: {error}".splitlines()[0], 1, failure.BUG
+    return first, 1, failure.BUG
 
 
 def joined() -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
@@ -208,14 +215,17 @@ def joined() -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
     )
 
 
-def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -> Experiment:
+def resolve(
+    config: config_dict.ConfigDict, code: Sequence[str] | None = None, *, saved: dict | None = None
+) -> Experiment:
     """Checks a config, derives values, and returns the `Experiment`. Raises ValueError with the field, rule, and remedy.
 
     The user's code comes from the folders `code`; None: from anywhere. `envs.load` reports an environment that cannot be found.
+    With `saved`, the flat config of a run, facts about environments come from there, and no environment is needed.
     """
     config = config.copy_and_resolve_references()
     loss, functions = _own_loss(config), _own_rules(config)
-    _settle_envs(config, code)
+    _settle_envs(config, code, saved)
     rl = config.rl
     tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date)
     model = config_lib.ModelConfig(**config.model)
@@ -272,12 +282,18 @@ def resolve(config: config_dict.ConfigDict, code: Sequence[str] | None = None) -
     )
 
 
-def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None) -> None:
-    """Sets the digest, and the numbers of tasks and of calls of an episode, of each environment that can be found."""
+def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None, saved: dict | None) -> None:
+    """Sets the digest, and the numbers of tasks and of calls of an episode, of each environment that can be found, or is in `saved`."""
     for entry in env_mix.entries(config).values():
+        if saved is not None:
+            section = config.envs[entry.key] if entry.key else config.env
+            with section.unlocked():
+                known = [name for name in ("digest", "num_tasks", "max_calls") if entry.field(name) in saved]
+                section.update({name: getattr(entry, name) or saved[entry.field(name)] for name in known})
+            continue
         try:
             name, options = envs.locate(entry.name, entry.options, code)
-        except ValueError:  # rl.export needs no environment
+        except ValueError:
             continue
         section = config.envs[entry.key] if entry.key else config.env
         with section.unlocked(), entry.naming_fields():

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -21,6 +22,7 @@ from rl.verification import checks, evidence_log, verifier
 from sharding import mesh as mesh_lib
 from sharding.system import secret_file
 
+_config: Any = jax.config  # defines its attributes at run time
 SERVER = "server"  # the name of the inference server of a local run
 
 
@@ -131,9 +133,25 @@ def _verdicts(
     return verdict_collector.VerdictCollector(key, **options)
 
 
+def check(config, num_hosts: int) -> None:
+    """Raises ValueError if the validator in this process replays on this host's CPU, which JAX does not have here."""
+    is_here = not (config.trust.validators or config.topology.orchestrator)
+    if is_here and not _is_accelerated(config.trust.device, num_hosts):
+        try:
+            jax.local_devices(backend="cpu")
+        except RuntimeError as error:
+            platforms = _config.jax_platforms
+            found = f"trust.device = {config.trust.device!r} replays on the CPU, which JAX_PLATFORMS = {platforms} leaves out"
+            raise ValueError(f"{found}; set JAX_PLATFORMS={platforms},cpu, or trust.device = 'accelerator'") from error
+
+
+def _is_accelerated(device: str, num_hosts: int) -> bool:
+    return device == "accelerator" or (device == "auto" and num_hosts == 1)
+
+
 def _on_device(device: str, check: verdict_collector.Replay, num_hosts: int) -> verdict_collector.Replay:
     """Returns the replay `check` if `device` (trust.device) allows the accelerator, else a version that runs on this host's CPU."""
-    if device == "accelerator" or (device == "auto" and num_hosts == 1):
+    if _is_accelerated(device, num_hosts):
         return check
     cpu = jax.local_devices(backend="cpu")[0]
     mesh = mesh_lib.create({}, devices=[cpu])  # the model chooses its kernels by the mesh

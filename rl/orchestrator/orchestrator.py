@@ -29,6 +29,7 @@ from inference.rollouts import parquet, row_log
 from inference.rollouts import rollout as rollout_lib
 from inference.server import web
 from models import hub
+from models.text import tokenizer as tokenizer_lib
 from rl.batch import credit as credit_lib
 from rl.batch import training_batch
 from rl.ledger import run_ledger, run_rules
@@ -306,7 +307,8 @@ class Orchestrator:
             | {name: config.env[name] for name in EPISODE},
             **({"envs": own} if own else {}),
             "max_model_len": config.inference.max_model_len,
-            "tokenizer": hub.pinned(config.tokenizer),
+            # Nodes elsewhere find a folder by the path in the config.
+            "tokenizer": (hub.pinned if config.topology.mode == "remote" else tokenizer_lib.located)(config.tokenizer),
             "tokenizer_date": config.tokenizer_date,
             "servers": [server["url"] for server in servers],
             "server_keys": {server["url"]: server["key"] for server in servers if server["key"]},

@@ -11,10 +11,13 @@
 A run with a checkpoint keeps the sizes of its config.json, on any devices.
 """
 
+import contextlib
 import dataclasses
+import functools
 import math
 import operator
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 
 import jax
@@ -56,20 +59,23 @@ class Devices:
     is_cpu: bool = False
 
 
-def resolve(config: config_dict.ConfigDict) -> experiment.Experiment:
+def resolve(config: config_dict.ConfigDict, *, needs_envs: bool = True) -> experiment.Experiment:
     """Resolves the config of the command line, completed from its checkpoint, with sizes for this process's devices, which it prints.
 
-    A run that has a checkpoint, of RL or of its warm-up, keeps its sizes. Raises ValueError in one line, as `initial.completed`, `settled`, and `experiment.resolve` do.
+    A run that has a checkpoint, of RL or of its warm-up, keeps its sizes; unless `needs_envs`, it needs none of its environments. Raises ValueError in one line, as `initial.completed`, `settled`, and `experiment.resolve` do.
     """
     config = initial.completed(config, command_line.given())
     names = ("config.json", "checkpoints/*/seal.json", "warmup/*/seal.json")
     workdir = bucket.fetched(flags.FLAGS.workdir or ".", names, is_optional=True)
+    facts = None
     if flags.FLAGS.workdir and any(file for name in names[1:] for file in workdir.glob(name)):
         saved = experiment.flat(run_directory.saved_config(workdir))
         config.update_from_flattened_dict({name: saved[name] for name in _open(config)})
-    config, chosen = settled(config, present, experiment.resolve)
+        facts = None if needs_envs else saved
+    resolved = functools.partial(experiment.resolve, saved=facts)
+    config, chosen = settled(config, present, resolved)
     print(chosen, end="\n" if chosen else "", flush=True)
-    return experiment.resolve(config)
+    return resolved(config)
 
 
 def present(config: config_dict.ConfigDict) -> Devices:
@@ -79,10 +85,19 @@ def present(config: config_dict.ConfigDict) -> Devices:
     is_one = set(config.inference.mesh.values()) == {1} and not layout.is_colocated(config)  # a process of its own
     if lowered_programs.has_engine(config):
         server = mesh_lib.create(axes, devices[:1] if is_one else devices)
-    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (2 * len(local))  # half for other programs
+    host_bytes = _host_bytes() / (2 * len(local))  # half for other programs
     memory_bytes = (local[0].memory_stats() or {}).get("bytes_limit", host_bytes)
     mesh, is_cpu = layout.learner_mesh(config), local[0].platform == "cpu"
     return Devices(mesh, server, memory_bytes, local[0].device_kind, is_cpu)
+
+
+def _host_bytes(cgroup: str = "/sys/fs/cgroup") -> int:
+    """Returns the memory of this machine, or of the container that this process runs in."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of versions 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", for no limit
+            found = min(found, int(pathlib.Path(cgroup, name).read_text()))
+    return found
 
 
 def planned(config: config_dict.ConfigDict, topology: str) -> Devices:
@@ -112,6 +127,11 @@ def settled(
     if TENSOR in names:
         config.inference.mesh.tensor = 1
     place = devices(config)
+    growing = " and ".join(name for name in ("inference.num_slots", "train.rows") if name in names)
+    is_judge = place.server_mesh is not None and not (config.trust.validators or config.topology.orchestrator)
+    if growing and is_judge and config.trust.device != "cpu" and not place.is_cpu:
+        found = f"trust.device = {config.trust.device!r} replays rollouts in memory that {growing} of 0 would take"
+        raise ValueError(f"{found}; set trust.device = 'cpu', or these sizes")
     _set_least(config, place, names)
     exp = resolve(config)
     if TENSOR in names and place.server_mesh is not None and not place.is_cpu:

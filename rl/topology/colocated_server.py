@@ -89,7 +89,7 @@ class ColocatedServer:
         text = f"{type(error).__name__}: {error}".splitlines()[0]  # XLA appends a table of allocations
         remedy = "the same command resumes"
         if "RESOURCE_EXHAUSTED" in text:
-            remedy = "lower inference.num_slots or train.rows, or set them to 0: chosen for the memory"
+            remedy = experiment_lib.LESS_MEMORY
         return ValueError(f"the inference engine of this process ended: {text}; {remedy}")
 
     def _await(self, action: Callable[[], concurrent.futures.Future]) -> None:

@@ -5,6 +5,7 @@ import queue
 import stat
 import types
 
+import jax
 import pytest
 
 from configs import quickstart
@@ -69,6 +70,24 @@ def test_the_server_of_a_run_trusts_its_root_file_if_there_is_one(tmp_path):
         command = rollout_system.server_command(doubles.experiment(), tmp_path, tmp_path)
         assert command[command.index("--weights_key") + 1] == expected
         (tmp_path / "root.json").write_bytes(b"of `python -m sharding.broadcast keys`")
+
+
+def test_replays_on_a_cpu_that_jax_does_not_have_are_refused_before_the_run(monkeypatch):
+    """Minutes of warm-up ended in a traceback if JAX_PLATFORMS was cuda."""
+
+    def local_devices(backend=None):
+        if backend == "cpu":
+            raise RuntimeError("Unknown backend cpu")
+        return jax.devices()
+
+    monkeypatch.setattr(assembly.jax, "local_devices", local_devices)
+    config = quickstart.get_config()
+    rollout_system.check(experiment.resolve(config))  # on the accelerator
+    config.trust.device = "cpu"
+    with pytest.raises(
+        ValueError, match="trust.device = 'cpu' replays on the CPU, which .*,cpu, or trust.device = 'acc"
+    ):
+        rollout_system.check(experiment.resolve(config))
 
 
 def test_a_process_may_take_as_long_to_start_as_the_config_says(tmp_path):

@@ -7,7 +7,9 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 
+import jax
 import pytest
 from absl import flags
 from ml_collections import config_dict
@@ -69,8 +71,16 @@ def quickstart_with(*overrides):
 
 def test_the_home_folder_is_found_where_a_shell_leaves_its_sign(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    values = parsed_flags("--config=configs/quickstart.py", "--workdir=~/w", "--config.init_from=~/m")
-    assert (values.workdir, values.config.init_from) == ("/home/me/w", "/home/me/m")
+    fields = {"init_from": "~/m", "warmup.data": "~/a.jsonl, ~/b,c~", "topology.compile_cache": "~/x/~"}
+    options = [f"--config.{name}={value}" for name, value in fields.items()]
+    values = parsed_flags("--config=configs/quickstart.py", "--workdir=~/w", *options)
+    found = experiment.flat(values.config.to_dict())
+    assert [values.workdir, *(found[name] for name in fields)] == [
+        "/home/me/w",
+        "/home/me/m",
+        "/home/me/a.jsonl,/home/me/b,c~",
+        "/home/me/x/~",
+    ]
 
 
 def parsed(*argv):
@@ -236,6 +246,7 @@ def resolved(**changes):
         ({"rl__overlong_buffer": 99}, "rl.overlong_buffer = 99 is not in 1..12"),
         ({"evaluation__samples_per_task": 4}, "raise evaluation.temperature"),
         ({"warmup__patience": 2}, "set warmup.eval_every"),
+        ({"warmup__data": "a.jsonl,"}, "warmup.data = 'a.jsonl,' has an empty path; remove a comma"),
         (
             {"optimizer__schedule": "cosine", "optimizer__total_steps": 20},
             "floor for the rest of the run; set it to 140",
@@ -362,11 +373,36 @@ def test_a_run_keeps_to_the_code_of_its_environment(tmp_path, monkeypatch):
         quickstart_with("env.digest=1")
 
 
+@pytest.mark.parametrize("kind", ["module", "dataset", "mix"])
+def test_an_export_needs_no_environment(kind, tmp_path, monkeypatch):
+    """Its code or data may be gone."""
+    code, data = tmp_path / f"own_gone_{kind}.py", tmp_path / "x.jsonl"
+    code.write_text("from rl.envs.native import reverse_text\n\nbuild = reverse_text.build\n")
+    data.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c", "answer": "d"}\n')
+    config = quickstart.get_config()
+    own, rows = {"name": f"{code}:build", "options": {}}, {"name": "dataset", "options": {"path": str(data)}}
+    for name, value in {"module": own, "dataset": rows}.get(kind, {}).items():
+        config.env[name] = value
+    if kind == "mix":
+        config.envs = {"own": own, "rows": rows}
+    with run_directory.open_workdir(tmp_path / "w", experiment.resolve(config)) as workdir:
+        (workdir / "checkpoints" / "1").mkdir(parents=True)
+        (workdir / "checkpoints" / "1" / "seal.json").write_text("{}")
+    code.unlink()
+    data.unlink()
+    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(workdir=str(workdir)))
+    monkeypatch.setattr(command_line, "given", list)
+    exp = sizes.resolve(config, needs_envs=False)
+    with run_directory.read_workdir(workdir, exp):
+        assert exp.config.env.digest == run_directory.saved_config(workdir)["env"]["digest"] != ""
+
+
 OPTIONS = {
     "base": (["env.options.min_length=4", "env.options.alphabet=ab"], {"min_length": 4, "alphabet": "ab"}),
     "quickstart": (["env.options.min_length=4"], {"min_length": 4, "alphabet": "abcdefgh"}),
     "another": (["env.name=reasoning_gym:chain_sum", "env.options.min_terms=2"], {"min_terms": 2}),
     "same": (["env.name=reverse_text", "env.options.min_length=4"], {"min_length": 4, "alphabet": "abcdefgh"}),
+    "texts": (["env.name=dataset", "env.options.prompt=0", "env.options.path=5"], {"prompt": "0", "path": "5"}),
     "kinds": (
         [f"env.options.{text}" for text in ("a=0.5", "b=true", "c=(1,'x')", "d=a b", "e=[1]", "f=None", "g")],
         {"a": 0.5, "b": True, "c": (1, "x"), "d": "a b", "e": "[1]", "f": "None", "g": True},
@@ -420,6 +456,26 @@ def test_an_error_of_a_function_in_a_config_file_keeps_its_traceback(folder, cod
     with pytest.raises(ValueError) as caught:
         exec(compile("raise ValueError('boom')", ROOT / folder / "mine.py", "exec"))
     assert experiment.explain(caught.value)[2] == code
+
+
+def test_memory_that_the_learner_lacks_is_one_line():
+    """XLA appends a table of allocations. Its other errors are bugs."""
+    text = "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"
+    message, code, priority = experiment.explain(jax.errors.JaxRuntimeError(f"{text}\n\ttable"))
+    assert f"{text}; lower inference.num_slots or train.rows, " in message and "\n" not in message and code == 1
+    assert priority == failure.MISTAKE
+    assert experiment.explain(jax.errors.JaxRuntimeError("INTERNAL: a"))[2] == failure.BUG
+
+
+def test_held_out_tasks_that_repeat_are_told(tmp_path, capsys):
+    rows = [f'{{"prompt": "{n}", "answer": "b"}}\n' for n in range(40)]
+    (tmp_path / "x.jsonl").write_text("".join(rows))
+    config = quickstart.get_config()
+    config.env.name, config.env.options = "dataset", {"path": f"{tmp_path}/x.jsonl"}
+    exp = experiment.resolve(config)
+    rules.check_prompts(exp.config, exp.tokenizer)
+    note = f"note: evaluation.num_tasks = {config.evaluation.num_tasks} takes .* of dataset: only [1-9] different tasks"
+    assert re.search(note, capsys.readouterr().err)
 
 
 def test_a_prompt_without_room_for_an_answer_is_named_before_the_run(tmp_path):

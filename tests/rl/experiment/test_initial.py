@@ -1,20 +1,24 @@
 """A config is completed from a checkpoint's files, which transformers wrote (tests/fixtures/hf_parity)."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import base, tpu_gsm8k
+from configs import base, quickstart, tpu_gsm8k
 from models import config as config_lib
 from models import hf
 from rl import sft
 from rl.experiment import experiment, initial, workdir
+from rl.orchestrator import admission, orchestrator
+from rl.protocol import timeline
 from sharding import broadcast
 from sharding import mesh as mesh_lib
 from sharding.multihost import hosts
@@ -46,6 +50,22 @@ def test_a_checkpoint_brings_its_model_and_its_tokenizer(folder):
     own = {"scan_layers": True, "remat": "block", "param_dtype": "float32", "dtype": "float32"}
     assert config_lib.ModelConfig(**config.model) == dataclasses.replace(hf.read_config(folder), **own)
     assert config.tokenizer == str(folder) and config.env.name == "reverse_text"
+
+
+def test_processes_in_other_folders_get_the_absolute_path_of_a_tokenizer(tmp_path, monkeypatch):
+    """Children start in the checkout. Nodes elsewhere have the folder at the path of the config."""
+    (tmp_path / "models" / "base").mkdir(parents=True)  # in the form of a hub ID, too
+    monkeypatch.chdir(tmp_path)
+    for mode, name in (("local", f"{tmp_path}/models/base"), ("remote", "models/base")):
+        exp = experiment.resolve(quickstart.get_config())
+        config = exp.config.as_configdict()
+        config.tokenizer, config.topology.mode = "models/base", mode
+        assert dataclasses.replace(exp, config=config).broadcast_metadata["tokenizer"] == name
+        described = types.SimpleNamespace(_config=config, _changed=contextlib.nullcontext(), environment=("", ""))
+        described.nodes = types.SimpleNamespace(servers=list)
+        described._admission = types.SimpleNamespace(policy=admission.Policy.of(config))
+        described._shared = types.SimpleNamespace(version=-1, policy=timeline.Policy(0, -1))
+        assert orchestrator.Orchestrator.describe(described)["tokenizer"] == name
 
 
 def test_the_fields_of_the_config_replace_those_that_no_parameter_depends_on(capsys):
