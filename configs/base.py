@@ -279,6 +279,7 @@ def get_config() -> config_dict.ConfigDict:
     # The hardware for rl.plan; no other command reads it.
     c.plan = n = config_dict.ConfigDict()
     n.topology = ""  # of the learner: <kind>:<dims>, as in "v5p:4x4x8"
+    n.num_slices = 1  # of the learner, each of this topology; mesh.data spans them
     # Tokens of the rollouts whose train step it bounds: lognormal, cut at inference.max_model_len. Median of 0: all have that length.
     n.update(median_length=0, length_sigma=0.8)
     # Mesh axes of one inference server.

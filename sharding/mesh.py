@@ -1,6 +1,6 @@
 """The device mesh: five named axes over the available devices.
 
-On a TPU the inner axes (tensor, context) get the fastest links. Axes are `Auto`: the compiler derives most shardings.
+On a TPU the inner axes (tensor, context) get the fastest links, and `data` alone spans slices, which a slower network joins. Axes are `Auto`: the compiler derives most shardings.
 
 The axes, outermost first:
   data     replicas of the parameters; gradients are summed over it (crosses slices and data centers)
@@ -59,7 +59,14 @@ def platform() -> str:
 
 
 def _on_torus(shape: list[int], devices) -> np.ndarray:
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if shape[0] % num_slices:
+        found = f"mesh {_format(shape)} has data={shape[0]} over {num_slices} slices, which only this axis spans"
+        raise ValueError(f"{found}: set mesh.data to {num_slices}, or to a multiple of it")
     try:
+        if num_slices > 1:
+            inside, across = [shape[0] // num_slices, *shape[1:]], [num_slices] + [1] * (len(shape) - 1)
+            return mesh_utils.create_hybrid_device_mesh(inside, across, devices)
         return mesh_utils.create_device_mesh(shape, devices)
     except (NotImplementedError, AssertionError):  # the latter: devices that are not a cuboid
         torus = "x".join(str(1 + max(device.coords[dim] for device in devices)) for dim in range(3))

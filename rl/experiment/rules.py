@@ -42,7 +42,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda v: 1 <= v < math.inf,
         "rl.prompts_per_step rl.samples_per_prompt sampling.max_tokens train.row_length train.rows warmup.tasks_per_step "
         "warmup.eval_tasks evaluation.num_tasks evaluation.samples_per_task checkpoint.every checkpoint.keep "
-        "broadcast.snapshot_every vine.num_continuations vine.step_tokens topology.num_workers trust.max_attempts rl.oversampling",
+        "plan.num_slices broadcast.snapshot_every vine.num_continuations vine.step_tokens topology.num_workers trust.max_attempts rl.oversampling",
     ),
     (
         "in [0, 1]",

@@ -28,6 +28,7 @@ def main() -> None:
     elif place:
         found = f"topology.mode = {config.topology.mode!r} has its engine on the learner's hosts"
         raise ValueError(f"{found}; leave --server_topology out, or set topology.mode = 'remote'")
+    config.plan.num_slices = flags.FLAGS.num_slices or config.plan.num_slices
     config = initial.completed(config, command_line.given(), needs_files=False)
     config, chosen = sizes.settled(config, lambda config: sizes.planned(config, topology), lowered_programs.resolve)
     print(chosen, end="\n" if chosen else "")
@@ -61,6 +62,7 @@ def main() -> None:
 def define_flags() -> None:
     """Defines the flags of the command, except `--config`."""
     flags.DEFINE_string("topology", None, "topology of the learner, <kind>:<dims>; config.plan.topology by default")
+    flags.DEFINE_integer("num_slices", None, "slices of the learner; config.plan.num_slices by default", lower_bound=1)
     flags.DEFINE_string("server_topology", None, "topology of a server; one host of the learner's kind by default")
     flags.DEFINE_float("effort", plan.EFFORT, "effort of the compiler, -1 to 1; 0 compiles as a run does", -1.0, 1.0)
     names = [*lowered_programs.LEARNER, *lowered_programs.SERVER]

@@ -98,6 +98,12 @@ def has_engine(config: config_dict.ConfigDict) -> bool:
     return config.topology.mode != "remote"
 
 
+def learner_axes(config: config_dict.ConfigDict) -> dict[str, int]:
+    """Returns the mesh axes of the learner, and `num_slices`, over which `data` replicates it unless `mesh.data` is set."""
+    axes = config.mesh.to_dict() | {"num_slices": config.plan.num_slices}
+    return axes | ({"data": config.plan.num_slices} if axes["data"] == 1 else {})
+
+
 def server_axes(config: config_dict.ConfigDict) -> dict[str, int]:
     """Returns the mesh axes of a server elsewhere, `plan.server_mesh`, or of a host's engine: `inference.mesh`.
 
@@ -113,22 +119,24 @@ def server_axes(config: config_dict.ConfigDict) -> dict[str, int]:
 def create_mesh(topology: str, axes: dict[str, int], role: int = LEARNERS) -> jax.sharding.Mesh:
     """Returns a mesh over the devices of a topology that this machine does not have.
 
-    With `rollout_devices` in `axes`, learner and engines have devices apart, and `role` is LEARNERS or ENGINES.
+    With `rollout_devices` in `axes`, learner and engines have devices apart, and `role` is LEARNERS or ENGINES. With `num_slices`,
+    there are several slices of this topology.
     Raises ValueError if the TPU compiler is missing, rejects the topology, or the axes do not fit it.
     """
     roofline.chip_of(topology)
     if not os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")) and importlib.util.find_spec("libtpu") is None:
         raise ValueError("libtpu, the TPU compiler, is missing; pip install -r third_party/plan-requirements.txt")
     os.environ.update(COMPILER_ENVIRONMENT | os.environ)
+    axes = dict(axes)
     try:
         # Without this option, libtpu assumes hosts of four chips, as those of larger slices are.
         dims = [int(part) for part in topology.partition(":")[2].split("x")]
         alone = {"chips_per_host_bounds": [*dims, 1, 1][:3]} if roofline.host_of(topology) == topology else {}
+        alone |= {"num_slices": axes.pop("num_slices", 1)}
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **alone).devices
     except jax.errors.JaxRuntimeError as error:
         sizes = ", ".join(roofline.chip_of(topology).sizes)
         raise ValueError(f"the TPU compiler rejects topology {topology!r} ({error}); choose one of {sizes}") from None
-    axes = dict(axes)
     return mesh_lib.create(axes, layout.split(devices, axes.pop("rollout_devices", 0))[role])
 
 

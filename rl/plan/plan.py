@@ -8,7 +8,7 @@
    MFU counts, the chip the rates (rl/plan/roofline.py). Together they bound the times from below.
 4. If a program does not fit, remedies are compiled, the least expensive first. The first that fits is printed.
 
-Not included: fragmentation, the memory of other programs, and slices joined by a data-center network.
+Not included: fragmentation, and the memory of other programs.
 """
 
 import collections
@@ -54,7 +54,9 @@ class Outcome:
 def make_program(name: str, exp: experiment.Experiment, topology: str) -> lowered_programs.LoweredProgram:
     """Returns the program `name` (a key of LEARNER or SERVER) of an experiment, on a mesh over `topology`."""
     if name in lowered_programs.LEARNER:
-        return lowered_programs.LEARNER[name](exp, lowered_programs.create_mesh(topology, exp.config.mesh.to_dict()))
+        return lowered_programs.LEARNER[name](
+            exp, lowered_programs.create_mesh(topology, lowered_programs.learner_axes(exp.config))
+        )
     axes = lowered_programs.server_axes(exp.config)
     mesh = lowered_programs.create_mesh(topology, axes, lowered_programs.ENGINES)
     return lowered_programs.SERVER[name](exp, mesh)
@@ -198,12 +200,20 @@ def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
 
 
 def _links_s(outcome: Outcome, topology: str) -> float:
-    """Returns the least seconds of a program's collectives, one after the other."""
-    extent = [int(part) for part in topology.partition(":")[2].split("x")]
+    """Returns the least seconds of a program's collectives, one after the other.
+
+    Those over several slices first reduce within each, so that the network between slices takes each chip's own part.
+    """
+    extent, chip = [int(part) for part in topology.partition(":")[2].split("x")], roofline.chip_of(topology)
     devices, seconds = outcome.program.mesh.devices.ravel(), 0.0
     for collective in outcome.collectives:
-        coords = np.array([devices[i].coords[: len(extent)] for i in collective.group])
-        seconds += collective.sent_bytes / roofline.link_bytes_per_s(roofline.chip_of(topology), extent, coords)
+        group = [devices[i] for i in collective.group]
+        slices = {getattr(device, "slice_index", 0) for device in group}
+        inside = [device.coords[: len(extent)] for device in group if getattr(device, "slice_index", 0) == min(slices)]
+        if len(inside) > 1:
+            seconds += collective.sent_bytes / roofline.link_bytes_per_s(chip, extent, np.array(inside))
+        if len(slices) > 1:
+            seconds += collective.sent_bytes * len(slices) / len(group) / chip.network_bytes_per_s
     return seconds
 
 
@@ -277,7 +287,7 @@ def _learner_changes(config, topology: str) -> Iterator[tuple[str, dict]]:
     remats = ["none", "dots", "attention", "block", "offload"]
     for place in [topology, *roofline.alternatives(topology)]:
         try:
-            shards = rules.num_batch_shards(lowered_programs.create_mesh(place, config.mesh.to_dict()))
+            shards = rules.num_batch_shards(lowered_programs.create_mesh(place, lowered_programs.learner_axes(config)))
         except ValueError:
             continue  # the mesh of this config does not fit there
         rows = [n for n in (config.train.rows // 2**k for k in range(12)) if n and n % shards == 0] or [shards]

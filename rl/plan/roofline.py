@@ -9,7 +9,7 @@ Formulas (N tokens of a step in sequences of s tokens, L layers, H heads of C di
   model FLOPs of a step             3 x forward: the backward pass is two matmuls for each one
   MFU                               model FLOPs / (chips x peak x time); PaLM, arXiv 2204.02311, appendix B, but causal
 
-Left out: networks between slices, and rates below peak (shapes that do not fill the matrix unit, kernels that wait).
+Left out: rates below peak (shapes that do not fill the matrix unit, kernels that wait).
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ class Chip:
     flops_per_s: float  # bfloat16
     memory_bytes_per_s: float
     link_bytes_per_s: float  # of one port in one direction
+    network_bytes_per_s: float  # to other slices: a chip's part of its host's 200 Gbit/s (v6e: 800)
     wrap: int  # a dim of the topology that is a multiple of this closes to a ring
     host: str  # topology of one host, on which a server runs
     sizes: Sequence[str]  # available topologies, by size
@@ -36,9 +37,9 @@ GIB = 2**30
 _SIZES_2D = "2x2 2x4 4x4 4x8 8x8 8x16 16x16".split()
 _SIZES_3D = "2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8 8x8x8 8x8x16 8x16x16 16x16x16".split()
 CHIPS = {
-    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 50e9, 16, "2x4", _SIZES_2D),
-    "v6e": Chip(int(31.25 * GIB), 918e12, 1638e9, 100e9, 16, "2x4", _SIZES_2D),
-    "v5p": Chip(int(95.74 * GIB), 459e12, 2765e9, 100e9, 4, "2x2x1", _SIZES_3D),
+    "v5e": Chip(int(15.75 * GIB), 197e12, 819e9, 50e9, 3.125e9, 16, "2x4", _SIZES_2D),
+    "v6e": Chip(int(31.25 * GIB), 918e12, 1638e9, 100e9, 12.5e9, 16, "2x4", _SIZES_2D),
+    "v5p": Chip(int(95.74 * GIB), 459e12, 2765e9, 100e9, 6.25e9, 4, "2x2x1", _SIZES_3D),
 }
 
 

@@ -103,7 +103,7 @@ def _host_bytes(cgroup: str = "/sys/fs/cgroup") -> int:
 def planned(config: config_dict.ConfigDict, topology: str) -> Devices:
     """Returns the devices of a TPU topology `<kind>:<dims>`, without having them."""
     chip = roofline.chip_of(topology)
-    mesh, server_mesh = lowered_programs.create_mesh(topology, config.mesh.to_dict()), None
+    mesh, server_mesh = lowered_programs.create_mesh(topology, lowered_programs.learner_axes(config)), None
     if lowered_programs.has_engine(config):
         axes, host = lowered_programs.server_axes(config), roofline.host_of(topology)
         server_mesh = lowered_programs.create_mesh(host, axes, lowered_programs.ENGINES)

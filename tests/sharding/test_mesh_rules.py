@@ -94,6 +94,19 @@ class Chip:
     device_kind: str = "TPU v4"
     core_on_chip: int = 0
     process_index: int = 0
+    slice_index: int = 0
+
+
+def test_data_alone_spans_slices():
+    cuboid = itertools.product(range(4), range(4), range(2))
+    chips = [Chip(2 * n + i, at, slice_index=i) for n, at in enumerate(cuboid) for i in range(2)]
+    for data in (2, 4):
+        mesh = mesh_lib.create({"data": data, "fsdp": -1}, chips)
+        slices = [{chip.slice_index for chip in replica.flat} for replica in mesh.devices]
+        assert mesh.devices.shape == (data, 64 // data, 1, 1, 1)
+        assert slices == [{0}] * (data // 2) + [{1}] * (data // 2)
+    with pytest.raises(ValueError, match=r"data=1 over 2 slices, which only this axis spans: set mesh.data to 2"):
+        mesh_lib.create({"fsdp": -1}, chips)
 
 
 def test_axes_that_do_not_fold_onto_the_torus_are_refused():

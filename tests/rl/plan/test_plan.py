@@ -304,6 +304,23 @@ def test_links_of_a_group(extent, coords, ports):
     assert roofline.link_bytes_per_s(chip, extent, np.array(coords)) == ports * 100e9
 
 
+def test_collectives_over_slices_send_each_chips_part_through_the_network():
+    """8 chips in two slices of 2x2: 100 MB inside a slice over two ports, and a quarter of it, times two, from slice to slice."""
+    chips = [
+        types.SimpleNamespace(coords=(x, y, 0), slice_index=i) for i in range(2) for x in range(2) for y in range(2)
+    ]
+    devices = types.SimpleNamespace(ravel=lambda: chips)
+    program = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=devices))
+
+    def seconds(*group):
+        found = hlo.Collective("collective-permute", 1, 100e6, group)  # sends all of its bytes
+        return plan._links_s(types.SimpleNamespace(program=program, collectives=[found]), "v5p:2x2x1")
+
+    assert seconds(0, 1, 2, 3) == pytest.approx(100e6 / 200e9)
+    assert seconds(0, 4) == pytest.approx(100e6 / 6.25e9)  # each chip sends all of it
+    assert seconds(*range(8)) == pytest.approx(100e6 / 200e9 + 100e6 / 4 / 6.25e9)
+
+
 @pytest.mark.parametrize(
     ("topology", "message"),
     [
@@ -379,6 +396,15 @@ def test_every_program_lowers_without_an_array():
     assert decode.held["cache"] == 2 * 2 * 8 * 1 * 64 * 32 * 4
 
 
+def test_slices_have_replicas_of_the_learner():
+    config = small()
+    assert lowered_programs.learner_axes(config) == config.mesh.to_dict() | {"num_slices": 1}
+    config.plan.num_slices = 4
+    assert lowered_programs.learner_axes(config)["data"] == 4
+    config.mesh.data = 8
+    assert lowered_programs.learner_axes(config)["data"] == 8
+
+
 def test_the_batch_is_that_of_full_length_rollouts():
     """32 x 8 rollouts of 64 tokens, two to a row of 128: 128 rows, 16 micro-batches of 8."""
     exp = lowered_programs.resolve(small())
@@ -450,7 +476,7 @@ def test_a_program_too_large_for_its_chips_is_not_compiled():
 
 def abstract_mesh(topology, axes, role=lowered_programs.LEARNERS):
     """Replaces `lowered_programs.create_mesh`: the same sizes and shardings, without a compiler."""
-    size, num_own = roofline.num_chips(topology), axes.get("rollout_devices", 0)
+    size, num_own = roofline.num_chips(topology) * axes.get("num_slices", 1), axes.get("rollout_devices", 0)
     if num_own:
         num_own *= size // roofline.num_chips(roofline.host_of(topology))
         size = num_own if role == lowered_programs.ENGINES else size - num_own
@@ -598,8 +624,20 @@ def test_the_large_configs_fit_their_pods(name, topology, programs):
     code, out, err = command(f"--config=configs/{name}", f"--topology={topology}", *programs)
     assert code == 0, out + err
     assert "0 copies of a whole array of it" in out
+    for share in re.findall(r"log-prob.*|train step(?s:.*?)counted in the compiled text, ([\d.]+)% of", out)[:1]:
+        assert 99 < float(share) < 101
     memory = float(re.search(r"fits; \d+ s, ([\d.]+) GiB of this machine", out)[1])
     assert memory < 6
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_two_slices_train_intellect_2():
+    """Each slice has all parameters; the gradient is summed over the network between them."""
+    code, out, err = command("--config=configs/intellect2.py", "--programs=train", "--num_slices=2")
+    assert code == 0, out + err
+    assert "128 chips, mesh data=2 x fsdp=64" in out and re.search(r"all-reduce over data( x fsdp)?:", out)
+    assert 0.99 < float(re.search(r"counted in the compiled text, ([\d.]+)% of", out)[1]) / 100 < 1.01
 
 
 @pytest.mark.slow
