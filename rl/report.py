@@ -298,8 +298,9 @@ def _tick_label(value):
 def _time_split(records):
     """Returns seconds by activity, most first. Each other phase is one activity; unnamed time of an RL step is "other"."""
     split: dict[str, float] = collections.defaultdict(float)
+    names = [name for name in set().union(*records) if re.fullmatch(r"time/\w+(?<!_per)_s", name)]
     for record in records:
-        times = {k[5:]: v for k, v in record.items() if re.fullmatch(r"time/\w+(?<!_per)_s", k)}
+        times = {name[5:]: record[name] for name in names if name in record}
         parts: dict[str, float] = {name: seconds for name, seconds in times.items() if math.isfinite(seconds)}
         total = parts.pop("step_s", sum(parts.values()))
         if record["phase"] != "rl":

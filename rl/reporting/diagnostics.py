@@ -4,7 +4,6 @@
 returns the `ADVICE` on the first of `PATHOLOGIES` that holds in the last steps; `Adviser` gives each piece once per run.
 """
 
-import collections
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -127,8 +126,7 @@ def of_run(steps: Sequence[dict[str, Any]], scores: Mapping[int, float]) -> list
     for record in steps:
         while left and left[0][0] < record["step"]:
             adviser.scored(*left.pop(0))
-        values = {name: value for name, value in record.items() if "/" in name}  # not the phase
-        if line := adviser.after(record["step"], values):
+        if line := adviser.after(record["step"], record):
             found.append((record["step"], line))
     return found
 
@@ -140,9 +138,9 @@ def advice(history: Sequence[dict[str, float]], scores: Sequence[float] = ()) ->
     """
     if len(history) < WINDOW:
         return "", None
-    now = _means(history[-WINDOW:])
+    now = _Means(history[-WINDOW:])
     # A change is that between two windows, which may not overlap.
-    first = _means(history[:WINDOW] if len(history) >= 2 * WINDOW else ())
+    first = _Means(history[:WINDOW] if len(history) >= 2 * WINDOW else ())
     now |= {f"first {name.rpartition('/')[2]}": first[name] for name in CHANGES}
     now["sampler_kl"] = now[metrics.sampler_kl(history[-1])]
     now["waiting"] = now["time/wait_s"] / max(now["time/step_s"], 1e-9)
@@ -151,13 +149,17 @@ def advice(history: Sequence[dict[str, float]], scores: Sequence[float] = ()) ->
     return next(((name, ADVICE[name].format(now)) for name, holds in PATHOLOGIES.items() if holds(now)), ("", None))
 
 
-def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns {metric: mean of its finite values over the steps}; NaN, for which no condition is true, if it has none."""
-    means = collections.defaultdict(lambda: math.nan)
-    for name in set().union(*steps):
-        found = [step[name] for step in steps if math.isfinite(step.get(name, math.nan))]
-        means[name] = float(np.mean(found)) if found else math.nan
-    return means
+class _Means(dict[str, float]):
+    """The mean of a metric's finite values over steps, computed at its first use; NaN, for which no condition is true, if it has none."""
+
+    def __init__(self, steps: Sequence[dict[str, float]]):
+        super().__init__()
+        self._steps = steps
+
+    def __missing__(self, name: str) -> float:
+        found = [step[name] for step in self._steps if math.isfinite(step.get(name, math.nan))]
+        self[name] = sum(found) / len(found) if found else math.nan
+        return self[name]
 
 
 # On the means of the last steps. The first condition that holds is reported: causes before consequences.

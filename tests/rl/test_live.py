@@ -15,6 +15,7 @@ import pytest
 from inference.rollouts import parquet
 from inference.server import metrics_routes
 from rl import live
+from tests.support import browser
 from tests.support import rollouts as rollout_files
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> " onmouseover="alert(3) \' {{ 7*7 }} \x1b[31m \u202e'
@@ -74,9 +75,9 @@ def serve(workdir):
     """Returns (URL, path of the page) of a server whose listener claims to be at `host`."""
     with contextlib.ExitStack() as stack:
 
-        def start(host="127.0.0.1"):
-            paths = []
-            more = lambda app: paths.append(live.add(app, workdir, host, lambda: [node()], lambda ids: HOSTILE))  # noqa: E731
+        def start(host="127.0.0.1", num_nodes=1):
+            paths, nodes = [], lambda: [node()] * num_nodes
+            more = lambda app: paths.append(live.add(app, workdir, host, nodes, lambda ids: HOSTILE))  # noqa: E731
             url = stack.enter_context(metrics_routes.serving("0", dict, add_more=more))
             return url, paths[0]
 
@@ -85,6 +86,7 @@ def serve(workdir):
 
 def test_the_page_shows_new_steps_and_runs_nothing_of_strangers(serve, workdir, monkeypatch):
     monkeypatch.setattr(live, "CACHE_S", 0.0)
+    monkeypatch.setattr(live, "MAX_SHARE", 1e9)
     url, path = serve()
     reply = httpx.get(url + path)
     assert reply.status_code == 200 and path == "/run"
@@ -147,3 +149,38 @@ def test_colors_follow_the_log_probabilities():
     found = [re.match('<span class="(..?)"', str(piece))[1] for piece in live.colored(changed, str)]
     expected = [f"p{n % 5}" for n in range(len(logprobs) - start - 1)] + ["t"]
     assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not browser.PROGRAM, reason="chromium is not installed (Debian: chromium)")
+def test_in_a_browser_the_page_updates_itself_and_nothing_else_runs(serve, workdir, tmp_path, monkeypatch):
+    """10,000 steps and 500 nodes. A text of strangers that ran would open a dialog."""
+    monkeypatch.setattr(live, "CACHE_S", 0.0)
+    monkeypatch.setattr(live, "MAX_SHARE", 1e9)
+    lines = [{"phase": "rl", "step": n, "rollout/reward": n % 7 / 7, "time/step_s": 1.0} for n in range(31, 10_001)]
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+    url, path = serve(num_nodes=500)
+    with browser.Browser(tmp_path / "profile") as page:
+        page.open(url + path)
+        assert "10000 RL steps" in page.run("document.body.innerText").replace(",", "")
+        assert page.run("document.querySelectorAll('main table').length") > 0 and "healthy" in page.run(
+            "document.body.innerText"
+        )
+        page.run("document.body.dataset.kept = 1")  # gone if the page were loaded again
+        with (workdir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"phase": "rl", "step": 10_001, "rollout/reward": 0.9}) + "\n")
+        page.wait("document.body.innerText.replace(/,/g, '').includes('10001 RL steps')", 60)
+        assert page.run("document.body.dataset.kept") == "1"
+        assert page.run("document.documentElement.scrollWidth <= innerWidth")
+        page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+        assert page.run("document.documentElement.scrollWidth <= innerWidth")
+        page.open(f"{url}/rollouts")
+        assert page.run("getComputedStyle(document.body).fontFamily") == page.run(
+            '\'system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif\''
+        )
+        assert page.run("document.querySelectorAll('article').length") == 1
+        assert not page.count("Page.javascriptDialogOpening") and not page.count("Runtime.exceptionThrown")
+        assert [event for name, event in page.events if name == "Log.entryAdded" and "favicon" not in str(event)] == []
+        asked = [event["request"]["url"] for name, event in page.events if name == "Network.requestWillBeSent"]
+        assert {one.rpartition("/")[0] for one in asked} == {url}, asked
