@@ -146,7 +146,7 @@ def test_colors_follow_the_log_probabilities():
     mask = rollout.sampled_mask.copy()
     mask[start:-1], mask[-1] = True, False
     changed = dataclasses.replace(rollout, logprobs=logprobs, sampled_mask=mask)
-    found = [re.match('<span class="(..?)"', str(piece))[1] for piece in live.colored(changed, str)]
+    found = [name for piece in live.colored(changed, str) for name in re.findall('^<span class="(..?)"', str(piece))]
     expected = [f"p{n % 5}" for n in range(len(logprobs) - start - 1)] + ["t"]
     assert found == expected
 
