@@ -1,6 +1,7 @@
 """Checkpoints: saves and restores train state, data cursor and orchestrator state, so that a resume is bitwise.
 
-`save` returns while orbax writes. `seal.json` has the SHA-256 of each file of a step; `restore` checks these before orbax
+`save` returns while orbax writes. Leaves below `frozen`, which no step changes, are saved once, before the first checkpoint, as one of
+their own. `seal.json` has the SHA-256 of each file of a step; `restore` checks these before orbax
 parses any. A damaged step is renamed to `torn-<step>`, and the one before is used.
 
 The seal exists because orbax does not notice a flipped bit (zstd chunks carry no checksum here), and raises a bare `Exception`
@@ -35,6 +36,7 @@ from sharding.system import atomic_file
 # orbax logs each failure several times with its stack; all of them also reach the caller as exceptions.
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 _log = logging.getLogger(__name__)
+FROZEN = "frozen"  # the field of the state, and the directory next to the checkpoints
 _OVERHEAD_BYTES = 1 << 16  # orbax's metadata and the seal of a small tree
 
 
@@ -81,8 +83,11 @@ class Checkpointer:
             return False
         self.wait()
         bucket.pace(self._directory.parent)
-        if not self._hosts.broadcast(self._hosts.is_first and self._is_due(step, state)):
+        if not self._hosts.broadcast(self._hosts.is_first and self._is_due(step)):
             return False
+        state = self._without_frozen(state)
+        if self._hosts.is_first:
+            self._check_room(state)
         self._last_saved, self._saved_s = step, time.monotonic()
         with _full_disk(self._directory):
             items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host_state)}
@@ -124,10 +129,20 @@ class Checkpointer:
             self._manager.reload()
         if found is None:
             return None
-        _check(self._directory / str(found) / "state", abstract_state, prefix="")
+        path, frozen = self._directory / str(found) / "state", getattr(abstract_state, FROZEN, None)
+        if frozen and not any(name.startswith(f"{FROZEN}/") for name in _saved(path)):  # else of an earlier release
+            with Checkpointer(self._directory / FROZEN, keep=1, hosts=self._hosts) as apart:
+                frozen = apart.restore(frozen)
+            if frozen is None:
+                raise ValueError(f"{self._directory / FROZEN} has no parameters, which step {found} needs: put it back")
+            abstract_state = abstract_state.replace(frozen={})
+        else:
+            frozen = None
+        _check(path, abstract_state, prefix="")
         items = {"state": ocp.args.StandardRestore(abstract_state), "host": ocp.args.JsonRestore()}
         restored = self._manager.restore(found, args=ocp.args.Composite(**items))
-        return found, restored["state"], restored["host"]
+        state = restored["state"].replace(frozen=frozen[1]) if frozen else restored["state"]
+        return found, state, restored["host"]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Returns True for each checkpoint that orbax must keep: the newest `keep` and the best so far. Oldest comes first."""
@@ -139,18 +154,33 @@ class Checkpointer:
         """Returns True if host 0's last save was longer ago than `every_minutes`, for all hosts."""
         return self._every_s > 0 and self._hosts.broadcast(time.monotonic() - self._saved_s >= self._every_s)
 
-    def _is_due(self, step: int, state: Any) -> bool:
+    def _without_frozen(self, state: Any) -> Any:
+        """Returns the state without its frozen leaves, after they were saved, unless an earlier checkpoint did that."""
+        if not getattr(state, FROZEN, None):
+            return state
+        path = self._directory / FROZEN
+        if self._hosts.broadcast(self.latest_step() is None or not complete_steps(path)):
+            if self._hosts.is_first:
+                shutil.rmtree(path, ignore_errors=True)  # of a start that was killed
+            self._hosts.broadcast()
+            with Checkpointer(path, keep=1, hosts=self._hosts) as apart:
+                apart.save(0, state.frozen, {}, force=True)
+        return state.replace(frozen={})
+
+    def _is_due(self, step: int) -> bool:
         newest = self.latest_step()
         if newest is not None and step == newest == self._last_saved:
             return False
         if newest is not None and step <= newest:
             raise ValueError(f"step {step} is not newer than {newest} in {self._directory}: delete newer steps first")
+        return True
+
+    def _check_room(self, state: Any) -> None:
         arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
         needed = sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES  # of all hosts, uncompressed
         with _full_disk(self._directory):
             if needed > shutil.disk_usage(self._directory).free:
                 raise OSError(errno.ENOSPC, "full")
-        return True
 
     def _find(self, step: int | None) -> tuple[int | None, bool]:
         """Returns (step to restore, or None if no checkpoint exists; True if newer, damaged checkpoints were renamed)."""
@@ -262,9 +292,7 @@ def _sha256(path: pathlib.Path) -> str:
 
 def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
     """Raises ValueError unless the saved leaves below `prefix` have the names, shapes and dtypes of `abstract`, or narrower ones."""
-    with ocp.PyTreeCheckpointer() as reader:
-        saved = _named(reader.metadata(path).item_metadata.tree)
-    saved = {name.removeprefix(prefix): leaf for name, leaf in saved.items() if name.startswith(prefix)}
+    saved = {name.removeprefix(prefix): leaf for name, leaf in _saved(path).items() if name.startswith(prefix)}
     expected = _named(abstract)
     for name in sorted(saved.keys() ^ expected.keys()):
         where = "is in the checkpoint but not in" if name in saved else "is not in the checkpoint but in"
@@ -280,6 +308,12 @@ def _check(path: pathlib.Path, abstract: Any, *, prefix: str) -> None:
         widened += is_wider
     if widened:
         _log.warning("%s: %d x bfloat16 of an earlier release becomes float32", path, widened)
+
+
+def _saved(path: pathlib.Path) -> dict[str, Any]:
+    """Returns {name: metadata of the leaf} of a saved state."""
+    with ocp.PyTreeCheckpointer() as reader:
+        return _named(reader.metadata(path).item_metadata.tree)
 
 
 def _named(tree: Any) -> dict[str, Any]:

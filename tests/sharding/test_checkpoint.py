@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import re
+import shutil
 import types
 from typing import Any
 
@@ -26,6 +27,13 @@ class State:
     step: jax.Array
     params: Any
     opt_state: Any
+
+
+@flax.struct.dataclass
+class Adapted:
+    step: jax.Array
+    params: Any
+    frozen: Any
 
 
 OPTIMIZER = optax.adamw(1e-2)
@@ -75,6 +83,36 @@ def test_train_four_is_train_two_resume_two(tmp_path):
     for _ in range(2):
         resumed = _train_step(resumed)
     trees.assert_same(resumed, straight)
+
+
+def test_frozen_leaves_are_saved_once_and_whole(tmp_path, monkeypatch):
+    """A checkpoint of an earlier release has its own; one that another start left is replaced."""
+
+    def with_frozen(step, value):
+        return Adapted(jnp.int32(step), {"a": jnp.full(8, step)}, {"w": value + jnp.sin(jnp.arange(99999.0))})
+
+    with monkeypatch.context() as patch, checkpoint.Checkpointer(tmp_path / "old") as checkpointer:
+        patch.setattr(checkpoint.Checkpointer, "_without_frozen", lambda self, state: state)
+        checkpointer.save(1, with_frozen(1, 1.0), {})
+    with checkpoint.Checkpointer(tmp_path / "new" / checkpoint.FROZEN) as checkpointer:
+        checkpointer.save(0, {"w": jnp.zeros(99999)}, {})
+    for name, steps in (("old", (2, 3)), ("new", (1, 2, 3))):
+        with checkpoint.Checkpointer(tmp_path / name) as checkpointer:
+            for step in steps:
+                checkpointer.save(step, with_frozen(step, 1.0), {"cursor": step})
+        with checkpoint.Checkpointer(tmp_path / name) as checkpointer:
+            for step in (1, 2, 3):
+                found, state, _ = checkpointer.restore(_abstract(with_frozen(0, 0.0)), step)
+                trees.assert_same(state, with_frozen(step, 1.0))
+        sizes = [
+            sum(file.stat().st_size for file in (tmp_path / name / part).rglob("*") if file.is_file())
+            for part in ("2", "3", checkpoint.FROZEN)
+        ]
+        assert max(sizes[:2]) < 50_000 and sizes[2] > 100_000
+    shutil.rmtree(tmp_path / "new" / checkpoint.FROZEN)
+    with checkpoint.Checkpointer(tmp_path / "new") as checkpointer:
+        with pytest.raises(ValueError, match="new/frozen has no parameters, which step 3 needs: put it back"):
+            checkpointer.restore(_abstract(with_frozen(0, 0.0)))
 
 
 def test_restore_onto_another_mesh(tmp_path):
