@@ -226,7 +226,7 @@ def get_config() -> config_dict.ConfigDict:
     tr.validators = ()
     tr.quorum = 0  # validators that must agree on a group; 0: more than half of them
     tr.verdict_s = 300.0  # seconds that a validator has for one request, its first compilation and pull included
-    tr.device = "auto"  # of the replays: "accelerator", "cpu"; "auto": cpu if the learner has several hosts
+    tr.device = "auto"  # of the replays: "accelerator", "cpu"; "auto": cpu if the learner has several hosts. Sizes of 0 need "cpu"
     tr.max_attempts = 5  # rejections after which a worker is banned; the run ends if no other worker is active
     tr.margin = 0.02  # nats by which the noised logit of a claimed token may be below the largest
     tr.max_wrong_tokens = 0  # tokens of a rollout that may exceed the margin
