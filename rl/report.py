@@ -35,6 +35,7 @@ from sharding.format import journal
 from sharding.system import atomic_file, cli
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # of the page: nothing runs, and nothing is loaded
+MAX_RUNS = 3  # in a comparison
 MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bins), per page, per text: below 1 MB
 
 
@@ -109,11 +110,8 @@ def render(
     policy: str = POLICY,
 ) -> str:
     """Returns the page of a run. One that is live has the table of its `nodes`, and a `script` that the content security `policy` names."""
-    records = metrics.read(workdir / "metrics.jsonl")
+    records = _records(workdir)
     steps = [record for record in records if record["phase"] == "rl"]
-    for record in records:  # the curve is the mismatch with the sampler
-        if (name := metrics.sampler_kl(record)) in record:
-            record["loss/mismatch_kl"] = record[name]
     evaluations = _evaluations(workdir / "evaluations.json")
     config = atomic_file.read_json(workdir / "config.json", dict)
     split = _time_split(records)
@@ -138,6 +136,36 @@ def render(
     )
 
 
+def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
+    """Draws the curves of up to three runs and the config fields that differ, and returns the page, `comparison.html` of the first.
+
+    A figure has the first line of each. Raises ValueError for a malformed file, or more runs than there are colors.
+    """
+    if len(workdirs) > MAX_RUNS:
+        raise ValueError(f"{len(workdirs)} runs have too few colors; compare at most {MAX_RUNS}")
+    names = [folder.resolve().name for folder in workdirs]
+    names = names if len({*names}) == len(names) else [str(folder) for folder in workdirs]
+    runs = {name: _records(folder) for name, folder in zip(names, workdirs, strict=True)}
+    evaluated = [_evaluations(folder / "evaluations.json") for folder in workdirs]
+    scores = {name: [*_first_scores(found).items()] for name, found in zip(names, evaluated, strict=True)}
+    figures = [_figure(Curve("Held-out score", "", {"": "evaluations.json"}), scores, {})]
+    for curve in CURVES:
+        metric = next(iter(curve.lines.values()))
+        of = lambda steps, curve=curve, metric=metric: [  # noqa: E731
+            (one["step"], one[metric]) for one in steps if one["phase"] == curve.phase and metric in one
+        ]
+        series = {name: of(steps) for name, steps in runs.items()}
+        figures += [_figure(curve, series, {})] if any(series.values()) else []
+    saved = [atomic_file.read_json(folder / "config.json", dict).get("config", {}) for folder in workdirs]
+    flat = [dict(_fields(one)) for one in saved]
+    rows = {field: [one.get(field, "") for one in flat] for field in sorted(set().union(*flat))}
+    differing = {field: values for field, values in rows.items() if len({*values}) > 1}
+    of_page = {"name": ", ".join(names), "headline": "Comparison of runs", "figures": figures, "tiles": {}}
+    page = template("report.html").render(**of_page, runs=names, config=differing, policy=POLICY)
+    atomic_file.write(workdirs[0] / "comparison.html", page.encode())
+    return workdirs[0] / "comparison.html"
+
+
 def template(name: str) -> jinja2.Template:
     """Returns a template of this folder, which escapes all text."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
@@ -149,6 +177,19 @@ def template(name: str) -> jinja2.Template:
 def style() -> str:
     """Returns the style of the report, for other pages."""
     return _read("report.html").partition("<style>")[2].partition("</style>")[0].strip()
+
+
+def _records(workdir):
+    records = metrics.read(workdir / "metrics.jsonl")
+    for record in records:  # the curve is the mismatch with the sampler
+        if (name := metrics.sampler_kl(record)) in record:
+            record["loss/mismatch_kl"] = record[name]
+    return records
+
+
+def _fields(config, place=""):
+    for name, value in config.items():
+        yield from _fields(value, f"{place}{name}.") if isinstance(value, dict) else [(f"{place}{name}", str(value))]
 
 
 def _read(name: str) -> str:
@@ -341,15 +382,16 @@ def _finite(value):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command `python -m rl.report WORKDIR`; returns its exit code."""
+    """Runs the command `python -m rl.report WORKDIR...`; returns its exit code."""
     parser = cli.Parser(prog="python -m rl.report", description=__doc__)
-    parser.add_argument("workdir", metavar="WORKDIR", help="work directory of a run")
-    workdir = parser.parse_args(argv).workdir
+    helps = "work directory of a run; of several, their curves are compared"
+    parser.add_argument("workdirs", metavar="WORKDIR", nargs="+", help=helps)
+    workdirs = parser.parse_args(argv).workdirs
     try:
-        folder = bucket.fetched(workdir, ("*.json", "*.jsonl", "ledger.db"))
-        if not (path := folder / "metrics.jsonl").exists():
-            raise ValueError(f"{path}: not found; give the --workdir of a run")
-        print(write(folder))
+        folders = [bucket.fetched(workdir, ("*.json", "*.jsonl", "ledger.db")) for workdir in workdirs]
+        if missing := [path for folder in folders if not (path := folder / "metrics.jsonl").exists()]:
+            raise ValueError(f"{missing[0]}: not found; give the --workdir of a run")
+        print(write(*folders) if len(folders) == 1 else compare(folders))
     except (ValueError, journal.Unavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -141,6 +141,26 @@ def test_the_command_redraws_the_same_page_and_complains_in_one_line(tmp_path, c
     assert report.main([str(tmp_path / "absent")]) == 1 and "metrics.jsonl: not found" in capsys.readouterr().err
 
 
+def test_runs_are_compared_by_their_curves_and_fields(tmp_path, capsys):
+    runs = [_run(tmp_path / name) for name in ("first", f"second{HOSTILE[:17].replace('/', '')}")]
+    config = json.loads((runs[0] / "config.json").read_text())
+    for run, rate in zip(runs, (0.1, 0.2), strict=True):
+        fields = {"optimizer": {"learning_rate": rate, "name": HOSTILE if rate > 0.1 else "adamw"}, "seed": 0}
+        (run / "config.json").write_text(json.dumps(config | {"config": fields}))
+    _write_metrics(runs[1], [(51, "rl", {"rollout/reward": 0.99})])
+    assert report.main([*map(str, runs)]) == 0
+    path = runs[0] / "comparison.html"
+    assert capsys.readouterr().out == f"{path}\n"
+    page = path.read_text()
+    document = _parse(page)
+    assert not document.tags & {"script", "link", "img"} and not report.HIDDEN.search(page)
+    assert page.count("<svg") == page.count("<figure") == len(report.CURVES) + 1
+    assert "step 51: second" in page and "step 50: first 0.500" in page
+    rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td>', page)
+    assert rows[0] == ("optimizer.learning_rate", "0.1", "0.2") and [row[0] for row in rows[1:]] == ["optimizer.name"]
+    assert report.main([str(runs[0])] * 4) == 1 and "at most 3" in capsys.readouterr().err
+
+
 def _run(workdir, text="2 + 2 = 4"):
     times = {"time/wait_s": 1.0, "time/train_step_s": 0.5, "time/step_s": 1.6}
     warm_up = {"time/step_s": 1.0, "time/train_step_s": 0.9}
