@@ -185,7 +185,7 @@ def test_export_writes_a_folder_that_loads(finished, tmp_path):
     result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     best = checkpoint.best_step(workdir / "checkpoints")
-    assert f"step {best} of" in result.stdout
+    assert f"version {best} of" in result.stdout
     model, params = hf.load(output)
     _, saved = checkpoint.restore_params(
         workdir / "checkpoints", transformer.abstract(model, mesh_lib.create({}, jax.devices()[:1])), best
@@ -253,7 +253,8 @@ def test_both_quickstarts_train_on_eight_devices(tmp_path, config, mesh):
     result = tiny_run.run(tmp_path / "w", config, env=env, **mesh)
     assert result.returncode == 0, result.stderr
     steps = tiny_run.curve(tmp_path / "w")
-    assert len(steps) == 6 and all(step["loss/mismatch_kl"] < 1e-6 for step in steps)
+    trained = [step["loss/mismatch_kl"] for step in steps if step["loss/num_tokens"]]  # a batch may be all flat
+    assert len(steps) == 6 and len(trained) >= 3 and max(trained) < 1e-6
 
 
 @pytest.mark.slow
