@@ -15,14 +15,14 @@ class Forger:
         self._exp, self._formed, self._rng = exp, formed, np.random.default_rng(0)
         self._env = envs.load(config.env.name, seed=config.seed, **config.env.options.to_dict())
 
-    def forge(self, group, key, version) -> list[rollout_lib.Rollout]:
-        """Returns signed rollouts of a leased group: odd samples are right, so that the advantage is not 0."""
+    def forge(self, group, key, version, flat=False) -> list[rollout_lib.Rollout]:
+        """Returns signed rollouts of a leased group: odd samples are right, so that the advantage is not 0, unless it is to be flat."""
         exp, tokenizer = self._exp, self._exp.tokenizer
         task = self._env.make_task(group.index, group.split)
         prompt = list(tokenizer.render(task.messages, add_generation_prompt=True).token_ids)
         out = []
         for sample in range(group.num_samples):
-            text = task.answer if sample % 2 else "x" * (1 + sample)
+            text = task.answer if sample % 2 and not flat else "x" * (1 + sample)
             tokens = [*prompt, *tokenizer.encode(text), list(tokenizer.stop_ids)[0]]
             mask = np.arange(len(tokens)) >= len(prompt)
             scores = self._env.score(task, tokenizer.scored_text(prompt, tokens[len(prompt) :]))

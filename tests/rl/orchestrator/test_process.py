@@ -50,9 +50,13 @@ def free_port():
 
 
 class Run:
-    """The processes of a run in `path`, and threads for its workers and its server. The slow worker waits up to `pause_s` per group."""
+    """The processes of a run in `path`, and threads for its workers and its server. The slow worker waits up to `pause_s` per group.
 
-    def __init__(self, path, num_steps, pause_s=0.0, **rl):
+    With `flat_every`, one of so many groups has no signal.
+    """
+
+    def __init__(self, path, num_steps, pause_s=0.0, flat_every=0, **rl):
+        self.flat_every = flat_every
         self.path, self.num_steps, self.acknowledged, self.again, self.pause_s = path, num_steps, set(), [], pause_s
         (path / "run").mkdir(parents=True)
         (path / "learner").mkdir()
@@ -103,7 +107,8 @@ class Run:
             name = (group.epoch, *group.key)
             if name in self.acknowledged and key is WORKER:
                 self.again.append(name)
-            rollouts = forger.forge(group, key, group.min_version)
+            flat = self.flat_every > 0 and group.group % self.flat_every == 0
+            rollouts = forger.forge(group, key, group.min_version, flat)
             sent = http.post("/submit", **signed_http.submission(key, at, parquet.to_bytes(rollouts)))
             if set(sent.raise_for_status().json()["verdicts"].values()) == {"taken"}:
                 self.acknowledged.add(name)
@@ -199,7 +204,7 @@ def test_batches_of_the_first_groups_survive_kills_of_both(tmp_path, request):
     """Late groups come in later batches, and each once; dropped groups are in the ledger."""
     num_steps = 60
     options = {"batch": "first", "max_lag": 2, "oversampling": 1.7, "refill": 0.5, "max_off_policy": 2}
-    run = Run(tmp_path, num_steps, pause_s=3.0, **options)
+    run = Run(tmp_path, num_steps, pause_s=3.0, flat_every=7, **options)
     request.addfinalizer(run.end)
     lines = run.until_done(3, seed=1)
     assert {line["step"] for line in lines} == {*range(1, num_steps + 1)} and run.again == []
