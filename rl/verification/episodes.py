@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from inference.rollouts import rollout as rollout_lib
 from models.text import tokenizer as tokenizer_lib
 from rl.envs.foreign import host as foreign_host
+from rl.envs.foreign import process as foreign_process
 from rl.envs.host import host as host_lib
 from rl.envs.recording import session as session_lib
 from rl.envs.recording import tape as tape_lib
@@ -80,6 +81,8 @@ class Episodes:
             mismatch = tape_lib.difference(session, rollouts)
         except session_lib.NotOnTape as error:
             mismatch = str(error)
+        except foreign_process.Died:  # again and again: an episode of a stranger must not end the run
+            return rules_lib.Recomputed(dict(host_lib.FAILED), timed_out=True)
         is_slow = session.cpu_s >= scorer.LIMIT_S / scorer.SPREAD or session.has_slow_tool
         is_slow |= played is not None and not played.in_time
         if is_slow and first.rewards == host_lib.FAILED and not session.unused():

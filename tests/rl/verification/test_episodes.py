@@ -17,6 +17,7 @@ from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.swarm import sample as sample_lib
+from rl.envs.foreign import process as foreign_process
 from rl.envs.host import group as group_lib
 from rl.envs.host import host as host_lib
 from rl.envs.recording import rollouts as rollouts_lib
@@ -25,7 +26,7 @@ from rl.experiment import experiment
 from rl.protocol import task_schedule
 from rl.verification import checks, episodes, verifier
 from tests.support import episodes as episodes_lib
-from tests.support import tiny, turn_envs
+from tests.support import groups, tiny, turn_envs
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 KEY = rollout_lib.WorkerKey(rollout_lib.ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
@@ -278,3 +279,25 @@ def test_a_slow_episode_may_have_failed_on_a_worker(order, reason):
         group = task_schedule.Group(1, 0, "train", 0, seed=7, num_samples=1, temperature=1.0, min_version=0)
         [found] = checker.replay(group, [claimed])
     assert checks._reward(claimed[0], found).reason == reason
+
+
+class Dying:
+    """The host of an environment whose process ends in the episode of sample 1, each time."""
+
+    async def play(self, session, index, split):
+        if session.sample == 1:
+            raise foreign_process.Died("it ended its process")
+        return host_lib.Played({"reward": 0.5}, 0.0)
+
+    async def close(self):
+        pass
+
+
+def test_an_episode_that_ends_the_process_of_its_environment_is_unscored_and_ends_nothing_else():
+    group = task_schedule.Group(1, 0, "train", 0, seed=7, num_samples=3, temperature=1.0, min_version=0)
+    own = episodes_lib.TOKENIZER, episodes_lib.LIMITS, "keep", episodes_lib.TOKENIZER.stop_ids
+    played = episodes.Episodes(Dying(), *own)
+    found = played.replay(group, [[one] for one in groups.answers(group)])
+    played.close()
+    assert [one.timed_out for one in found] == [False, True, False] and found[1].scores == host_lib.FAILED
+    assert found[0].scores == {"reward": 0.5}

@@ -5,9 +5,9 @@
 1. The configuration names an adapter, which is a file of this folder, and a function or package for it. `random` and NumPy are seeded
    before the environment is loaded: a published one drew its tasks from the global generator.
 2. A request on the socket FD is a line of JSON: {"run": {"id", "index", "split", "base_url"}}, or {"stop": ID}.
-3. An episode runs in the main thread of a fork, in an empty folder, with the global generators seeded by its task, and with a network of
-   its own if the configuration has the unix socket of the model's endpoint. So episodes share no state, and one that hangs or ends its
-   process is lost alone.
+3. An episode runs in the main thread of a fork, in an empty folder, with the global generators seeded by its task, and with a network and
+   processes of its own if the configuration has the unix socket of the model's endpoint. So episodes share no state, and one that hangs,
+   ends its process, or replies too much is lost alone.
 4. The reply is {"id", "done": {"reward", "metrics", "stop", "error"}} or {"id", "failed": reason}.
 
 An adapter has `load(target, options)`, `tasks(env)`, an iterator of (text, task) that may be infinite, and `run(env, task, base_url)`. A task is held out if the hash of its text is 0 modulo 16, as in our own environments.
@@ -35,6 +35,7 @@ UNSET_URL = "http://127.0.0.1:9/v1"  # of OpenAI clients that an environment mak
 HELD_OUT_ONE_IN = 16
 NETWORK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "network.py")
 MAX_ERROR = 500
+MAX_REPLY_BYTES = 2**21  # the parent reads lines of twice as many
 DIE_WITH_PARENT = 1  # of prctl
 
 
@@ -106,18 +107,20 @@ class _Server:
             return _send(self._channel, {"id": request["id"], "failed": _describe(error)})
         read, write = os.pipe()
         if not (pid := os.fork()):
-            os.close(read)
-            self._channel.detach()  # the parent must see the end of this server, not of its episodes
+            selector.close()
+            self._channel.close()  # of the server alone: with it an episode could answer for others, or end them
+            for pipe in (read, *self._episodes):
+                os.close(pipe)
             self._play(write, task, request)
         os.close(write)
         selector.register(read, selectors.EVENT_READ)
         self._episodes[read] = pid, request["id"], bytearray()
 
     def _read_episode(self, pipe: int) -> bool:
-        """Reads from an episode. Returns True at its end."""
-        chunk = os.read(pipe, 2**16)
-        self._episodes[pipe][2].extend(chunk)
-        return not chunk
+        """Reads from an episode. Returns True at its end, or if its reply is too long."""
+        chunk, reply = os.read(pipe, 2**16), self._episodes[pipe][2]
+        reply.extend(chunk)
+        return not chunk or len(reply) > MAX_REPLY_BYTES
 
     def _end_episode(self, pipe: int) -> None:
         pid, one, reply = self._episodes.pop(pipe)
@@ -125,11 +128,12 @@ class _Server:
         _kill(pid)  # and processes that it left
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         shutil.rmtree(str(pid), ignore_errors=True)
-        try:
-            found = json.loads(bytes(reply))
-        except ValueError:
-            found = {"failed": f"its process ended with status {status}", "status": status}
-        _send(self._channel, {"id": one} | found)
+        status = status if status <= 128 else 128 - status  # of network.py, after a signal
+        if len(reply) > MAX_REPLY_BYTES:
+            found = {"failed": f"its reply has more than {MAX_REPLY_BYTES} bytes"}
+        else:
+            found = _parsed(reply) or {"failed": f"its process ended with status {status}", "status": status}
+        _send(self._channel, found | {"id": one})
 
     def _play(self, pipe: int, task, request: dict) -> None:
         """Plays an episode in a fork, and ends this process."""
@@ -199,6 +203,15 @@ def _kill(pid: int) -> None:
 
 def _send(channel: socket.socket, message: dict) -> None:
     channel.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _parsed(reply: bytearray) -> dict | None:
+    """Returns the JSON object that an episode wrote, or None for other bytes."""
+    try:
+        found = json.loads(bytes(reply))
+        return found if isinstance(found, dict) and len(json.dumps(found)) <= MAX_REPLY_BYTES else None
+    except (ValueError, RecursionError):
+        return None
 
 
 def _describe(error: BaseException) -> str:

@@ -117,6 +117,7 @@ def test_a_replay_against_the_tape_is_equal(package):
         ("raise", True, "KeyError"),
         ("exit", True, "status 3"),
         ("nan", True, "reward"),
+        ("flood", True, "more than 2097152 bytes"),
         ("spin", False, "status -24"),
         ("wait", False, "no request"),
     ],
@@ -136,6 +137,15 @@ def test_episodes_run_again_after_the_death_of_the_server(package):
     found = play(package, sessions, **options)
     assert len(calls.calls) == sum(one.num_calls for one in sessions)
     assert [one.scores for one in found] == scores(package, 2, **options)  # not a second time
+
+
+def test_an_isolated_episode_cannot_end_another_one_or_answer_for_it(package):
+    """Every second one kills all processes that it can name, or writes to all files that it has."""
+    plain = scores(package, 4)
+    assert scores(package, 4, options={"fault": "siege"}, sandbox="require") == plain
+    found = play(package, [session(0) for _ in range(4)], options={"fault": "nonsense"}, sandbox="require")
+    assert {one.scores["reward"] for one in found} <= {0.0, 9.0}  # its own reply is its own affair
+    assert not any(isinstance(one, BaseException) for one in found)
 
 
 @pytest.mark.parametrize("sandbox", ["require", "off"])
@@ -175,11 +185,11 @@ def test_a_machine_that_cannot_isolate_is_named(package, monkeypatch):
         host_lib.ForeignHost(recorded, episodes.TOKENIZER, sandbox="require")
 
 
-@pytest.mark.parametrize("fault", ["load", "flood"])
-def test_a_broken_environment_is_reported(package, fault):
+@pytest.mark.parametrize(("fault", "reason"), [("load", "no data"), ("die", "ended its process, with status 4")])
+def test_a_broken_environment_is_reported(package, fault, reason):
     [found] = play(package, [session(0)], options={"fault": fault})
-    assert isinstance(found, process_lib.Broken)
-    assert "no data" in str(found) or fault == "flood"
+    assert isinstance(found, process_lib.Broken) and not isinstance(found, process_lib.Died)
+    assert reason in str(found)
 
 
 def test_an_unknown_option_is_the_loaders_error(package):
