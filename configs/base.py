@@ -128,7 +128,9 @@ def get_config() -> config_dict.ConfigDict:
     c.curriculum = u = config_dict.ConfigDict()
     u.update(hard_below=0.25, easy_above=0.75)  # "pools": by the newest mean reward of a task's group
     u.update(hard_weight=0.2, normal_weight=1.0, easy_weight=0.2, unseen_weight=1.0)  # of a task in a draw
-    u.drop_at = 0.0  # tasks with this mean reward or more are never drawn again (ScaleRL: 0.9); 0: off
+    u.drop_at = (
+        0.0  # tasks with this mean reward or more are never drawn again (ScaleRL: 0.9), unless all have it; 0: off
+    )
     # "levels", of an environment with env.options.ladder: the next one opens after so many groups of the highest with this mean reward
     u.update(level_up=0.9, level_groups=8)
     u.level_width = 4  # highest open levels from which tasks are drawn

@@ -6,6 +6,7 @@
    when the groups of step n open, however fast workers are. A worker can move a draw by its samples alone, as it does with every gradient, and not by speed or failure.
 3. "pools": a task is unseen, hard (result up to `hard_below`), normal, or easy (above `easy_above`) by its newest result. A draw takes a pool in proportion to
    its weight times its number of tasks, and then one of its tasks. A task with a result of `drop_at` or more is never drawn again (ScaleRL, arXiv 2510.13786).
+   If no pool with a weight has a task, draws are uniform over the tasks that are not dropped; if all are dropped, over all tasks.
 4. "levels": the environment has levels of difficulty (rl/envs/wrappers/ladder.py). Draws are uniform over the `level_width` highest levels that are open. After
    `level_groups` results of the highest one with a mean of `level_up` or more, the next one opens (RLVE, arXiv 2511.07317).
 5. `digest` is a hash chain over all results. It is in the ledger's event of each batch; the results are in the run's files.
@@ -184,7 +185,7 @@ class _Pools:
         if not entry.num_tasks:
             found = f"{entry.field('num_tasks')} is 0: the environment makes tasks without end, and a pool would stay unseen"
             raise ValueError(f"{found}; set it, as in 1000, or rl.curriculum = 'levels'")
-        self._rule, self._name = rule, entry.label
+        self._rule = rule
         self._newest = np.full(entry.num_tasks, np.nan)
         self._dropped = np.zeros(entry.num_tasks, bool)
 
@@ -199,8 +200,8 @@ class _Pools:
         sizes = [weight * len(own) for weight, own in zip(self._rule.weights, members, strict=True)]
         total = math.fsum(sizes)
         if not total > 0:
-            found = f"environment {self._name} has no task left to draw: {int(self._dropped.sum())} of {len(self._dropped)} are dropped"
-            raise ValueError(f"{found}; raise curriculum.drop_at or the weights, or add tasks")
+            left = np.flatnonzero(~self._dropped if not self._dropped.all() else self._dropped)
+            return lambda first, second: int(left[second * len(left) >> 64])
 
         def draw(first: int, second: int) -> int:
             place, chosen = first / 2**64 * total, 0
@@ -241,6 +242,9 @@ class _Levels:
         if not self._num:
             found = f"rl.curriculum = 'levels', and {entry.field('options')} has no ladder of difficulty"
             raise ValueError(f"{found}; add ladder=dict(OPTION=(easy, ..., hard))")
+        if entry.options.get("solve_rate"):
+            found = f"rl.curriculum = 'levels', and {entry.field('options')} has solve_rate, which renumbers the tasks"
+            raise ValueError(f"{found}; remove solve_rate, or set rl.curriculum = 'pools'")
         self._rule, self._count = rule, (entry.num_tasks or MAX_TASKS) // self._num
         self._top, self._results, self._sum = 0, 0, 0.0
 

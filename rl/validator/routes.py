@@ -117,6 +117,9 @@ def serve(args: argparse.Namespace) -> int:
     config, weights = experiment.config, args.weights or str(workdir / "weights")
     if args.rollouts and not pathlib.Path(args.rollouts).is_dir():
         raise ValueError(f"--rollouts {args.rollouts} is not a directory; create it, or give another")
+    if args.rollouts and config.rl.curriculum:
+        found = f"--rollouts {args.rollouts} has files of any worker, and rl.curriculum = {config.rl.curriculum!r} draws tasks by results"
+        raise ValueError(f"{found}, which only the orchestrator knows; leave --rollouts out")
     if args.slash < 0:
         raise ValueError(f"--slash {args.slash} is negative; give the stake to take for an offense, or 0")
     if args.ledger and not args.key:

@@ -121,21 +121,38 @@ def test_weights_are_those_of_tasks():
     assert np.abs(measured - expected).max() < 0.05
 
 
-def test_dropped_tasks_never_come_again_and_the_last_one_is_a_typed_error():
+def test_dropped_tasks_never_come_again():
     c = config(num_tasks=8, max_lag=0)
     c.curriculum.drop_at = 0.9
     found = curriculum.Curriculum(c)
-    for step in range(1, 3):
-        gone = {index for _, index in found.draws(step)}
-        if step == 2:
-            with pytest.raises(ValueError, match="no task left to draw: 8 of 8 are dropped"):
-                found.add(step, [curriculum.Result(0, "", index, 1.0) for index in range(8)])
-            break
-        found.add(step, [curriculum.Result(0, "", index, 1.0) for index in gone])
-        assert gone.isdisjoint({index for _, index in found.draws(2)})
-        found.add(2, [curriculum.Result(0, "", index, 0.0) for index in gone])  # an old group that arrives late
-        assert gone.isdisjoint({index for _, index in found.draws(3)})
-        break
+    gone = {index for _, index in found.draws(1)}
+    found.add(1, [curriculum.Result(0, "", index, 1.0) for index in gone])
+    assert gone.isdisjoint({index for _, index in found.draws(2)})
+    found.add(2, [curriculum.Result(0, "", index, 0.0) for index in gone])  # an old group that arrives late
+    assert gone.isdisjoint({index for _, index in found.draws(3)})
+
+
+def test_a_run_goes_on_when_no_pool_with_a_weight_has_a_task():
+    """First all tasks that are not dropped are drawn from, then all."""
+    c = config(num_tasks=8, max_lag=0)
+    c.curriculum.update(drop_at=0.9, hard_weight=0.0, easy_weight=0.0)
+    found = curriculum.Curriculum(c)
+    results = lambda reward: [curriculum.Result(0, "", index, reward(index)) for index in range(8)]  # noqa: E731
+    found.add(1, results(lambda index: 0.8 if index < 5 else 1.0))
+    assert {index for _, index in found.draws(2)} <= set(range(5)) and len({*found.draws(2)}) == 4
+    found.add(2, results(lambda index: 1.0))
+    drawn = set()
+    for step in (3, 4, 5):
+        drawn |= {index for _, index in found.draws(step)}
+        found.add(step, [])
+    assert drawn > {*range(5)} and found.metrics()["curriculum/dropped"] == 8
+
+
+def test_levels_refuse_a_window_of_pass_rates_which_renumbers_tasks():
+    c = config("levels")
+    c.env.options.update(solve_rate=(0.1, 0.8), solve_rates_path="rates.jsonl")
+    with pytest.raises(ValueError, match="solve_rate, which renumbers the tasks; remove solve_rate"):
+        curriculum.Curriculum(c)
 
 
 def test_levels_open_with_success():

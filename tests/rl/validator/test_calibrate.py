@@ -233,3 +233,13 @@ def test_the_calibrate_command(tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(saved))
     assert commands.run("rl.validator", *command) == 1
     assert "give the folder that has it with --code" in capsys.readouterr().err and not own.with_suffix(".ran").exists()
+
+
+def test_files_of_any_worker_are_refused_where_only_the_orchestrator_knows_the_tasks(tmp_path, capsys):
+    cheats.write_run(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["config"]["rl"]["curriculum"], saved["config"]["env"]["num_tasks"] = "pools", 100
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    command = ["serve", "--workdir", str(tmp_path), "--rollouts", str(tmp_path)]
+    assert commands.run("rl.validator", *command) == 1
+    assert "only the orchestrator knows; leave --rollouts out" in capsys.readouterr().err
