@@ -32,30 +32,28 @@ def of_levels(envs: Sequence[environment.Environment]) -> environment.Environmen
     """Returns the environment whose task `index` is task `index // L` of level `index % L`, for L environments."""
     L, first = len(envs), envs[0]
 
-    def level(task: environment.Task) -> environment.Environment:
-        return envs[task.index % L]
-
-    def inner(task: environment.Task) -> environment.Task:
-        return dataclasses.replace(task, index=task.index // L)
-
     def make_task(index: int, split: str) -> environment.Task:
         task = envs[index % L].make_task(index // L, split)
-        return dataclasses.replace(task, index=index)
+        return dataclasses.replace(task, index=index, info=task.info | {"ladder": (envs[index % L], task)})
+
+    def inner(task: environment.Task) -> tuple[environment.Environment, environment.Task]:
+        env, own = task.info["ladder"]  # not by its index, which another wrapper may have changed
+        return env, dataclasses.replace(own, messages=task.messages)
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:
-        found = level(task).score
-        assert found is not None
-        return found(inner(task), completion)
+        env, own = inner(task)
+        assert env.score is not None
+        return env.score(own, completion)
 
     async def play(task: environment.Task, model) -> dict[str, float]:
-        found = level(task).play
-        assert found is not None
-        return await found(inner(task), model)
+        env, own = inner(task)
+        assert env.play is not None
+        return await env.play(own, model)
 
     def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
-        found = level(task).demonstrate
-        assert found is not None
-        return found(inner(task), rng, is_decoy)
+        env, own = inner(task)
+        assert env.demonstrate is not None
+        return env.demonstrate(own, rng, is_decoy)
 
     changes = {
         "make_task": make_task,

@@ -172,6 +172,17 @@ def test_a_ladder_of_episodes_with_a_budget():
     assert all(one["length"] == 3 and "length_target" in one for one in scores)
 
 
+def test_a_window_over_a_ladder_scores_each_task_on_its_level(tmp_path):
+    """The window changes the index of a task, by which its level was chosen."""
+    steps = {"min_length": (3, 4), "max_length": (3, 5), "reward": ("exact", "lcs")}
+    ladder_only = envs.load("reverse_text", seed=1, ladder=steps)
+    file = rates(tmp_path, ladder_only, lambda i: float(i % 2), cut=8)
+    env = envs.load("reverse_text", seed=1, ladder=steps, solve_rate=(0.5, 1.0), solve_rates_path=file)
+    for index in range(env.num_tasks):  # all of level 1, whose scorer gives a part of the reward
+        task = env.make_task(index, "train")
+        assert env.score and 0 < env.score(task, task.answer[:-1])["reward"] < 1
+
+
 def test_the_digest_covers_wrappers_and_pass_rates(tmp_path):
     plain = envs.load("reverse_text", seed=0)
     digest = lambda **options: envs.digest(*envs.locate("reverse_text", options))  # noqa: E731
