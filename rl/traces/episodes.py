@@ -4,8 +4,8 @@
    tokens of a branch; nodes that branches share are stored once.
 2. A rollout knows its tokens, and not which messages its prompt was rendered from. So the prompt is one user message with the whole text, and so are
    the tokens between two calls. Answers are parsed.
-3. `info["intellax"]` has the rest of a rollout: versions, noise, proofs, signatures. With it, `rollouts_of` returns the rollouts as they were. Traces of
-   other programs have no proofs: `conversations_of` takes their messages.
+3. `info["intellax"]` has the rest of each rollout: its last node (`leaf`), versions, noise, proofs, signatures. With it, `rollouts_of` returns the rollouts as they
+   were, and `conversations_of` leaves out those that do not train. Traces of other programs have no proofs: `conversations_of` takes their messages.
 
 verifiers is not imported: it needs an interpreter of its own.
 """
@@ -39,17 +39,16 @@ def rollouts_of(episode: Mapping[str, Any]) -> list[rollout_lib.Rollout]:
     """Returns the rollouts of an episode that `of_rollouts` made. Raises ValueError for another one."""
     found = []
     for trace in episode["traces"]:
-        saved, paths = (trace.get("info") or {}).get("intellax"), [*_paths(trace["nodes"])]
-        if not saved or len(saved) != len(paths):
-            raise ValueError(
-                "the trace has no proofs and signatures of Intellax; import it as conversations (--out FILE.jsonl)"
-            )
-        for fields, path in zip(saved, paths, strict=True):
+        for fields, path in _branches(trace):
+            if fields is None:
+                raise ValueError(
+                    "the trace has no proofs and signatures of Intellax; import it as conversations (--out FILE.jsonl)"
+                )
             nodes = [trace["nodes"][at] for at in path]
             mask = np.array([bit for node in nodes for bit in node["mask"]], bool)
             logprobs = np.zeros(len(mask), np.float32)
             logprobs[mask] = [value for node in nodes for value in node["logprobs"]]
-            own = {name: base64.b64decode(fields[name]) for name in _BYTES}
+            own: dict[str, Any] = {name: base64.b64decode(fields[name]) for name in _BYTES}
             own |= {name: fields[name] and np.array(fields[name], np.int32) for name in ("calls", "call_limits")}
             own["versions"] = np.array(fields["versions"], np.int32)
             own["task"] = rollout_lib.TaskRef(**fields["task"])
@@ -70,9 +69,9 @@ def conversations_of(episode: Mapping[str, Any]) -> Iterator[dict]:
         reward = sum(one["score"] * one.get("weight", 1.0) for one in rewards)
         if not (trace.get("agent") or {}).get("trainable", True):
             continue
-        for path in _paths(trace["nodes"]):
+        for fields, path in _branches(trace):
             nodes = [trace["nodes"][at] for at in path]
-            if not any(node.get("sampled") for node in nodes):
+            if not any(node.get("sampled") for node in nodes) or not (fields or {}).get("trains", True):
                 continue
             tools = [_tool(tool) for tool in nodes[0].get("tools", ())]
             row = {"messages": [_message(node["message"]) for node in nodes], "reward": reward}
@@ -80,7 +79,7 @@ def conversations_of(episode: Mapping[str, Any]) -> Iterator[dict]:
 
 
 def _episode(own: Sequence[rollout_lib.Rollout], tokenizer: tokenizer_lib.Tokenizer) -> dict:
-    nodes, calls, known, first = [], [], {}, own[0]
+    nodes, calls, known, first, leaves = [], [], {}, own[0], []
 
     def add(
         parent: int | None, tokens: Sequence[int], logprobs: Sequence[float], message: dict, *, sampled: bool
@@ -111,19 +110,21 @@ def _episode(own: Sequence[rollout_lib.Rollout], tokenizer: tokenizer_lib.Tokeni
             calls.append({"node": parent, "usage": usage, "finish_reason": rollout.finish_reason, "sampling": sampling})
             at = end
         if at < len(tokens):
-            add(parent, tokens[at:], (), {"role": "user", "content": tokenizer.decode(tokens[at:])}, sampled=False)
+            rest = {"role": "user", "content": tokenizer.decode(tokens[at:])}
+            parent = add(parent, tokens[at:], (), rest, sampled=False)
+        leaves.append(parent)
     task = {"type": first.task.env, "data": {"idx": first.task.index, "prompt": nodes[0]["message"]["content"]}}
     trace = {
         "version": 1,
         "id": rollout_lib.digest(first).hex()[:32],
         "verifiers": BUILD,
         "task": task,
-        "agent": {"config": {}, "name": "agent", "trainable": first.trains},
+        "agent": {"config": {}, "name": "agent", "trainable": any(one.trains for one in own)},
         "nodes": nodes,
         "calls": calls,
         "rewards": {"reward": {"score": first.reward, "weight": 1.0}},
         "metrics": {name: value for name, value in first.rewards.items() if name != "reward"},
-        "info": {"intellax": [_rest(one) for one in own]},
+        "info": {"intellax": [{"leaf": leaf} | _rest(one) for leaf, one in zip(leaves, own, strict=True)]},
         "is_completed": True,
         "ok": True,
         "stop_condition": first.finish_reason,
@@ -145,21 +146,20 @@ def _rest(one: rollout_lib.Rollout) -> dict:
     return found | {"task": dataclasses.asdict(one.task)}
 
 
-def _paths(nodes: Sequence[Mapping]) -> Iterator[list[int]]:
-    """Yields the nodes of each branch, from the root to a leaf, in the order of the leaves."""
+def _branches(trace: Mapping) -> Iterator[tuple[dict[str, Any] | None, list[int]]]:
+    """Yields (fields of a rollout, its nodes from the root on) for each rollout; (None, nodes) for each leaf of a trace of another program."""
+    nodes, saved = trace["nodes"], (trace.get("info") or {}).get("intellax")
     inner = {node.get("parent") for node in nodes}
     if inner >= {*range(len(nodes))}:
         raise ValueError("the nodes of a trace have a ring of parents; correct the file")
-    for leaf in range(len(nodes)):
-        if leaf in inner:
-            continue
-        path, at = [], leaf
+    for fields in saved or ({"leaf": leaf} for leaf in range(len(nodes)) if leaf not in inner):
+        path, at = [], fields["leaf"]
         while at is not None:
             path.append(at)
             at = nodes[at].get("parent")
             if len(path) > len(nodes):
                 raise ValueError("the nodes of a trace have a ring of parents; correct the file")
-        yield path[::-1]
+        yield {name: value for name, value in fields.items() if name != "leaf"} or None, path[::-1]
 
 
 def _wire(message: Mapping) -> dict:

@@ -64,6 +64,22 @@ def test_rollouts_come_back_as_they_were(tmp_path, capsys):
     assert row["messages"][-1]["content"] == "<guess>b</guess>" and row["reward"] == 1.0 and len(other["messages"]) == 2
 
 
+def test_equal_draws_and_branches_that_do_not_train_come_back_and_are_no_conversations():
+    """Two equal samples of a judge share all nodes, and a branch may end inside another one."""
+    root, branch = two_turns()
+    judge = dataclasses.replace(branch, trains=False)
+    P = branch.prompt_length
+    arrays = {name: getattr(root, name)[:P] for name in ("tokens", "sampled_mask", "logprobs", "versions")}
+    inside = dataclasses.replace(root, **arrays, calls=root.calls[:1], trains=False)  # a reply to the first answer
+    own = [root, judge, judge, inside]
+    own = [dataclasses.replace(one, branch=i, num_branches=4, draw=i) for i, one in enumerate(own)]
+    (episode,) = json.loads(json.dumps([*episodes.of_rollouts(own, TOK)]))
+    back = episodes.rollouts_of(episode)
+    assert [rollout_lib.digest(one) for one in back] == [rollout_lib.digest(one) for one in own]
+    (row,) = episodes.conversations_of(episode)
+    assert len(row["messages"]) == 4  # of the root
+
+
 def test_the_joined_nodes_are_the_tokens_of_a_branch():
     root, branch = two_turns()
     (episode,) = episodes.of_rollouts([root, branch], TOK)
