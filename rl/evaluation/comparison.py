@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from scipy import special
 
 from rl.evaluation import scores
 
@@ -32,7 +33,7 @@ class Difference:
 def compare(a: Mapping[str, scores.TaskRewards], b: Mapping[str, scores.TaskRewards]) -> list[Difference]:
     """Returns the differences of avg@k, pass@j and pass^j, k the samples that all common tasks have.
 
-    The interval is that of a mean over clusters, and p is that of a permutation test which flips the sign of a cluster's difference: all
+    The interval is that of a mean over C clusters, by Student's t with C - 1 degrees of freedom, and p is that of a permutation test which flips the sign of a cluster's difference: all
     2^C of them for few clusters, else 10,000 with a fixed seed. Raises ValueError without a common task.
     """
     common = [task for task in a if task in b]
@@ -79,11 +80,12 @@ def _difference(name: str, a: Sequence[float], b: Sequence[float], clusters: Seq
     mean = (math.fsum(b) - math.fsum(a)) / len(a)
     count = len(sums)
     squares = math.fsum((math.fsum(own) - len(own) * mean) ** 2 for own in sums.values())
-    error = math.sqrt(squares * count / (count - 1)) / len(a) if count > 1 else math.inf
-    low, high = mean - scores.Z * error, mean + scores.Z * error
+    half = math.inf
+    if count > 1:
+        half = float(special.stdtrit(count - 1, 0.975)) * math.sqrt(squares * count / (count - 1)) / len(a)
     better, worse = sum(y > x for x, y in zip(a, b, strict=True)), sum(y < x for x, y in zip(a, b, strict=True))
     p = _p_value([math.fsum(own) for own in sums.values()])
-    return Difference(name, math.fsum(a) / len(a), math.fsum(b) / len(b), low, high, p, better, worse)
+    return Difference(name, math.fsum(a) / len(a), math.fsum(b) / len(b), mean - half, mean + half, p, better, worse)
 
 
 def _p_value(sums: Sequence[float]) -> float:

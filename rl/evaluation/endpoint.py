@@ -56,6 +56,11 @@ class Endpoint:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.AsyncClient(timeout=httpx.Timeout(REPLY_S, connect=10.0, pool=None), headers=headers)
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The fields of each request that decide the samples: model, temperature, most tokens, and further ones."""
+        return self._body | {"max_tokens": self.max_tokens}
+
     async def __aenter__(self) -> "Endpoint":
         return self
 

@@ -1,7 +1,7 @@
 """Files of samples: JSON lines, one per scored completion, from which all scores follow. Imports no jax.
 
 A row has `task` (the name of the task: that of its source, split, and index), `key` (the SHA-256 of its prompt, or of its tokens), `env`, `sample`, `reward`, `rewards`,
-`finish_reason`, `num_tokens`, `prompt`, and `completion`. `Log` appends rows as they are made; a line that a kill cut off is dropped.
+`finish_reason`, `num_tokens`, `prompt`, and `completion`; of an endpoint also `request`. `Log` appends rows as they are made; a line that a kill cut off is dropped.
 """
 
 import collections
@@ -16,6 +16,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.evaluation import scores as scores_lib
 
 REQUIRED = {"task": str, "sample": int, "reward": (int, float)}
+FIRST = b'{"task": "'  # bytes of a row
 
 
 def source(name: str, options: Mapping[str, Any], seed: int, digest: str) -> str:
@@ -97,12 +98,17 @@ def by_task(rows: Iterable[Mapping]) -> dict[str, scores_lib.TaskRewards]:
 
 
 class Log:
-    """An open file of rows. `rows` has those that it had; `append` adds one, complete on the disk before it returns."""
+    """An open file of rows. `rows` has those that it had; `append` adds one, complete on the disk before it returns.
+
+    Raises ValueError for a file of other lines, which stays as it is.
+    """
 
     def __init__(self, path: str | os.PathLike):
         path = pathlib.Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+        kept, _, cut = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
+        if cut[: len(FIRST)] != FIRST[: len(cut)]:
+            raise ValueError(f"{path} does not end with a sample; give another file, or one of samples")
         self.rows = read(path) if kept else []
         self._file = open(path, "ab")
         self._file.truncate(len(kept) + bool(kept))

@@ -1,6 +1,7 @@
 """Samples the tasks of an environment from an OpenAI endpoint, scores them as a worker does, and appends each to a file. Imports no jax.
 
 1. A task has as many samples as are asked for; those that the file has already are not made again. So a run that was killed continues.
+   Each row has the fields of its request. A file with rows of another model or of other options is refused.
 2. Completions are scored in child processes with limits (rl/envs/scoring, rl/envs/host), as in a run.
 3. Tasks and seeds are those of a run's evaluation, so that the samples of other models are comparable with its own.
 """
@@ -52,7 +53,8 @@ def run(
 ) -> list[dict]:
     """Blocks until each task has `num_samples` rows in the file `path`; returns the rows of these tasks and samples.
 
-    Rows of other tasks stay in the file. Raises ValueError for an environment that cannot be loaded or scored, and the errors of `Endpoint.chat`.
+    Rows of other tasks stay in the file. Raises ValueError for an environment that cannot be loaded or scored, for a file with
+    samples of other requests, and the errors of `Endpoint.chat`.
     """
     return asyncio.run(_run(sources, make_endpoint, num_samples, pathlib.Path(path), sandbox, on_progress))
 
@@ -63,6 +65,10 @@ async def _run(sources, make_endpoint, num_samples, path, sandbox, on_progress) 
     free = asyncio.Semaphore(MAX_IN_FLIGHT)
     with contextlib.closing(log):
         async with make_endpoint() as endpoint, contextlib.AsyncExitStack() as stack:
+            asked = endpoint.asked | {"max_calls": max(source.max_calls for source in sources)}
+            if other := [row for row in log.rows if row.get("request") != asked]:
+                found = f"{path} has samples of {other[0].get('request', 'a run')}, and not of {asked}"
+                raise ValueError(f"{found}; give another --out, or the options of its first start")
             names, wanted = set(), []
             for source in sources:
                 play = await stack.enter_async_context(_open(source, endpoint, sandbox))
@@ -77,7 +83,7 @@ async def _run(sources, make_endpoint, num_samples, path, sandbox, on_progress) 
             async def complete(name, sample, play, source, index, seed) -> None:
                 async with free:
                     own = await play(index, seed)
-                row = {"task": name, "env": source.label or source.name, "sample": sample} | own
+                row = {"task": name, "env": source.label or source.name, "sample": sample, "request": asked} | own
                 await asyncio.to_thread(log.append, [row])
                 rows[name, sample] = row
                 counts["done"] += 1

@@ -52,6 +52,26 @@ def test_an_endpoint_is_scored_on_the_tasks_and_seeds_of_a_run(url, tmp_path, ca
     assert samples.read(tmp_path / "a.jsonl") == rows
 
 
+def test_a_file_has_the_samples_of_one_model_and_its_options(url, tmp_path, capsys):
+    """Else a table would have the scores of the first model under the name of the second."""
+    out = tmp_path / "a.jsonl"
+    assert sample(url, out, "--num_tasks", 2, "--n", 2, "--model", "A") == 0
+    before = out.read_bytes()
+    for other in (["--model", "B"], ["--model", "A", "--temperature", 0.5], ["--model", "A", "--max_tokens", 7]):
+        assert sample(url, out, "--num_tasks", 3, "--n", 2, *other) == 1
+        assert "has samples of {'model': 'A'," in capsys.readouterr().err and out.read_bytes() == before
+    assert sample(url, out, "--num_tasks", 3, "--n", 3, "--model", "A") == 0 and len(samples.read(out)) == 9
+
+
+def test_a_file_of_something_else_stays_as_it_is(url, tmp_path, capsys):
+    out = tmp_path / "notes.txt"
+    out.write_text("one line without an end")
+    assert sample(url, out, "--num_tasks", 1, "--n", 1) == 1
+    assert "does not end with a sample" in capsys.readouterr().err and out.read_text() == "one line without an end"
+    out.write_text('{"ta')  # of a kill
+    assert sample(url, out, "--num_tasks", 1, "--n", 1) == 0 and len(samples.read(out)) == 1
+
+
 def test_compare_and_leaderboard(url, tmp_path, capsys):
     with chat_server.serving(
         lambda body: {"content": "<think>it is</think>" + body["messages"][-1]["content"][-1:8:-1]}

@@ -5,6 +5,7 @@ import math
 import random
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from scipy import stats
@@ -95,8 +96,18 @@ def test_a_small_comparison_enumerates_all_flips_of_signs():
     )
     assert found.name == "avg@2" and found.p == pytest.approx(oracle.pvalue)
     assert (found.num_better, found.num_worse) == (3, 0) and found.b - found.a == 0.5
-    error = stats.sem([1.0, 0.5, 0.0, 0.5])
-    assert (found.low, found.high) == pytest.approx((0.5 - scores.Z * error, 0.5 + scores.Z * error))
+    assert (found.low, found.high) == pytest.approx(stats.ttest_1samp([1.0, 0.5, 0.0, 0.5], 0).confidence_interval())
+
+
+@pytest.mark.parametrize("num_tasks", [5, 20])
+def test_the_interval_of_a_difference_covers_it(num_tasks):
+    """1.96 standard errors cover 87 % with 5 tasks, and 93 % with 20."""
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(1000):
+        a, b = rng.normal(0.5, 0.1, num_tasks), rng.normal(0.7, 0.1, num_tasks)
+        found = comparison.compare(named(*([x] for x in a)), named(*([x] for x in b)))[0]
+        covered += found.low <= 0.2 <= found.high
+    assert 0.93 <= covered / 1000 <= 0.97
 
 
 def test_pairs_find_a_difference_that_intervals_of_two_means_miss():
