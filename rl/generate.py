@@ -87,8 +87,6 @@ async def generate(
     for leftover in (output / "rollouts").glob(atomic_file.LEFTOVERS):
         leftover.unlink()
     runs = worker.read_runs(_description(exp, servers), "auto", ())
-    late = {name: _Timed(run.scorer) for name, run in runs.items() if run.scorer}
-    runs = {name: dataclasses.replace(run, scorer=late.get(name)) for name, run in runs.items()}
     free = asyncio.Semaphore(concurrency)
     try:
         async with client_lib.Client(servers, give_up_s=give_up_s) as client:
@@ -97,11 +95,16 @@ async def generate(
 
                 async def complete(group: task_schedule.Group) -> None:
                     nonlocal done
+                    run = runs[group.env]
+                    timed = _Timed(run.scorer) if run.scorer else None
                     async with free:
-                        rollouts = await worker.roll_out(client, runs[group.env], key, dataclasses.asdict(group))
-                    timed = late.get(group.env)
-                    if timed and (own := timed.samples.pop(group.index, [])):
-                        atomic_file.write(_late_file(output, group.group), json.dumps(own).encode(), durable=True)
+                        own = dataclasses.replace(run, scorer=timed)
+                        rollouts = await worker.roll_out(client, own, key, dataclasses.asdict(group))
+                    if timed and timed.late:
+                        late = json.dumps(timed.late).encode()
+                        atomic_file.write(_late_file(output, group.group), late, durable=True)
+                    else:  # a kill may have left that of an earlier try
+                        _late_file(output, group.group).unlink(missing_ok=True)
                     await asyncio.to_thread(parquet.write, file_of(output, group.group), rollouts)
                     done += 1
                     bar.update(done, {"reward": sum(one.reward for one in rollouts) / len(rollouts)})
@@ -180,19 +183,15 @@ def _answer(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
 
 
 class _Timed:
-    """A scorer that remembers the samples for which there was no time, by the index of the task."""
+    """The scorer of one group, with the numbers of the samples for which there was no time in `late`."""
 
     def __init__(self, scorer: scorer_lib.Scorer):
-        self._scorer, self.samples = scorer, {}
+        self._scorer, self.late = scorer, []
 
     def score(self, task: envs.environment.Task, completions: Sequence[str]) -> list[scorer_lib.Scored]:
         found = self._scorer.score(task, completions)
-        if late := [sample for sample, one in enumerate(found) if not one.in_time]:
-            self.samples[task.index] = late
+        self.late = [sample for sample, one in enumerate(found) if not one.in_time]
         return found
-
-    def close(self) -> None:
-        self._scorer.close()
 
 
 def _late_file(output: pathlib.Path, group: int) -> pathlib.Path:
