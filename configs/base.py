@@ -136,7 +136,8 @@ def get_config() -> config_dict.ConfigDict:
     u.level_width = 4  # highest open levels from which tasks are drawn
 
     # With rl.credit = "vine" workers continue samples from the most uncertain of the states after each `step_tokens` tokens, up to
-    # `max_states` of a sample, and until that may cost `token_ratio` times the tokens of the group (rl/algorithms/vine.py).
+    # `max_states` of a sample, and until that is expected to cost `token_ratio` times the tokens of the group. It may cost more, such as 2.1
+    # times at a ratio of 2.0 (rl/algorithms/vine.py).
     c.vine = config_dict.ConfigDict(dict(num_continuations=3, step_tokens=32, max_states=4, token_ratio=2.0))
 
     # Options of the losses, each used by the loss of its name.

@@ -7,7 +7,7 @@ unused: a user who types it expects an effect.
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from flax import traverse_util
@@ -224,6 +224,8 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.rl.average != "tokens" and loss in ("grpo", "dr_grpo", "gspo", "gmpo", "sapo", "oapl"):
         yield f"rl.loss = {loss!r} averages over samples itself; set rl.average = 'tokens'"
     entries = [*env_mix.entries(c).values()]
+    if loss == "oapl":
+        yield from _misuses_of_oapl(c, entries)
     for one in entries:
         is_alone = one.samples_per_prompt == 1 and ":" not in one.advantage  # the user's own function may do otherwise
         if is_alone and one.advantage != "given" and not objective.teacher_coef:
@@ -261,6 +263,9 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.trust.admission == "stake" and not c.trust.stake_ledger:
         yield "trust.admission = 'stake' needs a ledger with stakes; set trust.stake_ledger to its file"
     yield from _contradictions_of(c.topology)
+    if c.retention.mode != "keep" and c.topology.orchestrator:
+        found = f"retention.mode = {c.retention.mode!r}, but the rollouts are with the orchestrator at {c.topology.orchestrator}"
+        yield f"{found}, which has no checkpoints; set retention.mode = 'keep', or topology.orchestrator = ''"
     if c.mesh.rollout_devices and c.topology.mode in ("local", "remote"):
         found = f"mesh.rollout_devices = {c.mesh.rollout_devices}, but topology.mode = {c.topology.mode!r} has its servers elsewhere"
         yield f"{found}; set topology.mode = 'colocated', or mesh.rollout_devices = 0"
@@ -285,9 +290,25 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "model.rope_factor has no effect; set model.rope_scaling = 'linear', 'llama3', or 'yarn'"
     if c.train.router_replay and not model.num_experts:
         yield "train.router_replay = True, but the model has no router to replay (model.num_experts = 0); remove it"
-    if c.train.router_replay and (num_bytes := _group_bytes(c)) > web.MAX_BODY_BYTES:
-        found = f"train.router_replay = True: a group has {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} of a submission"
-        yield f"{found}; lower rl.samples_per_prompt or inference.max_model_len"
+    if (num_bytes := _group_bytes(c)) > web.MAX_BODY_BYTES:
+        found = f"a group has up to {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} of a submission"
+        more = ", or sampling.top_k" if kept_sets.width(c.sampling, model.vocab_size) else ""
+        yield f"{found}; lower rl.samples_per_prompt or inference.max_model_len{more}"
+
+
+def _misuses_of_oapl(c: config_dict.ConfigDict, entries: Sequence[env_mix.Entry]) -> Iterator[str]:
+    """Yields an error for each setting that changes the advantage, a target in (beta S - A)^2 and not a factor, or replaces the sampler."""
+    if c.objective.old_logprobs == "learner":
+        found = "rl.loss = 'oapl' is relative to the sampler, however old, and objective.old_logprobs = 'learner'"
+        yield f"{found} replaces it; set objective.old_logprobs = 'sampler'"
+    for one in entries:
+        wanted = {"weight": 1.0, "normalize": "none", "branch_weight": 1.0}
+        if one.advantage != "given" and ":" not in one.advantage:
+            wanted["advantage"] = "optimal"
+        for name, value in wanted.items():
+            if getattr(one, name) != value:
+                found = f"rl.loss = 'oapl' regresses on the advantage, and {one.field(name)} = {getattr(one, name)!r} changes it"
+                yield f"{found}; set it to {value!r}"
 
 
 def _contradictions_of(topology: config_dict.ConfigDict) -> Iterator[str]:
@@ -352,7 +373,8 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
 
 
 def _group_bytes(config: config_dict.ConfigDict) -> int:
-    """Returns the largest size in bytes of a submitted group: its routed experts, and 21 bytes per token of other data."""
+    """Returns the largest size in bytes of a submitted group: its routed experts, its kept sets, and 21 bytes per token of other data."""
     num_tokens = env_mix.max_samples(config) * config.inference.max_model_len
     experts = config.model.num_layers * config.model.experts_per_token * (1 + (config.model.num_experts > 256))
-    return num_tokens * (experts + 21)
+    width = kept_sets.width(config.sampling, config.model.vocab_size)
+    return num_tokens * (experts * config.train.router_replay + 4 * (1 + width) * bool(width) + 21)

@@ -223,7 +223,7 @@ def experts_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdi
 def kept_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if a training rollout names the tokens that the run's filters kept, and its own among them, or a verdict that rejects.
 
-    Without filters it must name none: the learner would normalize over them.
+    Without filters it must name none: the learner would normalize over them. Top-k alone keeps exactly k, for all logits.
     """
     required = kept_width(rollout, rules)
     if bool(rollout.kept) != bool(required):
@@ -233,12 +233,16 @@ def kept_named(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     if not required:
         return OK
     try:
-        kept_NW = kept_sets.decode(rollout.kept, [end - start for start, end in rollout.spans], required)
+        count_N, ids = kept_sets.read(rollout.kept, [end - start for start, end in rollout.spans], required)
     except ValueError as error:
         return Verdict("kept", str(error))
-    if (top := int(kept_NW.max())) >= rules.vocab_size:
+    is_exact = all(rules.filters.get(name, kept_sets.OFF[name]) == kept_sets.OFF[name] for name in ("top_p", "min_p"))
+    if is_exact and (least := int(count_N.min())) < required:
+        return Verdict("kept", f"a kept set has {least} IDs, and top-k alone keeps {required}")
+    if (top := int(ids.max())) >= rules.vocab_size:
         return Verdict("kept", f"ID {top} is outside the vocabulary of {rules.vocab_size}")
-    has_own_N = (kept_NW == rollout.tokens[rollout.sampled_mask][:, None]).any(axis=1)
+    is_own = ids == np.repeat(rollout.tokens[rollout.sampled_mask], count_N)
+    has_own_N = np.logical_or.reduceat(is_own, np.cumsum(count_N) - count_N)
     return _accept_if(bool(has_own_N.all()), "kept", "a sampled token is not in its own kept set")
 
 
@@ -301,8 +305,8 @@ def prompt(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
     return _accept_if(is_same, "prompt", "it is not the prompt of its task")
 
 
-AT_LEASE = (task, limits, version_window, experts_named, kept_named)
-IF_SIGNED = (vouched, *AT_LEASE, one_call, experts_exist, logprob_range, ending, proof_form, prompt)
+AT_LEASE = (task, limits, version_window, experts_named)
+IF_SIGNED = (vouched, *AT_LEASE, one_call, kept_named, experts_exist, logprob_range, ending, proof_form, prompt)
 UNSIGNED = (form, signature)
 WITHOUT_WEIGHTS = (*UNSIGNED, *IF_SIGNED)
 

@@ -220,6 +220,9 @@ def resolved(**changes):
     return experiment.resolve(config)
 
 
+OAPL = {"rl__loss": "oapl", "rl__advantage": "optimal"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -241,6 +244,18 @@ def resolved(**changes):
         ({"objective__entropy_coef": -0.1}, "entropy_coef = -0.1 must be at least 0"),
         ({"rl__loss": "decoupled_ppo"}, "set objective.old_logprobs = 'learner'"),
         ({"rl__loss": "gspo", "rl__average": "samples"}, "set rl.average = 'tokens'"),
+        ({"rl__loss": "oapl", "rl__advantage": "rloo"}, "rl.advantage = 'rloo' changes it; set it to 'optimal'"),
+        (OAPL | {"rl__normalize": "batch_std"}, "rl.normalize = 'batch_std' changes it; set it to 'none'"),
+        (OAPL | {"rl__branch_weight": 0.5}, "rl.branch_weight = 0.5 changes it; set it to 1.0"),
+        (OAPL | {"objective__old_logprobs": "learner"}, "set objective.old_logprobs = 'sampler'"),
+        (
+            {"retention__mode": "drop", "topology__orchestrator": "http://a:1"},
+            "the rollouts are with the orchestrator at http://a:1, .*; set retention.mode = 'keep'",
+        ),
+        (
+            {"rl__samples_per_prompt": 2**15, "sampling__top_k": 64},  # 4 bytes for each token that is kept
+            "a group has up to 589299712 bytes, .*; lower rl.samples_per_prompt or inference.max_model_len, or sampling",
+        ),
         ({"rl__samples_per_prompt": 1}, "the advantage of a group of one is always 0"),
         ({"rl__min_group": 9}, r"rl.min_group = 9 of 8 samples .*: set it in 2..8, or to 0"),
         ({"rl__overlong_buffer": 99}, "rl.overlong_buffer = 99 is not in 1..12"),
@@ -535,6 +550,7 @@ def mixed(**entries):
             mixed(words={"samples_per_prompt": 4}) | {"rl__min_group": 5},
             "min_group = 5 of 4 samples .envs.words.samples",
         ),
+        (mixed(words={"weight": 2.0}) | OAPL, "envs.words.weight = 2.0 changes it; set it to 1.0"),
         (mixed(words={"branch_weight": -1.0}), "envs.words.branch_weight = -1.0 must be at least 0"),
         (
             mixed(words={"name": "gsm8k", "options": {"path": 3}}) | {"rl__normalize": "std"},

@@ -241,7 +241,7 @@ def test_a_server_answers_for_wrong_kept_sets_and_not_for_those_that_its_worker_
     kept = kept_sets.encode(np.array([[5, 6], [5, 6]])) if has_kept else b""  # without the sampled tokens
     rollouts = [sign(r, HONEST, config) for r in answers(group, kept=kept)]
     of_lease = rules.Rules.of(config, RUN.worker).at_lease(group, newest=8)
-    verdict = checks.check_at_lease(rollouts, of_lease)
+    verdict = checks.kept_named(rollouts[0], of_lease)
     assert verdict.reason == "kept"
     found = responsibility.server_at_fault(rollouts, verdict, of_lease, [HONEST.worker])
     assert found == (HONEST.worker if has_kept else "")

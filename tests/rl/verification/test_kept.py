@@ -95,6 +95,14 @@ def test_the_gap_is_0_for_the_filters_own_set_and_more_for_every_other():
         assert moved[0] < 0.02
 
 
+def test_an_honest_set_under_top_k_alone_is_whole():
+    """Also where the replay's own tolerance would accept a smaller one: a choice of its worker that nothing adds up."""
+    rollouts = test_verifier.rollouts_of(dataclasses.replace(REQUEST, top_p=1.0), config=ENGINE, with_kept=True)
+    for one in rollouts:
+        sizes, _ = kept_sets.read(one.kept, [int(one.sampled_mask.sum())])
+        assert {*sizes.tolist()} == {20}
+
+
 def test_what_a_submission_can_be_refused_for_without_weights():
     group = honest()
     scheduled = task_schedule.Group(1, 0, "train", 0, seed=7, num_samples=1, temperature=1.0, min_version=0)
@@ -111,6 +119,11 @@ def test_what_a_submission_can_be_refused_for_without_weights():
     ):
         found = checks.kept_named(change(group[0]), rules)
         assert words in found.detail and found.accepted == (not words)
+    exact = dataclasses.replace(rules, filters=request_lib.NO_FILTERS | {"top_k": 20})
+    full = changed(group[0], lambda own, token: {*sorted({*own, *range(40)} - {token})[:19], token})
+    fewer = changed(group[0], lambda own, token: {*sorted({*own, *range(40)} - {token})[:18], token})
+    assert checks.kept_named(full, exact).accepted and checks.kept_named(fewer, rules).accepted
+    assert checks.kept_named(fewer, exact).detail == "a kept set has 19 IDs, and top-k alone keeps 20"
     unfiltered = dataclasses.replace(rules, kept=0)
     assert checks.kept_named(group[0], unfiltered).reason == "kept"
     assert checks.kept_named(dataclasses.replace(group[0], kept=b""), unfiltered).accepted
