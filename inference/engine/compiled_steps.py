@@ -23,17 +23,20 @@ from models.kernels import int8
 def prefill(model, routed, params, tokens_PT, length_P):
     """Computes keys and values of P prompts, padded to T tokens, of lengths `length_P`; returns a `Prefix`, with experts if `routed`."""
     start_P, cache = jnp.zeros_like(length_P), kv_cache.create(model, *tokens_PT.shape)
-    cache, experts = prefill_chunk(model, routed, params, tokens_PT, start_P, cache)
+    cache, experts = prefill_chunk(model, routed, 0, params, tokens_PT, start_P, cache)
     last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
     return decode_state.placed(decode_state.Prefix(cache, last_P, length_P, experts))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
 @transformer.precise
-def prefill_chunk(model, routed, params, tokens_PT, start_P, cache):
-    """Computes keys and values of each prompt's next T tokens, from `start_P` on; returns (new cache, (chosen experts,) or ())."""
+def prefill_chunk(model, routed, num_keys, params, tokens_PT, start_P, cache):
+    """Computes keys and values of each prompt's next T tokens, from `start_P` on; returns (new cache, (chosen experts,) or ()).
+
+    These tokens and those before them are the first `num_keys` of the cache at most (0: all of it).
+    """
     positions_PT = start_P[:, None] + jnp.arange(tokens_PT.shape[1], dtype=jnp.int32)[None]
-    attend = kv_cache.attend_at(start_P)
+    attend = kv_cache.attend_at(start_P, num_keys=num_keys)
     _, cache, routing = transformer.extend(params, model, tokens_PT, positions_PT, cache, attend)
     return decode_state.placed(cache), (routed_experts.compact(routing, model),) if routed else ()
 

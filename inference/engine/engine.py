@@ -75,6 +75,11 @@ class EngineConfig:
         """The number of positions in a slot's cache: `max_model_len`, rounded up to whole chunks if it exceeds one chunk."""
         return self.bucket(self.max_model_len)
 
+    @property
+    def key_counts(self) -> tuple[int, ...]:
+        """The numbers of keys that a program of `prefill_chunk` may read: one chunk, doubled up to the capacity."""
+        return (*(self.prefill_chunk << n for n in range(31) if self.prefill_chunk << n < self.capacity), self.capacity)
+
     def bucket(self, length: int) -> int:
         """Returns the padded length of a prompt: the smallest bucket that fits, or whole chunks above `prefill_chunk`."""
         if length > self.prefill_chunk:
@@ -140,7 +145,8 @@ class Engine(engine_api.Engine):
         chunk), where the experts are an empty tuple unless the engine records them.
         """
         arrays = tokens_1T, np.array([start], np.int32), self.empty_prefix() if cache is None else cache
-        return self._run(compiled_steps.prefill_chunk, *self._options, params, *arrays)
+        num_keys = next(count for count in self.config.key_counts if count >= start + self.config.prefill_chunk)
+        return self._run(compiled_steps.prefill_chunk, *self._options, num_keys, params, *arrays)
 
     def empty_prefix(self) -> kv_cache.Cache:
         """Returns an empty key-value cache with room for the longest prompt."""

@@ -48,12 +48,12 @@ def layout(cache: Cache, mesh) -> Cache:
     return jax.tree.map(of, cache)
 
 
-def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None) -> Callable:
+def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None, num_keys: int = 0) -> Callable:
     """Returns the attention function of `transformer.extend` for tokens at positions start, start + 1, ...
 
     The function writes the new keys and values into the cache at these positions; where `write_BT` is False, the old ones stay.
-    Each query attends to all positions up to its own. The caller ensures `start + T <= S`: XLA silently moves a write past
-    the end back, and in a stacked cache such a write is undefined.
+    Each query attends to all positions up to its own, all of which are below `num_keys` (0: S); only these keys are read. The caller
+    ensures `start + T <= S`: XLA silently moves a write past the end back, and in a stacked cache such a write is undefined.
     """
 
     def attend(entry, q_BTHC, k_BTKC, v_BTKC, *, window: int = 0, value_dim: int = 0, **how):
@@ -62,6 +62,8 @@ def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None) -> Calla
             return cpu_decode_attention.step(entry, q_BTHC, k_BTKC, v_BTKC, start_B, window=window, **how)
         position_BT = start_B[:, None] + jnp.arange(q_BTHC.shape[1])[None]
         entry, k_BKSC, v_BKSC = _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT)
+        if num_keys:
+            k_BKSC, v_BKSC = k_BKSC[:, :, :num_keys], v_BKSC[:, :, :num_keys]
         if value_dim:
             v_BKSC = k_BKSC[..., :value_dim]
         key_11S = jnp.arange(k_BKSC.shape[2])[None, None]

@@ -31,7 +31,7 @@ def requests(config: engine_lib.EngineConfig, *, every_length: bool) -> Iterator
     longest = config.max_model_len - 1  # leaves room for one new token
     lengths = [min(bucket, longest) for bucket in config.buckets] if every_length else [min(8, longest)]
     if every_length and longest > config.prefill_chunk:
-        lengths.append(config.prefill_chunk + 1)  # prefilled in chunks
+        lengths.append(config.key_counts[-2] + 1)  # prefilled in chunks, the last of which reads the most keys
     for length in lengths:
         for size in config.insert_sizes:
             yield request_lib.GenerateRequest((0,) * length, max_tokens=1, num_samples=size, proofs=True)

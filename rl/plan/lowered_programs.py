@@ -6,6 +6,7 @@ of a batch have room for rollouts of maximum length; the lengths in it are those
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -221,7 +222,8 @@ def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowe
         rest = _placed(jax.eval_shape(server.empty_prefix), mesh)
         held["cache"] = bytes_per_chip(rest)
         title = f"prefill: a chunk of {chunk} tokens of one prompt, against {capacity} keys"
-        function = jax.jit(lambda params, tokens, rest: server.prefill_chunk(params, tokens, 0, rest), donate_argnums=2)
+        last = functools.partial(server.prefill_chunk, start=capacity - chunk)
+        function = jax.jit(lambda params, tokens, rest: last(params, tokens, cache=rest), donate_argnums=2)
     else:
         shape = (exp.engine.prefill_batch, capacity)
         rest = jax.ShapeDtypeStruct(shape[:1], jnp.int32)

@@ -118,6 +118,24 @@ def test_sizes_are_checked(change, words):
     assert [CONFIG.bucket(n) for n in (1, 16, 17, 30, 65)] == [16, 16, 32, 32, 96]
 
 
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_chunk_reads_no_more_keys_than_its_program_has(scan_layers):
+    """Keys that are not written yet are NaN, which a masked product would pass on; the counts double, up to the capacity."""
+    model = tiny.model(scan_layers=scan_layers)
+    engine = engine_lib.Engine(model, dataclasses.replace(CONFIG, prefill_chunk=16), TOKENIZER)
+    assert engine.config.key_counts == (16, 32, 64, 96)
+    weights = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), model)
+    tokens_1T = np.arange(48, dtype=np.int32)[None]
+    caches = engine.empty_prefix(), jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), engine.empty_prefix())
+    for start, end in ((0, 16), (16, 32)):
+        caches = [engine.prefill_chunk(weights, tokens_1T[:, start:end], start, cache)[0] for cache in caches]
+    clean, poisoned = (jax.tree.leaves(jax.tree.map(lambda x: x[..., :32, :], cache)) for cache in caches)
+    for a, b in zip(clean, poisoned, strict=True):
+        np.testing.assert_array_equal(a, b)
+    third = engine.prefill_chunk(weights, tokens_1T[:, 32:], 32, caches[1])[0]  # of the 64 keys, 16 are not written
+    assert not np.isfinite(jax.tree.leaves(third)[-1][..., 32:48, :]).all()
+
+
 def test_copy_rows_skips_rows_out_of_range():
     source = np.tile(np.arange(1, 3).reshape(2, 1, 1, 1), (1, 2, 4, 3))  # rows of ones and of twos, [B, K, S, C]
     target = jnp.zeros((3, 2, 6, 3), jnp.int32)

@@ -12,7 +12,7 @@ from models.text import tokenizer as tokenizer_lib
 from tests.support import tiny
 
 MODEL = tiny.model(head_dim=24)  # of its own: nothing is compiled for it yet
-CONFIG = engine_lib.EngineConfig(num_slots=10, max_model_len=64, prefill_batch=2, steps_per_call=3, prefill_chunk=32)
+CONFIG = engine_lib.EngineConfig(num_slots=10, max_model_len=128, prefill_batch=2, steps_per_call=3, prefill_chunk=32)
 PROGRAMS = ("prefill", "prefill_chunk", "insert", "generate", "deactivate")
 WAIT_S = 120
 
@@ -30,7 +30,7 @@ def test_no_request_compiles_after_a_warm_up(every_length):
         scheduler.submit(request).result(WAIT_S)
     before = num_compiled()
     rng = np.random.default_rng(0)
-    lengths = (1, 9, 16, 17, 32, 33, 63) if every_length else (1, 9, 16)
+    lengths = (1, 9, 16, 17, 32, 33, 65, 127) if every_length else (1, 9, 16)
     for length in lengths:
         for num_samples in (1, 2, 3, 9, 10):
             prompt = tuple(rng.integers(0, 256, length).tolist())

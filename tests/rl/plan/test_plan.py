@@ -384,9 +384,13 @@ def test_every_program_lowers_without_an_array():
         lowered_programs.prefill_program(exp, server_mesh),
         lowered_programs.decode_program(exp, server_mesh),
     ]
-    assert [program.name for program in made] == [*lowered_programs.LEARNER, *lowered_programs.SERVER]
+    chunks = small()
+    chunks.inference.update(prefill_chunk=16)
+    made.append(lowered_programs.prefill_program(lowered_programs.resolve(chunks), server_mesh))
     for program in made:
         assert isinstance(program.lower(), jax.stages.Lowered)
+    assert "a chunk of 16 tokens of one prompt, against 64 keys" in made.pop().title
+    assert [program.name for program in made] == [*lowered_programs.LEARNER, *lowered_programs.SERVER]
     train, _, _, decode = made
     # All but the norms (replicated over tensor, and too small to matter) are split 8 ways.
     total = 4 * flops.ModelFlops.of(exp.model).held
