@@ -37,7 +37,8 @@ GIB = 2**30
 ROLLOUTS = 256  # of a batch: with fewer, gradients are noisy
 LEAST_SLOTS, MOST_SLOTS = 8, 512  # per batch shard of the engine; in all
 SHARE = 0.85  # of the memory: estimates err by less (tests/rl/plan/test_sizes.py), and memory fragments
-TILE = 128  # tokens of a row, of which the TPU's attention kernel needs whole tiles
+# Tokens of a tile of the TPU's attention kernel, of which a row has whole ones: the largest of at most an eighth of a row.
+TILES = 128, 256, 512
 FIELDS = (
     *("model.dtype", "model.param_dtype", "inference.max_model_len", "train.row_length", "rl.prompts_per_step"),
     *("inference.num_slots", "train.rows", "inference.mesh.tensor"),
@@ -171,7 +172,7 @@ def _set_least(config, place: Devices, names: list[str]) -> None:
     """Sets those of the fields `names` that do not depend on the memory, and the least values of slots and rows."""
     dtype, wanted = "float32" if place.is_cpu else "bfloat16", 2 * env_mix.max_tokens(config)
     length = config.inference.max_model_len or min(wanted, config.model.max_positions or wanted)
-    tile = TILE * place.mesh.shape["context"]
+    tile = max([size for size in TILES if size <= length / 8], default=TILES[0]) * place.mesh.shape["context"]
     values = {
         "model.dtype": dtype,
         "model.param_dtype": dtype if config.lora.rank else "float32",

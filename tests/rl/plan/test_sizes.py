@@ -91,6 +91,9 @@ def test_a_field_that_is_set_stays_and_limits_the_others():
     assert config.train.rows == 8 and config.train.row_length == 512 and "train.rows" not in text
     short, _ = settled(config_of(model__max_positions=600, sampling__max_tokens=400))
     assert short.inference.max_model_len == 600 and short.train.row_length == 640
+    for length, row in ((2100, 2304), (5000, 5120)):  # in tiles of 256 and 512, which pad less than an eighth
+        longer, _ = settled(config_of(inference__max_model_len=length, sampling__max_tokens=2000))
+        assert longer.train.row_length == row
     few, _ = settled(
         config_of(rl__prompts_per_step=2, rl__samples_per_prompt=8, mesh__context=2, sampling__max_tokens=60)
     )
