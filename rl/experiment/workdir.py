@@ -64,7 +64,7 @@ def open_workdir(
     except OSError as error:
         problem = "is a file" if path.is_file() else f"cannot be created: {error.strerror}"
         raise ValueError(f"workdir {path} {problem}; give another --workdir") from error
-    with _locked(path), bucket.mirrored(workdir):
+    with _locked(path), bucket.mirrored(workdir, with_batches=experiment.config.retention.mode != "keep"):
         _claim(path, experiment)
         hosts.broadcast(experiment.config.to_json())
         yield path
@@ -99,16 +99,7 @@ def open_orchestrator(workdir: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 def check_fields(learner: dict, experiment: experiment_lib.Experiment) -> None:
     """Raises ValueError if the config fields of a learner differ from those of its orchestrator, other than those of places and devices."""
-    free = [
-        "topology.",
-        "mesh.",
-        "inference.mesh.",
-        "checkpoint.",
-        "retention.",
-        "profile.",
-        "broadcast.",
-        "train.rows",
-    ]
+    free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "profile.", "broadcast.", "train.rows"]
     own = experiment_lib.fields(experiment)
     for name in _differing(learner, own, free):
         there = f"{name} is {learner.get(name)!r} in the learner, and {own.get(name)!r} in the orchestrator"

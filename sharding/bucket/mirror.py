@@ -8,7 +8,8 @@ The command works in a folder of this machine, a cache. At the URL of the workin
 
 1. `mirrored` makes this process the owner. Only one may be: each write of the head replaces exactly the one before, and the owner writes
    it every `BEAT_S`. An owner that has been silent for `LEASE_S` is replaced, and fails at its next write.
-2. If the folder is not the one that the last owner left, or an older copy of it, the newest state is restored into it. Batches of earlier steps stay in the bucket.
+2. If the folder is not the one that the last owner left, or an older copy of it, the newest state is restored into it. Batches of earlier steps stay in the bucket,
+   unless the run drops or encrypts them itself. One that it has redacted is deleted there, too.
 3. One thread captures the folder every few seconds, writes new blocks, then the manifest, and then the head, which makes the state
    visible as a whole; then it deletes the blocks that only the state before had. After a kill, these are swept at the next start.
 4. Requests are repeated until the bucket answers; the run goes on meanwhile. `pace` holds its next checkpoint when the newest state
@@ -49,6 +50,8 @@ NUM_REQUESTS = 8
 MAY_LACK = re.compile(r"checkpoints/\d+/")  # a run continues from an earlier checkpoint if one of these is lost
 STAYS = re.compile(r"rollouts/step_\d+/")  # files that no resume reads: they are restored only for readers
 READER = ".reader"  # next to a copy: the lock of the process that reads it (models/hub.py, too)
+# Of a step: the second replaces the first (rl/retention/redaction.py).
+REDACTED, HASHES = "accepted.parquet", "redacted.json"
 _MIRRORS: dict[pathlib.Path, "Mirror"] = {}  # of this process, by their folder
 _READING: dict[pathlib.Path, int] = {}  # the copies that this process reads, with the descriptors of their locks
 
@@ -95,17 +98,17 @@ def local_folder(workdir: str | os.PathLike) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def mirrored(workdir: str | os.PathLike) -> Iterator[None]:
+def mirrored(workdir: str | os.PathLike, *, with_batches: bool = False) -> Iterator[None]:
     """Keeps `local_folder(workdir)` and the bucket in step during the block. Does nothing for a path.
 
-    The caller has locked the folder. Raises ValueError if another run uses the bucket, and Unavailable, an OSError, if it does not answer.
+    With `with_batches`, a restore includes the batches of earlier steps, for a run that will redact them. The caller has locked the folder. Raises ValueError if another run uses the bucket, and Unavailable, an OSError, if it does not answer.
     """
     if not storage.is_url(workdir):
         yield
         return
     mirror = Mirror(str(workdir).rstrip("/"), local_folder(workdir))
     try:
-        mirror.open()
+        mirror.open(with_batches=with_batches)
         _MIRRORS[mirror.folder] = mirror
         yield
     except BaseException:
@@ -199,7 +202,7 @@ class Mirror:
         self._beats = threading.Thread(target=self._guarded, args=(self._beat,), name="bucket lease", daemon=True)
         self._saves = threading.Thread(target=self._guarded, args=(self._save_all,), name="bucket", daemon=True)
 
-    def open(self) -> None:
+    def open(self, *, with_batches: bool = False) -> None:
         """Takes the run over, restores its newest state if the folder does not have it, and starts to mirror."""
         patience_s = storage.START_S
         data, self._generation = self._storage.read(HEAD, patience_s)
@@ -217,7 +220,7 @@ class Mirror:
         self._write_head(patience_s)
         self._beats.start()
         if not self._is_restored:
-            needed = {path: file for path, file in self._files.items() if not STAYS.match(path)}
+            needed = {path: file for path, file in self._files.items() if with_batches or not STAYS.match(path)}
             if needed:
                 cli.note(f"restoring {len(needed)} files from {self._storage.url} to {self.folder}")
             snapshot.restore(self._storage, needed, self.folder, self._pool, patience_s, MAY_LACK)
@@ -347,7 +350,11 @@ class Mirror:
         begun_s, beat = time.monotonic(), self._head.beat
         captured = snapshot.capture(self.folder, self._staging, self._stamps)
         capture_s = time.monotonic() - begun_s
-        files = {path: file for path, file in self._files.items() if STAYS.match(path)}  # maybe not on this machine
+        stays = {path: file for path, file in self._files.items() if STAYS.match(path)}  # maybe not on this machine
+        gone = {
+            str(pathlib.PurePath(path).with_name(REDACTED)) for path in {*stays, *captured} if path.endswith(HASHES)
+        }
+        files = {path: file for path, file in stays.items() if path not in gone}
         for path, one in captured.items():
             files[path] = self._files[path] if one.link is None else self._upload(path, one, one.link, beat)
         stamps = {path: one.stamp for path, one in captured.items() if one.stamp}

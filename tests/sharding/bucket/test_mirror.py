@@ -135,6 +135,28 @@ def test_readers_do_not_change_the_files_of_each_other(tmp_path, monkeypatch):
     assert bucket.fetched(url, ["weights/*"]) == first and {*files(first)} == {*files(second)}
 
 
+def test_a_batch_that_was_redacted_is_deleted_in_the_bucket(url, tmp_path, monkeypatch):
+    """Also by another machine, which restores the batches if it redacts them. Other batches stay."""
+    steps = [f"rollouts/step_{step}/accepted.parquet" for step in (1, 2, 3)]
+    with bucket.mirrored(url):
+        folder = bucket.local_folder(url)
+        for name in ("config.json", *steps):
+            write(folder, name, name.encode())
+    with bucket.mirrored(url):
+        write(folder, "rollouts/step_1/redacted.json", b"{}")
+        (folder / steps[0]).unlink()
+    machine(monkeypatch, tmp_path, "other")
+    with bucket.mirrored(url, with_batches=True):
+        other = bucket.local_folder(url)
+        assert {*files(other)} == {"config.json", *steps[1:], "rollouts/step_1/redacted.json"}
+        write(other, "rollouts/step_2/redacted.json", b"{}")
+        (other / steps[1]).unlink()
+    check_swept(url)
+    machine(monkeypatch, tmp_path, "third")
+    found = {name for name in files(bucket.fetched(url, ["rollouts/*"]))}
+    assert found == {steps[2], "rollouts/step_1/redacted.json", "rollouts/step_2/redacted.json"}
+
+
 def test_a_file_that_grows_sends_its_end_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "BLOCK_BYTES", 1000)
     url, sent, put = f"file://{tmp_path}/bucket", [], storage.Storage.write
