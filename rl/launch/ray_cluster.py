@@ -3,15 +3,11 @@
 Ray starts a dead actor again, maybe on another node, and with it its process; an actor starts a dead process again.
 """
 
-import time
+import os
 
 from rl.experiment import workdir as run_directory
-from rl.launch import cluster
-from rl.swarm import supervisor
-from sharding.logs import run_logs
+from rl.launch import cluster, ray_process
 from sharding.system import child_process
-
-PAUSE_S = 5.0  # before a process starts again
 
 
 def run(plan: cluster.Plan, address: str, accelerator: str) -> None:
@@ -21,18 +17,19 @@ def run(plan: cluster.Plan, address: str, accelerator: str) -> None:
     """
     try:
         import ray  # pyright: ignore[reportMissingImports]
-        from ray.util import placement_group, scheduling_strategies  # pyright: ignore[reportMissingImports]
+        from ray.util import scheduling_strategies  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError("--target=ray needs the package ray, which is not installed; pip install ray") from None
-    ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": str(child_process.ROOT)}}, log_to_driver=False)
+    path = os.pathsep.join(filter(None, [str(child_process.ROOT), os.environ.get("PYTHONPATH")]))
+    ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=False)
     resource, _, count = accelerator.partition("=")
     extra = {resource: float(count)} if accelerator else {}
     has_devices = lambda name: name.rstrip("0123456789") in cluster.ACCELERATED  # noqa: E731
     needs = [{"CPU": 1.0} | (extra if has_devices(name) else {}) for name in plan.names]
-    group = placement_group.placement_group(needs, strategy="SPREAD")
     try:
+        group = ray.util.placement_group(needs, strategy="SPREAD")
         ray.get(group.ready())
-        make = ray.remote(Process)
+        make = ray.remote(ray_process.Process)
         actors = {}
         for i, (name, bundle) in enumerate(zip(plan.names, needs, strict=True)):
             place = scheduling_strategies.PlacementGroupSchedulingStrategy(group, i)
@@ -46,27 +43,4 @@ def run(plan: cluster.Plan, address: str, accelerator: str) -> None:
         if died := [words for words in ray.get([kept[name] for name in plan.learners]) if words]:
             raise ValueError(died[0])
     finally:
-        placement_group.remove_placement_group(group)  # ends its actors, and these their processes
-        ray.shutdown()
-
-
-class Process:
-    """A process on a node of the cluster."""
-
-    def host(self) -> str:
-        """Returns the address of this node."""
-        import ray  # pyright: ignore[reportMissingImports]
-
-        return ray.util.get_node_ip_address()
-
-    def keep(self, spec: supervisor.Spec, logs: run_logs.Folder) -> str:
-        """Keeps a process alive; returns once the learner ended well, or its last words if it died too often."""
-        words, deaths = "", 0
-        while spec.role != "learner" or deaths < supervisor.MAX_DEATHS:
-            with child_process.ChildProcess(spec.name, spec.command, logs) as child:
-                if child.process.wait() == 0 and spec.role == "learner":
-                    return ""
-                words = child.obituary()
-            deaths += 1
-            time.sleep(PAUSE_S)
-        return words
+        ray.shutdown()  # ends the group and its actors, and these their processes

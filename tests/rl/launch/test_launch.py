@@ -2,19 +2,20 @@
 
 import json
 import os
-import pathlib
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import yaml
 
 from inference.rollouts import rollout as rollout_lib
-from rl.launch import cluster, scripts
+from rl.launch import cluster, ray_cluster, scripts
 from rl.reporting import metrics
+from rl.swarm import supervisor
 from tests.rl.swarm import test_swarm
 from tests.support import doubles, proxy, tiny_run
 
@@ -209,23 +210,31 @@ def test_machines_by_ssh_carry_a_run(programs, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_actor_of_ray_comes_back_and_the_run_ends(programs, tmp_path):
+def test_a_killed_actor_of_ray_comes_back_and_the_run_ends(plan, tmp_path, monkeypatch):
     pytest.importorskip("ray", reason="pip install ray")
     from ray import cluster_utils  # pyright: ignore[reportMissingImports]
 
-    nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    log, hosts, plan = tmp_path / "starts", {}, plan(counts=COUNTS | {"worker": 1, "server": 1}, hosts=1)
+    plan.workdir.mkdir()
+
+    def stand_ins(self, host_of):
+        hosts.update(host_of)
+        command = lambda name: ["tests.support.stand_in_role", name, str(log)]  # noqa: E731
+        return [supervisor.Spec(name, name.rstrip("0"), command(name)) for name in self.names]
+
+    def kill():
+        proxy.wait_until(lambda: log.exists() and "worker0" in log.read_text(), 150)
+        os.kill(int(re.findall(r"worker0 (\d+)", log.read_text())[0]), signal.SIGKILL)  # the actor
+
+    monkeypatch.setattr(cluster.Plan, "each_host", stand_ins)
+    nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
     try:
-        nodes.add_node(num_cpus=2)
-        options = ["--target=ray", f"--ray={nodes.address}", f"--port={free_port()}", *SMALL]
-        workdir = tmp_path / "w"
-        with launch(workdir, programs(), *options) as job:
-            proxy.wait_until(lambda: test_swarm.steps(workdir) or job.poll() is not None, 600, "the first step")
-            (worker,) = [pid for pid, line in test_swarm.processes_of(workdir).items() if "rl.worker" in line]
-            stat = pathlib.Path(f"/proc/{worker}/stat").read_text()
-            os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)  # its parent, the actor
-            assert job.wait(900) == 0
-        assert is_complete(workdir)
-        text = next((workdir / "logs").glob("*/worker0.log")).read_text()
-        assert text.count("==== start") >= 2
+        nodes.add_node(num_cpus=2, num_gpus=0)
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        ray_cluster.run(plan, nodes.address, "")
     finally:
         nodes.shutdown()
+    starts = [line.split()[0] for line in log.read_text().splitlines()]
+    assert sorted({*starts}) == sorted(plan.names) == sorted(hosts) and starts.count("worker0") == 2
+    proxy.wait_until(lambda: not test_swarm.processes_of(log), 60)
