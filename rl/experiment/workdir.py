@@ -24,15 +24,8 @@ from sharding.multihost import hosts as hosts_lib
 from sharding.system import atomic_file
 
 ORCHESTRATOR_LOCK = ".orchestrator.lock"
-UNCLAIMED = (
-    ".lock",
-    ".hosts",
-    "root.json",
-    "launch",
-    "logs",
-    "keys",
-    "weights.key",
-)  # in a workdir before its run: rl.launch makes some
+# Entries of a workdir whose run has not begun; rl.launch makes some.
+UNCLAIMED = (".lock", ".hosts", "root.json", "launch", "logs", "keys", "weights.key")
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
 READ_BY_RUNS = tuple(
     "evaluation. inference. sampling. trust. train. broadcast. retention. profile. rl.num_steps env.digest".split()

@@ -139,6 +139,13 @@ def test_the_hosts_of_a_manifest_are_the_names_of_its_pods(plan):
     assert by_name["learner"]["restartPolicy"] == "Never" and by_name["worker0"]["restartPolicy"] == "OnFailure"
 
 
+def test_the_image_copies_files_that_exist():
+    text = (tiny_run.ROOT / "examples" / "launch" / "Dockerfile").read_text()
+    copied = [line.split()[1] for line in text.splitlines() if line.startswith("COPY")]
+    assert copied[-1] == "." and all((tiny_run.ROOT / name).exists() for name in copied)
+    assert "-r requirements.txt" in text and "requirements.txt" in copied
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_the_published_models_of_jobset_and_kubernetes_know_every_field(plan, hosts):

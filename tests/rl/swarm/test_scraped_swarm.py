@@ -28,7 +28,8 @@ def test_every_panel_of_the_dashboard_has_data_and_no_alert_fires(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     config = {"global": {"scrape_interval": "1s", "evaluation_interval": "2s"}, "rule_files": ["alerts.yml"]}
-    config["scrape_configs"] = [{"job_name": "swarm", "file_sd_configs": [{"files": [str(workdir / "targets.json")]}]}]
+    targets = {"files": [str(workdir / "targets.json")], "refresh_interval": "1s"}  # there is none yet
+    config["scrape_configs"] = [{"job_name": "swarm", "file_sd_configs": [targets]}]
     shutil.copy(test_monitoring.FOLDER / "alerts.yml", tmp_path)
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
     command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
@@ -45,9 +46,9 @@ def test_every_panel_of_the_dashboard_has_data_and_no_alert_fires(tmp_path):
 
     try:
         proxy.wait_until(lambda: len(test_swarm.steps(workdir)) >= 12, 500, (tmp_path / "log").read_text()[-2000:])
-        up = ask("query", query="up == 1")["result"]
-        jobs = sorted(one["metric"]["role"] for one in up)
-        assert jobs == ["learner", "relay", "server", "server", "validator", "worker", "worker"]
+        roles = ["learner", "relay", "server", "server", "validator", "worker", "worker"]
+        up = lambda: ask("query", query="up == 1").get("result", [])  # noqa: E731
+        proxy.wait_until(lambda: sorted(one["metric"]["role"] for one in up()) == roles, 60, "seven processes")
         proxy.wait_until(lambda: not [title for title, query in panels() if is_empty(query)], 60)
         state = {rule["name"]: rule["state"] for group in ask("rules")["groups"] for rule in group["rules"]}
         assert {state.pop(name) for name in [*state]} <= {"inactive", "pending"}
@@ -57,6 +58,7 @@ def test_every_panel_of_the_dashboard_has_data_and_no_alert_fires(tmp_path):
         prometheus.wait()
         swarm.send_signal(signal.SIGTERM)
         swarm.wait(60)
+        log.close()
 
 
 def panels():
