@@ -121,10 +121,17 @@ def parse(text: str, turns: Sequence[float] = (), alone: float | None = None) ->
     ]
 
 
-def collectives(program: Sequence[Instruction]) -> list[Collective]:
-    """Returns the collectives of a parsed program between several devices. Raises ValueError for one of an unknown form."""
+def collectives(program: Sequence[Instruction], across: Sequence[int] = ()) -> list[Collective]:
+    """Returns the collectives of a parsed program between several devices. Raises ValueError for one of an unknown form.
+
+    `across` are the positions in the mesh of one chip of each slice: XLA writes collectives over slices as transfers by the hosts.
+    """
     found = []
     for count, computation, line, _ in program:
+        if transfer := _TRANSFER.search(line):
+            kind, array = transfer["kind"].lower().replace("_", "-"), shapes(transfer["result"])[0]
+            found.append(Collective(kind, count, _num_bytes(array), tuple(across)))
+            continue
         match = _COLLECTIVE.search(line)
         if match is None:
             continue
@@ -165,6 +172,7 @@ def shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 _COLLECTIVE = re.compile(rf" = (?P<result>.+?) (?P<kind>{KINDS})(?P<start>-start)?\(")
+_TRANSFER = re.compile(r" = (?P<result>.+?) recv\(.*_xla_megascale_transfer_type=\"(?P<kind>\w+)\"")
 _COPY = re.compile(r" = (?P<result>.+?) (?:copy|copy-start|transpose)\(")
 _LOOP = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<body>[\w.\-]+)")
 

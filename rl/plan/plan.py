@@ -95,10 +95,16 @@ def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chi
         workspace_bytes=memory.temp_size_in_bytes,
         output_bytes=results,
         host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
-        collectives=hlo.collectives(instructions),
+        collectives=hlo.collectives(instructions, _across(program.mesh)),
         cache_copies=copies,
         executed_flops=_executed_flops(program, instructions),
     )
+
+
+def _across(mesh: jax.sharding.Mesh) -> list[int]:
+    """Returns the positions in the mesh of one chip of each slice; `data`, the outermost axis, spans them."""
+    num_slices = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
+    return list(range(0, mesh.size, mesh.size // num_slices))
 
 
 def _executed_flops(program: lowered_programs.LoweredProgram, instructions: Sequence[hlo.Instruction]) -> float:
