@@ -14,6 +14,7 @@ import pytest
 
 from rl import audit
 from sharding import bucket
+from sharding.bucket import mirror, storage
 from tests.support import proxy, s3_server, serving, tiny_run
 
 SEED, NUM_KILLS, CUT_S = 12, 20, 30.0
@@ -47,6 +48,16 @@ def test_a_run_on_an_s3_server_survives_kills_and_a_lost_connection(tmp_path, mo
             folder = bucket.local_folder(url)
             return len(tiny_run.lines(folder)) if (folder / "metrics.jsonl").exists() else 0
 
+        def saved():
+            """The newest checkpoint in the bucket."""
+            place = storage.Storage(url)
+            head = place.read(mirror.HEAD)[0]
+            try:
+                files = mirror._read_files(place, mirror.Head.parse(head, url)) if head else {}
+            except FileNotFoundError:  # a newer state has replaced this one
+                return saved()
+            return max((int(step) for step in re.findall(r"checkpoints/(\d+)/seal.json", " ".join(files))), default=0)
+
         def output():
             return (tmp_path / "log").read_text()
 
@@ -58,9 +69,12 @@ def test_a_run_on_an_s3_server_survives_kills_and_a_lost_connection(tmp_path, mo
             return output().count("first step after")
 
         for number in range(NUM_KILLS):
-            num_lives, wanted, process = lives(), rng.choice((None, 0, 1, 3, 6)), start(number)
+            num_lives, wanted, process = lives(), rng.choice((None, 0, 1, 3, "saved")), start(number)
             if wanted is None:  # while it starts
                 time.sleep(rng.uniform(0, 20))
+            elif wanted == "saved":  # soon after a new checkpoint has arrived, however slow this machine is
+                wait(process, saved, saved() + 1)
+                time.sleep(rng.uniform(0, 1.5))
             else:
                 wait(process, lives, num_lives + 1)
                 wait(process, steps, steps() + wanted)

@@ -93,6 +93,8 @@ def test_the_engine_uses_the_learners_own_arrays(tmp_path, monkeypatch, num_roll
         params, policy = published(2)
         with pytest.raises(ValueError, match="the new weights have NaN or infinity in"):
             colocated.hand_over(jax.tree.map(lambda x: x.at[:1].set(jax.numpy.nan), params), policy)
+        with pytest.raises(ValueError, match="NaN or infinity"):
+            server.offered[1].result(0)  # an update to this policy fails, too, and does not wait
         if num_rollout_devices:
             monkeypatch.setattr(server.engine, "generate", lambda *args: 1 // 0)
             with pytest.raises(scheduler_lib.Closed):
