@@ -1,7 +1,7 @@
 """Checks a machine for a run, and prints each thing that would fail: `python -m rl.doctor --config=configs/NAME.py --workdir=DIRECTORY`.
 
-One line per check, with the remedy if it fails. The exit code is 1 if something that the config needs is missing. Devices are opened in a
-process that ends at once, and nothing is written but a probe in the working directory.
+Each check prints one line, with the remedy if it fails. The exit code is 1 if a check failed. A child process opens the devices and ends at
+once. The only file written is a probe in the working directory, which is deleted.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from absl import flags
 
 from models import flops, hub
 from rl.experiment import experiment
+from rl.plan import sizes
 from rl.reporting import monitors
 from sharding.bucket import storage
 from sharding.format import journal
@@ -109,7 +110,7 @@ def _packages() -> Result:
 
 
 def _machine() -> Iterator[Result]:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = sizes.host_bytes()
     is_enough, cores = memory >= MIN_MEMORY_BYTES, len(os.sched_getaffinity(0)) if _is_linux() else os.cpu_count()
     remedy = "" if is_enough else "a run of the quickstart needs 4 GiB"
     yield Result("machine", OK if is_enough else WARNING, f"{cores} cores, {memory / 2**30:.1f} GiB", remedy)

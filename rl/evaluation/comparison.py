@@ -33,8 +33,8 @@ class Difference:
 def compare(a: Mapping[str, scores.TaskRewards], b: Mapping[str, scores.TaskRewards]) -> list[Difference]:
     """Returns the differences of avg@k, pass@j and pass^j, k the samples that all common tasks have.
 
-    The interval is that of a mean over C clusters, by Student's t with C - 1 degrees of freedom, and p is that of a permutation test which flips the sign of a cluster's difference: all
-    2^C of them for few clusters, else 10,000 with a fixed seed. Raises ValueError without a common task.
+    The interval is that of a mean over C clusters, by Student's t with C - 1 degrees of freedom. p is that of a permutation test, which
+    flips the signs of the clusters' differences: all 2^C of them for few clusters, else 10,000 with a fixed seed. Raises ValueError without a common task.
     """
     common = [task for task in a if task in b]
     if not common:

@@ -25,7 +25,7 @@ class Status:
     nodes: nodes.Nodes
     verdicts: verdict_collector.VerdictCollector
     totals: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # until then
-    # Of the batches of this process, by count and environment; their names are those of the config.
+    # Sums over the batches since this process started: count -> environment's name in the config -> number.
     environments: dict[str, collections.Counter[str]] = dataclasses.field(
         default_factory=lambda: {name: collections.Counter() for name in ENVIRONMENT_COUNTS}
     )

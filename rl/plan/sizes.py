@@ -63,7 +63,8 @@ class Devices:
 def resolve(config: config_dict.ConfigDict, *, needs_envs: bool = True) -> experiment.Experiment:
     """Resolves the config of the command line, completed from its checkpoint, with sizes for this process's devices, which it prints.
 
-    A run that has a checkpoint, of RL or of its warm-up, keeps its sizes; unless `needs_envs`, it needs none of its environments. Raises ValueError in one line, as `initial.completed`, `settled`, and `experiment.resolve` do.
+    A run that has a checkpoint, of RL or of its warm-up, keeps its sizes. Without `needs_envs`, its environments are not loaded. Raises
+    ValueError in one line, as `initial.completed`, `settled`, and `experiment.resolve` do.
     """
     config = initial.completed(config, command_line.given())
     names = ("config.json", "checkpoints/*/seal.json", "warmup/*/seal.json")
@@ -86,13 +87,13 @@ def present(config: config_dict.ConfigDict) -> Devices:
     is_one = set(config.inference.mesh.values()) == {1} and not layout.is_colocated(config)  # a process of its own
     if lowered_programs.has_engine(config):
         server = mesh_lib.create(axes, devices[:1] if is_one else devices)
-    host_bytes = _host_bytes() / (2 * len(local))  # half for other programs
-    memory_bytes = (local[0].memory_stats() or {}).get("bytes_limit", host_bytes)
+    free_bytes = host_bytes() / (2 * len(local))  # half for other programs
+    memory_bytes = (local[0].memory_stats() or {}).get("bytes_limit", free_bytes)
     mesh, is_cpu = layout.learner_mesh(config), local[0].platform == "cpu"
     return Devices(mesh, server, memory_bytes, local[0].device_kind, is_cpu)
 
 
-def _host_bytes(cgroup: str = "/sys/fs/cgroup") -> int:
+def host_bytes(cgroup: str = "/sys/fs/cgroup") -> int:
     """Returns the memory of this machine, or of the container that this process runs in."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of versions 2 and 1

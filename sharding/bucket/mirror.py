@@ -50,7 +50,7 @@ NUM_REQUESTS = 8
 MAY_LACK = re.compile(r"checkpoints/\d+/")  # a run continues from an earlier checkpoint if one of these is lost
 STAYS = re.compile(r"rollouts/step_\d+/")  # files that no resume reads: they are restored only for readers
 READER = ".reader"  # next to a copy: the lock of the process that reads it (models/hub.py, too)
-# Of a step: the second replaces the first (rl/retention/redaction.py).
+# Files of a step. A redaction writes the second, and deletes the first (rl/retention/redaction.py).
 REDACTED, HASHES = "accepted.parquet", "redacted.json"
 _MIRRORS: dict[pathlib.Path, "Mirror"] = {}  # of this process, by their folder
 _READING: dict[pathlib.Path, int] = {}  # the copies that this process reads, with the descriptors of their locks

@@ -625,11 +625,12 @@ def test_a_hub_id_is_fetched(monkeypatch, tmp_path):
     assert hf.read_config("Owner/Name") == hf.read_config(FOLDERS["qwen2_tied_bf16"])
     with pytest.raises(FileNotFoundError, match="lacks tokenizer.json"):  # the fixture has none
         tokenizer_lib.load("Owner/Name@main")
-    (repo, none, config), (same, revision, beside) = asked
-    assert repo == same == "Owner/Name" and list(config) == ["config.json"] and "*.safetensors" not in beside
+    for_config, for_tokenizer = asked
+    assert for_config[:2] == ("Owner/Name", None) and list(for_config[2]) == ["config.json"]
+    assert for_tokenizer[:2] == ("Owner/Name", "main") and "*.safetensors" not in for_tokenizer[2]
     hf.load("Owner/Name", on_host=True)
     assert "*.safetensors" in asked[-1][2]
-    assert (none, revision) == (None, "main") and hub.commits() == {"Owner/Name": commit, "Owner/Name@main": commit}
+    assert hub.commits() == {"Owner/Name": commit, "Owner/Name@main": commit}
     assert hub.pinned("Owner/Name") == hub.pinned("Owner/Name@main") == f"Owner/Name@{commit}"
     assert hub.pinned("byte_chatml") == "byte_chatml"
     with pytest.raises(ValueError, match="not a folder"):

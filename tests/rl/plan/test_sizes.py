@@ -75,7 +75,7 @@ def test_replays_on_the_accelerator_need_sizes_of_the_user():
 
 
 def test_a_container_has_the_memory_of_its_group(tmp_path):
-    whole = sizes._host_bytes(str(tmp_path))
+    whole = sizes.host_bytes(str(tmp_path))
     (tmp_path / "memory").mkdir()
     for name, text, expected in (
         ("memory.max", "max\n", whole),
@@ -83,7 +83,7 @@ def test_a_container_has_the_memory_of_its_group(tmp_path):
         ("memory.max", "1000000\n", 1000000),
     ):
         (tmp_path / name).write_text(text)
-        assert sizes._host_bytes(str(tmp_path)) == expected
+        assert sizes.host_bytes(str(tmp_path)) == expected
 
 
 def test_a_field_that_is_set_stays_and_limits_the_others():
