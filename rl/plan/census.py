@@ -1,7 +1,7 @@
 """Counts the FLOPs that a compiled program executes on one chip, in its HLO text: matmuls, and calls of Pallas kernels.
 
 XLA for TPU writes a matmul as a convolution, some of whose dims are spatial. Each pair of an output and a window position counts
-that reads no padding. A kernel is a custom call: grouped matmuls have an estimate of their FLOPs, and those of attention follow
+that reads no padding and no hole of a dilation. A kernel is a custom call: grouped matmuls have an estimate of their FLOPs, and those of attention follow
 from the blocks that it visits, which the text does not have.
 """
 
@@ -10,6 +10,8 @@ import functools
 import math
 import re
 from collections.abc import Sequence
+
+import numpy as np
 
 from rl.plan import hlo
 
@@ -57,19 +59,22 @@ def _convolution(line: str, lhs: Sequence[int], rhs: Sequence[int], out: Sequenc
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
     assert labels, line
     window = dict(re.findall(r"(\w+)=([\dx_]+)", (re.search(r"window=\{(.*?)\}", line) or ["", ""])[1]))
-    sizes = [int(size) for size in window.get("size", "").split("x") if size]
-    pads = [tuple(map(int, pad.split("_"))) for pad in window.get("pad", "").split("x") if pad]
-    strides = [int(stride) for stride in window.get("stride", "").split("x") if stride]
-    assert not {"lhs_dilate", "rhs_dilate"} & set(window), line
+    sizes, strides, *dilations = (_numbers(window.get(key)) for key in ("size", "stride", "lhs_dilate", "rhs_dilate"))
+    pads = [int(pad.split("_")[0]) for pad in window.get("pad", "").split("x") if pad]
     flops = 2 * rhs[labels[2].index("i")] * math.prod(n for n, dim in zip(out, labels[3], strict=True) if dim in "bf")
-    for dim, size in enumerate(sizes):
-        shape = lhs[labels[1].index(str(dim))], out[labels[3].index(str(dim))]
-        flops *= _pairs(*shape, size, pads[dim][0] if pads else 0, strides[dim] if strides else 1)
+    ones = [1] * len(sizes)
+    dims = zip(sizes, pads or [0] * len(sizes), strides or ones, *(found or ones for found in dilations), strict=True)
+    for dim, window_of_dim in enumerate(dims):
+        flops *= _pairs(lhs[labels[1].index(str(dim))], out[labels[3].index(str(dim))], *window_of_dim)
     return flops
 
 
+def _numbers(text: str | None) -> list[int]:
+    return [int(number) for number in (text or "").split("x") if number]
+
+
 @functools.cache
-def _pairs(num_in: int, num_out: int, size: int, pad: int, stride: int) -> int:
+def _pairs(num_in: int, num_out: int, size: int, pad: int, stride: int, lhs_dilate: int, rhs_dilate: int) -> int:
     """Returns the number of pairs of an output and a window position that read an input, in one spatial dim."""
-    firsts = (at * stride - pad for at in range(num_out))
-    return sum(max(min(first + size, num_in) - max(first, 0), 0) for first in firsts)
+    places = np.add.outer(np.arange(num_out) * stride - pad, np.arange(size) * rhs_dilate)
+    return int(((places >= 0) & (places % lhs_dilate == 0) & (places < num_in * lhs_dilate)).sum())

@@ -145,7 +145,7 @@ def test_of_a_conditional_the_shortest_branch_counts():
 
 
 def test_matmuls_and_kernels_are_counted_by_hand():
-    """A product of 16 heads in a window of 16 whose padding does no work, a dot, a strided window, a grouped product, and kernels."""
+    """A product of 16 heads in a window of 16 whose padding does no work, a dot, a strided window, a product of 7 matrices as a dilated one, a grouped product, and kernels."""
     lines = """  %x = bf16[8192,2,128,1]{2,0,3,1} parameter(0)
   %w = bf16[2,128,16,128]{3,1,0,2} parameter(1)
   %c.1 = bf16[8192,16,128,1]{2,0,3,1:T(8,128)} convolution(%x, %w), window={size=16x2 pad=15_15x0_0 rhs_reversal=1x0}, dim_labels=b1f0_1i0o->b0f1
@@ -153,6 +153,7 @@ def test_matmuls_and_kernels_are_counted_by_hand():
   %z = f32[7,40,50]{2,1,0} parameter(3)
   %c.2 = f32[7,30,50]{2,1,0} dot(%y, %z), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}
   %c.3 = f32[3,30,50]{2,1,0} convolution(%y, %z), window={size=3 stride=2}, dim_labels=0bf_0io->0bf
+  %c.4 = f32[7,30,50]{2,1,0} convolution(%y, %z), window={size=7 stride=6 lhs_dilate=7}, dim_labels=0bf_0io->0bf
   %gmm.1 = bf16[64,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"1000"}}
   %splash.1 = (f32[4], bf16[2,64,8]) custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
 "xprof_metadata":"{}"
@@ -160,7 +161,7 @@ def test_matmuls_and_kernels_are_counted_by_hand():
   %splash.2 = (f32[4], bf16[2,64,8]) custom-call(%x), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/splash_mha_dkv/pallas_call"}
 """
     program = hlo.parse(TEXT.replace("  %while.1 =", f"{lines}  %while.1 ="), turns=(5,))
-    products = 8192 * 256 * 16 * 128 + 7 * 30 * 40 * 50 + 3 * 3 * 30 * 40 * 50
+    products = 8192 * 256 * 16 * 128 + 7 * 30 * 40 * 50 + 3 * 3 * 30 * 40 * 50 + 7 * 30 * 40 * 50
     assert census.matmul_flops(program) == 5 * (2 * products + 1000)
     assert census.attention_passes(program) == 5 * (1 + 2)
 
