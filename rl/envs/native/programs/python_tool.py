@@ -1,7 +1,7 @@
 """The environment "python_tool": a question about numbers, and a Python session in a sandbox that keeps its variables.
 
 1. Questions are generated, or come from a JSONL file of {"prompt": ..., "answer": ...}. The generated ones need a computation that is
-   too long to do in one's head.
+   too long to do in one's head. Those of the kind "product" suit a tiny model.
 2. The tool `python` runs code and returns its output, and the value of its last expression. With `protocol="text"`, a message with a
    block of Python runs it, and the next message has the output; this needs no schemas in the prompt.
 3. The first message without a call is the answer. The reward is 1 if its last number is that of the answer.
@@ -25,6 +25,7 @@ INSTRUCTION = (
     "Answer the question. You may run Python, whose variables stay. End with a message 'Answer: NUMBER' without a call."
 )
 INSTRUCTION_OF_TEXT = "Answer the question. A block between ```python and ``` runs, and its variables stay. End with a message 'Answer: NUMBER' without a block."
+KINDS = ("power", "digits", "multiples", "primes", "pairs", "product")
 ENDED = {
     "time": "error: it took too long; all variables are lost",
     "output": "error: it printed too much; all variables are lost",
@@ -36,6 +37,7 @@ ENDED = {
 def build(
     *,
     path: str = "",
+    kind: str = "all",
     protocol: str = "tools",
     turns: int = 8,
     run_s: float = 1.0,
@@ -43,12 +45,14 @@ def build(
     system_prompt: str | None = None,
     seed: int = 0,
 ) -> environment.Environment:
-    """Builds the environment. `path`: a JSONL file of questions; "": generated ones. `turns`: messages of the model, the answer included.
+    """Builds the environment. `path`: a JSONL file of questions; "": generated ones, of all KINDS or of one `kind`.
 
-    The default of `system_prompt` depends on the protocol; "" leaves it out. Raises ValueError for a malformed file, options out of
-    range, and a machine where no sandbox works.
+    `turns`: messages of the model, the answer included. The default of `system_prompt` depends on the protocol; "" leaves it out. Raises
+    ValueError for a malformed file, options out of range, and a machine where no sandbox works.
     """
     protocols.check(protocol, turns)
+    if kind not in ("all", *KINDS):
+        raise ValueError(f"env.options.kind = {kind!r}; choose all, or one of {', '.join(KINDS)}")
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=run_s, output_bytes=output_bytes))
     system = protocols.system(protocol, system_prompt, tools=INSTRUCTION, text=INSTRUCTION_OF_TEXT)
     rows = _read(pathlib.Path(path)) if path else {}
@@ -61,7 +65,9 @@ def build(
 
         if rows:
             return task(*rows[split][index % len(rows[split])], "")
-        return environment.first_in_split("python_tool", seed, split, index, lambda number: task(*_question(number)))
+        return environment.first_in_split(
+            "python_tool", seed, split, index, lambda number: task(*_question(number, kind))
+        )
 
     def score(task: environment.Task, messages: Sequence[dict], state: object) -> dict[str, float]:
         played = [m for m in messages[len(task.messages) :] if m["role"] == "assistant"]
@@ -131,35 +137,36 @@ async def _converse(task: environment.Task, model: episode.Model, state: _State,
     return messages
 
 
-def _question(number: int) -> tuple[str, str, str]:
+def _question(number: int, kind: str) -> tuple[str, str, str]:
     """Returns a question, its answer, and code that prints the answer."""
     rng = random.Random(number)
     n, m, a, b = rng.randint(30, 300), rng.randint(100, 999), rng.randint(2, 99), rng.randint(20, 400)
     p, q = rng.sample([2, 3, 5, 7, 11, 13], 2)
-    kinds = (
-        (f"What is the remainder of {a}^{b} divided by {m}?", pow(a, b, m), f"print(pow({a}, {b}, {m}))"),
-        (
+    questions = {
+        "power": (f"What is the remainder of {a}^{b} divided by {m}?", pow(a, b, m), f"print(pow({a}, {b}, {m}))"),
+        "digits": (
             f"What is the sum of the digits of {n}! (the factorial)?",
             sum(map(int, str(math.factorial(n)))),
             f"import math\nprint(sum(int(d) for d in str(math.factorial({n}))))",
         ),
-        (
+        "multiples": (
             f"How many whole numbers from 1 to {a * b} are divisible by {p} or by {q}, but not by both?",
             sum((x % p == 0) != (x % q == 0) for x in range(1, a * b + 1)),
             f"print(sum((x % {p} == 0) != (x % {q} == 0) for x in range(1, {a * b + 1})))",
         ),
-        (
+        "primes": (
             f"What is the sum of the primes below {n}?",
             sum(x for x in range(2, n) if all(x % d for d in range(2, math.isqrt(x) + 1))),
             f"print(sum(x for x in range(2, {n}) if all(x % d for d in range(2, x))))",
         ),
-        (
+        "pairs": (
             f"How many ordered pairs (x, y) of whole numbers from 1 to {n} have x * y divisible by {m}?",
             sum(n // (m // math.gcd(m, x)) for x in range(1, n + 1)),
             f"import math\nprint(sum({n} // ({m} // math.gcd({m}, x)) for x in range(1, {n + 1})))",
         ),
-    )
-    question, answer, code = rng.choice(kinds)
+        "product": (f"What is {m} * {b}?", m * b, f"print({m} * {b})"),
+    }
+    question, answer, code = questions[rng.choice(KINDS) if kind == "all" else kind]
     return question, str(answer), code
 
 

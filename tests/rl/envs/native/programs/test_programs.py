@@ -10,7 +10,7 @@ import pytest
 
 from rl import envs
 from rl.envs.interface import scripted_model
-from rl.envs.native.programs import repository, speedrun
+from rl.envs.native.programs import python_tool, repository, speedrun
 from rl.envs.sandbox import limits as limits_lib
 
 
@@ -118,11 +118,14 @@ def test_answers_of_python_tool():
         assert play(env, task, scripted_model.always(text))[0]["reward"] == reward, text
     questions = {env.make_task(index, "train").messages[-1]["content"].split()[1] for index in range(30)}
     assert len(questions) >= 2
-    for index in range(10):  # the program of a demonstration prints the answer
-        task = env.make_task(index, "train")
+    for kind in python_tool.KINDS:  # the program of a demonstration prints the answer
+        env = envs.load("python_tool", protocol="text", kind=kind)
+        task = env.make_task(0, "train")
         shown = env.demonstrate(task, random.Random(0), False)["messages"]
         _, calls = play(env, task, scripted_model.in_order(shown[-3]["content"], "done"))
         assert calls[-1][0][-1]["content"] == task.answer.removeprefix("Answer: ")
+    with pytest.raises(ValueError, match="kind = 'sums'; choose all, or one of power, "):
+        envs.load("python_tool", kind="sums")
 
 
 def test_questions_from_a_file(tmp_path):
