@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import re
 import runpy
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 from rl import envs
 from rl.batch import training_batch
 from rl.experiment import experiment
-from tests.support import commands, rollouts, tiny_run
+from tests.support import commands, pages, rollouts, tiny_run
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "bring_your_own.md").read_text()
@@ -23,9 +22,7 @@ TINY = {name: value for name, value in tiny_run.TINY.items() if not name.startsw
 
 
 def blocks(part):
-    """The code of a section, without its fences."""
-    (text,) = re.findall(rf"^## {part}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    return re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
+    return pages.blocks(PAGE, part)
 
 
 def num_lines(code):

@@ -13,16 +13,14 @@ import pytest
 
 from rl.envs.hub import probes, rules
 from rl.envs.interface import scripted_model
-from tests.support import commands
+from tests.support import commands, pages
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "environments.md").read_text()
 
 
 def blocks(part):
-    """The code of a section, without its fences."""
-    (text,) = re.findall(rf"^## {part}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
-    return re.findall(r"```(\w+)\n(.*?)```", text, re.DOTALL)
+    return pages.blocks(PAGE, part)
 
 
 @pytest.fixture

@@ -55,9 +55,18 @@ def test_the_site_has_every_page_once():
         values = node.values() if isinstance(node, dict) else node
         return [node] if isinstance(node, str) else [leaf for value in values for leaf in leaves(value)]
 
-    named = leaves(yaml.safe_load(SITE.read_text())["nav"])
+    named = leaves(yaml.safe_load(SITE.read_text().partition("\nnav:")[2]))
     pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent != ROOT}
     assert sorted(named) == sorted({*pages, "index.md", "config.md"})
+
+
+def test_each_page_is_three_clicks_from_the_first():
+    reached, fresh = {ROOT / "README.md"}, {ROOT / "README.md"}
+    for _ in range(3):
+        links = [(page, link) for page in fresh for link in re.findall(r"\]\(([^)\s#:]+\.md)", page.read_text())]
+        fresh = {(page.parent / link).resolve() for page, link in links} - reached
+        reached |= fresh
+    assert {*PAGES} - reached <= {ROOT / "CHANGELOG.md"}
 
 
 def test_links_out_of_the_site_become_links_into_the_repository():

@@ -41,12 +41,12 @@ def run(module, folder, *options, config="configs/finetune.py", **fields):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Qwen3 with tokenizer, as a user has it."""
-    path, model, ours = (
-        tmp_path_factory.mktemp("own") / "checkpoint",
-        tiny.model(max_positions=256),
-        tokenizer.byte_chatml(),
-    )
+    return checkpoint(tmp_path_factory.mktemp("own") / "checkpoint")
+
+
+def checkpoint(path):
+    """Writes a Qwen3 with tokenizer, as a user has it."""
+    model, ours = tiny.model(max_positions=256), tokenizer.byte_chatml()
     hf.save(path, model, tiny.params(model, 0), write_more=ours.save)
     return path
 
