@@ -2,7 +2,7 @@
 
     python -m rl.train --config=configs/environments/python_tool.py --workdir=runs/python_tool
 
-A model of 0.6 M parameters is warmed up on conversations of which 80 % guess a product of three-digit numbers, and the others run a
+A model of 0.6 M parameters is warmed up on conversations of which 60 % guess a product of two-digit numbers, and the others run a
 program in the sandbox and copy its output. RL then sees only rewards: 1 for the right number, else 0.
 
 Hardware: 2 CPU cores; docs/environments.md has the curves.
@@ -16,12 +16,12 @@ def get_config():
     c = base.get_config()
     c.env.name = "python_tool"
     c.env.options.update(kind="product", protocol="text", turns=3, system_prompt="")
-    c.warmup.update(num_steps=120, tasks_per_step=32, decoy_fraction=0.8)
+    c.warmup.update(num_steps=240, tasks_per_step=64, decoy_fraction=0.6)
     c.rl.update(num_steps=30, prompts_per_step=8, samples_per_prompt=8, advantage="group_mean_std")
     c.rl.max_lag = 0  # synchronous: every number of the run repeats bit for bit
     c.optimizer.learning_rate = 5e-4
-    c.train.row_length = 192
-    c.sampling.max_tokens = 40
-    c.inference.update(num_slots=64, max_model_len=192)
+    c.train.row_length = 128
+    c.sampling.max_tokens = 32
+    c.inference.update(num_slots=64, max_model_len=128)
     c.evaluation.num_tasks = 50
     return c

@@ -142,6 +142,7 @@ def _question(number: int, kind: str) -> tuple[str, str, str]:
     rng = random.Random(number)
     n, m, a, b = rng.randint(30, 300), rng.randint(100, 999), rng.randint(2, 99), rng.randint(20, 400)
     p, q = rng.sample([2, 3, 5, 7, 11, 13], 2)
+    x, y = rng.randint(10, 99), rng.randint(10, 99)
     questions = {
         "power": (f"What is the remainder of {a}^{b} divided by {m}?", pow(a, b, m), f"print(pow({a}, {b}, {m}))"),
         "digits": (
@@ -164,7 +165,7 @@ def _question(number: int, kind: str) -> tuple[str, str, str]:
             sum(n // (m // math.gcd(m, x)) for x in range(1, n + 1)),
             f"import math\nprint(sum({n} // ({m} // math.gcd({m}, x)) for x in range(1, {n + 1})))",
         ),
-        "product": (f"What is {m} * {b}?", m * b, f"print({m} * {b})"),
+        "product": (f"What is {x} * {y}?", x * y, f"print({x} * {y})"),
     }
     question, answer, code = questions[rng.choice(KINDS) if kind == "all" else kind]
     return question, str(answer), code
