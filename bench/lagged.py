@@ -98,7 +98,7 @@ def warm_up(seed: int, workdir: pathlib.Path) -> transformer.Params:
     exp = experiment_lib.resolve(config_of("oapl", seed, 1))
     mesh = mesh_lib.create({}, jax.devices()[:1])
     folder = workdir / f"seed_{seed}"
-    return sft.train(exp, mesh, folder, metrics.MetricsWriter(folder, tensorboard=False), metrics.Progress())
+    return sft.train(exp, mesh, folder, metrics.MetricsWriter(folder), metrics.Progress())
 
 
 def train(loss: str, lag: int, seed: int, steps: int, every: int, start: transformer.Params) -> list[float]:
