@@ -68,7 +68,7 @@ def prime_2026_09(c):
 def swarm_lagged(c):
     """Sets OAPL (arXiv 2602.19362) for a swarm whose samples are up to 50 versions old: a regression, not an importance ratio.
 
-    The paper syncs its samplers every 50 to 400 steps.
+    The paper's abstract reports lags of more than 400 gradient steps.
     """
     c.rl.update(loss="oapl", advantage="optimal", samples_per_prompt=16)
     c.loss_options.oapl.beta = 1e-3

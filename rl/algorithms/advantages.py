@@ -43,9 +43,9 @@ def mean_normalized(rewards_G: np.ndarray) -> np.ndarray:
 
 
 def optimal(rewards_G: np.ndarray) -> np.ndarray:
-    """A = r - log mean(exp(r)): the advantage under the optimum of reward - KL(pi || sampler) (A*-PO, arXiv 2505.20686; `losses.oapl`).
+    """A = r - log mean(exp(r)): the advantage under the optimum of reward - KL(pi || sampler) (OAPL, arXiv 2602.19362, eq. 2; `losses.oapl`).
 
-    The papers have a temperature, beta log mean(exp(r / beta)): 1 in OAPL, 0.5 in A*-PO. Between the mean reward (large) and the best (0).
+    The papers have a temperature, beta log mean(exp(r / beta)): 1 in OAPL, 0.5 in A*-PO (arXiv 2505.20686). Between the mean reward (large) and the best (0).
     """
     best = rewards_G.max()  # exp of the others cannot overflow
     return rewards_G - best - np.log(np.exp(rewards_G - best).mean())

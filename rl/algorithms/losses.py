@@ -202,10 +202,10 @@ def oapl(tokens: Tokens, *, beta: float, stream_ids_BT: Array, num_streams: Arra
 
         loss = sum_i (beta sum_t log r_t - A_i)^2 / num_streams
 
-    OAPL (arXiv 2602.19362), as its ancestor A*-PO states it (arXiv 2505.20686) with the sampler mu as the reference policy, and
-    beta = 1e-3. The minimum is pi = mu exp(A / beta), which is the optimum of reward - beta KL(pi || mu) if A is that of
-    `advantages.optimal`. A_i is the mean advantage of the stream's tokens. Groups of equal rewards, which the paper keeps, are left
-    out before.
+    OAPL (arXiv 2602.19362, eq. 3) with beta = 1e-3; docs/decisions/training.md names the source of the equation. A*-PO (arXiv 2505.20686)
+    has a fixed reference policy in the place of the sampler mu. The minimum is pi = mu exp(A / beta), which is the optimum of
+    reward - beta KL(pi || mu) if A is that of `advantages.optimal`. A_i is the mean advantage of the stream's tokens. Groups of equal rewards,
+    which eq. 3 has with A = 0, are left out before.
     """
     lengths_BT = importance.stream_length(tokens.mask_BT, stream_ids_BT)
     A_BT = importance.stream_mean(tokens.advantage_BT, tokens.mask_BT, stream_ids_BT)

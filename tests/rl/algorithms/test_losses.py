@@ -103,7 +103,7 @@ def sapo(stream, *, tau_positive, tau_negative):
 
 @each_stream
 def oapl(stream, *, beta):
-    """A*-PO (arXiv 2505.20686): (beta log(pi(y) / mu(y)) - A)^2, with one A of the whole sequence."""
+    """OAPL (arXiv 2602.19362, eq. 3, as NeMo RL's documentation has it): (beta log(pi(y) / mu(y)) - A)^2, with one A of the whole sequence."""
     A = sum(t.A for t in stream) / len(stream)
     return (beta * (sum(t.logp for t in stream) - sum(t.old for t in stream)) - A) ** 2, [False for _ in stream]
 
