@@ -96,18 +96,15 @@ def _sample(args, path: str | os.PathLike, num_tasks: int) -> list[dict]:
             raise ValueError(f"--{name} {getattr(args, name)} is below 1; raise it")
     if num_tasks < 1 or not isinstance(args.extra, dict) or not args.temperature >= 0:
         raise ValueError("--num_tasks and --temperature must not be negative, and --extra must be a JSON object")
-    options, indices = _options(args), range(num_tasks)
-    source = sampling.Source(args.name, options, args.seed, args.split, indices, indices, max_calls=args.max_calls)
-
-    def make() -> endpoint_lib.Endpoint:
-        own = {name: getattr(args, name) for name in ("temperature", "max_tokens", "extra", "concurrency", "give_up_s")}
-        return endpoint_lib.Endpoint(args.url, args.model, **own)
+    source = sampling.Source(args.name, _options(args), args.seed, args.split, num_tasks, args.max_calls)
+    own = {name: getattr(args, name) for name in ("temperature", "max_tokens", "extra", "concurrency", "give_up_s")}
+    endpoint = endpoint_lib.Endpoint(args.url, args.model, **own)
 
     def show(done: int, total: int) -> None:
         if done % max(1, total // 20) == 0:
             cli.note(f"{done} of {total} samples")
 
-    return sampling.run([source], make, args.n, path, sandbox=args.sandbox, on_progress=show)
+    return sampling.run(source, endpoint, args.n, path, sandbox=args.sandbox, on_progress=show)
 
 
 def _compare(args) -> int:

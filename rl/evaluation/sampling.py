@@ -7,12 +7,11 @@
 """
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 from rl.envs.catalog import catalog
 from rl.envs.host import host as host_lib
@@ -29,83 +28,73 @@ MAX_CALLS = 64  # of an episode, as config.env.max_calls has it by default
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The tasks of one environment: those with `indices` in a split. `numbers` are the positions by which a run seeds them."""
+    """The first `num_tasks` tasks of a split of one environment."""
 
     name: str  # as config.env.name
     options: dict
     seed: int
     split: str
-    indices: Sequence[int]
-    numbers: Sequence[int]
-    label: str = ""  # in rows; "": the name
+    num_tasks: int
     max_calls: int = MAX_CALLS
-    max_episode_tokens: int = 0
 
 
 def run(
-    sources: Sequence[Source],
-    make_endpoint: Callable[[], endpoint_lib.Endpoint],
+    source: Source,
+    endpoint: endpoint_lib.Endpoint,
     num_samples: int,
     path: str | os.PathLike,
     *,
-    sandbox: str = "auto",
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    sandbox: str,
+    on_progress: Callable[[int, int], None],
 ) -> list[dict]:
     """Blocks until each task has `num_samples` rows in the file `path`; returns the rows of these tasks and samples.
 
     Rows of other tasks stay in the file. Raises ValueError for an environment that cannot be loaded or scored, for a file with
     samples of other requests, and the errors of `Endpoint.chat`.
     """
-    return asyncio.run(_run(sources, make_endpoint, num_samples, pathlib.Path(path), sandbox, on_progress))
+    return asyncio.run(_run(source, endpoint, num_samples, pathlib.Path(path), sandbox, on_progress))
 
 
-async def _run(sources, make_endpoint, num_samples, path, sandbox, on_progress) -> list[dict]:
+async def _run(source, endpoint, num_samples, path, sandbox, on_progress) -> list[dict]:
     log = samples.Log(path)
     rows = {(row["task"], row["sample"]): row for row in log.rows}
-    free = asyncio.Semaphore(MAX_IN_FLIGHT)
+    free, asked = asyncio.Semaphore(MAX_IN_FLIGHT), endpoint.asked | {"max_calls": source.max_calls}
     with contextlib.closing(log):
-        async with make_endpoint() as endpoint, contextlib.AsyncExitStack() as stack:
-            asked = endpoint.asked | {"max_calls": max(source.max_calls for source in sources)}
-            if other := [row for row in log.rows if row.get("request") != asked]:
-                found = f"{path} has samples of {other[0].get('request', 'a run')}, and not of {asked}"
-                raise ValueError(f"{found}; give another --out, or the options of its first start")
-            names, wanted = set(), []
-            for source in sources:
-                play = await stack.enter_async_context(_open(source, endpoint, sandbox))
-                label = samples.source(source.name, source.options, source.seed, _digest(source))
-                for index, number in zip(source.indices, source.numbers, strict=True):
-                    names.add(name := samples.task_name(label, source.split, index))
-                    seed = noise_seed.sampling_seed(source.seed, source.split, 0, number)
-                    missing = [one for one in range(num_samples) if (name, one) not in rows]
-                    wanted += [(name, one, play, source, index, (seed + one) % 2**32) for one in missing]
-            total, counts = len(wanted), collections.Counter()
+        if other := [row for row in log.rows if row.get("request") != asked]:
+            found = f"{path} has samples of {other[0].get('request', 'a run')}, and not of {asked}"
+            raise ValueError(f"{found}; give another --out, or the options of its first start")
+        async with endpoint, _open(source, endpoint, sandbox) as play:
+            digest = catalog.digest(*catalog.locate(source.name, source.options))
+            label = samples.source(source.name, source.options, source.seed, digest)
+            names = [samples.task_name(label, source.split, index) for index in range(source.num_tasks)]
+            places = ((name, sample) for name in names for sample in range(num_samples))
+            missing = [place for place in places if place not in rows]
+            indices, num_done = {name: index for index, name in enumerate(names)}, 0
 
-            async def complete(name, sample, play, source, index, seed) -> None:
+            async def complete(name: str, sample: int) -> None:
+                nonlocal num_done
+                seed = noise_seed.sampling_seed(source.seed, source.split, 0, indices[name])
                 async with free:
-                    own = await play(index, seed)
-                row = {"task": name, "env": source.label or source.name, "sample": sample, "request": asked} | own
+                    own = await play(indices[name], (seed + sample) % 2**32)
+                row = {"task": name, "env": source.name, "sample": sample, "request": asked} | own
                 await asyncio.to_thread(log.append, [row])
                 rows[name, sample] = row
-                counts["done"] += 1
-                on_progress(counts["done"], total)
+                num_done += 1
+                on_progress(num_done, len(missing))
 
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    for one in wanted:
-                        tasks.create_task(complete(*one))
+                    for place in missing:
+                        tasks.create_task(complete(*place))
             except* (ValueError, OSError) as errors:
                 raise _first(errors) from None
-    return [row for (name, sample), row in sorted(rows.items()) if sample < num_samples and name in names]
+    return [row for (name, sample), row in sorted(rows.items()) if sample < num_samples and name in indices]
 
 
 def _first(errors: BaseException) -> BaseException:
     while isinstance(errors, BaseExceptionGroup):
         errors = errors.exceptions[0]
     return errors
-
-
-def _digest(source: Source) -> str:
-    return catalog.digest(*catalog.locate(source.name, source.options))
 
 
 @contextlib.asynccontextmanager
@@ -116,7 +105,7 @@ async def _open(source: Source, endpoint: endpoint_lib.Endpoint, sandbox: str) -
     if env.foreign is not None:
         text = "runs in an interpreter of its own, which needs the token IDs of a run's server"
         raise ValueError(f"environment {source.name} {text}; score it with rl.evaluate --config")
-    limits = session_lib.Limits(endpoint.max_tokens, 2**31, source.max_calls, source.max_episode_tokens)
+    limits = session_lib.Limits(endpoint.max_tokens, 2**31, source.max_calls)
     rest = {"limit_s": scorer_lib.LIMIT_S, "sandbox": sandbox}
     scorer = None if env.play else scorer_lib.Scorer(name, options, source.seed, **rest)
     host = host_lib.Host(name, options, source.seed, kind=env.kind, **rest) if env.play else None

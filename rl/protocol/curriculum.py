@@ -12,10 +12,11 @@
 5. `digest` is a hash chain over all results. It is in the ledger's event of each batch; the results are in the run's files.
 """
 
+import bisect
 import dataclasses
 import hashlib
+import itertools
 import json
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -196,19 +197,15 @@ class _Pools:
 
     def view(self):
         """Returns the function from two random 64-bit numbers to a task index."""
-        members = self._members()
-        sizes = [weight * len(own) for weight, own in zip(self._rule.weights, members, strict=True)]
-        total = math.fsum(sizes)
-        if not total > 0:
+        sized = ((own, weight * len(own)) for weight, own in zip(self._rule.weights, self._members(), strict=True))
+        pools = [(own, size) for own, size in sized if size > 0]
+        if not pools:
             left = np.flatnonzero(~self._dropped if not self._dropped.all() else self._dropped)
             return lambda first, second: int(left[second * len(left) >> 64])
+        ends = [*itertools.accumulate(size for _, size in pools)]
 
         def draw(first: int, second: int) -> int:
-            place, chosen = first / 2**64 * total, 0
-            while chosen < len(sizes) - 1 and (place >= sizes[chosen] or not sizes[chosen]):
-                place -= sizes[chosen]
-                chosen += 1
-            own = members[chosen] if sizes[chosen] else members[max(range(len(sizes)), key=lambda pool: sizes[pool])]
+            own, _ = pools[bisect.bisect_right(ends, first / 2**64 * ends[-1], 0, len(ends) - 1)]
             return int(own[second * len(own) >> 64])
 
         return draw

@@ -1,4 +1,4 @@
-"""The rows of GENESYS, the data format of SYNTHETIC-1 and SYNTHETIC-2: tasks, responses, and results of their verification.
+"""The rows of GENESYS, the data format of SYNTHETIC-1 and SYNTHETIC-2: tasks and responses.
 
 Fields that a JSON column holds as a text, as on the Hugging Face hub, are parsed.
 """
@@ -38,14 +38,6 @@ class Response(Task):
     model_name: str
     generation_config: dict[str, Any] = pydantic.Field(default_factory=dict)
     machine_info: dict[str, Any] | None = None
-
-
-class Verification(pydantic.BaseModel):
-    """The score of a response, in [0, 1]; None if there was no time to find it."""
-
-    score: float | None = pydantic.Field(ge=0, le=1)
-    verification_result_info: dict[str, Any] = pydantic.Field(default_factory=dict)
-    response_id: str
 
 
 def task_of(row: Mapping[str, Any]) -> Task:
