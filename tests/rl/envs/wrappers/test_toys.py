@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 
+from configs.environments import target_long, target_short
 from rl import envs
 from rl.envs.interface import episode
 
@@ -34,15 +35,13 @@ def rows(path, count):
     return str(file)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_a_policy_learns_two_lengths(tmp_path, seed):
-    """Targets of 4 and 12 tokens, lengths of 1 to 16, alpha * range = 1: the error falls under 20 %, and the task is learned, too."""
-    targets, longest, G, P, loop = (4, 12), 16, 8, 16, asyncio.new_event_loop()
-    options = {"budget": "exact", "budget_targets": targets, "budget_alpha": 1 / longest}
+def lengths_of(tmp_path, seed, targets, longest, alpha, steps=201, G=8, P=16):
+    """Returns (task reward, length penalty, length error) by step, of a policy with a distribution of lengths for each target, and one of answers."""
+    loop = asyncio.new_event_loop()
+    options = {"budget": "exact", "budget_targets": targets, "budget_alpha": alpha}
     env = envs.load("dataset", path=rows(tmp_path, 64), seed=0, **options)
-    rng, logits, answer, curve = np.random.default_rng(seed), np.zeros((2, longest)), -1.0, []
-    for step in range(201):
+    rng, logits, answer, curve = np.random.default_rng(seed), np.zeros((len(targets), longest)), -1.0, []
+    for step in range(steps):
         grad, grad_answer, seen = np.zeros_like(logits), 0.0, []
         for group in range(P):
             task = env.make_task((step * P + group) % env.num_tasks, "train")
@@ -60,13 +59,32 @@ def test_a_policy_learns_two_lengths(tmp_path, seed):
                 grad_answer += advantage * (one - right)
             seen += scores
         logits, answer = logits + 0.5 * grad / P, answer + 0.5 * grad_answer / P
-        names = ("task_reward", "length_penalty", "length_error")
-        curve.append([np.mean([one[name] for one in seen]) for name in names])
+        curve.append(
+            [np.mean([one[name] for one in seen]) for name in ("task_reward", "length_penalty", "length_error")]
+        )
     loop.close()
-    for step in (0, 50, 100, 200):
+    for step in range(0, steps, 50):
         print(f"seed {seed}, step {step}: task reward, length penalty, length error", np.round(curve[step], 3))
-    assert np.mean(curve[-20:], 0)[2] < 0.2 and np.mean(curve[-20:], 0)[0] > 0.95
-    assert np.mean(curve[:5], 0)[2] > 0.5
+    return np.array(curve)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_policy_learns_two_lengths(tmp_path, seed):
+    """Targets of 4 and 12 tokens, lengths of 1 to 16, alpha * range = 1: the error falls under 20 %, and the task is learned, too."""
+    curve = lengths_of(tmp_path, seed, (4, 12), 16, 1 / 16)
+    assert curve[-20:, 2].mean() < 0.2 and curve[-20:, 0].mean() > 0.95
+    assert curve[:5, 2].mean() > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [target_short, target_long], ids=["short", "long"])
+def test_the_length_penalties_of_target_short_and_long_fall(tmp_path, config):
+    """The two experiments with 250 tokens as one: targets of 4 to 16 and of 8 to 40, alpha of 0.075."""
+    options = config.get_config().env.options
+    targets = tuple(target // 250 for target in options.budget_targets)
+    curve = lengths_of(tmp_path, 0, targets, targets[-1] * 5 // 4, 250 * options.budget_alpha, steps=401)
+    assert curve[-20:, 0].mean() > 0.95 and curve[-20:, 1].mean() < curve[:5, 1].mean() / 4
 
 
 def learn(env, kind_of, rng, steps=20, P=8, G=8):
