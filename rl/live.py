@@ -2,7 +2,9 @@
 
 1. /run is report.html with the newest data and the table of nodes. A script of four lines, named by its hash in the page's policy, fetches the
    page again and replaces its content: nothing else may run, load, or connect.
-2. /rollouts shows the rollouts of a batch: tokens colored by their log-probability, rewards with their parts, workers, and versions.
+2. /rollouts shows the rollouts of a batch: tokens colored by `?color=`, rewards with their parts, advantages, proofs, and verdicts. The colors
+   are those of log-probabilities, of advantages, or of noise: the sampling noise and the claimed log-probability give each token a number that is
+   exponentially distributed for an honest worker, so that a large one is a token which the noise can hardly have drawn.
 3. Where the listener or the address in the browser is not of this machine, both need `?token=`, which is in WORKDIR/page.token.
 
 Text of models and strangers is hostile; it is escaped as in the report.
@@ -14,18 +16,23 @@ import hmac
 import ipaddress
 import itertools
 import pathlib
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import fastapi
 import markupsafe
+import numpy as np
 from fastapi import responses
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl import report
+from rl.batch import credit as credit_lib
+from rl.ledger import run_history
+from rl.verification import checks
 from sharding.system import secret_file, sockets
 
 CACHE_S, MAX_GROUPS = 2.0, 16
@@ -39,8 +46,13 @@ if(main&&!document.querySelector("details[open]"))document.querySelector("main")
 HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{HASH}'; connect-src 'self'"
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
-# A token's color: the first limit that is at least its log-probability, from unlikely to certain.
-LIMITS = (-4.0, -2.0, -0.7, -0.1)
+Color = Literal["logprob", "noise", "advantage"]
+# A token's color is the class and the first limit that is at least its value. The noise is negative: -7 has a probability of 0.1 %.
+COLORS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "logprob": ("p", (-4.0, -2.0, -0.7, -0.1)),
+    "noise": ("p", (-7.0, -5.0, -3.0, -1.5)),
+    "advantage": ("a", (-1.0, -1e-9, 1e-9, 1.0)),
+}
 
 
 def add(
@@ -49,6 +61,7 @@ def add(
     host: str,
     nodes: Callable[[], list[dict[str, Any]]],
     decode: Callable[[Sequence[int]], str],
+    credit: credit_lib.Credit,
 ) -> str:
     """Adds both routes to an app that listens at `host`; returns the path of the first, with the token that it needs."""
     token = "" if sockets.is_loopback(host) else secret_file.read_or_create(workdir / "page.token")
@@ -75,10 +88,9 @@ def add(
         return reply(request, render)
 
     @app.get("/rollouts")
-    def rollouts(request: fastapi.Request, step: int = -1, first: int = 0):
-        return reply(
-            request, lambda: rollouts_page(workdir, step, first, decode, request.query_params.get("token", ""))
-        )
+    def rollouts(request: fastapi.Request, step: int = -1, first: int = 0, color: Color = "logprob"):
+        given = request.query_params.get("token", "")
+        return reply(request, lambda: rollouts_page(workdir, step, first, decode, credit, color, given))
 
     return f"/run{f'?token={token}' if token else ''}"
 
@@ -92,7 +104,13 @@ def _is_of_this_machine(name: str) -> bool:
 
 
 def rollouts_page(
-    workdir: pathlib.Path, step: int, first: int, decode: Callable[[Sequence[int]], str], token: str = ""
+    workdir: pathlib.Path,
+    step: int,
+    first: int,
+    decode: Callable[[Sequence[int]], str],
+    credit: credit_lib.Credit,
+    color: str = "logprob",
+    token: str = "",
 ) -> str:
     """Returns the page of the rollouts of a batch, MAX_GROUPS groups from number `first` on; of the newest batch if there is no such step."""
     folders = {int(path.name[5:]): path for path in (workdir / "rollouts").glob("step_*[0-9]")}
@@ -100,37 +118,64 @@ def rollouts_page(
     found = [one for file in sorted(folders[step].glob("*.parquet")) for one in parquet.read(file)] if folders else []
     found.sort(key=lambda one: (one.task.group, one.sample, one.branch))
     groups = [list(of) for _, of in itertools.groupby(found, key=lambda one: one.task.group)]
+    advantages = {id(rollout): advantage_T for rollout, advantage_T in credit.by_token(groups)}
+    verdicts = _verdicts(workdir, step)
+
+    def row(one: rollout_lib.Rollout) -> dict[str, Any]:
+        advantage_T = advantages.get(id(one), np.zeros(len(one.tokens), np.float32))
+        values_T = {"logprob": one.logprobs, "noise": _noise(one), "advantage": advantage_T}[color]
+        turns = [float(advantage_T[start]) for start, _ in one.spans]
+        pieces = markupsafe.Markup("").join(colored(one, decode, color, values_T))
+        return {"rollout": one, "text": pieces, "advantages": turns if len({*turns}) > 1 else turns[:1]}
+
     shown = [
         {
             "name": f"{group[0].task.env}, task {group[0].task.index}, group {group[0].task.group}",
             "prompt": decode(group[0].tokens[: group[0].prompt_length].tolist()),
-            "rollouts": [{"rollout": one, "text": markupsafe.Markup("").join(colored(one, decode))} for one in group],
+            "rollouts": [*map(row, group)],
+            "verdicts": verdicts.get(group[0].task.group, []),
         }
         for group in groups[max(first, 0) :][:MAX_GROUPS]
     ]
-    places = {"older": (step - 1, 0), "newer": (step + 1, 0)}
+    places = {"older": (step - 1, 0, color), "newer": (step + 1, 0, color)}
     links = {name: place for name, place in places.items() if place[0] in folders}
     if first + MAX_GROUPS < len(groups):
-        links["more groups"] = (step, first + MAX_GROUPS)
+        links["more groups"] = (step, first + MAX_GROUPS, color)
+    links |= {f"color: {name}": (step, first, name) for name in COLORS if name != color}
     return report.template("rollouts.html").render(
-        step=step, groups=shown, links=links, token=token, policy=POLICY, style=report.style()
+        step=step, groups=shown, links=links, color=color, token=token, policy=POLICY, style=report.style()
     )
 
 
-def colored(rollout: rollout_lib.Rollout, decode: Callable[[Sequence[int]], str]) -> Iterator[markupsafe.Markup]:
-    """Yields the completion in pieces of tokens with one color, escaped: "t" for tokens of the environment, else "p0" (unlikely) to "p4"."""
-    start = rollout.prompt_length
+def _verdicts(workdir: pathlib.Path, step: int) -> dict[int, list[dict[str, Any]]]:
+    """Returns the verdicts on the groups of a step; {} if the ledger is elsewhere, or locked."""
+    try:
+        return run_history.verdicts(workdir / "ledger.db", step)
+    except (FileNotFoundError, ValueError, sqlite3.Error):
+        return {}
+
+
+def _noise(rollout: rollout_lib.Rollout) -> np.ndarray:
+    """Returns the negative noise of each token, [T]: 0 where none was sampled, and for greedy rollouts."""
+    noise_T = np.zeros(len(rollout.tokens))
+    if rollout.temperature and rollout.sampled_mask.any():
+        noise_T[rollout.sampled_mask] = -checks.exponential_noise([rollout])[0]
+    return noise_T
+
+
+def colored(
+    rollout: rollout_lib.Rollout, decode: Callable[[Sequence[int]], str], color: str, values_T: np.ndarray
+) -> Iterator[markupsafe.Markup]:
+    """Yields the completion in pieces of tokens with one color, escaped: "t" for tokens of the environment, else by `COLORS`."""
+    start, (kind, limits) = rollout.prompt_length, COLORS[color]
     rows = zip(
-        rollout.tokens[start:].tolist(),
-        rollout.logprobs[start:].tolist(),
-        rollout.sampled_mask[start:].tolist(),
-        strict=True,
+        rollout.tokens[start:].tolist(), values_T[start:].tolist(), rollout.sampled_mask[start:].tolist(), strict=True
     )
-    color = lambda row: f"p{sum(row[1] > limit for limit in LIMITS)}" if row[2] else "t"  # noqa: E731
-    for name, of in itertools.groupby(rows, key=color):
+    name_of = lambda row: f"{kind}{sum(row[1] > limit for limit in limits)}" if row[2] else "t"  # noqa: E731
+    for name, of in itertools.groupby(rows, key=name_of):
         pieces = [*of]
         least = min(row[1] for row in pieces)
         text = report.text(decode([row[0] for row in pieces]))
-        yield markupsafe.Markup('<span class="{}" title="{} tokens, log-probability from {:.2f}">{}</span>').format(
-            name, len(pieces), least, text
+        yield markupsafe.Markup('<span class="{}" title="{} tokens, {} from {:.2f}">{}</span>').format(
+            name, len(pieces), color, least, text
         )

@@ -418,7 +418,9 @@ def _metrics_served(
     path = [""]
 
     def add_page(app) -> None:
-        path[0] = live.add(app, workdir, address.rpartition(":")[0] or "127.0.0.1", nodes, exp.tokenizer.decode)
+        path[0] = live.add(
+            app, workdir, address.rpartition(":")[0] or "127.0.0.1", nodes, exp.tokenizer.decode, exp.credit
+        )
 
     with metrics_routes.serving(address, health, learned.metrics, *here, add_more=add_page) as url:
         progress.say(f"page of the run: {url}{path[0]}")

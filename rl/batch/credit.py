@@ -85,15 +85,7 @@ class Credit:
             return [], 1.0
         episodes, rules = [*map(rollout_lib.episodes, groups)], [*map(self._rules_of, groups)]
         lengths = [*map(_lengths, episodes)]
-        advantages_P: list[np.ndarray] = [np.zeros(0)] * len(groups)
-        names = [group[0].task.env if self.envs else "" for group in groups]
-        for env in dict.fromkeys(names):
-            members = [i for i, name in enumerate(names) if name == env]
-            rule = rules[members[0]]
-            rule._check_turns([groups[i] for i in members])
-            found = advantages.NORMALIZERS[rule.normalize]([rule._advantages(episodes[i], lengths[i]) for i in members])
-            for i, advantage_U in zip(members, found, strict=True):
-                advantages_P[i] = advantage_U
+        advantages_P = self._normalized(groups, episodes, lengths)
         is_flat = [_is_flat(advantage_G) for advantage_G in advantages_P]
         taught = [i for i, flat in enumerate(is_flat) if not flat]  # groups that train the policy
         factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
@@ -104,6 +96,31 @@ class Credit:
                 advantage_GK = rule._by_turn(group, advantages_P[i])
                 trees += rule._trees(group, advantage_GK, factor_G, trains=i in factors)
         return trees, float(np.mean(is_flat))
+
+    def by_token(
+        self, groups: Sequence[Sequence[rollout_lib.Rollout]]
+    ) -> Iterator[tuple[rollout_lib.Rollout, np.ndarray]]:
+        """Yields the rollouts of a batch's groups that train, with the advantage of each token, float32 [T], without weights of the average."""
+        groups = [group for group in groups if _trained(group)]
+        episodes = [*map(rollout_lib.episodes, groups)]
+        found = self._normalized(groups, episodes, [*map(_lengths, episodes)])
+        for group, own, advantage_U in zip(groups, episodes, found, strict=True):
+            rule = self._rules_of(group)
+            for episode, advantage_K in zip(own, rule._by_turn(own, advantage_U), strict=True):
+                yield from rule._weighed(episode, advantage_K, 1.0)
+
+    def _normalized(self, groups, episodes, lengths) -> list[np.ndarray]:
+        """Returns the result of `_advantages` for each group, normalized over the groups of its environment."""
+        advantages_P: list[np.ndarray] = [np.zeros(0)] * len(groups)
+        names = [group[0].task.env if self.envs else "" for group in groups]
+        for env in dict.fromkeys(names):
+            members = [i for i, name in enumerate(names) if name == env]
+            rule = self._rules_of(groups[members[0]])
+            rule._check_turns([groups[i] for i in members])
+            found = advantages.NORMALIZERS[rule.normalize]([rule._advantages(episodes[i], lengths[i]) for i in members])
+            for i, advantage_U in zip(members, found, strict=True):
+                advantages_P[i] = advantage_U
+        return advantages_P
 
     def has_signal(self, group: Sequence[rollout_lib.Rollout]) -> bool:
         """Returns False if all advantages of a group are zero, or within `gate` of it, before the batch normalizes them."""

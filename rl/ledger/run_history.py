@@ -4,8 +4,11 @@
 submitted by a worker that had joined, and a quorum accepted them, or their worker had trust. The history ends before the first bad entry.
 """
 
+import contextlib
 import dataclasses
+import json
 import pathlib
+from typing import Any
 
 from rl.ledger import balances, run_rules, storage
 from rl.ledger import ledger as ledger_lib
@@ -68,3 +71,21 @@ def read(path: pathlib.Path) -> History:
     except ValueError as error:
         history.error = str(error)
     return history
+
+
+def verdicts(path: pathlib.Path, step: int) -> dict[int, list[dict[str, Any]]]:
+    """Returns the fields of the verdicts on the groups of a train step, by group, the oldest first. For display: nothing is verified.
+
+    Raises sqlite3.Error if another process has locked the file.
+    """
+    query = (
+        "SELECT event FROM entries WHERE instr(event, CAST(? AS BLOB)) AND instr(event, CAST(? AS BLOB)) ORDER BY seq"
+    )
+    found: dict[int, list[dict[str, Any]]] = {}
+    with contextlib.closing(storage.connect(path)) as db:
+        for (body,) in db.execute(query, ('"verdict"', f'"step":{step},')):  # canonical JSON, so without spaces
+            event = json.loads(body)
+            fields = event["fields"]
+            if event["kind"] == "verdict" and (fields["split"], fields["step"]) == ("train", step):
+                found.setdefault(fields["group"], []).append(fields)
+    return found

@@ -15,7 +15,9 @@ import pytest
 from inference.rollouts import parquet
 from inference.server import metrics_routes
 from rl import live
-from tests.support import browser
+from rl.batch import credit
+from rl.verification import checks
+from tests.support import browser, recorded_run
 from tests.support import rollouts as rollout_files
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)> " onmouseover="alert(3) \' {{ 7*7 }} \x1b[31m \u202e'
@@ -76,8 +78,8 @@ def serve(workdir):
     with contextlib.ExitStack() as stack:
 
         def start(host="127.0.0.1", num_nodes=1):
-            paths, nodes = [], lambda: [node()] * num_nodes
-            more = lambda app: paths.append(live.add(app, workdir, host, nodes, lambda ids: HOSTILE))  # noqa: E731
+            paths, nodes, decode = [], lambda: [node()] * num_nodes, lambda ids: HOSTILE
+            more = lambda app: paths.append(live.add(app, workdir, host, nodes, decode, credit.Credit()))  # noqa: E731
             url = stack.enter_context(metrics_routes.serving("0", dict, add_more=more))
             return url, paths[0]
 
@@ -146,9 +148,37 @@ def test_colors_follow_the_log_probabilities():
     mask = rollout.sampled_mask.copy()
     mask[start:-1], mask[-1] = True, False
     changed = dataclasses.replace(rollout, logprobs=logprobs, sampled_mask=mask)
-    found = [name for piece in live.colored(changed, str) for name in re.findall('^<span class="(..?)"', str(piece))]
+    found = [
+        name
+        for piece in live.colored(changed, str, "logprob", logprobs)
+        for name in re.findall('^<span class="(..?)"', str(piece))
+    ]
     expected = [f"p{n % 5}" for n in range(len(logprobs) - start - 1)] + ["t"]
     assert found == expected
+
+
+def test_a_group_has_its_advantages_its_verdicts_and_the_noise_of_its_tokens(tmp_path):
+    """The noise of an honest token is exponential; a claim that the noise cannot have drawn is red, and nothing else changes."""
+    recorded_run.write(tmp_path, 2, prompts_per_step=4, samples_per_prompt=2)
+    file = recorded_run.path(tmp_path, 2)
+    rollouts = parquet.read(file)
+    first, *_ = rollouts
+    noise = checks.exponential_noise([first])[0]
+    logprobs = first.logprobs.copy()
+    logprobs[np.flatnonzero(first.sampled_mask)[0]] -= np.log(20 / noise[0])
+    parquet.write(file, [dataclasses.replace(first, logprobs=np.minimum(logprobs, 0)), *rollouts[1:]])
+    page = lambda color: live.rollouts_page(tmp_path, 2, 0, str, credit.Credit("group_mean"), color)  # noqa: E731
+    shown = {color: page(color) for color in live.COLORS}
+    articles = re.findall("<article>(.*?)</article>", shown["advantage"], re.DOTALL)
+    assert len(articles) == 4
+    for text in articles:  # the rewards of a group are 0 and 1
+        assert re.findall("reward (0|1)<.*?advantage ([-0-9.]+),", text, re.DOTALL) == [("0", "-0.500"), ("1", "0.500")]
+        assert {*re.findall('<span class="(..?)"', text)} == {"a1", "a3"}
+        assert ("verdict ok of validator " in text) != ("no verdict in the ledger" in text)
+    assert sum("verdict ok" in text for text in articles) >= 2  # all of the stranger
+    spans = re.findall('<span class="p0" title="1 tokens, noise from -(.*?)">', shown["noise"])
+    assert "20.00" in spans
+    assert page("logprob") == shown["logprob"] and "bytes of proofs" in shown["logprob"]
 
 
 @pytest.mark.slow
