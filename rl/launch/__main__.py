@@ -66,6 +66,8 @@ def _check(counts: dict[str, int]) -> None:
         raise ValueError(f"--machines has {len(values.machines)} names for --hosts={values.hosts}; name more of them")
     if values.submit and target not in SUBMIT:
         raise ValueError(f"--submit is for the targets {' and '.join(SUBMIT)}, not {target}; leave it out")
+    if values.elastic and not (target == "gke" and counts["server"]):
+        raise ValueError("--elastic is for --target=gke with --servers and --workers; add these, or leave it out")
     if target == "gke" and not (values.image and values.claim):
         raise ValueError("--target=gke needs --image and --claim: a container image, and the volume claim of WORKDIR")
 
@@ -98,7 +100,8 @@ def _submit(plan: cluster.Plan) -> None:
     if values.target == "slurm":
         text = scripts.slurm(plan, values.sbatch)
     else:
-        text = scripts.gke(plan, values.image, values.claim, values.accelerator, values.node_selector)
+        places = values.image, values.claim, values.accelerator, values.node_selector
+        text = scripts.gke(plan, *places, is_elastic=values.elastic)
     file.write_text(text)
     command = [*SUBMIT[values.target], str(file)]
     if not values.submit:
@@ -125,5 +128,7 @@ if __name__ == "__main__":
     flags.DEFINE_string(
         "accelerator", "", "gke, ray: RESOURCE=COUNT of learner, server, and validator, such as google.com/tpu=4"
     )
+    helps = "gke: relays, servers, and workers as Deployments, which outlive restarts of the learner and can be scaled"
+    flags.DEFINE_bool("elastic", False, helps)
     flags.DEFINE_multi_string("node_selector", [], "gke: LABEL=VALUE of nodes with an accelerator")
     experiment_lib.run(main)

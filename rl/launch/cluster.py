@@ -10,6 +10,7 @@ from rl.swarm import processes, supervisor
 
 EVERYWHERE = "0.0.0.0"
 ACCELERATED = ("learner", "server", "validator")  # roles with devices of their own
+ELASTIC = ("relay", "server", "worker")  # roles whose nodes may come and go
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,10 +26,16 @@ def slurm(plan: cluster.Plan, options: Sequence[str]) -> str:
     )
 
 
-def gke(plan: cluster.Plan, image: str, claim: str, accelerator: str, selectors: Sequence[str]) -> str:
-    """Returns the manifest of a JobSet, with a job for each node. A pod has a name in DNS that follows from its job's."""
+def gke(
+    plan: cluster.Plan, image: str, claim: str, accelerator: str, selectors: Sequence[str], *, is_elastic: bool = False
+) -> str:
+    """Returns the manifest of a JobSet, with a job for each node. A pod has a name in DNS that follows from its job's.
+
+    With `is_elastic`, relays, servers, and workers are Deployments next to the JobSet, each with a service of its name.
+    """
     name = re.sub(r"[^a-z0-9]+", "-", plan.workdir.name.lower()).strip("-")[:30] or "run"
-    pod = lambda node: f"{name}-{node}-0-0.{name}"  # noqa: E731
+    elastic = cluster.ELASTIC if is_elastic else ()
+    pod = lambda node: f"{name}-{node}" if plan.roles[node] in elastic else f"{name}-{node}-0-0.{name}"  # noqa: E731
     resource, _, count = accelerator.partition("=")
     return _render(
         "gke.yaml",
@@ -42,6 +48,7 @@ def gke(plan: cluster.Plan, image: str, claim: str, accelerator: str, selectors:
         resources={resource: count} if accelerator else {},
         selectors={label: value for label, _, value in (one.partition("=") for one in selectors)},
         accelerated=cluster.ACCELERATED,
+        elastic=elastic,
     )
 
 

@@ -1,6 +1,8 @@
 """Runs on several machines: the commands name each other's addresses, and each engine's stand-in carries a run to its end."""
 
+import functools
 import json
+import lzma
 import os
 import re
 import signal
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 
+import jsonschema
 import pytest
 import yaml
 
@@ -117,14 +120,14 @@ def test_the_script_of_slurm_places_each_node_and_starts_the_dead_again(plan, pr
     assert re.search(r"--url http://n2:\d+", server) and "--orchestrator http://n0:18000" in server
 
 
-def manifest(plan):
+def manifests(plan, **options):
     plan.workdir.mkdir(exist_ok=True)
-    text = scripts.gke(plan, "image:1", "disk", "google.com/tpu=4", ["cloud.google.com/gke-tpu-topology=2x2"])
-    return yaml.safe_load(text)
+    places = "image:1", "disk", "google.com/tpu=4", ["cloud.google.com/gke-tpu-topology=2x2"]
+    return [*yaml.safe_load_all(scripts.gke(plan, *places, **options))]
 
 
 def test_the_hosts_of_a_manifest_are_the_names_of_its_pods(plan):
-    found = manifest(plan())
+    (found,) = manifests(plan())
     name, jobs = found["metadata"]["name"], found["spec"]["replicatedJobs"]
     assert name == "it-s-a-run" == found["spec"]["network"]["subdomain"]
     pods = {f"{name}-{job['name']}-0-{i}.{name}" for job in jobs for i in range(job["template"]["spec"]["completions"])}
@@ -146,14 +149,59 @@ def test_the_image_copies_files_that_exist():
     assert "-r requirements.txt" in text and "requirements.txt" in copied
 
 
-@pytest.mark.slow
+def test_nodes_that_come_and_go_are_deployments_that_the_others_find(plan):
+    jobset, *others = manifests(plan(), is_elastic=True)
+    assert [job["name"] for job in jobset["spec"]["replicatedJobs"]] == ["learner", "validator0"]
+    services, deployments = others[::2], others[1::2]
+    names = [f"it-s-a-run-{node}" for node in ("relay0", "server0", "server1", "worker0", "worker1", "worker2")]
+    assert names == [one["metadata"]["name"] for one in services] == [one["metadata"]["name"] for one in deployments]
+    pods = {"it-s-a-run-validator0-0-0.it-s-a-run", *(f"it-s-a-run-learner-0-{i}.it-s-a-run" for i in range(2))}
+    text = json.dumps([jobset, *others])
+    hosts = set(re.findall(r"http://([^:/]+):", text)) | {re.findall(r'"(it-s-a-run-learner[^":]*):\d+"', text)[0]}
+    assert hosts <= pods | {*names} and {"it-s-a-run-relay0", "it-s-a-run-server1"} <= hosts
+    for service, deployment in zip(services, deployments, strict=True):
+        spec = deployment["spec"]
+        assert service["spec"]["selector"] == spec["selector"]["matchLabels"]
+        assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+        pod = spec["template"]["spec"]
+        assert pod["restartPolicy"] == "Always" and spec["strategy"] == {"type": "Recreate"}
+        (key,) = re.findall(r"keys/(\w+)\.key", json.dumps(pod))
+        assert service["metadata"]["name"].endswith(f"-{key}")
+
+
+def schemas():
+    file = tiny_run.ROOT / "tests" / "fixtures" / "kubernetes" / "schemas.json.xz"
+    found = json.loads(lzma.decompress(file.read_bytes()))
+    return {
+        kind: jsonschema.Draft202012Validator(schema | {"$defs": found["$defs"]})
+        for kind, schema in found["kinds"].items()
+    }
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_the_published_models_of_jobset_and_kubernetes_know_every_field(plan, hosts):
-    """Their classes drop a field that they do not know, and reject a wrong type."""
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-    spec = manifest(plan(hosts=hosts))["spec"]
-    parsed = models.JobsetV1alpha2JobSetSpec.from_dict(spec)
-    assert json.loads(json.dumps(parsed.to_dict())) == spec
+def test_the_published_schemas_of_kubernetes_and_jobset_accept_every_manifest(plan, hosts, is_elastic):
+    for one in manifests(plan(hosts=hosts), is_elastic=is_elastic):
+        schemas()[one["kind"]].validate(one)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value"),
+    [
+        ("JobSet", "spec.failurePolicy.maxRestart", 20),
+        ("JobSet", "spec.replicatedJobs.0.template.spec.completions", "1"),
+        ("JobSet", "spec.replicatedJobs.0.template.spec.template.spec.containers.0.arg", []),
+        ("Deployment", "spec.replicas", "1"),
+        ("Deployment", "spec.template.spec.containers.0.volumeMounts.0.path", "/"),
+        ("Deployment", "spec.strategy.kind", "Recreate"),
+        ("Service", "spec.headless", True),
+    ],
+)
+def test_the_schemas_find_a_wrong_field(plan, kind, place, value):
+    one = next(one for one in manifests(plan(), is_elastic=True) if one["kind"] == kind)
+    *names, last = place.split(".")
+    functools.reduce(lambda at, name: at[int(name) if name.isdigit() else name], names, one)[last] = value
+    assert [error.json_path for error in schemas()[kind].iter_errors(one)]
 
 
 @pytest.mark.slow
@@ -165,6 +213,7 @@ def test_the_published_models_of_jobset_and_kubernetes_know_every_field(plan, ho
         (["--target=ssh"], "--machines"),
         (["--target=gke"], "--image"),
         (["--target=local", "--hosts=2"], "another target"),
+        (["--target=slurm", "--elastic"], "leave it out"),
         (["--target=ssh", "--machines=a", "--submit"], "leave it out"),
         (["--target=slurm", "--workdir=gs://b/run"], "mount it"),
     ],
