@@ -1,4 +1,4 @@
-"""Each alert fires once for its cause in real code: promtool gets what a scrape of the process has before and after the cause.
+"""Each alert fires once for its cause in real code: promtool gets two scrapes of it, before and after the cause.
 
 A gauge keeps its value after the cause, and a counter grows in each minute as much as it did between the two scrapes.
 """

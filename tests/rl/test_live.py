@@ -194,6 +194,8 @@ def test_in_a_browser_the_page_updates_itself_and_nothing_else_runs(serve, workd
     with browser.Browser(tmp_path / "profile") as page:
         page.open(url + path)
         assert "10000 RL steps" in page.run("document.body.innerText").replace(",", "")
+        paint = page.run("performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
+        print(f"first paint after {paint} ms, the server's part included")
         assert page.run("document.querySelectorAll('main table').length") > 0 and "healthy" in page.run(
             "document.body.innerText"
         )

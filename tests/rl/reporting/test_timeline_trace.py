@@ -4,10 +4,12 @@ import collections
 import contextlib
 import json
 import random
+import shutil
 
 import pytest
 
 from rl import report
+from rl.ledger import storage
 from rl.reporting import metrics, timeline_trace
 from rl.reporting.timeline_trace import Span
 from tests.support import recorded_run
@@ -79,6 +81,36 @@ def test_lanes_and_shares_agree_with_a_grid(seed):
         assert found[role]["idle"] == pytest.approx(1 - len(busy & whole) / len(whole))
         overlap = len(busy & training) / len(whole) if role != "learner" else 0
         assert found[role]["overlap"] == pytest.approx(overlap)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not shutil.which("trace_processor_shell"), reason="Perfetto's trace_processor_shell is not installed"
+)
+def test_perfetto_reads_the_shares_of_the_report(tmp_path):
+    perfetto = pytest.importorskip("perfetto.trace_processor", reason="pip install perfetto")
+    recorded_run.write(tmp_path, STEPS, prompts_per_step=P, samples_per_prompt=2)
+    first_s = min(span.begin_s for span in timeline_trace.of_ledger(entries_of(tmp_path)))
+    steps = [
+        {"step": n, "time/unix": first_s + n, "time/wait_s": 0.7, "time/train_step_s": 0.2, "time/step_s": 1.0}
+        for n in range(1, STEPS + 1)
+    ]
+    expected = timeline_trace.shares(timeline_trace.write(tmp_path, steps))
+    config = perfetto.TraceProcessorConfig(bin_path=shutil.which("trace_processor_shell"))
+    query = """SELECT process.pid AS role, slice.name AS name, slice.ts AS ts, slice.dur AS dur FROM slice
+        JOIN thread_track ON slice.track_id = thread_track.id JOIN thread USING (utid) JOIN process USING (upid)"""
+    with contextlib.closing(perfetto.TraceProcessor(trace=str(tmp_path / "trace.json"), config=config)) as found:
+        spans = [
+            Span(row.ts / 1e9, (row.ts + row.dur) / 1e9, timeline_trace.ROLES[row.role], "", row.name, 1)
+            for row in found.query(query)
+        ]
+    for role, shares in timeline_trace.shares(spans).items():
+        assert shares == pytest.approx(expected[role], abs=0.01), role
+
+
+def entries_of(folder):
+    with contextlib.closing(storage.connect(folder / "ledger.db")) as db:
+        return [(entry.time_ms / 1000, entry.event) for entry in storage.read(db, 0)]
 
 
 def test_a_run_without_a_ledger_has_no_trace(tmp_path):
