@@ -1,6 +1,7 @@
 """The guides are short and of one form, their commands run as they are written, and each error that a page names is one of the product."""
 
 import ast
+import functools
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 
 import pytest
 
+from configs import base
 from rl.orchestrator.groups import queue_entry
 from tests.rl import test_finetune
 from tests.support import pages, tiny_run
@@ -99,6 +101,16 @@ def test_the_commands_of_all_pages_name_modules():
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), (page.name, module)
 
 
+def test_the_commands_of_all_pages_set_fields_that_exist():
+    config, found = base.get_config(), set()
+    for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
+        found |= {*re.findall(r"--config\.([a-z][a-z0-9_.]*)=", page.read_text())}
+    assert len(found) > 40
+    free = ("env.options.", "loss_options.")
+    for name in (name for name in found if not name.startswith(free)):
+        functools.reduce(lambda at, part: at[part], name.split("."), config)  # else a KeyError with the name
+
+
 def test_the_picture_of_a_groups_life_has_the_transitions_of_the_queue():
     (text,) = re.findall(r"stateDiagram-v2\n(.*?)```", (DOCS / "architecture.md").read_text(), re.DOTALL)
     drawn = {tuple(edge) for edge in re.findall(r"^ +(\S+) --> ([\w*\[\]]+)", text, re.MULTILINE)}
@@ -126,7 +138,7 @@ def script(name, folder):
     for program, body in programs.items():
         (folder / "bin" / program).write_text(f"#!/bin/bash\n{body}\n")
         (folder / "bin" / program).chmod(0o755)
-    return f"set -e\ntrap 'kill $(jobs -p) 2>/dev/null; wait' EXIT\n{commands}"
+    return f"set -e\ntrap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n{commands}"
 
 
 def free_port():
