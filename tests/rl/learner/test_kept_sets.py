@@ -13,6 +13,7 @@ from rl.learner import train_step
 from tests.rl.verification import test_verifier
 from tests.support import small_learner as small
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 MODEL = test_verifier.MODEL
 
 

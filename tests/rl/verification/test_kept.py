@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from rl.verification import replay as replay_lib
 from tests.rl.verification import test_verifier
 from tests.support import bare_rules
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 FILTERS = request_lib.NO_FILTERS | {"top_k": 20, "top_p": 0.9}
 ENGINE = dataclasses.replace(test_verifier.CONFIG, kept_tokens=20)
 REQUEST = dataclasses.replace(test_verifier.HONEST, top_k=20, top_p=0.9, kept_tokens=True)
@@ -75,6 +77,7 @@ def test_the_gap_is_0_for_the_filters_own_set_and_more_for_every_other():
     rng = np.random.default_rng(0)
     V = 5
     subsets = np.array([[bool(bits >> v & 1) for v in range(V)] for bits in range(1, 2**V)])
+    gap = jax.jit(replay_lib.kept_gap)
     for _ in range(30):
         logits = (rng.standard_normal(V) * 1.5).astype(np.float32)
         filters = {"top_k": int(rng.choice([0, 2, 4])), "top_p": float(rng.choice([1.0, 0.8])), "min_p": 0.0}
@@ -85,13 +88,13 @@ def test_the_gap_is_0_for_the_filters_own_set_and_more_for_every_other():
         stays = (before < filters["top_p"]) & (p >= filters["min_p"] * p[0])
         right = np.isin(np.arange(V), order[stays])
         arrays = {"top_k": np.int32(filters["top_k"])} | {n: np.float32(filters[n]) for n in ("top_p", "min_p")}
-        gaps = np.asarray(replay_lib.kept_gap(np.tile(logits, (len(subsets), 1)), subsets, arrays))
+        gaps = np.asarray(gap(np.tile(logits, (len(subsets), 1)), subsets, arrays))
         is_right = (subsets == right).all(axis=1)
         assert gaps[is_right] == 0, (logits, filters)
         assert (gaps[~is_right] > 0).all(), (logits, filters, gaps, right)
         # Near a threshold, a set is off by as little as the logits are.
         nearer = logits + np.float32(1e-3) * rng.standard_normal(V).astype(np.float32)
-        moved = np.asarray(replay_lib.kept_gap(nearer[None], right[None], arrays))
+        moved = np.asarray(gap(nearer[None], right[None], arrays))
         assert moved[0] < 0.02
 
 
