@@ -495,12 +495,12 @@ def _shown(values: dict[str, float]) -> dict[str, float]:
     names = {
         "reward": "rollout/reward",
         "loss": "loss/total",
-        "kl": metrics.sampler_kl(values),
+        "mismatch kl": metrics.sampler_kl(values),
         "entropy": "loss/entropy",
         "lag": "sync/lag",
         "tok/s": "time/tokens_per_s",
         "accepted": "trust/num_accepted",
-        "refused": "trust/num_refused",
+        "rejected": "trust/num_refused",
     }
     return {short: values[name] for short, name in names.items() if name in values}
 

@@ -83,13 +83,13 @@ def wilson(num_passed: int, num_samples: int) -> tuple[float, float]:
 
 
 def shown(scores: Mapping[str, float], intervals: Mapping[str, Iterable[float]]) -> str:
-    """Returns scores as a line for people, avg@k with half of its interval."""
+    """Returns scores as a line for people, avg@k with its interval."""
 
     def one(name: str, value: float) -> str:
         if name not in intervals or "avg@" not in name:
             return f"{name} {value:.4g}"
         low, high = intervals[name]
-        return f"{name} {value:.4g} ± {(high - low) / 2:.2g}"
+        return f"{name} {value:.4g} ({low:.2g} to {high:.2g})"
 
     return "  ".join(one(name, value) for name, value in scores.items())
 

@@ -36,7 +36,11 @@ def listing() -> str:
         first, last = node.lineno, node.end_lineno or node.lineno
         lines += [f"  {comments.get(number, '')}".rstrip() for number in range(done + 1, first)]
         comment = "  ".join(comments[number] for number in range(first, last + 1) if number in comments)
-        lines += [f"  {name} = {_literal(values[name])}  {comment}".rstrip() for name in fields if name in values]
+        own = [f"  {name} = {_literal(values[name])}" for name in fields if name in values]
+        if len(own) == 1:
+            lines.append(f"{own[0]}  {comment}".rstrip())
+        else:  # a comment on several fields precedes them
+            lines += [*[f"  {comment}"] * bool(comment), *own]
         done = last
     return "\n".join(lines)
 

@@ -390,7 +390,9 @@ def code_options(experiment: Experiment) -> list[str]:
 def describe(experiment: Experiment, workdir: pathlib.Path) -> str:
     """Returns the text that a run prints first: the config fields that differ from configs/base.py, and the files to watch."""
     defaults, found = default_fields(), fields(experiment)
-    changed = {name: value for name, value in found.items() if value != defaults.get(name)}
+    changed = {
+        name: value for name, value in found.items() if value != defaults.get(name) and not name.endswith(".digest")
+    }  # digests are derived
     width = max(map(len, changed), default=0)
     count = f"{len(changed)} of {len(found)} config fields differ from configs/base.py"
     lines = [f"{count} (all are in {workdir / 'config.json'}):"]

@@ -41,6 +41,7 @@ def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS
     flags.DEFINE_bool("exit_with_parent", False, "stop when standard input closes", flag_values=values)
     for name in ("config", "workdir") if needs_workdir else ("config",):
         flags.mark_flag_as_required(name, flag_values=values)
+    for name in {"config", "workdir", "code"} & {*values}:
         values.register_key_flag_for_module(sys.argv[0], values[name])  # --help lists those of the main module
 
 

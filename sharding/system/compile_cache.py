@@ -56,7 +56,8 @@ def enable(folder: str = "auto") -> None:
 def summary() -> str:
     """Returns a line on the programs that this process has compiled or read from the cache since `enable`."""
     read, every = list(_seconds[_READ]), list(_seconds[_COMPILED])
-    text = f"compiled {max(len(every) - len(read), 0)} programs in {max(sum(every) - sum(read), 0.0):.1f} s"
+    num_compiled = max(len(every) - len(read), 0)
+    text = f"compiled {num_compiled} program{'s' * (num_compiled != 1)} in {max(sum(every) - sum(read), 0.0):.1f} s"
     if read:
         text += f", and read {len(read)} in {sum(read):.1f} s from {_config.jax_compilation_cache_dir}"
     return text

@@ -159,13 +159,15 @@ def test_help_lists_every_field_with_its_default_and_comment():
     defaults = experiment.flat(base.get_config().to_dict()) | {"env.options": {}, "envs": {}, "evaluation.sets": {}}
     assert {name: shown.pop(name) for name in defaults} == {name: repr(value) for name, value in defaults.items()}
     assert shown == {"loss_options.cross_entropy": "{}"}
-    for line in (  # alone; of two fields; of a value in parentheses; above a field
+    for line in (  # alone; of a value in parentheses
         "rl.prompts_per_step = 32  # P: groups in a batch",
-        "model.attention_softcap = 0.0  # 0: head_dim ** -0.5, and no cap",
         'rl.average = \'tokens\'  # or "samples", "prompts"',
     ):
         assert any(found.startswith(line) for found in lines), line
     assert "  # 0: those samples are worth 0" not in base_fields.listing().splitlines()
+    assert (
+        "  # 0: head_dim ** -0.5, and no cap\n  model.attention_scale = 0.0\n" in base_fields.listing()
+    )  # of two fields
     assert "  # Multi-head latent attention, if kv_latent_dim is above 0.\n  model.kv" in base_fields.listing()
 
 
