@@ -275,8 +275,9 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if length > row:
         yield f"{limit} exceeds train.row_length = {row}: the longest rollout would not fit into a row; raise train.row_length"
     if length <= completion:
-        remedy = "lower that" if length == model.max_positions else "raise it"
-        yield f"{limit} leaves no room for a prompt: it must exceed {longest.field('max_tokens')} = {completion}; {remedy}"
+        field = longest.field("max_tokens")
+        remedy = f"set {field} below the model's {length} positions" if length == model.max_positions else "raise it"
+        yield f"{limit} leaves no room for a prompt: it must exceed {field} = {completion}; {remedy}"
     if 0 < model.max_positions < length:
         remedy = "lower it, or set model.rope_scaling and raise model.max_positions"
         yield f"{limit} exceeds model.max_positions = {model.max_positions}, for which the model was trained; {remedy}"

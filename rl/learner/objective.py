@@ -233,7 +233,8 @@ def check_own(function: Callable, options: Mapping[str, float]) -> None:
     result = jax.eval_shape(functools.partial(function, **options), *[float_BT] * 4, **extras)
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
     if not (is_pair and all(x.shape == () for x in jax.tree.leaves(result)) and all("/" in key for key in result[1])):
-        found = f"your loss function {name} returns {result}, not a scalar and a dict of scalars such as 'loss/NAME'"
+        shown = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", result)
+        found = f"your loss function {name} returns {shown}, not a scalar and a dict of scalars such as 'loss/NAME'"
         raise ValueError(f"{found}; {remedy}")
 
 

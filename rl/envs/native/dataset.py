@@ -44,7 +44,8 @@ def build(
         for option, field in needed.items():
             if field not in row:
                 hint = environment.did_you_mean(field, row)
-                raise ValueError(f"field {field!r} does not exist; {hint}set env.options.{option}")
+                found = f"field {field!r} does not exist" + f", only {', '.join(map(repr, [*row][:20]))}" * bool(row)
+                raise ValueError(f"{found}; {hint}set env.options.{option}")
         own = "" if row.get(answer) is None else str(row[answer])
         if not is_own:
             rewards.check_answer(reward, own)

@@ -397,8 +397,8 @@ def losses_of_users():
     [
         ("two", "too many positional arguments"),
         ("no_star", "missing a required argument: 'denom'"),
-        ("bare", r"returns ShapeDtypeStruct\(shape=\(\)"),
-        ("per_token", r"returns \(ShapeDtypeStruct\(shape=\(2, 8\)"),
+        ("bare", r"returns float32\[\], not"),
+        ("per_token", r"returns \('float32\[2, 8\]', "),
         ("no_area", r"returns .*'streams'.*not a scalar and a dict of scalars such as 'loss/NAME'"),
     ],
 )

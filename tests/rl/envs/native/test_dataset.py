@@ -199,7 +199,7 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
         (None, {}, "x.jsonl does not exist; give a file or a folder with rows"),
         ("", {}, "x.jsonl has no rows; give a file"),
         ("{}\n[1]\n", {}, "x.jsonl, train row 1: field 'question' does not exist; set env.options.prompt$"),
-        ('{"questions": ""}', {}, "field 'question' does not exist; did you mean 'questions'?"),
+        ('{"questions": ""}', {}, "field 'question' does not exist, only 'questions'; did you mean 'questions'?"),
         ('{"question": "a", "result": 1}\n\n{"a"', {}, r"x.jsonl, train row 2: .*x.jsonl, line 3 is not a JSON object"),
         pytest.param("[" * 10**5, {}, "line 1 is not a JSON object: maximum recursion", id="nested"),
         ('{"question": "a", "result": ""}', {}, "row 1: the answer is empty; correct it"),
@@ -212,7 +212,7 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
         (
             '{"question": "a"}',
             {"solution": "work", "reward": "rl.envs.native.rewards:make"},
-            "field 'work' does not exist; set env.options.solution",
+            "field 'work' does not exist, only 'question'; set env.options.solution",
         ),
         ('{"question": "a", "result": "b"}', {}, "x.jsonl has one prompt only, which is held out; add rows"),
         ('{"question": "a", "result": "b"}', {"held_out": "test"}, "has no split 'test' to hold out .* it has train"),
