@@ -75,8 +75,8 @@ def _write_qwen(config) -> dict:
 
 
 def _read_qwen3_moe(hf: dict) -> dict:
-    slides = bool(hf.get("use_sliding_window") and hf.get("sliding_window"))  # then every layer does, unlike in Qwen3
-    window = {"layer_pattern": "S", "window": hf["sliding_window"]} if slides else {}
+    size = hf.get("use_sliding_window") and hf.get("sliding_window", 4096)  # every layer slides, unlike in Qwen3
+    window = {"layer_pattern": "S", "window": size} if size else {}
     return window | {"dense_layers": tuple(sorted(hf.get("mlp_only_layers") or ()))}
 
 

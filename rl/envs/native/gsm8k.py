@@ -39,7 +39,7 @@ def build(*, path: str = "", system_prompt: str = INSTRUCTION, seed: int = 0) ->
         is_right = number is not None and number == task.info["number"]
         return {"reward": float(is_right), "has_answer": float(number is not None)}
 
-    return environment.Environment("gsm8k", make_task, score)
+    return environment.Environment("gsm8k", make_task, score, num_held_out=len(problems["held_out"]))
 
 
 def files(path: pathlib.Path) -> dict[str, pathlib.Path]:

@@ -36,4 +36,4 @@ def build(
         own = task.info["answer"]
         return dataclasses.replace(task, env="math", answer=own if "\\boxed{" in own else f"\\boxed{{{own}}}")
 
-    return environment.Environment("math", make_task, made.score, made.num_tasks)
+    return environment.Environment("math", make_task, made.score, made.num_tasks, num_held_out=made.num_held_out)

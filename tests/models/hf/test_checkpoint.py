@@ -334,6 +334,51 @@ def test_what_a_file_leaves_out_is_the_default_of_its_family():
     assert config.rope_original_positions == 4096 and not config.rope_truncate
 
 
+@pytest.mark.parametrize(
+    ("name", "absent", "expected"),
+    [
+        (
+            "gpt_oss",
+            "swiglu_limit swiglu_alpha attention_bias head_dim",
+            dict(clamp_limit=7.0, clamp_alpha=1.702, qkv_bias=True, out_bias=True, head_dim=64, layer_pattern="SF"),
+        ),
+        (
+            "gemma3_text",
+            "head_dim query_pre_attn_scalar tie_word_embeddings rope_parameters layer_types _sliding_window_pattern",
+            dict(head_dim=256, attention_scale=1 / 16, tie_embeddings=True, rope_theta=1e6, layer_pattern="SSSSSF")
+            | dict(rope_local_theta=10000.0),
+        ),
+        ("deepseek_v3", "rope_interleave norm_topk_prob", dict(rope_interleaved=True, norm_topk=True)),
+        ("glm4moe_full", "norm_topk_prob partial_rotary_factor", dict(norm_topk=True, rope_dim=8)),
+        ("qwen3moe_mixed", "decoder_sparse_step norm_topk_prob", dict(mixture_every=1, norm_topk=False)),
+        ("qwen3_bias_yarn_v5", "head_dim attention_bias", dict(head_dim=128, qkv_bias=False, out_bias=False)),
+    ],
+)
+def test_other_defaults_are_those_of_the_config_classes(name, absent, expected):
+    """Most give parameters of the same shapes, and only wrong numbers."""
+    config = hf_config.read({key: value for key, value in stored(name).items() if key not in absent.split()})
+    assert {field: getattr(config, field) for field in expected} == expected
+
+
+def test_entries_of_scaled_positions_have_their_defaults():
+    deepseek, gemma, llama = (stored(name) for name in ("deepseek_v3", "gemma3_text", "llama_mha_bias"))
+    given = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 0.7}
+    config = hf_config.read(deepseek | {"rope_scaling": given})
+    assert (config.rope_beta_fast, config.rope_beta_slow, config.rope_mscale) == (32.0, 1.0, 0.7)
+    assert config.rope_truncate
+    given = {"rope_type": "yarn", "original_max_position_embeddings": 256}
+    assert hf_config.read(llama | {"rope_scaling": given}).rope_factor == 2048 / 256
+    nested = {"full_attention": {"rope_type": "default", "rope_theta": 5e5}, "sliding_attention": {}}
+    config = hf_config.read(gemma | {"rope_parameters": nested})
+    assert (config.rope_theta, config.rope_local_theta) == (5e5, 10000.0)
+
+
+def test_float16_is_read_as_float32():
+    """bfloat16 would lose three bits."""
+    config = hf_config.read(stored("llama_mha_bias") | {"torch_dtype": "float16"})
+    assert config.param_dtype == config.dtype == "float32"
+
+
 def test_windows_of_qwen():
     """Unused ones are ignored. In Qwen2 and Qwen3 the layers from `max_window_layers` on slide, in a mixture all layers."""
     sliding, plain = (
@@ -346,8 +391,13 @@ def test_windows_of_qwen():
         config = hf_config.read(dense | sliding)
         assert config.window == 8 and [config.is_sliding(n) for n in range(3)] == [False, True, True]
         assert hf_config.read(dense | sliding | {"sliding_window": None}).layer_pattern == "F"
+        deep = {key: value for key, value in (dense | sliding).items() if key != "max_window_layers"}
+        config = hf_config.read(deep | {"num_hidden_layers": 30})
+        assert [n for n in range(30) if config.is_sliding(n)] == [28, 29]
     config = hf_config.read(stored("qwen3moe_mixed") | sliding)
     assert config.window == 8 and all(config.is_sliding(n) for n in range(config.num_layers))
+    absent = {key: value for key, value in stored("qwen3moe_mixed").items() if key != "sliding_window"}
+    assert hf_config.read(absent | {"use_sliding_window": True}).window == 4096
 
 
 def test_an_odd_part_of_a_head_rotates_as_the_next_even_one():

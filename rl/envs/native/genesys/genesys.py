@@ -99,11 +99,13 @@ def build(
         except episode.BudgetSpent:
             return _scores(0.0)
 
-    num_tasks = len(rows["train"])
+    num_tasks, num_held_out = len(rows["train"]), len(rows["held_out"])
     if found <= checks.SCORES.keys():
-        return environment.Environment("genesys", make_task, score, num_tasks)
+        return environment.Environment("genesys", make_task, score, num_tasks, num_held_out=num_held_out)
     kind = "replayed" if has_code else "pure"
-    return environment.Environment("genesys", make_task, num_tasks=num_tasks, play=play, kind=kind)
+    return environment.Environment(
+        "genesys", make_task, num_tasks=num_tasks, play=play, kind=kind, num_held_out=num_held_out
+    )
 
 
 def cases_of(info: Mapping[str, Any]) -> Sequence[grading.Test]:

@@ -10,12 +10,13 @@ import pyarrow.parquet
 import pytest
 
 from configs import base
+from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.data import sources
 from rl.envs.catalog import catalog
 from rl.envs.native import rewards
 from rl.envs.scoring import scorer
-from rl.experiment import experiment
+from rl.experiment import experiment, rules
 from rl.protocol import task_schedule
 
 ROWS = [{"question": f"What is {i} + {i}?", "result": str(2 * i), "hard": i > 20} for i in range(40)]
@@ -54,6 +55,14 @@ def test_each_kind_of_file_has_the_same_rows_in_any_order_of_access(tmp_path, su
     assert [{k: kind(v) for k, v in row.items()} for row in ROWS] == list(rows) == [rows[i] for i in range(40)]
 
 
+def test_lines_end_as_on_any_system(tmp_path):
+    """The last one perhaps not at all."""
+    lines = [json.dumps(row) for row in ROWS]
+    for text in ("\n".join(lines), "\r\n".join(lines), "\r\n\r\n \n".join(lines) + "\r\n"):
+        (tmp_path / "x.jsonl").write_bytes(text.encode())
+        assert list(sources.read(tmp_path / "x.jsonl")["train"]) == ROWS
+
+
 def test_a_folder_is_read_in_the_layout_of_hugging_face(tmp_path):
     for name, part in {
         "hub/data/train-00000-of-00002.parquet": slice(0, 15),
@@ -79,6 +88,30 @@ def test_a_folder_is_read_in_the_layout_of_hugging_face(tmp_path):
     assert load(tmp_path / "flat").num_tasks < 40
 
 
+def test_more_held_out_tasks_than_there_are_is_noted(tmp_path, capsys):
+    path = str(write(tmp_path / "x.jsonl"))
+    for name, count in (("train", 1), ("test", 3)):
+        problems = [json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(problems))
+    rows = [{"task_type": "null_reward", "prompt": f"{i}?", "problem_id": "p", "source": "s"} for i in range(40)]
+    for name, options in (
+        ("dataset", {"path": path} | OPTIONS),
+        ("math", {"path": path, "problem": "question", "answer": "result"}),
+        ("gsm8k", {"path": str(tmp_path)}),
+        ("genesys", {"path": str(write(tmp_path / "genesys.jsonl", rows))}),
+    ):
+        env = envs.load(name, **options)
+        found = {env.make_task(i, "held_out").messages[-1]["content"] for i in range(99)}
+        assert env.num_held_out == len(found) < 40, name
+        config = base.get_config()
+        config.env.name, config.env.options, config.inference.max_model_len = name, options, 512
+        for count in (len(found), len(found) + 1):
+            config.evaluation.num_tasks = count
+            rules.check_prompts(config, tokenizer_lib.load("byte_chatml"))
+            noted = f"takes {count} held-out tasks of {name}: only {len(found)} different tasks"
+            assert (noted in capsys.readouterr().err) == (count > len(found))
+
+
 @pytest.mark.parametrize("count", [2, 40])
 def test_one_file_holds_out_rows_by_their_prompts(tmp_path, count):
     """Also a small one; a prompt that occurs twice is on one side."""
@@ -86,6 +119,8 @@ def test_one_file_holds_out_rows_by_their_prompts(tmp_path, count):
     train = {env.make_task(i, "train").messages[-1]["content"] for i in range(env.num_tasks)}
     held = {env.make_task(i, "held_out").messages[-1]["content"] for i in range(80)}
     assert train and held and not train & held and train | held == {row["question"] for row in ROWS[:count]}
+    many = load(write(tmp_path / "many.jsonl", [{"question": f"{i}?", "result": "1"} for i in range(800)]))
+    assert 30 < many.num_held_out < 70 and many.num_tasks + many.num_held_out == 800  # 1 in 16
 
 
 def test_each_row_comes_once_per_epoch(tmp_path):
@@ -119,14 +154,19 @@ REWARDS = [
     ("number", "5", "3 + 2 is 5", "five"),
     ("number", "2", "f(3)-2", "f(3) -2"),
     ("number", "-5", "\u22125", "5"),
+    ("number", "-5", "-$5.00", "$5"),
     ("number", ".5", "0.50", "...5"),
     ("number", "1e+16", "1E16", "16"),  # as JSON has 10000000000000000.0
     ("number", "9999", "1e9999", "1e999"),
+    ("regex", "a\nb", "<a>a\nb</a>", "<a>a b</a>"),
     ("regex", "Paris", "<a>Rome</a> <a> Paris </a>", "<a>Paris</a> <a>Rome</a>"),
     ("math", "\\boxed{3} + 4\n#### 7", "It is 7.", "3"),
     ("math", "0.5", r"so \boxed{\frac{1}{2}}", r"\boxed{\frac{1}{3}}"),
     ("math", r"\frac{x}{2}", r"$\frac{2x}{4}$", "x"),
     ("math", "7", "The answer is 7.", ""),
+    ("math", "It is \\boxed{3}.\n#### 7", "7", "3"),
+    ("math", "1<x<2", r"\boxed{(1,2)}", r"\boxed{(1,3)}"),  # an interval may answer an inequality, not the reverse
+    ("math", "(1,2)", r"\boxed{(1,2)}", r"\boxed{1<x<2}"),
 ]
 
 
@@ -162,7 +202,7 @@ def test_math_and_own_rewards_are_computed_in_the_sandbox(tmp_path):
     sys.modules.pop("own_reward", None)
 
 
-def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
+def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path, monkeypatch):
     (tmp_path / "own_reward.py").write_text("def reward(completion, row):\n    return 1.0\n")
     write(tmp_path / "x.jsonl")
     options = {"path": str(tmp_path / "x.jsonl"), "reward": f"{tmp_path}/own_reward.py:reward"}
@@ -175,6 +215,11 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path):
             file.write("\n")
         found.append(envs.digest("dataset", options))
     assert len({*found, envs.digest("dataset", {"reward": "math"})}) == 4
+    for reward, is_same in (("math", False), ("boxed", False), ("exact", True)):  # of the package that scores
+        before = envs.digest("dataset", {"reward": reward})
+        with monkeypatch.context() as patch:
+            patch.setattr(catalog.metadata, "version", lambda package: "0")
+            assert (envs.digest("dataset", {"reward": reward}) == before) == is_same
     for kind in ("dataset", "gsm8k"):  # files that they do not read change nothing
         (tmp_path / kind).mkdir()
         before = []
