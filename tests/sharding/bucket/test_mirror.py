@@ -37,9 +37,11 @@ def write(folder, name, data, mode=0o644):
 
 
 def check_swept(url):
-    """Asserts that the bucket has one state, and no block that it does not name."""
+    """Asserts that the bucket has one state, and no block that it does not name. Its run has ended: the next one need not wait."""
     place = storage.Storage(url)
-    manifest = f"manifests/{json.loads(place.read(mirror.HEAD)[0])['manifest']}"
+    head = json.loads(place.read(mirror.HEAD)[0])
+    manifest = f"manifests/{head['manifest']}"
+    assert head["is_closed"]
     named = {key for path, file in snapshot.parse(place.read(manifest)[0], "").items() for key, *_ in file.blocks(path)}
     assert {*place.keys()} == named | {manifest, mirror.HEAD}
 
@@ -64,7 +66,7 @@ def test_another_machine_gets_the_same_files(url, tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "BLOCK_BYTES", 1000)
     random.seed(0)
     contents = {"config.json": b"{}", "weights.key": b"k" * 32, "checkpoints/2/state/d/a b": random.randbytes(5001)}
-    contents |= {"checkpoints/2/seal.json": b"{}", "logs/empty": b"", "rollouts/step_1/accepted.parquet": b"p" * 3000}
+    contents |= {"checkpoints/2/seal.json": b"{}", "logs/empty": b"", "rollouts/step_12/accepted.parquet": b"p" * 3000}
     with bucket.mirrored(url):
         folder = bucket.local_folder(url)
         for name, data in contents.items():
@@ -72,6 +74,7 @@ def test_another_machine_gets_the_same_files(url, tmp_path, monkeypatch):
         for name in (
             ".lock",
             "checkpoints/3.orbax-checkpoint-tmp/x",
+            "checkpoints/torn-1/x",
             "weights/v00000001/c.0",
             "weights/.tmp-removed-v0/c",
         ):
@@ -84,7 +87,7 @@ def test_another_machine_gets_the_same_files(url, tmp_path, monkeypatch):
     with bucket.mirrored(url):
         there = files(other := bucket.local_folder(url))
         assert other != folder
-        names = {*contents} - {"rollouts/step_1/accepted.parquet"}
+        names = {*contents} - {"rollouts/step_12/accepted.parquet"}
         with contextlib.closing(sqlite3.connect(other / "ledger.db")) as db:
             assert db.execute("SELECT x FROM t").fetchall() == [(7,)]
         there.pop("ledger.db")
@@ -96,8 +99,8 @@ def test_another_machine_gets_the_same_files(url, tmp_path, monkeypatch):
     machine(monkeypatch, tmp_path, "third")
     copy = bucket.fetched(url, ["rollouts/*", "logs/*", "config.json"])
     stayed = files(copy)
-    assert {*stayed} == {"rollouts/step_1/accepted.parquet", "logs/empty"}
-    assert stayed["logs/empty"][0] == b"grown" and stayed["rollouts/step_1/accepted.parquet"][0] == b"p" * 3000
+    assert {*stayed} == {"rollouts/step_12/accepted.parquet", "logs/empty"}
+    assert stayed["logs/empty"][0] == b"grown" and stayed["rollouts/step_12/accepted.parquet"][0] == b"p" * 3000
     check_swept(url)
 
 
@@ -173,6 +176,19 @@ def test_a_file_that_grows_sends_its_end_alone(tmp_path, monkeypatch):
         blocks = [key for key in sent if key.startswith("files/")]
         assert len(blocks) == num, size
         sent.clear()
+
+
+def test_content_that_comes_back_is_written_again(tmp_path, monkeypatch):
+    """Its blocks were deleted with the state before."""
+    url = f"file://{tmp_path}/bucket"
+    with bucket.mirrored(url):
+        one = mirror._MIRRORS[folder := bucket.local_folder(url)]
+        for data in (b"1", b"22", b"1"):
+            write(folder, "a", data)
+            proxy.wait_until(lambda data=data: "a" in one._files and one._files["a"].size == len(data))
+    machine(monkeypatch, tmp_path, "other")
+    assert files(bucket.fetched(url))["a"][0] == b"1"
+    check_swept(url)
 
 
 class Run(threading.Thread):
@@ -251,10 +267,11 @@ def test_files_that_change_meanwhile_are_captured_as_they_are_linked(tmp_path, m
     for name in ("checkpoints/1/a", "checkpoints/1/b", "checkpoints/2/a", "open/1.log", "open/2.log"):
         write(folder, name, b"1")
         os.utime(folder / name, (1, 1))
-    link, gone = os.link, [folder / "checkpoints/1/b", folder / "open/1.log"]
+    link, seen = os.link, []
 
     def racing(source, target):
-        if source in gone:
+        seen.append(source.parent.name)
+        if source == folder / "open/1.log" or (source.parent.name == "1" and seen.count("1") == 2):
             source.unlink()
         if source == folder / "open/2.log":
             write(folder, "new", b"22")
@@ -312,12 +329,12 @@ def test_a_silent_run_is_replaced_and_notices_it(url, tmp_path, monkeypatch):
     assert {*files(bucket.fetched(url))} == {"a", "b"}
 
 
-@pytest.mark.parametrize("late", ["keys", "delete"])
-def test_a_suspended_run_deletes_nothing_of_its_successor(late, tmp_path, monkeypatch):
-    """It is suspended before it lists or deletes objects, while the successor writes the same file again."""
+@pytest.mark.parametrize(("late", "data"), [("keys", b"1"), ("delete", b"1"), ("delete", b"")])
+def test_a_suspended_run_deletes_nothing_of_its_successor(late, data, tmp_path, monkeypatch):
+    """It is suspended before it lists or deletes objects, while the successor writes the same file, or the same state, again."""
     url, resumed, is_done = f"file://{tmp_path}/bucket", threading.Event(), threading.Event()
     with bucket.mirrored(url):
-        write(bucket.local_folder(url), "a", b"1")
+        write(bucket.local_folder(url), "a", data)
     first = mirror.Mirror(url, bucket.local_folder(url))
     call, begun_s = getattr(first._storage, late), first._saved_s
 
@@ -338,8 +355,9 @@ def test_a_suspended_run_deletes_nothing_of_its_successor(late, tmp_path, monkey
     first._lock.acquire()  # nor does it write its head
     machine(monkeypatch, tmp_path, "other")
     with bucket.mirrored(url):
-        write(bucket.local_folder(url), "a", b"1")
-        write(bucket.local_folder(url), "b", b"2")
+        write(bucket.local_folder(url), "a", data)
+        if data:
+            write(bucket.local_folder(url), "b", b"2")
     resumed.set()
     first._lock.release()
     proxy.wait_until(is_done.is_set)
@@ -347,7 +365,7 @@ def test_a_suspended_run_deletes_nothing_of_its_successor(late, tmp_path, monkey
     first._saves.join(10)
     assert "is in use by another run now" in str(first._failure)
     machine(monkeypatch, tmp_path, "third")
-    assert {*files(bucket.fetched(url))} == {"a", "b"}
+    assert {*files(bucket.fetched(url))} == ({"a", "b"} if data else {"a"})
 
 
 @pytest.mark.parametrize("lost", [["weights.key"], ["weights.key", "config.json", "checkpoints/2/a"]])
@@ -402,13 +420,15 @@ def test_a_killed_restore_is_not_taken_for_the_run(tmp_path, monkeypatch):
         assert not (folder / "others").exists()  # an empty step would be one
 
 
-def test_a_kill_after_the_head_was_written_leaves_the_run_to_its_machine(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_kill_at_a_write_of_the_head_leaves_the_run_to_its_machine(is_written, tmp_path, monkeypatch):
     """Its folder is newer than the bucket: a file since then is not lost, and the next start does not wait for a lease."""
     url, put = f"file://{tmp_path}/bucket", storage.Storage.write
 
     def killed(self, key, data, **options):
-        found = put(self, key, data, **options)
-        if key == mirror.HEAD and '"manifest": ""' not in data.decode():
+        is_last = key == mirror.HEAD and '"manifest": ""' not in data.decode()
+        found = put(self, key, data, **options) if is_written or not is_last else None
+        if is_last:
             raise KeyboardInterrupt
         return found
 
@@ -526,14 +546,15 @@ def test_the_end_waits_for_the_bucket_and_fails_in_one_line(tmp_path, monkeypatc
 
 def test_a_full_disk_delays_a_capture(tmp_path, monkeypatch, capsys):
     url, capture = f"file://{tmp_path}/bucket", snapshot.capture
-    errors = [OSError(errno.ENOSPC, "No space left"), sqlite3.OperationalError("database or disk is full")]
+    errors = [OSError(errno.ENOSPC, "No space left"), OSError(errno.EDQUOT, "Disk quota exceeded")]
+    errors += [sqlite3.OperationalError("database or disk is full")]
     monkeypatch.setattr(mirror, "RETRY_S", 0.01)
     monkeypatch.setattr(
         snapshot, "capture", lambda *args: (_ for _ in ()).throw(errors.pop()) if errors else capture(*args)
     )
     with bucket.mirrored(url):
         write(bucket.local_folder(url), "a", b"1")
-    assert capsys.readouterr().err.count("could not be captured for its bucket") == 2
+    assert capsys.readouterr().err.count("could not be captured for its bucket") == 3
     machine(monkeypatch, tmp_path, "other")
     assert {*files(bucket.fetched(url))} == {"a"}
 
@@ -577,17 +598,40 @@ def test_damaged_and_foreign_objects_are_refused(tmp_path, monkeypatch):
         bucket.fetched(f"file://{tmp_path}/nothing")
 
 
-def test_a_checkpoint_without_a_block_is_left_out(tmp_path, monkeypatch, capsys):
-    url = f"file://{tmp_path}/bucket"
+def test_a_block_that_arrives_damaged_is_read_again(tmp_path, monkeypatch):
+    url, read, damaged = f"file://{tmp_path}/bucket", storage.Storage.read, []
     with bucket.mirrored(url):
-        for name in ("config.json", "checkpoints/2/a", "checkpoints/4/a"):
+        write(bucket.local_folder(url), "a", b"data")
+
+    def flipped(self, key, *args):
+        data, generation = read(self, key, *args)
+        if not key.startswith("files/") or damaged:
+            return data, generation
+        damaged.append(key)
+        return b"DATA", generation
+
+    monkeypatch.setattr(storage.Storage, "read", flipped)
+    machine(monkeypatch, tmp_path, "other")
+    assert files(bucket.fetched(url))["a"][0] == b"data" and damaged
+
+
+def test_a_checkpoint_without_a_block_is_left_out(tmp_path, monkeypatch, capsys):
+    """But not the parameters that all checkpoints share."""
+    url, root = f"file://{tmp_path}/bucket", tmp_path / "bucket/files/checkpoints"
+    with bucket.mirrored(url):
+        for name in ("config.json", "checkpoints/2/a", "checkpoints/4/a", "checkpoints/frozen/0/a"):
             write(bucket.local_folder(url), name, b"1")
-    (block,) = (tmp_path / "bucket/files/checkpoints/4/a").iterdir()
+    (block,) = (root / "4/a").iterdir()
     block.unlink()
     machine(monkeypatch, tmp_path, "other")
     with bucket.mirrored(url):
-        assert {*files(bucket.local_folder(url))} == {"config.json", "checkpoints/2/a"}
+        assert {*files(bucket.local_folder(url))} == {"config.json", "checkpoints/2/a", "checkpoints/frozen/0/a"}
     assert capsys.readouterr().err.count("Going on without checkpoints/4/a\n") == 1
+    (block,) = (root / "frozen/0/a").iterdir()
+    block.unlink()
+    machine(monkeypatch, tmp_path, "third")
+    with pytest.raises(FileNotFoundError, match="checkpoints/frozen/0/a/.* does not exist"), bucket.mirrored(url):
+        raise AssertionError
 
 
 def test_paths_and_urls_are_told_apart(tmp_path):
@@ -596,7 +640,7 @@ def test_paths_and_urls_are_told_apart(tmp_path):
     assert bucket.local_folder("s3://b/a") != bucket.local_folder("gs://b/a")
     with bucket.mirrored(tmp_path):
         bucket.pace(tmp_path)
-    for wrong in ("http://host/a", "s3://", "S3:///"):
+    for wrong in ("http://host/a", "s3://", "s3:///", "S3:///"):
         with pytest.raises(ValueError, match="is not the URL of a bucket; write gs://BUCKET/PATH"):
             bucket.is_url(wrong)
 
