@@ -174,7 +174,7 @@ FAMILIES = {
         "llama",
         ["<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
         + ["<|python_tag|>"],
-        ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"],
+        ["<|end_of_text|>"],  # as of a base checkpoint: the template alone has the others
     ),
 }
 MORE = [{"role": "user", "content": "and <|im_end|> <|eot_id|> <|user|> now?"}]
@@ -196,7 +196,7 @@ def test_a_bridge_is_the_rendering_when_the_completion_was_canonical(name, turn,
     completion = whole[len(prompt) : end + 1]
     assert tok.bridge(prompt, completion, after) == whole
     assert tok.bridge(prompt, completion[:-1], after) == whole  # cut off by length: the turn is closed for it
-    parsed = tok.parse(completion, tools=TOOLS)
+    parsed = tok.parse([*completion, *tok.encode("after the end")], tools=TOOLS)
     assert parsed["content"] == turn["content"]
     made = [json.loads(call["function"]["arguments"]) for call in parsed.get("tool_calls", [])]
     assert made == [call["function"]["arguments"] for call in turn.get("tool_calls", [])]

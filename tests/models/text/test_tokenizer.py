@@ -242,8 +242,20 @@ def test_ids_that_end_a_completion(tmp_path):
     assert tokenizer.load(folder(tmp_path / "a", config)).stop_ids == (END, PAD)  # generation_config.json goes first
     (tmp_path / "a" / "generation_config.json").unlink()
     assert tokenizer.load(tmp_path / "a").stop_ids == (END, START)
+    other = {"generation_config.json": '{"eos_token_id": 256}'}  # and the end token of tokenizer_config.json
+    assert tokenizer.load(folder(tmp_path / "c", other)).eos_ids == (END, PAD)
     with pytest.raises(ValueError, match=r"generation_config.json has eos_token_id \['x'\]; make it a token ID"):
         tokenizer.load(folder(tmp_path / "b", {"generation_config.json": '{"eos_token_id": "x"}'}))
+
+
+def test_a_length_in_the_folder_cuts_and_pads_nothing(tmp_path):
+    """It is that of the last batch which the author's program encoded."""
+    model = tokenizers.Tokenizer.from_str(TOK.model.to_str())
+    model.enable_truncation(3)
+    model.enable_padding(length=9, pad_id=PAD, pad_token="<|endoftext|>")
+    loaded = tokenizer.load(folder(tmp_path, {"tokenizer.json": model.to_str()}))
+    assert loaded.encode("hello") == loaded.prompt_ids("hello") == list(b"hello")
+    assert loaded.render(CHAT) == TOK.render(CHAT)
 
 
 def test_tools_have_their_own_template_or_are_refused(tmp_path):
@@ -259,6 +271,8 @@ def test_tools_have_their_own_template_or_are_refused(tmp_path):
             assert loaded.render(user, tools=[TOOL]).token_ids == list(b"1")
             loaded.save(path / "again")
             loaded = tokenizer.load(path / "again")
+    both = dataclasses.replace(TOK, chat_template=conversations.PLAIN_TEMPLATE, tool_template=TOK.chat_template)
+    assert both.render(CHAT, tools=[TOOL]) == TOK.render(CHAT, tools=[TOOL])  # of which one has blocks of the assistant
     alone = tokenizer.load(folder(tmp_path / "c", chat_template=plain))
     with pytest.raises(ValueError, match="chat template does not render tools"):
         alone.render(user, tools=[TOOL])

@@ -59,6 +59,7 @@ def test_the_loss_lies_on_the_messages_of_the_roles(roles, expected):
     assert branch.loss_mask[-1] == 1 and len(tree.prompt) == 0  # nothing after the last trained token
     assert branch.tokens.tolist() == CHATML.render(TURNS).token_ids[: len(branch.tokens)]
     np.testing.assert_array_equal(branch.advantage, branch.loss_mask)
+    assert branch.temperature == 1.0  # another one would divide the logits that are trained
 
 
 def test_the_first_token_never_trains():
@@ -71,6 +72,10 @@ def test_conversations_that_cannot_train_are_refused():
         conversations.tree(CHATML, [{"role": "user", "content": "x"}], max_length=99)
     with pytest.raises(ValueError, match="has [0-9]+ tokens, more than inference.max_model_len = 20"):
         conversations.tree(CHATML, TURNS, max_length=20)
+    (branch,) = conversations.tree(CHATML, TURNS, max_length=200).branches
+    conversations.tree(CHATML, TURNS, max_length=len(branch.tokens))
+    with pytest.raises(ValueError, match=f"has {len(branch.tokens)} tokens, more than"):
+        conversations.tree(CHATML, TURNS, max_length=len(branch.tokens) - 1)
 
 
 class Rewriting:
@@ -214,10 +219,12 @@ def test_a_last_answer_that_the_template_leaves_open_is_closed():
     glm = templates.family_tokenizer("glm", names, ["<|endoftext|>"])
     names = ["<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"]
     llama = templates.family_tokenizer("llama", names, names[:1])
+    llama_base = templates.family_tokenizer("llama", ["<|end_of_text|>", *names], ["<|end_of_text|>"])
     for tokenizer, turn, closing in (
         (glm, templates.REPLY, ["<|user|>"]),
         (glm, templates.CALL, ["<|observation|>"]),
         (llama, templates.REPLY, []),  # its template closes each answer
+        (llama_base, templates.REPLY, []),  # with another token than its own last one
     ):
         messages = [*templates.OPENING, turn]
         (branch,) = conversations.tree(tokenizer, messages, max_length=200).branches

@@ -190,6 +190,14 @@ def test_the_digest_sees_code_and_data_and_nothing_else(project, tmp_path):
     before = envs.digest(f"{project}/path.py:build", {"path": f"{project}/data/rows.jsonl"})
     (project / "path.py").write_text(ENV.format(extra="X = 1\n"))
     assert envs.digest(f"{project}/path.py:build", {"path": f"{project}/data/rows.jsonl"}) != before
+    (file,) = (project / "data").iterdir()
+    tables = f"{project}/path.py:build", {"table_path": str(file)}  # any option of this form
+    before = envs.digest(*tables)
+    file.write_text("{}")
+    assert envs.digest(*tables) != before
+    with pytest.raises(ValueError, match="env.options.table_path = .* does not exist in"):
+        envs.locate("tasks.py:build", {"table_path": str(file)}, [project / "own_sums"])
+    assert user_code.digest([("train", file)]) != user_code.digest([("test", file)])  # a name tells what a file is for
 
 
 def test_a_module_of_another_folder_is_not_taken_for_a_neighbor(project, tmp_path):
