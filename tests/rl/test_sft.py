@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import types
 
 import httpx
 import jax
@@ -51,6 +52,8 @@ def test_a_file_is_gone_through_once_per_epoch_without_what_is_held_out(tmp_path
     assert texts(source.batch(2)) == texts(source.batch(2))  # a function of the step, for a resume
     whole = sft._from_files(experiment.resolve(config_of(warmup__data=path)))
     assert len(set(sum((texts(whole.batch(step)) for step in range(1, 8)), []))) == 14
+    other = sft._from_files(experiment.resolve(config_of(warmup__data=path, seed=1)))
+    assert texts(other.batch(1)) != texts(whole.batch(1))
     with pytest.raises(ValueError, match="14 conversations, all of them held out .warmup.eval_tasks = 64"):
         sft._from_files(experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1)))
     other = write(tmp_path / "d.jsonl", [conversation(c * 3) for c in "AB"])
@@ -131,6 +134,14 @@ def test_patience_counts_losses_without_a_new_best():
     for loss in range(50):
         never = never.after(float(loss))
     assert not never.is_over
+
+
+def test_the_held_out_loss_is_a_mean_over_trained_tokens(monkeypatch):
+    """Neither prompts nor padding count."""
+    logp = np.array([[9, -1, -2, 9], [9, 9, -6, 9]], np.float32)
+    batch = types.SimpleNamespace(loss_mask=np.array([[0, 1, 1, 0], [0, 0, 1, 0]], np.float32))
+    monkeypatch.setattr(train_step, "score", lambda *args: logp)
+    assert sft._nll(None, None, batch) == 3.0
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import optax
 import pytest
 
 from sharding import checkpoint
+from sharding.bucket import mirror
 from tests.support import trees
 
 
@@ -212,6 +213,21 @@ def test_a_checkpoint_is_due_by_time_too(tmp_path, monkeypatch):
     assert saved == [False, False, True, False, True]
 
 
+def test_a_checkpoint_waits_for_the_bucket(tmp_path, monkeypatch):
+    class Late:
+        def check(self):
+            pass
+
+        def pace(self):
+            raise ValueError("the bucket is an hour behind")
+
+    monkeypatch.setitem(mirror._MIRRORS, tmp_path, Late())
+    with checkpoint.Checkpointer(tmp_path / "checkpoints", every=2) as checkpointer:
+        assert not checkpointer.save(1, {"x": jnp.zeros(2)}, {})
+        with pytest.raises(ValueError, match="an hour behind"):
+            checkpointer.save(2, {"x": jnp.zeros(2)}, {})
+
+
 def test_the_best_is_kept_however_old(tmp_path):
     state = _state()
     with pytest.raises(FileNotFoundError, match=r"has a score yet: choose one of \[\]"):
@@ -233,7 +249,10 @@ def test_the_best_is_kept_however_old(tmp_path):
         checkpointer.save(6, state, {})
         checkpointer.score(6, 1.0)
         checkpointer.save(7, state, {})
-    assert checkpoint.complete_steps(tmp_path) == [6, 7]
+        checkpointer.wait()
+        assert checkpoint.complete_steps(tmp_path) == [6, 7]
+        checkpointer.score(7, 1.5)
+    assert checkpoint.best_step(tmp_path) == 7
 
 
 def test_save_survives_donation(tmp_path):

@@ -538,6 +538,7 @@ def test_the_shipped_configs_are_those_models_and_divide(name, held, multiplied)
     assert version == pytest.approx(2 * work.held, rel=1e-4)  # bfloat16, and few corrections of routers
     assert name != "intellect3" or version <= 214e9
     assert topology in module.__doc__ and f"configs/{name}.py" in module.__doc__
+    assert name in SHIPPED  # whose tests would be skipped if no config was found
 
 
 def test_both_stages_of_intellect_3_are_trained_as_it_says():

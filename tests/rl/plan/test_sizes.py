@@ -64,6 +64,25 @@ def test_more_memory_never_means_less_and_less_memory_fits():
     assert found == sorted(found) and found[0] < found[-1] == (256, 16)
 
 
+def test_the_printed_need_is_that_of_the_final_sizes():
+    """Whichever of them was set by the user."""
+    whole = settled(config_of())
+    for fields in ({"inference__num_slots": 256}, {"train__rows": 128}):
+        config, text = settled(config_of(**fields))
+        assert config == whole[0] and text.rpartition("; about ")[2] == whole[1].rpartition("; about ")[2]
+
+
+def test_the_memory_of_an_accelerator_is_its_own(monkeypatch):
+    """Not the part that is in use now, nor the host's."""
+    stats = {"bytes_in_use": 1 << 20, "bytes_limit": 15 << 30}
+    chip = types.SimpleNamespace(platform="gpu", device_kind="T4", process_index=0, memory_stats=lambda: stats)
+    monkeypatch.setattr(sizes.jax, "local_devices", lambda: [chip])
+    monkeypatch.setattr(sizes.mesh_lib, "create", lambda axes, devices: devices)
+    monkeypatch.setattr(sizes.layout, "learner_mesh", lambda config: None)
+    place = sizes.present(base.get_config())
+    assert (place.memory_bytes, place.kind, place.is_cpu) == (15 << 30, "T4", False)
+
+
 def test_replays_on_the_accelerator_need_sizes_of_the_user():
     """Their copy of the weights is in no estimate."""
     with pytest.raises(
@@ -94,6 +113,11 @@ def test_a_field_that_is_set_stays_and_limits_the_others():
     for length, row in ((2100, 2304), (5000, 5120)):  # in tiles of 256 and 512, which pad less than an eighth
         longer, _ = settled(config_of(inference__max_model_len=length, sampling__max_tokens=2000))
         assert longer.train.row_length == row
+    for samples, memory_gib, prompts, slots in ((16, 15.75, 16, 256), (64, 95.74, 4, 256)):  # rollouts are 256
+        groups, _ = settled(config_of(rl__samples_per_prompt=samples), memory_gib=memory_gib)
+        assert (groups.rl.prompts_per_step, groups.inference.num_slots) == (prompts, slots)
+    many, _ = settled(config_of(rl__prompts_per_step=256), memory_gib=95.74)
+    assert many.inference.num_slots == sizes.MOST_SLOTS == 512  # of 2,048 rollouts
     few, _ = settled(
         config_of(rl__prompts_per_step=2, rl__samples_per_prompt=8, mesh__context=2, sampling__max_tokens=60)
     )
@@ -149,6 +173,8 @@ def test_devices_apart_are_filled_apart(monkeypatch):
         )
 
     assert chosen(15.75, mesh__rollout_devices=4) == (128, 64, 4, 4)
+    place = sizes.planned(config_of(inference__mesh__tensor=1), "v5e:4x4")
+    assert (place.mesh.size, place.server_mesh.size) == (16, 4)  # each host has an engine of its own
     assert chosen(15.75, topology__mode="remote", inference__num_slots=24) == (24, 128, 8, None)
     # Slots and rows limit the other's number on devices that both use, and only there.
     few, many = (chosen(8, mesh__rollout_devices=4, train__rows=rows)[0] for rows in (4, 64))

@@ -34,6 +34,8 @@ def test_each_host_gives_its_last_devices_to_its_engine():
         ValueError, match="mesh.rollout_devices = 4 leaves the learner none of the 4 devices of a host; l"
     ):
         layout.split(chips, 4)
+    with pytest.raises(ValueError, match="rollout_devices = 1 leaves the learner none of the 1 devices of a host"):
+        layout.split([*chips, Chip(8, 2)], 1)  # the smallest host decides
 
 
 def test_the_meshes_of_both_layouts():

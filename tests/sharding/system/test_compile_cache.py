@@ -17,7 +17,8 @@ from sharding.system import compile_cache
 compile_cache.enable(*sys.argv[1:])
 import jax
 value = float(jax.jit(lambda x: x * 3 + 1)(2.0))
-print(json.dumps([value, compile_cache.summary(), jax.config.jax_compilation_cache_dir, os.environ["JAX_ENABLE_COMPILATION_CACHE"]]))
+print(json.dumps([value, compile_cache.summary(), jax.config.jax_compilation_cache_dir, os.environ["JAX_ENABLE_COMPILATION_CACHE"],
+    jax.config.jax_compilation_cache_max_size]))
 """
 
 
@@ -31,7 +32,8 @@ def start(home, *args, **variables):
 
 
 def test_a_later_process_reads_the_programs_of_an_earlier_one(tmp_path, monkeypatch):
-    value, first, folder, _ = start(tmp_path)
+    value, first, folder, _, max_bytes = start(tmp_path)
+    assert max_bytes == compile_cache.MAX_BYTES  # no limit would fill the disk
     assert value == 7 and first.startswith("compiled ") and "read" not in first
     assert folder.startswith(f"{tmp_path}/.cache/intellax/compiled/") and os.stat(folder).st_mode & 0o77 == 0
     value, second, *_ = start(tmp_path)
@@ -47,6 +49,24 @@ def test_a_later_process_reads_the_programs_of_an_earlier_one(tmp_path, monkeypa
     assert start(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))[3] == "False"  # nowhere to keep them
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert str(compile_cache._user_folder()).startswith(f"{tmp_path}/x/intellax/compiled/")
+
+
+def test_each_kind_of_cpu_has_a_folder_of_its_own(monkeypatch):
+    """Code for one crashes on another with fewer instructions. The clock of the moment is no kind."""
+    found = []
+    for flags, clock in (("sse avx512f", 2500), ("sse avx512f", 800), ("sse", 2500)):
+        text = f"model name\t: X\ncpu MHz\t\t: {clock}\nflags\t\t: {flags}\n"
+        monkeypatch.setattr(compile_cache.pathlib.Path, "read_text", lambda path, text=text: text)
+        found.append(compile_cache._user_folder())
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_folder_that_the_user_named_for_jax_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "True")  # to be restored
+    before = jax.config.jax_compilation_cache_dir
+    compile_cache.enable(str(tmp_path / "other"))
+    assert jax.config.jax_compilation_cache_dir == before and not (tmp_path / "other").exists()
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path, monkeypatch):
