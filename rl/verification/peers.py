@@ -72,7 +72,7 @@ class Peers:
     def state(self) -> dict:
         """Returns the groups as plain JSON, for `restored`."""
         groups = [
-            [step, group, *dataclasses.asdict(one).values()]
+            [step, group, one.worker, one.statistics, one.is_verified]
             for step, groups in self._steps.items()
             for (group, _), one in groups.items()
         ]

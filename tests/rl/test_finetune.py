@@ -16,8 +16,9 @@ from rl.experiment import experiment
 from sharding import broadcast
 from tests.models.hf import test_variants
 from tests.rl.batch import test_conversations
-from tests.support import small_learner, tiny, tiny_run
+from tests.support import commands, small_learner, tiny, tiny_run
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 TINY = {
     "rl.num_steps": 1,
     "rl.prompts_per_step": 4,
@@ -31,11 +32,14 @@ TINY = {
 }
 
 
-def run(module, folder, *options, config="configs/finetune.py", **fields):
-    """Runs a command on configs/finetune.py, with `folder` as its checkpoint and no field of `model`."""
+def options_of(folder, *options, **fields):
+    """Returns the options of a command on configs/finetune.py, with `folder` as its checkpoint and no field of `model`."""
     own = {"init_from": folder} | TINY | fields
-    argv = [sys.executable, "-m", module, f"--config={config}", *map(str, options)]
-    argv += [f"--config.{name}={value}" for name, value in own.items()]
+    return "--config=configs/finetune.py", *options, *(f"--config.{name}={value}" for name, value in own.items())
+
+
+def run(module, folder, *options, **fields):
+    argv = [sys.executable, "-m", module, *options_of(folder, *options, **fields)]
     return subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=600)
 
 
@@ -94,7 +98,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(folder, tmp_path, fields, word
     bare = shutil.copytree(folder, tmp_path / "bare")
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     (bare / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
-    done = run("rl.train", bare, f"--workdir={tmp_path / 'w'}", **fields)
+    done = commands.forked("rl.train", *options_of(bare, f"--workdir={tmp_path / 'w'}", **fields))
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and re.match(words, done.stderr), done.stderr
     assert not (tmp_path / "w").exists()
 

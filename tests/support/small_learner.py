@@ -100,6 +100,7 @@ def plain_rows():
     return tokens_NT, temperature_NT, *arrays.values()
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def plain_logp(params, config, experts_LNTX=None):
     """(logp, entropy) [N, T - 1] of the plain rows from all logits, with given experts or the routers' own."""
     tokens_NT, temperature_NT, *_ = plain_rows()

@@ -11,7 +11,7 @@ from inference.scheduler import warmup
 from models.text import tokenizer as tokenizer_lib
 from tests.support import tiny
 
-MODEL = tiny.model(head_dim=24)  # of its own: nothing is compiled for it yet
+MODEL = tiny.model(num_layers=1, head_dim=24)  # of its own: nothing is compiled for it yet
 CONFIG = engine_lib.EngineConfig(num_slots=10, max_model_len=128, prefill_batch=2, steps_per_call=3, prefill_chunk=32)
 PROGRAMS = ("prefill", "prefill_chunk", "insert", "generate", "deactivate")
 WAIT_S = 120

@@ -135,8 +135,11 @@ def weights_of(tokens):
     return ce, ref_kl, (-2 - tokens / 32).astype(np.float32)
 
 
-def test_the_objective_is_the_sum_of_its_components():
-    """Entropy bonus, KL to a reference, cross-entropy and distillation in addition to the policy loss, on two meshes."""
+@pytest.mark.parametrize(
+    "sizes", [(), pytest.param(small.axes(fsdp=2, context=2, tensor=2), marks=pytest.mark.slow)], ids=["one", "eight"]
+)
+def test_the_objective_is_the_sum_of_its_components(sizes):
+    """Entropy bonus, KL to a reference, cross-entropy and distillation in addition to the policy loss."""
     objective = objective_lib.Objective(entropy_coef=0.7, kl_coef=0.3, kl_estimator="k2", kl_reference="reference")
 
     def with_streams(branch, first):
@@ -168,18 +171,17 @@ def test_the_objective_is_the_sum_of_its_components():
         return policy - 0.7 * (entropy * mask_NT).sum() / N + 0.3 * kl + ce + ref_kl, (policy, kl, ce, ref_kl)
 
     (total, parts), expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(small.params_of(small.DENSE))
-    for sizes, rows, capacity in ((small.axes(), 2, 6), (small.axes(fsdp=2, context=2, tensor=2), 2, 6)):
-        layout = packing.Layout(small.ROW, rows, capacity, streams=packing.OPTIONAL)
-        mesh = small.make_mesh(sizes)
-        options = {"ratio_low": 0.0, "ratio_high": math.inf}
-        learner = small.make(loss="masked_importance_sampling", options=options, sizes=sizes, objective=objective)
-        state = train_step.init_state(jax.random.key(0), learner, small.params_of(small.DENSE))
-        state, metrics = train_step.jit_train_step(learner)(state, packing.place(packing.pack(extended, layout), mesh))
-        # As above: sums of 200 float32 tokens in another order; behaviours of -6 against -3 make ratios of 10.
-        assert float(metrics["loss/total"]) == pytest.approx(float(total), rel=1e-5)
-        for name, part in zip(("policy", "kl", "ce", "ref_kl"), parts, strict=True):
-            assert float(metrics[f"loss/{name}"]) == pytest.approx(float(part), rel=1e-5), name
-        small.assert_gradient(optax.tree.get(state.opt_state, "trace"), expected)
+    layout = packing.Layout(small.ROW, 2, 6, streams=packing.OPTIONAL)
+    options = {"ratio_low": 0.0, "ratio_high": math.inf}
+    learner = small.make(loss="masked_importance_sampling", options=options, sizes=sizes, objective=objective)
+    batch = packing.place(packing.pack(extended, layout), learner.mesh)
+    state = train_step.init_state(jax.random.key(0), learner, small.params_of(small.DENSE))
+    state, metrics = train_step.jit_train_step(learner)(state, batch)
+    # As above: sums of 200 float32 tokens in another order; behaviours of -6 against -3 make ratios of 10.
+    assert float(metrics["loss/total"]) == pytest.approx(float(total), rel=1e-5)
+    for name, part in zip(("policy", "kl", "ce", "ref_kl"), parts, strict=True):
+        assert float(metrics[f"loss/{name}"]) == pytest.approx(float(part), rel=1e-5), name
+    small.assert_gradient(optax.tree.get(state.opt_state, "trace"), expected)
 
 
 @pytest.mark.slow
@@ -274,6 +276,13 @@ def test_the_first_optimizer_step_scores_its_own_tokens():
     np.testing.assert_array_equal(rest[:used], np.where(is_first[:, None, None], 0, whole[:used]))
 
 
+@functools.cache
+def distilling(num_steps):
+    """Returns (learner at a rate of 0, its train step) of this many optimizer steps on a batch."""
+    learner = small.make(optimizer=optax.sgd(0.0), objective=objective_lib.Objective(optimizer_steps=num_steps))
+    return learner, train_step.jit_train_step(learner)
+
+
 @pytest.mark.parametrize("flat", [(0, 3), range(6)])
 def test_means_over_several_steps_are_those_of_one_step(flat):
     """Flat groups only distill: with a rate of 0, each metric counts the tokens that it is about, and no others."""
@@ -285,11 +294,9 @@ def test_means_over_several_steps_are_those_of_one_step(flat):
     fields = {"ref_kl_weight": weight, "ref_logp": reference, "loss_mask": mask}
     found = []
     for num_steps in (1, 3):
-        objective = objective_lib.Objective(optimizer_steps=num_steps)
-        learner = small.make(optimizer=optax.sgd(0.0), objective=objective)
+        learner, step = distilling(num_steps)
         state = train_step.init_state(jax.random.key(0), learner, small.params_of(small.DENSE))
-        placed = packing.place(batch.replace(**fields), learner.mesh)
-        found.append(train_step.jit_train_step(learner)(state, placed)[1])
+        found.append(step(state, packing.place(batch.replace(**fields), learner.mesh))[1])
     one, several = found
     assert float(several["loss/num_tokens"]) == mask.sum() and float(several["loss/optimizer_steps"]) == 3
     assert float(one["loss/ref_kl"]) != 0 and float(several["loss/grad_norm"]) > 0
@@ -520,8 +527,9 @@ def test_a_step_compiled_ahead_is_not_compiled_again(caplog, request):
 
 def test_two_steps_saved_restored_and_two_more_are_four(tmp_path):
     """Bit for bit, on eight devices."""
-    step, fresh, mesh = small.compiled(small.DENSE, small.axes(fsdp=2, tensor=4))
-    batch = packing.place(small.pack(), mesh)
+    sizes = small.axes(data=2, fsdp=2, tensor=2)
+    step, fresh, mesh = small.compiled(small.DENSE, sizes)
+    batch = packing.place(small.pack(4, 3), mesh)
 
     def run(state, num):
         for _ in range(num):
@@ -533,7 +541,7 @@ def test_two_steps_saved_restored_and_two_more_are_four(tmp_path):
     with checkpoint.Checkpointer(tmp_path, keep=1, every=1) as checkpointer:
         checkpointer.save(2, half, {})
     del half
-    learner = small.make(sizes=small.axes(fsdp=2, tensor=4))
+    learner = small.make(sizes=sizes)
     with checkpoint.Checkpointer(tmp_path, keep=1, every=1) as checkpointer:
         number, restored, _ = checkpointer.restore(train_step.abstract_state(learner))
     resumed, metrics = run(restored, 2)
