@@ -1,4 +1,4 @@
-"""Eight fake CPU devices and strict rank promotion for every test; slow tests only when asked for."""
+"""Eight fake CPU devices, strict rank promotion, and a quick compiler for every test; slow tests only when asked for."""
 
 import atexit
 import os
@@ -7,6 +7,9 @@ import shutil
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# The newer code generator of XLA's CPU compiler takes half of its time: 3.2 of 6.7 s for a train step of the tests (2 vCPU Intel
+# Xeon). Commands that tests start inherit the older one, but for those of rl/test_train.py, which compile as users do.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # all processes of these tests compile a program once
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="intellax-compiled-")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
@@ -54,9 +57,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module")
 def compile_fast():
-    """Sets LLVM to its lowest level, which halves the time of files whose programs run a few times on tiny arrays."""
+    """Sets LLVM to its lowest level, also in commands that the tests start: for programs that run a few times on tiny arrays.
+
+    A train step of the tests compiles in 0.9 s instead of 3.5 s.
+    """
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 

@@ -32,7 +32,7 @@ def num_lines(code):
 def run(folder, *arguments, module="rl.train"):
     """Runs a command in a folder of the user, with a policy as small as in the other tests of whole runs."""
     fields = [f"--config.{name}={value}" for name, value in TINY.items()]
-    variables = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", module, *arguments, *fields]
     return subprocess.run(argv, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
 

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pathlib
 import shutil
 import subprocess
@@ -342,9 +341,8 @@ def flags(workdir, **changes) -> list[str]:
 
 
 def run(module, *arguments) -> subprocess.CompletedProcess:
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     command = [sys.executable, "-m", module, *arguments]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return result
 

@@ -7,7 +7,7 @@ from inference.engine import compiled_steps, cpu_decode_attention
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_fast(compile_fast):
-    """Compiles the tiny engines at LLVM's lowest level. Engines of whole runs, in processes of their own, are optimized."""
+    """Compiles the tiny engines at LLVM's lowest level. Those of the whole runs of rl/test_train.py are optimized."""
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from rl import audit
 from sharding import bucket
 from sharding.bucket import mirror, storage
-from tests.support import proxy, s3_server, serving, tiny_run
+from tests.support import proxy, s3_server, tiny_run
 
 SEED, NUM_KILLS, CUT_S = 12, 20, 30.0
 # A machine that continues a run waits for the lease of the one before; here 3 s, so that 20 kills take minutes.
@@ -40,7 +40,7 @@ def test_a_run_on_an_s3_server_survives_kills_and_a_lost_connection(tmp_path, mo
         def start(number):
             cache = tmp_path / f"machine{number}"
             monkeypatch.setenv("INTELLAX_BUCKET_CACHE", str(cache))
-            env = serving.ENVIRONMENT | s3_server.environment(link.url) | {"INTELLAX_BUCKET_CACHE": str(cache)}
+            env = os.environ | s3_server.environment(link.url) | {"INTELLAX_BUCKET_CACHE": str(cache)}
             pipes = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
             return subprocess.Popen(command, cwd=tiny_run.ROOT, env=env, **pipes)
 

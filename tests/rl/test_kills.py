@@ -32,6 +32,7 @@ from sharding import checkpoint
 from tests.support import forger as forger_lib
 from tests.support import ledger_reader, ledgers, proxy, serving, signed_http, tiny_run
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 SEED, P, MIN_RATE, INVITED_RATE = 36, 4, 0.05, 0.5
 OVERRIDES = {
     "trust.min_rate": MIN_RATE,
@@ -116,8 +117,6 @@ class Processes:
 
     def __init__(self, folder, command):
         self._folder, self._output = folder, open(folder / "output", "ab")
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        self._environment = cache | {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"} | serving.ENVIRONMENT
         self._commands, self._running = [command], [self._start(command)]
 
     def add(self, command):
@@ -148,7 +147,7 @@ class Processes:
 
     def _start(self, command):
         pipes = {"stdin": subprocess.DEVNULL, "stdout": self._output, "stderr": self._output}
-        options = {"cwd": tiny_run.ROOT, "env": self._environment, "start_new_session": True}
+        options = {"cwd": tiny_run.ROOT, "start_new_session": True}
         return subprocess.Popen(list(map(str, command)), **options, **pipes)
 
 

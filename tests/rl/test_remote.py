@@ -257,7 +257,7 @@ class Starter:
 
     def __call__(self, name, *arguments):
         log = self._directory / f"{name}.log"
-        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         with open(log, "w") as file:
             process = subprocess.Popen(
                 [sys.executable, *arguments], cwd=tiny_run.ROOT, env=environment, stdout=file, stderr=file

@@ -54,6 +54,15 @@ def recorded(workdir) -> tuple[list, list[int], int]:
     return batches, void, num_starts
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiler_of_users():
+    """Leaves the flags of tests/conftest.py to this process, which reads them with its first program."""
+    jax.block_until_ready(jax.numpy.ones(1) + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("XLA_FLAGS")
+        yield
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """An uninterrupted synchronous run."""

@@ -34,9 +34,7 @@ def start(workdir, num_hosts=2, own=({}, {}), num_devices=2, **overrides):
         if num_hosts > 1:
             fields |= {"topology.coordinator": f"127.0.0.1:{port}", "topology.num_processes": num_hosts}
             fields |= {"topology.process_id": host} | own[host]
-        env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
-            "JAX_NUM_CPU_DEVICES": str(num_devices // num_hosts)
-        }
+        env = os.environ | {"JAX_NUM_CPU_DEVICES": str(num_devices // num_hosts)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         command = tiny_run.command(workdir, **fields)
         processes.append(subprocess.Popen(command, cwd=tiny_run.ROOT, env=env, text=True, **pipes))

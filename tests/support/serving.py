@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import pathlib
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from sharding.system import sockets
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WAIT_S = 120  # to import, compile and answer, next to other work
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
 
 
 def client(app) -> httpx.AsyncClient:
@@ -81,7 +79,7 @@ def child(folder: pathlib.Path, module: str, *arguments):
     command = [sys.executable, "-m", module, *map(str, arguments), "--address_file", str(address)]
     with open(output, "w") as file:
         pipes = {"stdin": subprocess.PIPE, "stdout": file, "stderr": file}
-        with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **pipes) as process:
+        with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
             try:
                 deadline = time.monotonic() + 2 * WAIT_S
                 while not address.exists():

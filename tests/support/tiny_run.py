@@ -42,10 +42,8 @@ def command(workdir, config="quickstart", module="rl.train", **overrides) -> lis
 
 
 def run(*args, env=None, **kwargs) -> subprocess.CompletedProcess:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | (env or {})
-    return subprocess.run(
-        command(*args, **kwargs), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    environment, argv = os.environ | (env or {}), command(*args, **kwargs)
+    return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def lines(workdir, phase="rl") -> list[dict]:

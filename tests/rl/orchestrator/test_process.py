@@ -78,7 +78,7 @@ class Run:
         self.processes, self.over = {}, threading.Event()
 
     def start(self, name):
-        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         with open(self.path / f"{name}.log", "a") as log:
             command = [sys.executable, *self.commands[name]]
             options = dict(cwd=tiny_run.ROOT, env=environment, stdout=log, stderr=log)

@@ -17,8 +17,9 @@ from rl.reporting import metrics
 from rl.swarm import cheats, processes, summary, supervisor
 from sharding.logs import run_logs
 from tests.support import cheats as played_cheats
-from tests.support import doubles, proxy, recorded_run, serving, tiny_run
+from tests.support import doubles, proxy, recorded_run, tiny_run
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 COMMAND = ["rl.worker", "--orchestrator", "nonsense"]  # ends with one line about its URL
 
 
@@ -108,8 +109,7 @@ def steps(workdir) -> list[int]:
 
 def start(workdir, file, *options, **overrides) -> subprocess.Popen:
     command = [*tiny_run.command(workdir, module="rl.swarm", **overrides), *options]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | serving.ENVIRONMENT
-    return subprocess.Popen(command, cwd=tiny_run.ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    return subprocess.Popen(command, cwd=tiny_run.ROOT, stdout=file, stderr=subprocess.STDOUT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -22,6 +22,7 @@ from rl.verification import verifier
 from sharding import broadcast
 from tests.support import commands, doubles, proxy, serving, validators
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 RUN, KEY = rollout_lib.WorkerKey.generate(), rollout_lib.WorkerKey.generate()
 
 

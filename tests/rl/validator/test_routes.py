@@ -25,6 +25,7 @@ from sharding.system import sockets as listening
 from tests.rl.validator import test_service as stand
 from tests.support import commands, doubles, ledgers
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 WAIT_S = 60
 
 
