@@ -23,11 +23,11 @@ def is_colocated(config) -> bool:
     return config.topology.mode == "colocated"
 
 
-def learner_mesh(config, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """Returns the mesh of `config.mesh` over the learner's part of `devices`, by default of all devices of all hosts."""
+def learner_mesh(config) -> jax.sharding.Mesh:
+    """Returns the mesh of `config.mesh` over the learner's part of all devices of all hosts."""
     axes = config.mesh.to_dict()
     num_rollout_devices = axes.pop("rollout_devices")
-    return mesh_lib.create(axes, split(accelerator.devices() if devices is None else devices, num_rollout_devices)[0])
+    return mesh_lib.create(axes, split(accelerator.devices(), num_rollout_devices)[0])
 
 
 def engine_mesh(experiment: experiment_lib.Experiment) -> jax.sharding.Mesh:

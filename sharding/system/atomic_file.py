@@ -70,14 +70,14 @@ def sync_directory(path: str | os.PathLike) -> None:
         os.close(directory)
 
 
-def secret_key(path: pathlib.Path, num_bytes: int = 32) -> bytes:
-    """Returns the random key in the file `path`, generated if it does not exist. Raises ValueError for a file of another size."""
+def secret_key(path: pathlib.Path) -> bytes:
+    """Returns the random key of 32 bytes in the file `path`, generated if it does not exist. Raises ValueError for a file of another size."""
     if not path.exists():
         with contextlib.suppress(FileExistsError):  # another process was faster
-            write(path, os.urandom(num_bytes), secret=True)
+            write(path, os.urandom(32), secret=True)
     key = path.read_bytes()
-    if len(key) != num_bytes:
-        found = f"key file {path} has {len(key)} bytes, but the key has {num_bytes}"
+    if len(key) != 32:
+        found = f"key file {path} has {len(key)} bytes, but the key has 32"
         raise ValueError(f"{found}; put the file back from a backup, or use another directory")
     return key
 

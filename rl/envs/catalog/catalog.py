@@ -145,10 +145,10 @@ def located(config, folders: user_code.Folders = None) -> dict[str, env_mix.Entr
     return found
 
 
-def load_all(config, folders: user_code.Folders = None) -> dict[str, environment.Environment]:
+def load_all(config) -> dict[str, environment.Environment]:
     """Builds the environments of a run, {"": the only one} for a run with one. Raises ValueError as `locate` and `load` do."""
     found = {}
-    for key, entry in located(config, folders).items():
+    for key, entry in located(config).items():
         with entry.naming_fields():
             found[key] = load(entry.name, seed=config.seed, **entry.options)
     return found

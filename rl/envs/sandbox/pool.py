@@ -23,6 +23,7 @@ from rl.envs.sandbox import cell as cell_lib
 from rl.envs.sandbox import limits as limits_lib
 
 MAX_USES = 1000  # of one cell
+MAX_IDLE = 8  # cells that are kept
 Function = Callable[..., Awaitable[Any]]  # that a session may call; arguments and result are JSON
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,16}\b")
 
@@ -33,7 +34,6 @@ class Pool:
     Args:
       limits: of each program, and of each command of a session.
       num_running: programs that run at a time; 0: two per core.
-      num_warm: idle cells that are kept.
       backend: where cells come from; None: the first one that works here. Raises ValueError if there is none.
     """
 
@@ -42,11 +42,10 @@ class Pool:
         limits: limits_lib.Limits = limits_lib.Limits(),  # noqa: B008  # frozen
         *,
         num_running: int = 0,
-        num_warm: int = 8,
         backend: backend_lib.Backend | None = None,
     ):
         self.limits, self.backend = limits, backend or backend_lib.find()
-        self._num_running, self._num_warm = num_running or 2 * (os.cpu_count() or 1), num_warm
+        self._num_running = num_running or 2 * (os.cpu_count() or 1)
         self._idle: list[cell_lib.Cell] = []
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
@@ -106,7 +105,7 @@ class Pool:
         return cell
 
     def _put_back(self, cell: cell_lib.Cell, reply: Mapping) -> None:
-        is_usable = reply.get("clean") is True and cell.num_uses < MAX_USES and len(self._idle) < self._num_warm
+        is_usable = reply.get("clean") is True and cell.num_uses < MAX_USES and len(self._idle) < MAX_IDLE
         self._idle.append(cell) if is_usable and cell.is_alive else cell.end()
 
     def _turn(self) -> asyncio.Semaphore:
