@@ -362,10 +362,10 @@ def _samples(evaluations):
     return rows
 
 
-def _pre(value):
+def _pre(value, max_chars=MAX_CHARS):
     whole = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
-    cut = f"<i>{len(whole) - MAX_CHARS} more characters</i>" if len(whole) > MAX_CHARS else ""
-    return markupsafe.Markup(f'<pre tabindex="0">{text(whole[:MAX_CHARS])}{cut}</pre>')
+    cut = f"<i>{len(whole) - max_chars} more characters</i>" if len(whole) > max_chars else ""
+    return markupsafe.Markup(f'<pre tabindex="0">{text(whole[:max_chars])}{cut}</pre>')
 
 
 def text(value: str) -> markupsafe.Markup:
