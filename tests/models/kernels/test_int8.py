@@ -1,6 +1,6 @@
 """Weights in int8: the arithmetic against plain matrices of the same numbers, the error against the full ones, the bytes.
 
-The oracle is the model itself on plain matrices that hold what the integers and scales stand for, computed by numpy.
+The oracle is the model itself on plain matrices of the products of integers and scales, by numpy.
 """
 
 import dataclasses
