@@ -197,7 +197,7 @@ def test_the_digest_sees_code_and_data_and_nothing_else(project, tmp_path):
     assert envs.digest(*tables) != before
     with pytest.raises(ValueError, match="env.options.table_path = .* does not exist in"):
         envs.locate("tasks.py:build", {"table_path": str(file)}, [project / "own_sums"])
-    assert user_code.digest([("train", file)]) != user_code.digest([("test", file)])  # a name tells what a file is for
+    assert user_code.digest([("train", file)]) != user_code.digest([("test", file)])  # a name has a meaning
 
 
 def test_a_module_of_another_folder_is_not_taken_for_a_neighbor(project, tmp_path):

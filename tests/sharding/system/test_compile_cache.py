@@ -52,7 +52,7 @@ def test_a_later_process_reads_the_programs_of_an_earlier_one(tmp_path, monkeypa
 
 
 def test_each_kind_of_cpu_has_a_folder_of_its_own(monkeypatch):
-    """Code for one crashes on another with fewer instructions. The clock of the moment is no kind."""
+    """Code for one crashes on another with fewer instructions. The present clock rate does not make another kind."""
     found = []
     for flags, clock in (("sse avx512f", 2500), ("sse avx512f", 800), ("sse", 2500)):
         text = f"model name\t: X\ncpu MHz\t\t: {clock}\nflags\t\t: {flags}\n"
