@@ -33,7 +33,7 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -328,7 +328,7 @@ class Mirror:
             is_last, begun_s = self._ending.is_set(), time.monotonic()
             try:
                 capture_s = self._save()
-            except (sqlite3.Error, _Shrunk, OSError) as error:
+            except (sqlite3.Error, _Incomplete, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 cli.note(
@@ -350,6 +350,9 @@ class Mirror:
         begun_s, beat = time.monotonic(), self._head.beat
         captured = snapshot.capture(self.folder, self._staging, self._stamps)
         capture_s = time.monotonic() - begun_s
+        if gone := _lasting(self._files) - _lasting(captured):  # then the bucket has the only copy
+            remedy = "end the command and start it again, which restores them"
+            raise _Incomplete(f"{', '.join(sorted(gone))} disappeared; {remedy}")
         stays = {path: file for path, file in self._files.items() if STAYS.match(path)}  # maybe not on this machine
         gone = {
             str(pathlib.PurePath(path).with_name(REDACTED)) for path in {*stays, *captured} if path.endswith(HASHES)
@@ -381,7 +384,7 @@ class Mirror:
                 size = min(block_bytes, one.size - offset)
                 data = os.pread(file.fileno(), size, offset)
             if len(data) != size:
-                raise _Shrunk(f"{path} became shorter")
+                raise _Incomplete(f"{path} became shorter")
             digest = digests.of(data)
             if (path, digest) not in self._present:
                 key = snapshot.block_key(path, f"{digest}.{beat}")
@@ -396,8 +399,8 @@ class Mirror:
         return snapshot.File(one.size, one.mode, block_bytes, tuple(found))
 
 
-class _Shrunk(Exception):
-    """A file was truncated while it was read."""
+class _Incomplete(Exception):
+    """A file was truncated or removed meanwhile."""
 
 
 def _read_files(bucket: storage.Storage, head: Head) -> dict[str, snapshot.File]:
@@ -428,8 +431,14 @@ def _left_by(head: Head, folder: pathlib.Path) -> bool:
 
 
 def _is_whole(folder: pathlib.Path, files: Mapping[str, snapshot.File]) -> bool:
-    """Returns False if the user has emptied the cache: no command deletes files at the top of a working directory."""
-    return all((folder / path).is_file() for path in files if "/" not in path)
+    """Returns False if the user has emptied the cache, or a part of it."""
+    found = [*filter(pathlib.Path.is_file, folder.glob("*")), *folder.glob("checkpoints/*/*")]
+    return _lasting(files) <= _lasting(path.relative_to(folder).as_posix() for path in found)
+
+
+def _lasting(paths: Iterable[str]) -> set[str]:
+    """Returns the names that a working directory keeps once it has them: its files at the top, and "checkpoints" if a step has one."""
+    return {path.partition("/")[0] for path in paths if "/" not in path or MAY_LACK.match(path)}
 
 
 @contextlib.contextmanager

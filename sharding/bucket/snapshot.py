@@ -175,7 +175,7 @@ def _remove_others(folder: pathlib.Path, files: Mapping[str, File]) -> None:
 
 def _read_block(storage: storage_lib.Storage, key: str, size: int, patience_s: float) -> bytes:
     for _ in range(MAX_TRIES):
-        data, _ = storage.read(key, patience_s)
+        data, _ = storage.read(key, patience_s, size)
         if data is None:
             found = f"{storage.url}/{key} does not exist, although the newest manifest names it"
             raise FileNotFoundError(f"{found}; put it back from a version or a backup of the bucket")

@@ -18,6 +18,7 @@ from sharding.system import cli
 
 SCHEMES = ("gs", "s3", "file")
 TRY_S = 30.0  # of one request; a lost connection is silent
+SLOWEST = 100_000  # bytes a second of one of several requests; a try has the more time, the larger the object
 LIST_S = 600.0  # of a list: a second has about 10,000 names
 START_S = 60.0  # of patience when a command starts; a mirror has no end of it
 NOTICE_S = 10.0  # of silence before the first line on it; the pauses between lines double
@@ -75,9 +76,9 @@ class Storage:
         """Ends waiting and later calls: they raise Unavailable."""
         self._closed.set()
 
-    def read(self, key: str, patience_s: float | None = None) -> tuple[bytes | None, Any]:
-        """Returns (the bytes of an object or None if there is none, its generation)."""
-        found = self._answer(lambda: self._store.read(key), patience_s)
+    def read(self, key: str, patience_s: float | None = None, size: int = 0) -> tuple[bytes | None, Any]:
+        """Returns (the bytes of an object or None if there is none, its generation). `size` is the number of bytes, if it is known."""
+        found = self._answer(lambda: self._store.read(key), patience_s, TRY_S + size / SLOWEST)
         return (None if found.state == "missing" else found.value), found.stamp.generation
 
     def read_new(
@@ -91,7 +92,8 @@ class Storage:
 
     def write(self, key: str, data: bytes, *, replaces: Any = None, patience_s: float | None = None) -> Any:
         """Writes an object, if `replaces` is its generation or None. Returns the new generation, or None if another was there."""
-        written = self._answer(lambda: self._store.write(key, data, if_equal=replaces), patience_s)
+        try_s = TRY_S + len(data) / SLOWEST
+        written = self._answer(lambda: self._store.write(key, data, if_equal=replaces), patience_s, try_s)
         return written.generation or None
 
     def keys(self, patience_s: float | None = None) -> list[str]:

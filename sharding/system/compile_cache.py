@@ -27,7 +27,7 @@ def enable(folder: str = "auto") -> None:
     """Sets the cache of this process and of those that it will start, and begins to count programs.
 
     "auto" is a folder of this user, unless the cache is off by JAX_ENABLE_COMPILATION_CACHE, as in a child of a run without one. ""
-    means no cache. Raises ValueError if `folder` cannot be created; without a folder of the user, the process has no cache.
+    means no cache. Raises ValueError if `folder` cannot be created or written; without a folder of the user, the process has no cache.
     """
     if folder == "auto" and not _config.jax_enable_compilation_cache:
         folder = ""
@@ -38,11 +38,12 @@ def enable(folder: str = "auto") -> None:
         try:
             path = _user_folder() if folder == "auto" else pathlib.Path(folder).absolute()
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (path / ".lockfile").touch()  # jax locks this file to read, too
         except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
             if folder == "auto":
                 cli.note(f"note: compiled programs are not kept: {error}")
                 return enable("")
-            found = f"the folder {folder} of compiled programs cannot be created: {error}"
+            found = f"the folder {folder} of compiled programs cannot be used: {error}"
             raise ValueError(f"{found}; set topology.compile_cache to another folder, or to '' for none") from error
         settings |= {"jax_compilation_cache_dir": str(path), "jax_persistent_cache_min_compile_time_secs": 0.0}
         if importlib.util.find_spec("filelock"):  # by which jax bounds the size

@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import threading
 import time
+from concurrent import futures
 
 import pytest
 
@@ -66,7 +67,12 @@ def test_another_machine_gets_the_same_files(url, tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "BLOCK_BYTES", 1000)
     random.seed(0)
     contents = {"config.json": b"{}", "weights.key": b"k" * 32, "checkpoints/2/state/d/a b": random.randbytes(5001)}
-    contents |= {"checkpoints/2/seal.json": b"{}", "logs/empty": b"", "rollouts/step_12/accepted.parquet": b"p" * 3000}
+    contents |= {
+        "checkpoints/2/seal.json": b"{}",
+        "logs/empty": b"",
+        "logs/late": b"",
+        "rollouts/step_12/accepted.parquet": b"p" * 3000,
+    }
     with bucket.mirrored(url):
         folder = bucket.local_folder(url)
         for name, data in contents.items():
@@ -93,11 +99,11 @@ def test_another_machine_gets_the_same_files(url, tmp_path, monkeypatch):
         there.pop("ledger.db")
         assert {name: there[name] for name in names} == {name: here[name] for name in names} and {*there} == names
         write(other, "logs/empty", b"grown")
-        (other / "config.json").unlink()
-    third = bucket.fetched(url, ["rollouts/*", "logs/*", "config.json"])
+        (other / "logs/late").unlink()
+    third = bucket.fetched(url, ["rollouts/*", "logs/*"])
     assert third == other  # the run is on this machine
     machine(monkeypatch, tmp_path, "third")
-    copy = bucket.fetched(url, ["rollouts/*", "logs/*", "config.json"])
+    copy = bucket.fetched(url, ["rollouts/*", "logs/*"])
     stayed = files(copy)
     assert {*stayed} == {"rollouts/step_12/accepted.parquet", "logs/empty"}
     assert stayed["logs/empty"][0] == b"grown" and stayed["rollouts/step_12/accepted.parquet"][0] == b"p" * 3000
@@ -334,7 +340,7 @@ def test_a_suspended_run_deletes_nothing_of_its_successor(late, data, tmp_path, 
     """It is suspended before it lists or deletes objects, while the successor writes the same file, or the same state, again."""
     url, resumed, is_done = f"file://{tmp_path}/bucket", threading.Event(), threading.Event()
     with bucket.mirrored(url):
-        write(bucket.local_folder(url), "a", data)
+        write(bucket.local_folder(url), "d/a", data)
     first = mirror.Mirror(url, bucket.local_folder(url))
     call, begun_s = getattr(first._storage, late), first._saved_s
 
@@ -350,12 +356,12 @@ def test_a_suspended_run_deletes_nothing_of_its_successor(late, data, tmp_path, 
     if late == "delete":
         proxy.wait_until(lambda: first._saved_s > begun_s)
         first._storage.delete = suspended
-        (first.folder / "a").unlink()
+        (first.folder / "d/a").unlink()
         proxy.wait_until(lambda: not first._files)
     first._lock.acquire()  # nor does it write its head
     machine(monkeypatch, tmp_path, "other")
     with bucket.mirrored(url):
-        write(bucket.local_folder(url), "a", data)
+        write(bucket.local_folder(url), "d/a", data)
         if data:
             write(bucket.local_folder(url), "b", b"2")
     resumed.set()
@@ -365,10 +371,12 @@ def test_a_suspended_run_deletes_nothing_of_its_successor(late, data, tmp_path, 
     first._saves.join(10)
     assert "is in use by another run now" in str(first._failure)
     machine(monkeypatch, tmp_path, "third")
-    assert {*files(bucket.fetched(url))} == ({"a", "b"} if data else {"a"})
+    assert {*files(bucket.fetched(url))} == ({"d/a", "b"} if data else {"d/a"})
 
 
-@pytest.mark.parametrize("lost", [["weights.key"], ["weights.key", "config.json", "checkpoints/2/a"]])
+@pytest.mark.parametrize(
+    "lost", [["weights.key"], ["checkpoints/2/a"], ["weights.key", "config.json", "checkpoints/2/a"]]
+)
 def test_a_cache_that_was_emptied_does_not_empty_the_bucket(lost, tmp_path, monkeypatch):
     url, names = f"file://{tmp_path}/bucket", {"weights.key", "config.json", "checkpoints/2/a"}
     with bucket.mirrored(url):
@@ -379,6 +387,48 @@ def test_a_cache_that_was_emptied_does_not_empty_the_bucket(lost, tmp_path, monk
     assert {*files(bucket.fetched(url))} == names
     with bucket.mirrored(url):
         assert {*files(bucket.local_folder(url))} == names
+
+
+def test_a_cache_that_is_emptied_during_the_run_does_not_empty_the_bucket(tmp_path, monkeypatch, capsys):
+    url, names = f"file://{tmp_path}/bucket", {"weights.key", "checkpoints/2/a", "logs/a"}
+    for name in ("RETRY_S", "MAX_RETRY_S", "EVERY_S", "FAILED_CLOSE_S"):
+        monkeypatch.setattr(mirror, name, 0.02)
+    folder = bucket.local_folder(url)
+    with pytest.raises(KeyboardInterrupt), bucket.mirrored(url):
+        for name in names:
+            write(folder, name, b"1")
+        mirror._MIRRORS[folder]._wake.set()
+        proxy.wait_until(lambda: "checkpoints/2/a" in mirror._MIRRORS[folder]._files, 10.0, "the first state")
+        shutil.rmtree(folder / "logs")  # no run needs it
+        shutil.rmtree(folder / "checkpoints")
+        proxy.wait_until(lambda: "checkpoints disappeared" in capsys.readouterr().err, 10.0, "the notice")
+        (folder / "weights.key").unlink()
+        proxy.wait_until(lambda: "checkpoints, weights.key dis" in capsys.readouterr().err, 10.0, "another notice")
+        raise KeyboardInterrupt
+    with bucket.mirrored(url):
+        assert {*files(folder)} == names
+
+
+def test_large_objects_have_more_time_than_small_ones(tmp_path, monkeypatch):
+    """A link of 20 Mbit/s sends 8 blocks of 16 MiB in 54 s."""
+    monkeypatch.setattr(storage, "TRY_S", 0.05)
+    monkeypatch.setattr(storage, "SLOWEST", 100)
+    place = storage.Storage(f"file://{tmp_path}/bucket")
+    fast, pool = place._store, futures.ThreadPoolExecutor()
+
+    class Slow:
+        def write(self, *args, **options):
+            return pool.submit(lambda: time.sleep(0.3) or fast.write(*args, **options).result())
+
+        def read(self, *args):
+            return pool.submit(lambda: time.sleep(0.3) or fast.read(*args).result())
+
+    place._store = Slow()
+    assert place.write("a", bytes(100), patience_s=0.1)
+    assert place.read("a", 0.1, 100)[0] == bytes(100)
+    with pytest.raises(journal.Unavailable, match="has not answered"):
+        place.write("a", b"1", patience_s=0.1)
+    pool.shutdown()
 
 
 def test_an_older_copy_of_the_machine_does_not_replace_the_state(tmp_path, monkeypatch):

@@ -77,6 +77,14 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path, monkeypatch):
         ValueError, match="file/x of compiled programs .* Not a directory.*; set topology.compile_cache to"
     ):
         compile_cache.enable(str(tmp_path / "file" / "x"))
+    (tmp_path / "fixed").mkdir()
+    (tmp_path / "fixed" / ".lockfile").symlink_to(
+        tmp_path / "none" / "x"
+    )  # no file can be made, as on a read-only disk
+    with pytest.raises(
+        ValueError, match="fixed of compiled programs cannot be used: .*; set topology.compile_cache to"
+    ):
+        compile_cache.enable(str(tmp_path / "fixed"))
     with pytest.raises(ValueError, match="topology.compile_cache = gs://b/x is a URL, not a folder of this machine"):
         compile_cache.enable("gs://b/x")
     assert jax.config.jax_compilation_cache_dir == before
