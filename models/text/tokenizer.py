@@ -242,10 +242,14 @@ class Tokenizer:
             unused = (char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
             escape = next(unused)
             messages, tools, variables = self._escaper.escape(given, escape)
+            own = {"generation_opener": next(unused), "generation_closer": next(unused)}
         except RecursionError:
             raise ValueError("messages, tools, or variables are nested too deeply; flatten them") from None
-        own = {"escape": escape, "messages": messages, "tools": tools}
-        own |= {"generation_opener": next(unused), "generation_closer": next(unused)}
+        except TypeError as error:  # tables have dates and bytes
+            raise ValueError(f"messages or tools: {error}; make the value a string, or leave it out") from None
+        except StopIteration:
+            raise ValueError("the messages have all private-use characters of Unicode; remove them") from None
+        own |= {"escape": escape, "messages": messages, "tools": tools}
         return dict(self.named) | variables | own, unused
 
     def _render_texts(self, inputs: dict, *changes: dict) -> list[str]:

@@ -16,6 +16,7 @@ from sharding.system import atomic_file
 
 # Names of special tokens in tokenizer_config.json and in chat templates.
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+MAX_ID = 2**24  # of a token
 
 
 def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, str | None, list[int]]:
@@ -47,9 +48,15 @@ def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str],
 
 def _read_model(path: pathlib.Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
+        model = tokenizers.Tokenizer.from_file(str(path))
+    except BaseException as error:  # the library raises nothing narrower, and a panic of it is not an Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise ValueError(f"{path} is not a tokenizer: {error}; download it again") from error
+    last = max(model.get_vocab(with_added_tokens=True).values(), default=0)
+    if last > MAX_ID:  # some functions of the library count up to it
+        raise ValueError(f"{path} has a token with ID {last}, above {MAX_ID}; download it again")
+    return model
 
 
 def _templates(directory: pathlib.Path, config: dict) -> tuple[str | None, str | None]:
@@ -63,12 +70,19 @@ def _templates(directory: pathlib.Path, config: dict) -> tuple[str | None, str |
             raise ValueError(f"{file}: an entry of chat_template lacks {error}; download it again") from error
     named = dict(found) if isinstance(found, dict) else {"default": found}
     for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
-        named[path.stem] = path.read_text("utf-8")
+        named[path.stem] = _text(path)
     if (file := directory / "chat_template.jinja").is_file():
-        named["default"] = file.read_text("utf-8")
+        named["default"] = _text(file)
     if bad := [name for name, text in named.items() if not isinstance(text, str | None)]:
         raise ValueError(f"{directory}: chat template {bad[0]!r} is not a text; download it again")
     return named.get("default"), named.get("tool_use")
+
+
+def _text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text: {error}; download it again") from None
 
 
 def _stop_ids(directory: pathlib.Path) -> list[int]:

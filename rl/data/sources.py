@@ -9,6 +9,7 @@ In a folder, the split of a file is the first word of its path that names one, a
 """
 
 import bisect
+import codecs
 import collections
 import csv
 import itertools
@@ -149,7 +150,7 @@ def _read_file(path: pathlib.Path) -> Rows:
 
 def _read_json(path: pathlib.Path) -> Rows:
     with open(path, "rb") as file:
-        if file.read(256).lstrip()[:1] != b"[":
+        if file.read(256).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
             return _Lines(path)
     return [_object(row) for row in json.loads(path.read_bytes())]
 
@@ -157,6 +158,8 @@ def _read_json(path: pathlib.Path) -> Rows:
 def _read_csv(path: pathlib.Path) -> Rows:
     with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)
+        if twice := [name for name, count in collections.Counter(reader.fieldnames).items() if count > 1]:
+            raise ValueError(f"two columns have the name {twice[0]!r}; rename one")
         rows = list(reader)
     if bad := next((number for number, row in enumerate(rows, 1) if None in row or None in row.values()), None):
         raise ValueError(f"row {bad} does not have the {len(reader.fieldnames or ())} fields of the first line")

@@ -172,10 +172,10 @@ def check_trainable(config: config_dict.ConfigDict) -> None:
 
 
 def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib.Tokenizer) -> None:
-    """Raises ValueError for a task whose prompt leaves no room for a completion, which every server would refuse, again and again.
+    """Raises ValueError for a task whose prompt leaves no room for a completion, or breaks a rule of the chat template: no worker could finish it.
 
-    All tasks of a dataset are checked, and the first of others. A prompt so short that no chat template makes it too long is not
-    rendered.
+    All tasks of a dataset are checked, and the first of others. A prompt so short that no chat template makes it too long is
+    rendered only if no earlier one has the same roles in the same order.
     """
     limit, first, found = config.inference.max_model_len, 16, envs.load_all(config)
     for key, env in found.items():
@@ -184,17 +184,24 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib
             cli.note(
                 f"note: {field} = {config.evaluation.num_tasks} takes {count} held-out tasks of {env.name}: {rest}; lower it, or add rows"
             )
-        held_out = config.evaluation.num_tasks if env.num_tasks else 0
+        held_out, known = config.evaluation.num_tasks if env.num_tasks else 0, set()
         for index, split in [
             (index, split)
             for split, count in (("train", env.num_tasks), ("held_out", held_out))
             for index in range(count or first)
         ]:
             messages = env.make_task(index, split).messages
-            if index and sum(len(str(message).encode()) for message in messages) < limit - TEMPLATE_TOKENS:
+            task = f"task {index} ({split}{f' of envs.{key}' if key else ''})"
+            is_short = sum(len(str(message).encode()) for message in messages) < limit - TEMPLATE_TOKENS
+            roles = tuple(message.get("role") for message in messages)
+            if is_short and roles in known:
                 continue  # a token has a byte or more
-            if (num_tokens := len(tokenizer.render(messages, add_generation_prompt=True).token_ids)) >= limit:
-                task = f"task {index} ({split}{f' of envs.{key}' if key else ''})"
+            known.add(roles)
+            try:
+                num_tokens = len(tokenizer.render(messages, add_generation_prompt=True).token_ids)
+            except ValueError as error:
+                raise ValueError(f"the prompt of {task} cannot be rendered: {error}") from None
+            if num_tokens >= limit:
                 found = f"the prompt of {task} has {num_tokens} tokens, and inference.max_model_len = {limit}"
                 raise ValueError(
                     f"{found} has no room for an answer; raise it (and train.row_length), or shorten the task"

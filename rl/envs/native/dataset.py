@@ -46,6 +46,9 @@ def build(
                 hint = environment.did_you_mean(field, row)
                 found = f"field {field!r} does not exist" + f", only {', '.join(map(repr, [*row][:20]))}" * bool(row)
                 raise ValueError(f"{found}; {hint}set env.options.{option}")
+        if isinstance(row.get(answer), list | dict) and not is_own:  # no completion equals its notation
+            found = f"the answer {str(row[answer])[:60]} is not a text or a number"
+            raise ValueError(f"{found}; set env.options.reward to your own module:function, which gets the row")
         own = "" if row.get(answer) is None else str(row[answer])
         if not is_own:
             rewards.check_answer(reward, own)
@@ -93,10 +96,9 @@ def _divide(splits: Mapping[str, sources.Rows], held_out: str, read, path: str) 
         hashes[split] = []
         for number in range(len(rows)):
             try:
-                content = read(rows[number])[0][-1]["content"]
+                hashes[split].append(environment.stable_hash(read(rows[number])[0][-1]["content"]))
             except ValueError as error:
                 raise ValueError(f"{path}, {split} row {number + 1}: {error}") from None
-            hashes[split].append(environment.stable_hash(content))
     training = splits["train"]
     if name:
         return training, splits[name]

@@ -317,6 +317,26 @@ def test_a_damaged_file_is_named(tmp_path, name, text):
         tokenizer.load(tmp_path)
 
 
+def test_a_chat_template_that_is_not_a_text_is_named(tmp_path):
+    folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="chat_template.jinja is not a text: 'utf-8'.*; download it again"):
+        tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_that_hangs_or_panics_is_refused(tmp_path):
+    folder(tmp_path)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    change = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored | change))
+    with pytest.raises(ValueError, match="tokenizer.json is not a tokenizer: Precompiled"):
+        tokenizer.load(tmp_path)
+    stored["model"]["vocab"]["x"] = 2**31  # up to which some functions of the library count
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="has a token with ID 2147483648, above 16777216; download it again"):
+        tokenizer.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("part", "change", "words"),
     [
@@ -348,6 +368,10 @@ def test_refusals(tmp_path):
         TOK.render([{"role": "user", "content": "\ud800"}])
     with pytest.raises(ValueError, match="nested too deeply"):
         TOK.render(CHAT, tools=[json.loads("[" * 900 + "]" * 900)])
+    with pytest.raises(ValueError, match="Object of type date is not JSON serializable; make the value a string"):
+        TOK.render([CHAT[1] | {"created": datetime.date(2026, 1, 1)}])
+    with pytest.raises(ValueError, match="have all private-use characters"):
+        TOK.render([{"role": "user", "content": "".join(map(chr, range(0xE000, 0xF900)))}])
 
 
 def test_a_template_cannot_reach_python():

@@ -518,6 +518,21 @@ def test_a_prompt_without_room_for_an_answer_is_named_before_the_run(tmp_path):
             train._check(exp, layout.learner_mesh(exp.config), hosts.ALONE)
 
 
+def test_a_prompt_that_the_template_rejects_is_named_before_the_run(tmp_path):
+    """Its group would be given back and leased for ever."""
+    turns = [["user"], ["system", "user"], ["user", "assistant", "user"], ["user"], ["human"], ["user"]]
+    rows = [
+        {"prompt": [{"role": role, "content": f"{n}"} for role in one], "answer": "1"} for n, one in enumerate(turns)
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows[:2])))
+    c = quickstart.get_config()
+    c.env.name, c.env.options = "dataset", {"path": str(tmp_path)}
+    exp = experiment.resolve(c)
+    with pytest.raises(ValueError, match=r'the prompt of task 4 \(train\) cannot be rendered: .* has role "human"'):
+        rules.check_prompts(exp.config, exp.tokenizer)
+
+
 def mixed(**entries):
     defaults = {"sums": {"name": "reverse_text"}, "words": {"name": "reverse_text"}}
     return {"envs": {key: defaults.get(key, {}) | entries.get(key, {}) for key in defaults | entries}}

@@ -251,6 +251,12 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path, monkeypat
         ('{"question": "a", "result": null}', {}, "row 1: the answer is empty; correct it"),
         ('{"question": "a", "result": "b"}', {"reward": "number"}, "the answer 'b' has no number; correct it"),
         ('{"question": "a", "result": " "}', {"reward": "math"}, "row 1: the answer is empty; correct it"),
+        (
+            '{"question": "a", "result": ["1", "2"]}',
+            {},
+            r"row 1: the answer \['1', '2'\] is not a text or a number; set",
+        ),
+        (r'{"question": "\ud800", "result": "b"}', {}, "x.jsonl, train row 1: 'utf-8' codec can't encode"),
         ('{"question": 5, "result": "b"}', {}, "the prompt is '5'; write a text, or messages with role"),
         ('{"question": [], "result": "b"}', {}, "the prompt is '..'; write a text"),
         ('{"question": [{"role": "user"}], "result": "b"}', {}, "the prompt is .* or messages with role"),
@@ -277,11 +283,23 @@ def test_a_mistake_is_one_line(tmp_path, content, options, words):
     assert "\n" not in str(error.value)
 
 
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_row(tmp_path):
+    rows = [{"a": "1"}, {"a": "2"}]
+    for name, text in (
+        ("x.json", json.dumps(rows)),
+        ("x.jsonl", "\n".join(map(json.dumps, rows))),
+        ("x.csv", "a\n1\n2\n"),
+    ):
+        (tmp_path / name).write_text(text, "utf-8-sig")
+        assert [*sources.read(tmp_path / name)["train"]] == rows
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
         ("x.txt", "a", "x.txt is not a file of rows; use one that ends with .jsonl"),
         ("x.csv", "a,b\n1\n", "x.csv cannot be read: row 1 does not have the 2 fields of the first line; correct"),
+        ("x.csv", "a,b,a\n1,2,3\n", "x.csv cannot be read: two columns have the name 'a'; rename one"),
         ("x.csv", "a,b\n1,2,3\n", "x.csv cannot be read: row 1 does not have the 2 fields of the first line; correct"),
         ("x.csv", 'a,b\n"1"x,2\n', "x.csv cannot be read: .* expected after"),
         ("x.json", "[1", "x.json cannot be read: Expecting"),
