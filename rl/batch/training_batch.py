@@ -2,13 +2,15 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
 from rl.batch import credit as credit_lib
 from rl.batch import packing
+from rl.protocol import user_code
+from sharding.system import cli
 
 MAX_PARTS = 16  # parts of a reward that have a metric, by environment
 Scores = Mapping[int, Mapping[str, float] | None]  # by sample; None: there was no time
@@ -63,8 +65,21 @@ def assemble(
     metrics |= {"sync/lag": float(lag.mean()), "sync/lag_max": float(lag.max())}
     metrics["batch/num_row_tokens"] = float(sum(tree.num_tokens for tree in trees))
     metrics["batch/sequence_length"] = float(np.mean([len(rollout.tokens) for rollout in rollouts]))
-    own = {f"own/{name}": float(value) for function in credit.metrics for name, value in function(groups).items()}
-    return Batch(trees, metrics | own | counts, groups)
+    return Batch(trees, metrics | _own(groups, credit.metrics) | counts, groups)
+
+
+def _own(groups: list[list[rollout_lib.Rollout]], functions: Sequence[Callable]) -> dict[str, float]:
+    """Returns the user's metrics, without those of a function that fails: the batch is in the ledger, and would come again after a resume."""
+    found: dict[str, float] = {}
+    for function in functions:
+        try:
+            found |= {f"own/{name}": float(value) for name, value in function(groups).items()}
+        except Exception as error:  # foreign code may raise anything
+            name = getattr(function, "__name__", "of rl.metrics")
+            cli.note(
+                f"warning: metrics function {name} failed: {user_code.describe(error)}; this step lacks its metrics"
+            )
+    return found
 
 
 def _first(trees: list[packing.Tree], count: int) -> list[packing.Tree]:

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pathlib
 import pkgutil
 import sys
@@ -65,7 +66,7 @@ def load(name: str) -> Callable:
         importlib.invalidate_caches()
     try:
         imported = pkgutil.resolve_name(f"{module}:")
-    except Exception as error:  # foreign code may raise anything
+    except (Exception, SystemExit) as error:  # foreign code may raise anything, and a script ends the process
         raise ValueError(f"{place} cannot be imported: {describe(error)}; correct it") from error
     other = getattr(imported, "__file__", None) or f"{module} of Python itself"
     if pathlib.Path(other).resolve() != pathlib.Path(place):
@@ -112,9 +113,15 @@ def files_in(path: pathlib.Path) -> dict[str, pathlib.Path]:
     """Returns {path relative to `path`: file} of all files in a folder but hidden and compiled ones; {"": path} for a file."""
     if not path.is_dir():
         return {"": path}
-    found = {file.relative_to(path): file for file in path.rglob("*") if file.is_file()}
-    hidden = lambda name: any(part.startswith(".") or part == "__pycache__" for part in name.parts)  # noqa: E731
-    return {name.as_posix(): file for name, file in found.items() if not hidden(name)}
+    found, seen = {}, set()
+    for folder, names, own in os.walk(path, followlinks=True):  # an import follows them, too
+        place = pathlib.Path(folder)
+        is_new = place.resolve() not in seen  # else a link to a folder above
+        names[:] = sorted(name for name in names if is_new and not name.startswith(".") and name != "__pycache__")
+        files = (place / name for name in own if is_new and not name.startswith("."))
+        found |= {file.relative_to(path).as_posix(): file for file in files if file.is_file()}
+        seen.add(place.resolve())
+    return found
 
 
 def digest(files: Iterable[tuple[str, pathlib.Path]], *texts: str) -> str:

@@ -95,7 +95,7 @@ def load(name: str, **options) -> environment.Environment:
             raise ValueError(f"{found}; correct env.options") from error
     try:
         made = build(**options)
-    except Exception as error:  # foreign code may raise anything
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
         raise ValueError(f"environment {name} cannot be built: {user_code.describe(error)}; correct it") from error
     if not isinstance(made, environment.Environment):
         raise ValueError(f"environment {name} is {type(made).__name__}; return a rl.envs.environment.Environment")

@@ -343,3 +343,18 @@ def test_a_gate_refuses_groups_whose_advantages_are_close_to_zero(gate, expected
     assert [rule.has_signal(group) for group in GROUPS] == expected
     trees, flat = rule.assign(GROUPS)  # a gate chooses groups, and changes no advantage
     assert flat == pytest.approx(1 / 3) and len(trees) > 0
+
+
+def test_a_metric_of_the_user_that_fails_does_not_end_the_run(capsys):
+    """The batch is in the ledger: it would come again after a resume, where other code is refused."""
+
+    def broken(groups):
+        return {"x": 1 / 0}
+
+    rule = credit.Credit(metrics=(broken, lambda groups: {"y": len(groups)}))
+    found = training_batch.assemble(1, GROUPS, rule, {}).metrics
+    assert {name: value for name, value in found.items() if name.startswith("own/")} == {"own/y": len(GROUPS)}
+    assert (
+        "warning: metrics function broken failed: ZeroDivisionError: division by zero (test_credit"
+        in capsys.readouterr().err
+    )

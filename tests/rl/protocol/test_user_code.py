@@ -112,6 +112,7 @@ def test_a_process_for_strangers_loads_from_its_folders_alone(project, monkeypat
             "own_broken:build",
             r"cannot be imported: ZeroDivisionError: division by zero \(own_broken.py:1\); correct it",
         ),
+        ("own_script:build", r"cannot be imported: SystemExit: 0 \(own_script.py:2\); correct it"),
         ("own_wrong:build", "cannot be built: KeyError: 'k' .own_wrong.py:2.; correct it"),
         ("own_none:build", "is NoneType; return a rl.envs.environment.Environment"),
         ("own_alone:build:x", "module 'own_alone:build' does not exist"),
@@ -128,6 +129,7 @@ def test_a_mistake_is_one_line(project, monkeypatch, name, words):
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     (project / "own_broken.py").write_text("1 / 0\n")
+    (project / "own_script.py").write_text("import sys\nsys.exit(0)\n")
     (project / "own_wrong.py").write_text("def build():\n    return {}['k']\n")
     (project / "own_none.py").write_text("def build():\n    pass\n")
     (project / "other").mkdir()
@@ -198,6 +200,15 @@ def test_the_digest_sees_code_and_data_and_nothing_else(project, tmp_path):
     with pytest.raises(ValueError, match="env.options.table_path = .* does not exist in"):
         envs.locate("tasks.py:build", {"table_path": str(file)}, [project / "own_sums"])
     assert user_code.digest([("train", file)]) != user_code.digest([("test", file)])  # a name has a meaning
+
+
+def test_the_digest_follows_links_as_imports_do(project, tmp_path):
+    (tmp_path / "linked" / "deep").mkdir(parents=True)
+    (tmp_path / "linked" / "deep" / "x.py").write_text("A = 1\n")
+    (project / "own_sums" / "sub").symlink_to(tmp_path / "linked")
+    (tmp_path / "linked" / "loop").symlink_to(project / "own_sums")
+    before = user_code.code_files(f"{project}/own_sums/parts.py:build")
+    assert before["own_sums/sub/deep/x.py"].read_text() == "A = 1\n" and not any("loop" in name for name in before)
 
 
 def test_a_module_of_another_folder_is_not_taken_for_a_neighbor(project, tmp_path):
