@@ -1,7 +1,8 @@
 """Grouped-query attention as a function of queries, keys, and a rule for which keys a query may read.
 
 1. `attend_packed` runs whole packed rows (learner, scoring). The implementation follows the platform of the mesh: splash
-   (models/kernels/splash_attention.py) on TPU, cuDNN on GPU, XLA elsewhere and for layers that the other two cannot express.
+   (models/kernels/splash_attention.py) on TPU, Triton (gpu_attention.py) on GPU, XLA elsewhere and for layers that the other
+   two cannot express.
 2. With a `context` mesh axis larger than one, every device keeps its queries, and the keys go round the ring of the axis
    (arXiv 2310.01889).
 3. `attend` is the plain function of a mask. The cached step (inference/engine/kv_cache.py) calls it, too.
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from models.kernels import cpu_attention, splash_attention
+from models.kernels import cpu_attention, gpu_attention, splash_attention
 from sharding import mesh as mesh_lib
 from sharding import rules
 
@@ -64,19 +65,26 @@ def attend_packed(
         out_BTHV = _per_device(run, "context")(q_BTHC, k_BTKC, v_BTKV, packing, sinks_H)
         return checkpoint_name(out_BTHV, splash_attention.SAVED)
     implementation = _choose(implementation, q_BTHC, v_BTKV, packing, how)
-    if implementation == "splash":
-        return _splash(q_BTHC, k_BTKC, v_BTKV, packing.segment_ids, how | {"window": window, "longest": longest})
-    out_BTHV = _masked(implementation, q_BTHC, k_BTKC, v_BTKV, packing, window, how)
-    return checkpoint_name(out_BTHV, splash_attention.SAVED)  # splash names its own
+    if implementation == "xla":
+        out_BTHV = _blockwise(q_BTHC, k_BTKC, v_BTKV, packing, window, how)
+        return checkpoint_name(out_BTHV, splash_attention.SAVED)  # the kernels name their own
+
+    how |= {"window": window} | ({"longest": longest} if implementation == "splash" else {})
+    return _kernel(implementation, q_BTHC, k_BTKC, v_BTKV, packing, how)
 
 
-def _masked(implementation: str, q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:
-    if implementation == "cudnn":
-        columns_T = jnp.arange(q_BTHC.shape[1])
-        mask_BTS = readable(packing, columns_T, packing, columns_T, window)
-        options = {"mask": mask_BTS[:, None], "scale": how["scale"], "implementation": "cudnn"}
-        return jax.nn.dot_product_attention(q_BTHC, k_BTKC, v_BTKV, **options)
-    return _blockwise(q_BTHC, k_BTKC, v_BTKV, packing, window, how)
+def _kernel(implementation: str, q_BTHC, k_BTKC, v_BTKV, packing: Packing, how: dict) -> jax.Array:
+    """Returns attention by the kernel of TPUs ("splash") or of GPUs ("triton"), on each device for its rows and heads."""
+
+    def run(q_BTHC, k_BTKC, v_BTKV, packing, sinks_H):
+        more = how | {"sinks_H": sinks_H}
+        if implementation == "splash":
+            return splash_attention.attend(q_BTHC, k_BTKC, v_BTKV, packing.segment_ids, **more)
+        mask = functools.partial(readable, window=how["window"])
+        return gpu_attention.attend(q_BTHC, k_BTKC, v_BTKV, packing, mask, **more)
+
+    run = run if jax.sharding.get_abstract_mesh().empty else _per_device(run, None)
+    return run(q_BTHC, k_BTKC, v_BTKV, packing, how["sinks_H"])
 
 
 def attend(
@@ -110,26 +118,27 @@ def _over_tensor(x_BTKC: jax.Array) -> jax.Array:
 
 
 def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, window: int = 0) -> jax.Array:
-    """Returns the attention mask [B, T, S] of packed rows, True where query t may read key s.
+    """Returns the attention mask [B, T, S] of packed rows, or [T, S] of one, True where query t may read key s.
 
     Query t may read keys of its sequence that are in no later column, in its own branch or the shared prompt, and in the
     window, which counts positions.
     Padding (segment 0) may read padding, which keeps the unused results finite.
     """
-    mask_BTS = query.segment_ids[:, :, None] == key.segment_ids[:, None, :]
-    mask_BTS &= (query_columns_T[:, None] >= key_columns_S[None, :])[None]
+    mask_BTS = query.segment_ids[..., :, None] == key.segment_ids[..., None, :]
+    is_past_TS = query_columns_T[:, None] >= key_columns_S[None, :]
+    mask_BTS &= is_past_TS if mask_BTS.ndim == 2 else is_past_TS[None]
     if query.branch_ids is not None and key.branch_ids is not None:
-        key_B1S = key.branch_ids[:, None, :]
-        mask_BTS &= (key_B1S == 0) | (key_B1S == query.branch_ids[:, :, None])
+        key_B1S = key.branch_ids[..., None, :]
+        mask_BTS &= (key_B1S == 0) | (key_B1S == query.branch_ids[..., :, None])
     if window:
-        mask_BTS &= query.positions[:, :, None] - key.positions[:, None, :] < window
+        mask_BTS &= query.positions[..., :, None] - key.positions[..., None, :] < window
     return mask_BTS
 
 
 def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) -> str:
     """Returns the attention implementation to use, with "auto" resolved. Raises ValueError if a named one cannot run here."""
     T, C = q_BTHC.shape[1], q_BTHC.shape[-1]
-    heads = f"head dims {C} and {v_BTKV.shape[-1]} are not one multiple of 8 <= 128"
+    platform, dims = mesh_lib.platform(), max(C, v_BTKV.shape[-1])
     capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))  # of an NVIDIA GPU
     reasons = {
         "xla": [],
@@ -137,28 +146,19 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
             (T % 128 != 0, f"rows of {T} tokens are not a multiple of 128"),
             (packing.branch_ids is not None, "completions share prompts, unless config.train.share_prompts = False"),
         ],
-        "cudnn": [
-            (q_BTHC.dtype != jnp.bfloat16, f"activations are {q_BTHC.dtype}, not bfloat16"),
+        "triton": [
+            (platform not in ("gpu", "cuda"), f"the kernel is for GPUs, and the platform is {platform}"),
             (capability[:2] in ("5.", "6.", "7."), f"a GPU of compute capability {capability} has no bfloat16"),
-            (C % 8 != 0 or C > 128 or v_BTKV.shape[-1] != C, heads),
-            (how["sinks_H"] is not None or how["softcap"] > 0, "the layer has sinks or a softcap"),
+            (dims > 256, f"heads have {dims} dims, more than 256"),
         ],
     }
     wanted = implementation
     if implementation == "auto":
-        wanted = {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(mesh_lib.platform(), "xla")
+        wanted = {"tpu": "splash", "gpu": "triton", "cuda": "triton"}.get(platform, "xla")
     problems = [text for applies, text in reasons[wanted] if applies]
     if problems and implementation != "auto":
         raise ValueError(f"model.attention = {implementation!r} cannot run: {problems[0]}; set it to 'auto' or 'xla'")
     return "xla" if problems else wanted
-
-
-def _splash(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, how: dict) -> jax.Array:
-    def run(*arrays):
-        return splash_attention.attend(*arrays[:4], **how | {"sinks_H": arrays[4]})
-
-    run = run if jax.sharding.get_abstract_mesh().empty else _per_device(run, None)
-    return run(q_BTHC, k_BTKC, v_BTKV, segment_ids_BT, how["sinks_H"])
 
 
 def _blockwise(q_BTHC, k_BTKC, v_BTKV, packing: Packing, window: int, how: dict) -> jax.Array:

@@ -18,8 +18,8 @@ CHOICES = {
     "activation": ("silu", "gelu", "clamped"),
     "rope_scaling": ("none", "linear", "llama3", "yarn"),
     "router": ("softmax", "sigmoid", "topk_softmax"),
-    "attention": ("auto", "xla", "splash", "cudnn"),
-    "grouped_matmul": ("auto", "ragged_dot", "megablox"),
+    "attention": ("auto", "xla", "splash", "triton"),
+    "grouped_matmul": ("auto", "ragged_dot", "megablox", "triton"),
 }
 
 MAX_LAYERS, MAX_EXPERTS = 1024, 2**17  # in all layers: a config from elsewhere must not exhaust memory or time
@@ -104,8 +104,8 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()  # ... and n is not listed here
     # Implementation; changes results by rounding only.
     scan_layers: bool = False  # equal layers are stacked and scanned: compile time is flat in depth
-    attention: str = "auto"  # "auto": splash on TPU, cudnn on GPU, xla elsewhere
-    grouped_matmul: str = "auto"  # "auto": megablox on TPU, ragged_dot elsewhere
+    attention: str = "auto"  # "auto": splash on TPU, triton on GPU, xla elsewhere
+    grouped_matmul: str = "auto"  # "auto": megablox on TPU, triton on GPU, ragged_dot elsewhere
 
     def __post_init__(self):
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # JSON has lists only

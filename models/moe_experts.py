@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from models import config as config_lib
 from models import layers
-from models.kernels import int8
+from models.kernels import gpu_grouped_matmul, int8
 from sharding import mesh as mesh_lib
 from sharding import rules
 
@@ -85,23 +85,28 @@ def grouped_matmul(
     """Returns rows[a] @ kernel[expert of row a] for rows sorted by expert; `group_sizes_E` has the rows per expert.
 
     Rows after the last group, where `inside_A` is False (None: no such rows), give zero and get a zero gradient. Both passes
-    are masked by selection: a product with zero would keep NaN. `interpret` runs the megablox kernel on a CPU.
+    are masked by selection: a product with zero would keep NaN. `interpret` runs the kernel of a TPU or a GPU on a CPU.
     """
 
     def mask(x):
         return x if inside_A is None else jnp.where(inside_A[:, None], x, 0)
 
-    which = config.grouped_matmul
+    (A, D), (E, _, F), which = rows_AD.shape, kernel_EDF.shape, config.grouped_matmul
     if which == "auto":
-        which = "megablox" if mesh_lib.platform() == "tpu" else "ragged_dot"
-    if which == "ragged_dot":
+        which = {"tpu": "megablox", "gpu": "triton", "cuda": "triton"}.get(mesh_lib.platform(), "ragged_dot")
+    if which == "ragged_dot" or (which == "triton" and (D % 16 or F % 16)):
         return checkpoint_name(mask(jax.lax.ragged_dot(mask(rows_AD), kernel_EDF, group_sizes_E)), layers.SAVED)
-    A, E = rows_AD.shape[0], kernel_EDF.shape[0]
-    tile = max(rows for rows in TILES if rows == min(TILES) or A >= rows * E)
+    if which == "triton":
+        tile = gpu_grouped_matmul.tile_of(A, E)
+    else:
+        tile = max(rows for rows in TILES if rows == min(TILES) or A >= rows * E)
     padded_AD = jnp.pad(mask(rows_AD), ((0, -A % tile), (0, 0)))
-    out_AF = megablox.gmm(
-        padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, _tiling(tile), None, None, False, interpret
-    )
+    if which == "triton":
+        out_AF: Any = gpu_grouped_matmul.grouped_matmul(padded_AD, kernel_EDF, group_sizes_E, interpret)
+    else:
+        out_AF = megablox.gmm(
+            padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, _tiling(tile), None, None, False, interpret
+        )
     return checkpoint_name(mask(out_AF[:A]), layers.SAVED)
 
 

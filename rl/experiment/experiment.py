@@ -121,11 +121,15 @@ class Experiment:
             kept=self.credit.kept,
         )
 
-    def abstract_batch(self, mesh: jax.sharding.Mesh) -> packing.TrainBatch:
-        """Returns the shapes and shardings of the batches that the train step takes, to compile it before a batch exists."""
+    def train_layout(self, mesh: jax.sharding.Mesh) -> packing.Layout:
+        """Returns the layout of the batches that the train step takes: those packed from rollouts, scored by the reference if needed."""
         layout = self.rollout_layout(mesh)
         scored = ("ref_logp",) if self.objective.needs_reference else ()
-        return packing.abstract(dataclasses.replace(layout, streams=(*layout.streams, *scored)), mesh)
+        return dataclasses.replace(layout, streams=(*layout.streams, *scored))
+
+    def abstract_batch(self, mesh: jax.sharding.Mesh) -> packing.TrainBatch:
+        """Returns the shapes and shardings of the batches that the train step takes, to compile it before a batch exists."""
+        return packing.abstract(self.train_layout(mesh), mesh)
 
     def rows(self, mesh: jax.sharding.Mesh) -> int:
         """Returns the number of rows of a micro-batch. Raises ValueError if they, or their tokens, do not divide over the mesh."""

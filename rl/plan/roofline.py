@@ -21,16 +21,20 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of TPU chip. The rates are those of Google's documentation (cloud.google.com/tpu/docs: v5e, v5p, v6e, November 2026)."""
+    """One kind of chip: a TPU, or a GPU, of which no topology is planned.
+
+    The rates are those of Google's documentation (cloud.google.com/tpu/docs: v5e, v5p, v6e, November 2026) and of Nvidia's data
+    sheets of the SXM cards.
+    """
 
     memory_bytes: int  # that a program may use, from the compiler's error for one that does not fit
-    flops_per_s: float  # bfloat16
+    flops_per_s: float  # bfloat16, dense
     memory_bytes_per_s: float
-    link_bytes_per_s: float  # of one port in one direction
-    network_bytes_per_s: float  # to other slices: a chip's part of its host's 200 Gbit/s (v6e: 800)
-    wrap: int  # a dim of the topology that is a multiple of this closes to a ring
-    host: str  # topology of one host, on which a server runs
-    sizes: Sequence[str]  # available topologies, by size
+    link_bytes_per_s: float = 0.0  # of one port in one direction
+    network_bytes_per_s: float = 0.0  # to other slices: a chip's part of its host's 200 Gbit/s (v6e: 800)
+    wrap: int = 1  # a dim of the topology that is a multiple of this closes to a ring
+    host: str = ""  # topology of one host, on which a server runs
+    sizes: Sequence[str] = ()  # available topologies, by size
 
 
 GIB = 2**30
@@ -41,6 +45,36 @@ CHIPS = {
     "v6e": Chip(int(31.25 * GIB), 918e12, 1638e9, 100e9, 12.5e9, 16, "2x4", _SIZES_2D),
     "v5p": Chip(int(95.74 * GIB), 459e12, 2765e9, 100e9, 6.25e9, 4, "2x2x1", _SIZES_3D),
 }
+# By JAX's name of the device, or the words that it begins with.
+DEVICES = {
+    "TPU v5 lite": CHIPS["v5e"],
+    "TPU v5": CHIPS["v5p"],
+    "TPU v6 lite": CHIPS["v6e"],
+    "NVIDIA A100": Chip(80 * GIB, 312e12, 2039e9),
+    "NVIDIA H100": Chip(80 * GIB, 989e12, 3350e9),
+    "NVIDIA H200": Chip(141 * 10**9, 989e12, 4800e9),
+}
+
+
+def of_device(kind: str) -> Chip | None:
+    """Returns the chip of JAX's `device_kind`, or None if its rates are not known, such as those of a CPU."""
+    return next((chip for name, chip in DEVICES.items() if kind == name or kind.startswith(f"{name} ")), None)
+
+
+def compared(
+    seconds: float, executed_flops: float, read_bytes: float, model_flops: float, *, num_chips: int, chip: Chip
+) -> str:
+    """Returns a text that compares a measured time with its bound, and the MFU if `model_flops` is not 0.
+
+    FLOPs are those of all chips, and `read_bytes` those of each. Links between chips are left out.
+    """
+    peak = num_chips * chip.flops_per_s
+    bounds = {"arithmetic": executed_flops / peak, "memory": read_bytes / chip.memory_bytes_per_s}
+    which = max(bounds, key=bounds.__getitem__)
+    text = f", at least {bounds[which]:.3g} s ({which}): {bounds[which] / seconds:.0%} of that rate"
+    if not model_flops:
+        return text
+    return f"{text}; MFU {model_flops / (peak * seconds):.1%}, at most {model_flops / (peak * bounds[which]):.1%}"
 
 
 def chip_of(topology: str) -> Chip:

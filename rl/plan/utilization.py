@@ -1,7 +1,7 @@
 """Measures how well a train step uses its devices: MFU, the learner's busy part, and memory.
 
 MFU is that of rl/plan/roofline.py: three forward passes over the tokens of the batch, no recomputation, in the seconds of the train
-step alone. It is left out on devices whose rate is not in `FLOPS_PER_S`, such as a CPU.
+step alone. It is left out on devices whose rate is not known there, such as a CPU.
 """
 
 import resource
@@ -12,16 +12,6 @@ from typing import Any
 from models import config as config_lib
 from models import flops
 from rl.plan import roofline
-
-# Dense bfloat16 FLOPs per second, by JAX's name of the device. GPUs: Nvidia's data sheets of the SXM cards.
-FLOPS_PER_S = {
-    "TPU v5 lite": roofline.CHIPS["v5e"].flops_per_s,
-    "TPU v5": roofline.CHIPS["v5p"].flops_per_s,
-    "TPU v6 lite": roofline.CHIPS["v6e"].flops_per_s,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-}
 
 
 def of_step(
@@ -35,12 +25,11 @@ def of_step(
     stats = [one for device in local_devices if (one := device.memory_stats())]
     if used := [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]:
         found["machine/device_memory_peak_bytes"] = max(used)
-    kind = local_devices[0].device_kind
-    rate = max((rate for name, rate in FLOPS_PER_S.items() if kind == name or kind.startswith(f"{name} ")), default=0.0)
-    if rate and (num_tokens := values.get("batch/num_row_tokens", 0.0)):
+    chip = roofline.of_device(local_devices[0].device_kind)
+    if chip and (num_tokens := values.get("batch/num_row_tokens", 0.0)):
         length = max(round(values["batch/sequence_length"]), 1)
         work = flops.ModelFlops.of(model).model_flops(flops.PackedRows(length, [(length,)])) * num_tokens / length
-        found["machine/mfu"] = work / (num_devices * rate * max(values["time/train_step_s"], 1e-9))
+        found["machine/mfu"] = work / (num_devices * chip.flops_per_s * max(values["time/train_step_s"], 1e-9))
     return {name: float(value) for name, value in found.items()}
 
 

@@ -244,21 +244,22 @@ def test_no_device_ever_holds_all_experts(gathered, monkeypatch):
     assert {c.kind for c in found} >= ({"all-to-all"} if gathered == 0 else {"all-gather"})
 
 
-def test_megablox_equals_ragged_dot():
-    """The TPU kernel, interpreted, with groups that end before the rows do: values and gradients."""
+@pytest.mark.parametrize("kernel_of", ["megablox", "triton"])
+def test_kernels_equal_ragged_dot(kernel_of):
+    """The kernels of TPUs and GPUs, interpreted, with groups that end before the rows do: values and gradients."""
     sizes = np.array([3, 0, 70, 40], np.int32)
-    rows, kernel, cotangent = draw(150, 24), draw(4, 24, 20, seed=2), draw(150, 20, seed=3)
+    rows, kernel, cotangent = draw(150, 32), draw(4, 32, 48, seed=2), draw(150, 48, seed=3)
     inside = np.arange(150) < sizes.sum()
 
     def run(which):
         config = dataclasses.replace(BASE, grouped_matmul=which)
-        options = {"interpret": which == "megablox"}
+        options = {"interpret": which != "ragged_dot"}
         out, pull = jax.vjp(
             lambda r, k: moe_experts.grouped_matmul(r, k, sizes, inside, config, **options), rows, kernel
         )
         return out, pull(cotangent)
 
-    got, want = run("megablox"), run("ragged_dot")
+    got, want = run(kernel_of), run("ragged_dot")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), got, want)  # sums of up to 70
     starts = np.cumsum(sizes) - sizes
     for e, (start, size) in enumerate(zip(starts, sizes, strict=True)):

@@ -1,0 +1,275 @@
+"""Causal attention of packed rows on an NVIDIA GPU, by Triton kernels that work only on the keys that a row reads.
+
+1. `ranges` finds the columns of keys that each block of queries may read: a part of a shared prompt, and the columns from its
+   first branch to its own end. For each block of keys it finds the end of the queries that read it. No array is [T, T].
+2. The forward kernel has one program per block of queries and head. It goes over these keys in steps, and accumulates the
+   softmax (arXiv 2205.14135). The mask of a step is that of models/attention.py, computed in the kernel.
+3. The backward pass computes the weights again. One kernel sums dq over keys, another dk and dv over queries and the query
+   heads of a key head, each in a fixed order: gradients have the same bits in each run.
+
+Letters: B rows, T tokens, H query heads, K key heads, G = H / K, C head dim, V value dim, N blocks of a row, Q queries of a block
+or step, S keys of a step or block.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from models.kernels import splash_attention
+
+MASKED = (
+    -1e30
+)  # finite: a query that has read no key yet has weights of 1, which the first key it may read multiplies by 0
+
+
+# The fastest on an H100 of eight tiles with bfloat16 and 128 dims (docs/performance.md).
+BLOCK = 64  # queries of a program, or keys of one that computes dk and dv
+FORWARD = BACKWARD = (64, 4, 3)  # keys or queries of a step of a program, warps, stages of its pipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """The options of attention, and the tiles of the kernels; static under jit."""
+
+    readable: Callable  # of (query packing, query columns, key packing, key columns): the mask of a tile
+    scale: float
+    softcap: float
+    interpret: bool
+    block: int
+    forward: tuple[int, int, int]
+    backward: tuple[int, int, int]
+
+    def call(self, kernel: Callable, tile: tuple[int, int, int], grid: tuple[int, ...], out_shape: Any, *args):
+        options = triton.CompilerParams(num_warps=tile[1], num_stages=tile[2])
+        name, interpret = kernel.__name__, self.interpret
+        return pl.pallas_call(kernel, out_shape, grid=grid, compiler_params=options, interpret=interpret, name=name)(
+            *args
+        )
+
+
+def attend(
+    q_BTHC: jax.Array,
+    k_BTKC: jax.Array,
+    v_BTKV: jax.Array,
+    packing: Any,
+    readable: Callable,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns attention inside each sequence of packed rows, [B, T, H, V]; models/attention.py explains the options.
+
+    `packing` has arrays [B, T]: `positions`, `segment_ids`, `branch_ids` (or None). A sequence has consecutive columns: its
+    shared prompt, then its branches one by one. Results of padding are finite. `interpret` runs the kernels on a CPU.
+    """
+    T, C, V = q_BTHC.shape[1], q_BTHC.shape[3], v_BTKV.shape[3]
+    block, tiles = BLOCK, (FORWARD, BACKWARD)
+    if q_BTHC.dtype == jnp.float32 or max(C, V) > 128:  # they take more registers and shared memory
+        block, tiles = 32 if q_BTHC.dtype == jnp.float32 else 64, ((32, 4, 2), (32, 4, 2))
+    rule = _Rule(readable, scale, softcap, interpret, block, *tiles)
+
+    def pad(x, num_dims=None):  # whole blocks of tokens; a power of two of dims, as Triton's tiles have
+        more = [(0, 0), (0, -T % block), *[(0, 0)] * (x.ndim - 2)]
+        more[-1] = more[-1] if num_dims is None else (0, num_dims - x.shape[-1])
+        return jnp.pad(x, more) if any(map(any, more)) else x
+
+    qkv = (pad(x, pl.next_power_of_2(max(x.shape[3], 16))) for x in (q_BTHC, k_BTKC, v_BTKV))
+    packing = jax.tree.map(pad, packing)
+    reads_BN = jax.vmap(functools.partial(ranges, block=block, window=window))(packing)
+    sinks_H = None if sinks_H is None else sinks_H.astype(jnp.float32)
+    out_BTHV: Any = _attend(rule, *qkv, sinks_H, packing, reads_BN)
+    return out_BTHV[:, :T, :, :V]
+
+
+def ranges(packing: Any, *, block: int, window: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the columns that each block of one row reads and is read by, four int32 [N]; `packing` has arrays [T].
+
+    A block of queries reads keys of the columns from the first array to the second, which is the end of shared prompts, and
+    from the third to its own end. A block of keys is read by the queries from its own start to the fourth array. All ends
+    are exclusive; a range may hold columns that no query reads.
+    """
+    segments_T, columns_T = packing.segment_ids, jnp.arange(packing.segment_ids.shape[0], dtype=jnp.int32)
+
+    def runs(begins_T):  # the first column and the end of each column's run
+        start_T = jax.lax.cummax(jnp.where(begins_T, columns_T, 0))
+        end_T = jnp.where(jnp.append(begins_T[1:], True), columns_T + 1, len(columns_T))
+        return start_T, jax.lax.cummin(end_T, reverse=True)
+
+    def changes(ids_T):
+        return jnp.append(True, ids_T[1:] != ids_T[:-1])
+
+    first_T, last_T = start_T, end_T = runs(changes(segments_T))
+    if window:  # a key of position p has the column start + p, or a later one if it is in a branch
+        first_T = start_T + jnp.maximum(packing.positions - window + 1, 0)
+    if packing.branch_ids is None:
+        prompt_end_T = branch_T = first_T
+        last_T = jnp.minimum(end_T, columns_T + window) if window else end_T
+    else:
+        is_shared_T = packing.branch_ids == 0
+        branch_T, branch_end_T = runs(changes(segments_T) | changes(packing.branch_ids))
+        prompt_end_T = jax.lax.cummax(jnp.where(is_shared_T, columns_T + 1, start_T))
+        last_T = jnp.where(is_shared_T, end_T, branch_end_T)
+    own_T, is_padding_T = columns_T // block * block, segments_T == 0  # padding reads itself, in its own block
+    first_T, prompt_end_T, branch_T = (jnp.where(is_padding_T, own_T, x_T) for x_T in (first_T, prompt_end_T, branch_T))
+    last_T = jnp.where(is_padding_T, own_T + block, last_T)
+    first_N, branch_N = (x_T.reshape(-1, block).min(axis=1) for x_T in (first_T, branch_T))
+    prompt_end_N, last_N = (x_T.reshape(-1, block).max(axis=1) for x_T in (prompt_end_T, last_T))
+    return first_N, prompt_end_N, jnp.maximum(branch_N, first_N), last_N
+
+
+def dot(a, b, dim_a: int, dim_b: int) -> jax.Array:
+    """Contracts `dim_a` of a with `dim_b` of b, in float32; the products of float32 are not rounded to TF32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = ((dim_a,), (dim_b,)), ((), ())
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(rule: _Rule, *args) -> jax.Array:
+    return _forward(rule, *args)[0]
+
+
+def _forward(rule: _Rule, q_BTHC, k_BTKC, v_BTKV, sinks_H, packing, reads_BN):
+    B, T, H, _ = q_BTHC.shape
+    K, V = v_BTKV.shape[2:]
+
+    def attention_forward(q_ref, k_ref, v_ref, sinks_ref, packing_ref, reads_ref, out_ref, log_norm_ref):
+        i, h, b = (pl.program_id(dim) for dim in range(3))
+        own, k = pl.ds(i * rule.block, rule.block), jax.lax.div(h, H // K)
+        q_QC, queries = q_ref[b, own, h, :], _packing(packing_ref, b, own)
+
+        def read(keys, stats):
+            out_QV, total_Q, top_Q = stats
+            scores_QS, _ = _scores(rule, q_QC, k_ref[b, keys, k, :], queries, own, packing_ref, b, keys)
+            new_top_Q = jnp.maximum(top_Q, scores_QS.max(axis=1))
+            weights_QS, down_Q = jnp.exp(scores_QS - new_top_Q[:, None]), jnp.exp(top_Q - new_top_Q)
+            read_QV = dot(weights_QS.astype(q_QC.dtype), v_ref[b, keys, k, :], 1, 0)
+            return out_QV * down_Q[:, None] + read_QV, total_Q * down_Q + weights_QS.sum(axis=1), new_top_Q
+
+        zero_Q = jnp.zeros(rule.block, jnp.float32)
+        total_Q, top_Q = (zero_Q, zero_Q + MASKED) if sinks_ref is None else (zero_Q + 1, zero_Q + sinks_ref[h])
+        out_QV = jnp.zeros((rule.block, V), jnp.float32)
+        stats = _over_keys(rule.block, rule.forward[0], reads_ref, b, i, read, (out_QV, total_Q, top_Q))
+        out_QV, total_Q, top_Q = stats
+        out_ref[b, own, h, :] = (out_QV / total_Q[:, None]).astype(out_ref.dtype)
+        log_norm_ref[b, h, own] = top_Q + jnp.log(total_Q)
+
+    out_shape = jax.ShapeDtypeStruct((B, T, H, V), q_BTHC.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+    args = q_BTHC, k_BTKC, v_BTKV, sinks_H, packing, reads_BN
+    out_BTHV, log_norm_BHT = rule.call(attention_forward, rule.forward, (T // rule.block, H, B), out_shape, *args)
+    results = [checkpoint_name(x, splash_attention.SAVED) for x in (out_BTHV, log_norm_BHT)]
+    return results[0], (*args, *results)
+
+
+def _backward(rule: _Rule, saved, d_out_BTHV):
+    q_BTHC, k_BTKC, v_BTKV, sinks_H, packing, reads_BN, out_BTHV, log_norm_BHT = saved
+    B, T, H, C = q_BTHC.shape
+    K, V = v_BTKV.shape[2:]
+    # Of a query: the sum of its weights times their gradient.
+    d_sum_BHT = jnp.einsum("BTHV,BTHV->BHT", d_out_BTHV, out_BTHV, preferred_element_type=jnp.float32)
+
+    def gradients(refs, queries, keys, b, h, q_QC, k_SC, v_SV, d_out_QV):
+        """Returns the weights of a tile and the gradient of its scores, both [Q, S]."""
+        packing_ref, log_norm_ref, d_sum_ref = refs
+        scores_QS, slope_QS = _scores(
+            rule, q_QC, k_SC, _packing(packing_ref, b, queries), queries, packing_ref, b, keys
+        )
+        weights_QS = jnp.exp(scores_QS - log_norm_ref[b, h, queries][:, None])
+        d_scores_QS = weights_QS * (dot(d_out_QV, v_SV, 1, 1) - d_sum_ref[b, h, queries][:, None]) * rule.scale
+        return weights_QS.astype(q_QC.dtype), (d_scores_QS * slope_QS).astype(q_QC.dtype)
+
+    def attention_dq(q_ref, k_ref, v_ref, packing_ref, reads_ref, log_norm_ref, d_sum_ref, d_out_ref, d_q_ref):
+        i, h, b = (pl.program_id(dim) for dim in range(3))
+        own, k = pl.ds(i * rule.block, rule.block), jax.lax.div(h, H // K)
+        q_QC, d_out_QV = q_ref[b, own, h, :], d_out_ref[b, own, h, :]
+
+        def read(keys, d_q_QC):
+            k_SC = k_ref[b, keys, k, :]
+            refs = packing_ref, log_norm_ref, d_sum_ref
+            _, d_scores_QS = gradients(refs, own, keys, b, h, q_QC, k_SC, v_ref[b, keys, k, :], d_out_QV)
+            return d_q_QC + dot(d_scores_QS, k_SC, 1, 0)
+
+        zeros_QC = jnp.zeros((rule.block, C), jnp.float32)
+        d_q_QC = _over_keys(rule.block, rule.backward[0], reads_ref, b, i, read, zeros_QC)
+        d_q_ref[b, own, h, :] = d_q_QC.astype(d_q_ref.dtype)
+
+    def attention_dkv(
+        q_ref, k_ref, v_ref, packing_ref, reads_ref, log_norm_ref, d_sum_ref, d_out_ref, d_k_ref, d_v_ref
+    ):
+        j, k, b = (pl.program_id(dim) for dim in range(3))
+        own = pl.ds(j * rule.block, rule.block)
+        k_SC, v_SV = k_ref[b, own, k, :], v_ref[b, own, k, :]
+        size = rule.backward[0]
+        first, end = j * (rule.block // size), jax.lax.div(reads_ref[3][b, j] + size - 1, size)
+
+        def over_heads(g, sums):
+            h = k * (H // K) + g
+
+            def read(n, sums):
+                queries = pl.ds(n * size, size)
+                q_QC, d_out_QV = q_ref[b, queries, h, :], d_out_ref[b, queries, h, :]
+                refs = packing_ref, log_norm_ref, d_sum_ref
+                weights_QS, d_scores_QS = gradients(refs, queries, own, b, h, q_QC, k_SC, v_SV, d_out_QV)
+                return sums[0] + dot(d_scores_QS, q_QC, 0, 0), sums[1] + dot(weights_QS, d_out_QV, 0, 0)
+
+            return jax.lax.fori_loop(first, end, read, sums)
+
+        zeros = (jnp.zeros((rule.block, dims), jnp.float32) for dims in (C, V))
+        d_k_SC, d_v_SV = jax.lax.fori_loop(0, H // K, over_heads, tuple(zeros))
+        d_k_ref[b, own, k, :] = d_k_SC.astype(d_k_ref.dtype)
+        d_v_ref[b, own, k, :] = d_v_SV.astype(d_v_ref.dtype)
+
+    def like(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    args = q_BTHC, k_BTKC, v_BTKV, packing, reads_BN, log_norm_BHT, d_sum_BHT, d_out_BTHV
+    d_q_BTHC = rule.call(attention_dq, rule.backward, (T // rule.block, H, B), like(q_BTHC), *args)
+    d_k_BTKC, d_v_BTKV = rule.call(
+        attention_dkv, rule.backward, (T // rule.block, K, B), (like(k_BTKC), like(v_BTKV)), *args
+    )
+    d_sinks_H = None
+    if sinks_H is not None:
+        d_sinks_H = -(jnp.exp(sinks_H[None, :, None] - log_norm_BHT) * d_sum_BHT).sum(axis=(0, 2))
+    return d_q_BTHC, d_k_BTKC, d_v_BTKV, d_sinks_H, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _over_keys(block: int, size: int, reads_ref, b, i, read: Callable, carry):
+    """Calls `carry = read(slice of keys, carry)` for each `size` of the keys that block i of queries reads, in order."""
+    first, branch = (jax.lax.div(reads_ref[n][b, i], size) for n in (0, 2))
+    prompt_end = jax.lax.div(reads_ref[1][b, i] + size - 1, size)
+    num_shared = jnp.maximum(jnp.minimum(prompt_end, branch) - first, 0)
+
+    def step(n, carry):
+        at = jnp.where(n < num_shared, first + n, branch + n - num_shared)
+        return read(pl.ds(at * size, size), carry)
+
+    return jax.lax.fori_loop(0, num_shared + (i + 1) * (block // size) - branch, step, carry)
+
+
+def _scores(rule: _Rule, q_QC, k_SC, queries, query_slice, packing_ref, b, key_slice):
+    """Returns the masked scores of a tile, and the derivative of the softcap (1 without one)."""
+    scores_QS, slope_QS = dot(q_QC, k_SC, 1, 1) * rule.scale, 1.0
+    if rule.softcap:
+        capped_QS = jnp.tanh(scores_QS / rule.softcap)
+        scores_QS, slope_QS = rule.softcap * capped_QS, 1 - capped_QS * capped_QS
+    columns = (part.start + jnp.arange(part.size) for part in (query_slice, key_slice))
+    columns_Q, columns_S = columns
+    mask_QS = rule.readable(queries, columns_Q, _packing(packing_ref, b, key_slice), columns_S)
+    return jnp.where(mask_QS, scores_QS, MASKED), slope_QS
+
+
+def _packing(packing_ref, b, columns):
+    return jax.tree.map(lambda ref: ref[b, columns], packing_ref)
