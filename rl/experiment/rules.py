@@ -180,7 +180,7 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib
     limit, first, found = config.inference.max_model_len, 16, envs.load_all(config)
     for key, env in found.items():
         if 0 < env.num_held_out < (count := -(-config.evaluation.num_tasks // len(found))):
-            field, rest = "evaluation.num_tasks", f"only {env.num_held_out} different tasks, each several times"
+            field, rest = "evaluation.num_tasks", f"there are only {env.num_held_out}, which are taken several times"
             cli.note(
                 f"note: {field} = {config.evaluation.num_tasks} takes {count} held-out tasks of {env.name}: {rest}; lower it, or add rows"
             )

@@ -262,7 +262,9 @@ def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free:
     if names := [name for name in differences(path, experiment) if not env_mix.run_field(name).startswith(free)]:
         if {*map(env_mix.run_field, names)} <= {"env.digest", "env.num_tasks", "rl.digest", "rl.loss_function"}:
             found = f"workdir {path}: code or data of the run ({', '.join(names)}) changed since its first start"
-            raise ValueError(f"{found}; restore them, or give another --workdir")
+            raise ValueError(
+                f"{found}; restore them (a new version of Intellax is other code, too), or give another --workdir"
+            )
         both = experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment)
         old, new = (fields.get(names[0], "absent") for fields in both)
         found = f"belongs to another config: {names[0]} was {old!r}, now {new!r}; fields that differ: {len(names)}"

@@ -36,7 +36,7 @@ class Status:
         num_silent = self.nodes.num_silent_workers()
         return (
             f"{name} has {progress[0]} of {progress[1]} groups; "
-            f"{count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
+            f"in the queue {count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
             f"{count[State.SUBMITTED]} are being checked, {count[State.QUARANTINED]} wait for a verdict"
             f"{f'; the inference servers are loading policy {loading}' if loading and not servers else ''}"
             f"{f'; silent workers, whose leases end after topology.lease_s: {num_silent}' if num_silent else ''}"

@@ -1,6 +1,6 @@
 """Chooses the sizes that a config leaves open (0, or "auto" for a dtype), for the memory of the devices of learner and engine.
 
-1. `inference.max_model_len` is twice `sampling.max_tokens`, but at most the positions that the model was trained for.
+1. `inference.max_model_len` is twice `sampling.max_tokens`, or 512 tokens more than it, but at most the positions that the model was trained for.
    `train.row_length` is that, in whole tiles of the attention kernel. `rl.prompts_per_step` makes a batch of `ROLLOUTS`.
 2. `inference.num_slots` and `train.rows` double in turn while all fits by the plan's own estimates
    (rl/plan/lowered_programs.py): train state, weights of the engine, and the larger of a train step and the slots. On devices of
@@ -39,6 +39,7 @@ LEAST_SLOTS, MOST_SLOTS = 8, 512  # per batch shard of the engine; in all
 SHARE = 0.85  # of the memory: estimates err by less (tests/rl/plan/test_sizes.py), and memory fragments
 # Tokens of a tile of the TPU's attention kernel, of which a row has whole ones: the largest of at most an eighth of a row.
 TILES = 128, 256, 512
+LEAST_PROMPT = 512  # tokens for which a rollout has room beside its completion
 FIELDS = (
     *("model.dtype", "model.param_dtype", "inference.max_model_len", "train.row_length", "rl.prompts_per_step"),
     *("inference.num_slots", "train.rows", "inference.mesh.tensor"),
@@ -171,7 +172,8 @@ def _open(config) -> list[str]:
 
 def _set_least(config, place: Devices, names: list[str]) -> None:
     """Sets those of the fields `names` that do not depend on the memory, and the least values of slots and rows."""
-    dtype, wanted = "float32" if place.is_cpu else "bfloat16", 2 * env_mix.max_tokens(config)
+    dtype, longest = "float32" if place.is_cpu else "bfloat16", env_mix.max_tokens(config)
+    wanted = longest + max(longest, LEAST_PROMPT)
     length = config.inference.max_model_len or min(wanted, config.model.max_positions or wanted)
     tile = max([size for size in TILES if size <= length / 8], default=TILES[0]) * place.mesh.shape["context"]
     values = {

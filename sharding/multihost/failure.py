@@ -22,7 +22,7 @@ from sharding.multihost import transport
 # Priorities of error reports. If several hosts fail, the report with the lowest number is the cause.
 MISTAKE, INTERRUPTED, DIED, BUG, REMOTE = range(5)
 SETTLE_S = 1.0  # a collective can break on one host before another host reports the cause
-INTERRUPTION = "interrupted; the same command resumes from the last checkpoint"
+INTERRUPTION = "interrupted; the same command resumes from the last checkpoint, if there is one"
 DEATH = "its process ended without an error report (killed, or out of memory); see its output and its machine's log"
 
 

@@ -272,7 +272,10 @@ OAPL = {"rl__loss": "oapl", "rl__advantage": "optimal"}
         ({"optimizer__beta2": 1.0}, r"optimizer.beta2 = 1.0 must be in \[0, 1\)"),
         ({"sampling__top_p": 0.0}, r"sampling.top_p = 0.0 must be in \(0, 1\]"),
         ({"sampling__max_tokens": 64}, "no room for a prompt: it must exceed sampling.max_tokens = 64; raise it"),
-        ({"sampling__max_tokens": 64, "model__max_positions": 64}, "exceed sampling.max_tokens = 64; lower that"),
+        (
+            {"sampling__max_tokens": 64, "model__max_positions": 64},
+            "exceed sampling.max_tokens = 64; set sampling.max_tokens below the model.s 64 positions",
+        ),
         ({"broadcast__snapshot_every": 0}, "broadcast.snapshot_every = 0 must be at least 1"),
         ({"broadcast__dtype": "int8"}, "choose one of '', float32"),
         ({"topology__servers": ("http://a:1",)}, "set topology.mode = 'remote'"),
@@ -491,7 +494,9 @@ def test_held_out_tasks_that_repeat_are_told(tmp_path, capsys):
     config.env.name, config.env.options = "dataset", {"path": f"{tmp_path}/x.jsonl"}
     exp = experiment.resolve(config)
     rules.check_prompts(exp.config, exp.tokenizer)
-    note = f"note: evaluation.num_tasks = {config.evaluation.num_tasks} takes .* of dataset: only [1-9] different tasks"
+    note = (
+        f"note: evaluation.num_tasks = {config.evaluation.num_tasks} takes .* of dataset: there are only [1-9], which"
+    )
     assert re.search(note, capsys.readouterr().err)
 
 

@@ -475,7 +475,7 @@ def test_a_long_wait_is_told(make, monkeypatch):
     groups = lease(orchestrator)
     for group in groups[1:]:
         submit(orchestrator, answers(group))
-    notice = "batch 1 has 2 of 3 groups; 0 wait for a worker, 1 are leased, 0 are being checked, 0 wait for a verdict"
+    notice = "batch 1 has 2 of 3 groups; in the queue 0 wait for a worker, 1 are leased, 0 are being checked, 0 wait for a verdict"
     proxy.wait_until(lambda: any(line.startswith(notice) for line in lines))
     assert not batch.done() and orchestrator.waiting_for().startswith(notice)
     submit(orchestrator, answers(groups[0]))

@@ -118,8 +118,16 @@ def test_a_field_that_is_set_stays_and_limits_the_others():
         assert (groups.rl.prompts_per_step, groups.inference.num_slots) == (prompts, slots)
     many, _ = settled(config_of(rl__prompts_per_step=256), memory_gib=95.74)
     assert many.inference.num_slots == sizes.MOST_SLOTS == 512  # of 2,048 rollouts
+    answers, _ = settled(config_of(sampling__max_tokens=60))
+    assert answers.inference.max_model_len == 572  # short answers may have long prompts
     few, _ = settled(
-        config_of(rl__prompts_per_step=2, rl__samples_per_prompt=8, mesh__context=2, sampling__max_tokens=60)
+        config_of(
+            rl__prompts_per_step=2,
+            rl__samples_per_prompt=8,
+            mesh__context=2,
+            inference__max_model_len=120,
+            sampling__max_tokens=60,
+        )
     )
     assert few.train.rows == 16 and few.train.row_length == 256  # no more rows than rollouts; a tile for each shard
     cpu, _ = settled(config_of(lora__rank=0), is_cpu=True, memory_gib=64)

@@ -209,7 +209,12 @@ def test_host_0_broadcasts_and_scatters(cases):
         ("killed", 1, "ended without an error report", 1),
         ("killed_during_broadcast", 1, "ended without an error report", 1),
         ("first_killed", 0, "ended without an error report", 1),
-        ("terminated", 1, "interrupted; the same command resumes from the last checkpoint", 128 + signal.SIGTERM),
+        (
+            "terminated",
+            1,
+            "interrupted; the same command resumes from the last checkpoint, if there is one",
+            128 + signal.SIGTERM,
+        ),
         ("noticed", 0, "terminated, with a checkpoint of step 7; the same command resumes", 128 + signal.SIGTERM),
         ("counts", 0, "has topology.num_processes = 3, host 0 has 2; make them the same on all hosts", 1),
         ("versions", 0, "has jax = 0.12.0, host 0 has 0.11.0; make them the same on all hosts", 1),

@@ -108,7 +108,7 @@ def test_more_held_out_tasks_than_there_are_is_noted(tmp_path, capsys):
         for count in (len(found), len(found) + 1):
             config.evaluation.num_tasks = count
             rules.check_prompts(config, tokenizer_lib.load("byte_chatml"))
-            noted = f"takes {count} held-out tasks of {name}: only {len(found)} different tasks"
+            noted = f"takes {count} held-out tasks of {name}: there are only {len(found)}, which"
             assert (noted in capsys.readouterr().err) == (count > len(found))
 
 
