@@ -671,7 +671,7 @@ def test_nothing_unverified_reaches_a_batch_while_validators_are_silent(make, mo
         batch = later(orchestrator.next_batch, 1)
         found = [submit(orchestrator, answers(group)) for group in lease(orchestrator)]
         assert found == ["quarantined", "accepted", "quarantined"]
-        counts = "0 wait for a worker, 0 are leased, 0 are being checked, 2 wait for a verdict"
+        counts = "in the queue 0 wait for a worker, 0 are leased, 0 are being checked, 2 wait for a verdict"
         notice = f"batch 1 has 1 of 3 groups; {counts}; validators without an answer: "
         proxy.wait_until(lambda: any(line.startswith(notice) and "status 503" in line for line in lines))
         assert not batch.done()
