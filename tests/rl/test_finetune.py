@@ -86,7 +86,7 @@ def test_a_checkpoint_is_scored_without_a_run(folder, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({}, "error: this tokenizer has no chat template; put a chat_template.jinja next to its tokenizer.json"),
+        ({}, "error: the prompt of task 0 .* this tokenizer has no chat template; put a chat_template.jinja next to"),
         ({"init_from": "/nowhere"}, "error: init_from: /nowhere is not a folder; give a folder, gs"),
         (
             {"model.num_layers": 3},
