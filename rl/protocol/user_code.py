@@ -113,14 +113,17 @@ def files_in(path: pathlib.Path) -> dict[str, pathlib.Path]:
     """Returns {path relative to `path`: file} of all files in a folder but hidden and compiled ones; {"": path} for a file."""
     if not path.is_dir():
         return {"": path}
-    found, seen = {}, set()
+    found, above = {}, {path: {path.resolve()}}  # {folder: where it and those above it are}
     for folder, names, own in os.walk(path, followlinks=True):  # an import follows them, too
         place = pathlib.Path(folder)
-        is_new = place.resolve() not in seen  # else a link to a folder above
-        names[:] = sorted(name for name in names if is_new and not name.startswith(".") and name != "__pycache__")
-        files = (place / name for name in own if is_new and not name.startswith("."))
+        inner = (
+            (name, (place / name).resolve()) for name in names if not name.startswith(".") and name != "__pycache__"
+        )
+        inner = {name: target for name, target in inner if target not in above[place]}  # else it would have no end
+        above |= {place / name: above[place] | {target} for name, target in inner.items()}
+        names[:] = sorted(inner)
+        files = (place / name for name in own if not name.startswith("."))
         found |= {file.relative_to(path).as_posix(): file for file in files if file.is_file()}
-        seen.add(place.resolve())
     return found
 
 

@@ -209,6 +209,8 @@ def test_the_digest_follows_links_as_imports_do(project, tmp_path):
     (tmp_path / "linked" / "loop").symlink_to(project / "own_sums")
     before = user_code.code_files(f"{project}/own_sums/parts.py:build")
     assert before["own_sums/sub/deep/x.py"].read_text() == "A = 1\n" and not any("loop" in name for name in before)
+    (project / "own_sums" / "twice").symlink_to(tmp_path / "linked" / "deep")  # a folder that is in the digest already
+    assert "own_sums/twice/x.py" in user_code.code_files(f"{project}/own_sums/parts.py:build")
 
 
 def test_a_module_of_another_folder_is_not_taken_for_a_neighbor(project, tmp_path):
