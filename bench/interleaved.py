@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
             f"seed {seed}: {seconds[0]:.1f} s without, {seconds[options.every]:.1f} s with: {costs[-1]:+.1%}",
             flush=True,
         )
-    print(f"mean {statistics.fmean(costs):+.1%} of {len(costs)} pairs; the limit of issue 12 is +5 %")
+    print(f"mean {statistics.fmean(costs):+.1%} of {len(costs)} pairs; the limit is +5 %")
     return 0
 
 

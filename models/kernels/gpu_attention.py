@@ -24,11 +24,8 @@ from jax.experimental.pallas import triton
 
 from models.kernels import splash_attention
 
-MASKED = (
-    -1e30
-)  # finite: a query that has read no key yet has weights of 1, which the first key it may read multiplies by 0
-
-
+# Finite: a query that has read no key yet has weights of 1, which the first key it may read multiplies by 0.
+MASKED = -1e30
 # The fastest on an H100 of eight tiles with bfloat16 and 128 dims (docs/performance.md).
 BLOCK = 64  # queries of a program, or keys of one that computes dk and dv
 FORWARD = BACKWARD = (64, 4, 3)  # keys or queries of a step of a program, warps, stages of its pipeline
@@ -175,7 +172,7 @@ def _backward(rule: _Rule, saved, d_out_BTHV):
     q_BTHC, k_BTKC, v_BTKV, sinks_H, packing, reads_BN, out_BTHV, log_norm_BHT = saved
     B, T, H, C = q_BTHC.shape
     K, V = v_BTKV.shape[2:]
-    # Of a query: the sum of its weights times their gradient.
+    # The sum of a query's weights times their gradient.
     d_sum_BHT = jnp.einsum("BTHV,BTHV->BHT", d_out_BTHV, out_BTHV, preferred_element_type=jnp.float32)
 
     def gradients(refs, queries, keys, b, h, q_QC, k_SC, v_SV, d_out_QV):

@@ -39,7 +39,7 @@ LEAST_SLOTS, MOST_SLOTS = 8, 512  # per batch shard of the engine; in all
 SHARE = 0.85  # of the memory: estimates err by less (tests/rl/plan/test_sizes.py), and memory fragments
 # Tokens of a tile of the TPU's attention kernel, of which a row has whole ones: the largest of at most an eighth of a row.
 TILES = 128, 256, 512
-LEAST_PROMPT = 512  # tokens for which a rollout has room beside its completion
+LEAST_PROMPT = 512  # tokens that a rollout may have before its completion
 FIELDS = (
     *("model.dtype", "model.param_dtype", "inference.max_model_len", "train.row_length", "rl.prompts_per_step"),
     *("inference.num_slots", "train.rows", "inference.mesh.tensor"),

@@ -40,7 +40,7 @@ K, CAPACITY = 4, 64
 CONFIG = engine_lib.EngineConfig(num_slots=4, max_model_len=CAPACITY, prefill_batch=2, steps_per_call=K)
 # Engine and replay are float32 programs of different shapes: log-probabilities near 10 agree to a few ulp (measured 4e-6).
 STRICT = rules_lib.Tolerance(margin=1e-4, max_wrong_tokens=0, logprob=1e-4)
-WAIT_S = 600  # for a hang alone: beside other work, compiling the engine has taken more than 60 s
+WAIT_S = 600  # only a hang reaches it: compiling the engine took more than 60 s on a busy machine
 PROMPT = tuple(b"hello")
 HONEST = scheduler_lib.GenerateRequest(PROMPT, num_samples=4, max_tokens=50, seed=2**32 - 2, proofs=True)
 
