@@ -140,25 +140,25 @@ class Tokenizer:
 
         Returns "" if the prompt opened a reasoning block (as QwQ's prompts do) that the completion does not close.
         """
-        inside = True if self.opens_reasoning(prompt_ids) else None
-        return self.parse(completion_ids, in_reasoning=inside)["content"]
+        return self.parse(completion_ids, prompt_ids=prompt_ids)["content"]
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Returns True if a completion of this prompt begins inside a reasoning block."""
         return self.decode(prompt_ids[-16:]).rstrip().endswith(parsers.THINK)
 
     def parse(
-        self, ids: Sequence[int], *, tools: Sequence[Mapping] | None = None, in_reasoning: bool | None = None
+        self, ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Sequence[Mapping] | None = None
     ) -> dict:
-        """Parses a completion, up to its first stop token, into an assistant message in the form of OpenAI's API.
+        """Parses a completion of a prompt, up to its first stop token, into an assistant message in the form of OpenAI's API.
 
         Malformed text raises nothing: a tool call that cannot be parsed stays in the content, and an unclosed reasoning
-        block is all reasoning. `tools` and `in_reasoning` are those of `parsers.parse`.
+        block, of the completion or of the prompt's end, is all reasoning. `tools` are those of `parsers.parse`.
         """
         ids = list(ids)
         end = next((at for at, id in enumerate(ids) if id in self.stop_ids), len(ids))
         text = self.structured_text(ids[:end])
-        parsed = parsers.parse(text, self.call_format, tools=tools, in_reasoning=in_reasoning)
+        inside = True if self.opens_reasoning(prompt_ids) else None
+        parsed = parsers.parse(text, self.call_format, tools=tools, in_reasoning=inside)
         return parsed.message(lambda index: f"call_{index}")
 
     def bridge(

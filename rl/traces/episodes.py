@@ -102,8 +102,7 @@ def _episode(own: Sequence[rollout_lib.Rollout], tokenizer: tokenizer_lib.Tokeni
                     {"role": "user", "content": tokenizer.decode(tokens[at:start])},
                     sampled=False,
                 )
-            inside = True if tokenizer.opens_reasoning(tokens[:start]) else None
-            answer = _wire(tokenizer.parse(tokens[start:end], in_reasoning=inside))
+            answer = _wire(tokenizer.parse(tokens[start:end], prompt_ids=tokens[:start]))
             parent = add(parent, tokens[start:end], rollout.logprobs[start:end].tolist(), answer, sampled=True)
             usage = {"prompt_tokens": start, "completion_tokens": end - start}
             sampling = {"temperature": rollout.temperature}

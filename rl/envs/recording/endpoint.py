@@ -146,10 +146,9 @@ class Endpoint:
         visit, body = self._visit(name), await web.read_schema(http, schemas.ChatTokens)
         self._check(body, visit)
         samples = await _complete(visit, body, body.tokens, _trains(body))
-        tokenizer = self._tokenizer
-        inside = True if tokenizer.opens_reasoning(body.tokens) else None
-        parse = lambda sample: tokenizer.parse(sample.tokens, tools=body.tools, in_reasoning=inside)  # noqa: E731
-        return _chat_reply(tokenizer, body, [(parse(sample), body.tokens, sample) for sample in samples])
+        tokenizer, given = self._tokenizer, {"prompt_ids": body.tokens, "tools": body.tools}
+        answers = [(tokenizer.parse(sample.tokens, **given), body.tokens, sample) for sample in samples]
+        return _chat_reply(tokenizer, body, answers)
 
     async def _completions(self, name: str, http: fastapi.Request):
         visit, body = self._visit(name), await web.read_schema(http, schemas.Completions)

@@ -218,8 +218,7 @@ class Session:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidMessages(str(error)) from error
         sample = await self.complete_ids(prompt, max_tokens=max_tokens, number=number, trains=trains)
-        inside = True if self._tokenizer.opens_reasoning(prompt) else None
-        message = self._tokenizer.parse(sample.tokens, tools=tools or None, in_reasoning=inside)
+        message = self._tokenizer.parse(sample.tokens, prompt_ids=prompt, tools=tools or None)
         stream, end = self._places[Call(prompt, 0, 0, number).key]
         digest = self._digest([*messages, message], tools, variables)
         if digest not in self._known or number < self._known[digest][2]:
