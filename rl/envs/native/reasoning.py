@@ -31,13 +31,16 @@ MAX_CHARS = 8192  # a longer completion scores 0; reference answers are far shor
 _UNSTABLE = "its items differ from one Python process to the next (set order, global random state)"
 _EVALUATED = "its checker evaluates the completion as code, and no safe alphabet allows the names that answers need"
 _UNSOLVED = "its entries have no reference solution to check a task with"
-REFUSED = {
+UNSAFE = {  # whose checkers must not see untrusted text
     "coin_flip": "its checker gives 1.0 to any prefix of the decimal answer, such as 0",
-    "composite": "it mixes other datasets, which can be named themselves",
     "game_of_life_halting": "its checker gives 1.0 to any nonsense when the truth is False",
     "puzzle24": "its checker accepts any four numbers that make 24, not only those of the puzzle",
-    **dict.fromkeys("codeio isomorphic_strings knight_swap list_functions ransom_note word_ladder".split(), _UNSTABLE),
     **dict.fromkeys(("polynomial_multiplication", "intermediate_integration", "simple_integration"), _EVALUATED),
+}
+REFUSED = {
+    **UNSAFE,
+    "composite": "it mixes other datasets, which can be named themselves",
+    **dict.fromkeys("codeio isomorphic_strings knight_swap list_functions ransom_note word_ladder".split(), _UNSTABLE),
     **dict.fromkeys(("boxnet", "rush_hour"), _UNSOLVED),
 }
 
@@ -96,7 +99,6 @@ def build(
     # Adjacent seeds would give overlapping items, because most datasets seed item i with seed + i.
     first = environment.stable_hash(f"{name}/{seed}") % 2**31
     items = reasoning_gym.create_dataset(dataset, seed=first, size=size, **config)
-    guard = GUARDS.get(dataset)
     system = ({"role": "system", "content": system_prompt},) if system_prompt else ()
 
     def make_task(index: int, split: str) -> environment.Task:
@@ -105,7 +107,7 @@ def build(
             if environment.split_of(entry["question"]) != split:  # before the checker runs, which is slower
                 return None
             answer = _reference(entry)
-            if answer is None or _check_answer(answer, entry) != (1.0, 0.0):
+            if answer is None or checked(dataset, items.score_answer, answer, entry) != (1.0, 0.0):
                 return None
             messages = (*system, {"role": "user", "content": entry["question"]})
             return environment.Task(name, index, split, messages, answer, info={"entry": entry})
@@ -113,21 +115,22 @@ def build(
         return environment.first_in_split(name, seed, split, index, draw)
 
     def score(task: environment.Task, completion: str) -> dict[str, float]:
-        number, error = _check_answer(completion, task.info["entry"])
+        number, error = checked(dataset, items.score_answer, completion, task.info["entry"])
         return {"reward": number if partial_credit else float(number >= 1.0), "score": number, "error": error}
 
-    def _check_answer(completion: str, entry: dict) -> tuple[float, float]:
-        """Returns (the dataset checker's score, 1.0 if the checker was not run or failed, else 0.0)."""
-        completion = completion.strip()
-        if len(completion) > MAX_CHARS or (guard is not None and not guard(completion)):
-            return 0.0, 1.0
-        try:
-            number = float(items.score_answer(completion, copy.deepcopy(entry)))  # some checkers modify the entry
-        except Exception:  # about 100 foreign checkers, on untrusted text: any exception means "wrong"
-            return 0.0, 1.0
-        return (number, 0.0) if 0.0 <= number <= 1.0 else (0.0, 1.0)
-
     return environment.Environment(name, make_task, score)
+
+
+def checked(dataset: str, checker: Callable, completion: str, entry: dict) -> tuple[float, float]:
+    """Returns (the score by a dataset's checker, 1.0 if the checker was not run or failed, else 0.0)."""
+    completion, guard = completion.strip(), GUARDS.get(dataset)
+    if len(completion) > MAX_CHARS or (guard is not None and not guard(completion)):
+        return 0.0, 1.0
+    try:
+        number = float(checker(completion, copy.deepcopy(entry)))  # some checkers modify the entry
+    except Exception:  # about 100 foreign checkers, on untrusted text: any exception means "wrong"
+        return 0.0, 1.0
+    return (number, 0.0) if 0.0 <= number <= 1.0 else (0.0, 1.0)
 
 
 def _check(dataset: str, config: dict, datasets: dict) -> None:

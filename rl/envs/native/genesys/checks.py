@@ -26,7 +26,7 @@ from typing import Any
 
 import pydantic
 
-from rl.envs.native import rewards
+from rl.envs.native import reasoning, rewards
 from rl.envs.native.genesys import instructions
 
 MAX_CHARS = 65536  # a longer completion scores as an empty one
@@ -44,6 +44,15 @@ def last_json(text: str) -> Any:
     return found
 
 
+def parsed(info: Mapping[str, Any], name: str) -> Any:
+    """Returns a field that may be JSON in a text. Raises ValueError for another text."""
+    value = info[name]
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name} {value[:80]!r} is not JSON ({error}); correct the row") from None
+
+
 def tagged(text: str, tag: str) -> str | None:
     """Returns the text in the first pair of tags, or None."""
     match = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
@@ -56,8 +65,8 @@ def _code_output(completion: str, info: Mapping[str, Any]) -> float:
 
 
 def _complex_json(completion: str, info: Mapping[str, Any]) -> float:
-    found, expected = last_json(completion), info["ground_truth"]
-    return float(bool(found) and found == (json.loads(expected) if isinstance(expected, str) else expected))
+    found = last_json(completion)
+    return float(bool(found) and found == parsed(info, "ground_truth"))
 
 
 def _pydantic(completion: str, info: Mapping[str, Any]) -> float:
@@ -77,18 +86,14 @@ def _pydantic(completion: str, info: Mapping[str, Any]) -> float:
 def _reasoning_gym(completion: str, info: Mapping[str, Any]) -> float:
     import reasoning_gym
 
-    answer = tagged(completion, "answer")
-    if answer is None:
-        return 0.0
-    name, entry = _gym_entry(info)
-    score: Callable[..., float] = reasoning_gym.get_score_answer_fn(name)
-    return float(score(answer=answer, entry=entry))
+    (name, entry), answer = _gym_entry(info), tagged(completion, "answer")
+    checker = reasoning_gym.get_score_answer_fn(name)
+    return 0.0 if answer is None else reasoning.checked(name, checker, answer, entry)[0]
 
 
 def _gym_entry(info: Mapping[str, Any]) -> tuple[str, Any]:
     prefix = "reasoning_gym_" if "reasoning_gym_entry" in info else ""
-    name, entry = info.get("dataset_name") or info.get("reasoning_gym_dataset"), info[f"{prefix}entry"]
-    return str(name), json.loads(entry) if isinstance(entry, str) else entry
+    return str(info.get("dataset_name") or info.get("reasoning_gym_dataset")), parsed(info, f"{prefix}entry")
 
 
 def _reverse(completion: str, info: Mapping[str, Any]) -> float:
@@ -121,12 +126,7 @@ def _tree(completion: str, info: Mapping[str, Any]) -> float:
 
 
 def _ifeval(completion: str, info: Mapping[str, Any]) -> float:
-    return float(bool(completion.strip()) and instructions.follows(completion.strip(), _constraint(info)))
-
-
-def _constraint(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    truth = info["ground_truth"]
-    return json.loads(truth) if isinstance(truth, str) else truth
+    return float(bool(completion.strip()) and instructions.follows(completion.strip(), parsed(info, "ground_truth")))
 
 
 def _math(completion: str, info: Mapping[str, Any]) -> float:
@@ -150,12 +150,14 @@ NEEDS |= {"pydantic_adherance": ("pydantic_config", "model_name"), "reasoning_gy
 
 
 def check(task_type: str, info: Mapping[str, Any]) -> None:
-    """Raises ValueError if a row lacks data that its score needs, or a package that is not installed. Completions cannot raise then."""
+    """Raises ValueError if a row lacks data that its score needs, or needs a package that is not installed."""
     for name in NEEDS[task_type]:
         if name not in info:
             raise ValueError(f"verification_info of {task_type} has no {name!r}; add it")
-    if task_type == "ifeval":
-        instructions.check(_constraint(info))
+    if task_type == "complex_json_output":
+        parsed(info, "ground_truth")
+    elif task_type == "ifeval":
+        instructions.check(parsed(info, "ground_truth"))
     elif task_type == "verifiable_math":
         rewards.make("math")
     elif task_type == "reasoning_gym":
@@ -172,3 +174,5 @@ def check(task_type: str, info: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"verification_info of reasoning_gym names no dataset and entry ({error}); add them"
             ) from None
+        if name in reasoning.UNSAFE:
+            raise ValueError(f"dataset {name} cannot be used: {reasoning.UNSAFE[name]}; remove the row")

@@ -9,7 +9,6 @@
 Held-out tasks are those whose prompt has the hash 0 modulo 16.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -112,9 +111,8 @@ def cases_of(info: Mapping[str, Any]) -> Sequence[grading.Test]:
     """Returns the test cases of a row as tests of grading.py. Raises ValueError for malformed ones, and for another language."""
     if (language := info.get("language", "python")) != "python":
         raise ValueError(f"language {language!r} needs a compiler; remove the row")
-    cases = info.get("test_cases")
     found = []
-    for case in json.loads(cases) if isinstance(cases, str) else cases or ():
+    for case in checks.parsed({"test_cases": [], **info}, "test_cases") or ():
         if not isinstance(case, dict) or not {"input", "output"} <= case.keys():
             raise ValueError(f"test case {str(case)[:80]!r} has no input and output; add them")
         if case.get("type") != "function_call":

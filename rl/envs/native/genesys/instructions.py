@@ -87,7 +87,7 @@ FUNCTIONS: dict[str, Callable[..., bool]] = {
 
 def check(constraint: Mapping[str, Any]) -> None:
     """Raises ValueError for an instruction that is not one of FUNCTIONS, or has other arguments."""
-    name = constraint.get("func_name")
+    name = str(constraint.get("func_name")) if isinstance(constraint, Mapping) else repr(constraint)
     if name not in FUNCTIONS:
         raise ValueError(
             f"instruction {name!r} is not known here; remove the row, or use one of {', '.join(FUNCTIONS)}"

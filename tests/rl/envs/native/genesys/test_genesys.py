@@ -1,6 +1,7 @@
 """Rows of GENESYS: their format, and the score of each task type for right, wrong, and hostile responses."""
 
 import asyncio
+import builtins
 import json
 
 import pytest
@@ -77,6 +78,21 @@ def test_scores_of_reasoning_gym():
         score = checks.SCORES["reasoning_gym"]
         assert score(f"<answer>{entry['answer']}</answer>", info) == 1.0
         assert score(entry["answer"], info) == 0.0
+
+
+def test_checkers_of_reasoning_gym_run_no_code_of_a_completion():
+    import reasoning_gym
+
+    entry = reasoning_gym.create_dataset("n_queens", size=1, seed=1)[0]
+    info, run = {"dataset_name": "n_queens", "entry": entry}, []
+    checks.check("reasoning_gym", info)
+    score = checks.SCORES["reasoning_gym"]
+    right = entry["metadata"]["valid_answers"][0]
+    assert score(f"<answer>{right}</answer>", info) == 1.0
+    builtins.genesys_test = run
+    assert score("<answer>__import__('builtins').genesys_test.append(1)</answer>", info) == 0.0 and not run
+    with pytest.raises(ValueError, match="accepts any four numbers"):
+        checks.check("reasoning_gym", {"dataset_name": "puzzle24", "entry": {}})
 
 
 HOSTILE = [
@@ -160,6 +176,10 @@ def test_rows_go_through_the_schema_unchanged():
             {"task_type": "ifeval", "verification_info": {"ground_truth": {"func_name": "validate_end"}}},
             "other arguments",
         ),
+        ({"task_type": "ifeval", "verification_info": {"ground_truth": "[1]"}}, "is not known"),
+        ({"task_type": "ifeval", "verification_info": {"ground_truth": "no commas"}}, "is not JSON"),
+        ({"task_type": "complex_json_output", "verification_info": {"ground_truth": "{'a': 1}"}}, "is not JSON"),
+        ({"task_type": "verifiable_code", "verification_info": {"test_cases": "print(1)"}}, "is not JSON"),
         ({"task_type": "verifiable_code", "verification_info": {"language": "rust"}}, "needs a compiler"),
         ({"task_type": "verifiable_code", "verification_info": {"test_cases": []}}, "without tests"),
         ({"task_type": "llm_judgeable_groundtruth_similarity"}, "no ground_truth"),
