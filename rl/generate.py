@@ -32,6 +32,7 @@ from rl import envs, worker
 from rl.envs.native.genesys import schema
 from rl.envs.scoring import scorer as scorer_lib
 from rl.evaluation import samples as samples_lib
+from rl.evaluation import sampling as sampling_lib
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
 from rl.plan import sizes
@@ -86,7 +87,7 @@ async def generate(
     (output / "rollouts").mkdir(exist_ok=True)
     for leftover in (output / "rollouts").glob(atomic_file.LEFTOVERS):
         leftover.unlink()
-    runs = worker.read_runs(_description(exp, servers), "auto", ())
+    runs = worker.read_runs(_description(exp, servers), "auto", None)
     free = asyncio.Semaphore(concurrency)
     try:
         async with client_lib.Client(servers, give_up_s=give_up_s) as client:
@@ -113,9 +114,7 @@ async def generate(
                     for group in missing:
                         tasks.create_task(complete(group))
     except* (ValueError, OSError, client_lib.Unavailable, client_lib.VersionGone) as errors:
-        error: BaseException = errors
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = sampling_lib.first_error(errors)
         known = isinstance(error, ValueError | OSError)
         raise (error if known else ConnectionError(f"{error}; repeat the command: it continues")) from None
     finally:
@@ -177,9 +176,8 @@ def _about(row: dict) -> dict:
 
 def _answer(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
     """Returns the message that a rollout ends with, parsed from its tokens."""
-    start, end = rollout.spans[-1]
-    inside = True if exp.tokenizer.opens_reasoning(rollout.tokens[:start].tolist()) else None
-    return exp.tokenizer.parse(rollout.tokens[start:end].tolist(), in_reasoning=inside)
+    (start, end), tokens = rollout.spans[-1], rollout.tokens.tolist()
+    return exp.tokenizer.parse(tokens[start:end], prompt_ids=tokens[:start])
 
 
 class _Timed:

@@ -47,7 +47,7 @@ from rl.envs.host import group as group_lib
 from rl.envs.interface import environment
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
-from rl.protocol import continuations, lease, registry, signed_session
+from rl.protocol import continuations, lease, registry, signed_session, user_code
 from sharding.system import cli, role_metrics, sign_in, signed_message, sockets, status_line
 from sharding.system import sandbox as sandbox_lib
 
@@ -420,7 +420,7 @@ def _digest(description: dict) -> str:
     return str(description["env"].get("digest", ""))
 
 
-def read_runs(body: dict, sandbox: str, code: Sequence[str]) -> dict[str, Run]:
+def read_runs(body: dict, sandbox: str, code: user_code.Folders) -> dict[str, Run]:
     """Loads a run as `_read_run` does, with each of its environments by `Group.env`, {"": the only one} in most runs."""
     if not body.get("envs"):
         return {"": _read_run(body, sandbox, code)}
@@ -435,8 +435,8 @@ def read_runs(body: dict, sandbox: str, code: Sequence[str]) -> dict[str, Run]:
     return {key: dataclasses.replace(run, env=dataclasses.replace(run.env, name=key)) for key, run in runs.items()}
 
 
-def _read_run(body: dict, sandbox: str, code: Sequence[str]) -> Run:
-    """Loads the run that a reply to `GET /run` describes. It names environments of this release, or ones in the folders `code`.
+def _read_run(body: dict, sandbox: str, code: user_code.Folders) -> Run:
+    """Loads the run that a reply to `GET /run` describes. It names environments of this release, or ones in the folders `code` (None: anywhere).
 
     Raises ValueError for another reply, and for an environment whose code or data differ from those of the run.
     """

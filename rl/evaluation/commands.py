@@ -50,7 +50,7 @@ def _add_sampling(parser: argparse.ArgumentParser, split: str) -> None:
     add("name", metavar="ENV", help="as config.env.name")
     add("options", nargs="*", metavar="OPTION=VALUE", help="as config.env.options")
     add("--url", required=True, help="base URL of the API, as in http://HOST:PORT/v1; $OPENAI_API_KEY is sent")
-    add("--model", default="default", help="its name at the server")
+    add("--model", default="", help="its name at the server; default: none is sent, for a server of one model")
     add("--num_tasks", type=int, default=0, help="the first so many tasks; 0: 200, or all of a dataset to annotate")
     add("--split", choices=envs.environment.SPLITS, default=split, help="which tasks")
     add("--n", type=int, default=8, help="samples of each task")
@@ -101,7 +101,7 @@ def _sample(args, path: str | os.PathLike, num_tasks: int) -> list[dict]:
     endpoint = endpoint_lib.Endpoint(args.url, args.model, **own)
 
     def show(done: int, total: int) -> None:
-        if done % max(1, total // 20) == 0:
+        if done % -(-total // 20) == 0:
             cli.note(f"{done} of {total} samples")
 
     return sampling.run(source, endpoint, args.n, path, sandbox=args.sandbox, on_progress=show)

@@ -29,7 +29,7 @@ class Endpoint:
     """A client of one model at the base URL of an OpenAI API, such as http://HOST:PORT/v1. Use it as `async with Endpoint(...)`.
 
     Args:
-      url, model: of the server. The key is $OPENAI_API_KEY, if it is set.
+      url, model: of the server; "" sends no model. The key is $OPENAI_API_KEY, if it is set.
       temperature, max_tokens: of each completion.
       extra: further fields of a request.
       concurrency: requests at the same time.
@@ -50,7 +50,7 @@ class Endpoint:
         if not sockets.is_url(url):
             raise ValueError(f"--url {url!r} is not a URL; write http://HOST:PORT/v1")
         self.max_tokens, self._url, self._give_up_s = max_tokens, f"{url.rstrip('/')}/chat/completions", give_up_s
-        self._body = {"model": model, "temperature": temperature} | dict(extra or {})
+        self._body = ({"model": model} if model else {}) | {"temperature": temperature} | dict(extra or {})
         self._free = asyncio.Semaphore(concurrency)
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}

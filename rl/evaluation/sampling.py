@@ -87,11 +87,12 @@ async def _run(source, endpoint, num_samples, path, sandbox, on_progress) -> lis
                     for place in missing:
                         tasks.create_task(complete(*place))
             except* (ValueError, OSError) as errors:
-                raise _first(errors) from None
+                raise first_error(errors) from None
     return [row for (name, sample), row in sorted(rows.items()) if sample < num_samples and name in indices]
 
 
-def _first(errors: BaseException) -> BaseException:
+def first_error(errors: BaseException) -> BaseException:
+    """Returns the first error in groups of errors."""
     while isinstance(errors, BaseExceptionGroup):
         errors = errors.exceptions[0]
     return errors

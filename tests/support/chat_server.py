@@ -48,7 +48,12 @@ def _completion(body: dict, message: dict) -> dict:
     finish = "tool_calls" if message.get("tool_calls") else "stop"
     usage = {"prompt_tokens": 7, "completion_tokens": len((message.get("content") or "").split())}
     choice = {"index": 0, "message": {"role": "assistant"} | message, "finish_reason": finish}
-    return {"object": "chat.completion", "model": body["model"], "choices": [choice], "usage": usage}
+    return {
+        "object": "chat.completion",
+        "model": body.get("model", "the only one"),
+        "choices": [choice],
+        "usage": usage,
+    }
 
 
 def reverser(body: dict) -> dict:
