@@ -2,7 +2,7 @@
 
 1. The rollouts of a step are WORKDIR/rollouts/step_N/accepted.parquet. In their place, `redacted.json` has the SHA-256 of the file and the digest of each
    group, which the ledger has, too: `rl.audit` compares them, and counts the batch as redacted.
-2. mode "encrypt": `accepted.parquet.sealed` has the file, encrypted for the public key `recipient` (X25519, HKDF-SHA256, AES-256-GCM). This machine
+2. mode "drop" removes it, and one that was encrypted before; mode "encrypt": `accepted.parquet.sealed` has the file, encrypted for the public key `recipient` (X25519, HKDF-SHA256, AES-256-GCM). This machine
    cannot read it any more. `open_sealed` puts the file back with the private key.
 3. A kill leaves the file, or both: the next `apply` goes on. Only steps up to `last_step - keep_steps` are touched: a resume needs none of them.
 
@@ -57,12 +57,12 @@ def apply(workdir: pathlib.Path, last_step: int, rule: Rule) -> list[int]:
     """Redacts the rollouts of the steps up to `last_step - keep_steps`; returns these steps. `last_step` is that of a complete checkpoint."""
     if rule.mode == "keep":
         return []
-    found = []
-    for path in sorted((workdir / "rollouts").glob(f"step_*/{FILE}")):
+    found, names = set(), (FILE, SEALED) if rule.mode == "drop" else (FILE,)
+    for path in [path for name in names for path in (workdir / "rollouts").glob(f"step_*/{name}")]:
         step = int(path.parent.name.removeprefix("step_"))
         if step <= last_step - rule.keep_steps:
-            _redact(path, rule)
-            found.append(step)
+            _redact(path, rule) if path.name == FILE else path.unlink()
+            found.add(step)
     return sorted(found)
 
 

@@ -57,6 +57,7 @@ def test_encrypted_steps_open_with_the_private_key_alone(run, tmp_path, capsys):
     sealed.write_bytes(changed)
     with pytest.raises(ValueError, match="cannot be opened"):
         redaction.open_sealed(sealed, redaction.load_or_create_key(tmp_path / "reader.pem"))
+    assert redaction.apply(run, 4, redaction.Rule("drop", 1)) == [1, 2, 3] and not sealed.exists()
 
 
 def test_a_kill_between_two_files_is_repaired(run, monkeypatch):
