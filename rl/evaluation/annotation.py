@@ -19,7 +19,7 @@ def of_rows(rows: Iterable[Mapping]) -> list[dict]:
     for key in sorted(rewards):
         num_samples = len(rewards[key])
         passed = sum(reward >= scores.RIGHT for reward in rewards[key].values())
-        low, high = scores.wilson(passed, num_samples)
+        low, high = (round(x, 6) for x in scores.wilson(passed, num_samples))
         counts = {"num_samples": num_samples, "num_passed": passed}
         rate = {"rate": passed / num_samples, "low": low, "high": high}
         found.append({"key": key, "task": min(task for task, _ in rewards[key])} | counts | rate)
@@ -28,8 +28,6 @@ def of_rows(rows: Iterable[Mapping]) -> list[dict]:
 
 def summary(found: list[dict]) -> str:
     """Returns a line for people: how many tasks are never, sometimes, and always passed."""
-    never, always = (
-        sum(one["num_passed"] == edge(one) for one in found) for edge in (lambda one: 0, lambda one: one["num_samples"])
-    )
-    mean = sum(one["rate"] for one in found) / len(found)
-    return f"{len(found)} tasks, mean pass rate {mean:.3f}: {never} never passed, {always} always"
+    rates = [one["rate"] for one in found]
+    counts = f"{rates.count(0.0)} never passed, {rates.count(1.0)} always"
+    return f"{len(found)} tasks, mean pass rate {sum(rates) / len(rates):.3f}: {counts}"

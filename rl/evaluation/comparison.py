@@ -91,7 +91,7 @@ def _difference(name: str, a: Sequence[float], b: Sequence[float], clusters: Seq
 def _p_value(sums: Sequence[float]) -> float:
     """Returns the part of all flips of signs of which the sum is as far from 0 as that of `sums`."""
     own = np.abs([x for x in sums if x])
-    seen = abs(math.fsum(sums)) * (1 - 1e-12)
+    seen = abs(math.fsum(sums)) - 1e-12 * own.sum()  # rounding moves a sum of 0, as of 1/3, 2/3, and -1, too
     if 2 ** len(own) <= MAX_FLIPS:
         masks = np.arange(2 ** len(own))[:, None] >> np.arange(len(own)) & 1
         return float((np.abs((1 - 2 * masks) @ own) >= seen).mean())

@@ -41,6 +41,8 @@ def test_a_plan_takes_the_most_uncertain_states_within_its_budget():
     assert vine.plan([0, 1, 0, 0], logprobs, **OPTIONS | {"token_ratio": 0.0}) == [[], [], [], []]
     all_states = vine.plan([0, 1, 0, 0], logprobs, **OPTIONS | {"token_ratio": 1e9, "max_states": 99})
     assert all_states == [[2, 4, 6, 8], [2], [2, 4, 6, 8, 10], []]
+    exactly = {"num_continuations": 1, "step_tokens": 2, "max_states": 9, "token_ratio": 0.25}  # one token of four
+    assert [vine.plan([0, 1], [np.zeros(3), np.zeros(n)], **exactly) for n in (1, 0)] == [[[2], []], [[], []]]
 
 
 class Chain:

@@ -1,5 +1,6 @@
 """The commands of rl.evaluate that need no checkpoint, against a chat server without a model."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import time
 import pytest
 
 from rl import envs
-from rl.evaluation import commands, samples, scores
+from rl.evaluation import commands, endpoint, samples, scores
 from rl.protocol import noise_seed
 from tests.support import chat_server
 
@@ -61,6 +62,10 @@ def test_a_file_has_the_samples_of_one_model_and_its_options(url, tmp_path, caps
         assert sample(url, out, "--num_tasks", 3, "--n", 2, *other) == 1
         assert "has samples of {'model': 'A'," in capsys.readouterr().err and out.read_bytes() == before
     assert sample(url, out, "--num_tasks", 3, "--n", 3, "--model", "A") == 0 and len(samples.read(out)) == 9
+    with open(out, "ab") as file:
+        file.write(before.splitlines(keepends=True)[0].replace(b'"model": "A"', b'"model": "B"'))
+    assert sample(url, out, "--num_tasks", 3, "--n", 3, "--model", "A") == 1
+    assert "has samples of {'model': 'B'," in capsys.readouterr().err
 
 
 def test_a_file_of_something_else_stays_as_it_is(url, tmp_path, capsys):
@@ -97,15 +102,29 @@ def test_an_environment_of_several_turns_is_played(tmp_path):
     env = ["wordle", "letters=3", "words=5", "guesses=4"]
     with chat_server.serving(answer) as url:
         assert sample(url, tmp_path / "a.jsonl", "--num_tasks", 2, "--n", 2, env=env) == 0
+        assert sample(url, tmp_path / "b.jsonl", "--num_tasks", 1, "--n", 1, "--max_calls", 2, env=env) == 0
     rows = samples.read(tmp_path / "a.jsonl")
     assert len(rows) == 4 and {row["completion"] for row in rows} == {"<guess>ddd</guess>"}
     assert all(row["num_tokens"] == 4 and "reward" in row["rewards"] for row in rows)
+    assert [row["num_tokens"] for row in samples.read(tmp_path / "b.jsonl")] == [2]
+
+
+def test_reasoning_that_a_server_has_split_off_is_not_split_again():
+    given = {"content": "The tag <think> opens, </think> closes.", "reasoning_content": "Hm."}
+
+    async def ask(url):
+        async with endpoint.Endpoint(url, "m", temperature=1.0, max_tokens=9) as model:
+            return (await model.chat([{"role": "user", "content": "Tags?"}], max_tokens=9, seed=0)).message
+
+    with chat_server.serving(lambda body: given) as url:
+        assert asyncio.run(ask(url)) == {"role": "assistant"} | given
 
 
 def test_a_busy_server_is_asked_again_and_a_refusal_is_reported(tmp_path, capsys, monkeypatch):
     lock, counts = threading.Lock(), {"asked": 0}
 
     def busy(body):
+        assert "model" not in body  # a server of one model needs no name
         with lock:
             counts["asked"] += 1
             if counts["asked"] < 3:

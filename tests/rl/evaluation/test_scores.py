@@ -67,6 +67,13 @@ def test_the_interval_covers_the_mean_of_clustered_samples():
 def test_rewards_outside_of_0_and_1_widen_the_interval():
     low, high = scores.interval([2.2, 2.2, 0.0, -1.0], ["a", "b", "c", "d"])
     assert -1 <= low < 0.85 < high <= 2.2
+    low, high = scores.interval([-2.0, -3.0], ["a", "b"])
+    assert -3 <= low < -2.5 < high <= 1
+
+
+def test_repeated_values_of_a_cluster_add_nothing():
+    values, clusters = [0.0, 0.25, 1.0], ["a", "b", "c"]
+    assert scores.interval(3 * values, 3 * clusters) == pytest.approx(scores.interval(values, clusters))
 
 
 def test_each_environment_has_scores_of_its_own():
@@ -97,6 +104,14 @@ def test_a_small_comparison_enumerates_all_flips_of_signs():
     assert found.name == "avg@2" and found.p == pytest.approx(oracle.pvalue)
     assert (found.num_better, found.num_worse) == (3, 0) and found.b - found.a == 0.5
     assert (found.low, found.high) == pytest.approx(stats.ttest_1samp([1.0, 0.5, 0.0, 0.5], 0).confidence_interval())
+
+
+def test_p_values_at_their_ends():
+    """A mean of 0 has p = 1, though the sum of floats is not 0; the least p of random flips is not 0."""
+    a, b = named([0, 0, 0], [0, 0, 0], [1, 1, 1]), named([1, 0, 0], [1, 1, 0], [0, 0, 0])
+    assert comparison.compare(a, b)[0].p == 1
+    a, b = (named(*([reward] for _ in range(40))) for reward in (0, 1))
+    assert comparison.compare(a, b)[0].p == 1 / 10_001
 
 
 @pytest.mark.parametrize("num_tasks", [5, 20])

@@ -84,12 +84,18 @@ def oracle(c, history, step):
 def test_draws_are_those_of_the_docstring(lag, refill):
     c = config(max_lag=lag, refill=refill)
     c.curriculum.drop_at = 0.95
-    rewards = np.random.default_rng(0).choice([0.0, 0.2, 0.5, 0.7, 0.9, 1.0], c.env.num_tasks)
+    rewards = np.random.default_rng(0).choice([0.0, 0.25, 0.5, 0.75, 0.9, 1.0], c.env.num_tasks)
     _, draws = run(c, lambda index: float(rewards[index]), 8)
     history = [[(index, float(rewards[index])) for _, index in draws[step][:4]] for step in range(1, 9)]
     for step in range(1, 9):
         assert [index for _, index in draws[step]] == oracle(c, history, step)
         assert len(draws[step]) == 4 + int(refill * 4) == len(set(draws[step]))
+
+
+def test_the_digest_is_a_chain():
+    rows = [curriculum.Result(0, "", 1, 0.5)]
+    found = {curriculum.chained(digest, step, own) for digest in "ab" for step in (1, 2) for own in (rows, [])}
+    assert len(found) == 8
 
 
 def test_a_state_continues_bit_for_bit():

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import dataclasses
 import json
 
 import pytest
@@ -41,10 +42,10 @@ def played(env, task, *texts):
 
 def test_a_window_keeps_the_tasks_with_rates_inside(tmp_path, path):
     plain = envs.load("dataset", path=path, seed=0)
-    file = rates(tmp_path, plain, lambda i: i / plain.num_tasks)
+    file = rates(tmp_path, plain, lambda i: i / 32)
     found = envs.load("dataset", path=path, seed=0, solve_rate=(0.25, 0.5), solve_rates_path=file)
-    kept = [i for i in range(plain.num_tasks) if 0.25 <= i / plain.num_tasks <= 0.5]
-    assert found.num_tasks == len(kept)
+    kept = [i for i in range(plain.num_tasks) if 8 <= i <= 16]
+    assert found.num_tasks == len(kept) == 9
     assert [found.make_task(i, "train").answer for i in range(len(kept))] == [
         plain.make_task(i, "train").answer for i in kept
     ]
@@ -150,6 +151,17 @@ def test_a_budget_counts_the_root_stream_of_episodes():
     assert played(env, task, "<guess>zzz</guess>")["length"] == 3
     scores = played(env, task, "<guess>zzz</guess> and more")  # 9 tokens
     assert scores["length"] == 9 and scores["reward"] == 0 and scores["length_penalty"] == scores["task_reward"]
+
+
+def test_a_budget_does_not_count_other_conversations(path):
+    async def play(task, model):
+        for messages in ([{"role": "user", "content": "a judge"}], task.messages):
+            text = (await model.chat(messages)).text
+        return {"reward": float(len(text))}
+
+    plain = dataclasses.replace(envs.load("dataset", path=path, seed=0), play=play, score=None)
+    env = budget.budgeted(plain, "max", (4,))
+    assert played(env, env.make_task(0, "train"), "1 2 3 4 5")["length"] == 5
 
 
 def test_a_ladder_has_a_level_for_each_index():
