@@ -5,7 +5,7 @@
 
 1. Sizes of 0 are chosen for the devices, as a run does. Weights are random; the lengths of rollouts are those of `config.plan`.
 2. train: a train step on a packed batch. swap: the policy's weights, handed to an engine in the same process. prefill: the last chunk of
-   the longest prompt, or a batch of prompts. decode: steps of all slots, which are half full. `--programs` chooses among them.
+   the longest prompt, or a batch of prompts. decode: steps of all slots, which are full, as in the bound. `--programs` chooses among them.
 3. A row has the median of `--repeats` calls after the first, which compiles; the bound, and which of arithmetic and memory sets it;
    tokens per second; MFU. `--trace` records one more call of each, for xprof, TensorBoard, or Perfetto.
 
@@ -113,14 +113,14 @@ def prefill(server: engine.Engine, params: transformer.Params) -> Timing:
 
 
 def decode(server: engine.Engine, params: transformer.Params) -> Timing:
-    """Times a decode step of all slots, at the middle of their room."""
+    """Times a decode step of all slots, at the end of their room."""
     config = server.config
 
-    def half_full(part):
+    def full(part):
         slots = part.token.shape[0]
         endless = request.GenerateRequest((), max_tokens=config.max_model_len, stop_ids=())
         new = {
-            "position": np.full(slots, max(config.max_model_len // 2 - config.steps_per_call, 0), np.int32),
+            "position": np.full(slots, max(config.max_model_len - 2 - config.steps_per_call, 0), np.int32),
             "generated": np.zeros(slots, np.int32),
             "active": np.ones(slots, bool),
             "request": decode_state.request_arrays([endless] * slots, slots),
@@ -128,7 +128,7 @@ def decode(server: engine.Engine, params: transformer.Params) -> Timing:
         old = {name: getattr(part, name) for name in new}
         return part.replace(**jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), new, old))
 
-    run = lambda parts: server.generate(params, tuple(map(half_full, parts)))[0]  # noqa: E731
+    run = lambda parts: server.generate(params, tuple(map(full, parts)))[0]  # noqa: E731
     timing, _ = timed("decode", run, server.init_decode_state())
     return Timing(timing.first_s, timing.median_s / config.steps_per_call)
 

@@ -138,8 +138,7 @@ def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, windo
 def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) -> str:
     """Returns the attention implementation to use, with "auto" resolved. Raises ValueError if a named one cannot run here."""
     T, C = q_BTHC.shape[1], q_BTHC.shape[-1]
-    platform, dims = mesh_lib.platform(), max(C, v_BTKV.shape[-1])
-    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))  # of an NVIDIA GPU
+    dims, obstacle = max(C, v_BTKV.shape[-1]), gpu_attention.obstacle()
     reasons = {
         "xla": [],
         "splash": [
@@ -147,14 +146,13 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
             (packing.branch_ids is not None, "completions share prompts, unless config.train.share_prompts = False"),
         ],
         "triton": [
-            (platform not in ("gpu", "cuda"), f"the kernel is for GPUs, and the platform is {platform}"),
-            (capability[:2] in ("5.", "6.", "7."), f"a GPU of compute capability {capability} has no bfloat16"),
+            (bool(obstacle), obstacle),
             (dims > 256, f"heads have {dims} dims, more than 256"),
         ],
     }
     wanted = implementation
     if implementation == "auto":
-        wanted = {"tpu": "splash", "gpu": "triton", "cuda": "triton"}.get(platform, "xla")
+        wanted = {"tpu": "splash", "gpu": "triton", "cuda": "triton"}.get(mesh_lib.platform(), "xla")
     problems = [text for applies, text in reasons[wanted] if applies]
     if problems and implementation != "auto":
         raise ValueError(f"model.attention = {implementation!r} cannot run: {problems[0]}; set it to 'auto' or 'xla'")

@@ -1,10 +1,13 @@
 """Eight fake CPU devices, strict rank promotion, and a quick compiler for every test; slow tests only when asked for."""
 
 import atexit
+import importlib
+import importlib.util
 import os
 import pathlib
 import shutil
 import tempfile
+import types
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # all processes of these tests compile a program once
@@ -81,3 +84,14 @@ def forget_heads():
     from sharding.format import head
 
     head.verifier.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes the code choose as on a GPU, and JAX lower kernels for an H100: since 0.11, it reads the GPU's kind from a device."""
+    from sharding import mesh as mesh_lib
+
+    monkeypatch.setattr(mesh_lib, "platform", lambda: "gpu")
+    if importlib.util.find_spec("jax._src.pallas.triton.gpu_info"):
+        module = importlib.import_module("jax._src.pallas.triton.gpu_info")
+        monkeypatch.setattr(module, "get_gpu_info", lambda: types.SimpleNamespace(compute_capability=90))

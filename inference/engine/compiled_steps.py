@@ -168,7 +168,7 @@ def _step(model, max_len, params, state):
         state.position[:, None],
         state.cache,
         # At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py).
-        kv_cache.attend_at(jnp.where(state.active, state.position, 0)),
+        kv_cache.attend_at(jnp.where(state.active, state.position, 0), implementation=model.attention),
     )
     logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
     is_early_B = state.active & (state.generated < state.request.min_tokens)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from inference.engine import cpu_decode_attention
 from models import attention, transformer
 from models import config as config_lib
+from models.kernels import gpu_decode_attention
 from sharding import rules
 
 Entry = tuple[jax.Array, jax.Array] | cpu_decode_attention.Blocks
@@ -48,12 +49,15 @@ def layout(cache: Cache, mesh) -> Cache:
     return jax.tree.map(of, cache)
 
 
-def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None, num_keys: int = 0) -> Callable:
+def attend_at(
+    start_B: jax.Array, *, write_BT: jax.Array | None = None, num_keys: int = 0, implementation: str = "xla"
+) -> Callable:
     """Returns the attention function of `transformer.extend` for tokens at positions start, start + 1, ...
 
     The function writes the new keys and values into the cache at these positions; where `write_BT` is False, the old ones stay.
     Each query attends to all positions up to its own, all of which are below `num_keys` (0: S); only these keys are read. The caller
     ensures `start + T <= S`: XLA silently moves a write past the end back, and in a stacked cache such a write is undefined.
+    `implementation` is a value of `ModelConfig.attention`: "auto" and "triton" run one new token by the kernel of GPUs where it fits.
     """
 
     def attend(entry, q_BTHC, k_BTKC, v_BTKC, *, window: int = 0, value_dim: int = 0, **how):
@@ -61,7 +65,11 @@ def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None, num_keys
             assert write_BT is None and not value_dim
             return cpu_decode_attention.step(entry, q_BTHC, k_BTKC, v_BTKC, start_B, window=window, **how)
         position_BT = start_B[:, None] + jnp.arange(q_BTHC.shape[1])[None]
-        entry, k_BKSC, v_BKSC = _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT)
+        entry = _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT)
+        if implementation in ("auto", "triton") and gpu_decode_attention.fits(q_BTHC, *entry[:2]):
+            *stacked, layer = entry if len(entry) == 3 else (*(x[None] for x in entry), 0)
+            return gpu_decode_attention.attend(q_BTHC, *stacked, layer, start_B + 1, window=window, **how), entry
+        k_BKSC, v_BKSC = entry if len(entry) == 2 else (x[entry[2]] for x in entry[:2])
         if num_keys:
             k_BKSC, v_BKSC = k_BKSC[:, :, :num_keys], v_BKSC[:, :, :num_keys]
         if value_dim:
@@ -92,7 +100,7 @@ def copy_rows(source: Cache, source_rows: jax.Array, target: Cache, target_rows:
 
 
 def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):
-    """Writes new keys and values into the cache `entry` of a layer; returns (new entry, all keys, all values).
+    """Writes new keys and values into the cache `entry` of a layer; returns the new entry.
 
     An entry is (keys, values) of one layer, or (keys, values, layer index) of a stack of layers.
     """
@@ -104,8 +112,7 @@ def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):
     if len(entry) == 2:
         if write_BT is not None:
             new = merged(jnp.take_along_axis(x, position_BT[:, None, :, None], axis=2).swapaxes(1, 2) for x in entry)
-        k, v = (_write(x, n.swapaxes(1, 2), start_B) for x, n in zip(entry, new, strict=True))
-        return (k, v), k, v
+        return tuple(_write(x, n.swapaxes(1, 2), start_B) for x, n in zip(entry, new, strict=True))
     *stacked, layer = entry
     # Heads are indexed, too: with a slice, XLA on a TPU chooses another layout and copies the whole cache at every call.
     rows_B11, heads_11K = jnp.arange(k_BTKC.shape[0])[:, None, None], jnp.arange(k_BTKC.shape[2])[None, None]
@@ -113,8 +120,7 @@ def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):
     if write_BT is not None:
         new = merged(x[where] for x in stacked)
     how = {"unique_indices": True, "mode": "promise_in_bounds"}
-    k, v = (x.at[where].set(n.astype(x.dtype), **how) for x, n in zip(stacked, new, strict=True))
-    return (k, v, layer), k[layer], v[layer]
+    return *(x.at[where].set(n.astype(x.dtype), **how) for x, n in zip(stacked, new, strict=True)), layer
 
 
 def _write(cache_BKSC, new_BKTC, start_B):

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from models.kernels import splash_attention
+from sharding import mesh as mesh_lib
 
 # Finite: a query that has read no key yet has weights of 1, which the first key it may read multiplies by 0.
 MASKED = -1e30
@@ -49,6 +50,16 @@ class _Rule:
         return pl.pallas_call(kernel, out_shape, grid=grid, compiler_params=options, interpret=interpret, name=name)(
             *args
         )
+
+
+def obstacle() -> str:
+    """Returns why the function being traced cannot have Triton kernels where it runs; empty if it can."""
+    platform = mesh_lib.platform()
+    if platform not in ("gpu", "cuda"):
+        return f"the kernel is for GPUs, and the platform is {platform}"
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))  # of an NVIDIA GPU
+    is_old = capability[:2] in ("5.", "6.", "7.")
+    return f"a GPU of compute capability {capability} has no bfloat16" if is_old else ""
 
 
 def attend(

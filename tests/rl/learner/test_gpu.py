@@ -1,9 +1,7 @@
 """The train step lowered for an NVIDIA GPU, on a machine without one: its attention and its experts are kernels."""
 
 import importlib
-import importlib.util
 import re
-import types
 
 import jax
 import pytest
@@ -36,15 +34,6 @@ def text_for_cuda(name: str) -> tuple[str, int, bool]:
         traced = train_step.jit_train_step(learner).trace(train_step.abstract_state(learner), exp.abstract_batch(mesh))
         lowered = traced.lower(lowering_platforms=("cuda",))
     return lowered.as_text(), c.train.row_length, bool(exp.model.num_experts)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """Makes the code choose as on a GPU, and JAX lower kernels for an H100: since 0.11, it reads the GPU's kind from a device."""
-    monkeypatch.setattr(mesh_lib, "platform", lambda: "gpu")
-    if importlib.util.find_spec("jax._src.pallas.triton.gpu_info"):
-        module = importlib.import_module("jax._src.pallas.triton.gpu_info")
-        monkeypatch.setattr(module, "get_gpu_info", lambda: types.SimpleNamespace(compute_capability=90))
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,0 +1,60 @@
+"""The cached step on a GPU: the results and the cache of a CPU, by a kernel that reads a stacked cache in place."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inference.engine import engine as engine_lib
+from inference.engine import kv_cache
+from models import transformer
+from models.kernels import gpu_decode_attention
+from models.text import tokenizer as tokenizer_lib
+from sharding import mesh as mesh_lib
+from tests.support import tiny
+
+
+@pytest.mark.parametrize("is_stacked", [False, True])
+def test_a_gpu_writes_and_reads_as_a_cpu_does(is_stacked, monkeypatch):
+    """One token of two sequences, the first at position 0; the kernel is interpreted."""
+    rng, stack, start_B = np.random.default_rng(2), (3,) if is_stacked else (), np.array([0, 30], np.int32)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    entry = (*(draw(*stack, 2, 2, 32, 16) for _ in range(2)), *((jnp.int32(2),) if is_stacked else ()))
+    new = draw(2, 1, 4, 16), draw(2, 1, 2, 16), draw(2, 1, 2, 16)
+
+    def run(implementation="auto"):
+        attend = kv_cache.attend_at(start_B, implementation=implementation)
+        return jax.jit(lambda entry, *new: attend(entry, *new, window=20))(entry, *new)
+
+    want, calls, attend = run(), [], gpu_decode_attention.attend
+
+    def interpreted(*args, **how):
+        calls.append(how)
+        return attend(*args, **how, interpret=True)
+
+    monkeypatch.setattr(mesh_lib, "platform", lambda: "gpu")
+    monkeypatch.setattr(gpu_decode_attention, "attend", interpreted)
+    run("xla")
+    assert not calls
+    got = run()
+    assert calls
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), got, want)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_a_decode_step_for_cuda_copies_no_layer_of_the_cache():
+    """The engine's decode call, lowered for a GPU: the kernel is in it, and no array of one layer's keys."""
+    model = dataclasses.replace(tiny.model(head_dim=16, dtype="bfloat16"), scan_layers=True, num_layers=3)
+    config = engine_lib.EngineConfig(num_slots=6, max_model_len=112, prefill_batch=2, steps_per_call=4)
+    engine = engine_lib.Engine(model, config, tokenizer_lib.byte_chatml())
+    state = jax.eval_shape(lambda: engine.init_slots(config.num_slots))
+    traced = jax.jit(engine.generate, donate_argnums=1).trace(transformer.abstract(model), (state,))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    whole = "x".join(map(str, state.cache[0][0].shape))
+    assert whole.startswith("3x6x") and f"tensor<{whole}xbf16>" in text
+    assert "decode_attention" in text
+    assert not re.search(rf"tensor<(1x)?{whole.removeprefix('3x')}xbf16>", text)
