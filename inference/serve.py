@@ -4,7 +4,7 @@
     python -m inference.serve --model path/to/a/hugging_face_folder --mesh tensor=4,data=-1
 
 1. Loads the newest version of a broadcast, once there is one, or a Hugging Face folder, onto one device or a `--mesh` of all
-   devices of this host. Compiles, then listens.
+   devices of this host, or of several (`--coordinator`; docs/operations.md). Compiles, then listens.
 2. `POST /update_weights` on the control listener (or `--watch`, or a heartbeat's reply) pulls and verifies a newer version while the old one serves,
    and swaps it in between two engine calls. After a failed pull, the old weights keep serving.
 3. SIGTERM: accepts no more connections; running requests get `--drain_s` seconds; exit code 0.
@@ -34,6 +34,7 @@ from collections.abc import Collection
 
 import fastapi
 import pydantic
+import uvicorn
 from starlette import requests
 
 from inference.engine import engine as engine_lib
@@ -55,6 +56,8 @@ from models import hub
 from sharding import broadcast, bucket
 from sharding import mesh as mesh_lib
 from sharding.format import head
+from sharding.multihost import failure
+from sharding.multihost import hosts as hosts_lib
 from sharding.system import cli, compile_cache, secret_file, sockets, status_line
 
 # Options of the engine with their defaults, which the sizes that a run publishes with its weights replace.
@@ -63,6 +66,15 @@ SIZES = {
     "routed_experts": False,  # record the experts of each token, for router replay
     "kept_tokens": 0,  # record up to so many tokens that filters kept, for training under top-k or top-p
 }
+SHARED = (
+    "weights",
+    "model",
+    "weights_key",
+    "mesh",
+    "quantize",
+    *SIZES,
+)  # settings in which the hosts of a server agree
+JOIN_S = 300.0  # how long hosts wait for each other at the start
 MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes about twenty times its size
 # {exception: (status, type of OpenAI's error object, headers)}
 ERRORS = {
@@ -132,26 +144,37 @@ async def _reply_no_route(status: int, request: fastapi.Request, error: Exceptio
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the inference server's command until SIGTERM or Ctrl-C. Returns the exit code."""
-    args = _parse(argv)
+    args, hosts = _parse(argv), hosts_lib.ALONE
     with contextlib.ExitStack() as stack:
         try:
             _check(args)
             if args.exit_with_parent:
                 cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
             compile_cache.enable()
+            hosts = stack.enter_context(_joined(args))
+            if not hosts.is_first:
+                follower = _prepare(args, hosts).follower()
+                with hosts.terminable():
+                    follower.run()
+                return 0
             api_key = secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
             listener = control_listener.opened(args.control, args.control_token_file, args.control_hosts)
             control = stack.enter_context(listener)
             signer = rollout_lib.WorkerKey.load_or_create(args.key) if args.key else None
-            sock, server = _start(args)
+            sock = stack.enter_context(contextlib.closing(sockets.listen(args.host, args.port)))
+            server = _start(args, hosts)
             server.signer, server.run = signer, args.run
+            if hosts.count > 1:
+                stack.enter_context(hosts.terminable())  # until the server is closed
             stack.callback(server.close)
             grpc_port = _start_grpc(args, server, api_key, stack)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, KeyboardInterrupt) as error:
+            if hosts.count > 1:
+                raise  # to `hosts`, which ends all of them
+            if isinstance(error, KeyboardInterrupt):  # while it waits for weights, or compiles
+                return 130
             print(f"error: {error}", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:  # while it waits for weights, or compiles
-            return 130
         uvicorn_server = web.server(make_app(server, api_key=api_key), drain_s=args.drain_s)
         control_app = make_control_app(server, token=control.token, hosts=control.hosts)
         stack.enter_context(web.in_thread(web.server(control_app), control.sock))
@@ -178,8 +201,18 @@ def main(argv: list[str] | None = None) -> int:
         gc.collect()
         gc.freeze()
         with status_line.printed(lambda: _progress(server)):
-            web.run(uvicorn_server, sock)
+            _run(uvicorn_server, sock, hosts)
     return 0
+
+
+def _run(uvicorn_server: uvicorn.Server, sock: socket.socket, hosts: hosts_lib.Hosts) -> None:
+    """Serves until SIGTERM, on any of the hosts, or Ctrl-C. Then running requests get their time."""
+    if hosts.count == 1:
+        web.run(uvicorn_server, sock)
+        return
+    with web.in_thread(uvicorn_server, sock):  # `hosts` handles signals
+        while not hosts.is_terminating:
+            time.sleep(0.1)
 
 
 def _progress(server: inference_server.InferenceServer) -> tuple[dict[str, float], str]:
@@ -233,7 +266,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         add(f"--{name}", **kind, help=helps)
     add("--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429")
     add("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")
-    add("--mesh", default="", help="mesh axes over this host's devices, such as tensor=4,data=-1 (default: one device)")
+    add("--mesh", default="", help="mesh axes over all devices, such as tensor=4,data=-1 (default: one device)")
+    helps = "HOST:PORT of host 0 of a server over several hosts, or auto to find it (TPU pods, Slurm); needs --mesh"
+    add("--coordinator", default="", help=helps)
+    add("--num_processes", type=int, default=0, help="number of hosts of --coordinator")
+    add("--process_id", type=int, default=-1, help="number of this host; host 0 has the routes")
+    add("--workdir", help="directory that the hosts share, with the key by which they know each other")
     add("--quantize", default="none", help="int8 halves the memory of large matrices, and changes the policy slightly")
     add("--warm_up", action="store_true", help="compile for prompts of every length before listening")
     add("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights at this interval")
@@ -266,26 +304,49 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")
 
 
-def _start(args: argparse.Namespace) -> tuple[socket.socket, inference_server.InferenceServer]:
+def _joined(args: argparse.Namespace) -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
+    """Returns a context manager that connects the hosts which run this command together, if --coordinator is given."""
+    if bool(args.coordinator) != bool(args.workdir) or (args.num_processes and not args.coordinator):
+        found = (
+            f"--coordinator {args.coordinator!r} and --workdir {args.workdir!r} connect the hosts of a server together"
+        )
+        raise ValueError(f"{found}; give both, the latter a directory that all of them share, or neither")
+    if not args.coordinator:
+        return contextlib.nullcontext(hosts_lib.ALONE)
+    place = {"coordinator": args.coordinator, "num_processes": args.num_processes, "process_id": args.process_id}
+    return hosts_lib.joined(**place, timeout_s=JOIN_S, workdir=pathlib.Path(args.workdir), explain=_explain)
+
+
+def _explain(error: BaseException) -> tuple[str, int, int]:
+    """Returns (message, exit code, priority) of an error of one host, which ends all (sharding/multihost/failure.py)."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130, failure.INTERRUPTED
+    if isinstance(error, (ValueError, OSError)):
+        return str(error), 1, failure.MISTAKE
+    return f"{type(error).__name__}: {error}".splitlines()[0], 1, failure.BUG
+
+
+def _start(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_server.InferenceServer:
+    options = {"max_queue": args.max_queue, "prefix_cache_bytes": args.prefix_cache_mib * 2**20}
+    server = _prepare(args, hosts).run(every_length=args.warm_up, **options)
+    server.model_name, server.sources = args.served_model_name, [*server.sources, *args.weights_allow]
+    return server
+
+
+def _prepare(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_server.Prepared:
+    """Loads the weights. All hosts call it. Raises ValueError if the settings of this host are not those of the first."""
+    for name, expected in hosts.broadcast({name: getattr(args, name) for name in SHARED}).items():
+        if (own := getattr(args, name)) != expected:
+            raise ValueError(f"--{name} is {own} here and {expected} on host 0; give all hosts the same")
     make_config = functools.partial(_engine_config, args)
     make_config({})  # refuses wrong sizes before weights are loaded
-    options = {
-        "max_queue": args.max_queue,
-        "prefix_cache_bytes": args.prefix_cache_mib * 2**20,
-        "mesh": mesh_lib.parse(args.mesh),
-        "quantize": args.quantize,
-        "every_length": args.warm_up,
-    }
+    options = {"mesh": mesh_lib.parse(args.mesh), "quantize": args.quantize, "hosts": hosts}
     args.weights = _sources(args)
-    sock = sockets.listen(args.host, args.port)
-    if args.weights:
-        key = head.HeadVerifier(args.weights_key, args.weights_floor) if args.weights_floor else args.weights_key
-        wait_s = math.inf if args.exit_with_parent else None  # a parent knows how long to wait
-        server = inference_server.start(args.weights, make_config, key=key, wait_s=wait_s, **options)
-    else:
-        server = inference_server.start_model(args.model, make_config({}), **options)
-    server.model_name, server.sources = args.served_model_name, [*server.sources, *args.weights_allow]
-    return sock, server
+    if not args.weights:
+        return inference_server.prepare_model(args.model, make_config({}), **options)
+    key = head.HeadVerifier(args.weights_key, args.weights_floor) if args.weights_floor else args.weights_key
+    wait_s = math.inf if args.exit_with_parent else None  # a parent knows how long to wait
+    return inference_server.prepare(args.weights, make_config, key=key, wait_s=wait_s, **options)
 
 
 def _sources(args: argparse.Namespace) -> list[str]:

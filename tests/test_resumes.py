@@ -59,7 +59,7 @@ class Lives:
 
     def serve(self, url):
         """The inference server and the worker, which outlive the learners."""
-        server = inference_server.start([url], self.exp.engine, key=TRUSTED)
+        server = inference_server.prepare([url], self.exp.engine, key=TRUSTED).run()
         server.signer, server.run = self.signer, self.run.worker
         self.stack.callback(server.close)
         urls = [

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata
 
+from inference.engine import weights as weights_lib
 from inference.server import inference_server
 from rl.verification import verifier
 from sharding import broadcast
@@ -123,7 +124,7 @@ class Readers:
         options = dict(trusted_key=str(self.trusted), options=OPTIONS, keep=3)
         self.relay.enter_context(proxy.running(self.urls, self.directory / "mirror", **options))
         opened, have = self.open(self.directory / "floor"), self.server and self.server.have
-        store = types.SimpleNamespace(load_shardings=None, load=lambda params, old: params)
+        store = types.SimpleNamespace(model=None, load_shardings=None, load=lambda params, old: params)
         engine = types.SimpleNamespace(model=None)
         self.server = inference_server.InferenceServer(opened, self.scheduler, engine, store, "", opened.trusted, have)
 
@@ -214,8 +215,8 @@ def test_schedules_of_colluding_relays_never_bring_a_reader_back(tmp_path, monke
             accepted.append((self, self._root.version, found))
             return found
 
-    monkeypatch.setattr(inference_server, "check_params", lambda params, model: None)
-    monkeypatch.setattr(inference_server, "RELAY_LAG_S", 0.1)
+    monkeypatch.setattr(weights_lib, "check_params", lambda params, model: None)
+    monkeypatch.setattr(weights_lib, "RELAY_LAG_S", 0.1)
     arrived, num_heads = {"client": 0, "server": 0, "validator": 0}, {"mirror": 0, "floor": 0}
     for seed in seeds:
         with monkeypatch.context() as patch:

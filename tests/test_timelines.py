@@ -17,6 +17,9 @@ import types
 import numpy as np
 import pytest
 
+from inference.engine import weights as weights_lib
+from inference.scheduler import scheduler as scheduler_lib
+from inference.scheduler import warmup
 from inference.server import inference_server
 from sharding import broadcast
 from sharding.download import range_get, source
@@ -31,13 +34,13 @@ TRUSTED = learner_double.PUBLIC
 
 @pytest.fixture(autouse=True)
 def any_params(monkeypatch):
-    monkeypatch.setattr(inference_server, "check_params", lambda params, model: None)
+    monkeypatch.setattr(weights_lib, "check_params", lambda params, model: None)
 
 
 def server_of(urls, key):
     """A server whose engine takes all weights, with this key or verifier or without one."""
     opened = source.open(urls, trusted_key=key, options=OPTIONS)
-    store = types.SimpleNamespace(load_shardings=None, load=lambda params, old: params)
+    store = types.SimpleNamespace(model=None, load_shardings=None, load=lambda params, old: params)
     engine = types.SimpleNamespace(model=None)
     return inference_server.InferenceServer(opened, Scheduler(), engine, store, "", opened.trusted)
 
@@ -47,7 +50,7 @@ class Readers:
 
     def __init__(self, urls, root, lag, monkeypatch):
         self.urls, self.root, self.lag, self.got, self.errors, self.last = urls, root, lag, [], [], {}
-        monkeypatch.setattr(inference_server, "RELAY_LAG_S", 3.0)
+        monkeypatch.setattr(weights_lib, "RELAY_LAG_S", 3.0)
         self.verifiers = [head.HeadVerifier(TRUSTED) for _ in range(3)]
         self.server = server_of(urls, self.verifiers[2])
         kinds = (self.pinned, self.newest, self.stranger, self.by_number, self.serve)
@@ -196,12 +199,15 @@ def test_a_server_starts_in_the_epoch_of_its_weights(tmp_path, monkeypatch):
     publisher = broadcast.Publisher(tmp_path, broadcast.PublishOptions(key=learner_double.KEY))
     epoch = publisher.publish(tiny.params(exp.model, 1), 0, metadata=exp.broadcast_metadata).epoch
 
-    def run(*args, **options):
+    def scheduler(*args, **options):
         started.update(options)
-        return server_of(str(tmp_path), None)
+        return types.SimpleNamespace(forget_counts=lambda: types.SimpleNamespace(result=lambda: None))
 
-    monkeypatch.setattr(inference_server, "_run", run)
-    assert inference_server.start(str(tmp_path), exp.engine, key=TRUSTED).have.epoch == started["epoch"] == epoch
+    monkeypatch.setattr(warmup, "compile_largest", lambda *args: None)
+    monkeypatch.setattr(warmup, "requests", lambda *args, **options: ())
+    monkeypatch.setattr(scheduler_lib, "Scheduler", scheduler)
+    server = inference_server.prepare(str(tmp_path), exp.engine, key=TRUSTED).run()
+    assert server.have.epoch == started["epoch"] == epoch
 
 
 def test_a_wait_for_a_named_version_outlasts_a_damaged_manifest(tmp_path):

@@ -47,6 +47,12 @@ def empty_prefix(model, num_sequences, capacity):
     return decode_state.placed(kv_cache.create(model, num_sequences, capacity))
 
 
+@jax.jit
+def copy(cache):
+    """Returns a copy of a key-value cache."""
+    return jax.tree.map(jnp.copy, cache)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def empty_slots(model, num_slots, capacity):
     """Returns a `DecodeState` of `num_slots` unused slots, with `capacity` positions each."""

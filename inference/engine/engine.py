@@ -8,7 +8,8 @@
    one integer array (JetStream's `ResultTokens`; float32 columns are bit-cast), and the values of proofs (proofs/window.py).
 
 All programs (compiled_steps.py) have fixed shapes, and a row's result does not depend on the other rows. Weights are an
-argument of each call, so they can change while sequences run. On a mesh each call runs over all devices.
+argument of each call, so they can change while sequences run. On a mesh each call runs over all devices; one that spans several hosts needs the
+same calls on each (inference/follower/replay.py).
 
 Letters: B slots, P prompts of a prefill, T bucket or chunk length, S capacity, K steps per call, D model, V vocabulary,
 N windows, k values of a proof.
@@ -103,7 +104,7 @@ class Result(engine_api.ResultTokens):
 
 
 class Engine(engine_api.Engine):
-    """The JetStream engine of one model on devices of this process. The decode state and weights are passed to each call."""
+    """The JetStream engine of one model on a mesh. The decode state and weights are passed to each call."""
 
     samples_per_slot = property(lambda self: 1)  # each sample of a prompt has its own slot
     colocated_cpus = property(lambda self: None)
@@ -116,7 +117,7 @@ class Engine(engine_api.Engine):
         params: transformer.Params | None = None,
         mesh: jax.sharding.Mesh | None = None,
     ):
-        """Creates an engine on `mesh`, whose devices belong to this process. None uses the process's first device.
+        """Creates an engine on `mesh`. None uses the process's first device.
 
         `load_params` returns `params`, weights laid out on the mesh. Raises ValueError if the sizes do not fit the mesh, or if
         `config.routed_experts` is set for a model without experts.
@@ -134,7 +135,8 @@ class Engine(engine_api.Engine):
 
     def prefill_batch(self, params: transformer.Params, tokens_PT, length_P) -> decode_state.Prefix:
         """Returns the keys and values of P = config.prefill_batch prompts, int32 [P, T] padded to one bucket, lengths [P]."""
-        return self._run(compiled_steps.prefill, *self._options, params, tokens_PT, length_P)
+        prefix = self._run(compiled_steps.prefill, *self._options, params, tokens_PT, length_P)
+        return dataclasses.replace(prefix, experts=self._readable(prefix.experts))
 
     def prefill_chunk(
         self, params: transformer.Params, tokens_1T, start: int, cache: kv_cache.Cache | None
@@ -146,7 +148,12 @@ class Engine(engine_api.Engine):
         """
         arrays = tokens_1T, np.array([start], np.int32), self.empty_prefix() if cache is None else cache
         num_keys = next(count for count in self.config.key_counts if count >= start + self.config.prefill_chunk)
-        return self._run(compiled_steps.prefill_chunk, *self._options, num_keys, params, *arrays)
+        new_cache, experts = self._run(compiled_steps.prefill_chunk, *self._options, num_keys, params, *arrays)
+        return new_cache, self._readable(experts)
+
+    def copy_cache(self, cache: kv_cache.Cache) -> kv_cache.Cache:
+        """Returns a copy of a key-value cache, which `prefill_chunk` may change while others use the original."""
+        return self._run(compiled_steps.copy, cache)
 
     def empty_prefix(self) -> kv_cache.Cache:
         """Returns an empty key-value cache with room for the longest prompt."""
@@ -158,7 +165,7 @@ class Engine(engine_api.Engine):
         T must be a bucket or a multiple of `prefill_chunk`; pad after the prompt.
         """
         tokens_BT = np.repeat(tokens_1T, rules.num_batch_shards(self.mesh), axis=0)  # a row for each batch shard
-        return np.asarray(self._run(compiled_steps.score, self.model, params, tokens_BT))
+        return np.asarray(self._readable(self._run(compiled_steps.score, self.model, params, tokens_BT)))
 
     def insert_batch(
         self, prefix: decode_state.Prefix, rows, state: State, slots, request: decode_state.Request
@@ -178,7 +185,7 @@ class Engine(engine_api.Engine):
         """
         part, own_slot = divmod(slot, len(state[0].token))
         where = (np.array([value], np.int32) for value in (own_slot, window_index, num_rows))
-        indices, bits = self._run(compiled_steps.top_values, state[part], *where)
+        indices, bits = self._readable(self._run(compiled_steps.top_values, state[part], *where))
         return np.asarray(indices)[0], np.asarray(bits)[0]
 
     def read(self, result: engine_api.ResultTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -235,7 +242,8 @@ class Engine(engine_api.Engine):
         generate = functools.partial(compiled_steps.generate, *options, *arrays)
         done = self._run(self._concurrently, generate, decode_state)
         results = [result for _, *result in done]
-        data, extras, proofs, experts, kept = compiled_steps.join(results) if len(results) > 1 else results[0]
+        joined = compiled_steps.join(results) if len(results) > 1 else results[0]
+        data, extras, proofs, experts, kept = self._readable(joined)
         columns = (0, K), (K, 2 * K), (2 * K, 2 * K + 1)  # of data: tokens, is valid, length
         return tuple(part for part, *_ in done), Result(data, *columns, 1, *extras, *proofs, experts=experts, kept=kept)
 
@@ -276,6 +284,12 @@ class Engine(engine_api.Engine):
         """Calls `function(*args)` with the engine's mesh set, if it has several devices; returns the result."""
         with jax.set_mesh(self.mesh) if self.mesh.size > 1 else contextlib.nullcontext():
             return function(*args)
+
+    def _readable(self, tree):
+        """Returns arrays that this process can fetch whole: replicated, if the mesh spans several processes."""
+        if not self.mesh.is_multi_process or not jax.tree.leaves(tree):
+            return tree
+        return jax.device_put(tree, jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
 
 
 def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:

@@ -4,7 +4,8 @@
    (`sharding.rules`), but key heads that do not divide over `tensor` stay whole, with their fraction of the cache.
 2. For int8 (models/kernels/int8.py) tensors are read into host memory, then copied to the devices and quantized one by one. So
    the devices never contain more than one full tensor, and deltas are applied to the host's copy.
-3. A new version takes the place of the old one tensor by tensor (`Store.load`), so there is never a second one on the devices.
+3. A new version is fetched into host memory while the old one serves (`fetch`), and then takes the place of the old one tensor by tensor
+   (`put`), so there is never a second one on the devices. With several hosts, each fetches and puts its own shards.
 
 A server in int8 samples from another policy, close to the version that it names: a validator with the published weights
 rejects its proofs. `/v1/models` reports the quantization.
@@ -12,17 +13,22 @@ rejects its proofs. `/v1/models` reports the quantization.
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from inference.engine import cpu_weights
 from models import config as config_lib
-from models import transformer
+from models import hf, transformer
 from models.kernels import int8
 from sharding import broadcast, rules
+from sharding.download import source as source_lib
+from sharding.format import chunks
 
 QUANTIZATIONS = ("none", "int8")
+RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +84,53 @@ class Store:
         return structure.unflatten(jax.block_until_ready(loaded))
 
 
+def fetch(
+    store: Store, root: source_lib.Source | str, version: int, base: broadcast.Pulled | None, **pins
+) -> broadcast.Pulled:
+    """Reads a version of a broadcast into host memory, as `store` will need it. `pins` are `key`, `epoch` and `digest` of `broadcast.pull`.
+
+    Raises its errors, and those of `check_params`.
+    """
+    pulled = broadcast.pull(root, version, shardings=store.load_shardings, staged=True, base=base, **pins)
+    check_params(pulled.params, store.model)
+    return pulled
+
+
+def put(
+    store: Store, params: transformer.Params, pulled: broadcast.Pulled | None, old: transformer.Params
+) -> tuple[transformer.Params, broadcast.Pulled | None]:
+    """Returns fetched weights on the devices, in place of `old`, which is deleted, and `pulled` as the base of deltas to come."""
+    loaded = store.load(params, old)
+    if pulled is not None and store.load_shardings is not None:
+        pulled = dataclasses.replace(pulled, params=loaded)
+    return loaded, pulled
+
+
+def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> None:
+    """Raises ValueError, naming the first wrong tensor, if `params` do not fit the model, or have a number that is not finite."""
+    expected, given = _types_by_path(transformer.abstract(model)), _types_by_path(params)
+    for path in sorted(expected.keys() | given.keys()):
+        if given.get(path) != expected.get(path):
+            found = f"the new weights have {path} as {given.get(path, 'no tensor')}"
+            found += f", and the model that serves needs {expected.get(path, 'none')}"
+            raise ValueError(f"{found}; publish weights of that model")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, broadcast.Staged):
+            is_finite = leaf.is_finite
+        else:
+            is_finite = chunks.is_finite(leaf) if isinstance(leaf, np.ndarray) else _is_finite(leaf)
+        if not is_finite:
+            name = jax.tree_util.keystr(path)
+            found = f"the new weights have NaN or infinity in {name}"
+            raise ValueError(f"{found}; publish weights of a run that did not diverge")
+
+
+def load_folder(folder: str | pathlib.Path, store: Store, on_host: bool = False) -> transformer.Params:
+    """Reads the weights of a Hugging Face folder onto the devices as `store` requires, or into this host's memory."""
+    shardings = None if on_host else store.load_shardings
+    return hf.load(folder, shardings=shardings, on_host=shardings is None)[1]
+
+
 def _placed(spec, weights, sharding) -> jax.Array | int8.Quantized:
     if int8.is_quantized(spec):
         full = jax.device_put(np.asarray(weights), sharding.values)
@@ -90,3 +143,13 @@ def _placed(spec, weights, sharding) -> jax.Array | int8.Quantized:
 @functools.cache
 def _quantize_to(scale_shape: tuple[int, ...], sharding: int8.Quantized):
     return jax.jit(functools.partial(int8.quantize, scale_shape=scale_shape), out_shardings=sharding)
+
+
+@jax.jit
+def _is_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()
+
+
+def _types_by_path(tree) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}

@@ -160,7 +160,7 @@ class PrefillQueue:
         elif num_done == len(tokens):  # perhaps cached as the beginning of a longer prompt
             self._make_ready(group, _one_prompt(tokens, found.prefix.cache, found.prefix.experts), 0, num_done)
         else:  # a copy, because the next chunks are written into it while others may find the original
-            cache = jax.tree.map(jax.numpy.copy, found.prefix.cache)
+            cache = self._engine.copy_cache(found.prefix.cache)
             num_chunks = num_done // self._engine.config.prefill_chunk
             self._long = _LongPrompt(group, num_done, cache, num_done, found.prefix.experts[:num_chunks])
 

@@ -8,22 +8,24 @@
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import prometheus_client
 
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
 from inference.engine import routed_experts
 from inference.engine import weights as weights_lib
+from inference.follower import follower as follower_lib
+from inference.follower import replay
 from inference.rollouts import attestation
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
@@ -35,10 +37,10 @@ from models.text import tokenizer as tokenizer_lib
 from sharding import accelerator, broadcast
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
-from sharding.format import chunks, head, manifest
+from sharding.format import head, manifest
+from sharding.multihost import hosts as hosts_lib
 from sharding.system import cli, role_metrics
 
-RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
 START_S = 3600.0  # how long to wait for the first version: a learner loads a large checkpoint before it
 NOTICE_S = 5.0  # and before a line about it is logged
 
@@ -64,6 +66,7 @@ class InferenceServer:
     sources: Sequence[str] = ()  # those that an update may name, each with everything below it
     signer: rollout_lib.WorkerKey | None = None  # signs the samples of replies; None: nobody does
     run: str = ""  # the public key of the run for which it signs
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE  # those that its mesh spans; this is host 0
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     update_s: prometheus_client.Histogram = dataclasses.field(
         default_factory=lambda: role_metrics.latency("intellax:update", "Seconds per update of the weights.")
@@ -131,7 +134,9 @@ class InferenceServer:
                     raise FileNotFoundError(f"no published version under {root}; send the root of a weight broadcast")
                 version = newest[1]
             elif source is None and (epoch or digest or not isinstance(root, source_lib.Directory)):
-                broadcast.wait_for(root, version, timeout_s=RELAY_LAG_S, key=self.key, epoch=epoch, digest=digest)
+                broadcast.wait_for(
+                    root, version, timeout_s=weights_lib.RELAY_LAG_S, key=self.key, epoch=epoch, digest=digest
+                )
             target = broadcast.read_manifest(root, version, key=self.key, digest=digest)
             if epoch not in (None, target.epoch or 0):
                 found = f"version {version} is of epoch {target.epoch or 0}, not {epoch}"
@@ -145,9 +150,9 @@ class InferenceServer:
             if offered is not None:
                 pulled = dataclasses.replace(offered, digest=target.digest)
             else:
-                options = {"shardings": self.store.load_shardings, "staged": True, "base": self.have}
-                pulled = broadcast.pull(root, version, **options, **pins)
-                check_params(pulled.params, self.engine.model)
+                asked = {"source": root if isinstance(root, str) else None, "version": version, "tree": target.digest}
+                with self._all_fetching(**asked, epoch=epoch, digest=digest):
+                    pulled = weights_lib.fetch(self.store, root, version, self.have, **pins)
             # The source may have changed since.
             self._check_order(self._order(pulled, is_proved), rollback, is_proved)
             return self._swap(pulled.params, pulled.version, pulled)
@@ -210,8 +215,9 @@ class InferenceServer:
         return self.signer.private.sign(attestation.message(request.tokens, attestation.Answer(**answer), **asked))
 
     def close(self) -> None:
-        """Stops the server's scheduler and closes its connections to relays."""
+        """Stops the server's scheduler, and the replay on its other hosts, and closes its connections to relays."""
         self.scheduler.close()
+        replay.send(self.hosts, "close")
         if self.weights is not None:
             self.weights.close()
 
@@ -225,8 +231,9 @@ class InferenceServer:
         config = hf.read_config(folder)
         if config != self.engine.model:
             raise ValueError(f"{folder} has another model than this server; send the same model, or start a new server")
-        params = _load_folder(folder, self.store, on_host=True)
-        check_params(params, self.engine.model)
+        with self._all_fetching(folder=str(folder)):
+            params = weights_lib.load_folder(folder, self.store, on_host=True)
+            weights_lib.check_params(params, self.engine.model)
         return self._swap(params, version)
 
     def _order(self, weights: broadcast.Pulled | manifest.Manifest | None, is_proved: bool = False) -> tuple[int, int]:
@@ -263,14 +270,26 @@ class InferenceServer:
             found = f"{new} {'has other weights' if order == current else 'is older'} than {used}, which is in use"
             raise ValueError(f'{found}; send a newer version, or "rollback": true to load it all the same')
 
+    @contextlib.contextmanager
+    def _all_fetching(self, **what) -> Iterator[None]:
+        """Makes the other hosts fetch the same weights during the block. Raises OSError after it if one of them could not."""
+        replay.send(self.hosts, "fetch", **what)
+        try:
+            yield
+        finally:
+            problems = self.hosts.answers()
+        for host, problem in problems.items():
+            if problem:
+                raise OSError(f"host {host} could not fetch these weights: {problem}")
+
     def _swap(self, params: transformer.Params, version: int, pulled: broadcast.Pulled | None = None) -> int:
         epoch = (pulled and pulled.epoch) or 0
 
         def load(old: transformer.Params) -> transformer.Params:
             nonlocal pulled
-            loaded = self.store.load(params, old)
-            if pulled is not None and self.store.load_shardings is not None:
-                pulled = dataclasses.replace(pulled, params=loaded)  # for deltas
+            engine = self.engine
+            with engine.sent("swap") if isinstance(engine, replay.LeadingEngine) else contextlib.nullcontext():
+                loaded, pulled = weights_lib.put(self.store, params, pulled, old)
             return loaded
 
         version = self.scheduler.update(load, version, epoch).result()
@@ -278,7 +297,44 @@ class InferenceServer:
         return version
 
 
-def start(
+@dataclasses.dataclass
+class Prepared:
+    """A server before its scheduler: weights on the devices, and the engine. Each host of a server prepares; the first then runs it."""
+
+    engine: engine_lib.Engine
+    params: transformer.Params
+    version: int
+    store: weights_lib.Store
+    hosts: hosts_lib.Hosts
+    sources: Sequence[str] = ()  # the following fields are those of `InferenceServer`
+    weights: source_lib.Source | None = None
+    key: source_lib.Trusted = None
+    have: broadcast.Pulled | None = None
+
+    def run(self, *, every_length: bool = False, **options) -> InferenceServer:
+        """Compiles, starts the scheduler, and returns the server of this host, the first.
+
+        `every_length`: compile for prompts of every length now. `options` are those of `Scheduler`.
+        """
+        cli.note("compiling")
+        state = warmup.compile_largest(self.engine, self.params)
+        options["epoch"] = (self.have and self.have.epoch) or 0
+        scheduler = scheduler_lib.Scheduler(self.engine, self.params, self.version, state=state, **options)
+        for request in warmup.requests(self.engine.config, every_length=every_length):
+            scheduler.submit(request).result()
+        scheduler.forget_counts().result()
+        own = {name: getattr(self, name) for name in ("key", "have", "sources", "hosts")}
+        server = InferenceServer(self.weights, scheduler, self.engine, self.store, **own)
+        server.signers = server._trusted_keys()
+        return server
+
+    def follower(self) -> follower_lib.Follower:
+        """Returns the server of this host, another than the first."""
+        parts = self.hosts, self.engine, self.params, self.store, self.weights, self.key, self.have
+        return follower_lib.Follower(*parts)
+
+
+def prepare(
     weights: str | Sequence[str],
     config: engine_lib.EngineConfig | Callable[[dict], engine_lib.EngineConfig],
     *,
@@ -286,26 +342,30 @@ def start(
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
     wait_s: float | None = None,
-    **options,
-) -> InferenceServer:
-    """Starts a server with the newest version of a weight broadcast. Blocks until a version exists and the engine is compiled.
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+) -> Prepared:
+    """Prepares a server of the newest version of a weight broadcast. Blocks until a version exists and is on the devices.
 
     Args:
       weights: a directory, a bucket URL, or the URLs of relays. Raises TimeoutError if no version appears within `wait_s`.
       config: sizes of the engine, or the function from those that were published with the weights ({} if none were).
       key: of the publisher, who must have signed the weights: hex, a root file, or a verifier; None accepts any.
-      mesh: {axis: size} of a mesh over this host's devices; None for one device.
+      mesh: {axis: size} of a mesh over the devices of `hosts`; None for one device.
       quantize: one of weights.QUANTIZATIONS.
       wait_s: how long a version may take to appear; None: START_S.
-      **options: `every_length` (compile for prompts of every length now), and the options of `Scheduler`.
+      hosts: those that serve together; each calls this function, and loads the version that the first has chosen.
     """
-    source = source_lib.open(weights, trusted_key=key)
-    try:
-        version = broadcast.wait_for(source, 0, timeout_s=NOTICE_S)
-    except TimeoutError as error:
-        cli.note(f"waiting for weights: {error}")
-        version = broadcast.wait_for(source, 0, timeout_s=START_S if wait_s is None else wait_s)
-    cli.note(f"loading policy version {version}")
+    source, version = source_lib.open(weights, trusted_key=key), 0
+    if hosts.is_first:
+        try:
+            version = broadcast.wait_for(source, 0, timeout_s=NOTICE_S)
+        except TimeoutError as error:
+            cli.note(f"waiting for weights: {error}")
+            version = broadcast.wait_for(source, 0, timeout_s=START_S if wait_s is None else wait_s)
+        cli.note(f"loading policy version {version}")
+    version = hosts.broadcast(version)
+    if not hosts.is_first:
+        broadcast.wait_for(source, version, timeout_s=weights_lib.RELAY_LAG_S, key=key)
     metadata = broadcast.read_manifest(source, version, key=key).metadata
     if not {"model", "tokenizer"} <= metadata.keys():
         found = f"version {version} under {weights} has a manifest without model and tokenizer"
@@ -314,114 +374,77 @@ def start(
     if not isinstance(config, engine_lib.EngineConfig):
         published = metadata.get("engine")
         config = config(published if isinstance(published, dict) else {})
-    devices = host_mesh(mesh, config)
+    devices = host_mesh(mesh, config, hosts)
     store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), devices, quantize)
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
-    cli.note("compiling")
-    server = start_offered(pulled, source, config, store, metadata["tokenizer"], key=key, **options)
-    server.sources = [weights] if isinstance(weights, str) else weights
-    return server
+    if hosts.broadcast(pulled.digest) != pulled.digest:
+        raise ValueError(
+            f"version {version} under {weights} is another on this host than on host 0; give both one source"
+        )
+    sources = [weights] if isinstance(weights, str) else weights
+    return prepare_pulled(pulled, source, config, store, metadata["tokenizer"], key=key, sources=sources, hosts=hosts)
 
 
-def start_offered(
-    offered: broadcast.Pulled,
+def prepare_pulled(
+    pulled: broadcast.Pulled,
     source: source_lib.Source,
     config: engine_lib.EngineConfig,
     store: weights_lib.Store,
     tokenizer: str,
     *,
     key: source_lib.Trusted = None,
-    **options,
-) -> InferenceServer:
-    """Starts a server with weights that are on its devices already; later versions come from the broadcast `source`.
+    sources: Sequence[str] = (),
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+) -> Prepared:
+    """Prepares a server of weights that are on its devices already; later versions come from the broadcast `source`.
 
-    `tokenizer` is its folder or name; `key` and `options` are those of `start`.
+    `tokenizer` is its folder or name; `key` and `hosts` are those of `prepare`.
     """
-    options["epoch"] = offered.epoch or 0
-    server = _run(config, store, tokenizer, offered.params, offered.version, **options)
-    server.weights, server.key, server.have = source, key, offered
-    server.signers = server._trusted_keys()
-    return server
+    prepared = _prepared(config, store, tokenizer, pulled.params, pulled.version, hosts)
+    return dataclasses.replace(prepared, weights=source, key=key, have=pulled, sources=sources)
 
 
-def start_model(
+def prepare_model(
     folder: str,
     config: engine_lib.EngineConfig,
     *,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
-    **options,
-) -> InferenceServer:
-    """Starts a server with the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `start`."""
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+) -> Prepared:
+    """Prepares a server of the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `prepare`."""
     cli.note(f"loading {folder}")
     folder = str(hub.folder(folder))
-    store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config), quantize)
-    cli.note("compiling")
-    server = _run(config, store, folder, _load_folder(folder, store), 0, **options)
-    server.sources = [folder]
-    return server
+    store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config, hosts), quantize)
+    prepared = _prepared(config, store, folder, weights_lib.load_folder(folder, store), 0, hosts)
+    return dataclasses.replace(prepared, sources=[folder])
 
 
-def host_mesh(sizes: dict[str, int] | None, config: engine_lib.EngineConfig) -> jax.sharding.Mesh:
-    """Returns a mesh over all devices of this process, or over its first device if `sizes` is empty.
+def host_mesh(
+    sizes: dict[str, int] | None, config: engine_lib.EngineConfig, hosts: hosts_lib.Hosts = hosts_lib.ALONE
+) -> jax.sharding.Mesh:
+    """Returns a mesh over all devices of `hosts`, or, for a process alone and empty `sizes`, over its first device.
 
     Raises ValueError if the engine of `config` cannot run on that mesh, or an accelerator cannot be used.
     """
     accelerator.devices()
-    devices = jax.local_devices()
+    if hosts.count > 1 and not sizes:
+        found = f"--mesh is empty, and {hosts.count} hosts have {jax.device_count()} devices"
+        raise ValueError(f"{found}, all of which a server over several hosts uses; give their axes, such as tensor=-1")
+    devices = jax.local_devices() if hosts.count == 1 else jax.devices()
     mesh = mesh_lib.create(sizes, devices) if sizes else mesh_lib.create({}, devices[:1])
     engine_lib.check_mesh(config, mesh)
     return mesh
 
 
-def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> None:
-    """Raises ValueError, naming the first wrong tensor, if `params` do not fit the model, or have a number that is not finite."""
-    expected, given = _types_by_path(transformer.abstract(model)), _types_by_path(params)
-    for path in sorted(expected.keys() | given.keys()):
-        if given.get(path) != expected.get(path):
-            found = f"the new weights have {path} as {given.get(path, 'no tensor')}"
-            found += f", and the model that serves needs {expected.get(path, 'none')}"
-            raise ValueError(f"{found}; publish weights of that model")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if isinstance(leaf, broadcast.Staged):
-            is_finite = leaf.is_finite
-        else:
-            is_finite = chunks.is_finite(leaf) if isinstance(leaf, np.ndarray) else _is_finite(leaf)
-        if not is_finite:
-            name = jax.tree_util.keystr(path)
-            found = f"the new weights have NaN or infinity in {name}"
-            raise ValueError(f"{found}; publish weights of a run that did not diverge")
-
-
-def _run(
-    config, store: weights_lib.Store, tokenizer_folder: str, params, version: int, *, every_length=False, **options
-) -> InferenceServer:
+def _prepared(
+    config, store: weights_lib.Store, tokenizer_folder: str, params, version: int, hosts: hosts_lib.Hosts
+) -> Prepared:
     tokenizer = tokenizer_lib.load(tokenizer_folder)
     if tokenizer.vocab_size > store.model.vocab_size:
         found = f"the tokenizer has {tokenizer.vocab_size} entries, and the model only {store.model.vocab_size}"
         raise ValueError(f"{found}; use tokenizer.json and config.json of the same checkpoint")
-    check_params(params, store.model)
+    weights_lib.check_params(params, store.model)
     params = store.load(params)
-    engine = engine_lib.Engine(store.model, config, tokenizer, params, store.mesh)
-    state = warmup.compile_largest(engine, params)
-    scheduler = scheduler_lib.Scheduler(engine, params, version, state=state, **options)
-    for request in warmup.requests(config, every_length=every_length):
-        scheduler.submit(request).result()
-    scheduler.forget_counts().result()
-    return InferenceServer(None, scheduler, engine, store)
-
-
-def _load_folder(folder: str | pathlib.Path, store: weights_lib.Store, on_host: bool = False) -> transformer.Params:
-    """Reads the weights of a Hugging Face folder onto the devices as `store` requires, or into this host's memory."""
-    shardings = None if on_host else store.load_shardings
-    return hf.load(folder, shardings=shardings, on_host=shardings is None)[1]
-
-
-@jax.jit
-def _is_finite(leaf: jax.Array) -> jax.Array:
-    return jnp.isfinite(leaf).all()
-
-
-def _types_by_path(tree) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+    make = functools.partial(replay.LeadingEngine, hosts) if hosts.count > 1 and hosts.is_first else engine_lib.Engine
+    return Prepared(make(store.model, config, tokenizer, params, store.mesh), params, version, store, hosts)

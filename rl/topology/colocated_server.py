@@ -70,7 +70,7 @@ class ColocatedServer:
         try:
             placed = _placed(params, policy, digest, self.targets)
             # The check has collectives. In the thread of an update, next to a train step on the same devices, it could block both.
-            inference_server.check_params(placed.params, self.server.engine.model)
+            weights_lib.check_params(placed.params, self.server.engine.model)
         except BaseException as error:
             offer.set_exception(error)  # or an update would wait for it
             raise
@@ -118,10 +118,9 @@ def start(
     del params  # with adapters, they are a copy of the whole model
     with contextlib.ExitStack() as stack:
         source = source_lib.open(str(weights), trusted_key=key)
-        server = inference_server.start_offered(
-            placed, source, experiment.engine, store, metadata["tokenizer"], key=key
-        )
-        del placed  # the server's, until it has newer ones
+        parts = placed, source, experiment.engine, store, metadata["tokenizer"]
+        server = inference_server.prepare_pulled(*parts, key=key).run()
+        del placed, parts  # the server's, until it has newer ones
         stack.callback(server.close)
         sock = stack.enter_context(contextlib.closing(sockets.listen(hosts.address, 0)))
         api_key = secret_file.choose(None, None, "INTELLAX_API_KEY")  # which workers send to any server of the run

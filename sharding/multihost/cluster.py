@@ -23,12 +23,10 @@ def detect(
     count = num_processes or int(os.environ.get("JAX_NUM_PROCESSES", 0)) or None
     index = process_id if process_id >= 0 else int(os.environ.get("JAX_PROCESS_ID", -1))
     index, device_ids = None if index < 0 else index, None
-    given = (
-        f"topology.num_processes = {count or 'unset'} and topology.process_id = {'unset' if index is None else index}"
-    )
+    given = f"num_processes = {count or 'unset'} and process_id = {'unset' if index is None else index}"
     if not address and coordinator != "auto" and not _may_be_in_cluster():
         if count not in (None, 1) or index is not None:
-            raise ValueError(f"{given} need topology.coordinator; set it to HOST:PORT of host 0")
+            raise ValueError(f"{given} need coordinator; set it to HOST:PORT of host 0")
         return None
     if not address or None in (count, index):
         try:
@@ -42,12 +40,12 @@ def detect(
     if count == 1 or (not address and not coordinator):
         return None
     if not address or count is None or index is None:
-        given = f"topology.coordinator = {coordinator!r}, {given} do not give this process a place"
+        given = f"coordinator = {coordinator!r}, {given} do not give this process a place"
         raise ValueError(f"{given}, and JAX finds no cluster; set all three")
     if not 0 <= index < count:
-        raise ValueError(f"topology.process_id = {index} must be below topology.num_processes = {count}; count from 0")
+        raise ValueError(f"process_id = {index} must be below num_processes = {count}; count from 0")
     if not address.rpartition(":")[2].isdigit():
-        raise ValueError(f"topology.coordinator = {address!r} must be HOST:PORT of host 0; correct it")
+        raise ValueError(f"coordinator = {address!r} must be HOST:PORT of host 0; correct it")
     return address, index, count, device_ids
 
 

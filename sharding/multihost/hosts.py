@@ -36,6 +36,7 @@ class Hosts:
         self._changed = threading.Condition()
         # For `terminable`: we are in its block; this host got SIGTERM; some host did.
         self._is_terminable = self._is_signaled = self.is_terminating = False
+        self._answers: dict[int, queue.SimpleQueue] = {host: queue.SimpleQueue() for host in range(1, count)}
         self._met: dict[str, dict[int, Any]] = {"process": {}, "leave": {}}  # kind of barrier -> host -> its value
 
     @property
@@ -73,6 +74,14 @@ class Hosts:
     def receive(self) -> tuple[dict, bytearray]:
         """Returns this host's part of a `scatter`: its header, and the bytes of its buffers. Blocks for host 0."""
         return self._next("part")
+
+    def answer(self, value: Any) -> None:
+        """Sends a value (any JSON) to host 0, which gets it from `answers`. Not for host 0."""
+        self._connections[0].send({"kind": "answer", "value": value})
+
+    def answers(self) -> dict[int, Any]:
+        """Returns {host: the next value of its `answer`} of all other hosts, on host 0. Blocks for them."""
+        return {host: self._answers[host].get() for host in self._connections}
 
     def report(self, kind, error: BaseException | None, trace) -> None:
         """Sends the error of a `with` block to all hosts. For `ExitStack.push`: before the slower exits of the stack run."""
@@ -120,7 +129,7 @@ class Hosts:
     def _register_process(self) -> None:
         """Collects the hosts' indices among JAX's processes: on TPUs the runtime numbers them itself."""
         if jax.process_count() != self.count:
-            found = f"JAX sees {jax.process_count()} processes, but topology.num_processes = {self.count}"
+            found = f"JAX sees {jax.process_count()} processes, but num_processes = {self.count}"
             raise ValueError(f"{found}: backend {jax.default_backend()} does not span the hosts; check JAX_PLATFORMS")
         self._meet("process", jax.process_index())
 
@@ -146,6 +155,8 @@ class Hosts:
                     self.is_terminating = True
                 elif kind == "cause":
                     self._shutdown.submit(failure.ErrorReport(*header["report"]))
+                elif kind == "answer":
+                    self._answers[host].put(header["value"])
                 elif kind in self._met:
                     with self._changed:
                         self._met[kind][host] = header["value"]

@@ -38,7 +38,7 @@ def accept_all(peers: transport.Peers, address: tuple[str, int], workdir: pathli
             except TimeoutError:
                 if time.monotonic() > deadline_s:
                     found = f"host(s) {', '.join(map(str, missing))} did not connect within {timeout_s:.0f} s"
-                    remedy = f"start the same command on every host, or correct topology.num_processes = {peers.count}"
+                    remedy = f"start the same command on every host, or correct num_processes = {peers.count}"
                     raise ValueError(f"{found}; {remedy}") from None
                 continue
             except (OSError, EOFError, ValueError):  # not a host of any run: a port scanner, a browser
@@ -60,7 +60,7 @@ def connect(peers: transport.Peers, address: tuple[str, int], workdir: pathlib.P
         except (OSError, EOFError, ValueError, LookupError, TypeError) as error:  # not up yet, or another service
             if time.monotonic() > deadline_s:
                 found = f"host 0 did not answer at {host}:{port} within {timeout_s:.0f} s ({error})"
-                raise ValueError(f"{found}; start the same command there, or correct topology.coordinator") from None
+                raise ValueError(f"{found}; start the same command there, or correct coordinator") from None
             time.sleep(0.2)
     peers.connections[0] = connection
     proof = _proof(_wait_for_key(workdir), nonce)
@@ -76,12 +76,12 @@ def _admit(peers: transport.Peers, workdir: pathlib.Path, peer: transport.Connec
     if not hmac.compare_digest(str(hello.get("proof")).encode(), proof.encode()):
         remedy = "give a --workdir that all hosts share, or for one in a bucket, INTELLAX_BUCKET_CACHE"
         raise ValueError(f"{host} does not see the key of this run in {workdir}; {remedy}")
-    for field, setting, expected in (("count", "topology.num_processes", peers.count), ("jax", "jax", jax.__version__)):
+    for field, setting, expected in (("count", "num_processes", peers.count), ("jax", "jax", jax.__version__)):
         if hello.get(field) != expected:
             found = f"{host} has {setting} = {hello.get(field)}, host 0 has {expected}"
             raise ValueError(f"{found}; make them the same on all hosts")
     if not isinstance(index, int) or not 0 < index < peers.count or peers.connections[index] is not peer:
-        text = f"{host} was started twice; give each host a different topology.process_id"
+        text = f"{host} was started twice; give each host a different process_id"
         peer.send(peers.end(0, text, 1))
         raise ValueError(text)
     peers.names[index] = name

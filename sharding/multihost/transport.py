@@ -94,5 +94,5 @@ def listen(port: int) -> socket.socket:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", port))
     except OSError as error:
-        remedy = "set topology.coordinator to a port that is free and whose next port is free as well"
+        remedy = "set coordinator to a port that is free and whose next port is free as well"
         raise ValueError(f"port {port} of host 0 cannot be used: {error}; {remedy}") from None

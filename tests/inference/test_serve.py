@@ -29,6 +29,7 @@ from inference import client as client_lib
 from inference import serve
 from inference.engine import engine as engine_lib
 from inference.engine import kv_cache
+from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server, schemas, web
 from models import hf, transformer
@@ -60,7 +61,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(weights):
-    server = inference_server.start(str(weights), CONFIG)
+    server = inference_server.prepare(str(weights), CONFIG).run()
     server.sources = [str(weights.parent)]
     yield server
     server.close()
@@ -312,7 +313,9 @@ def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_pat
             return [publisher.publish(tiny.params(MODEL, seed), v, metadata=METADATA) for v, seed in versions.items()]
 
     written = run(0, {0: 0, 1: 1, 2: 2, 3: 3})
-    server = inference_server.start(str(tmp_path / "run"), CONFIG, key=key.public_key().public_bytes_raw().hex())
+    server = inference_server.prepare(
+        str(tmp_path / "run"), CONFIG, key=key.public_key().public_bytes_raw().hex()
+    ).run()
     try:
         assert server.update(None) == server.scheduler.version == 3
         shutil.copytree(tmp_path / "run", tmp_path / "late")  # as a slow relay still has it
@@ -320,7 +323,7 @@ def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_pat
         assert again.epoch > written[0].epoch and server.update(None) == 2  # as --watch asks
         assert server.have.digest == again.digest != written[2].digest
         server.weights = source_lib.open(str(tmp_path / "late"), trusted_key=server.key)
-        monkeypatch.setattr(inference_server, "RELAY_LAG_S", 0.1)
+        monkeypatch.setattr(weights_lib, "RELAY_LAG_S", 0.1)
         with pytest.raises(TimeoutError, match="older than epoch"):
             server.update(3, epoch=written[0].epoch)
         assert server.scheduler.version == 2
@@ -332,7 +335,7 @@ def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_pat
     monkeypatch.setattr(inference_server, "START_S", 0.1)
     monkeypatch.setattr(inference_server, "NOTICE_S", 0.1)
     with pytest.raises(TimeoutError, match="older than epoch"):
-        inference_server.start(str(tmp_path / "late"), CONFIG, key=head.HeadVerifier(server.key, floor))
+        inference_server.prepare(str(tmp_path / "late"), CONFIG, key=head.HeadVerifier(server.key, floor)).run()
 
 
 def test_a_server_goes_on_with_the_honest_epoch_once_the_root_file_revokes_a_stolen_key(tmp_path, monkeypatch):
@@ -354,7 +357,7 @@ def test_a_server_goes_on_with_the_honest_epoch_once_the_root_file_revokes_a_sto
         path.write_bytes(first)
     publish_as(stolen, "run", [0, 1])
     shutil.copytree(tmp_path / "run", tmp_path / "thief")
-    server = inference_server.start(str(tmp_path / "run"), CONFIG, key=head.HeadVerifier(reader))
+    server = inference_server.prepare(str(tmp_path / "run"), CONFIG, key=head.HeadVerifier(reader)).run()
     try:
         update = functools.partial(serving.asker(serve.make_control_app(server)), "POST", "/update_weights")
         with monkeypatch.context() as patch:  # an epoch of the year 5138
@@ -537,7 +540,7 @@ def test_swaps_on_a_mesh(tmp_path):
     """Weights of a broadcast, pulled straight into their places on eight devices, while requests run there."""
     publish(tmp_path / "own", 0)
     mesh = {"tensor": 2, "data": -1}
-    meshed = inference_server.start(str(tmp_path / "own"), CONFIG, mesh=mesh)
+    meshed = inference_server.prepare(str(tmp_path / "own"), CONFIG, mesh=mesh).run()
     meshed.sources = [str(tmp_path)]
     try:
         down = meshed.engine.load_params()["layers"]["000"]["mlp"]["down"]
@@ -580,13 +583,13 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path, monkeypatch):
     for folder, params in zip(folders, trees, strict=True):
         hf.save(folder, MODEL, params)
         tokenizer_lib.byte_chatml().save(folder)
-    server = inference_server.start_model(str(folders[0]), CONFIG)
+    server = inference_server.prepare_model(str(folders[0]), CONFIG).run()
     server.sources = list(map(str, folders))
     plain = scheduler_lib.Scheduler(server.engine, trees[0], 0)
     request = server.request(schemas.SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PROMPT)
     try:
         assert server.scheduler.submit(request).result(serving.WAIT_S) == plain.submit(request).result(serving.WAIT_S)
-        monkeypatch.setattr(inference_server, "_is_finite", lambda leaf: pytest.fail("a second copy is on the device"))
+        monkeypatch.setattr(weights_lib, "_is_finite", lambda leaf: pytest.fail("a second copy is on the device"))
         assert server.update(None, str(folders[1])) == 1
         plain.update(trees[1], 1).result(serving.WAIT_S)
         assert server.scheduler.submit(request).result(serving.WAIT_S) == plain.submit(request).result(serving.WAIT_S)

@@ -39,7 +39,7 @@ def peak_bytes(work) -> int:
 
 def swap_all(root: str) -> None:
     """Serves while two versions take turns; prints the peak of resident bytes without a swap, and with all."""
-    server = inference_server.start(root, CONFIG)
+    server = inference_server.prepare(root, CONFIG).run()
     ask = request_lib.GenerateRequest(range(8), max_tokens=20)
 
     def swap():

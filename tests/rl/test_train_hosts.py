@@ -184,7 +184,7 @@ def test_hosts_that_disagree_do_not_begin(tmp_path):
     results = {name: finish(processes) for name, processes in started.items()}
     errors = {name: the_error(result) for name, result in results.items()}
     assert all(code == 1 for result in results.values() for code, _, _ in result)
-    assert re.search(r"host 1 \(\S+\) has topology.num_processes = 3, host 0 has 2; make them", errors["count"])
+    assert re.search(r"host 1 \(\S+\) has num_processes = 3, host 0 has 2; make them", errors["count"])
     assert re.search(r"host 1 of 2 .*: rl.max_off_policy is 3 here and 8 on host 0; give every host", errors["config"])
     assert re.search(r"host 1 of 2 .*: rl.loss = 'ppo2' is unknown; choose one of", errors["mistake"])
 

@@ -24,6 +24,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference import serve
+from inference.engine import weights as weights_lib
 from inference.server import control_listener, guard, inference_server, web, weight_sources
 from models import hf
 from sharding import broadcast
@@ -296,11 +297,11 @@ def test_an_older_version_needs_the_operators_word(server):
 
 def test_without_a_key_numbers_alone_decide(tmp_path, monkeypatch):
     """A resumed run names the epoch of its versions, which no signature confirms to a server without --weights_key."""
-    monkeypatch.setattr(inference_server, "RELAY_LAG_S", 0.1)
+    monkeypatch.setattr(weights_lib, "RELAY_LAG_S", 0.1)
     scheduler = types.SimpleNamespace(
         version=1, update=lambda _, version, epoch: types.SimpleNamespace(result=lambda: version)
     )
-    store = types.SimpleNamespace(load_shardings=None)
+    store = types.SimpleNamespace(load_shardings=None, model=MODEL)
     weights = source.open(publish(tmp_path, 2))
     server = inference_server.InferenceServer(weights, scheduler, types.SimpleNamespace(model=MODEL), store)
     assert server.update(2, epoch=7) == server.have.version == 2

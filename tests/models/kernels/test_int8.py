@@ -193,7 +193,7 @@ def test_a_server_in_int8_updates_and_says_what_it_is(tmp_path):
     """From a broadcast, by a delta, and from the same in a folder; refused names; the host's copy stays what was published."""
     root, metadata = tmp_path / "weights", {"model": dataclasses.asdict(DENSE), "tokenizer": "byte_chatml"}
     broadcast.publish(params("dense"), 0, str(root), metadata=metadata)
-    server = inference_server.start(str(root), CONFIG, quantize="int8")
+    server = inference_server.prepare(str(root), CONFIG, quantize="int8").run()
     server.sources = [str(tmp_path)]
 
     def ask(method, path, body=None):
@@ -223,4 +223,4 @@ def test_a_server_in_int8_updates_and_says_what_it_is(tmp_path):
     finally:
         server.close()
     with pytest.raises(ValueError, match="quantize = 'int4' is unknown; choose one of none, int8"):
-        inference_server.start(str(root), CONFIG, quantize="int4")
+        inference_server.prepare(str(root), CONFIG, quantize="int4").run()

@@ -18,7 +18,6 @@ import pytest
 
 from configs import base, intellect2, intellect3
 from inference.engine import weights
-from inference.server import inference_server
 from models import config as config_lib
 from models import flops, transformer
 from models.hf import config as hf_config
@@ -584,7 +583,7 @@ def test_a_server_holds_the_bytes_of_the_plan(name, tmp_path, monkeypatch):
     model = config_lib.ModelConfig(**broadcast.read_manifest(tmp_path, 0).metadata["model"])
     store = weights.Store(model, mesh)
     pulled = broadcast.pull(tmp_path, shardings=store.load_shardings)
-    inference_server.check_params(pulled.params, model)
+    weights.check_params(pulled.params, model)
     held = jax.tree.leaves(store.load(pulled.params))
     decode = lowered_programs.decode_program(exp, mesh)
     assert decode.held["parameters"] == sum(x.addressable_shards[0].data.nbytes for x in held)

@@ -10,9 +10,9 @@ import pytest
 
 from configs import quickstart
 from inference.engine import request as request_lib
+from inference.engine import weights as weights_lib
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
-from inference.server import inference_server
 from models import transformer
 from rl.experiment import experiment
 from rl.protocol import timeline
@@ -78,15 +78,15 @@ def test_the_engine_uses_the_learners_own_arrays(tmp_path, monkeypatch, num_roll
         colocated.hand_over(params, policy)
         colocated.reclaim()
         step(params)
-        check = inference_server.check_params
-        monkeypatch.setattr(inference_server, "check_params", lambda *args: pytest.fail("a step may be on the devices"))
+        check = weights_lib.check_params
+        monkeypatch.setattr(weights_lib, "check_params", lambda *args: pytest.fail("a step may be on the devices"))
         # It uses them only when they are named.
         assert tokens(during) == expected == tokens(submit(ASK))
         assert server.update(1, epoch=policy.epoch, digest=policy.digest) == 1
         assert server.policy_digest == policy.digest
         after = tokens(submit(ASK))
         assert after[0] != expected[0] and after[2] == {1}
-        monkeypatch.setattr(inference_server, "check_params", check)
+        monkeypatch.setattr(weights_lib, "check_params", check)
         monkeypatch.setattr(broadcast, "pull", pull)  # a rollback deletes the arrays that were handed over
         assert server.update(0, rollback=True) == 0 and tokens(submit(ASK)) == expected
         assert server.update(1, epoch=policy.epoch, digest=policy.digest) == 1 and tokens(submit(ASK)) == after

@@ -58,6 +58,11 @@ def messages(index):
         else:
             header, data = hosts.receive()
             assert bytes(data) == b"".join(array.tobytes() for array in arrays(index)) and header["for"] == index
+        for turn in range(2):
+            if hosts.is_first:
+                assert hosts.answers() == {1: [1, turn], 2: [2, turn]}
+            else:
+                hosts.answer([index, turn])
         time.sleep(0.3 * (index == 0))  # the others wait for host 0
         print(json.dumps([hosts.index, hosts.is_first, values]))
 
@@ -216,7 +221,7 @@ def test_host_0_broadcasts_and_scatters(cases):
             128 + signal.SIGTERM,
         ),
         ("noticed", 0, "terminated, with a checkpoint of step 7; the same command resumes", 128 + signal.SIGTERM),
-        ("counts", 0, "has topology.num_processes = 3, host 0 has 2; make them the same on all hosts", 1),
+        ("counts", 0, "has num_processes = 3, host 0 has 2; make them the same on all hosts", 1),
         ("versions", 0, "has jax = 0.12.0, host 0 has 0.11.0; make them the same on all hosts", 1),
         (
             "disks",
@@ -227,10 +232,10 @@ def test_host_0_broadcasts_and_scatters(cases):
         (
             "missing",
             0,
-            "host(s) 1 did not connect within 2 s; start the same command on every host, or correct topology.num_processes = 3",
+            "host(s) 1 did not connect within 2 s; start the same command on every host, or correct num_processes = 3",
             1,
         ),
-        ("twice", 0, "was started twice; give each host a different topology.process_id", 1),
+        ("twice", 0, "was started twice; give each host a different process_id", 1),
         ("no_first", 1, "host 0 did not answer at 127.0.0.1:", 1),
     ],
 )
@@ -258,14 +263,14 @@ def test_a_process_alone_notices_one_signal_per_run():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("localhost:1", 2, 2), "topology.process_id = 2 must be below topology.num_processes = 2"),
-        (("localhost", 2, 0), "topology.coordinator = 'localhost' must be HOST:PORT"),
+        (("localhost:1", 2, 2), "process_id = 2 must be below num_processes = 2"),
+        (("localhost", 2, 0), "coordinator = 'localhost' must be HOST:PORT"),
         (
             ("localhost:1", 0, -1),
-            "topology.num_processes = unset and topology.process_id = unset do not give this process a place",
+            "num_processes = unset and process_id = unset do not give this process a place",
         ),
         (("auto", 0, -1), "JAX finds no cluster; set all three"),
-        (("", 2, 0), "need topology.coordinator"),
+        (("", 2, 0), "need coordinator"),
     ],
 )
 def test_contradicting_settings_are_refused(arguments, message):

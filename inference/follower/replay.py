@@ -1,0 +1,195 @@
+"""An engine whose mesh spans several hosts: host 0 decides, and the other hosts replay its calls.
+
+1. Host 0 has a `LeadingEngine`, which its scheduler uses like any engine. It sends each call, with its small arguments, to the
+   other hosts, then makes it, too. One thread at a time makes calls, so all hosts start the same programs in the same order.
+2. Each other host has a `Replay`, which makes the calls on its own shards of the same arrays. Weights and decode state are
+   always the current ones. Keys of prompts have the number of the call that made them, and are dropped after host 0 dropped them.
+
+An error of a call on host 0 ends all hosts: the others may be in the same program, and wait for it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from inference.engine import decode_state, kv_cache
+from inference.engine import engine as engine_lib
+from models import transformer
+from sharding.multihost import hosts as hosts_lib
+
+
+def send(hosts: hosts_lib.Hosts, call: str, arrays: Sequence[decode_state.Array] = (), **fields) -> None:
+    """Sends a call, with numpy arrays and JSON fields, from host 0 to each other host, where `receive` returns it."""
+    buffers = [np.asarray(array, order="C") for array in arrays]
+    header = {"call": call, "arrays": [(array.dtype.name, array.shape) for array in buffers]} | fields
+    hosts.scatter(lambda host: (header, buffers))
+
+
+def receive(hosts: hosts_lib.Hosts) -> tuple[dict, list[np.ndarray]]:
+    """Returns the next call of host 0: its fields, with its name under "call", and its arrays. Blocks until one comes."""
+    header, data = hosts.receive()
+    arrays, start = [], 0
+    for dtype, shape in header.pop("arrays"):
+        arrays.append(np.frombuffer(data, dtype, math.prod(shape), start).reshape(shape))
+        start += arrays[-1].nbytes
+    return header, arrays
+
+
+class LeadingEngine(engine_lib.Engine):
+    """The engine of host 0, which sends each call to the other hosts. Its prefixes have last tokens and lengths as numpy arrays."""
+
+    def __init__(self, hosts: hosts_lib.Hosts, *args):
+        """Creates the engine that replays on `hosts`; the other arguments are those of `Engine`."""
+        super().__init__(*args)
+        self._hosts, self._lock, self._counter = hosts, threading.RLock(), itertools.count()
+        self._numbers: dict[int, int] = {}  # id of a cache's first array -> number of the call that made it
+        self._freed: collections.deque[int] = collections.deque()  # numbers that the other hosts have not dropped yet
+
+    @contextlib.contextmanager
+    def sent(self, call: str, *arrays: decode_state.Array, **fields) -> Iterator[int]:
+        """Sends a call to the other hosts; yields its number to a block that makes it here. An error in the block ends all hosts."""
+        with self._lock:
+            freed = [self._freed.popleft() for _ in range(len(self._freed))]
+            number = next(self._counter)
+            with self._ending_all():
+                send(self._hosts, call, arrays, number=number, freed=freed, **fields)
+                yield number
+
+    def prefill_batch(self, params, tokens_PT, length_P):
+        """Does as `Engine.prefill_batch`, on all hosts."""
+        with self.sent("prefill_batch", tokens_PT, length_P) as number:
+            prefix = super().prefill_batch(params, tokens_PT, length_P)
+            self._keep(prefix.cache, number)
+        last_P = np.asarray(tokens_PT)[np.arange(len(length_P)), np.asarray(length_P) - 1]
+        return dataclasses.replace(prefix, last_token=last_P, length=np.asarray(length_P))
+
+    def prefill_chunk(self, params, tokens_1T, start, cache):
+        """Does as `Engine.prefill_chunk`, on all hosts."""
+        source = None if cache is None else self._number(cache)
+        with self.sent("prefill_chunk", tokens_1T, start=start, cache=source) as number:
+            cache, experts = super().prefill_chunk(params, tokens_1T, start, cache)
+            return self._keep(cache, number), experts
+
+    def copy_cache(self, cache):
+        """Does as `Engine.copy_cache`, on all hosts."""
+        with self.sent("copy_cache", cache=self._number(cache)) as number:
+            return self._keep(super().copy_cache(cache), number)
+
+    def prompt_logprobs(self, params, tokens_1T):
+        """Does as `Engine.prompt_logprobs`, on all hosts."""
+        with self.sent("prompt_logprobs", tokens_1T):
+            return super().prompt_logprobs(params, tokens_1T)
+
+    def insert_batch(self, prefix, rows, state, slots, request):
+        """Does as `Engine.insert_batch`, on all hosts."""
+        arrays = prefix.last_token, prefix.length, rows, slots, *jax.tree.leaves(request)
+        with self.sent("insert_batch", *arrays, cache=self._number(prefix.cache)):
+            return super().insert_batch(prefix, rows, state, slots, request)
+
+    def deactivate(self, state, slots):
+        """Does as `Engine.deactivate`, on all hosts."""
+        with self.sent("deactivate", slots):
+            return super().deactivate(state, slots)
+
+    def top_values(self, state, slot, window_index, num_rows):
+        """Does as `Engine.top_values`, on all hosts."""
+        with self.sent("top_values", at=[slot, window_index, num_rows]):
+            return super().top_values(state, slot, window_index, num_rows)
+
+    def init_decode_state(self, *args, **kwargs):
+        """Does as `Engine.init_decode_state`, on all hosts."""
+        with self.sent("init_decode_state"):
+            return super().init_decode_state()
+
+    def generate(self, params, decode_state, limit=None):
+        """Does as `Engine.generate`, on all hosts."""
+        with self.sent("generate", limit=None if limit is None else int(limit)):
+            return super().generate(params, decode_state, limit)
+
+    def read(self, result):
+        """Does as `Engine.read`, here alone. Raises the error of the decode call, if there is one, and ends all hosts."""
+        with self._ending_all():
+            return super().read(result)
+
+    @contextlib.contextmanager
+    def _ending_all(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.push(self._hosts.report)
+            yield
+
+    def _keep(self, cache: kv_cache.Cache, number: int) -> kv_cache.Cache:
+        """Records that the call `number` made `cache`, until its arrays are garbage."""
+        first = jax.tree.leaves(cache)[0]
+        self._numbers[id(first)] = number
+        weakref.finalize(first, self._forget, id(first), number).atexit = False
+        return cache
+
+    def _forget(self, key: int, number: int) -> None:
+        del self._numbers[key]
+        self._freed.append(number)
+
+    def _number(self, cache: kv_cache.Cache) -> int:
+        return self._numbers[id(jax.tree.leaves(cache)[0])]
+
+
+class Replay:
+    """The calls of host 0's engine on another host, with its shards of the weights `params`, of the decode state, and of prompts."""
+
+    def __init__(
+        self,
+        engine: engine_lib.Engine,
+        params: transformer.Params,
+        swap: Callable[[transformer.Params], transformer.Params],
+    ):
+        """`swap` returns new weights in place of those given, for the call "swap"."""
+        self._params, self._engine, self._swap = params, engine, swap
+        self._state: engine_lib.State = ()
+        self._caches: dict[int, kv_cache.Cache] = {}
+
+    def run(self, header: dict, arrays: Sequence[np.ndarray]) -> None:
+        """Makes one call that `receive` returned. Blocks until its programs have ended, so that their errors are raised here."""
+        engine, cache = self._engine, self._caches.get(header.get("cache", -1))
+        for number in header["freed"]:
+            self._caches.pop(number, None)
+        made = None
+        match header["call"]:
+            case "prefill_batch":
+                made = engine.prefill_batch(self._params, *arrays).cache
+            case "prefill_chunk":
+                self._caches.pop(header["cache"], None)  # donated
+                made = engine.prefill_chunk(self._params, arrays[0], header["start"], cache)[0]
+            case "copy_cache":
+                assert cache is not None
+                made = engine.copy_cache(cache)
+            case "prompt_logprobs":
+                engine.prompt_logprobs(self._params, *arrays)
+            case "insert_batch":
+                last_token, length, rows, slots, *leaves = arrays
+                assert cache is not None
+                prefix = decode_state.Prefix(cache, last_token, length)
+                structure = jax.tree.structure(decode_state.request_arrays((), 1))
+                self._state = engine.insert_batch(prefix, rows, self._state, slots, structure.unflatten(leaves))
+            case "deactivate":
+                self._state = engine.deactivate(self._state, *arrays)
+            case "top_values":
+                engine.top_values(self._state, *header["at"])
+            case "init_decode_state":
+                self._state = engine.init_decode_state()
+            case "generate":
+                self._state, result = engine.generate(self._params, self._state, header["limit"])
+                engine.read(result)
+            case "swap":
+                self._params = self._swap(self._params)
+            case other:
+                raise AssertionError(f"host 0 sent the call {other!r}")
+        if made is not None:
+            self._caches[header["number"]] = made
+        jax.block_until_ready((made, self._state))
