@@ -1,7 +1,8 @@
 """An inference server without its routes: a running engine, the source of its weights, and the meaning of request fields.
 
-1. `start` waits for the first version of a broadcast, whose manifest names model and tokenizer; `start_model` loads a Hugging
-   Face folder. Both compile the large programs concurrently, then run one request.
+1. `prepare` waits for the first version of a broadcast, whose manifest names model and tokenizer; `prepare_model` loads a Hugging
+   Face folder. `Prepared.run` compiles the large programs concurrently, then runs one request. With several hosts, all prepare,
+   the first runs, and the others follow it (inference/follower).
 2. `InferenceServer.request` turns sampling fields of a request into a `GenerateRequest` and fills in defaults.
 3. `InferenceServer.update` pulls other weights while the old ones serve, checks them against the model, and swaps them in
    between two engine calls. After an error before the swap, the old weights keep serving; one in the swap ends the scheduler.
