@@ -4,7 +4,7 @@
     python -m inference.serve --model path/to/a/hugging_face_folder --mesh tensor=4,data=-1
 
 1. Loads the newest version of a broadcast, once there is one, or a Hugging Face folder, onto one device or a `--mesh` of all
-   devices of this host, or of several (`--coordinator`; docs/operations.md). Compiles, then listens.
+   devices of this host, or of several (`--coordinator`; docs/operations.md). Compiles, before there is a version if its metadata is `--expected`, then listens.
 2. `POST /update_weights` on the control listener (or `--watch`, or a heartbeat's reply) pulls and verifies a newer version while the old one serves,
    and swaps it in between two engine calls. After a failed pull, the old weights keep serving.
 3. SIGTERM: accepts no more connections; running requests get `--drain_s` seconds; exit code 0.
@@ -58,7 +58,7 @@ from sharding import mesh as mesh_lib
 from sharding.format import head
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import cli, compile_cache, secret_file, sockets, status_line
+from sharding.system import atomic_file, cli, compile_cache, secret_file, sockets, status_line
 
 # Options of the engine with their defaults, which the sizes that a run publishes with its weights replace.
 SIZES = {
@@ -248,6 +248,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     helps = "public key (hex) of the run of --orchestrator (default: the first that answers), and of --key"
     add("--run", default="", help=helps)
     add("--url", help="URL at which workers reach this server, for --orchestrator (default: that of --host and --port)")
+    add("--expected", metavar="FILE", help="JSON metadata that the weights will have, to compile before they exist")
     add("--key", metavar="FILE", help="key that signs samples, created if absent; its public half is printed")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=8100, help="0 takes a free port")
@@ -346,6 +347,7 @@ def _prepare(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_serv
         return inference_server.prepare_model(args.model, make_config({}), **options)
     key = head.HeadVerifier(args.weights_key, args.weights_floor) if args.weights_floor else args.weights_key
     wait_s = math.inf if args.exit_with_parent else None  # a parent knows how long to wait
+    options["expected"] = args.expected and atomic_file.read_json(pathlib.Path(args.expected), dict)
     return inference_server.prepare(args.weights, make_config, key=key, wait_s=wait_s, **options)
 
 

@@ -2,14 +2,15 @@
 
 1. The validator and the orchestrator run in this process, on the first host of several. With several hosts the validator replays
    on the CPU, since a program on one of their chips would block all of them.
-2. The server process (`begin_server`, before the warm-up) waits for published weights, and writes its address to a file; or the server is a
-   thread of this process (rl/topology/colocated_server.py). Workers start with the orchestrator's URL. With `topology.mode = "remote"`, a relay of the
-   weights starts instead, and the run prints the commands to start elsewhere.
+2. The server process compiles, waits for published weights, and writes its address to a file; the workers wait for the orchestrator's URL. All
+   of them begin before the warm-up (`begin`). Or the server is a thread of this process (rl/topology/colocated_server.py). With
+   `topology.mode = "remote"`, a relay of the weights starts instead, and the run prints the commands to start elsewhere.
 3. The standard input of a child is a pipe from this process: children stop when this process ends, however suddenly.
    A child that ends early ends the run with the last lines of its output.
 """
 
 import contextlib
+import json
 import pathlib
 import threading
 import time
@@ -27,7 +28,7 @@ from rl.orchestrator.remote import client
 from rl.protocol import timeline
 from rl.topology import colocated_server, layout
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import child_process, sockets
+from sharding.system import atomic_file, child_process, sockets
 
 
 def check(experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE) -> None:
@@ -52,24 +53,31 @@ def has_server_process(experiment: experiment_lib.Experiment) -> bool:
     return topology.mode != "remote" and not topology.orchestrator and not layout.is_colocated(experiment.config)
 
 
-class BegunServer(NamedTuple):
-    """The process of an inference server that may not serve yet."""
+class Begun(NamedTuple):
+    """The processes of a run's inference server, which may not serve yet, and of its workers, which wait for the orchestrator."""
 
-    process: child_process.ChildProcess
-    control: str  # its unix socket of control routes
-    address: pathlib.Path  # the file to which it writes its URL once it serves
+    server: child_process.ChildProcess
+    control: str  # the server's unix socket of control routes
+    address: pathlib.Path  # the file to which the server writes its URL once it serves
+    workers: list[child_process.ChildProcess]
 
 
-def begin_server(
+def begin(
     experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, stack: contextlib.ExitStack
-) -> BegunServer:
-    """Starts the process of the run's server, which waits for the first version in the directory `weights`; `stack` ends it."""
+) -> Begun:
+    """Starts the processes of the run's server, which waits for the first version in the directory `weights`, and of its workers.
+
+    Meanwhile they import their modules, and the server compiles; `stack` ends them.
+    """
     control, run = stack.enter_context(sockets.private_path()), run_directory.signing_key(workdir).worker
     options = ["--control", control, "--key", str(assembly.server_key(workdir)), "--run", run]
     logs = run_directory.logs(workdir)
+    expected = logs.path / "expected.json"
+    atomic_file.write(expected, json.dumps(experiment.broadcast_metadata).encode())
+    options += ["--expected", str(expected)]
     start = lambda name, command: stack.enter_context(child_process.ChildProcess(name, command, logs))  # noqa: E731
     child, file = _begin(start, assembly.SERVER, [*server_command(experiment, workdir, weights), *options], workdir)
-    return BegunServer(child, control, file)
+    return Begun(child, control, file, _start_workers(experiment, workdir, "-", start))
 
 
 @contextlib.contextmanager
@@ -83,14 +91,14 @@ def start_rollout_system(
     known: dict | None = None,
     ledger: run_ledger.RunLedger | client.RemoteOrchestrator | None = None,
     server: Callable[[], colocated_server.ColocatedServer] | None = None,
-    begun: "BegunServer | None" = None,
+    begun: Begun | None = None,
 ) -> Iterator[orchestrator.Orchestrator | client.RemoteOrchestrator]:
     """Starts all processes that generate and check rollouts; yields the orchestrator and stops them at the end of the block.
 
     The first policy is `policy`, already published in the directory `weights`; `known` is the `Orchestrator.state` saved in its
     checkpoint, if any. `on_wait` receives lines for people during waits. With `num_hosts` learner hosts, this runs on the first.
     Events are recorded in `ledger`, if there is one. If that is an orchestrator in another process, none starts here.
-    `server` starts the one in this process, if the run is colocated, and `begun` is a server process that has begun to start (None: it begins here).
+    `server` starts the one in this process, if the run is colocated, and `begun` has the processes that have begun to start (None: they begin here).
     """
     with contextlib.ExitStack() as stack:
         if isinstance(ledger, client.RemoteOrchestrator):
@@ -112,11 +120,14 @@ def start_rollout_system(
             if server is not None:
                 stack.enter_context(join(experiment, workdir, url, 0, server, on_wait, rollouts.fail))
             else:
-                begun = begun or begin_server(experiment, workdir, weights, stack)
-                begun.process.on_death = rollouts.fail
-                _start_workers(experiment, workdir, url, start)
+                begun = begun or begin(experiment, workdir, weights, stack)
+                begun.server.on_death = rollouts.fail
+                for worker in begun.workers:
+                    stack.push(worker)  # it ends before the orchestrator
+                    worker.on_death = rollouts.fail
+                    worker.send_line(url)
                 key = rollout_lib.WorkerKey.load(assembly.server_key(workdir)).worker
-                server_url = _address(begun.process, begun.address, experiment.config.topology.patience_s)
+                server_url = _address(begun.server, begun.address, experiment.config.topology.patience_s)
                 rollouts.nodes.add(server_url, f"unix:{begun.control}", key=key)
         else:
             url = assembly.serve(rollouts, experiment.config, workdir, stack)
@@ -143,10 +154,10 @@ def join(
     """
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, command: list[str]) -> None:
+        def start(name: str, command: list[str]) -> child_process.ChildProcess:
             logs = run_directory.logs(workdir, is_first=host == 0)
             cpu = {"JAX_PLATFORMS": "cpu"}  # an environment may import JAX
-            stack.enter_context(child_process.ChildProcess(name, command, logs, on_death, environment=cpu))
+            return stack.enter_context(child_process.ChildProcess(name, command, logs, on_death, environment=cpu))
 
         _start_workers(experiment, workdir, url, start, host)
         found, run = server(), run_directory.signing_key(workdir).worker
@@ -161,12 +172,12 @@ def join(
         yield
 
 
-def _start_workers(experiment, workdir, url: str, start: Callable, host: int = 0) -> None:
+def _start_workers(experiment, workdir, url: str, start: Callable, host: int = 0) -> list[child_process.ChildProcess]:
     run = run_directory.signing_key(workdir).worker
     options = ["--orchestrator", url, "--run", run, "--sandbox", experiment.config.trust.sandbox]
     options += experiment_lib.code_options(experiment)
-    for file in assembly.worker_keys(experiment.config, workdir, host):
-        start(file.stem, ["rl.worker", *options, "--key", str(file)])
+    files = assembly.worker_keys(experiment.config, workdir, host)
+    return [start(file.stem, ["rl.worker", *options, "--key", str(file)]) for file in files]
 
 
 def _say_elsewhere(experiment, workdir, weights, url: str, start: Callable, on_wait: Callable[[str], None]) -> None:

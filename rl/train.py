@@ -188,7 +188,7 @@ def _started(
             remote.check(experiment.fields(exp))  # before minutes of warm-up
         begun = None
         if hosts.is_first and rollout_system.has_server_process(exp) and not any((workdir / "weights").glob("v*")):
-            begun = rollout_system.begin_server(exp, workdir, workdir / "weights", stack)
+            begun = rollout_system.begin(exp, workdir, workdir / "weights", stack)
         compiler = futures.ThreadPoolExecutor(1)
         stack.callback(compiler.shutdown, wait=False)
         compile_step = functools.partial(train_step.compile_train_step, learner, exp.abstract_batch(mesh))

@@ -489,7 +489,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command `python -m rl.worker`; returns its exit code."""
     parser = cli.Parser(prog="python -m rl.worker", description=__doc__)
     add = parser.add_argument
-    add("--orchestrator", required=True, help="URL of the run's orchestrator")
+    add("--orchestrator", required=True, help="URL of the run's orchestrator; - reads it from standard input")
     add("--run", help="public key (hex) of the run to work for; any other is refused (default: the first that answers)")
     add("--key", help="file of this worker's signing key; generated if absent (default: a new key per process)")
     add("--concurrency", type=int, default=64, help="groups to work on at the same time")
@@ -502,9 +502,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--metrics", metavar="[HOST:]PORT", help="serve /metrics and /health there")
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)
-    if args.exit_with_parent:
-        cli.stop_at_eof(lambda: os._exit(0))  # nothing to save: groups that were not submitted are requeued
     try:
+        if args.orchestrator == "-":
+            args.orchestrator = sys.stdin.readline().strip()
+            if not args.orchestrator:
+                return 0  # the parent ended before it had an orchestrator
+        if args.exit_with_parent:
+            cli.stop_at_eof(lambda: os._exit(0))  # nothing to save: groups that were not submitted are requeued
         for option, url in [("orchestrator", args.orchestrator), *(("server", url) for url in args.server)]:
             if not sockets.is_url(url):
                 raise ValueError(f"--{option} {url!r} is not a URL; write http://HOST:PORT")

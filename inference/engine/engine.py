@@ -157,7 +157,7 @@ class Engine(engine_api.Engine):
 
     def empty_prefix(self) -> kv_cache.Cache:
         """Returns an empty key-value cache with room for the longest prompt."""
-        return self._run(compiled_steps.empty_prefix, self.model, 1, self.config.capacity)
+        return self._on_mesh(self._run(compiled_steps.empty_prefix, self.model, 1, self.config.capacity))
 
     def prompt_logprobs(self, params: transformer.Params, tokens_1T) -> np.ndarray:
         """Returns float32 [T]: the log-probability at temperature 1 of each prompt token; 0 for the first token. Blocks.
@@ -201,7 +201,7 @@ class Engine(engine_api.Engine):
 
     def init_slots(self, num_slots: int) -> decode_state.DecodeState:
         """Returns an unused `DecodeState` of `num_slots` slots, which are decoded in one call."""
-        return self._run(compiled_steps.empty_slots, self.model, num_slots, self.config.capacity)
+        return self._on_mesh(self._run(compiled_steps.empty_slots, self.model, num_slots, self.config.capacity))
 
     # JetStream's contract.
 
@@ -279,6 +279,12 @@ class Engine(engine_api.Engine):
     def mesh(self) -> jax.sharding.Mesh:
         """The mesh of the engine's devices, with one device or several."""
         return self._mesh
+
+    def _on_mesh(self, arrays):
+        """Returns arrays that a program made without weights placed as those of programs with weights, or each would be compiled for both."""
+        if self.mesh.size > 1:
+            return arrays
+        return jax.device_put(arrays, jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
 
     def _run(self, function, *args):
         """Calls `function(*args)` with the engine's mesh set, if it has several devices; returns the result."""

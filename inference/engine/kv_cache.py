@@ -67,8 +67,8 @@ def attend_at(
         position_BT = start_B[:, None] + jnp.arange(q_BTHC.shape[1])[None]
         entry = _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT)
         if implementation in ("auto", "triton") and gpu_decode_attention.fits(q_BTHC, *entry[:2]):
-            *stacked, layer = entry if len(entry) == 3 else (*(x[None] for x in entry), 0)
-            return gpu_decode_attention.attend(q_BTHC, *stacked, layer, start_B + 1, window=window, **how), entry
+            keys, values, layer = entry if len(entry) == 3 else (*(x[None] for x in entry), 0)
+            return gpu_decode_attention.attend(q_BTHC, keys, values, layer, start_B + 1, window=window, **how), entry
         k_BKSC, v_BKSC = entry if len(entry) == 2 else (x[entry[2]] for x in entry[:2])
         if num_keys:
             k_BKSC, v_BKSC = k_BKSC[:, :, :num_keys], v_BKSC[:, :, :num_keys]

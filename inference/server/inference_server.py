@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import pathlib
 import re
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
+import numpy as np
 import prometheus_client
 
 from inference.engine import engine as engine_lib
@@ -343,6 +345,7 @@ def prepare(
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
     wait_s: float | None = None,
+    expected: dict | None = None,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> Prepared:
     """Prepares a server of the newest version of a weight broadcast. Blocks until a version exists and is on the devices.
@@ -354,9 +357,14 @@ def prepare(
       mesh: {axis: size} of a mesh over the devices of `hosts`; None for one device.
       quantize: one of weights.QUANTIZATIONS.
       wait_s: how long a version may take to appear; None: START_S.
+      expected: the metadata that the version will have, if known: then a process alone compiles the engine while it does not exist.
       hosts: those that serve together; each calls this function, and loads the version that the first has chosen.
     """
     source, version = source_lib.open(weights, trusted_key=key), 0
+    if expected and hosts.count == 1:
+        if not {"model", "tokenizer"} <= expected.keys():
+            raise ValueError("the expected metadata has no model and tokenizer; give those of a published manifest")
+        _compile(source, key, *_sizes(expected, config, mesh, quantize, hosts), expected["tokenizer"])
     if hosts.is_first:
         try:
             version = broadcast.wait_for(source, 0, timeout_s=NOTICE_S)
@@ -372,18 +380,14 @@ def prepare(
         found = f"version {version} under {weights} has a manifest without model and tokenizer"
         found += ", as publish-dir of sharding.broadcast writes it"
         raise ValueError(f"{found}; serve weights that rl.train published, or a folder by --model")
-    if not isinstance(config, engine_lib.EngineConfig):
-        published = metadata.get("engine")
-        config = config(published if isinstance(published, dict) else {})
-    devices = host_mesh(mesh, config, hosts)
-    store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), devices, quantize)
+    sizes, store = _sizes(metadata, config, mesh, quantize, hosts)
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
     if hosts.broadcast(pulled.digest) != pulled.digest:
         raise ValueError(
             f"version {version} under {weights} is another on this host than on host 0; give both one source"
         )
     sources = [weights] if isinstance(weights, str) else weights
-    return prepare_pulled(pulled, source, config, store, metadata["tokenizer"], key=key, sources=sources, hosts=hosts)
+    return prepare_pulled(pulled, source, sizes, store, metadata["tokenizer"], key=key, sources=sources, hosts=hosts)
 
 
 def prepare_pulled(
@@ -436,6 +440,31 @@ def host_mesh(
     mesh = mesh_lib.create(sizes, devices) if sizes else mesh_lib.create({}, devices[:1])
     engine_lib.check_mesh(config, mesh)
     return mesh
+
+
+def _sizes(metadata: dict, config, mesh, quantize: str, hosts) -> tuple[engine_lib.EngineConfig, weights_lib.Store]:
+    """Returns the sizes of the engine, and how it keeps its weights, for versions with this metadata. Other arguments are those of `prepare`."""
+    if not isinstance(config, engine_lib.EngineConfig):
+        published = metadata.get("engine")
+        config = config(published if isinstance(published, dict) else {})
+    return config, weights_lib.Store(
+        config_lib.ModelConfig(**metadata["model"]), host_mesh(mesh, config, hosts), quantize
+    )
+
+
+def _compile(source, key, config: engine_lib.EngineConfig, store: weights_lib.Store, tokenizer: str) -> None:
+    """Compiles the programs of a server, which JAX keeps: runs one on parameters of zeros. For further lengths only until a version exists."""
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), transformer.abstract(store.model))
+    server = _prepared(config, store, tokenizer, zeros, 0, hosts_lib.ALONE).run()
+    for request in warmup.requests(config, every_length=True):
+        try:
+            broadcast.wait_for(source, 0, timeout_s=0, key=key)
+            break
+        except TimeoutError:
+            server.scheduler.submit(request).result()
+    server.close()
+    del server, zeros
+    gc.collect()  # before the weights come
 
 
 def _prepared(

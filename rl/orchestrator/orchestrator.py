@@ -256,7 +256,7 @@ class Orchestrator:
         policy = newest if newest.version == version else timeline.Policy(newest.epoch, version)
         with self.nodes.holding(policy), self._changed:
             self._wait_for(lambda: self._shared.version >= version)
-            self._queue.add(groups, first=True)  # before training groups, which any newer version may generate
+            self._queue.add(groups, behind=version + 1)  # the learner waits for that batch, and later ones may wait
             notice_s = min(WAIT_NOTICE_S, self._config.evaluation.hold_s)
             while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), notice_s):
                 self._on_wait(self._waiting("the evaluation", (self._queue.num_eligible(keys), len(keys))))

@@ -37,7 +37,8 @@ from rl.verification import sequential_test
 BLOCK_TOKENS = 1024  # of a block: enough rows for an efficient matmul; 5 to 15 % quicker than 2048 on two cores
 ROW_LENGTHS = (1.0, 1.5, 2.0, 3.0)  # tried, in units of the longest rollout: longer ones share more of a prompt
 SCORED_ENTRIES = 2**20  # logits and noise of so many tokens times the vocabulary exist at one time,
-SCORED_MULTIPLE = 128  # or of so many tokens, where that is more
+SCORED_TOKENS = (128, 256)  # but of so many tokens at least and at most: a block has few parts of padding
+MIN_ROW_STEP = 32  # lengths of rows are multiples of it
 LENGTH_MULTIPLE = 64
 
 Array = Any  # np.ndarray on the host, jax.Array in a program
@@ -203,7 +204,7 @@ def _replay_packed(model, params, filters, rollouts, rows_of_out, out: _Arrays) 
     blocks, block_of, columns = _pack(rollouts, model)
     which, sampled = _sampled_tokens(rollouts, columns)
     members = [np.flatnonzero(block_of[which] == m) for m in range(len(blocks["tokens"]))]
-    rows, N = np.asarray(rows_of_out)[which], _padded(max(map(len, members)), model)
+    rows, N = np.asarray(rows_of_out)[which], _padded(blocks["tokens"][0].size, model)
 
     def run(m: int) -> dict[str, jax.Array]:
         fill = np.resize(members[m], N)  # repeated to fill up
@@ -240,7 +241,9 @@ def _pack(
 ) -> tuple[dict[str, np.ndarray], np.ndarray, list[np.ndarray]]:
     """Packs rollouts. Returns (blocks of arrays [M, B, T], the block of each rollout, the flat columns of each rollout's tokens)."""
     longest = max(len(r.tokens) for r in rollouts)
-    step = 1 << max(longest.bit_length() - 3, 0)  # four lengths to an octave: few programs, little padding
+    step = max(
+        1 << max(longest.bit_length() - 3, 0), MIN_ROW_STEP
+    )  # four lengths to an octave: few programs, little padding
     unit, groups = -(-longest // step) * step, _by_prompt(rollouts)
     layouts = [(T, _rows(rollouts, groups, T)) for T in (int(unit * factor) for factor in ROW_LENGTHS)]
     # Work in tokens: one each, and as much again for every 3 D keys that it reads.
@@ -332,14 +335,13 @@ def _kept_width(rollout: rollout_lib.Rollout) -> int:
 
 
 def _padded(num_targets: int, model: config_lib.ModelConfig) -> int:
-    """Rounds a number of targets up, so that each part that is scored together is a multiple of SCORED_MULTIPLE."""
-    parts = _num_parts(num_targets, model)
-    return parts * SCORED_MULTIPLE * -(-num_targets // (parts * SCORED_MULTIPLE))
+    """Rounds a number of targets up to whole parts that are scored together."""
+    return -(-num_targets // _part(model)) * _part(model)
 
 
-def _num_parts(num_targets: int, model: config_lib.ModelConfig) -> int:
-    multiple = SCORED_ENTRIES // model.vocab_size // SCORED_MULTIPLE * SCORED_MULTIPLE
-    return -(-num_targets // max(SCORED_MULTIPLE, multiple))
+def _part(model: config_lib.ModelConfig) -> int:
+    least, most = SCORED_TOKENS
+    return min(max(SCORED_ENTRIES // model.vocab_size // least * least, least), most)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -364,11 +366,8 @@ def _run_block(model, params, block: dict, targets: _Targets, num_targets, filte
 def _score_all(model, params, hidden_CD, targets: _Targets, num_targets, filters) -> dict[str, jax.Array]:
     """Returns the scores of the first `num_targets` of N targets, computed S at a time; `hidden_CD` has the states of all columns."""
     hidden_ND = hidden_CD[targets.column]
-    N = len(targets.token)
-    S = N // _num_parts(N, model)
+    N, S = len(targets.token), _part(model)
     assert N % S == 0
-    if N == S:
-        return _score(model, params, hidden_ND, targets, filters)
 
     def some(i, out):
         hidden_SD, part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * S, S), (hidden_ND, targets))

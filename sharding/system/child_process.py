@@ -67,6 +67,15 @@ class ChildProcess(contextlib.AbstractContextManager):
         """The last line of output, "" if there is none."""
         return self._last[-1] if self._last else ""
 
+    def send_line(self, text: str) -> None:
+        """Writes a line to the standard input of the child. Raises ValueError if it has ended."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{text}\n".encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise ValueError(self.obituary()) from None
+
     def obituary(self) -> str:
         """Returns the error message for a child process that ended early: exit code, last lines of output, log."""
         self._copier.join(1.0)  # not longer: its own children may keep the pipe open

@@ -27,8 +27,8 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from configs import quickstart
 from inference import client as client_lib
 from inference import serve
+from inference.engine import compiled_steps, kv_cache
 from inference.engine import engine as engine_lib
-from inference.engine import kv_cache
 from inference.engine import weights as weights_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server, schemas, web
@@ -300,6 +300,33 @@ def test_update_weights(control, generate, weights, tmp_path):
     assert "version 1 has other weights than version 1" in refused(update(weight_dir=str(folder), version=1))
     assert update(weight_dir=str(folder)).json()["version"] == 2 and answer() != after
     assert update(version=1, rollback=True).json()["version"] == 1 and answer() == after
+
+
+def test_a_server_that_expects_its_model_compiles_before_the_weights_exist(tmp_path, monkeypatch):
+    """It serves the model of the published metadata, also where it expected another one."""
+    sizes, counts = dataclasses.replace(CONFIG, num_slots=3), [compiled_steps.generate._cache_size()]
+    prefilled = [compiled_steps.prefill._cache_size()]
+
+    def appear(source, version, *, timeout_s, key=None):
+        if not timeout_s:
+            raise TimeoutError
+        counts.append(compiled_steps.generate._cache_size())
+        prefilled.append(compiled_steps.prefill._cache_size())
+        if len(counts) == 2:
+            publish(tmp_path, version)
+        return version
+
+    monkeypatch.setattr(broadcast, "wait_for", appear)
+    for model in (METADATA["model"], METADATA["model"] | {"num_layers": 1}):
+        server = inference_server.prepare(str(tmp_path), sizes, expected=METADATA | {"model": model}).run()
+        server.close()
+        assert server.engine.model == MODEL and server.scheduler.version == 0
+        counts.append(compiled_steps.generate._cache_size())
+    first, *later = counts
+    assert [count - first for count in later] == [1, 1, 2, 2]
+    assert prefilled[2] - prefilled[1] == len(sizes.buckets)  # of the model of one layer, of every length
+    with pytest.raises(ValueError, match="no model and tokenizer; give"):
+        inference_server.prepare(str(tmp_path), sizes, expected={"model": METADATA["model"]})
 
 
 def test_a_resumed_run_continues_on_a_server_that_has_its_later_versions(tmp_path, monkeypatch):

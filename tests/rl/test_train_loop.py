@@ -289,8 +289,8 @@ def test_a_state_is_saved_as_the_one_before_the_failed_batch_only_if_it_is(run_m
     assert checkpoint.complete_steps(tmp_path / "w" / "checkpoints") == ([0, 1] if spoiled == "loss/total" else [0])
 
 
-def test_the_server_process_begins_before_the_warm_up_of_a_new_run(run_main, monkeypatch):
-    """It imports and waits meanwhile. Not where versions are published: it would load one that a resume replaces."""
+def test_the_processes_begin_before_the_warm_up_of_a_new_run(run_main, monkeypatch):
+    """They import and compile meanwhile. Not where versions are published: the server would load one that a resume replaces."""
     events, warm_up, system = [], train.sft.train, rollout_system.start_rollout_system
 
     def start(*args, begun, **options):
@@ -298,9 +298,9 @@ def test_the_server_process_begins_before_the_warm_up_of_a_new_run(run_main, mon
         return system(*args, **options)
 
     monkeypatch.setattr(rollout_system, "has_server_process", lambda exp: True)
-    monkeypatch.setattr(rollout_system, "begin_server", lambda *args: events.append("server") or "begun")
+    monkeypatch.setattr(rollout_system, "begin", lambda *args: events.append("processes") or "begun")
     monkeypatch.setattr(train.sft, "train", lambda *args: events.append("warm-up") or warm_up(*args))
     monkeypatch.setattr(rollout_system, "start_rollout_system", start)
     run_main(plain_loss)
     run_main(plain_loss)
-    assert events == ["server", "warm-up", "begun", None]
+    assert events == ["processes", "warm-up", "begun", None]

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import collections
 import concurrent.futures
+import functools
 import hashlib
 import itertools
 import json
@@ -703,15 +704,21 @@ def test_the_key_is_made_once_and_read_again(play, tmp_path, capsys):
 
 
 def test_the_process_works_without_jax_and_ends_with_its_parent(play):
-    """`python -m rl.worker`, in an interpreter in which an import of jax is an error."""
+    """`python -m rl.worker`, in an interpreter in which an import of jax is an error. It gets the URL when there is one."""
     played = play(GROUP)
     code = (
         "import sys; sys.modules['jax'] = None\n"
         "from rl import worker\n"
-        f"sys.exit(worker.main(['--orchestrator', {played.url!r}, '--exit_with_parent']))"
+        "sys.exit(worker.main(['--orchestrator', '-', '--exit_with_parent']))"
     )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE) as process:
+    start = functools.partial(subprocess.Popen, [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE)
+    with start() as process:
+        process.stdin.close()
+        assert process.wait(WAIT_S) == 0
+    with start() as process:
         try:
+            process.stdin.write(f"{played.url}\n".encode())
+            process.stdin.flush()
             assert played.submission.wait(WAIT_S) and process.poll() is None
             process.stdin.close()
             assert process.wait(WAIT_S) == 0

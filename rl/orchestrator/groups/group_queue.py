@@ -54,14 +54,16 @@ class GroupQueue:
         self._max_deadlines = 0  # with more of them, those of ended leases are dropped
         self._serial = itertools.count()
 
-    def add(self, groups: Sequence[task_schedule.Group], *, first: bool = False) -> None:
-        """Adds open groups at the end of the queue or, with `first`, at its front."""
-        for group in reversed(groups) if first else groups:
+    def add(self, groups: Sequence[task_schedule.Group], *, behind: int | None = None) -> None:
+        """Adds open groups at the end of the queue or, with `behind`, before all groups but the open ones of that training step."""
+        first = [] if behind is None else [key for key in self._index.open if key[:2] == ("train", behind)]
+        for group in groups:
             assert group.key not in self.entries, group.key
             self.entries[group.key] = Entry(group)
             self._update(group.key)
-            if first:
-                self._to_front(group.key)
+        if behind is not None:
+            for key in reversed([*first, *(group.key for group in groups)]):
+                self._to_front(key)
 
     # Leases.
 

@@ -364,7 +364,7 @@ def test_a_group_that_arrives_stale_is_made_again_and_counts_as_a_lost_lease_whe
     key, orchestrator = KEYS[0], make(batch=batch)
     earn(orchestrator, key, 4)
     if is_held_out:  # an evaluation is of an old version, and takes its time
-        orchestrator._queue.add(task_schedule.held_out_groups(orchestrator._config, 0), first=True)
+        orchestrator._queue.add(task_schedule.held_out_groups(orchestrator._config, 0), behind=0)
     (group,) = orchestrator.leases.lease(key.worker, 1)
     publish(orchestrator, num_versions)
     orchestrator._batches.step, is_stale = num_versions, num_versions == 9 and not is_held_out

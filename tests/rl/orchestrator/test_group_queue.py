@@ -68,15 +68,17 @@ class Machine(stateful.RuleBasedStateMachine):
     def any_group(self, number):
         return sorted(self.opened)[number % len(self.opened)] if self.opened else ("train", 1, 0)
 
-    @stateful.rule(first=st.booleans())
-    def open_a_batch(self, first):
+    @stateful.rule(back=st.none() | st.integers(0, 3))
+    def open_a_batch(self, back):
         self.step += 1
         keys = [group.key for group in batch(self.step)]
-        self.queue.add(batch(self.step), first=first)
+        before = [key for key in self.queue.entries if key in self.sets[State.OPEN]]
+        self.queue.add(batch(self.step), behind=None if back is None else self.step - 1 - back)
         self.sets[State.OPEN].update(keys)
         self.opened.update(keys)
         order = [key for key in self.queue.entries if key in self.sets[State.OPEN]]
-        assert (order[:P] if first else order[-P:]) == keys
+        first = before if back is None else [key for key in before if key[1] == self.step - 1 - back]
+        assert order == [*first, *keys, *(key for key in before if key not in first)]
 
     @stateful.rule(worker=WORKERS, count=st.integers(-1, 5), modulus=st.integers(1, 3), version=st.integers(-1, 3))
     def lease(self, worker, count, modulus, version):

@@ -741,7 +741,7 @@ def test_training_goes_on_during_an_evaluation_of_one_version(make):
     publish(orchestrator, 0)
     evaluated = later(orchestrator.evaluate, 0)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))
-    held_out, train = lease(orchestrator, 2), lease(orchestrator)
+    train, held_out = lease(orchestrator, 3), lease(orchestrator)
     assert [(group.split, group.version) for group in held_out] == [("held_out", 0)] * 2
     for version in (0, 1):
         for group in train:
@@ -1002,14 +1002,15 @@ def test_what_is_stale_at_hand_off_is_dropped_and_leased_again(make, num_old):
     assert batch.groups[0][0].versions.tolist() == [2] * 5
 
 
-def test_held_out_tasks_come_first_and_are_kept_apart(make):
-    orchestrator = make(trust__min_rate=1.0, check=lambda rollouts: checks.Verdict("toploc"))
+def test_held_out_tasks_follow_the_next_batch_and_are_kept_apart(make):
+    orchestrator = make(rl__max_lag=1, trust__min_rate=1.0, check=lambda rollouts: checks.Verdict("toploc"))
     publish(orchestrator, 0)
     waiting = later(orchestrator.evaluate, 0)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))
     groups = lease(orchestrator)
-    assert [(group.split, group.group) for group in groups[:3]] == [("held_out", 0), ("held_out", 1), ("train", 0)]
-    for group in groups[1::-1]:
+    order = [*(("train", n) for n in range(3)), ("held_out", 0), ("held_out", 1), ("train", 3)]
+    assert [(group.split, group.group) for group in groups[:6]] == order
+    for group in groups[4:2:-1]:
         assert submit(orchestrator, answers(group)) == "accepted"  # not checked
     results = waiting.result(WAIT_S)
     assert [[r.task.index for r in task] for task in results] == [[0], [1]]
@@ -1018,9 +1019,9 @@ def test_held_out_tasks_come_first_and_are_kept_apart(make):
     publish(orchestrator, 4)
     waiting = later(orchestrator.evaluate, 3)
     proxy.wait_until(lambda: held_out_is_open(orchestrator))
-    group = lease(orchestrator)[0]
+    group = next(group for group in lease(orchestrator) if group.split == "held_out")
     assert submit(orchestrator, answers(group, 2)).startswith("refused: versions: ")
-    for group in lease(orchestrator) + [task_schedule.held_out_groups(orchestrator._config, 3)[1]]:
+    for group in lease(orchestrator, 1) + [task_schedule.held_out_groups(orchestrator._config, 3)[1]]:
         assert submit(orchestrator, answers(group, 3)) == "accepted"  # not by version 4, which servers have by now
     assert len(waiting.result(WAIT_S)) == 2
 

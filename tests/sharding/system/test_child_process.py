@@ -34,6 +34,13 @@ def test_a_log_keeps_all_starts_with_a_time_per_line_and_an_early_end_is_reporte
     assert {line.group("run", "attempt", "name") for line in lines} == {("abababab", "1", "worker0")}
 
 
+def test_a_line_to_a_child_that_has_ended_raises_its_error(tmp_path):
+    with child_process.ChildProcess("worker0", COMMAND, run_logs.Folder(tmp_path)) as child:
+        child.process.wait(60)
+        with pytest.raises(ValueError, match="the worker0 process ended with code 1: error: .*'nonsense'"):
+            child.send_line("http://127.0.0.1:9")
+
+
 def test_a_full_disk_costs_lines_of_the_log_and_not_the_child(tmp_path):
     """The thread that copies its output died, and with it the pipe, so that the child's next line ended it."""
     if not pathlib.Path("/dev/full").exists():
