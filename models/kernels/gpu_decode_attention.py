@@ -51,7 +51,7 @@ def attend(
     is_wide = q_B1HC.dtype == jnp.float32 or max(C, V) > 128  # they take more registers and shared memory
     G, size = max(ROWS, pl.next_power_of_2(H // K)), min(S & -S, TILE[0] // 2 if is_wide else TILE[0])
     num_parts = -(-S // PART)
-    scale = C**-0.5 if scale is None else scale
+    factor = C**-0.5 if scale is None else scale
 
     def decode_attention(q_ref, k_ref, v_ref, layer_ref, length_ref, sinks_ref, out_ref, total_ref, top_ref):
         b, k, p = (pl.program_id(dim) for dim in range(3))
@@ -62,7 +62,7 @@ def attend(
         def read(n, stats):
             out_GV, total_G, top_G = stats
             keys = pl.ds(n * size, size)
-            scores_GS = gpu_attention.dot(q_GC, k_ref[n_layer, b, k, keys, :], 1, 1) * scale
+            scores_GS = gpu_attention.dot(q_GC, k_ref[n_layer, b, k, keys, :], 1, 1) * factor
             if softcap:
                 scores_GS = softcap * jnp.tanh(scores_GS / softcap)
             at_S = n * size + jnp.arange(size)
@@ -77,7 +77,7 @@ def attend(
         if sinks_ref is not None:  # one more score, without a value, in the first part
             total_G, top_G = jnp.where(p == 0, 1, total_G), jnp.where(p == 0, sinks_ref[k], top_G)
         stats = jnp.zeros((G, V), jnp.float32), total_G, top_G
-        stats = jax.lax.fori_loop(*(jax.lax.div(at, size) for at in tiles), read, stats)
+        stats = jax.lax.fori_loop(jax.lax.div(tiles[0], size), jax.lax.div(tiles[1], size), read, stats)
         out_ref[b, k, p], total_ref[b, k, p], top_ref[b, k, p] = stats
 
     def by_key_head(x, *dims):  # in tiles of G query heads
