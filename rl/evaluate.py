@@ -267,7 +267,7 @@ def main() -> None:
                 collections.deque(evaluations.finished(wait=True), maxlen=0)
     if changed:
         path = workdir / "other_evaluations.json"
-        progress.say(f"saved in {path}, since {', '.join(changed)} differs from the run's")
+        progress.say(f"saved in {path}, apart from the run's own, because of {', '.join(changed)}")
     elif is_run:
         progress.say(f"report: {report.write(workdir)}")
 

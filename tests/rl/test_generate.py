@@ -16,7 +16,7 @@ import pytest
 from configs import quickstart
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
-from rl import envs, generate
+from rl import envs, generate, worker
 from rl.algorithms import losses
 from rl.data import sources
 from rl.envs.interface import environment
@@ -131,10 +131,14 @@ class Run:
 
 
 def test_samples_without_time_are_those_of_their_own_group(tmp_path, monkeypatch):
-    """Two groups of one task, generated at the same time. A file of an earlier try, which was killed, names other samples."""
-    config = quickstart.get_config()
-    config.env.num_tasks, config.rl.samples_per_prompt = 1, 2
-    exp, calls = experiment.resolve(config), []
+    """Two groups of one task of a file, generated at the same time. A file of an earlier try, which was killed, names other samples."""
+    config, calls, read_runs = quickstart.get_config(), [], worker.read_runs
+    (tmp_path / "tasks").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "tasks" / f"{split}.jsonl").write_text(json.dumps({"prompt": "1 + 1 = ?", "answer": "2"}))
+    config.env.name, config.env.options = "dataset", {"path": str(tmp_path / "tasks")}
+    config.rl.samples_per_prompt = 2
+    exp = experiment.resolve(config)
 
     class Slow:
         def score(self, task, completions):
@@ -150,14 +154,16 @@ def test_samples_without_time_are_those_of_their_own_group(tmp_path, monkeypatch
         return 0, 0
 
     monkeypatch.setattr(generate, "_policy", policy)
-    monkeypatch.setattr(generate.worker, "read_runs", lambda *args: {"": Run(Slow())})
-    monkeypatch.setattr(generate.worker, "roll_out", roll_out)
+    monkeypatch.setattr(worker, "read_runs", lambda *args: read_runs(*args) and {"": Run(Slow())})
+    monkeypatch.setattr(worker, "roll_out", roll_out)
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "1-late.json").write_text("[0]")
     found = asyncio.run(generate.generate(exp, tmp_path, ["http://127.0.0.1:9"], 2, metrics.Progress()))
     assert {group.index for group in found} == {0} and calls == [0, 0]
     assert json.loads((tmp_path / "rollouts" / "0-late.json").read_text()) == [1]
     assert not (tmp_path / "rollouts" / "1-late.json").exists()
+    rows = generate.responses(exp, tmp_path, found)
+    assert [row["score"] is None for row in rows] == [False, True, False, False]
 
 
 STRATEGIES = (lambda text: text[::-1], str, lambda text: "".join(sorted(text)), lambda text: text[:-1])
