@@ -216,6 +216,9 @@ def get_config() -> config_dict.ConfigDict:
     i.update(num_slots=64, max_model_len=64, prefill_batch=16)
     i.prefill_chunk = 512  # longer prompts are prefilled this many tokens at a time
     i.steps_per_call = 8
+    # Pages of 64 tokens in the cache of keys and values, of which each slot takes as many as its tokens fill: for accelerators, where
+    # they hold more sequences than slots of whole length (docs/decisions/inference.md). 0: each slot has room for max_model_len.
+    i.num_pages = 0
     # Mesh axes of the run's own server. In topology.mode "local" over the devices of its host; all 1: one device. In "colocated"
     # over the engine's devices, of which `data` takes those that the others leave; `tensor` of 0: the least that fits the memory.
     i.mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, expert=1, tensor=1))

@@ -1,7 +1,9 @@
 """The engine's compiled steps: jitted functions, each for fixed shapes.
 
 `prefill` and `prefill_chunk` compute keys and values of prompts, `insert` copies them into slots, `generate` decodes,
-`deactivate` stops slots early, and `score` and `top_values` serve requests with extra outputs. The state is donated.
+`deactivate` stops slots early, and `score` and `top_values` serve requests with extra outputs. With a cache in pages
+(paged_cache.py), `insert_pages` copies keys and values of prompts, and `read_row`, `read_pages`, `write_row`, and `write_pages`
+move a sequence out of its slot and into another. The state is donated.
 
 Letters: B slots, P prompts of a prefill, T bucket or chunk length, K steps per call, V vocabulary, L MoE layers, X experts per
 token, N slots of a call, k values of a proof.
@@ -12,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from inference.engine import cpu_decode_attention, decode_state, kv_cache, routed_experts, sampler
+from inference.engine import cpu_decode_attention, decode_state, kv_cache, paged_cache, routed_experts, sampler
 from inference.engine import request as request_lib
 from inference.proofs import window
 from models import logprobs, transformer
@@ -53,13 +55,13 @@ def copy(cache):
     return jax.tree.map(jnp.copy, cache)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def empty_slots(model, num_slots, capacity):
-    """Returns a `DecodeState` of `num_slots` unused slots, with `capacity` positions each."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def empty_slots(model, num_slots, capacity, num_pages=0):
+    """Returns a `DecodeState` of `num_slots` unused slots: of `capacity` positions each, or of `num_pages` pages together."""
     zeros_B = jnp.zeros((num_slots,), jnp.int32)
     create = cpu_decode_attention.create if cpu_decode_attention.fits(model) else kv_cache.create
     state = decode_state.DecodeState(
-        cache=create(model, num_slots, capacity),
+        cache=paged_cache.create(model, num_pages) if num_pages else create(model, num_slots, capacity),
         token=zeros_B,
         position=zeros_B,
         generated=zeros_B,
@@ -83,13 +85,17 @@ def score(model, params, tokens_BT):
 
 @functools.partial(jax.jit, donate_argnums=3)
 def insert(prefix, rows_N, request, state, slots_N):
-    """Copies prompt `rows_N[n]` of `prefix` into slot `slots_N[n]` and activates it; skips slots out of range; returns the state."""
+    """Copies prompt `rows_N[n]` of `prefix` into slot `slots_N[n]` and activates it; skips slots out of range; returns the state.
+
+    Keys and values of a cache in pages stay: `insert_pages` copies those.
+    """
 
     def put(target, values):
         return target.at[slots_N].set(values, mode="drop")
 
+    is_paged = isinstance(state.cache, paged_cache.PagedCache)
     new = state.replace(
-        cache=kv_cache.copy_rows(prefix.cache, rows_N, state.cache, slots_N),
+        cache=state.cache if is_paged else kv_cache.copy_rows(prefix.cache, rows_N, state.cache, slots_N),
         token=put(state.token, prefix.last_token[rows_N]),
         position=put(state.position, prefix.length[rows_N] - 1),
         generated=put(state.generated, 0),
@@ -97,6 +103,41 @@ def insert(prefix, rows_N, request, state, slots_N):
         request=jax.tree.map(put, state.request, request),
     )
     return decode_state.placed(new)
+
+
+@functools.partial(jax.jit, donate_argnums=3)
+def insert_pages(cache, rows_M, firsts_M, state, pages_M):
+    """Copies pages of prefilled prompts into pages `pages_M`: of row `rows_M[m]`, from position `firsts_M[m]` on.
+
+    Skips numbers out of range. Returns the state.
+    """
+    pages = paged_cache.of_prompts(cache, rows_M, firsts_M)
+    return decode_state.placed(state.replace(cache=paged_cache.put(state.cache, pages, pages_M)))
+
+
+@jax.jit
+def read_row(state, slot):
+    """Returns a copy of the state of one slot, without keys and values."""
+    return jax.tree.map(lambda x: x[slot], state.replace(cache=()))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_row(state, row, slot):
+    """Puts a copy that `read_row` returned into a slot; returns the state."""
+    new = jax.tree.map(lambda x, value: x.at[slot].set(value), state.replace(cache=()), row)
+    return decode_state.placed(new.replace(cache=state.cache))
+
+
+@jax.jit
+def read_pages(state, pages_M):
+    """Returns copies of pages (paged_cache.py)."""
+    return paged_cache.take(state.cache, pages_M)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_pages(state, copies, pages_M):
+    """Puts copies that `read_pages` returned into pages; skips numbers out of range; returns the state."""
+    return decode_state.placed(state.replace(cache=paged_cache.put(state.cache, copies, pages_M)))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -111,10 +152,12 @@ def top_values(state, slot_N, window_N, rows_N):
     return window.top_values(state.ring, slot_N, window_N, rows_N)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=7)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=8)
 @transformer.precise
-def generate(model, num_steps, max_len, routed, num_kept, params, limit, state):
+def generate(model, num_steps, max_len, routed, num_kept, params, limit, table_BW, state):
     """Runs up to `limit` of `num_steps` = K decode steps; stops early when no slot is active.
+
+    `table_BW` has the pages of each slot, room for the keys of these steps included; None if the cache is not in pages.
 
     Returns (state, data, extras, proofs, experts, kept). Columns of data: K tokens, K valid, number of generated tokens, K logp.
     Extras: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros unless a slot requests them. Proofs: the top values
@@ -131,7 +174,7 @@ def generate(model, num_steps, max_len, routed, num_kept, params, limit, state):
 
     def one(carry):
         step, state, tokens, valid, logps, extras, experts, kept = carry
-        new_state, logits_BV, logp_BV, token_B, logp_B, routing = _step(model, max_len, params, state)
+        new_state, logits_BV, logp_BV, token_B, logp_B, routing = _step(model, max_len, params, table_BW, state)
         return (
             step + 1,
             new_state,
@@ -165,16 +208,19 @@ def join(results):
     return jax.tree.map(lambda *x: jnp.concatenate(x), *results)
 
 
-def _step(model, max_len, params, state):
+def _step(model, max_len, params, table_BW, state):
     """Decodes one token per active slot; returns (new state, logits [B, V], log-probs [B, V], tokens, their log-probs, routing)."""
+    # At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py).
+    position_B, is_paged = jnp.where(state.active, state.position, 0), isinstance(state.cache, paged_cache.PagedCache)
     hidden_B1D, cache, routing = transformer.extend(
         params,
         model,
         state.token[:, None],
         state.position[:, None],
-        state.cache,
-        # At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py).
-        kv_cache.attend_at(jnp.where(state.active, state.position, 0), implementation=model.attention),
+        state.cache.entries if is_paged else state.cache,
+        paged_cache.attend_at(position_B, state.active, table_BW)
+        if is_paged
+        else kv_cache.attend_at(position_B, implementation=model.attention),
     )
     logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
     is_early_B = state.active & (state.generated < state.request.min_tokens)
@@ -186,7 +232,7 @@ def _step(model, max_len, params, state):
     full_B = (generated >= state.request.max_tokens) | (state.position + 2 >= max_len)
     goes_on_B = active & ~stopped_B & ~full_B
     new_state = state.replace(
-        cache=cache,
+        cache=paged_cache.PagedCache(cache) if is_paged else cache,
         token=jnp.where(active, token_B, state.token),
         position=state.position + goes_on_B,
         generated=generated,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import struct
 
-from inference.engine import kv_cache, sampler
+from inference.engine import kv_cache, paged_cache, sampler
 from inference.engine import request as request_lib
 from sharding import rules
 
@@ -50,7 +50,7 @@ class Prefix:
 class DecodeState:
     """The slots of one decode call, as arrays. `token` is the next token to run, at `position`; a slot decodes while `active`."""
 
-    cache: kv_cache.Cache
+    cache: kv_cache.Cache | paged_cache.PagedCache
     token: jax.Array  # int32 [B]
     position: jax.Array  # int32 [B]
     generated: jax.Array  # int32 [B], new tokens so far
@@ -67,7 +67,9 @@ def layout(tree, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh):
     def of(x):
         return rules.fitting(mesh, x.shape, ("batch", *[None] * (x.ndim - 1)))
 
-    return jax.tree.map(of, tree.replace(cache=())).replace(cache=kv_cache.layout(tree.cache, mesh))
+    is_paged = isinstance(tree.cache, paged_cache.PagedCache)
+    cache = paged_cache.layout(tree.cache, mesh) if is_paged else kv_cache.layout(tree.cache, mesh)
+    return jax.tree.map(of, tree.replace(cache=())).replace(cache=cache)
 
 
 def placed(tree):

@@ -7,24 +7,36 @@
 3. `generate` runs up to K decode steps for all slots in one call. It returns tokens, log-probabilities and validity in
    one integer array (JetStream's `ResultTokens`; float32 columns are bit-cast), and the values of proofs (proofs/window.py).
 
+With `num_pages`, slots share pages of keys and values (paged_cache.py). The caller decides which pages a slot has, copies prompts
+into them (`insert_pages`), and may move a sequence to host memory (`swap_out`) and into other pages and another slot (`swap_in`).
+
 All programs (compiled_steps.py) have fixed shapes, and a row's result does not depend on the other rows. Weights are an
 argument of each call, so they can change while sequences run. On a mesh each call runs over all devices; one that spans several hosts needs the
 same calls on each (inference/follower/replay.py).
 
 Letters: B slots, P prompts of a prefill, T bucket or chunk length, S capacity, K steps per call, D model, V vocabulary,
-N windows, k values of a proof.
+N windows, k values of a proof, W pages of a slot at most.
 """
 
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from inference.engine import compiled_steps, cpu_sub_batches, cpu_weights, decode_state, kv_cache, routed_experts
+from inference.engine import (
+    compiled_steps,
+    cpu_sub_batches,
+    cpu_weights,
+    decode_state,
+    kv_cache,
+    paged_cache,
+    routed_experts,
+)
 from inference.engine import request as request_lib
 from inference.engine.jetstream_shim import engine_api, token_utils, tokenizer_api, tokenizer_pb2
 from inference.proofs import window
@@ -35,6 +47,7 @@ from sharding import mesh as mesh_lib
 from sharding import rules
 
 State = cpu_sub_batches.State
+PAGES_PER_COPY = 16  # of a copy into, or out of, a cache in pages: one program for any number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +63,7 @@ class EngineConfig:
     kept_tokens: int = (
         0  # record the tokens that filters left to sample from, up to so many (inference/rollouts/kept_sets.py)
     )
+    num_pages: int = 0  # of the cache, `paged_cache.PAGE` positions each; 0: every slot has its whole capacity
 
     def __post_init__(self):
         for field in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call", "prefill_chunk"):
@@ -58,6 +72,13 @@ class EngineConfig:
         if (steps := self.steps_per_call) > window.WINDOW:
             raise ValueError(
                 f"inference.steps_per_call = {steps} must be at most {window.WINDOW}, the window of a proof; set it lower"
+            )
+        if self.num_pages and self.num_pages < (least := self.pages_per_slot):
+            found = (
+                f"inference.num_pages = {self.num_pages} of {paged_cache.PAGE} positions do not hold one sequence of"
+            )
+            raise ValueError(
+                f"{found} max_model_len = {self.max_model_len} tokens; set at least {least}, or 0 for whole slots"
             )
 
     @property
@@ -75,6 +96,16 @@ class EngineConfig:
     def capacity(self) -> int:
         """The number of positions in a slot's cache: `max_model_len`, rounded up to whole chunks if it exceeds one chunk."""
         return self.bucket(self.max_model_len)
+
+    @property
+    def pages_per_slot(self) -> int:
+        """The number of pages that the longest sequence fills."""
+        return -(-self.capacity // paged_cache.PAGE)
+
+    @property
+    def num_positions(self) -> int:
+        """The number of tokens whose keys and values all slots together have room for."""
+        return self.num_pages * paged_cache.PAGE or self.num_slots * self.max_model_len
 
     @property
     def key_counts(self) -> tuple[int, ...]:
@@ -103,6 +134,14 @@ class Result(engine_api.ResultTokens):
     kept: jax.Array | None  # int32 [B, K, W], -1 where a set has fewer, if they are recorded
 
 
+@dataclasses.dataclass(frozen=True)
+class Swapped:
+    """A running sequence in host memory: the state of its slot, and copies of its pages, PAGES_PER_COPY at a time."""
+
+    row: decode_state.DecodeState
+    pages: Sequence[paged_cache.Entries]
+
+
 class Engine(engine_api.Engine):
     """The JetStream engine of one model on a mesh. The decode state and weights are passed to each call."""
 
@@ -124,6 +163,8 @@ class Engine(engine_api.Engine):
         """
         mesh = mesh_lib.create({}, devices=jax.local_devices()[:1]) if mesh is None else mesh
         check_mesh(config, mesh)
+        if config.num_pages:
+            paged_cache.check(model, mesh)
         if config.routed_experts and not routed_experts.num_moe_layers(model):
             raise ValueError("experts cannot be recorded: the model has none; leave routed_experts out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
@@ -170,9 +211,35 @@ class Engine(engine_api.Engine):
     def insert_batch(
         self, prefix: decode_state.Prefix, rows, state: State, slots, request: decode_state.Request
     ) -> State:
-        """Copies prompt `rows[i]` into slot `slots[i]`, with parameters in row i of `request`; unused entries have slot = num_slots."""
-        insert = functools.partial(compiled_steps.insert, dataclasses.replace(prefix, experts=()), rows, request)
+        """Copies prompt `rows[i]` into slot `slots[i]`, with parameters in row i of `request`; unused entries have slot = num_slots.
+
+        With a cache in pages, `insert_pages` copies keys and values before.
+        """
+        prefix = dataclasses.replace(prefix, experts=(), cache=() if self.config.num_pages else prefix.cache)
+        insert = functools.partial(compiled_steps.insert, prefix, rows, request)
         return self._run(cpu_sub_batches.at, insert, state, slots)
+
+    def insert_pages(self, prefix: decode_state.Prefix, state: State, copies: Sequence[tuple[int, int, int]]) -> State:
+        """Copies keys and values of prompts into pages. Each copy is (row of `prefix`, number of the page in the prompt, page)."""
+        (part,) = state
+        for rows, places, pages in self._in_parts(copies):
+            firsts = places * paged_cache.PAGE
+            part = self._run(compiled_steps.insert_pages, prefix.cache, rows, firsts, part, pages)
+        return (part,)
+
+    def swap_out(self, state: State, slot: int, pages: Sequence[int]) -> "Swapped":
+        """Fetches a sequence: the state of its slot, and the keys and values in `pages`. Blocks. The slot stays as it is."""
+        (part,) = state
+        row = jax.device_get(self._run(compiled_steps.read_row, part, np.int32(slot)))
+        copies = [jax.device_get(self._run(compiled_steps.read_pages, part, at)) for (at,) in self._in_parts(pages)]
+        return Swapped(row, copies)
+
+    def swap_in(self, state: State, slot: int, pages: Sequence[int], swapped: "Swapped") -> State:
+        """Puts a sequence that `swap_out` fetched into a slot and as many other pages, where it goes on bit for bit."""
+        (part,) = state
+        for (at,), copies in zip(self._in_parts(pages), swapped.pages, strict=True):
+            part = self._run(compiled_steps.write_pages, part, copies, at)
+        return (self._run(compiled_steps.write_row, part, swapped.row, np.int32(slot)),)
 
     def deactivate(self, state: State, slots) -> State:
         """Returns the state with decoding stopped in `slots`: int32 [B], where unused entries have slot = num_slots."""
@@ -201,7 +268,8 @@ class Engine(engine_api.Engine):
 
     def init_slots(self, num_slots: int) -> decode_state.DecodeState:
         """Returns an unused `DecodeState` of `num_slots` slots, which are decoded in one call."""
-        return self._on_mesh(self._run(compiled_steps.empty_slots, self.model, num_slots, self.config.capacity))
+        sizes = num_slots, self.config.capacity, self.config.num_pages
+        return self._on_mesh(self._run(compiled_steps.empty_slots, self.model, *sizes))
 
     # JetStream's contract.
 
@@ -211,8 +279,9 @@ class Engine(engine_api.Engine):
 
     def init_decode_state(self, *args, **kwargs) -> State:
         """Returns the state of all slots, with none in use."""
-        num_parts = self._run(cpu_sub_batches.count, self.model, self.config.num_slots)
-        return tuple(self.init_slots(self.config.num_slots // num_parts) for _ in range(num_parts))
+        num_slots, is_paged = self.config.num_slots, bool(self.config.num_pages)
+        num_parts = 1 if is_paged else self._run(cpu_sub_batches.count, self.model, num_slots)
+        return tuple(self.init_slots(num_slots // num_parts) for _ in range(num_parts))
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> decode_state.Prefix:
         """Prefills one prompt, sampled later at temperature 1 and seed 0 until a stop id. `existing_prefix` must be None."""
@@ -229,16 +298,23 @@ class Engine(engine_api.Engine):
     def insert(self, prefix: decode_state.Prefix, decode_state: State, slot: int) -> State:
         """Copies the prompt that `prefill` returned into a slot; returns the new state, in which the slot decodes."""
         assert prefix.request is not None
+        if self.config.num_pages:
+            raise NotImplementedError("a JetStream Driver keeps no table of pages; set inference.num_pages = 0")
         rows, slots = np.zeros((1,), np.int32), np.array([slot], np.int32)
         return self.insert_batch(prefix, rows, decode_state, slots, prefix.request)
 
     def generate(
-        self, params: transformer.Params, decode_state: State, limit: int | None = None
+        self, params: transformer.Params, decode_state: State, limit: int | None = None, table=None
     ) -> tuple[State, Result]:
-        """Starts one decode call for all slots, of at most `limit` steps if given; returns (new state, result) without blocking."""
+        """Starts one decode call for all slots, of at most `limit` steps if given; returns (new state, result) without blocking.
+
+        A cache in pages needs `table`, int32 [B, W]: the pages of each slot, with room for the new tokens. None if no slot is active.
+        """
         K = self.config.steps_per_call
+        if table is None and self.config.num_pages:
+            table = np.zeros((self.config.num_slots, self.config.pages_per_slot), np.int32)
         options = self.model, K, self.config.max_model_len, self.config.routed_experts, self.num_kept
-        arrays = self._decode_weights.of(params), np.int32(K if limit is None else limit)
+        arrays = self._decode_weights.of(params), np.int32(K if limit is None else limit), table
         generate = functools.partial(compiled_steps.generate, *options, *arrays)
         done = self._run(self._concurrently, generate, decode_state)
         results = [result for _, *result in done]
@@ -285,6 +361,15 @@ class Engine(engine_api.Engine):
         if self.mesh.size > 1:
             return arrays
         return jax.device_put(arrays, jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
+
+    def _in_parts(self, values: Sequence) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yields numbers, or columns of tuples of numbers whose last is a page, in equal parts; pages of the rest are out of range."""
+        columns = np.asarray(values, np.int32).reshape(len(values), -1)
+        for start in range(0, len(columns), PAGES_PER_COPY):
+            part = np.zeros((PAGES_PER_COPY, columns.shape[1]), np.int32)
+            part[:, -1] = self.config.num_pages
+            part[: len(columns) - start] = columns[start : start + PAGES_PER_COPY]
+            yield tuple(part.T.copy())
 
     def _run(self, function, *args):
         """Calls `function(*args)` with the engine's mesh set, if it has several devices; returns the result."""

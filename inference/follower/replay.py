@@ -109,10 +109,10 @@ class LeadingEngine(engine_lib.Engine):
         with self.sent("init_decode_state"):
             return super().init_decode_state()
 
-    def generate(self, params, decode_state, limit=None):
+    def generate(self, params, decode_state, limit=None, table=None):
         """Does as `Engine.generate`, on all hosts."""
         with self.sent("generate", limit=None if limit is None else int(limit)):
-            return super().generate(params, decode_state, limit)
+            return super().generate(params, decode_state, limit, table)
 
     def read(self, result):
         """Does as `Engine.read`, here alone. Raises the error of the decode call, if there is one, and ends all hosts."""

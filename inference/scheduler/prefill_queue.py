@@ -10,7 +10,7 @@ No thread and no clock of its own.
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -44,6 +44,7 @@ class PrefillQueue:
         self._waiting: collections.deque[sequence_lib.SequenceGroup] = collections.deque()
         self._ready: collections.deque[sequence_lib.SequenceGroup] = collections.deque()
         self._long: _LongPrompt | None = None
+        self._num_weights = 0  # that were set so far
 
     def __bool__(self) -> bool:
         return bool(self._waiting or self._ready or self._long)
@@ -67,6 +68,7 @@ class PrefillQueue:
     def set_weights(self, params: transformer.Params, version: int) -> None:
         """Sets the weights for later prefills. Empties the prefix cache; a partly prefilled long prompt starts over."""
         self._params, self._version = params, version
+        self._num_weights += 1
         self._prefixes.clear()
         self._restart_long()
 
@@ -80,17 +82,21 @@ class PrefillQueue:
         self._ready = collections.deque(group for group in self._ready if group.num_started)
         self._waiting.extendleft(reversed(without_slot))
 
-    def next(self, most: int) -> sequence_lib.Sequence | None:
+    def next(
+        self, most: int, fits: Callable[[sequence_lib.SequenceGroup], bool] = lambda group: True
+    ) -> sequence_lib.Sequence | None:
         """Returns the sample that gets the next free slot, or None if no prompt is ready; prefills prompts if necessary.
 
         Requests are served in order of arrival. One that already has `most` running samples gets a slot only if no other request
-        is ready.
+        is ready. Returns None, too, if the request whose turn it is does not satisfy `fits`.
         """
         while (group := next((g for g in self._ready if g.num_running < most), None)) is None and self._prefill():
             pass
         if group is None and not self._ready:
             return None
         group = group or self._ready[0]
+        if not fits(group):
+            return None
         if group.num_started + 1 == group.request.num_samples:
             self._ready.remove(group)
         return group.start_next(self._engine.tokenizer.text_stream() if group.request.stop_texts else None)
@@ -169,6 +175,7 @@ class PrefillQueue:
     ) -> None:
         group.prefix, group.row, group.prompt_version, group.num_cached = prefix, row, self._version, num_cached
         tokens = group.request.tokens
+        group.prompt_key = self._num_weights, tuple(tokens)
         self._stats["prefix_queries"] += len(tokens)
         self._stats["prefix_hits"] += num_cached
         self._stats["prompt_tokens"] += len(tokens) - num_cached

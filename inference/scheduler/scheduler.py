@@ -6,7 +6,8 @@ Each turn of the thread:
    Weights of another epoch end all requests, so that none spans two epochs.
    An idle engine gathers requests for a short time (arrivals.py);
 2. prefills one chunk of a long prompt, if one is in progress;
-3. fills free slots (slots.py) from the prefill queue (prefill_queue.py);
+3. fills free slots (slots.py) from the prefill queue (prefill_queue.py). In a cache with pages, sequences also need free pages
+   and may have to wait for them (paging.py);
 4. starts one decode call, and while it runs publishes the output of the call before (step_output.py): proofs,
    listeners, futures;
 5. appends the call's tokens to their sequences and frees the slots of finished ones.
@@ -24,7 +25,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ import prometheus_client
 from inference.engine import cpu_sub_batches, decode_state
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
-from inference.scheduler import arrivals, prefill_queue, prefix_cache, step_output
+from inference.scheduler import arrivals, paging, prefill_queue, prefix_cache, step_output
 from inference.scheduler import sequence as sequence_lib
 from inference.scheduler import slots as slots_lib
 from models import transformer
@@ -45,7 +46,7 @@ PIN_WAIT_S = 30.0  # that new weights wait for requests pinned to the old versio
 HOST = "pinned_host"  # the memory kind of sequences in a released scheduler
 _STOP, _WAKE = object(), object()
 _STATS = """weight_updates aborted faults prefill_calls prefill_chunks prompt_tokens tokens samples requests
-    generate_calls decode_steps decode_s prefix_queries prefix_hits"""
+    generate_calls decode_steps decode_s prefix_queries prefix_hits num_preemptions"""
 # Histograms of seconds, by the name that vLLM's dashboards know.
 _LATENCIES = {
     "e2e_request_latency": "Seconds per request, with all its samples.",
@@ -85,7 +86,7 @@ class _Update:
 class Scheduler:
     """Serves requests with an engine by continuous batching, in its own thread. Every method may be called from any thread.
 
-    Other threads may only read `slots`, `prefixes`, and `stats`.
+    Other threads may only read `slots`, `paging`, `prefixes`, and `stats`.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class Scheduler:
         self._updates: list[_Update] = []  # wait for pinned requests; meanwhile, no further ones are accepted
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
         self._arrivals = arrivals.ArrivalWindow(self._num_slots)
-        self.slots = slots_lib.Slots(self._num_slots, engine.config.max_model_len)
+        sizes = self._num_slots, engine.config.max_model_len, engine.config.num_positions
+        self.slots = slots_lib.Slots(*sizes)
+        self.paging = paging.Paging(engine, self.slots) if engine.config.num_pages else None
         self._output: step_output.StepOutput | None = None  # of the last call, not yet published
         self.num_pending = 0  # requests whose future is not done
         self._lock = threading.Lock()
@@ -265,7 +268,7 @@ class Scheduler:
 
     def _turn(self) -> bool:
         """Runs one turn of the scheduler thread's loop: messages, prefill, one decode call. Returns False if the loop should end."""
-        is_empty = self.is_paused or not (self._waiting or self.slots.running)
+        is_empty = self.is_paused or not (self._waiting or self.slots.running or self.paging)
         is_idle = self.is_released or (is_empty and not self._updates)
         if is_idle:
             self._publish()
@@ -334,7 +337,7 @@ class Scheduler:
         if not self._updates:
             return
         begins_epoch = any(update.epoch != self.epoch for update in self._updates)
-        groups = [group for group in (*self.slots.groups, *self._waiting) if not group.future.done()]
+        groups = [group for group in self._groups() if not group.future.done()]
         pinned = [group for group in groups if begins_epoch or group.request.policy_version >= 0]
         is_early = not self.is_paused and time.monotonic() < self._updates[0].deadline_s
         if pinned and is_early and not begins_epoch:
@@ -389,7 +392,18 @@ class Scheduler:
             self.stats["aborted"] += len(dropped)
             self._deactivate(dropped)
             for slot in dropped:
-                self.slots.release(slot)
+                self._release_slot(slot)
+        if self.paging is not None:
+            self.stats["aborted"] += self.paging.drop_done()
+
+    def _groups(self) -> Iterator[sequence_lib.SequenceGroup]:
+        """Yields the requests that are in slots or wait; one with samples here and there more than once."""
+        yield from (*self.slots.groups, *self._waiting, *(self.paging.groups if self.paging else ()))
+
+    def _release_slot(self, slot: int) -> None:
+        self.slots.release(slot)
+        if self.paging is not None:
+            self.paging.release(slot)
 
     def _deactivate(self, slots: list[int]) -> None:
         """Stops decoding in the given slots on the device."""
@@ -397,21 +411,29 @@ class Scheduler:
 
     def _start_sequences(self) -> None:
         """Fills the free slots from the prefill queue, with one insert call for all prompts of one prefill."""
+        fits = {}
+        if self.paging is not None:
+            self._state, fits = self.paging.resume(self._state), {"fits": self.paging.fits}
         free = collections.deque(self.slots.free)
         started: dict[int, list[tuple[int, sequence_lib.Sequence]]] = collections.defaultdict(list)
-        while free and (sequence := self._waiting.next(max(1, self._num_slots // 2))):
+        while free and (sequence := self._waiting.next(max(1, self._num_slots // 2), **fits)):
             slot = free.popleft()
             sequence.completion.epoch, sequence.begun_s = self.epoch, time.monotonic()
             if sequence.index == 0:
                 self.seconds["request_queue_time"].observe(sequence.begun_s - sequence.group.submitted_s)
             self.slots.put(slot, sequence)
+            if self.paging is not None:
+                self.paging.admit(slot, sequence.group)
             started[id(sequence.group.prefix)].append((slot, sequence))
         for pairs in started.values():
             slots, sequences = zip(*pairs, strict=True)
             size = next(size for size in self._engine.config.insert_sizes if size >= len(slots))
+            prefix, rows = sequences[0].group.prefix, [sequence.group.row for sequence in sequences]
+            if self.paging is not None:
+                self._state = self.paging.insert(prefix, self._state, [*zip(slots, rows, strict=True)])
             self._state = self._engine.insert_batch(
-                sequences[0].group.prefix,
-                _pad([sequence.group.row for sequence in sequences], size, fill=0),
+                prefix,
+                _pad(rows, size, fill=0),
                 self._state,
                 _pad(slots, size, fill=self._num_slots),
                 decode_state.request_arrays([sequence.seeded_request for sequence in sequences], size),
@@ -424,9 +446,15 @@ class Scheduler:
         """Runs one decode call; publishes the output of the previous call meanwhile, then collects the output of this call."""
         begun = time.perf_counter()
         is_likely = self._arrivals.is_next_likely(time.monotonic())
-        steps_per_call, is_waiting = self._engine.config.steps_per_call, bool(self._waiting)
+        steps_per_call, is_waiting = self._engine.config.steps_per_call, bool(self._waiting or self.paging)
         num_steps = self.slots.num_steps(steps_per_call, is_any_waiting=is_waiting, is_request_likely=is_likely)
-        self._state, result = self._engine.generate(self._params, self._state, num_steps)
+        table = ()
+        if self.paging is not None:
+            if preempted := self.paging.make_room(self._state, num_steps):
+                self.stats["num_preemptions"] += len(preempted)
+                self._deactivate(preempted)
+            table = (self.paging.table,)
+        self._state, result = self._engine.generate(self._params, self._state, num_steps, *table)
         self._publish()
         values = self._engine.read(result)
         self.stats["generate_calls"] += 1
@@ -444,7 +472,7 @@ class Scheduler:
         if output.unseen_ends:
             self._deactivate(output.unseen_ends)
         for slot, _ in output.finished:
-            self.slots.release(slot)
+            self._release_slot(slot)
         self._output = output
 
     def _publish(self) -> None:
@@ -461,9 +489,11 @@ class Scheduler:
 
     def _fail_all(self, error: Exception) -> None:
         finished = [sequence.group for _, sequence in self._output.finished] if self._output else []
-        for group in (*self.slots.groups, *self._waiting, *finished):
+        for group in (*self._groups(), *finished):
             sequence_lib.fail(group.future, error)
         self.slots.clear()
+        if self.paging is not None:
+            self.paging = paging.Paging(self._engine, self.slots)
         self._waiting.drop_done()
         self._output = None
 

@@ -13,9 +13,10 @@ SHORT = 4  # a short call runs steps_per_call / SHORT steps
 class Slots:
     """The engine's slots and the running sequence in each. Iteration yields one sequence per slot, None for a free slot."""
 
-    def __init__(self, num_slots: int, max_model_len: int):
+    def __init__(self, num_slots: int, max_model_len: int, num_positions: int = 0):
+        """Creates free slots, whose cache has `num_positions` in all (0: `max_model_len` each)."""
         self._sequences: list[sequence_lib.Sequence | None] = [None] * num_slots
-        self._max_model_len = max_model_len
+        self._max_model_len, self._num_positions = max_model_len, num_positions or num_slots * max_model_len
 
     def __iter__(self) -> Iterator[sequence_lib.Sequence | None]:
         return iter(list(self._sequences))  # a copy: other threads iterate while the scheduler's thread changes it
@@ -36,9 +37,9 @@ class Slots:
         return [slot for slot, sequence in enumerate(self) if sequence is None]
 
     def usage(self) -> float:
-        """Returns the fraction of the slots' positions that contain a token, 0 to 1."""
+        """Returns the fraction of the cache's positions that contain a token, 0 to 1."""
         lengths = [len(s.group.request.tokens) + len(s.completion.tokens) for _, s in self.running]
-        return sum(lengths) / (len(self._sequences) * self._max_model_len)
+        return min(sum(lengths) / self._num_positions, 1.0)  # of shared prompts each slot counts its own
 
     def put(self, slot: int, sequence: sequence_lib.Sequence) -> None:
         """Assigns a sequence to a free slot."""

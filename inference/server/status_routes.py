@@ -9,6 +9,7 @@ import fastapi
 from fastapi import responses
 from prometheus_client import core, registry
 
+from inference.engine import paged_cache
 from inference.server import inference_server, metrics_routes
 from sharding.system import role_metrics
 
@@ -77,14 +78,16 @@ class _Collector(registry.Collector):
         scheduler, config = self._server.scheduler, self._server.engine.config
         stats = dict(scheduler.stats)
         waiting = max(scheduler.num_pending - len(scheduler.slots.groups), 0)
-        cache = {"num_gpu_blocks": str(config.num_slots), "block_size": str(config.max_model_len)}
-        queries, hits, tokens = (stats.pop(name) for name in ("prefix_queries", "prefix_hits", "tokens"))
+        sizes = (config.num_pages, paged_cache.PAGE) if config.num_pages else (config.num_slots, config.max_model_len)
+        cache = dict(zip(("num_gpu_blocks", "block_size"), map(str, sizes), strict=True))
+        names = "prefix_queries", "prefix_hits", "tokens", "num_preemptions"
+        queries, hits, tokens, preemptions = (stats.pop(name) for name in names)
         yield self._metric("vllm:num_requests_running", len(scheduler.slots.groups))
         yield self._metric("vllm:num_requests_waiting", waiting)
         yield self._metric("vllm:num_requests_waiting_by_reason", waiting, reason="capacity")
         yield self._metric("vllm:kv_cache_usage_perc", scheduler.slots.usage())
         yield self._metric("vllm:cache_config_info", 1, **cache)
-        yield self._metric("vllm:num_preemptions_total", 0)  # a sequence keeps its slot until it ends
+        yield self._metric("vllm:num_preemptions_total", preemptions)
         yield self._metric("vllm:prefix_cache_queries_total", queries)
         yield self._metric("vllm:prefix_cache_hits_total", hits)
         yield self._metric("vllm:prompt_tokens_total", queries)

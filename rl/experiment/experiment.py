@@ -28,6 +28,7 @@ from flax import traverse_util
 from ml_collections import config_dict
 
 from inference.engine import engine as engine_lib
+from inference.engine import paged_cache
 from inference.rollouts import kept_sets
 from models import config as config_lib
 from models import transformer
@@ -267,6 +268,8 @@ def resolve(
         loss_options["length"] = float(env_mix.max_tokens(config))
     sizes = config.inference.to_dict()
     server_mesh = {axis: size for axis, size in sizes.pop("mesh").items() if size != 1}
+    if sizes["num_pages"]:
+        paged_cache.check(model)
     return Experiment(
         config=config_dict.FrozenConfigDict(config),
         model=model,

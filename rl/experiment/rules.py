@@ -35,7 +35,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
         "trust.quorum trust.routing_margin trust.logprob_tolerance trust.min_stake evaluation.every evaluation.temperature "
-        "mesh.rollout_devices checkpoint.every_minutes vine.max_states vine.token_ratio plan.median_length",
+        "mesh.rollout_devices checkpoint.every_minutes vine.max_states vine.token_ratio plan.median_length inference.num_pages",
     ),
     (
         "at least 1",

@@ -15,8 +15,9 @@ import numpy as np
 
 from rl.plan import hlo
 
-# Matmuls of the attention kernel's parts in units of its forward pass, which has two (models/kernels/splash_attention.py).
-KERNELS = {"splash_mha_fwd": 1.0, "splash_mha_dq": 1.5, "splash_mha_dkv": 2.0}
+# Matmuls of the attention kernel's parts in units of its forward pass, which has two (models/kernels/splash_attention.py), and
+# of the kernel that decodes (inference/engine/paged_cache.py).
+KERNELS = {"splash_mha_fwd": 1.0, "splash_mha_dq": 1.5, "splash_mha_dkv": 2.0, "paged_attention": 1.0}
 
 
 def matmul_flops(program: Sequence[hlo.Instruction]) -> float:
@@ -45,7 +46,7 @@ def attention_passes(program: Sequence[hlo.Instruction]) -> float:
 
 _RESULT = re.compile(r"(?:ROOT )?%([\w.\-]+) = (.*?) [\w\-]+\(")
 _MATMUL = re.compile(r" = (?P<result>\S+) (?P<kind>convolution|dot)\((?P<operands>.*?)\)")
-_KERNEL = re.compile(rf' custom-call\(.*"tpu_custom_call".*/({"|".join(KERNELS)})', re.DOTALL)
+_KERNEL = re.compile(rf' custom-call\(.*"tpu_custom_call".*/(?:jit\()?({"|".join(KERNELS)})', re.DOTALL)
 _ESTIMATE = re.compile(r" custom-call\(.*\"cost_estimate\":\{\"flops\":\"(\d+)\"", re.DOTALL)
 
 

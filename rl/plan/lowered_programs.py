@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from ml_collections import config_dict
 
-from inference.engine import decode_state, engine, kv_cache, weights
+from inference.engine import decode_state, engine, kv_cache, paged_cache, weights
 from models import flops, moe_experts, transformer
 from rl.batch import packing
 from rl.experiment import experiment
@@ -246,28 +246,41 @@ def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowe
 def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
     """Returns the program that decodes all slots of a server. Its work and bytes are those of one decode step."""
     server, params = _server(exp, mesh)
-    slots, config = exp.engine.num_slots, exp.config
+    slots, pages, config = exp.engine.num_slots, exp.engine.num_pages, exp.config
     # Not the layout of this machine's own slots (inference/engine/cpu_decode_attention.py), should it be a CPU.
-    cache = jax.eval_shape(lambda: kv_cache.create(server.model, slots, exp.engine.capacity))
+    cache = jax.eval_shape(
+        lambda: (
+            paged_cache.create(server.model, pages)
+            if pages
+            else kv_cache.create(server.model, slots, exp.engine.capacity)
+        )
+    )
     state = _placed(jax.eval_shape(lambda: server.init_slots(slots)).replace(cache=cache), mesh)
     work = flops.ModelFlops.of(server.model)
     held = _held(parameters=params, cache=state.cache, other_state=state.replace(cache=()))
     if config.mesh.rollout_devices and has_engine(config):  # they are handed over while the engine runs
         held["new version"] = held["parameters"]
-    read_share = work.read_parameters(slots) / work.held
+    table = jax.ShapeDtypeStruct((slots, exp.engine.pages_per_slot), jnp.int32) if pages else None
+    capacity, read_share = exp.engine.capacity, work.read_parameters(slots) / work.held
+    if pages:  # no page is free
+        length = min(pages * paged_cache.PAGE // slots, capacity)
+        title = f"decode: {slots} sequences of {length} tokens on average, of {capacity} at most, in {pages} pages"
+    else:
+        length, title = capacity, f"decode: {slots} slots of {capacity} tokens"
     return LoweredProgram(
         name="decode",
-        title=f"decode: {slots} slots of {exp.engine.capacity} tokens, {exp.engine.steps_per_call} steps per call",
+        title=f"{title}, {exp.engine.steps_per_call} steps per call",
         mesh=mesh,
-        lower=lambda: _lower(mesh, jax.jit(server.generate, donate_argnums=1), params, (state,)),
+        lower=lambda: _lower(mesh, jax.jit(server.generate, donate_argnums=1), params, (state,), None, table),
         held=held,
         needed={},
         num_tokens=slots,
-        executed_flops=slots * (2 * work.multiplied + work.attention_flops(exp.engine.capacity)),
+        executed_flops=slots * (2 * work.multiplied + work.attention_flops(length)),
+        kernel_pass=(server.model.num_layers, slots * work.attention_flops(length)) if pages else (0, 0.0),
         read_bytes=read_share * held["parameters"] + held["cache"],
         turns=(1,),
         waiting_bytes=0.0 if has_engine(config) else float(transformer.num_bytes(server.model)),
-        cache=tuple(sorted({dims for x in jax.tree.leaves(state.cache) for dims in _whole_and_layer(x)})),
+        cache=tuple(sorted({dims for x in jax.tree.leaves(state.cache) for dims in _whole_and_layer(x, pages > 0)})),
     )
 
 
@@ -307,6 +320,8 @@ def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine
     """Returns an engine and its weights, as they are published."""
     model = exp.published_model
     engine.check_mesh(exp.engine, mesh)
+    if exp.engine.num_pages:
+        paged_cache.check(model, mesh)
     params = _sharded(transformer.abstract(model), weights.Store(model, mesh).shardings)
     return engine.Engine(model, exp.engine, exp.tokenizer), params
 
@@ -321,9 +336,12 @@ def _sharded(tree, shardings):
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
-def _whole_and_layer(x) -> list[tuple[int, ...]]:
+def _whole_and_layer(x, is_paged: bool) -> list[tuple[int, ...]]:
     """Returns the dims of one chip's part of a cache array and, if layers are stacked, also of one layer in it."""
     dims = x.sharding.shard_shape(x.shape)
+    if is_paged:  # the layers' pages follow each other in the kernel's argument
+        K, N, P, *page = dims
+        return [dims, (K, N * P, *page), (K, P, *page)]
     return [dims[i:] for i in range(x.ndim - 3)] if math.prod(dims) else []
 
 

@@ -306,4 +306,5 @@ def _server_changes(config, topology: str) -> Iterator[tuple[str, dict]]:
     """Yields fewer slots, then for a server elsewhere larger and other topologies with as many slots as fit."""
     for place in [topology, *([] if lowered_programs.has_engine(config) else roofline.alternatives(topology))]:
         for k in range(min(10, config.inference.num_slots.bit_length())):
-            yield place, {"inference.num_slots": config.inference.num_slots // 2**k}
+            slots, pages = config.inference.num_slots // 2**k, config.inference.num_pages // 2**k
+            yield place, {"inference.num_slots": slots, "inference.num_pages": pages}

@@ -129,9 +129,9 @@ def test_the_state_stays_where_it_is(name, axes):
     (state,) = engine.init_decode_state()
     keys = jax.tree.leaves(state.cache)[0]
     with jax.set_mesh(engine.mesh):
-        lowered = compiled_steps.generate.lower(engine.model, 5, capacity, False, 0, placed, np.int32(5), state)
+        lowered = compiled_steps.generate.lower(engine.model, 5, capacity, False, 0, placed, np.int32(5), None, state)
         compiled = lowered.compile()
-    came, went = compiled.input_shardings[0][2], compiled.output_shardings[0]
+    came, went = compiled.input_shardings[0][3], compiled.output_shardings[0]
     same = jax.tree.map(lambda x, i, o: i.is_equivalent_to(o, x.ndim) and x.sharding == i, state, came, went)
     assert all(jax.tree.leaves(same)), same
     rows = 8 // rules.num_batch_shards(engine.mesh)

@@ -434,12 +434,17 @@ def test_the_batch_is_that_of_full_length_rollouts():
 
 
 @pytest.mark.parametrize(
-    ("scan_layers", "watched"), [(True, ((2, 8, 1, 64, 32), (8, 1, 64, 32))), (False, ((8, 1, 64, 32),))]
+    ("scan_layers", "num_pages", "watched"),
+    [
+        (True, 0, ((2, 8, 1, 64, 32), (8, 1, 64, 32))),
+        (False, 0, ((8, 1, 64, 32),)),
+        (True, 16, ((1, 2, 16, 64, 32), (1, 16, 64, 32), (1, 32, 64, 32))),
+    ],
 )
-def test_decode_copies_no_cache(scan_layers, watched):
+def test_decode_copies_no_cache(scan_layers, num_pages, watched):
     """Compiled for the CPU; rl.plan prints the same count for a TPU. A stacked cache is watched whole and by layer."""
     c = small()
-    c.model.scan_layers = scan_layers
+    c.model.scan_layers, c.inference.num_pages = scan_layers, num_pages
     mesh = mesh_lib.create({"tensor": 2}, jax.devices()[:2])
     decode = lowered_programs.decode_program(lowered_programs.resolve(c), mesh)
     assert decode.cache == watched

@@ -33,7 +33,7 @@ def engine(model):
     params, tokens = tiny.params(model, 0), np.zeros((2, 8), np.int32)
     state = compiled_steps.empty_slots(model, 2, 16)
     yield compiled_steps.prefill.lower(model, False, params, tokens, np.array([3, 8], np.int32))
-    yield compiled_steps.generate.lower(model, 2, 16, False, 0, params, np.int32(2), state)
+    yield compiled_steps.generate.lower(model, 2, 16, False, 0, params, np.int32(2), None, state)
     yield compiled_steps.score.lower(model, params, tokens)
 
 

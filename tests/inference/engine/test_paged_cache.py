@@ -1,0 +1,173 @@
+"""The cache in pages: attention against a plain one in float64, by XLA and by the TPU's kernel in interpret mode, and sequences
+that move between slots and pages."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from inference.engine import decode_state, paged_cache, weights
+from inference.engine import engine as engine_lib
+from inference.engine import request as request_lib
+from models.text import tokenizer as tokenizer_lib
+from sharding import mesh as mesh_lib
+from tests.support import tiny
+
+S, W, LAYERS = 8, 4, 3
+pytestmark = pytest.mark.usefixtures("pages_of_8")
+
+
+def plain(q_HC, k_SKC, v_SKC, scale, softcap):
+    """One query head after the other, in float64."""
+    out = np.zeros(q_HC.shape)
+    for head, query in enumerate(q_HC):
+        group = head // (len(q_HC) // k_SKC.shape[1])
+        scores = k_SKC[:, group] @ query * scale
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        weights = np.exp(scores - scores.max())
+        out[head] = weights / weights.sum() @ v_SKC[:, group]
+    return out
+
+
+class Case:
+    """A cache of random keys, and a new token of each of B slots, the last of which is not active."""
+
+    def __init__(self, seed, H, K, C, dtype, layer):
+        self.rng = rng = np.random.default_rng(seed)
+        self.B = 4
+        num_pages = self.B * W + 3
+        self.entry = [jnp.asarray(rng.standard_normal((K, LAYERS, num_pages, S, C)), dtype) for _ in range(2)]
+        self.table = rng.permutation(num_pages)[: self.B * W].reshape(self.B, W).astype(np.int32)
+        self.position = rng.integers(0, S * W, self.B).astype(np.int32)
+        self.active = np.arange(self.B) < self.B - 1
+        self.q = jnp.asarray(rng.standard_normal((self.B, 1, H, C)), dtype)
+        self.k, self.v = (jnp.asarray(rng.standard_normal((self.B, 1, K, C)), dtype) for _ in range(2))
+        self.layer = layer
+
+    def run(self, **how):
+        attend = paged_cache.attend_at(jnp.asarray(self.position), jnp.asarray(self.active), jnp.asarray(self.table))
+        out, (keys, values, _) = jax.jit(lambda *args: attend(*args, **how))(
+            (*self.entry, jnp.int32(self.layer)), self.q, self.k, self.v
+        )
+        return np.asarray(out.astype(jnp.float32))[:, 0], keys, values
+
+    def sequence(self, pages, new, slot):
+        """Keys or values of a slot up to its new token, [positions, K, C] in float64."""
+        pages = np.asarray(pages[:, self.layer].astype(jnp.float32), np.float64)[:, self.table[slot]]
+        rows = np.moveaxis(pages.reshape(len(pages), W * S, -1), 0, 1)[: self.position[slot]]
+        return np.concatenate([rows, np.asarray(new[slot].astype(jnp.float32), np.float64)])
+
+    def expected(self, slot, scale, softcap):
+        k, v = (self.sequence(x, new, slot) for x, new in zip(self.entry, (self.k, self.v), strict=True))
+        return plain(np.asarray(self.q[slot, 0].astype(jnp.float32), np.float64), k, v, scale, softcap)
+
+
+def check(case, tolerance, scale=None, softcap=0.0):
+    out, keys, values = case.run(scale=scale, softcap=softcap)
+    for slot in np.flatnonzero(case.active):
+        wanted = case.expected(slot, case.q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        np.testing.assert_allclose(out[slot], wanted, atol=tolerance)
+    # Only the new keys of active slots are written, in their layer.
+    for old, new, rows in ((case.entry[0], keys, case.k), (case.entry[1], values, case.v)):
+        old = np.array(old.astype(jnp.float32))
+        for slot in np.flatnonzero(case.active):
+            page, at = case.table[slot, case.position[slot] // S], case.position[slot] % S
+            old[:, case.layer, page, at] = np.asarray(rows[slot, 0].astype(jnp.float32))
+        np.testing.assert_array_equal(np.asarray(new.astype(jnp.float32)), old)
+    return out
+
+
+def shuffled(case):
+    """The same slots with their pages elsewhere, and other neighbors of slot 0."""
+    order = case.rng.permutation(case.entry[0].shape[2])
+    case.entry = [x[:, :, np.argsort(order)] for x in case.entry]
+    case.table = order[case.table].astype(np.int32)
+    case.q, case.k, case.v = (x.at[1:].multiply(-1) for x in (case.q, case.k, case.v))
+    case.position[1:] = case.rng.integers(0, S * W, case.B - 1)
+    return case
+
+
+@pytest.mark.parametrize(("H", "K", "softcap"), [(1, 1, 0.0), (4, 2, 0.0), (8, 1, 5.0), (16, 1, 0.0)])
+def test_gathered_pages(H, K, softcap):
+    for seed in range(5):
+        case = Case(seed, H, K, 16, jnp.float32, seed % LAYERS)
+        before = check(case, 2e-6, softcap=softcap, scale=0.3)  # float32, sums of up to 32 keys
+        np.testing.assert_array_equal(check(shuffled(case), 2e-6, softcap=softcap, scale=0.3)[0], before[0])
+
+
+@pytest.mark.parametrize(("H", "K", "softcap"), [(2, 2, 0.0), (4, 2, 5.0), (16, 2, 0.0)])
+def test_kernel_of_a_tpu(H, K, softcap, monkeypatch):
+    """Queries per key head of 1, 2, and 8, which the kernel lays out in two ways. A slot without a sequence is in between."""
+    monkeypatch.setattr(mesh_lib, "platform", lambda: "tpu")
+    monkeypatch.setattr(paged_cache, "KERNEL_PAGES", 2)
+    with pltpu.force_tpu_interpret_mode():
+        case = Case(H, H, K, 128, jnp.bfloat16, 1)
+        case.active[1] = False
+        before = check(case, 0.02, softcap=softcap)  # outputs of up to 3 in bfloat16, whose steps there are 2^-7
+        np.testing.assert_array_equal(check(shuffled(case), 0.02, softcap=softcap)[0], before[0])
+
+
+MODEL = tiny.model()
+CONFIG = engine_lib.EngineConfig(
+    num_slots=3, max_model_len=64, prefill_batch=2, steps_per_call=4, prefill_chunk=32, num_pages=24
+)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_sequence_goes_on_bit_for_bit_in_another_slot_and_other_pages(tensor):
+    """Its keys are those of the weights that computed them, also if others are in use when it comes back."""
+    mesh = mesh_lib.create({"tensor": tensor}, jax.devices()[:tensor])
+    placed = weights.Store(MODEL, mesh).shardings
+    old, new = (jax.device_put(tiny.params(MODEL, seed), placed) for seed in (1, 2))
+    engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml(), old, mesh)
+    prompt = np.arange(1, 20, dtype=np.int32)
+    request = request_lib.GenerateRequest(tuple(prompt.tolist()), max_tokens=40, temperature=0.7, seed=5, proofs=True)
+    arrays = decode_state.request_arrays([request], 1)
+    padded = np.zeros((2, 32), np.int32)
+    padded[0, : len(prompt)] = prompt
+    prefix = engine.prefill_batch(old, padded, np.array([len(prompt), 1], np.int32))
+
+    def run(moves):
+        state, slot, pages = engine.init_decode_state(), 0, [*range(8)]
+        state = engine.insert_pages(prefix, state, [(0, number, pages[number]) for number in range(3)])
+        state = engine.insert_batch(prefix, np.array([0], np.int32), state, np.array([slot], np.int32), arrays)
+        read = []
+        for call in range(6):
+            if moves and call in (1, 3):
+                swapped = engine.swap_out(state, slot, pages[: 3 + call])
+                state = engine.init_decode_state()  # of which nothing remains
+                slot, pages = (slot + 2) % 3, [(page * 5 + 7) % 24 for page in pages]
+                state = engine.swap_in(state, slot, pages[: 3 + call], swapped)
+            table = np.zeros((3, 8), np.int32)
+            table[slot] = pages
+            state, result = engine.generate(old if call < 2 else new, state, None, table)
+            read.append([np.asarray(x)[slot] for x in (result.data, result.proof_indices, result.proof_bits)])
+        return read
+
+    for stayed, moved in zip(run(False), run(True), strict=True):
+        for a, b in zip(stayed, moved, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "mesh", "message"),
+    [
+        ({"sinks": True}, {}, "attention sinks"),
+        ({"window": 8, "layer_pattern": "SF"}, {}, "sliding layers"),
+        ({}, {"data": 2, "tensor": -1}, "2 batch shards"),
+        ({}, {"tensor": 8}, "2 key heads over tensor=8"),
+    ],
+)
+def test_what_pages_do_not_support(change, mesh, message):
+    model, mesh = tiny.model(**change), mesh_lib.create(mesh, None if mesh else jax.devices()[:1])
+    config = dataclasses.replace(CONFIG, num_slots=4)
+    with pytest.raises(ValueError, match=message + ".*set it to 0"):
+        engine_lib.Engine(model, config, tokenizer_lib.byte_chatml(), None, mesh)
+
+
+def test_fewer_pages_than_one_sequence_needs():
+    with pytest.raises(ValueError, match="num_pages = 7 of 8 positions do not hold one sequence.*at least 8"):
+        dataclasses.replace(CONFIG, num_pages=7)

@@ -1,0 +1,154 @@
+"""Random schedules in a cache with few pages: a sample's tokens, log-probabilities, and proofs are those of the same sample alone."""
+
+import dataclasses
+import functools
+import random
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from inference.engine import engine as engine_lib
+from inference.scheduler import scheduler as scheduler_lib
+from models.text import tokenizer as tokenizer_lib
+from tests.support import tiny
+
+MODEL = tiny.model(scan_layers=True)
+CONFIG = engine_lib.EngineConfig(
+    num_slots=4, max_model_len=64, prefill_batch=2, steps_per_call=4, prefill_chunk=16, num_pages=9
+)
+TEXT = b"the quick brown fox jumps over the lazy dog"
+Ask = functools.partial(scheduler_lib.GenerateRequest, proofs=True)
+ASKS = [
+    Ask(tuple(TEXT[:length]), seed=seed, max_tokens=most, temperature=temperature, num_samples=num)
+    for seed, (length, most, temperature, num) in enumerate(
+        # Prompts of one page or several, on a border and next to it, in one chunk or several, alone or in groups.
+        [
+            (1, 63, 1, 1),
+            (3, 20, 1, 3),
+            (8, 9, 1, 2),
+            (9, 30, 0.7, 2),
+            (16, 40, 1, 3),
+            (17, 12, 1, 2),
+            (33, 31, 1, 2),
+            (41, 5, 0, 1),
+        ]
+    )
+]
+WAIT_S = 120
+pytestmark = pytest.mark.usefixtures("pages_of_8")
+
+
+@functools.cache
+def params(version=0):
+    return jax.device_put(tiny.params(MODEL, 100 + version))
+
+
+@functools.cache
+def engine(num_pages=CONFIG.num_pages):
+    config = dataclasses.replace(CONFIG, num_pages=num_pages)
+    return engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml(), params())
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def start(num_pages=CONFIG.num_pages):
+        started.append(scheduler_lib.Scheduler(engine(num_pages), params(), 0))
+        return started[-1]
+
+    yield start
+    for scheduler in started:
+        scheduler.close()
+
+
+def results(completions):
+    return [(c.tokens, c.logprobs, c.proofs, c.versions, c.finish_reason) for c in completions]
+
+
+@functools.cache
+def alone(num):
+    """The samples of a request, each with an engine for itself and as many pages as the slots could fill."""
+    found = []
+    for index in range(ASKS[num].num_samples):
+        scheduler = scheduler_lib.Scheduler(engine(32), params(), 0)
+        ask = dataclasses.replace(ASKS[num], num_samples=1, seed=ASKS[num].seed + index)
+        found += results(scheduler.submit(ask).result(WAIT_S))
+        scheduler.close()
+    return found
+
+
+def run(scheduler, seed):
+    """One schedule: requests that come while others run, and some that are cancelled; then no page is in use."""
+    rng, futures = random.Random(seed), []
+    for _ in range(rng.randint(3, 7)):
+        num = rng.randrange(len(ASKS))
+        futures.append((num, scheduler.submit(ASKS[num])))
+        if rng.random() < 0.4:
+            time.sleep(rng.random() * 0.01)
+        if rng.random() < 0.2:
+            rng.choice(futures)[1].cancel()
+    for num, future in futures:
+        if not future.cancelled():
+            assert results(future.result(WAIT_S)) == alone(num), (seed, num)
+    for _ in range(2):  # after a turn of the thread, which drops the cancelled ones
+        scheduler.pause().result(WAIT_S)
+    assert not scheduler.paging and scheduler.paging.pages.usage() == 0 and not scheduler.slots.running
+    scheduler.resume().result(WAIT_S)
+
+
+def test_random_schedules(start):
+    scheduler = start()
+    for seed in range(20):
+        run(scheduler, seed)
+    assert scheduler.stats["num_preemptions"] > 20
+
+
+@pytest.mark.slow
+def test_a_thousand_random_schedules(start):
+    scheduler = start()
+    for seed in range(100, 1100):
+        run(scheduler, seed)
+    assert scheduler.stats["num_preemptions"] > 1000
+
+
+def test_results_are_those_of_whole_slots(start):
+    """Attention of the same shape, of whole slots: other programs, so to rounding."""
+    dense, paged = start(0), start()
+    for ask in ASKS:
+        wanted, found = (scheduler.submit(ask).result(WAIT_S) for scheduler in (dense, paged))
+        for a, b in zip(wanted, found, strict=True):
+            assert a.tokens == b.tokens
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)  # float32, sums of up to 272 terms
+
+
+def test_samples_share_the_full_pages_of_their_prompt(start, monkeypatch):
+    """The second and third sample of a prompt with 17 tokens copy one page of three."""
+    wanted, copied = alone(5), []
+    insert = engine_lib.Engine.insert_pages
+    monkeypatch.setattr(engine_lib.Engine, "insert_pages", lambda *args: copied.append(args[-1]) or insert(*args))
+    scheduler = start(32)
+    found = scheduler.submit(dataclasses.replace(ASKS[5], num_samples=3)).result(WAIT_S)
+    assert results(found)[:2] == wanted
+    assert sorted(number for copies in copied for _, number, _ in copies) == [0, 1, 2, 2, 2]
+
+
+def test_preempted_sequences_end_with_their_request(start):
+    """Also by a failure, a cancellation, and weights of another epoch."""
+    scheduler = start()
+    futures = [scheduler.submit(dataclasses.replace(ASKS[0], seed=seed)) for seed in range(4)]
+    deadline = time.monotonic() + WAIT_S
+    while not scheduler.paging and time.monotonic() < deadline:
+        time.sleep(0.001)
+    scheduler.pause().result(WAIT_S)
+    groups = scheduler.paging.groups
+    assert groups and not {*groups} & {*scheduler.slots.groups}
+    groups[0].future.cancel()
+    scheduler.update(params(1), 0, epoch=1).result(WAIT_S)
+    for future in futures:
+        assert future.cancelled() or isinstance(future.exception(WAIT_S), scheduler_lib.VersionGone)
+    scheduler.resume().result(WAIT_S)
+    scheduler.pause().result(WAIT_S)
+    assert not scheduler.paging and scheduler.paging.pages.usage() == 0
