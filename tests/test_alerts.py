@@ -57,7 +57,7 @@ def server(**changes):
     slots = types.SimpleNamespace(groups=[None] * 8, running=[], usage=lambda: 0.5)
     state = {"num_pending": 8, "slots": slots, "version": 0, "epoch": 0, "seconds": {}, "stats": stats}
     scheduler = types.SimpleNamespace(**state, prefixes=types.SimpleNamespace(num_bytes=0))
-    config = types.SimpleNamespace(num_slots=8, max_model_len=64)
+    config = types.SimpleNamespace(num_slots=8, max_model_len=64, num_pages=0)
     parts = {"engine": types.SimpleNamespace(config=config), "update_s": role_metrics.latency("intellax:update", "x")}
     collector = status_routes._Collector(types.SimpleNamespace(scheduler=scheduler, model_name="policy", **parts))
     before = text_of(collector)
