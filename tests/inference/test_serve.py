@@ -328,7 +328,7 @@ def test_a_server_that_expects_its_model_compiles_before_the_weights_exist(tmp_p
         counts.append(compiled_steps.generate._cache_size())
     first, *later = counts
     assert [count - first for count in later] == [1, 1, 2, 2]
-    assert prefilled[1] - prefilled[0] == len(sizes.buckets)  # every length, as long as there is no version
+    assert prefilled[1] - prefilled[0] == len(sizes.buckets)  # every length, until a version exists
     with pytest.raises(ValueError, match="no model and tokenizer; give"):
         inference_server.prepare(str(tmp_path), sizes, expected={"model": METADATA["model"]})
 
