@@ -114,9 +114,10 @@ def test_an_engine_that_fails_ends_the_run_which_resumes(straight, tmp_path):
         assert process.wait(WAIT_S) == 1
         (line,) = [line for line in output.read_text().splitlines() if line.startswith("error: ")]
         assert "the inference engine of this process ended: ZeroDivisionError: the thirtieth call; the same" in line
-    assert len(tiny_run.lines(workdir)) < 40
+    done = len(tiny_run.lines(workdir))
+    assert done < 40
     with running(workdir) as (process, output):
-        reach(1, workdir, process)
+        reach(done + 1, workdir, process)
         with running(workdir) as (second, refusal):  # while the first one runs
             assert second.wait(WAIT_S) == 1 and "is in use by another run" in errors(refusal)[0]
         assert process.wait(WAIT_S) == 0, output.read_text()[-3000:]
