@@ -169,6 +169,7 @@ class Engine(engine_api.Engine):
             raise ValueError("experts cannot be recorded: the model has none; leave routed_experts out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
         self._initial_params, self._options = params, (model, config.routed_experts)
+        self._replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self._concurrently = cpu_sub_batches.ConcurrentDecoder()
         self._decode_weights = self._run(cpu_weights.TransposedWeights, model)
 
@@ -227,14 +228,14 @@ class Engine(engine_api.Engine):
             part = self._run(compiled_steps.insert_pages, prefix.cache, rows, firsts, part, pages)
         return (part,)
 
-    def swap_out(self, state: State, slot: int, pages: Sequence[int]) -> "Swapped":
+    def swap_out(self, state: State, slot: int, pages: Sequence[int]) -> Swapped:
         """Fetches a sequence: the state of its slot, and the keys and values in `pages`. Blocks. The slot stays as it is."""
         (part,) = state
         row = jax.device_get(self._run(compiled_steps.read_row, part, np.int32(slot)))
         copies = [jax.device_get(self._run(compiled_steps.read_pages, part, at)) for (at,) in self._in_parts(pages)]
         return Swapped(row, copies)
 
-    def swap_in(self, state: State, slot: int, pages: Sequence[int], swapped: "Swapped") -> State:
+    def swap_in(self, state: State, slot: int, pages: Sequence[int], swapped: Swapped) -> State:
         """Puts a sequence that `swap_out` fetched into a slot and as many other pages, where it goes on bit for bit."""
         (part,) = state
         for (at,), copies in zip(self._in_parts(pages), swapped.pages, strict=True):
@@ -358,9 +359,7 @@ class Engine(engine_api.Engine):
 
     def _on_mesh(self, arrays):
         """Returns arrays that a program made without weights placed as those of programs with weights, or each would be compiled for both."""
-        if self.mesh.size > 1:
-            return arrays
-        return jax.device_put(arrays, jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
+        return arrays if self.mesh.size > 1 else jax.device_put(arrays, self._replicated)
 
     def _in_parts(self, values: Sequence) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields numbers, or columns of tuples of numbers whose last is a page, in equal parts; pages of the rest are out of range."""
@@ -380,7 +379,7 @@ class Engine(engine_api.Engine):
         """Returns arrays that this process can fetch whole: replicated, if the mesh spans several processes."""
         if not self.mesh.is_multi_process or not jax.tree.leaves(tree):
             return tree
-        return jax.device_put(tree, jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec()))
+        return jax.device_put(tree, self._replicated)
 
 
 def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:

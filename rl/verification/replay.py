@@ -241,9 +241,8 @@ def _pack(
 ) -> tuple[dict[str, np.ndarray], np.ndarray, list[np.ndarray]]:
     """Packs rollouts. Returns (blocks of arrays [M, B, T], the block of each rollout, the flat columns of each rollout's tokens)."""
     longest = max(len(r.tokens) for r in rollouts)
-    step = max(
-        1 << max(longest.bit_length() - 3, 0), MIN_ROW_STEP
-    )  # four lengths to an octave: few programs, little padding
+    # Four lengths to an octave: few programs, little padding.
+    step = max(1 << max(longest.bit_length() - 3, 0), MIN_ROW_STEP)
     unit, groups = -(-longest // step) * step, _by_prompt(rollouts)
     layouts = [(T, _rows(rollouts, groups, T)) for T in (int(unit * factor) for factor in ROW_LENGTHS)]
     # Work in tokens: one each, and as much again for every 3 D keys that it reads.
