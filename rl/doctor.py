@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import httpx
-import rich.console
-import rich.table
 from absl import flags
 
 from models import flops, hub
@@ -80,10 +78,9 @@ def check(config, workdir: str) -> Iterator[Result]:
 
 
 def _python() -> Result:
-    version, (least, end) = sys.version_info[:2], PYTHONS
-    is_known = least <= version < end
-    remedy = "" if is_known else f"use Python {least[0]}.{least[1]} to {end[0]}.{end[1] - 1}"
-    return Result("python", OK if is_known else FAILED, sys.version.split()[0], remedy)
+    least, end = PYTHONS
+    remedy = f"use Python {least[0]}.{least[1]} to {end[0]}.{end[1] - 1}"
+    return _result("python", least <= sys.version_info[:2] < end, sys.version.split()[0], remedy)
 
 
 def _packages() -> Result:
@@ -105,32 +102,23 @@ def _packages() -> Result:
             problems.append(f"{wanted.name} {version} is not {wanted.specifier}")
         if wanted.name in ("jax", "flax", "orbax-checkpoint"):
             shown.append(f"{wanted.name} {version}")
-    remedy = "pip install -r requirements.txt" if problems else ""
-    return Result("packages", FAILED if problems else OK, "; ".join(problems) or ", ".join(shown), remedy)
+    return _result("packages", not problems, "; ".join(problems or shown), "pip install -r requirements.txt")
 
 
 def _machine() -> Iterator[Result]:
-    memory = sizes.host_bytes()
-    is_enough, cores = memory >= MIN_MEMORY_BYTES, len(os.sched_getaffinity(0)) if _is_linux() else os.cpu_count()
-    remedy = "" if is_enough else "a run of the quickstart needs 4 GiB"
-    yield Result("machine", OK if is_enough else WARNING, f"{cores} cores, {memory / 2**30:.1f} GiB", remedy)
+    memory, cores = sizes.host_bytes(), len(os.sched_getaffinity(0)) if _is_linux() else os.cpu_count()
+    found, remedy = f"{cores} cores, {memory / 2**30:.1f} GiB", "a run of the quickstart needs 4 GiB"
+    yield _result("machine", memory >= MIN_MEMORY_BYTES, found, remedy, WARNING)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = soft >= MIN_FILES or soft == resource.RLIM_INFINITY
-    remedy = "" if is_enough else f"ulimit -n {MIN_FILES}, for orchestrators and relays with many clients"
-    yield Result("open files", OK if is_enough else WARNING, f"{soft} (at most {hard})", remedy)
-    if _is_linux():
-        synced = (
-            subprocess.run(["timedatectl", "show", "-P", "NTPSynchronized"], capture_output=True, text=True)
-            if shutil.which("timedatectl")
-            else None
-        )
-        answer = synced.stdout.strip() if synced and synced.returncode == 0 else ""
-        remedy = "start a time service: requests are signed with the time" if answer == "no" else ""
-        yield Result(
-            "clock",
-            WARNING if answer == "no" else OK,
-            {"yes": "synchronized", "no": "not synchronized"}.get(answer, "unknown"),
-            remedy,
+    remedy = f"ulimit -n {MIN_FILES}, for orchestrators and relays with many clients"
+    yield _result("open files", is_enough, f"{soft} (at most {hard})", remedy, WARNING)
+    if shutil.which("timedatectl"):
+        command = ["timedatectl", "show", "-P", "NTPSynchronized"]
+        answer = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        found = {"yes": "synchronized", "no": "not synchronized"}.get(answer, "unknown")
+        yield _result(
+            "clock", answer != "no", found, "start a time service: requests are signed with the time", WARNING
         )
 
 
@@ -142,15 +130,10 @@ def _devices(config) -> Result:
         )
     except subprocess.TimeoutExpired:
         return Result("devices", FAILED, f"JAX found none in {PROBE_S:.0f} s", "end other processes that use them")
-    lines = result.stdout.splitlines()
-    if result.returncode or not lines:
-        return Result(
-            "devices",
-            FAILED,
-            (result.stderr.strip() or "no answer").splitlines()[-1],
-            "see docs/performance.md for versions that work",
-        )
-    platform, kind, count = json.loads(lines[-1])
+    if result.returncode:
+        found = (result.stderr.strip() or "no answer").splitlines()[-1]
+        return Result("devices", FAILED, found, "see docs/performance.md for versions that work")
+    platform, kind, count = json.loads(result.stdout.splitlines()[-1])
     if platform != "cpu" and config.topology.mode == "local":
         found = f"{count} x {kind}, and topology.mode = 'local' starts a second process on them"
         return Result("devices", FAILED, found, "set topology.mode = 'colocated'")
@@ -158,17 +141,13 @@ def _devices(config) -> Result:
 
 
 def _ports(topology) -> Iterator[Result]:
-    metrics_host, _, metrics_port = topology.metrics.rpartition(":")
-    wanted = [("topology.port", topology.host, topology.port)]
+    wanted = [] if topology.orchestrator else [("topology.port", topology.host, topology.port)]
     if topology.mode == "remote":
         wanted.append(("topology.relay_port", topology.relay_host, topology.relay_port))
     if topology.metrics:
-        wanted.append(
-            ("topology.metrics", metrics_host or "127.0.0.1", int(metrics_port) if metrics_port.isdecimal() else -1)
-        )
+        host, _, port = topology.metrics.rpartition(":")
+        wanted.append(("topology.metrics", host or "127.0.0.1", int(port) if port.isdecimal() else -1))
     for name, host, port in wanted:
-        if topology.orchestrator and name == "topology.port":
-            continue  # another process has it
         yield _attempt(name, lambda host=host, port=port: _listen(host, port))
 
 
@@ -197,22 +176,17 @@ def _workdir(workdir: str, exp: experiment.Experiment | None) -> Iterator[Result
     held = 4 * flops.ModelFlops.of(exp.model).held
     needed = held * (3 * (exp.config.checkpoint.keep + 2) + exp.num_kept_versions)
     free = shutil.disk_usage(parent).free
-    remedy = "" if free > needed else "free space, give another --workdir, or lower checkpoint.keep"
-    yield Result(
-        "disk",
-        OK if free > needed else FAILED,
-        f"{free / 2**30:.1f} GiB free, about {needed / 2**30:.1f} needed",
-        remedy,
-    )
+    found = f"{free / 2**30:.1f} GiB free, about {needed / 2**30:.1f} needed"
+    yield _result("disk", free > needed, found, "free space, give another --workdir, or lower checkpoint.keep")
 
 
 def _sandbox(mode: str) -> Result:
     missing = sandbox.missing()
     if not missing:
         return Result("sandbox", OK, "Landlock and seccomp")
-    status = {"require": FAILED, "off": OK}.get(mode, WARNING)
-    remedy = "use Linux 5.13 or newer on x86_64 or aarch64, or trust only your own workers" if status != OK else ""
-    return Result("sandbox", status, f"without {', '.join(missing)} (trust.sandbox = {mode!r})", remedy)
+    found = f"without {', '.join(missing)} (trust.sandbox = {mode!r})"
+    remedy = "use Linux 5.13 or newer on x86_64 or aarch64, or trust only your own workers"
+    return _result("sandbox", mode == "off", found, remedy, FAILED if mode == "require" else WARNING)
 
 
 def _hub(name: str) -> str:
@@ -256,10 +230,12 @@ def _node(url: str) -> Iterator[Result]:
     yield Result(url, OK, f"answers with status {reply.status_code}")
     if date := reply.headers.get("date"):
         skew_s = email.utils.parsedate_to_datetime(date).timestamp() - time.time()
-        status = OK if abs(skew_s) <= MAX_SKEW_S else FAILED
-        yield Result(
-            f"clock of {url}", status, f"{skew_s:+.0f} s", "" if status == OK else "start a time service on both"
-        )
+        remedy = "start a time service on both"
+        yield _result(f"clock of {url}", abs(skew_s) <= MAX_SKEW_S, f"{skew_s:+.0f} s", remedy)
+
+
+def _result(name: str, is_good: bool, found: str, remedy: str, otherwise: str = FAILED) -> Result:
+    return Result(name, OK, found) if is_good else Result(name, otherwise, found, remedy)
 
 
 def _attempt(name: str, action: Callable[[], str]) -> Result:
@@ -280,18 +256,14 @@ def _is_linux() -> bool:
 
 def main() -> None:
     """Runs the command; exits with code 1 if a check failed."""
-    results = [*check(flags.FLAGS.config, flags.FLAGS.workdir or "")]
-    table, console = rich.table.Table(box=None), rich.console.Console(highlight=False, markup=False, emoji=False)
-    for column in ("", "check", "found", "remedy"):
-        table.add_column(column, overflow="fold")
-    for one in results:
-        table.add_row(one.status, one.check, *(re.sub(r"[^ -~]", "?", text) for text in (one.found, one.remedy)))
-    console.print(table)
+    results = []
+    for one in check(flags.FLAGS.config, flags.FLAGS.workdir or ""):
+        results.append(one)
+        lines = [f"{one.status:8}{one.check:18}{one.found}", *[f"{'':26}{one.remedy}"] * bool(one.remedy)]
+        print("\n".join(re.sub(r"[^ -~]", "?", line) for line in lines), flush=True)  # a check may take a minute
     if failed := sum(one.status == FAILED for one in results):
-        print(
-            f"error: {failed} of {len(results)} checks failed; a run with this config would not work here",
-            file=sys.stderr,
-        )
+        found = f"{failed} of {len(results)} checks failed; a run with this config would not work here"
+        print(f"error: {found}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -18,13 +18,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = cli.Parser(prog="python -m rl.logs", description=__doc__)
     add = parser.add_argument
     add("workdir", metavar="WORKDIR", help="the run's working directory, also in a bucket")
-    add(
-        "--role",
-        nargs="*",
-        default=(),
-        metavar="NAME",
-        help="of these processes: worker is all workers, worker0 is one",
-    )
+    helps = "of these processes, with commas: worker is all workers, worker0 is one"
+    add("--role", type=lambda names: names.split(","), default=(), metavar="NAMES", help=helps)
     add("--level", choices=run_logs.LEVELS, default="INFO", help="at least this level (default: INFO)")
     add("--attempt", type=int, help="of this start of the run (default: the newest)")
     add("--follow", action="store_true", help="go on as the logs grow, and with the next attempt")
@@ -51,17 +46,24 @@ def lines(
     """Yields the lines of an attempt by time, without end if `is_following`. None: of the newest attempt."""
     ends: dict[pathlib.Path, int] = {}
     while True:
-        found = []
-        for folder in run_logs.attempts(workdir)[-1:] if attempt is None else run_logs.attempts(workdir):
-            if attempt in (None, folder.attempt):
-                for file in sorted(folder.path.glob("*.log")):
-                    if not roles or any(file.stem == role or file.stem.rstrip("0123456789") == role for role in roles):
-                        found += _new_lines(file, ends)
+        files = _files(workdir, roles, attempt)
+        if roles and not (files or is_following):
+            known = ", ".join(file.stem for file in _files(workdir, (), attempt)) or "no process"
+            raise ValueError(f"--role={','.join(roles)} has no logs here; these have some: {known}")
+        found = [line for file in files for line in _new_lines(file, ends)]
         parsed = [(one, _printable(line)) for line in found if (one := run_logs.LINE.fullmatch(line))]
         yield from (line for one, line in sorted(parsed, key=lambda pair: pair[0]["time"]) if one["level"] in levels)
         if not is_following:
             return
         time.sleep(PERIOD_S)
+
+
+def _files(workdir: pathlib.Path, roles: Sequence[str], attempt: int | None) -> list[pathlib.Path]:
+    """Returns the logs of these processes, of all for (), in an attempt, for None in the newest."""
+    found = run_logs.attempts(workdir)
+    folders = found[-1:] if attempt is None else [folder for folder in found if folder.attempt == attempt]
+    files = [file for folder in folders for file in sorted(folder.path.glob("*.log"))]
+    return [file for file in files if not roles or {file.stem, file.stem.rstrip("0123456789")} & {*roles}]
 
 
 def _new_lines(file: pathlib.Path, ends: dict[pathlib.Path, int]) -> list[str]:

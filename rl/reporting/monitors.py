@@ -33,12 +33,10 @@ class Monitor(Protocol):
         ...
 
     def truncate(self, phase: str, after_step: int) -> None:
-        """Takes note that a resume repeats the steps of `phase` after `after_step`."""
-        ...
+        """Takes note that a resume repeats the steps of `phase` after `after_step`; most programs keep the repeated steps."""
 
     def close(self) -> None:
         """Writes all that is left, and ends."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +63,7 @@ def begin(names: Iterable[str], run: Run) -> dict[str, Monitor]:
     return {name: MONITORS[name](run) for name in names}
 
 
-class Monitors:
+class Monitors(Monitor):
     """Several monitors as one. The first error of one is printed, and ends that one alone: a run needs none of them."""
 
     def __init__(self, members: Mapping[str, Monitor]):
@@ -96,7 +94,7 @@ class Monitors:
                 print(f"notice: monitor {name!r} failed and gets no more metrics: {error}", file=sys.stderr, flush=True)
 
 
-class TensorBoard:
+class TensorBoard(Monitor):
     """A TensorBoard run per phase, without the thread of `SummaryWriter`, which prints its own errors."""
 
     def __init__(self, run: Run):
@@ -134,7 +132,7 @@ class TensorBoard:
         return writer
 
 
-class Prometheus:
+class Prometheus(Monitor):
     """The learner's metrics for a scrape: the newest value of each, and histograms of the parts of a train step."""
 
     PARTS = ("step", "wait", "train_step", "publish", "checkpoint", "eval")
@@ -153,18 +151,12 @@ class Prometheus:
                 if (seconds := values.get(f"time/{part}_s")) is not None:
                     self.metrics.seconds[part].observe(seconds)
 
-    def truncate(self, phase: str, after_step: int) -> None:
-        """Does nothing: only the newest values are kept."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
     def _values(self) -> role_metrics.Values:
         newest = {name: value for values in self._last.values() for name, value in values.items()}
         return {"step": self.step, "metric": newest | dict(self._last.get("rl", {}))}
 
 
-class Wandb:
+class Wandb(Monitor):
     """A run of Weights & Biases, offline by default. `wandb sync WORKDIR/wandb/offline-run-*` uploads it."""
 
     def __init__(self, run: Run):
@@ -183,15 +175,12 @@ class Wandb:
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
         self._run.log({f"{phase}/{name}": value for name, value in values.items()} | {f"{phase}/step": step})
 
-    def truncate(self, phase: str, after_step: int) -> None:
-        """Does nothing: W&B keeps repeated steps."""
-
     def close(self) -> None:
         """Ends the run of W&B."""
         self._run.finish()
 
 
-class Trackio:
+class Trackio(Monitor):
     """A run of trackio, in WORKDIR/trackio unless TRACKIO_DIR or TRACKIO_SPACE_ID are set. `trackio show` shows it."""
 
     def __init__(self, run: Run):
@@ -205,15 +194,12 @@ class Trackio:
         """Logs the metrics of a step under their phase."""
         self._run.log({f"{phase}/{name}": value for name, value in values.items()}, step=step)
 
-    def truncate(self, phase: str, after_step: int) -> None:
-        """Does nothing: trackio keeps repeated steps."""
-
     def close(self) -> None:
         """Ends the run of trackio."""
         self._run.finish()
 
 
-class Mlflow:
+class Mlflow(Monitor):
     """A run of MLflow, in WORKDIR/mlflow.db unless MLFLOW_TRACKING_URI is set."""
 
     def __init__(self, run: Run):
@@ -234,9 +220,6 @@ class Mlflow:
         """Logs the metrics of a step under their phase."""
         now_ms = int(1000 * time.time())
         self._client.log_batch(self._id, [self._metric(f"{phase}/{n}", v, now_ms, step) for n, v in values.items()])
-
-    def truncate(self, phase: str, after_step: int) -> None:
-        """Does nothing: MLflow keeps repeated steps."""
 
     def close(self) -> None:
         """Ends the run of MLflow."""

@@ -42,7 +42,9 @@ def test_lines_of_all_processes_are_in_the_order_of_time_with_level_run_and_atte
     whole += ["server serving again"]
     assert shown(capsys, tmp_path) == whole
     assert shown(capsys, tmp_path, "--role", "worker") == whole[2:4]
-    assert shown(capsys, tmp_path, "--role", "worker0", "server") == [*whole[:3], whole[4]]
+    assert shown(capsys, tmp_path, "--role=worker0,server") == [*whole[:3], whole[4]]
+    assert shown(capsys, "--role", "worker0", tmp_path) == whole[2:3]  # the option first
+    assert logs.main([str(tmp_path), "--role=wroker"]) == 1 and "server, worker0, worker10" in capsys.readouterr().err
     assert shown(capsys, tmp_path, "--level=WARNING") == [whole[1], whole[3]]
     assert shown(capsys, tmp_path, "--attempt=1") == ["server old"]
     logs.main([str(tmp_path), "--level=ERROR"])
