@@ -10,6 +10,7 @@
 Text of models and strangers is hostile; it is escaped as in the report.
 """
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -17,7 +18,6 @@ import ipaddress
 import itertools
 import pathlib
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -29,13 +29,14 @@ from fastapi import responses
 
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
+from inference.server import guard
 from rl import report
 from rl.batch import credit as credit_lib
 from rl.ledger import run_history
 from rl.verification import checks
 from sharding.system import secret_file, sockets
 
-CACHE_S, MAX_GROUPS = 2.0, 16
+CACHE_S, MAX_GROUPS, MAX_WAITING = 2.0, 16, 64
 MAX_SHARE = (
     0.05  # of the time, for rendering: it takes the learner's Python lock, for 1.4 s with 74 metrics of 10,000 steps
 )
@@ -65,19 +66,32 @@ def add(
 ) -> str:
     """Adds both routes to an app that listens at `host`; returns the path of the first, with the token that it needs."""
     token = "" if sockets.is_loopback(host) else secret_file.read_or_create(workdir / "page.token")
-    lock, cached = threading.Lock(), ["", 0.0]
+    lock, cached, waiting = asyncio.Lock(), ["", 0.0], set()
 
-    def reply(request: fastapi.Request, render: Callable[[], str]) -> responses.HTMLResponse:
-        is_local = not token and _is_of_this_machine(request.url.hostname or "")
+    async def reply(request: fastapi.Request, render: Callable[[], str], old: str = "") -> responses.HTMLResponse:
+        """Returns the page; `old` if another is being drawn. Requests wait here, and not in threads, of which /health needs one."""
+        is_local = not token and _is_of_this_machine(guard.host_name(request.headers.get("host", "")))
         known = token or (secret_file.read_or_create(workdir / "page.token") if not is_local else "")
         if not is_local and not hmac.compare_digest(request.query_params.get("token", "").encode(), known.encode()):
             text = "add ?token= to the address, with the text of WORKDIR/page.token"
             return responses.HTMLResponse(text, 403, HEADERS | {"content-security-policy": "default-src 'none'"})
-        with lock:  # one page at a time: a large one takes a second
-            return responses.HTMLResponse(render(), headers=HEADERS | {"content-security-policy": POLICY})
+        status, headers = 200, HEADERS | {"content-security-policy": POLICY}
+        if lock.locked() and old:
+            return responses.HTMLResponse(old, headers=headers)
+        if len(waiting) >= MAX_WAITING:
+            return responses.HTMLResponse("too many pages are waiting; try again", 503, headers | {"retry-after": "5"})
+        waiting.add(request)
+        try:
+            async with lock:  # one page at a time: a large one takes a second
+                text = await asyncio.to_thread(render)
+        except (ValueError, OSError, sqlite3.Error) as error:  # of a malformed file, or one that was deleted meanwhile
+            status, text = 500, report.text(str(error))
+        finally:
+            waiting.discard(request)
+        return responses.HTMLResponse(text, status, headers)
 
     @app.get("/run")
-    def run(request: fastapi.Request):
+    async def run(request: fastapi.Request):
         def render() -> str:
             if (begun_s := time.monotonic()) >= cached[1]:
                 cached[0] = report.render(workdir, nodes=nodes(), script=SCRIPT, policy=POLICY)
@@ -85,12 +99,12 @@ def add(
                 cached[1] = now_s + max(CACHE_S, (now_s - begun_s) / MAX_SHARE)
             return cached[0]
 
-        return reply(request, render)
+        return await reply(request, render, cached[0])
 
     @app.get("/rollouts")
-    def rollouts(request: fastapi.Request, step: int = -1, first: int = 0, color: Color = "logprob"):
+    async def rollouts(request: fastapi.Request, step: int = -1, first: int = 0, color: Color = "logprob"):
         given = request.query_params.get("token", "")
-        return reply(request, lambda: rollouts_page(workdir, step, first, decode, credit, color, given))
+        return await reply(request, lambda: rollouts_page(workdir, step, first, decode, credit, color, given))
 
     return f"/run{f'?token={token}' if token else ''}"
 
@@ -113,7 +127,7 @@ def rollouts_page(
     token: str = "",
 ) -> str:
     """Returns the page of the rollouts of a batch, MAX_GROUPS groups from number `first` on; of the newest batch if there is no such step."""
-    folders = {int(path.name[5:]): path for path in (workdir / "rollouts").glob("step_*[0-9]")}
+    folders = {int(path.name[5:]): path for path in (workdir / "rollouts").glob("step_*") if path.name[5:].isdecimal()}
     step = step if step in folders else max(folders, default=0)
     found = [one for file in sorted(folders[step].glob("*.parquet")) for one in parquet.read(file)] if folders else []
     found.sort(key=lambda one: (one.task.group, one.sample, one.branch))

@@ -70,9 +70,17 @@ class Guard:
         return None
 
     def _is_known(self, host: str) -> bool:
-        found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d+)?", host)
-        name = found[1].strip("[]").lower() if found else ""
+        name = host_name(host)
         try:
             return name in (self._hosts or ()) or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
+
+
+def host_name(host: str) -> str:
+    """Returns the name or address in a Host header, in small letters; "" for a malformed one.
+
+    Starlette's `request.url` has our own address for a header that it does not know, such as a name with an underscore.
+    """
+    found = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d+)?", host)
+    return found[1].strip("[]").lower() if found else ""

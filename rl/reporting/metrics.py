@@ -123,7 +123,7 @@ def read(path: str | os.PathLike, phase: str = "") -> list[dict]:
             record = json.loads(text)
             floats = {name: float(value) for name, value in record.items() if "/" in name}
             records.append({"phase": record["phase"], "step": int(record["step"])} | floats)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: {text[:60]!r} is not a line of metrics; delete it") from error
     return [record for record in records if phase in ("", record["phase"])]
 
