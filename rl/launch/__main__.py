@@ -66,6 +66,12 @@ def _check(counts: dict[str, int]) -> None:
         raise ValueError(f"--machines has {len(values.machines)} names for --hosts={values.hosts}; name more of them")
     if values.submit and target not in SUBMIT:
         raise ValueError(f"--submit is for the targets {' and '.join(SUBMIT)}, not {target}; leave it out")
+    for name, texts in (("workdir", [values.workdir]), ("sbatch", values.sbatch)):
+        if broken := [text for text in texts if not text.isprintable()]:
+            raise ValueError(f"--{name}={broken[0]!r} has control characters; leave them out")
+    for name, texts in (("accelerator", [values.accelerator]), ("node_selector", values.node_selector)):
+        if broken := [text for text in texts if text and not all(text.partition("=")[::2])]:
+            raise ValueError(f"--{name}={broken[0]} has no name or no value; write NAME=VALUE")
     if values.elastic and not (target == "gke" and counts["server"]):
         raise ValueError("--elastic is for --target=gke with --servers and --workers; add these, or leave it out")
     if target == "gke" and not (values.image and values.claim):
@@ -88,6 +94,10 @@ def _by_ssh(plan: cluster.Plan, machines: list[str]) -> None:
         note(f"starting {len(nodes.nodes)} processes; python -m rl.logs {plan.workdir} --follow")
         while not nodes.is_over and not ended:
             nodes.tick(time.monotonic(), is_patient=True)
+            for node in (nodes.nodes[name] for name in plan.learners):
+                if supervisor.is_too_often(node.died_s):
+                    found = f"{node.problem}. It died {supervisor.MAX_DEATHS} times within {supervisor.WINDOW_S:.0f} s"
+                    raise ValueError(f"{found}; correct that, and continue with the same command")
             time.sleep(0.2)
     if not nodes.is_over:
         sys.exit(128 + ended[0])

@@ -4,7 +4,7 @@ import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jinja2
 
@@ -21,8 +21,8 @@ def slurm(plan: cluster.Plan, options: Sequence[str]) -> str:
         plan=plan,
         options=options,
         own=own,
-        learner=_in_shell(specs[0].command),
-        others=[(spec.name, _in_shell(spec.command)) for spec in specs[1:]],
+        learner=_in_shell(specs[0].command, plan.roles),
+        others=[(spec.name, _in_shell(spec.command, plan.roles)) for spec in specs[1:]],
     )
 
 
@@ -33,7 +33,8 @@ def gke(
 
     With `is_elastic`, relays, servers, and workers are Deployments next to the JobSet, each with a service of its name.
     """
-    name = re.sub(r"[^a-z0-9]+", "-", plan.workdir.name.lower()).strip("-")[:30] or "run"
+    name = re.sub(r"[^a-z0-9]+", "-", plan.workdir.name.lower())[:30].strip("-")
+    name = name if name[:1].isalpha() else f"run-{name}".strip("-")  # a service may not begin with a digit
     elastic = cluster.ELASTIC if is_elastic else ()
     pod = lambda node: f"{name}-{node}" if plan.roles[node] in elastic else f"{name}-{node}-0-0.{name}"  # noqa: E731
     resource, _, count = accelerator.partition("=")
@@ -52,14 +53,15 @@ def gke(
     )
 
 
-def _in_shell(command: Sequence[str]) -> str:
-    """Quotes the arguments of `python -m` for a shell, but for the hosts of nodes, which are its variables."""
+def _in_shell(command: Sequence[str], nodes: Iterable[str]) -> str:
+    """Quotes the arguments of `python -m` for a shell, but for the hosts of `nodes`, which are its variables."""
     quoted = ("'" + one.replace("'", "'\\''") + "'" for one in command)
-    return re.sub(r"@(\w+)@", r"""'"$\1"'""", " ".join(quoted))
+    return re.sub(f"@({'|'.join(nodes)})@", r"""'"$\1"'""", " ".join(quoted))
 
 
 def _render(template_name: str, **values: object) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    environment.filters["sbatch"] = lambda value: shlex.quote(value.replace("\\", "\\\\"))  # it reads \\ in quotes, too
     template = environment.from_string(pathlib.Path(__file__).with_name(template_name).read_text())
     return template.render(root=child_process.ROOT, python=sys.executable, **values)

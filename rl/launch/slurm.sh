@@ -1,8 +1,8 @@
 #!/bin/bash
-#SBATCH --job-name={{ plan.workdir.name }}
+#SBATCH --job-name={{ plan.workdir.name|sbatch }}
 #SBATCH --nodes={{ plan.hosts + own|length }}
 #SBATCH --ntasks-per-node=1
-#SBATCH --output={{ plan.workdir }}/launch/%j.log
+#SBATCH --output={{ plan.workdir|string|replace("%", "%%")|sbatch }}/launch/%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=TERM@120

@@ -150,6 +150,11 @@ def ended_by_signal(stack: contextlib.ExitStack) -> list[int]:
     return ended
 
 
+def is_too_often(died_s: Sequence[float]) -> bool:
+    """Returns True if the last `MAX_DEATHS` of the times `died_s` are within `WINDOW_S`: a mistake, which a start more repeats."""
+    return len(died_s) >= MAX_DEATHS and died_s[-1] - died_s[-MAX_DEATHS] <= WINDOW_S
+
+
 def _is_open(port: int) -> bool:
     with socket.socket() as sock:
         sock.settimeout(0.2)

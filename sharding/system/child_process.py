@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 
 from sharding.logs import run_logs
 
+# A machine that is silent for a minute is away: without these, ssh waits for hours for one that lost its power.
+SSH_OPTIONS = ("-oBatchMode=yes", "-oConnectTimeout=30", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout: its packages are imported from there
 
 
@@ -43,7 +45,7 @@ class ChildProcess(contextlib.AbstractContextManager):
         own = {"PYTHONUNBUFFERED": "1", run_logs.VARIABLE: str(logs.path)} | (environment or {})
         if host:  # its standard input ends with ours there, too
             there = shlex.join(["env", *(f"{name}={value}" for name, value in own.items()), *line])
-            line = ["ssh", "-oBatchMode=yes", host, f"cd {shlex.quote(str(ROOT))} && exec {there}"]
+            line = ["ssh", *SSH_OPTIONS, "--", host, f"cd {shlex.quote(str(ROOT))} && exec {there}"]
         self.process = subprocess.Popen(
             line,
             stdin=subprocess.PIPE,

@@ -1,10 +1,13 @@
 """Runs on several machines: the commands name each other's addresses, and each engine's stand-in carries a run to its end."""
 
+import dataclasses
 import functools
 import json
 import lzma
 import os
 import re
+import runpy
+import shlex
 import signal
 import socket
 import subprocess
@@ -110,6 +113,8 @@ def test_the_script_of_slurm_places_each_node_and_starts_the_dead_again(plan, pr
     with subprocess.Popen(command, env=environment, start_new_session=True) as job:
         assert job.wait(30) == 3
     assert "#SBATCH --nodes=5\n" in script and "#SBATCH --partition=gpu\n" in script
+    told = [shlex.split(line)[1:] for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert [f"--job-name={plan.workdir.name}"] in told and [f"--output={plan.workdir}/launch/%j.log"] in told
     steps = [line.split(" ", 2) for line in (tmp_path / "steps").read_text().splitlines()]
     placed = {re.findall(r"keys/(\w+)\.key", text)[0]: where for _, where, text in steps if "--key" in text}
     on_first = dict.fromkeys(("relay0", "worker0", "worker1", "worker2"), "n0")
@@ -140,6 +145,44 @@ def test_the_hosts_of_a_manifest_are_the_names_of_its_pods(plan):
     variables = [one["name"] for one in by_name["learner"]["containers"][0]["env"]]
     assert variables == ["JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"]
     assert by_name["learner"]["restartPolicy"] == "Never" and by_name["worker0"]["restartPolicy"] == "OnFailure"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("123", "run-123"), ("null", "null"), ("on", "on"), ("a" * 29 + "_b", "a" * 29), ("\u6f22", "run")],
+)
+def test_a_name_of_any_folder_is_a_name_for_kubernetes(plan, name, expected):
+    """A folder 123 was a number, and one of 30 letters ended in a hyphen."""
+    plan = dataclasses.replace(plan(), workdir=plan().workdir / name)
+    plan.workdir.mkdir(parents=True)
+    for one in manifests(plan, is_elastic=True):
+        schemas()[one["kind"]].validate(one)
+        assert one["metadata"]["labels"]["run"] == expected
+        assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", one["metadata"]["name"])
+
+
+def test_only_the_names_of_nodes_are_variables_of_the_script():
+    assert scripts._in_shell(["a@home@b", "http://@worker0@:1"], ["worker0"]) == "'a@home@b' 'http://'\"$worker0\"':1'"
+
+
+def test_a_learner_that_dies_at_once_by_ssh_ends_the_command(plan, programs, monkeypatch):
+    """It was started every 16 s for ever."""
+    monkeypatch.setenv("PATH", programs(ssh='echo "$@" >> "$FAKE_LOG"; echo no such loss; exit 1')["PATH"])
+    monkeypatch.setenv("FAKE_LOG", str(plan().workdir.parent / "calls"))
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    plan = plan(counts=dict.fromkeys(COUNTS, 0), hosts=1)
+    plan.workdir.mkdir()
+    with pytest.raises(ValueError, match="no such loss.* 5 times"):
+        runpy.run_module("rl.launch", run_name="launch")["_by_ssh"](plan, ["host"])
+    calls = (plan.workdir.parent / "calls").read_text().splitlines()
+    assert len(calls) == 5 and all("-oServerAliveInterval=15" in one and " -- host cd " in one for one in calls)
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"), [((0, 1, 2, 3), False), ((0, 1, 2, 3, 300), True), ((0, 1, 2, 3, 301), False)]
+)
+def test_five_deaths_in_five_minutes_are_too_many(times, expected):
+    assert supervisor.is_too_often(times) == expected
 
 
 def test_the_image_copies_files_that_exist():
@@ -216,6 +259,8 @@ def test_the_schemas_find_a_wrong_field(plan, kind, place, value):
         (["--target=slurm", "--elastic"], "leave it out"),
         (["--target=ssh", "--machines=a", "--submit"], "leave it out"),
         (["--target=slurm", "--workdir=gs://b/run"], "mount it"),
+        (["--target=slurm", "--sbatch=--partition=a\ntouch b"], "control characters"),
+        (["--target=gke", "--accelerator=GPU"], "NAME=VALUE"),
     ],
 )
 def test_contradictions_are_one_line(options, words, tmp_path):
@@ -257,7 +302,7 @@ def test_a_job_of_slurm_runs_a_learner_of_two_hosts(programs, tmp_path):
 
 @pytest.mark.slow
 def test_machines_by_ssh_carry_a_run(programs, tmp_path):
-    environment = programs(ssh='echo "$2" >> "$FAKE_LOG"; exec bash -c "$3"')
+    environment = programs(ssh='echo "${@: -2:1}" >> "$FAKE_LOG"; exec bash -c "${@: -1}"')
     options = ["--target=ssh", "--machines=127.0.0.1,localhost", f"--port={free_port()}", *SMALL]
     with launch(tmp_path / "w", environment, *options) as job:
         assert job.wait(900) == 0
