@@ -55,8 +55,10 @@ class GroupQueue:
         self._serial = itertools.count()
 
     def add(self, groups: Sequence[task_schedule.Group], *, behind: int | None = None) -> None:
-        """Adds open groups at the end of the queue or, with `behind`, before all groups but the open ones of that training step."""
+        """Adds open groups at the end of the queue or, with `behind`, after the open ones of that training step and of evaluations."""
         first = [] if behind is None else [key for key in self._index.open if key[:2] == ("train", behind)]
+        if behind is not None:  # an evaluation that began earlier must not wait for all later ones
+            first += [key for key in self._index.open if key[0] == "held_out"]
         for group in groups:
             assert group.key not in self.entries, group.key
             self.entries[group.key] = Entry(group)

@@ -386,3 +386,15 @@ def test_the_work_of_the_last_expired_leases_is_taken():
         assert [lease.worker for lease in queue.expire(now_s + 0.5)] == [worker]
     fates = [queue.deliver(group.key, worker, rollouts(), worker) for worker in workers]
     assert fates == [Delivery.LATE, Delivery.TAKEN, *[Delivery.SPARE] * (len(workers) - 2)]
+
+
+def test_an_evaluation_waits_for_those_that_began_earlier():
+    """Each new one came first: the oldest of several waited for all later ones, and servers kept its version."""
+    queue = group_queue.GroupQueue()
+    held_out = lambda version: [dataclasses.replace(group, split="held_out") for group in batch(version)]  # noqa: E731
+    for step in (1, 2, 3):
+        queue.add(batch(step))
+    queue.add(held_out(0), behind=1)
+    queue.add(held_out(1), behind=2)
+    order = [*batch(2), *held_out(0), *held_out(1), *batch(1), *batch(3)]
+    assert [group.key for group in queue.lease("w", 99, 1.0)] == [group.key for group in order]
