@@ -162,8 +162,11 @@ def _workdir(workdir: str, exp: experiment.Experiment | None) -> Iterator[Result
         return
     path = pathlib.Path(workdir).expanduser().absolute()
     parent = next(one for one in (path, *path.parents) if one.is_dir())
+    found = next(one for one in (path, *path.parents) if one.exists())
 
     def probe() -> str:
+        if found != parent:
+            raise ValueError(f"{found} is not a directory; give another --workdir")
         file = parent / f".doctor-{secrets.token_hex(4)}"
         file.write_bytes(b"x")
         file.rename(file.with_suffix(".renamed")).unlink()
@@ -224,12 +227,12 @@ def _node(url: str) -> Iterator[Result]:
         return
     try:
         reply = httpx.get(f"{url}/health", timeout=TIMEOUT_S)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         yield Result(url, FAILED, f"does not answer: {error}", "start it, or open its port in the firewall")
         return
-    yield Result(url, OK, f"answers with status {reply.status_code}")
-    if date := reply.headers.get("date"):
-        skew_s = email.utils.parsedate_to_datetime(date).timestamp() - time.time()
+    yield _result(url, reply.status_code < 500, f"answers with status {reply.status_code}", "read its log")
+    if date := email.utils.parsedate_tz(reply.headers.get("date", "")):
+        skew_s = email.utils.mktime_tz(date) - time.time()
         remedy = "start a time service on both"
         yield _result(f"clock of {url}", abs(skew_s) <= MAX_SKEW_S, f"{skew_s:+.0f} s", remedy)
 

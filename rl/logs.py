@@ -1,6 +1,7 @@
 """Shows the logs of a run, all processes in the order of time: `python -m rl.logs WORKDIR --role=worker --follow`."""
 
 import contextlib
+import os
 import pathlib
 import sys
 import time
@@ -50,7 +51,8 @@ def lines(
         if roles and not (files or is_following):
             known = ", ".join(file.stem for file in _files(workdir, (), attempt)) or "no process"
             raise ValueError(f"--role={','.join(roles)} has no logs here; these have some: {known}")
-        found = [line for file in files for line in _new_lines(file, ends)]
+        # Also those of the last attempt: it may write its last lines when the next one has begun.
+        found = [line for file in dict.fromkeys([*ends, *files]) for line in _new_lines(file, ends)]
         parsed = [(one, _printable(line)) for line in found if (one := run_logs.LINE.fullmatch(line))]
         yield from (line for one, line in sorted(parsed, key=lambda pair: pair[0]["time"]) if one["level"] in levels)
         if not is_following:
@@ -67,11 +69,15 @@ def _files(workdir: pathlib.Path, roles: Sequence[str], attempt: int | None) -> 
 
 
 def _new_lines(file: pathlib.Path, ends: dict[pathlib.Path, int]) -> list[str]:
-    """Returns the complete lines of a file after the last call."""
-    with file.open("rb") as opened:
-        opened.seek(ends.get(file, 0))
-        whole, newline, _ = opened.read().rpartition(b"\n")
-    ends[file] = ends.get(file, 0) + len(whole) + len(newline)
+    """Returns the complete lines of a file after the last call: all if it is shorter than then, none if it is gone."""
+    try:
+        with file.open("rb") as opened:
+            begin = ends.get(file, 0)
+            begin = opened.seek(begin if begin <= os.fstat(opened.fileno()).st_size else 0)
+            whole, newline, _ = opened.read().rpartition(b"\n")
+    except FileNotFoundError:
+        return []
+    ends[file] = begin + len(whole) + len(newline)
     return whole.decode(errors="replace").split("\n") if newline else []
 
 

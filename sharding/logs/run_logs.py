@@ -61,8 +61,8 @@ def folder(workdir: pathlib.Path, run: str = "", *, is_first: bool = True) -> Fo
 
 def attempts(workdir: pathlib.Path) -> list[Folder]:
     """Returns the folders of all attempts of a run, oldest first."""
-    found = map(Folder, (workdir.absolute() / "logs").glob("attempt_*[0-9]"))
-    return sorted(found, key=lambda one: one.attempt)
+    found = (workdir.absolute() / "logs").glob("attempt_*")
+    return sorted((Folder(path) for path in found if path.name[8:].isdecimal()), key=lambda one: one.attempt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +73,11 @@ class Log(contextlib.AbstractContextManager):
     place: str
 
     def write(self, text: bytes) -> None:
-        """Appends a line. A full disk costs lines, and not the process."""
-        now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+        """Appends a text, each of its lines as one. A full disk costs lines, and not the process."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         head = f"{now} {level(text)} {self.place} ".encode()
         with contextlib.suppress(OSError):
-            self.file.write(head + text.rstrip(b"\r\n") + b"\n")
+            self.file.write(head + text.rstrip(b"\r\n").replace(b"\n", b"\n" + head) + b"\n")
 
     def __exit__(self, *_) -> None:
         self.file.close()

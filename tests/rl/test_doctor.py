@@ -49,6 +49,9 @@ def test_each_fault_is_named_with_its_remedy(results, tmp_path, monkeypatch):
     assert "jax 0.0.1 is not" in faults["packages"] and "pip install -r requirements.txt" in faults["packages"]
     assert str(port) in faults["topology.port"] and "choose from" in faults["monitor mlflo"]
     assert "grpo" in faults["config"] and "workdir" in faults
+    for place in ("file", "file/w"):  # the probe was written next to the file
+        found = results(tmp_path / place)["workdir"]
+        assert found.status == doctor.FAILED and "file is not a directory" in found.found
 
 
 def test_a_node_elsewhere_is_asked_and_its_clock_compared(results, monkeypatch):
@@ -59,10 +62,14 @@ def test_a_node_elsewhere_is_asked_and_its_clock_compared(results, monkeypatch):
     found = results(topology__servers=("http://far:8000",))
     assert found["http://far:8000"].status == doctor.OK
     assert found["clock of http://far:8000"].status == doctor.FAILED
+    Reply.status_code, Reply.headers = 503, {"date": "yesterday"}
+    found = results(topology__servers=("http://far:8000",))
+    assert found["http://far:8000"].status == doctor.FAILED and "clock of http://far:8000" not in found
     monkeypatch.undo()
     monkeypatch.setattr(doctor, "_devices", lambda config: doctor.Result("devices", doctor.OK, ""))
     away = results(topology__servers=("http://127.0.0.1:9",))["http://127.0.0.1:9"]
     assert away.status == doctor.FAILED and "firewall" in away.remedy
+    assert results(topology__servers=("http://[::1",))["http://[::1"].status == doctor.FAILED
 
 
 @pytest.mark.slow

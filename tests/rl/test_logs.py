@@ -81,6 +81,23 @@ def test_an_attempt_is_begun_once_per_process_and_shared_with_its_children(tmp_p
     assert run_logs.folder(tmp_path / "other", RUN).attempt == 1  # a scratch folder of the same process
 
 
+def test_following_survives_rotation_and_misses_no_last_line(tmp_path, monkeypatch):
+    """A file that became shorter was read no more, and the last words of an attempt were lost when the next one began."""
+    monkeypatch.setattr(logs, "PERIOD_S", 0.0)
+    folder, end = attempt(tmp_path, 1), lambda text: text.split(" ", 4)[4]
+    write(folder, "worker0", "one", "two", "three")
+    shown = map(end, logs.lines(tmp_path, (), run_logs.LEVELS, None, is_following=True))
+    assert [next(shown) for _ in range(3)] == ["one", "two", "three"]
+    (folder.path / "worker0.log").write_bytes(b"")
+    (folder.path / "gone.log").symlink_to(tmp_path / "absent")
+    (tmp_path / "logs" / "attempt_old1").mkdir()
+    write(folder, "worker0", "four")
+    assert next(shown) == "four"
+    write(folder, "worker0", "error: a\nb")
+    write(attempt(tmp_path, 2), "server", "again")
+    assert [next(shown) for _ in range(3)] == ["error: a", "b", "again"]
+
+
 def test_following_goes_on_with_the_next_attempt(tmp_path):
     write(attempt(tmp_path, 1), "worker0", "first")
     command = [sys.executable, "-u", "-m", "rl.logs", str(tmp_path), "--follow"]
