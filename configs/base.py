@@ -158,7 +158,8 @@ def get_config() -> config_dict.ConfigDict:
     c.loss_options.gspo = config_dict.ConfigDict(dict(clip_low=3e-4, clip_high=4e-4))
     c.loss_options.gmpo = config_dict.ConfigDict(dict(log_clip=0.4))
     c.loss_options.sapo = config_dict.ConfigDict(dict(tau_positive=1.0, tau_negative=1.05))
-    c.loss_options.oapl = config_dict.ConfigDict(dict(beta=1e-3))  # with rl.advantage = "optimal"
+    # With rl.advantage = "optimal". A learning rate near 5e-4 needs a beta near 0.1.
+    c.loss_options.oapl = config_dict.ConfigDict(dict(beta=1e-3))
     c.loss_options.cispo = config_dict.ConfigDict(dict(ratio_low=0.0, ratio_high=5.0))
     c.loss_options.truncated_importance_sampling = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2, cap=2.0))
     c.loss_options.decoupled_ppo = config_dict.ConfigDict(dict(clip_low=0.2, clip_high=0.2))
