@@ -155,7 +155,9 @@ def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
             (one["step"], one[metric]) for one in steps if one["phase"] == curve.phase and metric in one
         ]
         series = {name: of(steps) for name, steps in runs.items()}
-        figures += [_figure(curve, series, {})] if any(series.values()) else []
+        values = [value for points in series.values() for _, value in points]
+        if any(values) if curve.sparse and curve.optional else values:
+            figures.append(_figure(curve, series, {}))
     saved = [atomic_file.read_json(folder / "config.json", dict).get("config", {}) for folder in workdirs]
     flat = [dict(_fields(one)) for one in saved]
     rows = {field: [one.get(field, "") for one in flat] for field in sorted(set().union(*flat))}

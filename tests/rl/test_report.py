@@ -156,6 +156,11 @@ def test_runs_are_compared_by_their_curves_and_fields(tmp_path, capsys):
     assert not document.tags & {"script", "link", "img"} and not report.HIDDEN.search(page)
     assert page.count("<svg") == page.count("<figure") == len(report.CURVES) + 1
     assert "step 51: second" in page and "step 50: first 0.500" in page
+    flat = [tmp_path / "a", tmp_path / "b"]
+    for run in flat:
+        _write_metrics(run, [(1, "rl", {"rollout/reward": 0.0, "batch/num_stale": 0})])
+    figures = report.compare(flat).read_text()
+    assert ">Reward</b>" in figures and ">Dropped</b>" not in figures  # as in the report of a run that dropped nothing
     rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td>', page)
     assert rows[0] == ("optimizer.learning_rate", "0.1", "0.2") and [row[0] for row in rows[1:]] == ["optimizer.name"]
     assert report.main([str(runs[0])] * 4) == 1 and "at most 3" in capsys.readouterr().err
