@@ -1,10 +1,16 @@
-"""Records the work of the learner's devices and threads in some train steps: WORKDIR/profile, for xprof, TensorBoard, and Perfetto."""
+"""Records the work of the learner's devices and threads in some train steps: WORKDIR/profile, for xprof, TensorBoard, and Perfetto.
+
+The file `memory.json` next to it has the memory of each program of this process.
+"""
 
 import contextlib
+import json
 import pathlib
 from collections.abc import Sequence
 
 import jax
+
+from sharding.system import compile_cache
 
 
 class Profiler(contextlib.AbstractContextManager):
@@ -27,3 +33,5 @@ class Profiler(contextlib.AbstractContextManager):
         if self._is_running:
             self._is_running = False
             jax.profiler.stop_trace()
+            if jax.process_index() == 0:
+                (self._folder / "memory.json").write_text(json.dumps(compile_cache.memory(), indent=1) + "\n")

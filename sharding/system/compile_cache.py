@@ -55,13 +55,41 @@ def enable(folder: str = "auto") -> None:
 
 
 def summary() -> str:
-    """Returns a line on the programs that this process has compiled or read from the cache since `enable`."""
+    """Returns a line on the programs that this process has compiled or read from the cache since `enable`, and those that need most memory."""
     read, every = list(_seconds[_READ]), list(_seconds[_COMPILED])
     num_compiled = max(len(every) - len(read), 0)
     text = f"compiled {num_compiled} program{'s' * (num_compiled != 1)} in {max(sum(every) - sum(read), 0.0):.1f} s"
     if read:
         text += f", and read {len(read)} in {sum(read):.1f} s from {_config.jax_compilation_cache_dir}"
-    return text
+    sizes = {name: parts["total"] / 2**20 for name, parts in memory().items()}
+    large = [f"{name} {size:.1f}" for name, size in sizes.items() if size >= 0.01 * max(sizes.values())]
+    return text + (f"; the most MiB per device: {', '.join(large[:8])}" if large else "")
+
+
+def memory() -> dict[str, dict[str, int]]:
+    """Returns the bytes per device of each program of this process, the largest first: its arguments, results, workspace, and code.
+
+    The `total` counts an argument whose memory has a result once. Of programs with one name, the largest is returned. A program is left out if
+    the compiler of its devices does not know its memory.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for program in jax.local_devices()[0].client.live_executables():
+        try:
+            stats = program.get_compiled_memory_stats()
+        except jax.errors.JaxRuntimeError as error:
+            if "UNIMPLEMENTED" not in str(error):
+                raise
+            continue
+        parts = {
+            "arguments": stats.argument_size_in_bytes,
+            "results": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+            "workspace": stats.temp_size_in_bytes,
+            "code": stats.generated_code_size_in_bytes,
+        }
+        parts["total"] = sum(parts.values())
+        name = program.hlo_modules()[0].name
+        found[name] = max(parts, found.get(name, parts), key=lambda one: one["total"])
+    return dict(sorted(found.items(), key=lambda item: -item[1]["total"]))
 
 
 @functools.cache

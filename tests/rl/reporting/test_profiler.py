@@ -1,4 +1,6 @@
-"""A profile has the steps that were asked for, also where a run ends in them, or begins in them."""
+"""A profile has the steps that were asked for, also where a run ends in them, or begins in them, and the memory of each program."""
+
+import json
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,26 @@ def test_the_steps_that_were_asked_for_are_recorded(tmp_path, steps, ran, expect
             with profile.begin(step):
                 jax.block_until_ready(jnp.ones(8) * step)
     assert recorded(tmp_path) == expected and (tmp_path / "profile").exists() == bool(expected)
+
+
+def test_the_memory_of_each_program_is_that_of_its_arrays(tmp_path):
+    def squares_of_it(x):
+        return x + 1, jnp.tanh(x @ x)
+
+    program = jax.jit(squares_of_it, donate_argnums=0)
+    program(jnp.ones((8, 8)))
+    for result in program(jnp.ones((256, 256))):
+        jax.block_until_ready(result)
+    with profiler.Profiler(tmp_path, (1, 1)) as profile, profile.begin(1):
+        pass
+    programs = json.loads((tmp_path / "memory.json").read_text())
+    found = programs["jit_squares_of_it"]  # the larger of the two
+    size = 256 * 256 * 4
+    assert found["arguments"] == size  # one result has the memory of the argument, and a tuple has pointers
+    assert size <= found["results"] < size + 100
+    assert found["total"] == sum(value for name, value in found.items() if name != "total")
+    totals = [parts["total"] for parts in programs.values()]
+    assert totals == sorted(totals, reverse=True)
 
 
 @pytest.mark.parametrize("steps", [(3,), (0, 2), (4, 3), (1, 2, 3), ("a", "b")])
