@@ -161,6 +161,15 @@ def test_a_name_of_any_folder_is_a_name_for_kubernetes(plan, name, expected):
         assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", one["metadata"]["name"])
 
 
+def test_sbatch_reads_the_name_of_any_folder(plan):
+    """In quotes, too, it takes a backslash as an escape, and % of an output file as a pattern."""
+    plan = dataclasses.replace(plan(), workdir=plan().workdir / "9 % \\ run")
+    plan.workdir.mkdir(parents=True)
+    script = scripts.slurm(plan, [])
+    assert "#SBATCH --job-name='9 % \\\\ run'\n" in script and "9 %% \\\\ run'/launch/%j.log\n" in script
+    assert not any(spec.after_port for spec in plan.specs("{}".format))  # that port is of another machine
+
+
 def test_only_the_names_of_nodes_are_variables_of_the_script():
     assert scripts._in_shell(["a@home@b", "http://@worker0@:1"], ["worker0"]) == "'a@home@b' 'http://'\"$worker0\"':1'"
 
