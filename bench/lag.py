@@ -23,12 +23,12 @@ from rl.reporting import metrics, timeline_trace
 from sharding.system import cli
 
 
-def train(folder: pathlib.Path, options: Sequence[str]) -> None:
-    """Runs or resumes a run of the quickstart in `folder`, unless it has ended. Raises ValueError if it fails."""
+def train(folder: pathlib.Path, options: Sequence[str], config: str = "configs/quickstart.py") -> None:
+    """Runs or resumes a run of `config` in `folder`, unless it has ended. Raises ValueError if it fails."""
     if (folder / "report.html").exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "rl.train", "--config=configs/quickstart.py", f"--workdir={folder}"]
+    command = [sys.executable, "-m", "rl.train", f"--config={config}", f"--workdir={folder}"]
     with open(log := folder.with_suffix(".log"), "a") as output:
         flags = [f"--config.{option}" for option in options]
         code = subprocess.run([*command, *flags], stdout=output, stderr=subprocess.STDOUT).returncode

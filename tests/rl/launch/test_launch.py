@@ -162,7 +162,7 @@ def test_a_name_of_any_folder_is_a_name_for_kubernetes(plan, name, expected):
 
 
 def test_sbatch_reads_the_name_of_any_folder(plan):
-    """In quotes, too, it takes a backslash as an escape, and % of an output file as a pattern."""
+    """sbatch takes a backslash in quotes, too, as an escape, and % of an output file as a pattern."""
     plan = dataclasses.replace(plan(), workdir=plan().workdir / "9 % \\ run")
     plan.workdir.mkdir(parents=True)
     script = scripts.slurm(plan, [])
