@@ -1,7 +1,7 @@
 """Trains the small model on environments of several calls: does each learn in 15 minutes, and does a learning rate of 0 stay flat?
 
     python -m bench.learning                                    # configs/environments/{python_tool,rlm,search,wordle}.py, four runs each
-    python -m bench.learning rlm --seeds 0 --steps 4            # a trial
+    python -m bench.learning --names rlm --seeds 0 --steps 4            # a trial
 
 Each run is one of `bench.lag`: a process of its own, and not repeated once it is finished. Its row has its minutes (the warm-up
 included; of the last attempt), the held-out score before and after, the largest mismatch KL of learner and sampler, the number of rejected rollouts,
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command with `argv` (default: the process's arguments); returns the exit code."""
     parser = cli.Parser(prog="python -m bench.learning", description=__doc__)
     add = parser.add_argument
-    add("names", nargs="*", choices=[*NAMES, []], default=NAMES, help="which environments (default: all)")
+    add("--names", nargs="+", choices=NAMES, default=NAMES)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--steps", type=int, help="rl.num_steps (default: the config's)")
     add("--set", nargs="*", default=[], help="further fields of the config, as NAME=VALUE")
