@@ -1,7 +1,7 @@
 """The engine's compiled steps: jitted functions, each for fixed shapes.
 
 `prefill` and `prefill_chunk` compute keys and values of prompts, `insert` copies them into slots, `generate` decodes,
-`deactivate` stops slots early, and `score` and `top_values` serve requests with extra outputs. With a cache in pages
+`deactivate` stops slots early, `read_slot` copies the keys of a sequence out of its slot, and `score` and `top_values` serve requests with extra outputs. With a cache in pages
 (paged_cache.py), `insert_pages` copies keys and values of prompts, and `read_row`, `read_pages`, `write_row`, and `write_pages`
 move a sequence out of its slot and into another. The state is donated.
 
@@ -25,20 +25,20 @@ from models.kernels import int8
 def prefill(model, routed, params, tokens_PT, length_P):
     """Computes keys and values of P prompts, padded to T tokens, of lengths `length_P`; returns a `Prefix`, with experts if `routed`."""
     start_P, cache = jnp.zeros_like(length_P), kv_cache.create(model, *tokens_PT.shape)
-    cache, experts = prefill_chunk(model, routed, 0, params, tokens_PT, start_P, cache)
+    cache, experts = prefill_chunk(model, routed, params, tokens_PT, start_P, cache)
     last_P = jnp.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
     return decode_state.placed(decode_state.Prefix(cache, last_P, length_P, experts))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=6)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=5)
 @transformer.precise
-def prefill_chunk(model, routed, num_keys, params, tokens_PT, start_P, cache):
+def prefill_chunk(model, routed, params, tokens_PT, start_P, cache):
     """Computes keys and values of each prompt's next T tokens, from `start_P` on; returns (new cache, (chosen experts,) or ()).
 
-    These tokens and those before them are the first `num_keys` of the cache at most (0: all of it).
+    The cache has room for them, and each of them may read all of it: no more room than needed is quickest.
     """
     positions_PT = start_P[:, None] + jnp.arange(tokens_PT.shape[1], dtype=jnp.int32)[None]
-    attend = kv_cache.attend_at(start_P, num_keys=num_keys)
+    attend = kv_cache.attend_at(start_P)
     _, cache, routing = transformer.extend(params, model, tokens_PT, positions_PT, cache, attend)
     return decode_state.placed(cache), (routed_experts.compact(routing, model),) if routed else ()
 
@@ -49,10 +49,15 @@ def empty_prefix(model, num_sequences, capacity):
     return decode_state.placed(kv_cache.create(model, num_sequences, capacity))
 
 
-@jax.jit
-def copy(cache):
-    """Returns a copy of a key-value cache."""
-    return jax.tree.map(jnp.copy, cache)
+@functools.partial(jax.jit, static_argnums=1)
+def resized(cache, size):
+    """Returns a copy of the first `size` positions of a key-value cache, with zeros for those that it lacks."""
+
+    def of(x):
+        cut = x[..., :size, :]
+        return jnp.pad(cut, [*[(0, 0)] * (x.ndim - 2), (0, size - cut.shape[-2]), (0, 0)])
+
+    return decode_state.placed(jax.tree.map(of, cache))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -126,6 +131,12 @@ def write_row(state, row, slot):
     """Puts a copy that `read_row` returned into a slot; returns the state."""
     new = jax.tree.map(lambda x, value: x.at[slot].set(value), state.replace(cache=()), row)
     return decode_state.placed(new.replace(cache=state.cache))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def read_slot(state, slot, size):
+    """Returns a copy of the first `size` keys and values of one slot of a CPU, as a cache of one prompt."""
+    return tuple(cpu_decode_attention.read_row(blocks, slot, size) for blocks in state.cache)
 
 
 @jax.jit
@@ -210,8 +221,11 @@ def join(results):
 
 def _step(model, max_len, params, table_BW, state):
     """Decodes one token per active slot; returns (new state, logits [B, V], log-probs [B, V], tokens, their log-probs, routing)."""
-    # At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py).
+    # At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py). There, such a
+    # slot keeps its keys, which the next turn of a conversation may reuse.
     position_B, is_paged = jnp.where(state.active, state.position, 0), isinstance(state.cache, paged_cache.PagedCache)
+    is_cpu = not is_paged and isinstance(state.cache[0], cpu_decode_attention.Blocks)
+    writes_B1 = state.active[:, None] if is_cpu else None
     hidden_B1D, cache, routing = transformer.extend(
         params,
         model,
@@ -220,7 +234,7 @@ def _step(model, max_len, params, table_BW, state):
         state.cache.entries if is_paged else state.cache,
         paged_cache.attend_at(position_B, state.active, table_BW)
         if is_paged
-        else kv_cache.attend_at(position_B, implementation=model.attention),
+        else kv_cache.attend_at(position_B, write_BT=writes_B1, implementation=model.attention),
     )
     logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
     is_early_B = state.active & (state.generated < state.request.min_tokens)

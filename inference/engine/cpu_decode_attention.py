@@ -72,6 +72,16 @@ def copy_rows(k_PKTC: jax.Array, v_PKTV: jax.Array, rows_B: jax.Array, blocks: B
     return Blocks(copy(blocks.keys_NBKCS, k_PKTC, True), copy(blocks.values_NBKSV, v_PKTV, False))
 
 
+def read_row(blocks: Blocks, slot: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns copies of one sequence's first `size` keys and values, [1, K, size, C] each, as `copy_rows` takes them."""
+    k_NKSC, v_NKSV = blocks.keys_NBKCS[:, slot].swapaxes(-1, -2), blocks.values_NBKSV[:, slot]
+
+    def joined(x_NKSC: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x_NKSC, 0, 1).reshape(1, x_NKSC.shape[1], -1, x_NKSC.shape[-1])[:, :, :size]
+
+    return joined(k_NKSC), joined(v_NKSV)
+
+
 def step(
     blocks: Blocks,
     q_B1HC: jax.Array,
@@ -79,6 +89,7 @@ def step(
     v_B1KV: jax.Array,
     position_B: jax.Array,
     *,
+    active_B: jax.Array | None = None,
     window: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -86,14 +97,16 @@ def step(
 ) -> tuple[jax.Array, Blocks]:
     """Writes one new key and value per sequence at `position_B`, then attends from the query of that token.
 
-    Returns (attention output [B, 1, H, V], the new blocks). The options are those of `attention.attend`. With a window, a
-    query reads that many tokens, including its own.
+    Returns (attention output [B, 1, H, V], the new blocks). Only sequences in `active_B` write (None: all). The other options are
+    those of `attention.attend`. With a window, a query reads that many tokens, including its own.
     """
     B, _, H, C = q_B1HC.shape
     keys, values, rows_B = blocks.keys_NBKCS, blocks.values_NBKSV, jnp.arange(B)
     K, S, V = values.shape[2:]
     block_B, column_B = position_B // S, position_B % S
     where = {"unique_indices": True, "mode": "promise_in_bounds"}
+    if active_B is not None:
+        rows_B, where["mode"] = jnp.where(active_B, rows_B, B + rows_B), "drop"
     keys = keys.at[block_B, rows_B, :, :, column_B].set(k_B1KC[:, 0].astype(keys.dtype), **where)
     values = values.at[block_B, rows_B, :, column_B].set(v_B1KV[:, 0].astype(values.dtype), **where)
     q_BKGC = q_B1HC.reshape(B, K, H // K, C).astype(jnp.float32) * (C**-0.5 if scale is None else scale)

@@ -42,7 +42,7 @@ class Prefix:
     cache: kv_cache.Cache
     last_token: Array  # int32 [P]
     length: Array  # int32 [P]
-    experts: tuple[jax.Array, ...] = ()  # of the prompts from their start, [P, .., L, X] each, if they are recorded
+    experts: tuple[Array, ...] = ()  # of the prompts from their start, [P, .., L, X] each, if they are recorded
     request: Request | None = None
 
 

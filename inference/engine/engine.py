@@ -30,6 +30,7 @@ from flax import struct
 
 from inference.engine import (
     compiled_steps,
+    cpu_decode_attention,
     cpu_sub_batches,
     cpu_weights,
     decode_state,
@@ -58,7 +59,7 @@ class EngineConfig:
     max_model_len: int  # prompt + completion, in tokens
     prefill_batch: int  # prompts per prefill call
     steps_per_call: int  # decode steps per call; the scheduler acts between calls
-    prefill_chunk: int = 512  # longer prompts are prefilled this many tokens at a time, one prompt per call
+    prefill_chunk: int = 512  # longer prompts are prefilled this many tokens at a time
     routed_experts: bool = False  # record the experts that each token was routed to
     kept_tokens: int = (
         0  # record the tokens that filters left to sample from, up to so many (inference/rollouts/kept_sets.py)
@@ -108,9 +109,26 @@ class EngineConfig:
         return self.num_pages * paged_cache.PAGE or self.num_slots * self.max_model_len
 
     @property
+    def tail_chunk(self) -> int:
+        """The number of tokens of a short chunk, for the end of a prompt."""
+        return min(max(16, self.prefill_chunk // 8), self.prefill_chunk, self.capacity)
+
+    def chunks(self, start: int, end: int) -> list[int]:
+        """Returns the sizes of the chunks that prefill a prompt's tokens from `start` to `end`; the last one may be padded."""
+        chunk = min(self.prefill_chunk, self.capacity)
+        whole, rest = divmod(end - start, chunk)
+        if rest > chunk // 2:
+            return [chunk] * (whole + 1)
+        return [chunk] * whole + [self.tail_chunk] * -(-rest // self.tail_chunk)
+
+    @property
     def key_counts(self) -> tuple[int, ...]:
-        """The numbers of keys that a program of `prefill_chunk` may read: one chunk, doubled up to the capacity."""
+        """The sizes of the caches of prompts that are prefilled in chunks: one chunk, doubled up to the capacity."""
         return (*(self.prefill_chunk << n for n in range(31) if self.prefill_chunk << n < self.capacity), self.capacity)
+
+    def num_keys(self, num_tokens: int) -> int:
+        """Returns the size of the cache for so many tokens: the smallest of `key_counts` that fits."""
+        return next(size for size in self.key_counts if size >= num_tokens)
 
     def bucket(self, length: int) -> int:
         """Returns the padded length of a prompt: the smallest bucket that fits, or whole chunks above `prefill_chunk`."""
@@ -169,6 +187,8 @@ class Engine(engine_api.Engine):
             raise ValueError("experts cannot be recorded: the model has none; leave routed_experts out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
         self._initial_params, self._options = params, (model, config.routed_experts)
+        # On other devices, a slot without a sequence does not keep its keys.
+        self.can_read_slots = not config.num_pages and self._run(cpu_decode_attention.fits, model)
         self._replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self._concurrently = cpu_sub_batches.ConcurrentDecoder()
         self._decode_weights = self._run(cpu_weights.TransposedWeights, model)
@@ -181,25 +201,40 @@ class Engine(engine_api.Engine):
         return dataclasses.replace(prefix, experts=self._readable(prefix.experts))
 
     def prefill_chunk(
-        self, params: transformer.Params, tokens_1T, start: int, cache: kv_cache.Cache | None
+        self,
+        params: transformer.Params,
+        tokens_1T,
+        start: int,
+        cache: kv_cache.Cache | None,
+        *,
+        is_shared: bool = False,
     ) -> tuple[kv_cache.Cache, tuple[jax.Array, ...]]:
-        """Prefills one chunk, int32 [1, config.prefill_chunk], of a prompt whose first `start` tokens are in `cache`.
+        """Prefills one chunk, int32 [1, T], of a prompt whose first `start` tokens are in `cache`. T is in `config.chunks`.
 
-        The cache is donated (not usable afterwards); pass None if `start` is 0. Returns (the new cache, the experts chosen in this
-        chunk), where the experts are an empty tuple unless the engine records them.
+        The cache is donated (not usable afterwards) unless it is shared; pass None if `start` is 0. Returns (the new cache, of a size in
+        `config.key_counts`, and the experts chosen in this chunk: an empty tuple unless the engine records them).
         """
-        arrays = tokens_1T, np.array([start], np.int32), self.empty_prefix() if cache is None else cache
-        num_keys = next(count for count in self.config.key_counts if count >= start + self.config.prefill_chunk)
-        new_cache, experts = self._run(compiled_steps.prefill_chunk, *self._options, num_keys, params, *arrays)
+        size = self.config.num_keys(start + tokens_1T.shape[1])
+        if cache is None:
+            cache = self.empty_prefix(size)
+        elif is_shared or jax.tree.leaves(cache)[0].shape[-2] != size:
+            cache = self._run(compiled_steps.resized, cache, size)
+        arrays = tokens_1T, np.array([start], np.int32), cache
+        new_cache, experts = self._run(compiled_steps.prefill_chunk, *self._options, params, *arrays)
         return new_cache, self._readable(experts)
 
-    def copy_cache(self, cache: kv_cache.Cache) -> kv_cache.Cache:
-        """Returns a copy of a key-value cache, which `prefill_chunk` may change while others use the original."""
-        return self._run(compiled_steps.copy, cache)
+    def empty_prefix(self, size: int | None = None) -> kv_cache.Cache:
+        """Returns an empty key-value cache with room for `size` tokens; None for the longest prompt."""
+        return self._on_mesh(self._run(compiled_steps.empty_prefix, self.model, 1, size or self.config.capacity))
 
-    def empty_prefix(self) -> kv_cache.Cache:
-        """Returns an empty key-value cache with room for the longest prompt."""
-        return self._on_mesh(self._run(compiled_steps.empty_prefix, self.model, 1, self.config.capacity))
+    def read_slot(self, state: State, slot: int, num_tokens: int) -> kv_cache.Cache:
+        """Returns a copy of the keys and values of the first `num_tokens` tokens in a slot, as a cache of `prefill_chunk`.
+
+        Only an engine with `can_read_slots` has this. The sequence may have ended, if no other was inserted since.
+        """
+        part, own_slot = divmod(slot, len(state[0].token))
+        size = self.config.num_keys(num_tokens)
+        return self._on_mesh(self._run(compiled_steps.read_slot, state[part], np.int32(own_slot), size))
 
     def prompt_logprobs(self, params: transformer.Params, tokens_1T) -> np.ndarray:
         """Returns float32 [T]: the log-probability at temperature 1 of each prompt token; 0 for the first token. Blocks.

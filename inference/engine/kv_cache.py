@@ -49,29 +49,25 @@ def layout(cache: Cache, mesh) -> Cache:
     return jax.tree.map(of, cache)
 
 
-def attend_at(
-    start_B: jax.Array, *, write_BT: jax.Array | None = None, num_keys: int = 0, implementation: str = "xla"
-) -> Callable:
+def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None, implementation: str = "xla") -> Callable:
     """Returns the attention function of `transformer.extend` for tokens at positions start, start + 1, ...
 
     The function writes the new keys and values into the cache at these positions; where `write_BT` is False, the old ones stay.
-    Each query attends to all positions up to its own, all of which are below `num_keys` (0: S); only these keys are read. The caller
-    ensures `start + T <= S`: XLA silently moves a write past the end back, and in a stacked cache such a write is undefined.
+    Each query attends to all positions up to its own. The caller ensures `start + T <= S`: XLA silently moves a write past the end back, and in a stacked cache such a write is undefined.
     `implementation` is a value of `ModelConfig.attention`: "auto" and "triton" run one new token by the kernel of GPUs where it fits.
     """
 
     def attend(entry, q_BTHC, k_BTKC, v_BTKC, *, window: int = 0, value_dim: int = 0, **how):
         if isinstance(entry, cpu_decode_attention.Blocks):
-            assert write_BT is None and not value_dim
-            return cpu_decode_attention.step(entry, q_BTHC, k_BTKC, v_BTKC, start_B, window=window, **how)
+            assert not value_dim
+            how |= {"window": window, "active_B": None if write_BT is None else write_BT[:, 0]}
+            return cpu_decode_attention.step(entry, q_BTHC, k_BTKC, v_BTKC, start_B, **how)
         position_BT = start_B[:, None] + jnp.arange(q_BTHC.shape[1])[None]
         entry = _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT)
         if implementation in ("auto", "triton") and gpu_decode_attention.fits(q_BTHC, *entry[:2]):
             keys, values, layer = entry if len(entry) == 3 else (*(x[None] for x in entry), 0)
             return gpu_decode_attention.attend(q_BTHC, keys, values, layer, start_B + 1, window=window, **how), entry
         k_BKSC, v_BKSC = entry if len(entry) == 2 else (x[entry[2]] for x in entry[:2])
-        if num_keys:
-            k_BKSC, v_BKSC = k_BKSC[:, :, :num_keys], v_BKSC[:, :, :num_keys]
         if value_dim:
             v_BKSC = k_BKSC[..., :value_dim]
         key_11S = jnp.arange(k_BKSC.shape[2])[None, None]

@@ -34,7 +34,9 @@ def compact(routing: moe.Routing | None, model: config_lib.ModelConfig) -> jax.A
     return jnp.moveaxis(routing.experts, 0, 2).astype(dtype(model))
 
 
-def of_sequence(pieces: Sequence[jax.Array], row: int, num_prompt: int, decoded: Sequence[np.ndarray]) -> np.ndarray:
+def of_sequence(
+    pieces: Sequence[jax.Array | np.ndarray], row: int, num_prompt: int, decoded: Sequence[np.ndarray]
+) -> np.ndarray:
     """Returns the experts [T, L, X] of one sequence: prompt and completion, without the last token, which was not run.
 
     `pieces` [B, .., L, X] cover the prompts from the start; this sequence is in `row`. `decoded` [.., L, X] cover the decode

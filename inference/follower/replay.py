@@ -71,17 +71,12 @@ class LeadingEngine(engine_lib.Engine):
         last_P = np.asarray(tokens_PT)[np.arange(len(length_P)), np.asarray(length_P) - 1]
         return dataclasses.replace(prefix, last_token=last_P, length=np.asarray(length_P))
 
-    def prefill_chunk(self, params, tokens_1T, start, cache):
+    def prefill_chunk(self, params, tokens_1T, start, cache, *, is_shared=False):
         """Does as `Engine.prefill_chunk`, on all hosts."""
         source = None if cache is None else self._number(cache)
-        with self.sent("prefill_chunk", tokens_1T, start=start, cache=source) as number:
-            cache, experts = super().prefill_chunk(params, tokens_1T, start, cache)
+        with self.sent("prefill_chunk", tokens_1T, start=start, cache=source, is_shared=is_shared) as number:
+            cache, experts = super().prefill_chunk(params, tokens_1T, start, cache, is_shared=is_shared)
             return self._keep(cache, number), experts
-
-    def copy_cache(self, cache):
-        """Does as `Engine.copy_cache`, on all hosts."""
-        with self.sent("copy_cache", cache=self._number(cache)) as number:
-            return self._keep(super().copy_cache(cache), number)
 
     def prompt_logprobs(self, params, tokens_1T):
         """Does as `Engine.prompt_logprobs`, on all hosts."""
@@ -164,11 +159,10 @@ class Replay:
             case "prefill_batch":
                 made = engine.prefill_batch(self._params, *arrays).cache
             case "prefill_chunk":
-                self._caches.pop(header["cache"], None)  # donated
-                made = engine.prefill_chunk(self._params, arrays[0], header["start"], cache)[0]
-            case "copy_cache":
-                assert cache is not None
-                made = engine.copy_cache(cache)
+                is_shared = header["is_shared"]
+                if not is_shared:
+                    self._caches.pop(header["cache"], None)  # donated
+                made = engine.prefill_chunk(self._params, arrays[0], header["start"], cache, is_shared=is_shared)[0]
             case "prompt_logprobs":
                 engine.prompt_logprobs(self._params, *arrays)
             case "insert_batch":

@@ -2,8 +2,10 @@
 
 1. `add` appends a request. `next` prefills the oldest ones when none is ready: as many as one call takes of one length
    bucket. Equal prompts share a row, and a prompt in the prefix cache (prefix_cache.py) needs none.
-2. A prompt longer than a chunk is prefilled chunk by chunk (`prefill_chunk`), one such prompt at a time, between decode calls.
-3. New weights invalidate the prefix cache and a prompt that is partly prefilled (`set_weights`).
+2. A prompt longer than a chunk, or one that goes on from a cached sequence, is prefilled chunk by chunk. Between two decode calls, so
+   many chunks of one prompt after the other run as have `BUDGET` times the tokens of a chunk (`begin_step`).
+3. A sequence that ended stays in the prefix cache for the next turn of its conversation (`keep`).
+4. New weights invalidate the prefix cache and a prompt that is partly prefilled (`set_weights`).
 
 No thread and no clock of its own.
 """
@@ -12,14 +14,15 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-import jax
 import numpy as np
 
-from inference.engine import decode_state, kv_cache
+from inference.engine import decode_state, kv_cache, routed_experts
 from inference.engine import engine as engine_lib
 from inference.scheduler import prefix_cache
 from inference.scheduler import sequence as sequence_lib
 from models import transformer
+
+BUDGET = 4  # chunks of prompts between two decode calls, at most
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,9 +31,12 @@ class _LongPrompt:
 
     group: sequence_lib.SequenceGroup
     num_cached: int  # tokens found in the prefix cache
+    num_prefilled: int  # of them, or all of the prompt (`prefix_cache.Found`)
+    is_shared: bool  # True if the cache is that of others, and must not change
     cache: kv_cache.Cache | None
     num_done: int
-    experts: tuple[jax.Array, ...]
+    experts: tuple[decode_state.Array, ...]
+    sizes: list[int]  # of the chunks that are left
 
 
 class PrefillQueue:
@@ -44,6 +50,7 @@ class PrefillQueue:
         self._waiting: collections.deque[sequence_lib.SequenceGroup] = collections.deque()
         self._ready: collections.deque[sequence_lib.SequenceGroup] = collections.deque()
         self._long: _LongPrompt | None = None
+        self._budget = 0  # tokens of chunks that may run before the next decode call
         self._num_weights = 0  # that were set so far
 
     def __bool__(self) -> bool:
@@ -101,22 +108,49 @@ class PrefillQueue:
             self._ready.remove(group)
         return group.start_next(self._engine.tokenizer.text_stream() if group.request.stop_texts else None)
 
-    def prefill_chunk(self) -> None:
-        """Prefills the next chunk of the long prompt in progress; does nothing if no long prompt is in progress."""
-        if self._long is None:
+    def begin_step(self) -> None:
+        """Allows further chunks of prompts, as many as `BUDGET`; prefills those of the prompt in progress, if there is one."""
+        self._budget = BUDGET * self._engine.config.prefill_chunk
+        self._prefill_chunks()
+
+    def keep(self, state: engine_lib.State, slot: int, sequence: sequence_lib.Sequence) -> None:
+        """Stores the keys of a sequence that ended in `slot` in the prefix cache; does nothing if the cache cannot use them.
+
+        A request of several samples is a group of rollouts, and none of them goes on.
+        """
+        group, config = sequence.group, self._engine.config
+        tokens = [*group.request.tokens, *sequence.completion.tokens][:-1]  # the last one was not run
+        is_current = group.prompt_key is not None and group.prompt_key[0] == self._num_weights
+        is_new = len(tokens) // prefix_cache.BLOCK * prefix_cache.BLOCK > group.num_prefilled
+        is_wanted = is_current and is_new and group.request.num_samples == 1 and self._prefixes.max_bytes > 0
+        has_experts = not config.routed_experts or group.request.routed_experts
+        if not (is_wanted and has_experts and self._engine.can_read_slots):
             return
-        long, chunk = self._long, self._engine.config.prefill_chunk
-        tokens, start = long.group.request.tokens, long.num_done
-        padded = _pad([tokens[start : start + chunk]], 1, chunk)
-        long.cache, experts = self._engine.prefill_chunk(self._params, padded, start, long.cache)
-        long.experts += experts
-        long.num_done = min(start + chunk, len(tokens))
-        self._stats["prefill_chunks"] += 1
-        if long.num_done == len(tokens):
-            prefix = _one_prompt(tokens, long.cache, long.experts)
-            self._prefixes.add(tokens, prefix, 0)
-            self._make_ready(long.group, prefix, 0, long.num_cached)
-            self._long = None
+        experts = ()
+        if config.routed_experts:
+            prompt = group.prefix.experts, group.row, len(group.request.tokens)
+            experts = (routed_experts.of_sequence(*prompt, sequence.experts)[None],)
+        prefix = _one_prompt(tokens, self._engine.read_slot(state, slot, len(tokens)), experts)
+        self._prefixes.add_sequence(tokens, prefix, group.num_prefilled)
+
+    def _prefill_chunks(self) -> None:
+        """Prefills chunks of the prompt in progress, until it is ready or the budget is spent."""
+        while self._long is not None and self._budget > 0:
+            long, size = self._long, self._long.sizes.pop(0)
+            tokens, start = long.group.request.tokens, long.num_done
+            padded = _pad([tokens[start : start + size]], 1, size)
+            how = {"is_shared": long.is_shared}
+            long.cache, experts = self._engine.prefill_chunk(self._params, padded, start, long.cache, **how)
+            long.experts, long.is_shared = long.experts + experts, False
+            long.num_done = min(start + size, len(tokens))
+            self._budget -= size
+            self._stats["prefill_chunks"] += 1
+            if not long.sizes:
+                prefix = _one_prompt(tokens, long.cache, long.experts)
+                if long.num_prefilled == len(tokens):
+                    self._prefixes.add(tokens, prefix, 0)
+                self._make_ready(long.group, prefix, 0, long.num_cached, long.num_prefilled)
+                self._long = None
 
     def _restart_long(self) -> None:
         if self._long is not None:
@@ -129,14 +163,20 @@ class PrefillQueue:
         bucket, rest = None, collections.deque()
         rows: dict[tuple[int, ...], list[sequence_lib.SequenceGroup]] = {}  # prompt -> the requests that share its row
         num_ready = len(self._ready)
+        self._prefill_chunks()
         for at, group in enumerate(self._waiting):
             tokens = tuple(group.request.tokens)
             is_long = len(tokens) > config.prefill_chunk
             if len(rows) == P or at >= 4 * P or (is_long and self._long):  # the queue may be thousands long
                 rest.append(group)
-            elif is_long:
-                self._start_long(group)
-            elif found := self._prefixes.find(tokens):
+                continue
+            found = self._prefixes.find(tokens)
+            if is_long or (found and not found.is_prompt):
+                if self._long:
+                    rest.append(group)
+                else:
+                    self._start_long(group, found)
+            elif found:
                 self._make_ready(group, found.prefix, found.row, found.num_tokens)
             elif tokens in rows:
                 rows[tokens].append(group)
@@ -154,27 +194,36 @@ class PrefillQueue:
                 for group in groups:
                     self._make_ready(group, prefix, row, 0 if group is groups[0] else len(tokens))
         self._waiting = rest  # last: if the engine raises, the requests are still here, and are failed with all others
+        self._prefill_chunks()
         return len(self._ready) > num_ready
 
-    def _start_long(self, group: sequence_lib.SequenceGroup) -> None:
-        """Starts the prefill of a prompt of several chunks after its longest cached prefix; a fully cached one becomes ready."""
-        tokens = group.request.tokens
-        found = self._prefixes.find(tokens)
+    def _start_long(self, group: sequence_lib.SequenceGroup, found: prefix_cache.Found | None) -> None:
+        """Starts the prefill of a prompt in chunks after its longest cached prefix; a fully cached one becomes ready."""
+        tokens, config = group.request.tokens, self._engine.config
         num_done = found.num_tokens if found else 0
-        if found is None:
-            self._long = _LongPrompt(group, 0, None, 0, ())
-        elif num_done == len(tokens):  # perhaps cached as the beginning of a longer prompt
-            self._make_ready(group, _one_prompt(tokens, found.prefix.cache, found.prefix.experts), 0, num_done)
-        else:  # a copy, because the next chunks are written into it while others may find the original
-            cache = self._engine.copy_cache(found.prefix.cache)
-            num_chunks = num_done // self._engine.config.prefill_chunk
-            self._long = _LongPrompt(group, num_done, cache, num_done, found.prefix.experts[:num_chunks])
+        num_prefilled = len(tokens) if found is None or found.is_prompt else found.num_prefilled
+        if found and num_done == len(tokens):  # perhaps cached as the beginning of a longer prompt
+            prefix = _one_prompt(tokens, found.prefix.cache, found.prefix.experts)
+            self._make_ready(group, prefix, 0, num_done, num_prefilled)
+            return
+        while num_done + sum(config.chunks(num_done, len(tokens))) > config.capacity:  # a padded chunk needs room, too
+            num_done -= prefix_cache.BLOCK
+        cache, experts = (found.prefix.cache, found.prefix.experts) if found and num_done else (None, ())
+        sizes = config.chunks(num_done, len(tokens))
+        own = _first(experts, num_done)
+        self._long = _LongPrompt(group, num_done, num_prefilled, True, cache, num_done, own, sizes)
 
     def _make_ready(
-        self, group: sequence_lib.SequenceGroup, prefix: decode_state.Prefix, row: int, num_cached: int
+        self,
+        group: sequence_lib.SequenceGroup,
+        prefix: decode_state.Prefix,
+        row: int,
+        num_cached: int,
+        num_prefilled: int | None = None,
     ) -> None:
         group.prefix, group.row, group.prompt_version, group.num_cached = prefix, row, self._version, num_cached
         tokens = group.request.tokens
+        group.num_prefilled = len(tokens) if num_prefilled is None else num_prefilled
         group.prompt_key = self._num_weights, tuple(tokens)
         self._stats["prefix_queries"] += len(tokens)
         self._stats["prefix_hits"] += num_cached
@@ -185,8 +234,20 @@ class PrefillQueue:
         self._ready.append(group)
 
 
-def _one_prompt(tokens: Sequence[int], cache: kv_cache.Cache, experts: tuple[jax.Array, ...]) -> decode_state.Prefix:
+def _one_prompt(
+    tokens: Sequence[int], cache: kv_cache.Cache, experts: tuple[decode_state.Array, ...]
+) -> decode_state.Prefix:
     return decode_state.Prefix(cache, np.array([tokens[-1]], np.int32), np.array([len(tokens)], np.int32), experts)
+
+
+def _first(pieces: Sequence[decode_state.Array], num_tokens: int) -> tuple[decode_state.Array, ...]:
+    """Returns the pieces of an array, [1, .., L, X] each, that cover the first `num_tokens` tokens."""
+    out, left = [], num_tokens
+    for piece in pieces:
+        if left > 0:
+            out.append(piece if piece.shape[1] <= left else np.asarray(piece)[:, :left])
+            left -= piece.shape[1]
+    return tuple(out)
 
 
 def _pad(prompts: Sequence[Sequence[int]], num_rows: int, length: int) -> np.ndarray:

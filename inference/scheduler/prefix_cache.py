@@ -1,12 +1,15 @@
-"""The prefix cache: keys and values of prefilled prompts, reused by later prompts that start with the same tokens.
+"""The prefix cache: keys and values of prompts and of finished sequences, reused by later prompts that start with the same tokens.
 
 1. A prompt is cut into chunks of `prefill_chunk` tokens. Each prefix of whole chunks, and the whole prompt, has a key: a hash
-   of its tokens. `find` returns the longest cached prefix of a prompt.
-2. `add` stores a prefilled prompt under the keys of all its prefixes. Least recently used entries are evicted at the limit.
-3. `clear` empties the cache, because new weights invalidate the keys and values.
+   of its tokens. `add` stores a prefilled prompt under the keys of all its prefixes.
+2. `add_sequence` stores a sequence that ended, for the next turn of its conversation. Its keys are of blocks of `BLOCK` tokens, and
+   only of those that reach into sampled tokens.
+3. `find` returns the longest cached prefix of a prompt. Least recently used entries are evicted at the limit of bytes.
+4. `clear` empties the cache, because new weights invalidate the keys and values. So a key names tokens under one set of weights.
 
-Keys of sampled tokens are not cached, and prefixes end at chunk borders: so reuse changes no bit. A prompt of at most one chunk
-is prefilled in a batch, by another program than a first chunk, and so has keys of its own.
+Reuse of a prompt changes no bit, because its prefixes end at chunk borders. A prompt of at most one chunk
+is prefilled in a batch, by another program than a first chunk, and so has keys of its own. Reuse of sampled tokens rounds as a longer
+sequence does: decode steps computed their keys, and prefill would round otherwise.
 """
 
 import collections
@@ -19,21 +22,32 @@ import numpy as np
 
 from inference.engine import decode_state
 
+BLOCK = 16  # tokens: a turn prefills half as many again, on average
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A cached prefix: the keys and values of a prompt's first `num_tokens` tokens are in row `row` of `prefix`."""
+    """A cached prefix: the keys and values of a prompt's first `num_tokens` tokens are in row `row` of `prefix`.
+
+    Those from `num_prefilled` on may be of sampled tokens; the others were all prefilled.
+    """
 
     num_tokens: int
     prefix: decode_state.Prefix
     row: int
+    num_prefilled: int
+
+    @property
+    def is_prompt(self) -> bool:
+        """True if all keys were prefilled, so that reuse changes no bit."""
+        return self.num_prefilled >= self.num_tokens
 
 
 class PrefixCache:
-    """A least-recently-used cache of the keys and values of prompts, limited to `max_bytes`. Used by one thread."""
+    """A least-recently-used cache of the keys and values of prompts and sequences, limited to `max_bytes`. Used by one thread."""
 
     def __init__(self, chunk: int, max_bytes: int):
-        self._chunk, self._max_bytes = chunk, max_bytes
+        self._chunk, self.max_bytes = chunk, max_bytes
         self._found: dict[bytes, Found] = {}
         # The number of bytes and the keys of each `Prefix`, by its id; least recently used first.
         self._entries: collections.OrderedDict[int, tuple[int, set[bytes]]] = collections.OrderedDict()
@@ -41,7 +55,8 @@ class PrefixCache:
 
     def find(self, tokens: Sequence[int]) -> Found | None:
         """Returns the longest cached prefix of the prompt `tokens`, or None if no prefix is cached."""
-        for _, key in reversed(self._keys(tokens)):
+        kinds = self._block_keys(tokens), self._prompt_keys(tokens)
+        for *_, key in sorted(((end, kind, key) for kind in (0, 1) for end, key in kinds[kind]), reverse=True):
             if found := self._found.get(key):
                 self._entries.move_to_end(id(found.prefix))
                 return found
@@ -49,43 +64,54 @@ class PrefixCache:
 
     def add(self, tokens: Sequence[int], prefix: decode_state.Prefix, row: int) -> None:
         """Adds a prefilled prompt, which is in row `row` of `prefix`; does nothing if `prefix` is larger than the cache."""
-        if id(prefix) not in self._entries:
-            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((prefix.cache, prefix.experts)))
-            if num_bytes > self._max_bytes:
-                return
-            while self.num_bytes + num_bytes > self._max_bytes:
-                self._evict(next(iter(self._entries)))
-            self._entries[id(prefix)] = num_bytes, set()
-            self.num_bytes += num_bytes
-        for num_tokens, key in self._keys(tokens):
-            if (other := self._found.get(key)) and other.prefix is not prefix:
-                _, keys = self._entries[id(other.prefix)]
-                keys.discard(key)
-                if not keys:
-                    self._evict(id(other.prefix))
-            self._found[key] = Found(num_tokens, prefix, row)
-            self._entries[id(prefix)][1].add(key)
+        self._add(self._prompt_keys(tokens), prefix, row, len(tokens))
+
+    def add_sequence(self, tokens: Sequence[int], prefix: decode_state.Prefix, num_prefilled: int) -> None:
+        """Adds the first `tokens` of a sequence, in row 0 of `prefix`. They may be sampled from `num_prefilled` on."""
+        self._add([key for key in self._block_keys(tokens) if num_prefilled < key[0]], prefix, 0, num_prefilled)
 
     def clear(self) -> None:
-        """Removes all cached prompts."""
+        """Removes all cached prefixes."""
         self._found.clear()
         self._entries.clear()
         self.num_bytes = 0
 
-    def _keys(self, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Returns (length, key) of each prefix of `tokens` that can be cached, shortest first."""
-        data = np.asarray(tokens, "<i4")
-        is_batched = len(data) <= self._chunk
-        running = hashlib.blake2b(b"%d" % is_batched, digest_size=16)
-        keys = []
-        for start in range(0, len(data), self._chunk):
-            end = min(start + self._chunk, len(data))
-            running.update(data[start:end].tobytes())
-            keys.append((end, running.digest()))
-        return keys
+    def _add(self, keys: list[tuple[int, bytes]], prefix: decode_state.Prefix, row: int, num_prefilled: int) -> None:
+        if id(prefix) not in self._entries:
+            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((prefix.cache, prefix.experts)))
+            if num_bytes > self.max_bytes or not keys:
+                return
+            while self.num_bytes + num_bytes > self.max_bytes:
+                self._evict(next(iter(self._entries)))
+            self._entries[id(prefix)] = num_bytes, set()
+            self.num_bytes += num_bytes
+        for num_tokens, key in keys:
+            if (other := self._found.get(key)) and other.prefix is not prefix:
+                _, others = self._entries[id(other.prefix)]
+                others.discard(key)
+                if not others:
+                    self._evict(id(other.prefix))
+            self._found[key] = Found(num_tokens, prefix, row, num_prefilled)
+            self._entries[id(prefix)][1].add(key)
+
+    def _prompt_keys(self, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
+        return _keys(tokens, self._chunk, b"batched" if len(tokens) <= self._chunk else b"chunked")
+
+    def _block_keys(self, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
+        return _keys(tokens[: len(tokens) // BLOCK * BLOCK], BLOCK, b"sequence")
 
     def _evict(self, owner: int) -> None:
         num_bytes, keys = self._entries.pop(owner)
         for key in keys:
             del self._found[key]
         self.num_bytes -= num_bytes
+
+
+def _keys(tokens: Sequence[int], size: int, kind: bytes) -> list[tuple[int, bytes]]:
+    """Returns (length, key) of each prefix of whole parts of `size` tokens, and of all tokens; shortest first."""
+    data, running, keys = np.asarray(tokens, "<i4"), hashlib.blake2b(kind, digest_size=16), []
+    for start in range(0, len(data), size):
+        end = min(start + size, len(data))
+        running.update(data[start:end].tobytes())
+        keys.append((end, running.digest()))
+    return keys

@@ -5,7 +5,7 @@ Each turn of the thread:
    is stamped with the version that sampled it; requests pinned to the old version are finished first, for a limited time).
    Weights of another epoch end all requests, so that none spans two epochs.
    An idle engine gathers requests for a short time (arrivals.py);
-2. prefills one chunk of a long prompt, if one is in progress;
+2. prefills chunks of the long prompt that is in progress, if there is one, within a budget of tokens;
 3. fills free slots (slots.py) from the prefill queue (prefill_queue.py). In a cache with pages, sequences also need free pages
    and may have to wait for them (paging.py);
 4. starts one decode call, and while it runs publishes the output of the call before (step_output.py): proofs,
@@ -282,7 +282,7 @@ class Scheduler:
         if self.is_paused:
             return True
         try:
-            self._waiting.prefill_chunk()
+            self._waiting.begin_step()
             self._start_sequences()
             if self.slots.running:
                 self._decode()
@@ -471,7 +471,8 @@ class Scheduler:
             self.seconds["request_time_per_output_token"].observe(seconds)
         if output.unseen_ends:
             self._deactivate(output.unseen_ends)
-        for slot, _ in output.finished:
+        for slot, sequence in output.finished:
+            self._waiting.keep(self._state, slot, sequence)
             self._release_slot(slot)
         self._output = output
 

@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 from collections import abc
-from collections.abc import Hashable
 
 import numpy as np
 
@@ -31,10 +30,13 @@ class SequenceGroup:
     completions: dict[int, request_lib.Completion] = dataclasses.field(default_factory=dict)  # finished, by sample
     prefix: decode_state.Prefix = dataclasses.field(init=False)
     row: int = 0
-    prompt_key: Hashable = None  # equal for two prompts if their keys and values are equal, bit for bit
+    prompt_key: tuple[int, tuple[int, ...]] | None = (
+        None  # equal for two prompts if their keys and values are equal, bit for bit
+    )
     prompt_version: int = 0
     prompt_logprobs: list[float] | None = None
     num_cached: int = 0
+    num_prefilled: int = 0  # tokens of the prompt whose keys are surely not of sampled tokens
     num_started: int = 0
     num_running: int = 0
 

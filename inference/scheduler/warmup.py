@@ -31,7 +31,8 @@ def requests(config: engine_lib.EngineConfig, *, every_length: bool) -> Iterator
     longest = config.max_model_len - 1  # leaves room for one new token
     lengths = [min(bucket, longest) for bucket in config.buckets] if every_length else [min(8, longest)]
     if every_length and longest > config.prefill_chunk:
-        lengths.append(config.key_counts[-2] + 1)  # prefilled in chunks, the last of which reads the most keys
-    for length in lengths:
+        for count in config.key_counts[:-1]:  # after it, a short chunk and a whole one
+            lengths += [count + 1, min(count + config.prefill_chunk, longest)]
+    for length in dict.fromkeys(lengths):
         for size in config.insert_sizes:
             yield request_lib.GenerateRequest((0,) * length, max_tokens=1, num_samples=size, proofs=True)

@@ -17,7 +17,7 @@ import pytest
 from inference.engine import compiled_steps
 from inference.engine import engine as engine_lib
 from inference.proofs import toploc
-from inference.scheduler import arrivals
+from inference.scheduler import arrivals, prefill_queue
 from inference.scheduler import scheduler as scheduler_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
@@ -463,6 +463,73 @@ def test_reuse_changes_no_bit(chunked):
     assert reusing.stats["prompt_tokens"] == reusing.stats["prefix_queries"] - reusing.stats["prefix_hits"]
 
 
+WIDE = dataclasses.replace(CONFIG, max_model_len=160)  # a padded chunk of 64 fits after each turn
+
+
+@pytest.mark.parametrize("config", [WIDE, LONG])
+def test_a_turn_reuses_the_tokens_that_the_turn_before_sampled(start, config):
+    """Decode rounds otherwise than prefill: log-probabilities agree to float32, and the noise draws the same tokens.
+
+    Three conversations at the same time, so that slots decode after their neighbors have ended, and get other sequences.
+    """
+    reusing, plain = start(config=config), start(config=config, prefix_cache_bytes=0)
+    prompts = [TURN[:first] for first in (3, 11, 20)]
+    cached = [0] * 3
+    for turn in range(3):
+        requests = [Request(prompt, max_tokens=(9, 14, 17)[n], seed=n, proofs=True) for n, prompt in enumerate(prompts)]
+        found = [reusing.submit(request) for request in requests]
+        expected = [plain.submit(request).result(WAIT_S)[0] for request in requests]
+        for n, future in enumerate(found):
+            (got,) = future.result(WAIT_S)
+            assert got.tokens == expected[n].tokens and got.num_cached == cached[n]
+            np.testing.assert_allclose(got.logprobs, expected[n].logprobs, rtol=0, atol=1e-5)
+            whole = (*prompts[n], *got.tokens)
+            cached[n] = (len(whole) - 1) // 16 * 16 if (len(whole) - 1) // 16 * 16 > len(prompts[n]) else cached[n]
+            prompts[n] = (*whole, turn, 2, 3)
+    assert min(cached) >= 32
+
+
+def test_a_turn_reuses_no_token_after_the_first_that_differs(start):
+    scheduler, plain = start(config=WIDE), start(config=WIDE, prefix_cache_bytes=0)
+    (reply,) = scheduler.submit(Request(TURN[:10], max_tokens=40)).result(WAIT_S)
+    whole = [*TURN[:10], *reply.tokens]
+    for at, num_cached in ((9, 0), (15, 0), (16, 16), (40, 32), (48, 48)):
+        other = (*whole[:at], whole[at] ^ 1, *whole[at + 1 :])
+        (got,) = scheduler.submit(Request(other, max_tokens=9)).result(WAIT_S)
+        assert got.num_cached == num_cached
+        assert got.tokens == plain.submit(Request(other, max_tokens=9)).result(WAIT_S)[0].tokens
+    scheduler.submit(Request(TURN[:20], num_samples=2, max_tokens=40)).result(WAIT_S)  # rollouts do not go on
+    before = scheduler.prefixes.num_bytes
+    scheduler.update(params(1), 0).result(WAIT_S)
+    assert scheduler.prefixes.num_bytes == 0 < before
+    (fresh,) = scheduler.submit(Request(tuple(whole), max_tokens=9)).result(WAIT_S)
+    assert fresh.num_cached == 0
+
+
+def test_keys_of_two_versions_are_not_reused(start):
+    """A sequence that new weights interrupted ends under them, and its first keys are of the old ones."""
+    scheduler, stepped = start(Stepped)
+    future = scheduler.submit(Request(TURN[:10], max_tokens=3 * K))
+    stepped.step()
+    stepped.step(lambda: scheduler.update(params(1), 0))
+    stepped.run()
+    (reply,) = future.result(WAIT_S)
+    (got,) = scheduler.submit(Request((*TURN[:10], *reply.tokens), max_tokens=2)).result(WAIT_S)
+    assert got.num_cached == 0 and scheduler.stats["weight_updates"] == 1
+
+
+def test_chunks_of_several_prompts_run_between_two_calls(chunked, monkeypatch):
+    """Four prompts of three chunks each: one decode call after all of them, or one after each chunk from the first prompt on."""
+    for budget, fewest, most in ((12, 1, 1), (1, 4, 12)):
+        monkeypatch.setattr(prefill_queue, "BUDGET", budget)
+        scheduler = chunked()
+        scheduler.pause().result(WAIT_S)
+        futures = [scheduler.submit(Request((first, *TURN[1:40]), max_tokens=K)) for first in range(4)]
+        scheduler.resume().result(WAIT_S)
+        assert [future.result(WAIT_S)[0].finish_reason for future in futures] == ["length"] * 4
+        assert scheduler.stats["prefill_chunks"] == 12 and fewest <= scheduler.stats["generate_calls"] <= most
+
+
 def test_new_weights_forget_old_prefixes(chunked):
     scheduler = chunked()
     request = Request(TURN[:40], max_tokens=5)
@@ -477,7 +544,7 @@ def test_new_weights_forget_old_prefixes(chunked):
 
 
 def test_prefixes_obey_their_limit(chunked):
-    one = 2 * 2 * 2 * 96 * 8 * 4  # layers, k and v, heads, positions, dims, bytes
+    one = 2 * 2 * 2 * 32 * 8 * 4  # layers, k and v, heads, positions of two chunks, dims, bytes
     scheduler = chunked(prefix_cache_bytes=3 * one)
     for first in (1, 2, 3, 4, 2):
         scheduler.submit(Request((first, *TURN[1:20]), max_tokens=1)).result(WAIT_S)
@@ -490,17 +557,18 @@ def test_prefixes_obey_their_limit(chunked):
     assert scheduler.stats["prefix_hits"] == 40  # the 1 displaced the 3: the 2 is older, but was used since
 
 
-def test_an_update_restarts_a_prompt_that_is_half_prefilled(chunked):
+def test_an_update_restarts_a_prompt_that_is_half_prefilled(chunked, monkeypatch):
     """Its keys must not be of two versions. A later prompt comes after it."""
+    monkeypatch.setattr(prefill_queue, "BUDGET", 1)
     scheduler = chunked()
     extend, seen, later = scheduler._engine.prefill_chunk, [], []
 
-    def slow(*args):
+    def slow(*args, **how):
         seen.append((int(args[1][0, 0]), args[2]))
         if len(seen) == 2:
             later.append(scheduler.submit(Request((2, *TURN[1:32]), max_tokens=1)))
             scheduler.update(params(1), 1)  # both are read before the next chunk
-        return extend(*args)
+        return extend(*args, **how)
 
     scheduler._engine.prefill_chunk = slow
     request = Request((1, *TURN[1:60]), max_tokens=5)
