@@ -7,7 +7,6 @@ The seconds of a run are those of its steps after the first, which compiles. The
 `bench.lag`: a process of its own, and not repeated once it is finished.
 """
 
-import pathlib
 import statistics
 import sys
 
@@ -19,12 +18,9 @@ from sharding.system import cli
 def main(argv: list[str] | None = None) -> int:
     """Runs the command with `argv` (default: the process's arguments); returns the exit code."""
     parser = cli.Parser(prog="python -m bench.interleaved", description=__doc__)
-    add = parser.add_argument
-    add("--every", type=int, default=20, help="value of evaluation.every; the other run of a pair has 0")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add("--set", nargs="*", default=[], help="further fields of the config, as NAME=VALUE")
-    add("--workdir", type=pathlib.Path, default=pathlib.Path("runs/interleaved"))
-    options = parser.parse_args(argv)
+    every_help = "value of evaluation.every; the other run of a pair has 0"
+    parser.add_argument("--every", type=int, default=20, help=every_help)
+    options = lag.parse(parser, "runs/interleaved", argv)
     costs = []
     for seed in options.seeds:
         seconds = {}

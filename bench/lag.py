@@ -12,6 +12,7 @@
 Acceptance: "within" at each lag, and at lag 1 at most 0.8 of the time at lag 0 on two cores, or shares that show why not.
 """
 
+import argparse
 import json
 import pathlib
 import statistics
@@ -21,6 +22,18 @@ from collections.abc import Sequence
 
 from rl.reporting import metrics, timeline_trace
 from sharding.system import cli
+
+
+def parse(parser: cli.Parser, workdir: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options of a command of several runs: its own and `seeds`, `set` (with `--steps`), and `workdir`."""
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="rl.num_steps (default: the config's)")
+    parser.add_argument("--set", nargs="*", default=[], help="further fields of the config, as NAME=VALUE")
+    parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path(workdir))
+    options = parser.parse_args(argv)
+    if options.steps is not None:
+        options.set = [f"rl.num_steps={options.steps}", *options.set]
+    return options
 
 
 def train(folder: pathlib.Path, options: Sequence[str], config: str = "configs/quickstart.py") -> None:
@@ -61,14 +74,9 @@ def row(lag: int, runs: Sequence[dict[str, float]], base: Sequence[dict[str, flo
 def main(argv: list[str] | None = None) -> int:
     """Runs the command with `argv` (default: the process's arguments); returns the exit code."""
     parser = cli.Parser(prog="python -m bench.lag", description=__doc__)
-    add = parser.add_argument
-    add("--lags", type=int, nargs="+", default=[0, 1, 2, 4], help="values of rl.max_lag; the first is the base")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add("--steps", type=int, help="rl.num_steps (default: the quickstart's)")
-    add("--set", nargs="*", default=[], help="further fields of the config, as NAME=VALUE")
-    add("--workdir", type=pathlib.Path, default=pathlib.Path("runs/lag"))
-    options = parser.parse_args(argv)
-    steps = [] if options.steps is None else [f"rl.num_steps={options.steps}"]
+    lags_help = "values of rl.max_lag; the first is the base"
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2, 4], help=lags_help)
+    options = parse(parser, "runs/lag", argv)
     print("| lag | held-out score by seed | spread | within | versions behind | s per step | of lag 0 ", end="")
     print("| learner busy | workers | validators | both |\n|" + "---|" * 11)
     base: list[dict[str, float]] = []
@@ -76,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         runs = []
         for seed in options.seeds:
             folder = options.workdir / f"lag_{lag}_seed_{seed}"
-            train(folder, [f"rl.max_lag={lag}", f"seed={seed}", *steps, *options.set])
+            train(folder, [f"rl.max_lag={lag}", f"seed={seed}", *options.set])
             runs.append(figures(folder))
         base = base or runs
         print(row(lag, runs, base), flush=True)

@@ -37,14 +37,8 @@ def row(folder: pathlib.Path) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command with `argv` (default: the process's arguments); returns the exit code."""
     parser = cli.Parser(prog="python -m bench.learning", description=__doc__)
-    add = parser.add_argument
-    add("--names", nargs="+", choices=NAMES, default=NAMES)
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add("--steps", type=int, help="rl.num_steps (default: the config's)")
-    add("--set", nargs="*", default=[], help="further fields of the config, as NAME=VALUE")
-    add("--workdir", type=pathlib.Path, default=pathlib.Path("runs/learning"))
-    options = parser.parse_args(argv)
-    steps = [] if options.steps is None else [f"rl.num_steps={options.steps}"]
+    parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
+    options = lag.parse(parser, "runs/learning", argv)
     print(
         "| environment, seed | minutes | before | after | mismatch KL | rejected | mean reward by fifths |\n|"
         + "---|" * 7
@@ -53,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         runs = [(f"seed {seed}", [f"seed={seed}"]) for seed in options.seeds]
         for label, fields in (*runs, ("flat", ["seed=0", "optimizer.learning_rate=0.0"])):
             folder = options.workdir / f"{name}_{label.replace(' ', '_')}"
-            lag.train(folder, [*fields, *steps, *options.set], f"configs/environments/{name}.py")
+            lag.train(folder, [*fields, *options.set], f"configs/environments/{name}.py")
             print(f"| `{name}`, {label} | {row(folder)}", flush=True)
     return 0
 

@@ -113,8 +113,8 @@ def test_the_script_of_slurm_places_each_node_and_starts_the_dead_again(plan, pr
     with subprocess.Popen(command, env=environment, start_new_session=True) as job:
         assert job.wait(30) == 3
     assert "#SBATCH --nodes=5\n" in script and "#SBATCH --partition=gpu\n" in script
-    told = [shlex.split(line)[1:] for line in script.splitlines() if line.startswith("#SBATCH")]
-    assert [f"--job-name={plan.workdir.name}"] in told and [f"--output={plan.workdir}/launch/%j.log"] in told
+    headers = [shlex.split(line)[1:] for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert [f"--job-name={plan.workdir.name}"] in headers and [f"--output={plan.workdir}/launch/%j.log"] in headers
     steps = [line.split(" ", 2) for line in (tmp_path / "steps").read_text().splitlines()]
     placed = {re.findall(r"keys/(\w+)\.key", text)[0]: where for _, where, text in steps if "--key" in text}
     on_first = dict.fromkeys(("relay0", "worker0", "worker1", "worker2"), "n0")
