@@ -15,7 +15,6 @@ import collections
 import dataclasses
 import math
 import os
-import socket
 from collections.abc import Mapping, Sequence
 
 import httpx
@@ -33,10 +32,6 @@ REPLY_S = 600.0  # from the first byte of a reply to its last: a server may send
 WAIT_S = 0.1  # for a server that may be used
 UPDATE_S = 600.0  # for other weights
 MAX_HEALTH_BYTES = 2**18  # of a reply without samples
-# A connection is silent for as long as a completion takes: probes keep it open, and show that the other end is gone.
-KEEPALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-_PROBES = "TCP_KEEPIDLE", "TCP_KEEPINTVL"  # where the system has them
-KEEPALIVE += [(socket.IPPROTO_TCP, getattr(socket, name), 10) for name in _PROBES if hasattr(socket, name)]
 
 
 class Unavailable(RuntimeError):
@@ -76,12 +71,8 @@ class Client:
         self.give_up_s, self.run = give_up_s, run
         self._watches: dict[str, _Watch] = {}  # by URL, of servers with requests
         key = os.environ.get("INTELLAX_API_KEY") if api_key is None else api_key
-        limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(
+        self._http = bounded_reply.make_client(
             timeout=httpx.Timeout(None, connect=10.0),  # the watch ends a request
-            limits=limits,
-            # Not as `transport`, which would ignore the proxies of the environment; nor as "all://", which would replace one.
-            mounts={"all://*": httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEPALIVE)},
             headers={"authorization": f"Bearer {key}"} if key else {},
         )
         self.num_retries, self._patience_s = 0, 0.0  # the second is 0 before the first reply

@@ -32,7 +32,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import httpx
 import numpy as np
 
 from inference import client as client_lib
@@ -48,7 +47,7 @@ from rl.envs.interface import environment
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
 from rl.protocol import continuations, lease, registry, signed_session, user_code
-from sharding.system import cli, role_metrics, sign_in, signed_message, sockets, status_line
+from sharding.system import bounded_reply, cli, role_metrics, sign_in, signed_message, sockets, status_line
 from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
@@ -159,7 +158,7 @@ class Worker:
 
     async def _work(self, stopping: asyncio.Event) -> None:
         trusted, runs, described, proof, begun_us = self.trusted, {}, None, "", int(time.time() * 1e6)
-        async with httpx.AsyncClient(base_url=self.orchestrator, timeout=60) as http:
+        async with bounded_reply.make_client(base_url=self.orchestrator, timeout=60) as http:
             self._connection = signed_session.Connection(http, self.give_up_s)
             while True:  # a pass per process of the orchestrator
                 session, description = await self._connection.open_session(trusted)

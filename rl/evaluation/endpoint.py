@@ -17,7 +17,7 @@ import httpx
 from models.text import parsers
 from rl.envs.interface import episode
 from rl.envs.recording import session as session_lib
-from sharding.system import sockets
+from sharding.system import bounded_reply, sockets
 
 REPLY_S = 600.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 20.0
@@ -54,7 +54,7 @@ class Endpoint:
         self._free = asyncio.Semaphore(concurrency)
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.AsyncClient(timeout=httpx.Timeout(REPLY_S, connect=10.0, pool=None), headers=headers)
+        self._http = bounded_reply.make_client(timeout=httpx.Timeout(REPLY_S, connect=10.0), headers=headers)
 
     @property
     def asked(self) -> dict[str, Any]:

@@ -29,3 +29,63 @@ def test_a_reply_without_end_is_given_up(chunk, headers, words):
 
     with pytest.raises(httpx.RequestError, match=words):
         asyncio.run(asyncio.wait_for(ask(), 30))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"\x16\x03\x01\x02\x00",
+        b"SSH-2.0-OpenSSH_9.2\r\n\r\n",
+        b"HTTP/1.1 2OO OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nbodybo",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + bytes([97]) * 2**20 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\nbody\r\n",
+    ],
+)
+def test_a_reply_that_is_no_http_is_one_kind_of_error(reply):
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        writer.close()
+
+    async def ask():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server, bounded_reply.make_client() as http:
+            port = server.sockets[0].getsockname()[1]
+            await bounded_reply.fetch(http, "GET", f"http://127.0.0.1:{port}/health", 2**21)
+
+    with pytest.raises(httpx.RequestError):
+        asyncio.run(asyncio.wait_for(ask(), 30))
+
+
+def test_a_client_keeps_more_than_a_hundred_connections_alive(monkeypatch):
+    made, make = [], bounded_reply._make_socket
+    monkeypatch.setattr(bounded_reply, "_make_socket", lambda address: made.append(make(address)) or made[-1])
+    waiting, num_requests = asyncio.Event(), 150
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        if len(made) == num_requests:
+            waiting.set()
+        await waiting.wait()
+        writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+        await writer.drain()
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    async def ask():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=num_requests)
+        async with server, bounded_reply.make_client() as http:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            await asyncio.gather(*(bounded_reply.fetch(http, "GET", url, 10) for _ in range(num_requests)))
+            # Else a router forgets a connection that waits for a long completion, or its other end is gone, and it waits for ever.
+            assert all(one.getsockopt(*option) == value for one in made for *option, value in bounded_reply.KEEPALIVE)
+            await asyncio.gather(*(bounded_reply.fetch(http, "GET", url, 10) for _ in range(num_requests)))
+
+    asyncio.run(asyncio.wait_for(ask(), 30))
+    assert len(made) == num_requests  # the second requests used the connections of the first
