@@ -123,6 +123,7 @@ class Session:
         self._pool, self._request, self._functions = pool, request, functions
         self._cell: cell_lib.Cell | None = None
         self._is_open = self._has_turn = False
+        self._one_at_a_time = asyncio.Lock()
 
     @property
     def is_open(self) -> bool:
@@ -130,25 +131,26 @@ class Session:
         return self._is_open
 
     async def execute(self, code: str) -> limits_lib.Result:
-        """Runs a command, with all variables of earlier ones, and prints the value of its last expression.
+        """Runs a command, with all variables of earlier ones, and prints the value of its last expression. Waits for commands before it.
 
         A command that is ended at a limit, or ends the process, ends the session: the next one begins with new variables. Files stay
         until `close`, unless the sandbox itself was lost.
         """
-        self._turn = self._pool._turn()
-        await self._turn.acquire()
-        self._has_turn = True
-        try:
-            if not self._is_open and (failed := await self._open()):
-                return failed
-            reply = await self._send({"do": "execute", "code": code})
-        except cell_lib.CellEnded:
-            self._cell, self._is_open = None, False
-            return _result({"stopped": "lost"}, self._pool.limits)
-        finally:
-            self._give_turn()
-        self._is_open = reply["is_alive"]
-        return _result(reply, self._pool.limits, has_addresses=True)
+        async with self._one_at_a_time:
+            self._turn = self._pool._turn()
+            await self._turn.acquire()
+            self._has_turn = True
+            try:
+                if not self._is_open and (failed := await self._open()):
+                    return failed
+                reply = await self._send({"do": "execute", "code": code})
+            except cell_lib.CellEnded:
+                self._cell, self._is_open = None, False
+                return _result({"stopped": "lost"}, self._pool.limits)
+            finally:
+                self._give_turn()
+            self._is_open = reply["is_alive"]
+            return _result(reply, self._pool.limits, has_addresses=True)
 
     async def close(self) -> None:
         """Ends the session. A second call does nothing."""

@@ -208,6 +208,14 @@ def test_a_session_keeps_variables_and_shows_values(pool):
     assert results[4].values == {"answer": {"ready": True, "content": 21}, "missing": None}
 
 
+def test_commands_of_one_message_run_in_order(pool):
+    async def run():
+        async with pool.session() as session:
+            return await asyncio.gather(*(session.execute(f"x = {n}; print(x)") for n in range(5)))
+
+    assert [result.stdout for result in asyncio.run(run())] == [f"{n}\n" for n in range(5)]
+
+
 def test_a_session_calls_functions_of_the_host(pool):
     asked = []
 
