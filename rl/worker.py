@@ -29,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,11 @@ class Run:
     env_digest: str = ""  # of the environment here, which is that of the run; "": the run has named none
     player: group_lib.Player | None = None  # of an environment with episodes of several calls
     vine: Mapping[str, Any] | None = None  # options of continuations (rl/protocol/continuations.py); None: none
+
+    @functools.cached_property
+    def task(self) -> Callable[[int, str], tuple[environment.Task, list[int]]]:
+        """A function (index, split) -> (task, token IDs of its prompt)."""
+        return environment.prompts(self.env, self.tokenizer)
 
     async def close(self) -> None:
         """Ends the processes of the environment."""
@@ -322,14 +327,15 @@ class _Groups:
 
     async def _submit(self) -> None:
         """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
+        # Of a group: the size before compression, with 1 KiB per rollout for the small fields.
+        size = lambda rollouts: sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)  # noqa: E731
         left = None  # a finished group that did not fit
         while True:
             key, rollouts = left or await self._finished.get()
-            keys, left = [key], None
+            keys, num_bytes, left = [key], size(rollouts), None
             while not left and not self._finished.empty():
                 left = self._finished.get_nowait()
-                # The size before compression, with 1 KiB per rollout for the small fields.
-                if sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts + left[1]) <= MAX_JOINED_BYTES:
+                if (num_bytes := num_bytes + size(left[1])) <= MAX_JOINED_BYTES:
                     keys, rollouts, left = [*keys, left[0]], rollouts + left[1], None
             body = parquet.to_bytes(rollouts)
             if len(body) > web.MAX_BODY_BYTES:
@@ -400,8 +406,7 @@ async def roll_out(client: client_lib.Client, run: Run, key, group: dict) -> lis
         ref = rollout_lib.TaskRef(run.env.name, group["index"], group["group"], run.env_seed)
         rollouts = await run.player.play(generate, group, ref, run.env_digest)
         return await asyncio.to_thread(rollout_lib.sign_all, rollouts, key)
-    task = run.env.make_task(group["index"], group["split"])
-    prompt = run.tokenizer.render(task.messages, add_generation_prompt=True).token_ids
+    task, prompt = run.task(group["index"], group["split"])
     samples = await client.generate(prompt, sampling, proofs=trains, sticky=sticky, **pins)
     # In a thread: a slow scorer must not stop other groups.
     rollouts = await asyncio.to_thread(make_rollouts, run, group, task, prompt, samples)

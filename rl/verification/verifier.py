@@ -260,13 +260,10 @@ def rules_of(
         if stack is not None:
             stack.callback(scores.close)
 
-    @functools.lru_cache(1024)  # a batch of 256 rollouts needs the same 32 tasks 256 times
-    def task(group: task_schedule.Group) -> tuple[environment.Task, list[int]]:
-        made = env.make_task(group.index, group.split)
-        return made, list(tokenizer.render(made.messages, add_generation_prompt=True).token_ids)
+    task = environment.prompts(env, tokenizer)
 
     def score(group: task_schedule.Group, completions: Sequence[Sequence[int]]) -> list[rules_lib.Recomputed]:
-        made, prompt = task(group)
+        made, prompt = task(group.index, group.split)
         texts = [tokenizer.scored_text(prompt, completion) for completion in completions]
         return recomputed(scores.score(made, texts))
 
@@ -275,7 +272,7 @@ def rules_of(
         stop_ids=tuple(tokenizer.stop_ids),
         held_out=functools.lru_cache(4)(lambda version: task_schedule.held_out_groups(config, version)),
         **(
-            {"prompt": lambda group: task(group)[1], "score": score, "max_turns": 1}
+            {"prompt": lambda group: task(group.index, group.split)[1], "score": score, "max_turns": 1}
             if env.score
             else {"replay": replay}
         ),

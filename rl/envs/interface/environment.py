@@ -45,6 +45,7 @@ An environment of several turns, tools, or other models has a program `play` ins
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import random
@@ -158,6 +159,20 @@ def checked(env: Environment) -> Environment:
             raise ValueError(f"{reason}; fix its make_task or its options (env.options)") from error
 
     return dataclasses.replace(env, make_task=make_task)
+
+
+def prompts(env: Environment, tokenizer: Any) -> Callable[[int, str], tuple[Task, list[int]]]:
+    """Returns a function (index, split) -> (task, token IDs of its prompt), which keeps the last 1024 of each split.
+
+    A batch needs a task for each of its rollouts, and every evaluation needs the same tasks.
+    """
+
+    def prompt(index: int, split: str) -> tuple[Task, list[int]]:
+        task = env.make_task(index, split)
+        return task, list(tokenizer.render(task.messages, add_generation_prompt=True).token_ids)
+
+    kept = {split: functools.lru_cache(1024)(prompt) for split in SPLITS}
+    return lambda index, split: kept.get(split, prompt)(index, split)
 
 
 def check_options(owner: str, options: Set[str], known: Collection[str]) -> None:

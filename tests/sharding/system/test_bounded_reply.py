@@ -46,7 +46,7 @@ def test_a_reply_without_end_is_given_up(chunk, headers, words):
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\nbody\r\n",
     ],
 )
-def test_a_reply_that_is_no_http_is_one_kind_of_error(reply):
+def test_a_malformed_reply_is_one_kind_of_error(reply):
     async def serve(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(reply)
