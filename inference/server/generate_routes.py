@@ -127,4 +127,4 @@ def choice(
 def _replay_fields(body: schemas.Generate) -> dict:
     """Returns the fields at the top of a request that count as those of `sampling_params`."""
     named = {name: getattr(body, name) for name in ("proofs", "policy_version", "policy_epoch")}
-    return {name: value for name, value in named.items() if value not in (None, False)}
+    return {name: value for name, value in named.items() if value is not None and value is not False}  # 0 is a version

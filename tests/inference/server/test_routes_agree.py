@@ -179,3 +179,28 @@ def test_grpc_sends_the_seed(server):
     again = {"token_ids": PROMPT, "sampling_params": {"seed": seed, "max_tokens": 12}}
     choice = ask("POST", "/inference/v1/generate", json=again).json()["choices"][0]
     assert [token for token in choice["token_ids"] if token not in TOK.stop_ids] == tokens
+
+
+@pytest.mark.parametrize("where", ["top", "sampling_params"])
+@pytest.mark.parametrize("pin", [{"policy_version": 0}, {"policy_version": 2}, {"policy_epoch": 0}])
+def test_a_pin_of_the_first_version_is_a_pin(server, where, pin, monkeypatch):
+    monkeypatch.setattr(server.scheduler, "epoch", 1)
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+    (body if where == "top" else body["sampling_params"]).update(pin)
+
+    async def ask():
+        async with serving.client(serve.make_app(server)) as http:
+            return await http.post("/inference/v1/generate", json=body)
+
+    reply = asyncio.run(ask())
+    assert reply.status_code == 409, reply.text
+    assert f"{[*pin.values()][0]} was requested, and this server has version 3 of epoch 1" in reply.text
+
+
+def test_prompt_logprobs_of_the_sampled_token_alone_are_refused_in_a_stream(server):
+    async def ask():
+        async with serving.client(serve.make_app(server)) as http:
+            return await http.post("/v1/chat/completions", json=CHAT | {"prompt_logprobs": 0, "stream": True})
+
+    reply = asyncio.run(ask())
+    assert reply.status_code == 400 and "prompt_logprobs = 0 is not supported in a stream" in reply.text
