@@ -523,8 +523,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args.give_up_s >= 0:
             raise ValueError(f"--give_up_s = {args.give_up_s:g} must be at least 0; raise it")
         key = rollout_lib.WorkerKey.load_or_create(args.key) if args.key else rollout_lib.WorkerKey.generate()
-        options = {"concurrency": args.concurrency, "give_up_s": args.give_up_s, "sandbox": args.sandbox}
-        options["code"] = args.code
+        options = {name: getattr(args, name) for name in ("concurrency", "give_up_s", "sandbox", "code")}
         worker = Worker(args.orchestrator, key, args.run, servers=args.server, **options)
         with contextlib.ExitStack() as stack:
             if args.metrics:
