@@ -4,7 +4,7 @@
    bucket. Equal prompts share a row, and a prompt in the prefix cache (prefix_cache.py) needs none.
 2. A prompt longer than a chunk, or one that goes on from a cached sequence, is prefilled chunk by chunk. Between two decode calls, so
    many chunks of one prompt after the other run as have `BUDGET` times the tokens of a chunk (`begin_step`).
-3. A sequence that ended stays in the prefix cache for the next turn of its conversation (`keep`).
+3. A sequence that ended is added to the prefix cache for the next turn of its conversation (`keep`).
 4. New weights invalidate the prefix cache and a prompt that is partly prefilled (`set_weights`).
 
 No thread and no clock of its own.
@@ -113,25 +113,23 @@ class PrefillQueue:
         self._budget = BUDGET * self._engine.config.prefill_chunk
         self._prefill_chunks()
 
-    def keep(self, state: engine_lib.State, slot: int, sequence: sequence_lib.Sequence) -> None:
-        """Stores the keys of a sequence that ended in `slot` in the prefix cache; does nothing if the cache cannot use them.
+    def keep(self, slot: int, sequence: sequence_lib.Sequence) -> None:
+        """Adds a sequence that ended in `slot` to the prefix cache; does nothing if the cache cannot use it.
 
         A request of several samples is a group of rollouts, and none of them goes on.
         """
         group, config = sequence.group, self._engine.config
-        tokens = [*group.request.tokens, *sequence.completion.tokens][:-1]  # the last one was not run
         is_current = group.prompt_key is not None and group.prompt_key[0] == self._num_weights
-        is_new = len(tokens) // prefix_cache.BLOCK * prefix_cache.BLOCK > group.num_prefilled
-        is_wanted = is_current and is_new and group.request.num_samples == 1 and self._prefixes.max_bytes > 0
         has_experts = not config.routed_experts or group.request.routed_experts
-        if not (is_wanted and has_experts and self._engine.can_read_slots):
+        is_wanted = is_current and group.request.num_samples == 1 and has_experts
+        if not (is_wanted and self._engine.can_read_slots):
             return
         experts = ()
         if config.routed_experts:
             prompt = group.prefix.experts, group.row, len(group.request.tokens)
             experts = (routed_experts.of_sequence(*prompt, sequence.experts)[None],)
-        prefix = _one_prompt(tokens, self._engine.read_slot(state, slot, len(tokens)), experts)
-        self._prefixes.add_sequence(tokens, prefix, group.num_prefilled)
+        tokens = [*group.request.tokens, *sequence.completion.tokens][:-1]  # the last one was not run
+        self._prefixes.add_sequence(tokens, slot, group.num_prefilled, experts)
 
     def _prefill_chunks(self) -> None:
         """Prefills chunks of the prompt in progress, until it is ready or the budget is spent."""
@@ -146,7 +144,7 @@ class PrefillQueue:
             self._budget -= size
             self._stats["prefill_chunks"] += 1
             if not long.sizes:
-                prefix = _one_prompt(tokens, long.cache, long.experts)
+                prefix = prefix_cache.of_one_prompt(tokens, long.cache, long.experts)
                 if long.num_prefilled == len(tokens):
                     self._prefixes.add(tokens, prefix, 0)
                 self._make_ready(long.group, prefix, 0, long.num_cached, long.num_prefilled)
@@ -203,7 +201,7 @@ class PrefillQueue:
         num_done = found.num_tokens if found else 0
         num_prefilled = len(tokens) if found is None or found.is_prompt else found.num_prefilled
         if found and num_done == len(tokens):  # perhaps cached as the beginning of a longer prompt
-            prefix = _one_prompt(tokens, found.prefix.cache, found.prefix.experts)
+            prefix = prefix_cache.of_one_prompt(tokens, found.prefix.cache, found.prefix.experts)
             self._make_ready(group, prefix, 0, num_done, num_prefilled)
             return
         while num_done + sum(config.chunks(num_done, len(tokens))) > config.capacity:  # a padded chunk needs room, too
@@ -232,12 +230,6 @@ class PrefillQueue:
             tokens_1T = _pad([tokens], 1, self._engine.config.bucket(len(tokens)))
             group.prompt_logprobs = self._engine.prompt_logprobs(self._params, tokens_1T)[: len(tokens)].tolist()
         self._ready.append(group)
-
-
-def _one_prompt(
-    tokens: Sequence[int], cache: kv_cache.Cache, experts: tuple[decode_state.Array, ...]
-) -> decode_state.Prefix:
-    return decode_state.Prefix(cache, np.array([tokens[-1]], np.int32), np.array([len(tokens)], np.int32), experts)
 
 
 def _first(pieces: Sequence[decode_state.Array], num_tokens: int) -> tuple[decode_state.Array, ...]:

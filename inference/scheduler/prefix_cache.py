@@ -2,8 +2,9 @@
 
 1. A prompt is cut into chunks of `prefill_chunk` tokens. Each prefix of whole chunks, and the whole prompt, has a key: a hash
    of its tokens. `add` stores a prefilled prompt under the keys of all its prefixes.
-2. `add_sequence` stores a sequence that ended, for the next turn of its conversation. Its keys are of blocks of `BLOCK` tokens, and
-   only of those that reach into sampled tokens.
+2. `add_sequence` notes a sequence that ended, for the next turn of its conversation. Its keys are of blocks of `BLOCK` tokens, and
+   only of those that reach into sampled tokens. It is copied out of its slot when it is found, or when the slot gets another
+   sequence (`take`); but of sequences that nothing continues, only the first few are copied.
 3. `find` returns the longest cached prefix of a prompt. Least recently used entries are evicted at the limit of bytes.
 4. `clear` empties the cache, because new weights invalidate the keys and values. So a key names tokens under one set of weights.
 
@@ -15,14 +16,16 @@ sequence does: decode steps computed their keys, and prefill would round otherwi
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from inference.engine import decode_state
+from inference.engine import decode_state, kv_cache
 
 BLOCK = 16  # tokens: a turn prefills half as many again, on average
+COPIES = 16  # sequences copied out of reused slots per sign that sequences are continued; a copy is a hundredth of a short request
+MAX_LOST = 4096  # keys of sequences that were not copied, which are remembered as signs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,21 +46,41 @@ class Found:
         return self.num_prefilled >= self.num_tokens
 
 
+@dataclasses.dataclass(frozen=True)
+class _Resident:
+    """A sequence that ended and is still in its slot. `keys` are as `_keys` returns them."""
+
+    tokens: Sequence[int]
+    num_prefilled: int
+    experts: tuple[decode_state.Array, ...]
+    keys: list[tuple[int, bytes]]
+
+
 class PrefixCache:
     """A least-recently-used cache of the keys and values of prompts and sequences, limited to `max_bytes`. Used by one thread."""
 
-    def __init__(self, chunk: int, max_bytes: int):
-        self._chunk, self.max_bytes = chunk, max_bytes
+    def __init__(self, chunk: int, max_bytes: int, read_slot: Callable[[int, int], kv_cache.Cache]):
+        """Creates an empty cache. `read_slot` returns a copy of the keys and values of a slot's first tokens; so many are its second argument."""
+        self._chunk, self.max_bytes, self._read_slot = chunk, max_bytes, read_slot
         self._found: dict[bytes, Found] = {}
         # The number of bytes and the keys of each `Prefix`, by its id; least recently used first.
         self._entries: collections.OrderedDict[int, tuple[int, set[bytes]]] = collections.OrderedDict()
         self.num_bytes = 0
+        self._residents: dict[int, _Resident] = {}  # by slot
+        self._slots: dict[bytes, int] = {}  # by key of a resident
+        self._lost: dict[bytes, None] = {}  # keys of residents that were not copied, oldest first
+        self._num_copies = COPIES  # that may still be made
 
     def find(self, tokens: Sequence[int]) -> Found | None:
         """Returns the longest cached prefix of the prompt `tokens`, or None if no prefix is cached."""
         kinds = self._block_keys(tokens), self._prompt_keys(tokens)
         for *_, key in sorted(((end, kind, key) for kind in (0, 1) for end, key in kinds[kind]), reverse=True):
-            if found := self._found.get(key):
+            if key in self._slots:
+                self._copy(self._slots[key])
+            found = self._found.get(key)
+            if key in self._lost or (found and not found.is_prompt):
+                self._num_copies = COPIES
+            if found:
                 self._entries.move_to_end(id(found.prefix))
                 return found
         return None
@@ -66,20 +89,50 @@ class PrefixCache:
         """Adds a prefilled prompt, which is in row `row` of `prefix`; does nothing if `prefix` is larger than the cache."""
         self._add(self._prompt_keys(tokens), prefix, row, len(tokens))
 
-    def add_sequence(self, tokens: Sequence[int], prefix: decode_state.Prefix, num_prefilled: int) -> None:
-        """Adds the first `tokens` of a sequence, in row 0 of `prefix`. They may be sampled from `num_prefilled` on."""
-        self._add([key for key in self._block_keys(tokens) if num_prefilled < key[0]], prefix, 0, num_prefilled)
+    def add_sequence(
+        self, tokens: Sequence[int], slot: int, num_prefilled: int, experts: tuple[decode_state.Array, ...] = ()
+    ) -> None:
+        """Adds the sequence of these tokens, which ended in `slot`. They may be sampled from `num_prefilled` on."""
+        keys = [key for key in self._block_keys(tokens) if num_prefilled < key[0]]
+        if keys and self.max_bytes > 0:
+            self._residents[slot] = _Resident(tokens, num_prefilled, experts, keys)
+            self._slots |= dict.fromkeys((key for _, key in keys), slot)
+
+    def take(self, slot: int) -> None:
+        """Copies the sequence that is in a slot, or loses it; the caller then puts another one into the slot."""
+        if slot in self._residents and self._num_copies:
+            self._num_copies -= 1
+            self._copy(slot)
+        elif slot in self._residents:
+            self._lost |= dict.fromkeys(key for _, key in self._pop(slot).keys)
+            while len(self._lost) > MAX_LOST:
+                del self._lost[next(iter(self._lost))]
 
     def clear(self) -> None:
         """Removes all cached prefixes."""
         self._found.clear()
         self._entries.clear()
         self.num_bytes = 0
+        self._residents.clear()
+        self._slots.clear()
+
+    def _copy(self, slot: int) -> None:
+        """Moves a sequence from its slot to an entry."""
+        one = self._pop(slot)
+        prefix = of_one_prompt(one.tokens, self._read_slot(slot, len(one.tokens)), one.experts)
+        self._add(one.keys, prefix, 0, one.num_prefilled)
+
+    def _pop(self, slot: int) -> _Resident:
+        resident = self._residents.pop(slot)
+        for _, key in resident.keys:
+            if self._slots.get(key) == slot:
+                del self._slots[key]
+        return resident
 
     def _add(self, keys: list[tuple[int, bytes]], prefix: decode_state.Prefix, row: int, num_prefilled: int) -> None:
         if id(prefix) not in self._entries:
             num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((prefix.cache, prefix.experts)))
-            if num_bytes > self.max_bytes or not keys:
+            if num_bytes > self.max_bytes:
                 return
             while self.num_bytes + num_bytes > self.max_bytes:
                 self._evict(next(iter(self._entries)))
@@ -105,6 +158,13 @@ class PrefixCache:
         for key in keys:
             del self._found[key]
         self.num_bytes -= num_bytes
+
+
+def of_one_prompt(
+    tokens: Sequence[int], cache: kv_cache.Cache, experts: tuple[decode_state.Array, ...]
+) -> decode_state.Prefix:
+    """Returns the `Prefix` of one prompt, or of the first tokens of one."""
+    return decode_state.Prefix(cache, np.array([tokens[-1]], np.int32), np.array([len(tokens)], np.int32), experts)
 
 
 def _keys(tokens: Sequence[int], size: int, kind: bytes) -> list[tuple[int, bytes]]:

@@ -119,7 +119,11 @@ class Scheduler:
         self._released: tuple[float, cpu_sub_batches.State | None] | None = None
         self.stats: dict[str, float] = {}  # never a new key: other threads copy it
         self._set_counts_to_0()
-        self.prefixes = prefix_cache.PrefixCache(engine.config.prefill_chunk, prefix_cache_bytes)
+        self.prefixes = prefix_cache.PrefixCache(
+            engine.config.prefill_chunk,
+            prefix_cache_bytes,
+            lambda slot, num_tokens: engine.read_slot(self._state, slot, num_tokens),
+        )
         self._waiting = prefill_queue.PrefillQueue(engine, self.prefixes, self.stats)
         self._waiting.set_weights(params, version)
         self._state = engine.init_decode_state() if state is None else state
@@ -418,6 +422,7 @@ class Scheduler:
         started: dict[int, list[tuple[int, sequence_lib.Sequence]]] = collections.defaultdict(list)
         while free and (sequence := self._waiting.next(max(1, self._num_slots // 2), **fits)):
             slot = free.popleft()
+            self.prefixes.take(slot)
             sequence.completion.epoch, sequence.begun_s = self.epoch, time.monotonic()
             if sequence.index == 0:
                 self.seconds["request_queue_time"].observe(sequence.begun_s - sequence.group.submitted_s)
@@ -472,7 +477,7 @@ class Scheduler:
         if output.unseen_ends:
             self._deactivate(output.unseen_ends)
         for slot, sequence in output.finished:
-            self._waiting.keep(self._state, slot, sequence)
+            self._waiting.keep(slot, sequence)
             self._release_slot(slot)
         self._output = output
 

@@ -1,27 +1,54 @@
 """The prefix cache against a search through all that was stored."""
 
 import itertools
+from typing import Any
 
+import jax
 import numpy as np
 
 from inference.engine import decode_state
 from inference.scheduler import prefix_cache
 
-CHUNK = 32
+CHUNK, SLOTS = 32, 5
 
 
 def prefix(size):
-    return decode_state.Prefix(((np.zeros(size, np.uint8),),), np.zeros(1), np.zeros(1))
+    cache: Any = ((np.zeros(size, np.uint8),),)
+    return decode_state.Prefix(cache, np.zeros(1), np.zeros(1))
+
+
+class Slots:
+    """Slots whose keys and values are the tokens themselves, and a prefix cache that reads them. A token takes `size` bytes."""
+
+    def __init__(self, max_bytes, size=1):
+        self.tokens, self.num_reads, self.size = [()] * SLOTS, 0, size
+        self.cache = prefix_cache.PrefixCache(CHUNK, max_bytes, self.read)
+
+    def read(self, slot, num_tokens) -> Any:
+        self.num_reads += 1
+        return ((np.repeat(np.array(self.tokens[slot][:num_tokens], np.uint8), self.size),),)
+
+    def num_found(self, tokens):
+        found = self.cache.find(tokens)
+        return found.num_tokens if found else 0
+
+    def run(self, slot, tokens, num_prefilled):
+        """Runs a sequence in a slot to its end."""
+        self.cache.take(slot)
+        self.tokens[slot] = tokens
+        self.cache.add_sequence(tokens, slot, num_prefilled)
 
 
 def common(a, b):
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
-def test_the_longest_prefix_is_found_among_random_prompts_and_sequences():
-    """Few tokens and forks of stored sequences, so that many share prefixes; nothing is evicted."""
+def test_the_longest_prefix_is_found_among_random_prompts_and_sequences(monkeypatch):
+    """Few tokens and forks of stored sequences, so that many share prefixes; nothing is evicted, and few slots are used again and again."""
+    monkeypatch.setattr(prefix_cache, "COPIES", 1000)
     rng = np.random.default_rng(0)
-    cache, stored, asked = prefix_cache.PrefixCache(CHUNK, 2**30), [], [()]
+    slots, stored, asked = Slots(2**30), [], [()]
+    cache = slots.cache
     lengths = {"cached": 0, "sampled": 0}
     for _ in range(600):
         base = asked[rng.integers(len(asked))]
@@ -41,30 +68,60 @@ def test_the_longest_prefix_is_found_among_random_prompts_and_sequences():
         found = cache.find(tokens)
         assert (found.num_tokens if found else 0) == expected
         lengths["cached"] += expected
-        lengths["sampled"] += bool(found and not found.is_prompt)
+        if found and not found.is_prompt:
+            lengths["sampled"] += 1
+            assert (
+                tuple(jax.tree.leaves(found.prefix)[0][:expected]) == tokens[:expected]
+            )  # of the right slot, before its next sequence
         if rng.integers(2):
             cache.add(tokens, prefix(1), 0)
             stored.append((tokens, None))
         else:
             num_prefilled = int(rng.integers(len(tokens) + 1))
-            cache.add_sequence(tokens, prefix(1), num_prefilled)
+            slots.run(rng.integers(SLOTS), tokens, num_prefilled)
             stored.append((tokens, num_prefilled))
     assert lengths["cached"] > 3000 and lengths["sampled"] > 50
 
 
 def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_longest_ago():
-    cache = prefix_cache.PrefixCache(CHUNK, 30)
+    slots = Slots(120)
+    cache = slots.cache
     sequences = [(n,) * 40 for n in range(4)]
-    for tokens in sequences[:3]:
-        cache.add_sequence(tokens, prefix(10), 0)
-    assert cache.find(sequences[0]).num_tokens == 32
-    cache.add_sequence(sequences[3], prefix(10), 0)
+    for slot, tokens in enumerate(sequences[:3]):
+        slots.run(slot, tokens, 0)
+    assert cache.num_bytes == 0  # all are in their slots
+    for tokens in (*sequences[1:3], sequences[0]):
+        assert slots.num_found(tokens) == 32
+    assert cache.num_bytes == 120
+    slots.run(3, sequences[3], 0)
+    cache.find(sequences[3])
     assert [cache.find(tokens) is not None for tokens in sequences] == [True, False, True, True]
-    cache.add_sequence(
-        (*sequences[0], 1, 1, 1, 1, 1, 1, 1, 1), prefix(10), 0
-    )  # the next turn, in place of the one before
-    assert cache.num_bytes == 30 and cache.find((*sequences[0], *(1,) * 20)).num_tokens == 48
-    cache.add_sequence((9,) * 40, prefix(31), 0)
-    cache.add_sequence((9,) * 15, prefix(1), 0)  # not a whole block
-    cache.add_sequence((9,) * 40, prefix(1), 32)  # no block with a sampled token
-    assert cache.num_bytes == 30 and cache.find((9,) * 40) is None
+    slots.run(0, (*sequences[0], *(1,) * 8), 0)  # the next turn, in place of the one before
+    assert slots.num_found((*sequences[0], *(1,) * 20)) == 48 and cache.num_bytes == 88
+    slots.run(0, (9,) * 121, 0)
+    assert cache.find((9,) * 121) is None
+    slots.run(1, (9,) * 15, 0)  # not a whole block
+    slots.run(2, (9,) * 40, 32)  # no block with a sampled token
+    assert cache.find((9,) * 40) is None
+    slots.run(0, (7,) * 40, 0)
+    cache.clear()
+    cache.take(0)
+    assert cache.find((7,) * 40) is None and cache.num_bytes == 0
+
+
+def test_sequences_are_copied_out_of_reused_slots_only_while_sequences_are_continued():
+    """Replies that nothing continues cost few copies. After one that is lost and continued, the next ones are found."""
+    slots, tokens = Slots(2**30), itertools.count()
+
+    def run():
+        slots.run(0, sequence := (next(tokens),) * 40, 0)
+        return sequence
+
+    many = [run() for _ in range(100)]
+    assert slots.num_reads == prefix_cache.COPIES
+    assert slots.cache.find((*many[-1], 1)) is not None and slots.num_reads == prefix_cache.COPIES + 1
+    many = [run() for _ in range(100)]
+    assert slots.num_reads == 2 * prefix_cache.COPIES + 1
+    assert slots.cache.find((*many[-2], 1)) is None  # lost, but a sign
+    first, _ = run(), run()
+    assert slots.cache.find((*first, 1)) is not None
