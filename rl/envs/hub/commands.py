@@ -146,6 +146,8 @@ def _list(args, options: dict) -> int:
             print(
                 f"{entry.name:<24} {entry.dist.name if entry.dist else 'installed'} {entry.dist.version if entry.dist else ''}"
             )
+        for name in package_lib.names():
+            print(f"{name:<24} in an interpreter of its own")
         return 0
     found = index_lib.read(args.index, args.signer)
     for name in sorted(found.environments):

@@ -11,6 +11,7 @@ A name is "FRAMEWORK:TARGET", or "FRAMEWORK:TARGET@VERSION":
 `python -m rl.envs install` (installation.py) writes a record for each name, which has the interpreter. Episodes run in rl/envs/foreign.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -69,6 +70,15 @@ def folder() -> pathlib.Path:
 def record_file(name: str) -> pathlib.Path:
     """Returns the file in which an installation of this name is recorded."""
     return folder() / f"{re.sub('[^A-Za-z0-9_.@-]+', '_', name)}.json"
+
+
+def names() -> list[str]:
+    """Returns the names of the environments that are installed on this machine."""
+    found = []
+    for file in folder().glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of another program, or of a broken record
+            found.append(str(json.loads(file.read_text())["name"]))
+    return sorted(found)
 
 
 def find(name: str) -> Package:

@@ -3,18 +3,27 @@
 Options are fields of verifiers' `EnvConfig`, such as {"taskset": {"dataset_name": ...}, "agent": {"harness": {"id": ...}}}. An agent without
 a harness of its own gets a chat loop in this process, with the tools of the task. The framework's default would run commands of the
 model on this machine. One more option, `trained_agent`, names the only agent of several whose calls are trained.
+
+The framework starts an interpreter for each tool server of an episode, which imports the framework again (4 s of CPU time). Here it is a fork.
 """
 
 import asyncio
+import contextlib
+import gc
 import itertools
 import json
 import os
 import pkgutil
+import runpy
+import signal
+import socket
 import sys
+import traceback
 import types
 
 HARNESS = "intellax_chat"
 FRAMEWORK = "verifiers.v1"
+POLL_S, READY_S = 0.01, 5.0
 
 
 def load(target, options):
@@ -24,6 +33,7 @@ def load(target, options):
     sys.modules[HARNESS] = _harness_module()
     raw = {**options, "taskset": {**options.get("taskset", {}), "id": target}}
     config = loaders.resolve_env_config(raw)
+    _fork_servers()
     agents = {name: value for name, value in config if isinstance(value, _find("configs.agent").AgentConfig)}
     if trained and trained not in agents:
         raise ValueError(f"trained_agent = {trained!r} is not an agent of {target}; choose one of {', '.join(agents)}")
@@ -77,6 +87,98 @@ async def _play(config, task, base_url):
         return await env.run_slot(env.slots(task)[0], context)
 
 
+def _fork_servers():
+    """Lets the framework fork this process for a tool server, instead of starting `python -m MODULE`."""
+    try:
+        runtime, toolset = _find("runtimes.subprocess").SubprocessRuntime, _find("mcp.toolset").Toolset
+        start = runtime.run_background
+    except (ImportError, AttributeError):  # another release, which starts them in its own way
+        return
+    if not toolset.__subclasses__():
+        return
+    for name in (
+        "mcp.server.fastmcp",
+        "mcp.server.mcpserver",
+        "uvicorn",
+    ):  # each server would import one of the first two
+        with contextlib.suppress(ImportError):
+            pkgutil.resolve_name(f"{name}:")
+
+    async def run_background(self, argv, env, log):
+        if argv[:2] != [sys.executable, "-m"] or len(argv) != 3:
+            return await start(self, argv, env, log)
+        # As in the framework's: without the keys of this process.
+        kept = {name: text for name, text in os.environ.items() if "API_KEY" not in name.upper()}
+        gc.freeze()
+        if not (pid := os.fork()):
+            _run_server(argv[2], {**kept, **getattr(self, "process_env", dict)(env)}, self.workdir, log)
+        with contextlib.suppress(OSError):  # it has done so itself
+            os.setpgid(pid, pid)
+        server = _Server(pid)
+        self._background.append(server)
+        for _ in range(round(READY_S / POLL_S)):  # then the framework polls once a second
+            if server.returncode is not None or _listens(env.get("MCP_PORT_FILE")):
+                break
+            await asyncio.sleep(POLL_S)
+
+    runtime.run_background = run_background
+
+
+def _run_server(module, env, folder, log):
+    """Runs a module as a program, in a fork, and ends this process."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        os.chdir(folder)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.closerange(3, 2**16)  # the pipe of the episode's reply, and sockets of its event loop
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = [module]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except BaseException:  # foreign code may raise anything; the framework shows the end of the log
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class _Server:
+    """The process of a tool server, as far as the framework's runtime needs it."""
+
+    def __init__(self, pid):
+        self.pid, self._status = pid, None
+
+    @property
+    def returncode(self):
+        if self._status is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if ended else None
+        return self._status
+
+    async def wait(self):
+        while self.returncode is None:
+            await asyncio.sleep(POLL_S)
+        return self.returncode
+
+
+def _listens(file):
+    """Returns True if a server accepts connections at the port in `file`, or if no file was asked for."""
+    try:
+        with socket.create_connection(("127.0.0.1", int(open(file).read()))):
+            return True
+    except (OSError, ValueError):
+        return False
+    except TypeError:
+        return True
+
+
 def _find(name):
     return pkgutil.resolve_name(f"{FRAMEWORK}.{name}:")
 
@@ -108,8 +210,8 @@ def _harness_module():
                     body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
                     headers = {"authorization": f"Bearer {secret}"}
                     reply = await http.post(f"{endpoint}/chat/completions", json=body, headers=headers)
-                    if reply.status_code != 200:
-                        return result(1, "", reply.text)
+                    if reply.status_code != 200:  # a spent budget ends the episode, which is scored
+                        return result(int("maximum context length" not in reply.text), "", reply.text)
                     message = reply.json()["choices"][0]["message"]
                     messages.append({name: value for name, value in message.items() if value is not None})
                     if not message.get("tool_calls"):

@@ -13,6 +13,7 @@ from rl import envs
 from rl.envs.packages import commands as package_commands
 from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
+from tests.support import commands
 
 CODE = "def build(**options):\n    return options\n"
 
@@ -67,6 +68,13 @@ def test_an_installed_environment_is_found_by_its_name(python):
     env = envs.load("plain:words:build", size=3)
     assert (env.kind, env.foreign.options, env.foreign.package) == ("recorded", {"size": 3}, found)
     assert env.make_task(3, "train") == env.make_task(3, "train") != env.make_task(3, "held_out")
+
+
+def test_the_command_list_has_what_is_installed(python, capsys):
+    installation.install("plain:words:build", python=python)
+    (package_lib.folder() / "other.json").write_text("{}")
+    assert commands.run("rl.envs", "list") == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "plain:words:build"
 
 
 def test_one_that_is_not_installed_names_the_command(python):
@@ -132,10 +140,10 @@ def test_the_command_installs_and_prints_the_digest(python, capsys):
 
 def test_a_virtual_environment_is_made_once_per_requirements(python, monkeypatch):
     """pip is replaced by a command that fails for one requirement."""
-    commands = []
+    made = []
 
     def run(command, failed):
-        commands.append(command)
+        made.append(command)
         if "nonsense" in command:
             raise ValueError(failed)
         if command[1:3] == ["-m", "venv"]:
@@ -149,4 +157,4 @@ def test_a_virtual_environment_is_made_once_per_requirements(python, monkeypatch
     assert not [*(package_lib.folder() / "venvs").iterdir()]
     first = installation._venv(["a==1", "b==2"], python)
     assert installation._venv(["b==2", "a==1"], python) == first != installation._venv(["a==2"], python)
-    assert sum("pip" in command for command in commands) == 3
+    assert sum("pip" in command for command in made) == 3
