@@ -1,4 +1,4 @@
-"""Unmodified environments of verifiers 0.3.0 and 0.4.0 are recorded, and equal to their replays in another process.
+"""Unmodified environments of verifiers 0.3.0 and 0.4.0 are recorded, verified by replay in another process, and trained on.
 
 Slow, and skipped without $INTELLAX_FOREIGN_SOURCES, a folder with `v0`, `v1_030`, and `v1_040`: the folders `environments` of verifiers'
 repository at commit 985739b, at tag v0.3.0, and at commit a60a606. The releases are installed by pip, once (minutes):
@@ -8,24 +8,35 @@ repository at commit 985739b, at tag v0.3.0, and at commit a60a606. The releases
 """
 
 import asyncio
+import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import random
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
+from configs import base
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl.envs.foreign import host as host_lib
+from rl.envs.host import group as group_lib
 from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
-from rl.envs.recording import rollouts as rollouts_lib
 from rl.envs.recording import session as session_lib
-from rl.envs.recording import tape as tape_lib
+from rl.experiment import experiment
+from rl.protocol import task_schedule
+from rl.verification import episodes, verifier
 from tests.rl.envs.recording import test_tape
-from tests.support import episodes
+from tests.rl.verification import test_episodes
+from tests.support import episodes as episodes_lib
+from tests.support import tiny, tiny_run
 
 SOURCES = os.environ.get("INTELLAX_FOREIGN_SOURCES", "")
 pytestmark = [
@@ -35,7 +46,7 @@ pytestmark = [
 V03 = ("verifiers==0.3.0", "prime-sandboxes==0.2.36", "renderers==0.1.10", "reasoning-gym==0.1.25")
 V04 = ("verifiers==0.4.0", "datasets")
 LIMITS = session_lib.Limits(max_tokens=96, max_model_len=8192, max_calls=12, max_episode_tokens=400)
-ORIGIN = rollouts_lib.Origin(rollout_lib.TaskRef("foreign", 0, 0, 0), step=0, temperature=1.0)
+SAMPLES = 4  # episodes of a group
 ANSWERS = [f"<answer>{number}</answer>" for number in range(-3, 4)]
 CALLS = ["<tool_call>\n" + json.dumps({"name": f"tool_{x}", "arguments": {"x": 1}}) + "\n</tool_call>" for x in "ABCD"]
 MOVES = ["[check]", "[bet]", "[fold]", "[call]", "hm"]
@@ -44,31 +55,31 @@ LOOKUP = [
 ]
 SORTED = ["<alphabetical_sorted>\nAdaLovelace\n</alphabetical_sorted>", "<combined_alphabetical_sorted>\nx", "no"]
 REVERSED = ["<reversed_text>abc</reversed_text>", "<reversed_text>0d", "x"]
-# name: (package, requirements, place in SOURCES, options, texts of the model, episodes)
+# name: (package, requirements, place in SOURCES, options, texts of the model, groups of episodes)
 CASES = {
-    "reasoning_gym_env": ("reasoning_gym_env", V03, "v0/reasoning_gym_env", {"gym": "chain_sum"}, ANSWERS, 100),
-    "tool_test": ("tool_test", V03, "v0/tool_test", {}, CALLS, 100),
-    "alphabet_sort": ("alphabet_sort", V03, "v0/alphabet_sort", {"dataset_name": "DATA/names"}, SORTED, 100),
+    "reasoning_gym_env": ("reasoning_gym_env", V03, "v0/reasoning_gym_env", {"gym": "chain_sum"}, ANSWERS, 25),
+    "tool_test": ("tool_test", V03, "v0/tool_test", {}, CALLS, 25),
+    "alphabet_sort": ("alphabet_sort", V03, "v0/alphabet_sort", {"dataset_name": "DATA/names"}, SORTED, 25),
     "reverse_text_v1": (
         "reverse_text_v1",
         V03,
         "v1_030/reverse_text_v1",
         {"taskset": {"dataset_name": "DATA/words"}},
         REVERSED,
-        60,
+        15,
     ),
-    "kuhn_poker_v1": ("kuhn_poker_v1", V03, "v1_030/kuhn_poker_v1", {"trained_agent": "player0"}, MOVES, 60),
-    "glossary_v1": ("glossary_v1", V03, "v1_030/glossary_v1", {}, [*LOOKUP, "x"], 6),
+    "kuhn_poker_v1": ("kuhn_poker_v1", V03, "v1_030/kuhn_poker_v1", {"trained_agent": "player0"}, MOVES, 15),
+    "glossary_v1": ("glossary_v1", V03, "v1_030/glossary_v1", {}, [*LOOKUP, "x"], 3),
     "reverse_text": (
         "reverse_text",
         V04,
         "v1_040/reverse_text",
         {"taskset": {"dataset_name": "DATA/words"}},
         REVERSED,
-        60,
+        15,
     ),
-    "kuhn_poker": ("kuhn_poker", V04, "v1_040/kuhn_poker", {"trained_agent": "player0"}, MOVES, 60),
-    "glossary": ("glossary", V04, "v1_040/glossary", {}, [*LOOKUP, "x"], 6),
+    "kuhn_poker": ("kuhn_poker", V04, "v1_040/kuhn_poker", {"trained_agent": "player0"}, MOVES, 15),
+    "glossary": ("glossary", V04, "v1_040/glossary", {}, [*LOOKUP, "x"], 3),
 }
 
 
@@ -83,79 +94,217 @@ def write_data(folder):
         (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def play(package, options, sessions, on_error=print):
+def installed(name, folder):
+    """Returns (environment as installed, its options, the texts of the model, number of groups)."""
+    target, requirements, place, options, texts, count = CASES[name]
+    if not (folder / "words").exists():
+        write_data(folder)
+    options = json.loads(json.dumps(options).replace("DATA", str(folder)))
+    package = installation.install(f"verifiers:{target}", requirements, paths=[str(pathlib.Path(SOURCES) / place)])
+    return package, options, texts, count
+
+
+def groups_of(count):
+    """Returns groups of tasks 0 to count - 1."""
+    fields = {"num_samples": SAMPLES, "temperature": 1.0, "min_version": 0}
+    return [task_schedule.Group(1, index, "train", index, 7 + SAMPLES * index, **fields) for index in range(count)]
+
+
+def played(package, options, groups, generate, digest, *, seed=0, max_tokens=LIMITS.max_tokens, on_error=print):
+    """Returns the rollouts of each group, as a worker submits them, before it signs them."""
+    limits = dataclasses.replace(LIMITS, max_tokens=max_tokens)
+
     async def run():
-        foreign = package_lib.Foreign(package, options, 0)
-        host = host_lib.ForeignHost(foreign, episodes.TOKENIZER, max_episodes=8, on_error=on_error)
+        foreign = package_lib.Foreign(package, options, seed)
+        host = host_lib.ForeignHost(foreign, episodes_lib.TOKENIZER, max_episodes=8, on_error=on_error)
+        player, turns = group_lib.Player(host, episodes_lib.TOKENIZER, limits), asyncio.Semaphore(2)
+
+        async def play(group):
+            async with turns:
+                task = rollout_lib.TaskRef(package.name, group.index, group.group, seed)
+                return await player.play(generate, dataclasses.asdict(group), task, digest)
+
         try:
-            plays = (host.play(one, one.sample, "train") for one in sessions)
-            return await asyncio.gather(*plays, return_exceptions=True)
+            return await asyncio.gather(*map(play, groups))
         finally:
             await host.close()
 
     return asyncio.run(run())
 
 
-def taped(number, rollouts):
-    tape = tape_lib.of_rollouts(rollouts, episodes.TOKENIZER.stop_ids)
-    return session_lib.Session(episodes.TOKENIZER, None, LIMITS, seed=7, sample=number, tape=tape)
+def by_sample(rollouts):
+    return [[one for one in rollouts if one.sample == sample] for sample in range(SAMPLES)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_honest_episodes_are_equal_to_their_replays_and_changes_are_found(name, tmp_path):
-    target, requirements, place, options, texts, count = CASES[name]
-    write_data(tmp_path)
-    options = json.loads(json.dumps(options).replace("DATA", str(tmp_path)))
-    folder = str(pathlib.Path(SOURCES) / place)
-    package = installation.install(
-        f"verifiers:{target}", requirements, paths=[folder], variables={"PYTHONPATH": folder}
-    )
-    backend = episodes.Backend(texts=texts)
-    sessions = [
-        session_lib.Session(episodes.TOKENIZER, backend, LIMITS, seed=7, sample=number) for number in range(count)
-    ]
-    played = play(package, options, sessions)
-    assert not [one for one in played if isinstance(one, BaseException)]
-    errors = {one.error for one in played if one.error}
-    assert not errors, errors
-    recorded = [
-        parquet.from_bytes(parquet.to_bytes(rollouts_lib.of_episode(one, ORIGIN, found.scores)))
-        for one, found in zip(sessions, played, strict=True)
-    ]
-    again = [taped(number, one) for number, one in enumerate(recorded)]
-    replayed = play(package, options, again)
-    refused = [
-        (number, found if isinstance(found, Exception) else tape_lib.difference(one, rollouts))
-        for number, (one, found, rollouts) in enumerate(zip(again, replayed, recorded, strict=True))
-        if isinstance(found, Exception) or found.scores != rollouts[0].rewards or tape_lib.difference(one, rollouts)
-    ]
-    assert not refused, refused[:3]
+    package, options, texts, count = installed(name, tmp_path)
+    backend, failures = episodes_lib.Backend(texts=texts), []
 
-    rewards = [one.scores["reward"] for one in played]
-    num_turns = max(len(one[0].spans) for one in recorded)
-    print(f"{name}: {count} episodes, 0 refused, {num_turns} turns at most, rewards {sorted({*rewards})[:6]}")
+    async def generate(call, count):
+        return [await backend(dataclasses.replace(call, seed=call.seed + number)) for number in range(count)]
 
-    # Each change is refused: by the tape, or by another reward.
-    number = next((at for at, one in enumerate(recorded) if len(one[0].spans) > 1), 0)
-    whole = recorded[number]
-    first = whole[0]
-    changes = {
-        "prompt injected": [test_tape.changed(first, 8), *whole[1:]],
-        "reward inflated": [dataclasses.replace(one, rewards=one.rewards | {"reward": 9.0}) for one in whole],
-        "call repeated": [*whole, whole[-1]],
+    groups = groups_of(count)
+    recorded = played(package, options, groups, generate, "", on_error=failures.append)
+    assert not failures
+    recorded = [by_sample(parquet.from_bytes(parquet.to_bytes(one))) for one in recorded]
+
+    host = host_lib.ForeignHost(package_lib.Foreign(package, options, 0), episodes_lib.TOKENIZER, max_episodes=8)
+    own = episodes_lib.TOKENIZER, LIMITS, "keep", episodes_lib.TOKENIZER.stop_ids
+    with contextlib.closing(episodes.Episodes(host, *own)) as checker:
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            found = [*threads.map(checker.replay, groups, recorded)]
+        pairs = [pair for one, other in zip(recorded, found, strict=True) for pair in zip(one, other, strict=True)]
+        refused = [again for one, again in pairs if again.mismatch or again.scores != one[0].rewards]
+        assert not refused, refused[:3]
+        rewards = sorted({one[0].rewards["reward"] for one, _ in pairs})
+        num_turns = max(len(one[0].spans) for one, _ in pairs)
+        print(f"{name}: {len(pairs)} episodes, 0 refused, {num_turns} turns at most, rewards {rewards[:6]}")
+
+        # Each change is found: by the tape, or by another reward.
+        places = [(g, s) for g in range(count) for s in range(SAMPLES)]
+        g, s = next(((g, s) for g, s in places if len(recorded[g][s][0].spans) > 1), (0, 0))
+        whole = recorded[g][s]
+        first = whole[0]
+        changes = {
+            "prompt injected": [test_tape.changed(first, 8), *whole[1:]],
+            "reward inflated": [dataclasses.replace(one, rewards=one.rewards | {"reward": 9.0}) for one in whole],
+            "call repeated": [*whole, whole[-1]],
+        }
+        if len(first.spans) > 1:
+            end = first.spans[0][1]
+            changes["tool output or user's turn edited"] = [test_tape.changed(first, end + 22), *whole[1:]]
+            changes["turn cut early"] = [test_tape.without_last_call(first), *whole[1:]]
+        if len(whole) > 1:
+            changes["call dropped"] = whole[:-1]
+        for change, rollouts in changes.items():
+            [again] = checker.replay(groups[g], [rollouts])
+            assert again.mismatch or again.scores != rollouts[0].rewards, change
+
+
+def test_another_version_of_an_environment_has_another_digest(tmp_path):
+    package, options, *_ = installed("tool_test", tmp_path)
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for file in pathlib.Path(package.paths[0]).glob("*.py"):
+        (folder / file.name).write_text(file.read_text() + "\n")
+    other = dataclasses.replace(package, paths=(str(folder),))
+    digests = {package_lib.digest(package, options), package_lib.digest(other, options)}
+    assert len(digests | {package_lib.digest(package, options | {"more": 1})}) == 3
+
+
+def of_first(rollouts, sample, change, branch=0):
+    return [change(one) if (one.sample, one.branch) == (sample, branch) else one for one in rollouts]
+
+
+def tampered(rollouts, sample):
+    """Returns the group with each change of one episode that its shape allows."""
+    changed, other_token, ended = test_episodes.changed, test_episodes.other_token, test_episodes.ended
+    of = functools.partial(of_first, rollouts, sample)
+    whole = [one for one in rollouts if one.sample == sample]
+    first, last = whole[0], whole[-1]
+
+    def of_branches(count):
+        own = [changed(one, num_branches=count) if one.sample == sample else one for one in rollouts]
+        return [one for one in own if one.sample != sample or one.branch < count]
+
+    start, end = first.spans[0]
+    found = {
+        "reply edited": of(lambda r: other_token(r, start)),
+        "prompt injected": of(lambda r: test_episodes.inserted(r, start - 24, [72, 105])),
+        "turn cut early": of(lambda r: ended(r, end - 2, np.array([[start, end - 2]], "i4"))),
+        "reward inflated": [
+            changed(r, reward=r.reward + 1, rewards=r.rewards | {"reward": r.reward + 1}) for r in rollouts
+        ],
+        "other environment version": [changed(r, env_digest="ab" * 32) for r in rollouts],
+        "call repeated": [
+            *of_branches(len(whole) + 1),
+            changed(last, branch=len(whole), num_branches=len(whole) + 1),
+        ],
     }
     if len(first.spans) > 1:
-        end = first.spans[0][1]
-        changes["tool output or user's turn edited"] = [test_tape.changed(first, end + 22), *whole[1:]]
-        changes["turn cut early"] = [test_tape.without_last_call(first), *whole[1:]]
+        found["tool output or user's turn edited"] = of(lambda r: other_token(r, first.spans[1][0] - 24))
+        found["turn left out"] = of(lambda r: ended(r, end, r.calls[:1]))
     if len(whole) > 1:
-        changes["call dropped"] = whole[:-1]
-    for change, rollouts in changes.items():
-        try:
-            session = taped(number, rollouts)
-        except ValueError:
-            continue
-        [found] = play(package, options, [session])
-        is_found = isinstance(found, session_lib.NotOnTape) or bool(tape_lib.difference(session, rollouts))
-        assert is_found or found.scores != rollouts[0].rewards, change
-    assert package_lib.digest(package, options) != package_lib.digest(package, options | {"more": 1})
+        found["sub-call dropped"] = of_branches(len(whole) - 1)
+    return found
+
+
+@pytest.mark.parametrize("name", ["alphabet_sort", "kuhn_poker_v1", "kuhn_poker"])
+def test_episodes_of_an_engine_are_accepted_and_each_change_is_refused(name, tmp_path):
+    package, options, *_ = installed(name, tmp_path)
+    c = base.get_config()
+    own = dataclasses.asdict(tiny.model(dtype="float32"))
+    c.model.update({name: value for name, value in own.items() if name in c.model})
+    c.env.name, c.env.max_calls, c.env.max_episode_tokens = package.name, LIMITS.max_calls, LIMITS.max_episode_tokens
+    c.env.options.update(options)
+    c.rl.prompts_per_step, c.rl.samples_per_prompt, c.sampling.max_tokens = 1, SAMPLES, 6
+    c.train.row_length = LIMITS.max_model_len
+    c.inference.update(max_model_len=LIMITS.max_model_len, num_slots=4, prefill_batch=4)
+    exp = experiment.resolve(c)
+    params = tiny.params(exp.model, 3)
+    generator = test_episodes.Generator(exp, params)
+    groups, digest = task_schedule.train_groups(exp.config, 1), exp.config.env.digest
+    limits = {"max_tokens": 6, "seed": exp.config.seed}
+    [honest] = played(package, exp.config.env.options.to_dict(), groups, generator, digest, **limits)
+    generator.shift = 1
+    [again] = played(package, exp.config.env.options.to_dict(), groups, generator, digest, **limits)
+    generator.scheduler.close()
+    with contextlib.ExitStack() as stack:
+        rules = verifier.rules_of(exp.config, exp.tokenizer, stack=stack)
+        validator = verifier.Validator(exp.model, lambda version, epoch: params, rules)
+        assert (found := test_episodes.verdict(validator, honest)).accepted, found
+        long = [one for one in honest if not one.branch and one.spans[0][1] - one.spans[0][0] > 2]
+        sample = max(long, key=lambda one: (len(one.spans), one.num_branches)).sample
+        roots = {one.sample: one.seed for one in honest if not one.branch}
+        changes = tampered(honest, sample)
+        changes["retry hidden"] = [
+            one if one.branch else test_episodes.changed(one, seed=roots[one.sample]) for one in again
+        ]
+        verdicts = {change: test_episodes.verdict(validator, group) for change, group in changes.items()}
+    print(name, {change: found.reason for change, found in verdicts.items()})
+    assert not [change for change, found in verdicts.items() if found.reason in ("ok", "schema", "signature")]
+
+
+CONFIG = """from configs import quickstart
+
+
+def get_config():
+    c = quickstart.get_config()
+    c.model.update(model_dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, ffn_dim=64)
+    c.env.update(max_calls=4, max_episode_tokens=64)
+    for name, fields in ENVS.items():
+        c.envs[name] = fields
+    c.warmup.num_steps, c.evaluation.num_tasks, c.trust.invited_rate = 0, 3, 1.0
+    c.rl.update(num_steps=20, prompts_per_step=3, samples_per_prompt=4)
+    c.sampling.max_tokens, c.train.row_length = 8, 2048
+    c.inference.update(num_slots=12, prefill_batch=4, max_model_len=2048)
+    return c
+"""
+RUNS = {
+    "v0": ("reasoning_gym_env", "tool_test", "alphabet_sort"),
+    "v1 of 0.3.0": ("reverse_text_v1", "kuhn_poker_v1", "glossary_v1"),
+    "v1 of 0.4.0": ("reverse_text", "kuhn_poker", "glossary"),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_of_20_steps_trains_on_three_of_them_and_refuses_nothing(run, tmp_path):
+    environments = {}
+    for name in RUNS[run]:
+        package, options, *_ = installed(name, tmp_path)
+        environments[name] = {"name": package.name, "options": options}
+    config, workdir = tmp_path / "config.py", tmp_path / "run"
+    config.write_text(CONFIG.replace("ENVS", repr(environments)))
+    command = [sys.executable, "-m", "rl.train", f"--config={config}", f"--workdir={workdir}"]
+    result = subprocess.run(command, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=1800)
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    steps = tiny_run.lines(workdir)
+    assert [step["step"] for step in steps] == [*range(1, 21)]
+    for step in steps:
+        assert step["trust/num_refused"] == 0 and step["rollout/score_error_frac"] == 0
+        assert abs(step["loss/ratio_mean"] - 1) < 1e-4
+    rollouts = [one for path in sorted((workdir / "rollouts").rglob("*.parquet")) for one in parquet.read(path)]
+    trained = {one.task.env for one in rollouts}
+    print(run, len(rollouts), "rollouts", trained, [step["rollout/reward"] for step in steps])
+    assert len(trained) == 3
