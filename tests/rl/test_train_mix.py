@@ -10,6 +10,7 @@ from rl import audit
 from rl.envs.native import gsm8k
 from tests.support import commands, tiny_run
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 OWN = ("env.", "rl.samples_per_prompt", "rl.prompts_per_step")
 TINY = {name: value for name, value in tiny_run.TINY.items() if not name.startswith(OWN)} | {
     "rl.prompts_per_step": 3,

@@ -9,12 +9,14 @@ import pathlib
 
 import jax
 import numpy as np
+import pytest
 
 from rl.batch import packing
 from rl.learner import objective, optimizers, train_step
 from sharding import mesh as mesh_lib
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("compile_fast")
 FILE = pathlib.Path(__file__).parents[2] / "golden" / "loss_curve.txt"
 MODEL = tiny.model(vocab_size=32, rope_theta=10000.0)
 
