@@ -330,13 +330,11 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command `python -m rl.audit WORKDIR`; returns its exit code: 0 if no rule is broken, else 1."""
     parser = cli.Parser(prog="python -m rl.audit", description=__doc__)
     parser.add_argument("workdir", metavar="WORKDIR", help="work directory of a run")
-    workdir = parser.parse_args(argv).workdir
-    progress = metrics.Progress()
-    try:
-        audit = run(bucket.fetched(workdir, READ), progress)
-    except (ValueError, OSError, sqlite3.Error) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return cli.run(parser, argv, _audit, (sqlite3.Error,))
+
+
+def _audit(args) -> int:
+    audit = run(bucket.fetched(args.workdir, READ), metrics.Progress())
     for finding in audit.findings[:MAX_SHOWN]:
         print(f"error: {finding}", file=sys.stderr)
     if len(audit.findings) > MAX_SHOWN:

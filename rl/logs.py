@@ -24,21 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--level", choices=run_logs.LEVELS, default="INFO", help="at least this level (default: INFO)")
     add("--attempt", type=int, help="of this start of the run (default: the newest)")
     add("--follow", action="store_true", help="go on as the logs grow, and with the next attempt")
-    args = parser.parse_args(argv)
-    try:
-        workdir = pathlib.Path(bucket.fetched(args.workdir, ["logs/*"], is_optional=True))
-        known = [folder.attempt for folder in run_logs.attempts(workdir)]
-        if args.attempt not in (None, *known) or not (known or args.follow):
-            found = f"{workdir} has the logs of {f'attempts {known[0]} to {known[-1]}' if known else 'no attempt'}"
-            raise ValueError(f"{found}; give the working directory of a run, and one of them with --attempt")
-        levels = run_logs.LEVELS[run_logs.LEVELS.index(args.level) :]
-        with contextlib.suppress(KeyboardInterrupt):
-            for line in lines(workdir, args.role, levels, args.attempt, is_following=args.follow):
-                print(line, flush=args.follow)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return cli.run(parser, argv, _show)
 
 
 def lines(
@@ -58,6 +44,19 @@ def lines(
         if not is_following:
             return
         time.sleep(PERIOD_S)
+
+
+def _show(args) -> int:
+    workdir = pathlib.Path(bucket.fetched(args.workdir, ["logs/*"], is_optional=True))
+    known = [folder.attempt for folder in run_logs.attempts(workdir)]
+    if args.attempt not in (None, *known) or not (known or args.follow):
+        found = f"{workdir} has the logs of {f'attempts {known[0]} to {known[-1]}' if known else 'no attempt'}"
+        raise ValueError(f"{found}; give the working directory of a run, and one of them with --attempt")
+    levels = run_logs.LEVELS[run_logs.LEVELS.index(args.level) :]
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in lines(workdir, args.role, levels, args.attempt, is_following=args.follow):
+            print(line, flush=args.follow)
+    return 0
 
 
 def _files(workdir: pathlib.Path, roles: Sequence[str], attempt: int | None) -> list[pathlib.Path]:

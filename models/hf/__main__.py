@@ -41,12 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype_help = "dtype to write; the checkpoint's by default"
     convert.add_argument("--dtype", choices=config_lib.CHOICES["dtype"], help=dtype_help)
     compare.add_argument("other", nargs="?", help="checkpoint to compare with, instead of transformers' logits")
-    args = parser.parse_args(argv)
-    try:
-        return {"inspect": _inspect, "convert": _convert, "compare": _compare}[args.command](args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    runs = {"inspect": _inspect, "convert": _convert, "compare": _compare}
+    return cli.run(parser, argv, lambda args: runs[args.command](args))
 
 
 def _inspect(args) -> int:

@@ -46,22 +46,21 @@ def main(argv: list[str] | None = None) -> int:
     add("--code", nargs="+", default=[], metavar="FOLDER", help="folders to import your code from")
     hub_commands.add_check(commands)
     hub_commands.add_packages(commands)
-    args = parser.parse_args(argv)
-    try:
-        sys.path += getattr(args, "code", [])
-        texts = envs.texts(getattr(args, "name", ""))
-        options = dict(cli.option(option, texts) for option in getattr(args, "options", []))
-        if args.command != "try":
-            return args.run(args, options)
-        if args.n < 1:
-            raise ValueError(f"--n {args.n} is below 1; raise it")
-        if bool(args.name) == bool(args.config):
-            raise ValueError("give the name of an environment, or --config FILE, and not both")
-        tokenizer = tokenizer_lib.load(args.tokenizer, date="2026-01-01")
-        return _try_all(args, tokenizer) if args.config else _try(args, options, tokenizer)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return cli.run(parser, argv, _run)
+
+
+def _run(args) -> int:
+    sys.path += getattr(args, "code", [])
+    texts = envs.texts(getattr(args, "name", ""))
+    options = dict(cli.option(option, texts) for option in getattr(args, "options", []))
+    if args.command != "try":
+        return args.run(args, options)
+    if args.n < 1:
+        raise ValueError(f"--n {args.n} is below 1; raise it")
+    if bool(args.name) == bool(args.config):
+        raise ValueError("give the name of an environment, or --config FILE, and not both")
+    tokenizer = tokenizer_lib.load(args.tokenizer, date="2026-01-01")
+    return _try_all(args, tokenizer) if args.config else _try(args, options, tokenizer)
 
 
 def _try_all(args, tokenizer: tokenizer_lib.Tokenizer) -> int:

@@ -39,25 +39,24 @@ def main(argv: list[str] | None = None) -> int:
             )
             text = "wait for further entries, until Ctrl-C, SIGTERM, or the end of the reader of the output"
             command.add_argument("--follow", action="store_true", help=text)
-    args = parser.parse_args(argv)
-    try:
-        with ledger_lib.Ledger(args.path, on_checked=_Progress()) as ledger:
-            if args.keeper not in (None, ledger.state.keeper):
-                raise ValueError(f"{args.path} is kept by {ledger.state.keeper}, not by --keeper; get the right file")
-            if args.head:
-                ledger.check_contains(args.head, "--head")
-            if args.command == "events":
-                _stream(ledger, args.kind, args.follow)
-                return 0
-            if args.command == "environments":
-                print("\n".join(environments.table(environments.of(environments.all_of(ledger)))))
-            if args.command == "show":
-                _show(ledger, args.last)
-            print(f"{int(ledger.head.partition(':')[0]) + 1} entries are good; head {ledger.head}")
+    return cli.run(parser, argv, _run, (sqlite3.Error,))
+
+
+def _run(args) -> int:
+    with ledger_lib.Ledger(args.path, on_checked=_Progress()) as ledger:
+        if args.keeper not in (None, ledger.state.keeper):
+            raise ValueError(f"{args.path} is kept by {ledger.state.keeper}, not by --keeper; get the right file")
+        if args.head:
+            ledger.check_contains(args.head, "--head")
+        if args.command == "events":
+            _stream(ledger, args.kind, args.follow)
             return 0
-    except (ValueError, OSError, sqlite3.Error) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        if args.command == "environments":
+            print("\n".join(environments.table(environments.of(environments.all_of(ledger)))))
+        if args.command == "show":
+            _show(ledger, args.last)
+        print(f"{int(ledger.head.partition(':')[0]) + 1} entries are good; head {ledger.head}")
+        return 0
 
 
 class _Progress:

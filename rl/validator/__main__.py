@@ -14,12 +14,8 @@ def main(argv: list[str] | None = None) -> int:
     key = commands.add_parser("key", help="print the validator's public key, for trust.validators")
     key.add_argument("--key", required=True, help="file of the private key, made if absent")
     calibrate.add_arguments(commands.add_parser("calibrate", help="measure honest pairs and write bands as JSON"))
-    args = parser.parse_args(argv)
-    try:
-        return {"serve": routes.serve, "key": routes.show_key, "calibrate": calibrate.run}[args.command](args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    runs = {"serve": routes.serve, "key": routes.show_key, "calibrate": calibrate.run}
+    return cli.run(parser, argv, lambda args: runs[args.command](args))
 
 
 if __name__ == "__main__":

@@ -16,16 +16,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", default=["*"], metavar="PATTERN", help='such as "checkpoints/*"; default: all'
     )
-    args = parser.parse_args(argv)
-    try:
-        if not storage.is_url(args.url):
-            raise ValueError(
-                f"{args.url} is a path, not the URL of a bucket; write gs://BUCKET/PATH or s3://BUCKET/PATH"
-            )
-        print(folder.downloaded(args.url, args.names))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return cli.run(parser, argv, _download)
+
+
+def _download(args) -> int:
+    if not storage.is_url(args.url):
+        raise ValueError(f"{args.url} is a path, not the URL of a bucket; write gs://BUCKET/PATH or s3://BUCKET/PATH")
+    print(folder.downloaded(args.url, args.names))
     return 0
 
 

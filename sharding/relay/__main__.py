@@ -32,41 +32,40 @@ def main(argv: list[str] | None = None) -> int:
     add("--run", default="", help="public key (hex) of the run of --orchestrator (default: the first that answers)")
     add("--key", metavar="FILE", help="PEM file of this relay's ed25519 key, for --orchestrator")
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
-    args = parser.parse_args(argv)
-    try:
-        if args.max_bytes is not None and not 1 <= args.max_bytes < float("inf"):
-            raise ValueError(f"--max_bytes = {args.max_bytes} must be finite and at least 1; leave it out for no limit")
-        if args.orchestrator and not args.key:
-            found = f"--orchestrator {args.orchestrator} needs --key, by which this relay signs in"
-            raise ValueError(f"{found}; add --key FILE")
-        key = signed_message.load_key(args.key) if args.orchestrator else None
-        limits = throttle.Limits(**{f.name: getattr(args, f.name) for f in dataclasses.fields(throttle.Limits)})
-        with sockets.listen(args.host, args.port) as sock:
-            relay = server_lib.Relay(
-                args.upstream,
-                args.dir,
-                sock,
-                keep=args.keep,
-                max_bytes=None if args.max_bytes is None else int(args.max_bytes),
-                trusted_key=args.trusted_key,
-                limits=limits,
-            )
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: relay.stop())
-            if args.exit_with_parent:
-                cli.stop_at_eof(relay.stop)
-            print(f"relaying {' '.join(args.upstream)} on {relay.url}", flush=True)
-            if args.address_file:
-                sockets.announce(args.address_file, sock)
-            node = contextlib.nullcontext()
-            if key:
-                node = sign_in.SignIn(args.orchestrator, key, "relay", relay.report, run=args.run)
-            with node, status_line.printed(relay.progress):
-                relay.run()
-            relay.close()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return cli.run(parser, argv, _relay)
+
+
+def _relay(args) -> int:
+    if args.max_bytes is not None and not 1 <= args.max_bytes < float("inf"):
+        raise ValueError(f"--max_bytes = {args.max_bytes} must be finite and at least 1; leave it out for no limit")
+    if args.orchestrator and not args.key:
+        found = f"--orchestrator {args.orchestrator} needs --key, by which this relay signs in"
+        raise ValueError(f"{found}; add --key FILE")
+    key = signed_message.load_key(args.key) if args.orchestrator else None
+    limits = throttle.Limits(**{f.name: getattr(args, f.name) for f in dataclasses.fields(throttle.Limits)})
+    with sockets.listen(args.host, args.port) as sock:
+        relay = server_lib.Relay(
+            args.upstream,
+            args.dir,
+            sock,
+            keep=args.keep,
+            max_bytes=None if args.max_bytes is None else int(args.max_bytes),
+            trusted_key=args.trusted_key,
+            limits=limits,
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: relay.stop())
+        if args.exit_with_parent:
+            cli.stop_at_eof(relay.stop)
+        print(f"relaying {' '.join(args.upstream)} on {relay.url}", flush=True)
+        if args.address_file:
+            sockets.announce(args.address_file, sock)
+        node = contextlib.nullcontext()
+        if key:
+            node = sign_in.SignIn(args.orchestrator, key, "relay", relay.report, run=args.run)
+        with node, status_line.printed(relay.progress):
+            relay.run()
+        relay.close()
     return 0
 
 

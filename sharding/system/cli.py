@@ -69,12 +69,20 @@ def option(text: str, texts: Collection[str] = ()) -> tuple[str, object]:
     return name, value
 
 
-def run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    """Runs the function `run` of the chosen subcommand, and returns its exit code; 1 after an error, which is printed, 130 after Ctrl-C."""
+def run(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    function: Callable[[argparse.Namespace], int] | None = None,
+    errors: tuple[type[Exception], ...] = (),
+) -> int:
+    """Runs `function`, by default the function `run` of the chosen subcommand; returns its exit code, 130 after Ctrl-C.
+
+    ValueError, OSError, and `errors` are printed in one line, and the exit code is 1.
+    """
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
-    except (ValueError, OSError) as error:
+        return (function or args.run)(args)
+    except (ValueError, OSError, *errors) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
