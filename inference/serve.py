@@ -67,14 +67,8 @@ SIZES = {
     "num_pages": 0,  # of a cache in pages of 64 tokens that all slots share
     "kept_tokens": 0,  # record up to so many tokens that filters kept, for training under top-k or top-p
 }
-SHARED = (
-    "weights",
-    "model",
-    "weights_key",
-    "mesh",
-    "quantize",
-    *SIZES,
-)  # settings in which the hosts of a server agree
+# Settings in which the hosts of a server agree.
+SHARED = ("weights", "model", "weights_key", "mesh", "quantize", *SIZES)
 JOIN_S = 300.0  # how long hosts wait for each other at the start
 MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes about twenty times its size
 # {exception: (status, type of OpenAI's error object, headers)}

@@ -184,12 +184,8 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib
             cli.note(
                 f"note: {field} = {config.evaluation.num_tasks} takes {count} held-out tasks of {env.name}: {rest}; lower it, or add rows"
             )
-        held_out, known = config.evaluation.num_tasks if env.num_tasks else 0, set()
-        for index, split in [
-            (index, split)
-            for split, count in (("train", env.num_tasks), ("held_out", held_out))
-            for index in range(count or first)
-        ]:
+        counts, known = {"train": env.num_tasks, "held_out": config.evaluation.num_tasks if env.num_tasks else 0}, set()
+        for split, index in [(split, i) for split, count in counts.items() for i in range(count or first)]:
             messages = env.make_task(index, split).messages
             task = f"task {index} ({split}{f' of envs.{key}' if key else ''})"
             is_short = sum(len(str(message).encode()) for message in messages) < limit - TEMPLATE_TOKENS

@@ -13,15 +13,8 @@ from rl.batch import router_replay
 from rl.protocol import env_mix, task_schedule
 
 MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
-OF_ENV = (
-    "env",
-    "env_digest",
-    "max_tokens",
-    "max_turns",
-    "prompt",
-    "score",
-    "replay",
-)  # fields that each environment has
+# Fields that each environment has.
+OF_ENV = ("env", "env_digest", "max_tokens", "max_turns", "prompt", "score", "replay")
 MAX_REPLAY_TOKENS = 2**16  # of rollouts replayed together: their hidden states go to the host, 0.7 GB at 5120 dims
 
 

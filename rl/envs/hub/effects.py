@@ -13,40 +13,17 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 MAX_NOTES = 8  # of one kind that are kept; all are counted
 MAX_SLEEP_S = 0.05  # really slept at a time
-_NETWORK = (
-    "socket.connect",
-    "socket.getaddrinfo",
-    "socket.gethostbyname",
-    "socket.bind",
-    "socket.sendto",
-    "socket.sendmsg",
-)
-_PROCESSES = (
+_NETWORK = {f"socket.{name}" for name in "connect getaddrinfo gethostbyname bind sendto sendmsg".split()}
+_PROCESSES = {
     "subprocess.Popen",
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.fork",
-    "os.forkpty",
     "pty.spawn",
-)
-_WRITES = (
-    "os.mkdir",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-    "os.chmod",
-    "os.chown",
-    "os.utime",
-)
+    *(f"os.{name}" for name in "system exec posix_spawn spawn fork forkpty".split()),
+}
+_WRITES = {f"os.{name}" for name in "mkdir remove rename rmdir link symlink truncate chmod chown utime".split()}
 _READS = ("os.listdir", "os.scandir", "glob.glob")
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 KINDS = ("network", "process", "write", "read")
@@ -124,20 +101,11 @@ def watch(readable: Iterable[str]) -> Effects:
 def pretend(seconds: float) -> None:
     """Moves the clock by `seconds`, and gives this process another host name, user, and number of cores."""
     _move_clock(seconds)
-    for owner, name, value in (
-        (os, "getuid", 4242),
-        (os, "geteuid", 4242),
-        (os, "cpu_count", 3),
-        (socket, "gethostname", "elsewhere"),
-        (platform, "node", "elsewhere"),
-    ):
-        setattr(owner, name, _constant(value))
+    os.getuid = os.geteuid = lambda: 4242
+    os.cpu_count = lambda: 3
+    socket.gethostname = platform.node = lambda: "elsewhere"
     sys.setswitchinterval(1e-5)  # threads that race then do so in other orders
     random.seed()
-
-
-def _constant(value) -> Callable:
-    return lambda: value
 
 
 def _move_clock(seconds: float) -> None:

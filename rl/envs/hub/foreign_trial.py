@@ -27,13 +27,9 @@ from rl.envs.interface import scripted_model
 from rl.envs.recording import session as session_lib
 
 LIMITS = session_lib.Limits(max_tokens=1024, max_model_len=32768, max_calls=32)
-UNMEASURED = [
-    "hub.cross_host_determinism",
-    "runtime.network_policy",
-    "runtime.host_containment",
-    "runtime.observation_schema",
-]
-UNMEASURED += ["runtime.task_declaration_accuracy", "statistical.gameability_gap"]
+UNMEASURED = ["hub.cross_host_determinism", "statistical.gameability_gap"]
+UNMEASURED += [f"runtime.{name}" for name in ("network_policy", "host_containment", "observation_schema")]
+UNMEASURED += ["runtime.task_declaration_accuracy"]
 CPU_S = 10  # of an episode
 
 

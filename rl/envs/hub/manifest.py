@@ -118,17 +118,8 @@ def build(folder: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
         .get("build-backend", "setuptools")
     )
     is_here = importlib.util.find_spec(backend.partition(".")[0]) is not None
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "-w",
-        str(out),
-    ]
+    options = "-m pip wheel --quiet --disable-pip-version-check --no-deps -w".split()
+    command = [sys.executable, *options, str(out)]
     command += ["--no-build-isolation"] * is_here + [str(folder.resolve())]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"SOURCE_DATE_EPOCH": "315532800"}

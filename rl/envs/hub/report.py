@@ -20,16 +20,8 @@ from sharding.system import atomic_file, signed_message
 
 FORMAT = "intellax/environment-report/1"
 MAX_BYTES = 2**22
-_KEYS = {
-    "environment": dict,
-    "kind": dict,
-    "verdict": str,
-    "checks": list,
-    "plan": dict,
-    "platform": dict,
-    "signer": str,
-}
-_KEYS |= {"time_s": int}
+_KEYS: dict[str, type] = dict.fromkeys(("environment", "kind", "plan", "platform"), dict)
+_KEYS |= {"verdict": str, "signer": str, "checks": list, "time_s": int}
 
 
 def make(plan: trial.Plan, name: str, digest: str, declared: str, judged: rules.Judgement, *, clock=time.time) -> dict:

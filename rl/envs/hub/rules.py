@@ -21,6 +21,7 @@ MIN_GROWTH_BYTES = 2**22  # in total: allocators keep pages
 MAX_LEAKS = 0.5  # share of tasks whose answer follows the same words of the prompt
 MAX_RANDOM_REWARD = 0.9
 MAX_EVIDENCE = 4
+OF_RANDOM = {"semantic.verifier_determinism", "semantic.verifier_portability", "runtime.episode_determinism"}
 Causes = Callable[[], tuple[dict, dict]]  # runs the two further trials
 
 
@@ -65,11 +66,7 @@ def judge(first: Mapping, second: Mapping, causes: Causes, *, floor: float, limi
     ]
     order = environment.KINDS
     failed_ids = {check.check_id for check in checks if check.status == "fail"}
-    is_random = failed_ids & {
-        "semantic.verifier_determinism",
-        "semantic.verifier_portability",
-        "runtime.episode_determinism",
-    }
+    is_random = failed_ids & OF_RANDOM
     counts = first["effects"]["counts"]
     is_recorded = is_random or "runtime.seed_control" in failed_ids or counts["network"]
     kind = order[2] if is_recorded else order[1] if counts["process"] or counts["write"] or counts["read"] else order[0]
@@ -83,14 +80,18 @@ def judge(first: Mapping, second: Mapping, causes: Causes, *, floor: float, limi
         for c in checks
     ]
     if first["kind"] == "recorded":  # whose scores need not repeat
-        excused = {"semantic.verifier_determinism", "semantic.verifier_portability", "runtime.episode_determinism"}
-        checks = [dataclasses.replace(c, severity="warn") if c.check_id in excused else c for c in checks]
+        checks = [dataclasses.replace(c, severity="warn") if c.check_id in OF_RANDOM else c for c in checks]
     return Judgement(tuple(checks), kind)
 
 
 def _check(check_id: str, is_good: bool, measured: Any, rule: str, evidence: Iterable[str] = (), **rest: Any) -> Check:
     lines = () if is_good else tuple(line[:300] for line in [*evidence][:MAX_EVIDENCE])
     return Check(check_id, "pass" if is_good else "fail", measured, rule, lines, **rest)
+
+
+def _none_found(check_id: str, found: list[str], rule: str) -> Check:
+    """Returns the check that fails if anything was found."""
+    return _check(check_id, not found, len(found), rule, found)
 
 
 def _not_run(failed: Mapping) -> Judgement:
@@ -165,56 +166,21 @@ def _determinism(
     num, scored = len(first["tasks"]), sum(map(len, first["attempts"].values())) + len(first["episodes"])
     where = "with another hash seed, time zone, locale, folder, user, host, clock, and sandbox"
     together = [f"at the same time as others: {line}" for line in together]
+    rule = "0 results depend on the order of tasks, or on other episodes"
     out = [
-        _check(
-            "runtime.seed_control",
-            not unequal_tasks,
-            len(unequal_tasks),
-            f"0 of {num} tasks differ between processes",
-            unequal_tasks,
-        ),
-        _check(
-            "hub.cross_host_determinism",
-            not moved_tasks,
-            len(moved_tasks),
-            f"0 of {num} tasks differ {where}",
-            moved_tasks,
-        ),
-        _check(
-            "runtime.episode_isolation",
-            not (stateful or together),
-            len(stateful + together),
-            "0 results depend on the order of tasks, or on other episodes",
-            stateful + together,
-        ),
+        _none_found("runtime.seed_control", unequal_tasks, f"0 of {num} tasks differ between processes"),
+        _none_found("hub.cross_host_determinism", moved_tasks, f"0 of {num} tasks differ {where}"),
+        _none_found("runtime.episode_isolation", stateful + together, rule),
     ]
     if first["is_program"]:
-        out.append(
-            _check(
-                "runtime.episode_determinism",
-                not (random_scores or moved_scores),
-                len(random_scores or moved_scores),
-                f"0 of {scored} episodes differ when the model's replies do not",
-                random_scores or moved_scores,
-            )
-        )
-        return out
+        rule = f"0 of {scored} episodes differ when the model's replies do not"
+        return [*out, _none_found("runtime.episode_determinism", random_scores or moved_scores, rule)]
     return [
         *out,
-        _check(
-            "semantic.verifier_determinism",
-            not random_scores,
-            len(random_scores),
-            f"0 of {scored} scores differ between equal processes",
-            random_scores,
+        _none_found(
+            "semantic.verifier_determinism", random_scores, f"0 of {scored} scores differ between equal processes"
         ),
-        _check(
-            "semantic.verifier_portability",
-            not moved_scores,
-            len(moved_scores),
-            f"0 of {scored} scores differ {where}",
-            moved_scores,
-        ),
+        _none_found("semantic.verifier_portability", moved_scores, f"0 of {scored} scores differ {where}"),
     ]
 
 
@@ -227,22 +193,10 @@ def _effects(first: Mapping, second: Mapping) -> list[Check]:
     kinds = ("process", "write", "read") if kind == "pure" else ()
     contained = sum(counts[name] for name in kinds)
     lines = [line for name in kinds for line in notes[name]]
-    return [
-        _check(
-            "runtime.network_policy",
-            not network,
-            network,
-            "0 connections, unless it is declared recorded",
-            notes["network"],
-        ),
-        _check(
-            "runtime.host_containment",
-            not contained,
-            contained,
-            "0 files and processes once it is built, unless it is declared replayed",
-            lines,
-        ),
-    ]
+    rule = "0 connections, unless it is declared recorded"
+    made = [_check("runtime.network_policy", not network, network, rule, notes["network"])]
+    rule = "0 files and processes once it is built, unless it is declared replayed"
+    return [*made, _check("runtime.host_containment", not contained, contained, rule, lines)]
 
 
 def _resources(first: Mapping, second: Mapping, limit_s: float) -> Check:
@@ -286,7 +240,7 @@ def _rewards(first: Mapping, second: Mapping, floor: float) -> list[Check]:
     if len(names) > 1:
         wrong.append(f"the names of the scores differ: {' and '.join(map(str, sorted(names)[:2]))}")
     rule = f"finite numbers of the same names for every completion, with a reward in [{low:g}, {high:g}]"
-    out = [_check("runtime.reward_well_formed", not wrong, len(wrong), rule, wrong)]
+    out = [_none_found("runtime.reward_well_formed", wrong, rule)]
     gold = _of_probe(first, probes.GOLD)
     bad = [f"task {task}: reward {value:g}" for task, value in gold.items() if not value >= min(1.0, high) - 1e-9]
     rule = "the answer of each task has a reward of 1"
@@ -304,17 +258,8 @@ def _rewards(first: Mapping, second: Mapping, floor: float) -> list[Check]:
         )
     chance = _lower_mean({name: _reward(one) for name, one in first["episodes"].items()})
     text = f"mean reward of random words at most {MAX_RANDOM_REWARD}"
-    out.append(
-        _check(
-            "statistical.headroom",
-            chance[1] <= MAX_RANDOM_REWARD,
-            round(chance[0], 4),
-            text,
-            [f"it is {chance[0]:.3f}"],
-            severity="warn",
-        )
-    )
-    return out
+    is_low, found = chance[1] <= MAX_RANDOM_REWARD, [f"it is {chance[0]:.3f}"]
+    return [*out, _check("statistical.headroom", is_low, round(chance[0], 4), text, found, severity="warn")]
 
 
 def _reward(one: Mapping) -> float:
@@ -343,22 +288,11 @@ def _tasks(first: Mapping) -> list[Check]:
     leak = [f"in {first['leaks']} of {first['with_answer']} tasks, the answer follows the same words of the prompt"]
     rule = f"the answer follows the same words of the prompt in at most {MAX_LEAKS:.0%} of tasks"
     leaks = _check("semantic.no_solution_leakage", share <= MAX_LEAKS, round(share, 4), rule, leak)
+    shared, overlap = first["num_shared"], f"0 of {first['num_prompts']} held-out prompts are training prompts"
     if not first["with_answer"]:
         leaks = Check(leaks.check_id, "skip", "no task has an answer", rule)
     return [
         leaks,
-        _check(
-            "runtime.observation_schema",
-            not first["malformed"],
-            len(first["malformed"]),
-            "messages have a role and a text",
-            first["malformed"],
-        ),
-        _check(
-            "runtime.task_declaration_accuracy",
-            not first["num_shared"],
-            first["num_shared"],
-            f"0 of {first['num_prompts']} held-out prompts are training prompts",
-            first["shared"],
-        ),
+        _none_found("runtime.observation_schema", first["malformed"], "messages have a role and a text"),
+        _check("runtime.task_declaration_accuracy", not shared, shared, overlap, first["shared"]),
     ]

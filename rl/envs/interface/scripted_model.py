@@ -19,34 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rl.envs.interface import environment, episode
 
-Policy = Callable[
-    [Sequence[Mapping], Sequence[Mapping], random.Random], dict
-]  # (messages, tools, rng) -> assistant message
-WORDS = (
-    "yes",
-    "no",
-    "0",
-    "1",
-    "42",
-    "the",
-    "answer",
-    "is",
-    "stone",
-    "[a]",
-    "<guess>stone</guess>",
-    "```",
-    "\\boxed{7}",
-    "####",
-    "é",
-    "—",
-)
+Policy = Callable[[Sequence[Mapping], Sequence[Mapping], random.Random], dict]  # (messages, tools, rng) -> a message
+WORDS = "yes no 0 1 42 the answer is stone [a] <guess>stone</guess> ``` \\boxed{7} #### é —".split()
 MAX_DEPTH = 3  # of random arguments
 _VALUES = {
     "integer": lambda rng: rng.randint(-2, 9),
     "number": lambda rng: rng.randint(-8, 8) / 4,
     "null": lambda rng: None,
-}
-_VALUES |= {
     "boolean": lambda rng: rng.random() < 0.5,
     "string": lambda rng: " ".join(rng.choices(WORDS, k=rng.randint(0, 3))),
 }
