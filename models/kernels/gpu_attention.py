@@ -45,11 +45,7 @@ class _Rule:
     backward: tuple[int, int, int]
 
     def call(self, kernel: Callable, tile: tuple[int, int, int], grid: tuple[int, ...], out_shape: Any, *args):
-        options = triton.CompilerParams(num_warps=tile[1], num_stages=tile[2])
-        name, interpret = kernel.__name__, self.interpret
-        return pl.pallas_call(kernel, out_shape, grid=grid, compiler_params=options, interpret=interpret, name=name)(
-            *args
-        )
+        return kernel_call(kernel, tile, grid, out_shape, self.interpret)(*args)
 
 
 def obstacle() -> str:
@@ -133,6 +129,12 @@ def ranges(packing: Any, *, block: int, window: int = 0) -> tuple[jax.Array, jax
     first_N, branch_N = (x_T.reshape(-1, block).min(axis=1) for x_T in (first_T, branch_T))
     prompt_end_N, last_N = (x_T.reshape(-1, block).max(axis=1) for x_T in (prompt_end_T, last_T))
     return first_N, prompt_end_N, jnp.maximum(branch_N, first_N), last_N
+
+
+def kernel_call(kernel: Callable, tile: tuple[int, int, int], grid: tuple[int, ...], out_shape: Any, interpret: bool):
+    """Returns the function that runs a Triton kernel; `tile` has a size, warps, and stages."""
+    options, name = triton.CompilerParams(num_warps=tile[1], num_stages=tile[2]), kernel.__name__
+    return pl.pallas_call(kernel, out_shape, grid=grid, compiler_params=options, interpret=interpret, name=name)
 
 
 def dot(a, b, dim_a: int, dim_b: int) -> jax.Array:

@@ -12,7 +12,6 @@ V), P parts.
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from models.kernels import gpu_attention
 from sharding import rules
@@ -85,14 +84,9 @@ def attend(
 
     sinks_KG = None if sinks_H is None else by_key_head(sinks_H.astype(jnp.float32))[0]
     shapes = ((B, K, num_parts, G, *dims) for dims in ((V,), (), ()))
-    shares = pl.pallas_call(
-        decode_attention,
-        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        grid=(B, K, num_parts),
-        compiler_params=triton.CompilerParams(num_warps=TILE[1], num_stages=TILE[2]),
-        interpret=interpret,
-        name="decode_attention",
-    )(by_key_head(q_B1HC, C), k_NBKSC, v_NBKSV, jnp.full(1, layer, jnp.int32), length_B, sinks_KG)
+    out_shape = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    call = gpu_attention.kernel_call(decode_attention, TILE, (B, K, num_parts), out_shape, interpret)
+    shares = call(by_key_head(q_B1HC, C), k_NBKSC, v_NBKSV, jnp.full(1, layer, jnp.int32), length_B, sinks_KG)
     out_BKPGV, total_BKPG, top_BKPG = (x_BKPG[:, :, :, : H // K] for x_BKPG in shares)
     down_BKPG = jnp.exp(top_BKPG - top_BKPG.max(axis=2, keepdims=True))
     total_BKG = (total_BKPG * down_BKPG).sum(axis=2)

@@ -18,6 +18,8 @@ from jax.experimental.pallas import triton
 
 from models.kernels import gpu_attention
 
+LAUNCH = 8, 3  # warps, stages of the pipeline
+
 
 def tile_of(num_rows: int, num_groups: int) -> int:
     """Returns the rows of a tile, of which the rows have whole ones: few if groups have few rows, as in decoding."""
@@ -56,7 +58,9 @@ def _product(rows_AD, kernel, sizes_E, interpret: bool, *, is_transposed: bool) 
         triton.store(out_ref.at[own, columns], total_RF.astype(out_ref.dtype), mask=is_own_RF)
 
     out_shape = jax.ShapeDtypeStruct((A, F), rows_AD.dtype)
-    return _call(grouped_product, (tiles[0].shape[0], F // width), out_shape, interpret)(rows_AD, kernel, tiles)
+    grid = tiles[0].shape[0], F // width
+    call = gpu_attention.kernel_call(grouped_product, (size, *LAUNCH), grid, out_shape, interpret)
+    return call(rows_AD, kernel, tiles)
 
 
 def _backward(interpret: bool, saved, d_out_AF):
@@ -87,7 +91,8 @@ def _backward(interpret: bool, saved, d_out_AF):
 
     d_rows_AD = _product(d_out_AF, kernel_EDF, sizes_E, interpret, is_transposed=True)
     out_shape = jax.ShapeDtypeStruct(kernel_EDF.shape, kernel_EDF.dtype)
-    call = _call(grouped_gradient, (E, D // height, F // width), out_shape, interpret)
+    grid = E, D // height, F // width
+    call = gpu_attention.kernel_call(grouped_gradient, (size, *LAUNCH), grid, out_shape, interpret)
     return d_rows_AD, call(rows_AD, d_out_AF, start_E, end_E), None
 
 
@@ -108,13 +113,6 @@ def _tiles(sizes_E: jax.Array, size: int, num: int) -> tuple[jax.Array, ...]:
     is_listed_N = index_N < listed_E[-1]
     tile_N = jnp.where(is_listed_N, start_E[group_N] // size + index_N - (listed_E - num_E)[group_N], 0)
     return group_N, tile_N, start_E[group_N], jnp.where(is_listed_N, end_E[group_N], 0)
-
-
-def _call(kernel, grid: tuple[int, ...], out_shape, interpret: bool):
-    options = triton.CompilerParams(num_warps=8, num_stages=3)
-    return pl.pallas_call(
-        kernel, out_shape, grid=grid, interpret=interpret, compiler_params=options, name=kernel.__name__
-    )
 
 
 def _divisor(dim: int, most: int) -> int:
