@@ -21,6 +21,7 @@ import numpy as np
 from models import config as config_lib
 from models import logprobs, transformer
 from sharding.system import cli
+from tests.support import tiny
 
 GIB = 2**30
 
@@ -121,27 +122,8 @@ def full_softmax(params, config, hidden_BTD, tokens_BT, temperature_BT):
 
 def model(D: int, V: int, dtype: str) -> config_lib.ModelConfig:
     """Returns a model whose head has the given size; the rest, which does not count here, is minimal."""
-    return config_lib.ModelConfig(
-        vocab_size=V,
-        model_dim=D,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        ffn_dim=1,
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        qk_norm=False,
-        tie_embeddings=False,
-        num_experts=0,
-        experts_per_token=0,
-        expert_ffn_dim=0,
-        first_dense_layers=0,
-        norm_topk=False,
-        param_dtype="float32",
-        dtype=dtype,
-        remat="none",
-    )
+    dims = dict(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, ffn_dim=1, qk_norm=False, tie_embeddings=False)
+    return tiny.model(vocab_size=V, model_dim=D, dtype=dtype, **dims)
 
 
 if __name__ == "__main__":
