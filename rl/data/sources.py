@@ -62,6 +62,17 @@ def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
     return found
 
 
+def parse_lines(path: pathlib.Path, parse: Callable[[Any], Any], kind: str) -> list:
+    """Returns `parse(row)` for each line of a JSONL file. Raises ValueError with the number of the first line that is not `kind`."""
+    made = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            made.append(parse(json.loads(line)))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}:{number} is not {kind}: {error!r}; correct the line") from None
+    return made
+
+
 def join(sources: Sequence[Rows]) -> Rows:
     """Returns the rows of several sources, one after the other."""
     return sources[0] if len(sources) == 1 else _Joined(sources)

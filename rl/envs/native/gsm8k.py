@@ -9,10 +9,10 @@
 """
 
 import decimal
-import json
 import pathlib
 import re
 
+from rl.data import sources
 from rl.envs.interface import environment
 
 INSTRUCTION = "Solve the problem step by step. End with a line '#### ' followed by the final number."
@@ -63,17 +63,14 @@ def _read(path: str, name: str) -> list[tuple[str, str, decimal.Decimal]]:
             f"env.options.path = {path!r} has no {name}; set it to a directory with the train.jsonl and test.jsonl of "
             "GSM8K (github.com/openai/grade-school-math)"
         )
-    problems = []
-    for row, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            question, solution = str(record["question"]), re.sub(r"<<[^<>]*>>", "", record["answer"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{file}:{row} is not a GSM8K problem: {error!r}; download the file again") from error
-        number = final_number(solution)
-        if number is None:
-            raise ValueError(f"{file}:{row} has an answer that does not end with '#### <number>'; add the number")
-        problems.append((question, solution, number))
+
+    def parse(row) -> tuple[str, str, decimal.Decimal]:
+        question, solution = str(row["question"]), re.sub(r"<<[^<>]*>>", "", row["answer"])
+        if (number := final_number(solution)) is None:
+            raise ValueError("its answer does not end with '#### <number>'")
+        return question, solution, number
+
+    problems = sources.parse_lines(file, parse, "a GSM8K problem")
     if not problems:
         raise ValueError(f"{file} is empty; download it again")
     return problems

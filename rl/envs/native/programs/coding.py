@@ -9,10 +9,10 @@
 The tests are never in the prompt. Held-out tasks are those whose prompt has the hash 0 modulo 16.
 """
 
-import json
 import pathlib
 import random
 
+from rl.data import sources
 from rl.envs.interface import environment, episode
 from rl.envs.native.programs import blocks, code_tasks, grading
 from rl.envs.sandbox import limits as limits_lib
@@ -69,26 +69,21 @@ def build(
         value = fraction if reward == "fraction" else float(passed == len(hidden))
         return {"reward": value, "passed": fraction, "has_code": float(code is not None)}
 
-    def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
-        return {"messages": [*task.messages, {"role": "assistant", "content": task.decoy if is_decoy else task.answer}]}
-
     num_tasks = len(rows["train"]) if rows else 0
-    show = demonstrate if not rows else None
-    return environment.Environment("code", make_task, num_tasks=num_tasks, play=play, kind="replayed", demonstrate=show)
+    return environment.Environment("code", make_task, num_tasks=num_tasks, play=play, kind="replayed")
 
 
 def _read(path: pathlib.Path) -> dict[str, list[code_tasks.Made]]:
     """Returns the tasks of each split. Raises ValueError with the line of a malformed one."""
     if not path.is_file():
         raise ValueError(f"env.options.path = {str(path)!r} is not a file; set it to a JSONL file of tasks")
+
+    def parse(row) -> code_tasks.Made:
+        grading.check(row["tests"])
+        return code_tasks.Made(row["prompt"] + "", row.get("solution") or "", "", row["tests"])
+
     rows: dict[str, list[code_tasks.Made]] = {split: [] for split in environment.SPLITS}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            grading.check(row["tests"])
-            made = code_tasks.Made(row["prompt"] + "", row.get("solution") or "", "", row["tests"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}:{number} is not a task: {error}; correct the line") from None
+    for made in sources.parse_lines(path, parse, "a task"):
         rows[environment.split_of(made.prompt)].append(made)
     for split, other in (("train", "held_out"), ("held_out", "train")):
         if not rows[split]:

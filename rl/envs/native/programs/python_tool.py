@@ -9,12 +9,12 @@
 """
 
 import dataclasses
-import json
 import math
 import pathlib
 import random
 from collections.abc import Sequence
 
+from rl.data import sources
 from rl.envs.interface import environment, episode, protocols, tools
 from rl.envs.native import rewards
 from rl.envs.native.programs import blocks
@@ -173,35 +173,27 @@ def _question(number: int, kind: str) -> tuple[str, str, str]:
 
 def _demonstration(task: environment.Task, rng: random.Random, is_decoy: bool, protocol: str, schema: dict) -> dict:
     """Computes the answer in a program; a decoy guesses."""
+    code, answer, ran = task.info["code"], task.answer, []
     if is_decoy:
-        guess = {"role": "assistant", "content": f"Answer: {rng.randint(0, 99)}"}
-        return {"messages": [*task.messages, guess], "tools": [schema] if protocol == "tools" else []}
-    code, answer = task.info["code"], {"role": "assistant", "content": task.answer}
-    output = task.answer.removeprefix("Answer: ")
-    if protocol == "text":
-        ran = [{"role": "assistant", "content": blocks.of(code)}, {"role": "user", "content": output}]
-        return {"messages": [*task.messages, *ran, answer]}
-    function = {"name": "python", "arguments": json.dumps({"code": code})}
-    call = {"id": "call_0", "type": "function", "function": function}
-    ran = [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_0", "name": "python", "content": output},
-    ]
-    return {"messages": [*task.messages, *ran, answer], "tools": [schema]}
+        answer = f"Answer: {rng.randint(0, 99)}"
+    else:
+        result = answer.removeprefix("Answer: ")
+        ran = protocols.step(protocol, 0, blocks.of(code), "python", {"code": code}, result)
+    messages = [*task.messages, *ran, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "tools": [schema] if protocol == "tools" else []}
 
 
 def _read(path: pathlib.Path) -> dict[str, list[tuple[str, str]]]:
     """Returns (question, answer) of each task by split. Raises ValueError with the line of a malformed one."""
     if not path.is_file():
         raise ValueError(f"env.options.path = {str(path)!r} is not a file; set it to a JSONL file of questions")
+
+    def parse(row) -> tuple[str, str]:
+        rewards.check_answer("number", str(row["answer"]))
+        return row["prompt"] + "", str(row["answer"])
+
     rows: dict[str, list[tuple[str, str]]] = {split: [] for split in environment.SPLITS}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            question, answer = row["prompt"] + "", str(row["answer"])
-            rewards.check_answer("number", answer)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}:{number} is not a question: {error}; correct the line") from None
+    for question, answer in sources.parse_lines(path, parse, "a question"):
         rows[environment.split_of(question)].append((question, answer))
     for split in environment.SPLITS:
         if not rows[split]:

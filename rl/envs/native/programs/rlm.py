@@ -100,10 +100,7 @@ def build(
             "errors": float(root.num_errors),
         }
 
-    def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
-        return {"messages": [*task.messages, {"role": "assistant", "content": task.decoy if is_decoy else task.answer}]}
-
-    return environment.Environment("rlm", make_task, play=play, kind="replayed", demonstrate=demonstrate)
+    return environment.Environment("rlm", make_task, play=play, kind="replayed")
 
 
 class _Root:

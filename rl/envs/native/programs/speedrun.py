@@ -113,10 +113,7 @@ def build(*, system_prompt: str = INSTRUCTION, run_s: float = 2.0, seed: int = 0
         steps = await _train(pool, task.info["corpus"], code, most) if code else most
         return {"reward": min(max((most - steps) / (most - best), 0.0), 1.0), "steps": float(steps)}
 
-    def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
-        return {"messages": [*task.messages, {"role": "assistant", "content": task.decoy if is_decoy else task.answer}]}
-
-    return environment.Environment("speedrun", make_task, play=play, kind="replayed", demonstrate=demonstrate)
+    return environment.Environment("speedrun", make_task, play=play, kind="replayed")
 
 
 def steps_of(corpus: Corpus, momentum: float, rate: float) -> int:

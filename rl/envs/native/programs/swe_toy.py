@@ -7,9 +7,8 @@
    literal stay outside of the sandbox (grading.py).
 """
 
-import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from rl.envs.interface import environment, episode, protocols, tools
 from rl.envs.native.programs import grading, python_tool, repository
@@ -166,24 +165,11 @@ async def _command(own: Repository, text: str) -> str:
 def _demonstration(task: environment.Task, is_decoy: bool, protocol: str, own: Repository) -> dict:
     """Reads the module with the bug, mends it, and ends; a decoy removes the line instead."""
     made = task.info["made"]
-    new = "    pass" if is_decoy else made.right
-    if protocol == "text":
-        steps = [(f"read {made.path}", own.read(made.path)), (task.decoy if is_decoy else task.answer, "edited")]
-        messages = [
-            {"role": role, "content": text}
-            for step in steps
-            for role, text in zip(("assistant", "user"), step, strict=True)
-        ]
-        return {"messages": [*task.messages, *messages, {"role": "assistant", "content": "done"}]}
-    calls: Sequence[tuple[str, dict, str]] = (
-        ("read", {"path": made.path}, own.read(made.path)),
-        ("edit", {"path": made.path, "old": made.wrong, "new": new}, "edited"),
-    )
-    messages = [*task.messages]
-    for number, (name, arguments, found) in enumerate(calls):
-        function = {"name": name, "arguments": json.dumps(arguments)}
-        call = {"id": f"call_{number}", "type": "function", "function": function}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": found})
-    schemas = [tool.schema for tool in _offered(own)]
-    return {"messages": [*messages, {"role": "assistant", "content": "done"}], "tools": schemas}
+    edit = {"path": made.path, "old": made.wrong, "new": "    pass" if is_decoy else made.right}
+    messages = [
+        *task.messages,
+        *protocols.step(protocol, 0, f"read {made.path}", "read", {"path": made.path}, own.read(made.path)),
+        *protocols.step(protocol, 1, task.decoy if is_decoy else task.answer, "edit", edit, "edited"),
+        {"role": "assistant", "content": "done"},
+    ]
+    return {"messages": messages, "tools": [tool.schema for tool in _offered(own)] if protocol == "tools" else []}

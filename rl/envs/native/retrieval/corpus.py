@@ -7,11 +7,11 @@ facts are about birthplaces and founders, which questions ask for, too. All name
 
 import dataclasses
 import itertools
-import json
 import pathlib
 import random
 from collections.abc import Mapping, Sequence
 
+from rl.data import sources
 from rl.envs.interface import environment
 
 MAX_FACTS = 5000  # of names with four letters there are 5,625
@@ -104,14 +104,5 @@ def _rows(path: str, name: str, fields: tuple[str, ...]) -> list[tuple[str, ...]
         raise ValueError(
             f"env.options.path = {path!r} has no {name}; set it to a folder with corpus.jsonl and questions.jsonl"
         )
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            rows.append(tuple(row[field] + "" for field in fields))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            names = ", ".join(fields)
-            raise ValueError(
-                f"{file}:{number} is not an object with the texts {names}: {error!r}; correct it"
-            ) from None
-    return rows
+    kind = f"an object with the texts {', '.join(fields)}"
+    return sources.parse_lines(file, lambda row: tuple(row[field] + "" for field in fields), kind)

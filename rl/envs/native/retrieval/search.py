@@ -181,13 +181,6 @@ def _demonstration(task: environment.Task, is_decoy: bool, commands: dict, proto
     path, messages = task.info["path"], [*task.messages]
     for turn, title in enumerate(path[:1] if is_decoy else path):
         found = commands["search"](query=title)
-        if protocol == "text":
-            messages.append({"role": "assistant", "content": f"search {title}"})
-            messages.append({"role": "user", "content": found})
-        else:
-            id, function = f"call_{turn}", {"name": "search", "arguments": f'{{"query": "{title}"}}'}
-            call = {"id": id, "type": "function", "function": function}
-            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            messages.append({"role": "tool", "tool_call_id": id, "name": "search", "content": found})
+        messages += protocols.step(protocol, turn, f"search {title}", "search", {"query": title}, found)
     answer = task.answer.replace(task.info["answer"], path[1]) if is_decoy else task.answer
     return {"messages": [*messages, {"role": "assistant", "content": answer}], "tools": schemas}

@@ -63,7 +63,7 @@ def test_only_a_marked_number_is_an_answer(text, number):
         ("{", "train.jsonl:1 is not a GSM8K problem"),
         ('{"question": "?"}', "train.jsonl:1 is not a GSM8K problem: KeyError"),
         ('{"question": "?", "answer": 3}', "train.jsonl:1 is not a GSM8K problem: TypeError"),
-        ('{"question": "?", "answer": "72"}', "train.jsonl:1 has an answer that does not end with"),
+        ('{"question": "?", "answer": "72"}', "train.jsonl:1 is not a GSM8K problem: .*does not end with"),
         ("", "is empty"),
     ],
 )
