@@ -122,6 +122,19 @@ def split_of(prompt: str) -> str:
     return "held_out" if stable_hash(prompt) % HELD_OUT_ONE_IN == 0 else "train"
 
 
+def divided(rows: Iterable, prompt_of: Callable[[Any], str], origin: str) -> dict[str, list]:
+    """Returns the rows of each split by their prompts. A split without any gets one; raises ValueError for less than two rows."""
+    found: dict[str, list] = {split: [] for split in SPLITS}
+    for row in rows:
+        found[split_of(prompt_of(row))].append(row)
+    for split, other in (SPLITS, SPLITS[::-1]):
+        if not found[split]:
+            if len(found[other]) < 2:
+                raise ValueError(f"{origin} has {len(found[other])} tasks; add some, because one must be held out")
+            found[split].append(found[other].pop())
+    return found
+
+
 def content_key(messages: Sequence[Mapping]) -> str:
     """Returns the SHA-256 (hex) of a task's prompt: of the roles and texts of its messages, without system messages.
 

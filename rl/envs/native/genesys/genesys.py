@@ -51,7 +51,7 @@ def build(
         if name not in TYPES:
             hint = environment.did_you_mean(name, TYPES)
             raise ValueError(f"env.options.types: task type {name!r} is unknown; {hint}choose from {', '.join(TYPES)}")
-    rows: dict[str, list[schema.Task]] = {split: [] for split in environment.SPLITS}
+    tasks: list[schema.Task] = []
     for own in sources.read(path).values():
         for number in range(len(own)):
             try:
@@ -61,13 +61,9 @@ def build(
                 _check(task)
             except ValueError as error:
                 raise ValueError(f"{path}, row {number + 1}: {error}") from None
-            rows[environment.split_of(task.prompt)].append(task)
-    for split, other in (("train", "held_out"), ("held_out", "train")):
-        if not rows[split]:
-            if len(rows[other]) < 2:
-                raise ValueError(f"{path} has {len(rows[other])} tasks; add some, because one must be held out")
-            rows[split].append(rows[other].pop())
-    found = {task.task_type for own in rows.values() for task in own}
+            tasks.append(task)
+    rows = environment.divided(tasks, lambda task: task.prompt, path)
+    found = {task.task_type for task in tasks}
     has_code = not found.isdisjoint(CODE)
     pool = pool_lib.shared(limits_lib.Limits(cpu_s=test_s)) if has_code else None
 

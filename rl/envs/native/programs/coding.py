@@ -82,12 +82,4 @@ def _read(path: pathlib.Path) -> dict[str, list[code_tasks.Made]]:
         grading.check(row["tests"])
         return code_tasks.Made(row["prompt"] + "", row.get("solution") or "", "", row["tests"])
 
-    rows: dict[str, list[code_tasks.Made]] = {split: [] for split in environment.SPLITS}
-    for made in sources.parse_lines(path, parse, "a task"):
-        rows[environment.split_of(made.prompt)].append(made)
-    for split, other in (("train", "held_out"), ("held_out", "train")):
-        if not rows[split]:
-            if len(rows[other]) < 2:
-                raise ValueError(f"{path} has {len(rows[other])} tasks; add some, because one must be held out")
-            rows[split].append(rows[other].pop())
-    return rows
+    return environment.divided(sources.parse_lines(path, parse, "a task"), lambda made: made.prompt, str(path))

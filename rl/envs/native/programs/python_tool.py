@@ -192,10 +192,4 @@ def _read(path: pathlib.Path) -> dict[str, list[tuple[str, str]]]:
         rewards.check_answer("number", str(row["answer"]))
         return row["prompt"] + "", str(row["answer"])
 
-    rows: dict[str, list[tuple[str, str]]] = {split: [] for split in environment.SPLITS}
-    for question, answer in sources.parse_lines(path, parse, "a question"):
-        rows[environment.split_of(question)].append((question, answer))
-    for split in environment.SPLITS:
-        if not rows[split]:
-            raise ValueError(f"{path} has no task of the split {split!r}; add rows: 1 in 16 is held out")
-    return rows
+    return environment.divided(sources.parse_lines(path, parse, "a question"), lambda row: row[0], str(path))

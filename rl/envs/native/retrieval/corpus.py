@@ -70,7 +70,9 @@ def generated(num_facts: int, distractors: bool, seed: int) -> Corpus:
             asked.append(Question(f"Where was the founder of {c} born?", born[founder[c]], (c, founder[c])))
     rng.shuffle(facts)
     rng.shuffle(asked)
-    return Corpus([Document(*fact) for fact in facts], _divided(asked, "env.options.facts"))
+    return Corpus(
+        [Document(*fact) for fact in facts], environment.divided(asked, lambda one: one.text, "env.options.facts")
+    )
 
 
 def read(path: str) -> Corpus:
@@ -80,22 +82,12 @@ def read(path: str) -> Corpus:
     """
     documents = [Document(*row) for row in _rows(path, "corpus.jsonl", ("title", "text"))]
     questions = [Question(row[0], row[1]) for row in _rows(path, "questions.jsonl", ("question", "answer"))]
-    return Corpus(documents, _divided(questions, f"{path}/questions.jsonl"))
+    return Corpus(documents, environment.divided(questions, lambda one: one.text, f"{path}/questions.jsonl"))
 
 
 def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
     """Returns {name: file} of the two files in the folder `path`, which may not exist."""
     return {name: path / name for name in ("corpus.jsonl", "questions.jsonl")}
-
-
-def _divided(questions: Sequence[Question], origin: str) -> Mapping[str, Sequence[Question]]:
-    found: dict[str, list[Question]] = {split: [] for split in environment.SPLITS}
-    for question in questions:
-        found[environment.split_of(question.text)].append(question)
-    for split, part in found.items():
-        if not part:
-            raise ValueError(f"{origin}: none of {len(questions)} questions is of the split {split!r}; add questions")
-    return found
 
 
 def _rows(path: str, name: str, fields: tuple[str, ...]) -> list[tuple[str, ...]]:
