@@ -98,7 +98,7 @@ class Measured:
         return [one for group in self.groups for one in group]
 
     def numbers(self) -> dict:
-        """Returns the summary for the bands file, without the evidence and proofs behind it."""
+        """Returns the summary for the bands file, without the evidence and proofs that it sums up."""
         made_of = ("groups", "chunks", "is_unnamed")
         return {name: value for name, value in vars(self).items() if name not in made_of}
 
