@@ -392,6 +392,7 @@ async def roll_out(client: client_lib.Client, run: Run, key, group: dict) -> lis
     sampling["return_routed_experts"] = run.router_replay and trains
     if trains and kept_sets.width(run.sampling, 1):
         sampling["return_kept_tokens"] = True
+    sampling |= {"oldest_prefix_version": group["min_version"]} if run.player and trains else {}
     pins = {"policy_version": group["version"], "policy_epoch": group.get("epoch", -1)}
     pins |= {"oldest_version": group["min_version"]}
     sticky = "/".join(map(str, _key(group)))

@@ -109,6 +109,7 @@ def test_rollout_files(name):
             "draw": 0,
             "trains": True,
             "kept": "",
+            "prefix_versions": None,
         }
         assert found == fields | lacking
     assert all((rollout.routed_experts is not None) == (name == "routed") for rollout in rollouts)

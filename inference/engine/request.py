@@ -39,6 +39,7 @@ class GenerateRequest:
     kept_tokens: bool = False  # the tokens that the filters left to sample from; the engine must record them
     policy_version: int = -1  # the only one that may generate; -1: any, also several in turn
     policy_epoch: int = -1  # of every version that may generate; -1: any
+    oldest_prefix_version: int = -1  # of keys of the prompt that may be reused; -1: only those of the version in use
 
     def check(self, vocab: int, max_len: int) -> None:
         """Raises ValueError if this request is invalid for a model with `vocab` tokens and a context of `max_len` positions."""
@@ -79,6 +80,12 @@ class GenerateRequest:
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
             ("seed", self.seed, 0 <= self.seed < 2**32, "in 0..2^32 - 1"),
+            (
+                "oldest_prefix_version",
+                self.oldest_prefix_version,
+                -1 <= self.oldest_prefix_version < 2**31,
+                "-1, or in 0..2^31 - 1",
+            ),
             ("top_logprobs", self.top_logprobs, 0 <= self.top_logprobs <= MAX_TOP, f"in 0..{MAX_TOP}"),
         ):
             if not ok:
@@ -113,6 +120,7 @@ class Completion:
     versions: list[int]
     prompt_version: int  # the policy version that prefilled the prompt
     epoch: int = 0  # of all these versions
+    prefix_versions: Sequence[tuple[int, int]] = ()  # (end, older version): keys of the prompt that were reused
     finish_reason: str = ""  # "stop" | "length"
     proofs: bytes = b""
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)  # one per token, if asked for

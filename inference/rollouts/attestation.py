@@ -38,6 +38,7 @@ class Answer:
     experts: np.ndarray | None = None  # uint8 or uint16 [prompt + new tokens - 1, layers, experts per token]
     epoch: int = 0  # of all versions; 0 from servers of releases before epochs
     kept: bytes = b""  # of inference/rollouts/kept_sets.py
+    prefix_versions: Sequence[tuple[int, int]] = ()  # (end, older version): keys of the prompt that were reused
 
 
 def message(
@@ -57,6 +58,8 @@ def message(
     if (experts := answer.experts) is not None:
         parts.append(struct.pack("<4q", *experts.shape, experts.itemsize) + rollout_lib.little_endian(experts))
     parts += [b"kept", answer.kept] if answer.kept else []
+    if answer.prefix_versions:
+        parts += [b"prefix_versions", np.asarray(answer.prefix_versions, "<i4").tobytes()]
     for part in parts:
         hasher.update(struct.pack("<Q", len(part)) + part)
     return hasher.digest()
@@ -77,6 +80,7 @@ def of_call(
         None if rollout.routed_experts is None else rollout.routed_experts[: end - 1],
         int(rollout.epoch),
         rollout_lib.kept_by_call(rollout)[index],
+        rollout.prefix_runs(index),
     )
     if rollout.call_limits is not None:
         settings = {**settings, "max_tokens": int(rollout.call_limits[index])}

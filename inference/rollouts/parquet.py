@@ -78,6 +78,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
     "draw": (pa.int64(), lambda r: int(r.draw)),
     "trains": (pa.bool_(), lambda r: r.trains),
     "kept": (pa.binary(), lambda r: r.kept),
+    "prefix_versions": (pa.list_(pa.int32()), lambda r: () if r.prefix_versions is None else r.prefix_versions.ravel()),
     "routed_experts": (
         pa.binary(),
         lambda r: rollout_lib.little_endian(r.routed_experts),
@@ -87,14 +88,14 @@ _COLUMNS: dict[str, tuple[pa.DataType, Callable[[rollout_lib.Rollout], Any]]] = 
 ALL_SCHEMA = pa.schema([pa.field(name, dtype, nullable=False) for name, (dtype, _) in _COLUMNS.items()])
 SCHEMA = pa.schema(list(ALL_SCHEMA)[:-2])  # without routed experts
 _EPISODES = ("env_digest", "branch", "num_branches", "calls", "call_limits", "draw", "trains")
-_ADDED = (("epoch", "server", "server_signature"), _EPISODES, ("kept",))  # by release
+_ADDED = (("epoch", "server", "server_signature"), _EPISODES, ("kept",), ("prefix_versions",))  # by release
 # The longest values of columns of texts and of bytes.
 _MAX_BYTES: dict[str, int] = dict.fromkeys("worker finish_reason server env_digest".split(), 64)
 _MAX_BYTES |= {"signature": max(rollout_lib.SIGNATURE_BYTES), "server_signature": 64 * rollout_lib.MAX_CALLS}
 _MAX_BYTES |= {"kept": rollout_lib.MAX_KEPT_BYTES}
 _MAX_BYTES |= {"proofs": rollout_lib.MAX_PROOF_BYTES, "routed_experts": rollout_lib.MAX_ROUTED_BYTES}
 _SAME = "temperature seed sample step finish_reason proofs worker signature".split()
-_SAME += [name for names in _ADDED for name in names if name not in ("calls", "call_limits")]
+_SAME += [name for names in _ADDED for name in names if name not in ("calls", "call_limits", "prefix_versions")]
 
 
 def write(path: str | os.PathLike, rollouts: list[rollout_lib.Rollout]) -> None:
@@ -191,7 +192,7 @@ class Rows:
 
 def _copied(rollout: rollout_lib.Rollout) -> dict[str, np.ndarray]:
     """Returns copies of the arrays that the rollouts of a file share."""
-    names = ("tokens", "logprobs", "sampled_mask", "versions", "calls", "call_limits")
+    names = ("tokens", "logprobs", "sampled_mask", "versions", "calls", "call_limits", "prefix_versions")
     return {name: array.copy() for name in names if (array := getattr(rollout, name)) is not None}
 
 
@@ -236,7 +237,11 @@ def _check_sizes(sizes: dict[str, list[int]], max_tokens: int) -> None:
     rows, tokens = get("rewards")[0], get("input_tokens")[0] + get("output_tokens")[0]
     lists = ("input_logprobs", "output_logprobs", "sampled_mask", "versions")
     most = {name: (2 * rows + tokens, 0) for name in lists}  # an empty list counts as a value
-    most |= {"calls": (rows + 2 * tokens, 0), "call_limits": (rows + tokens, 0)}
+    most |= {
+        "calls": (rows + 2 * tokens, 0),
+        "call_limits": (rows + tokens, 0),
+        "prefix_versions": (rows + 3 * tokens, 0),
+    }
     for name in ("input_tokens", "output_tokens"):
         most[name] = (rows + rows * max_tokens, 0)
     per_token = {"proofs": 2 * PROOF_BYTES / PROOF_TOKENS, "routed_experts": MAX_EXPERT_BYTES, "server_signature": 64}
@@ -368,7 +373,8 @@ def _rollouts(columns: dict[str, Any], arrays: dict[str, _Lists], num_rows: int)
             reward=reward[row],
             rewards=dict(columns["reward_parts"][row]),
             routed_experts=_experts(row, columns),
-            calls=_calls(row, columns),
+            calls=_table(row, columns, "calls", 2),
+            prefix_versions=_table(row, columns, "prefix_versions", 3),
             call_limits=_call_limits(row, columns),
             **{name: lists[row] for name, lists in arrays.items()},
             **{name: column[row] for name, column in same.items()},
@@ -392,10 +398,10 @@ def _error(columns: dict[str, Any], row: int, rollout: rollout_lib.Rollout, has_
     return None
 
 
-def _calls(row: int, columns: dict[str, Any]) -> np.ndarray | None:
-    if "calls" not in columns or not len(found := columns["calls"][row]):
+def _table(row: int, columns: dict[str, Any], name: str, width: int) -> np.ndarray | None:
+    if name not in columns or not len(found := columns[name][row]):
         return None
-    return found if len(found) % 2 else found.reshape(-1, 2)  # `rollout.validate` rejects an odd number
+    return found if len(found) % width else found.reshape(-1, width)  # `rollout.validate` rejects other numbers
 
 
 def _call_limits(row: int, columns: dict[str, Any]) -> np.ndarray | None:

@@ -49,7 +49,7 @@ LIMITS |= {"epoch": 2**48, "branch": 2**16, "num_branches": 2**16, "draw": 2**32
 # By later releases, with the values that leave the digest as it was before.
 _ADDED = {"routed_experts": None, "epoch": 0, "server": "", "server_signature": b""}
 _ADDED |= {"env_digest": "", "branch": 0, "num_branches": 1, "calls": None}
-_ADDED |= {"call_limits": None, "draw": 0, "trains": True, "kept": b""}
+_ADDED |= {"call_limits": None, "draw": 0, "trains": True, "kept": b"", "prefix_versions": None}
 _DIGESTED = """tokens sampled_mask logprobs versions temperature seed task.env task.index task.group task.seed sample step
     reward rewards finish_reason proofs worker""".split()
 
@@ -105,12 +105,26 @@ class Rollout:
         True  # False: the model plays another role here, such as a judge; the tokens are verified, and not trained on
     )
     kept: bytes = b""  # token IDs that filters left to sample from (inference/rollouts/kept_sets.py); b"": not recorded
+    prefix_versions: np.ndarray | None = (
+        None  # int32 [N, 3], (call, end, version): keys of an older version that the call's prompt reused; None: none
+    )
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """The (first column, end) of the completion of each call of the inference server, in order."""
         one = [(self.prompt_length, len(self.tokens))]
         return one if self.calls is None else [(start, end) for start, end in self.calls.tolist()]
+
+    def prefix_runs(self, call: int) -> list[tuple[int, int]]:
+        """Returns (end, version), in order, of the reused keys of a call's prompt; `versions` names the version of the keys after them."""
+        rows = () if self.prefix_versions is None else self.prefix_versions.tolist()
+        return [(end, version) for number, end, version in rows if number == call]
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled a token or computed a key."""
+        reused = () if self.prefix_versions is None else self.prefix_versions[:, 2].tolist()
+        return min([int(self.versions.min()), *reused])
 
     @property
     def number(self) -> int:
@@ -135,7 +149,7 @@ def validate(rollout: Rollout, *, has_good_values: bool = False) -> str | None:
         arrays = (getattr(rollout, name) for name in _ARRAYS)
         if reason := _array_error(rollout) or value_error(*arrays):
             return reason
-    checks = (_calls_error, _call_limits_error, _experts_error, _kept_error, _scalar_error)
+    checks = (_calls_error, _call_limits_error, _experts_error, _kept_error, _prefix_error, _scalar_error)
     return next(filter(None, (check(rollout) for check in checks)), None)
 
 
@@ -299,7 +313,7 @@ def digest(rollout: Rollout) -> bytes:
 
 
 def _payload(name: str, value) -> bytes:
-    if name in ("calls", "call_limits"):
+    if name in ("calls", "call_limits", "prefix_versions"):
         return value.astype("<i4").tobytes()
     if name == "trains":
         return bytes([value])
@@ -343,7 +357,7 @@ _NUMBERS = {  # name and length, and the function that makes the payload
 
 def num_bytes(rollout: Rollout) -> int:
     """Returns the total bytes of the fields that grow with the rollout's length: 13 per token, the proofs, and the experts."""
-    own = (rollout.routed_experts, rollout.calls, rollout.call_limits)
+    own = (rollout.routed_experts, rollout.calls, rollout.call_limits, rollout.prefix_versions)
     arrays = sum(getattr(array, "nbytes", 0) for array in own)
     return 13 * len(rollout.tokens) + len(rollout.proofs) + len(rollout.kept) + arrays
 
@@ -394,6 +408,25 @@ def _call_limits_error(rollout: Rollout) -> str | None:
     if not isinstance(found, np.ndarray) or found.dtype != np.int32 or found.shape != (len(rollout.spans),):
         return f"call_limits: must be None or a numpy int32 [{len(rollout.spans)}], one per call, got {_shown(found)}"
     return None if found.min() > 0 else f"call_limits: must be > 0, got {found.min()}"
+
+
+def _prefix_error(rollout: Rollout) -> str | None:
+    found = rollout.prefix_versions
+    if found is None:
+        return None
+    if not isinstance(found, np.ndarray) or found.dtype != np.int32 or found.ndim != 2 or found.shape[1] != 3:
+        return f"prefix_versions: must be None or a numpy int32 [N, 3], got {_shown(found)}"
+    if not 0 < len(found) <= MAX_CALLS:
+        return f"prefix_versions: must have 1 to {MAX_CALLS} rows, got {len(found)}"
+    spans, last = rollout.spans, (0, 0, -1)
+    for row in map(tuple, found.tolist()):
+        call, end, version = row
+        is_next = call > last[0] or (call == last[0] and end > last[1] and version > last[2])
+        start = spans[call][0] if 0 <= call < len(spans) else 0
+        if not (is_next and 0 < end < start and 0 <= version < rollout.versions[start - 1]):
+            return f"prefix_versions: must be in order, within prompts, and of versions older than theirs, got {row}"
+        last = row
+    return None
 
 
 def _experts_error(rollout: Rollout) -> str | None:

@@ -5,13 +5,14 @@
 2. A prompt longer than a chunk, or one that goes on from a cached sequence, is prefilled chunk by chunk. Between two decode calls, so
    many chunks of one prompt after the other run as have `BUDGET` times the tokens of a chunk (`begin_step`).
 3. A sequence that ended is added to the prefix cache for the next turn of its conversation (`keep`).
-4. New weights invalidate the prefix cache and a prompt that is partly prefilled (`set_weights`).
+4. New weights invalidate the prefix cache, but for sequences of the version before, and a prompt that is partly prefilled (`set_weights`).
 
 No thread and no clock of its own.
 """
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -32,6 +33,7 @@ class _LongPrompt:
     group: sequence_lib.SequenceGroup
     num_cached: int  # tokens found in the prefix cache
     num_prefilled: int  # of them, or all of the prompt (`prefix_cache.Found`)
+    runs: prefix_cache.Runs  # of them
     is_shared: bool  # True if the cache is that of others, and must not change
     cache: kv_cache.Cache | None
     num_done: int
@@ -52,6 +54,8 @@ class PrefillQueue:
         self._long: _LongPrompt | None = None
         self._budget = 0  # tokens of chunks that may run before the next decode call
         self._num_weights = 0  # that were set so far
+        self._version, self._epoch = -1, -1
+        self._oldest = 0, 0  # weights, by number and version, of which keys may be reused
 
     def __bool__(self) -> bool:
         return bool(self._waiting or self._ready or self._long)
@@ -72,11 +76,16 @@ class PrefillQueue:
         if self._long is not None and self._long.group.future.done():
             self._long = None
 
-    def set_weights(self, params: transformer.Params, version: int) -> None:
-        """Sets the weights for later prefills. Empties the prefix cache; a partly prefilled long prompt starts over."""
-        self._params, self._version = params, version
+    def set_weights(self, params: transformer.Params, version: int, epoch: int) -> None:
+        """Sets the weights for later prefills. Empties the prefix cache; a partly prefilled long prompt starts over.
+
+        Sequences of the version before stay in the cache if the new one is a later version of the same epoch.
+        """
+        is_next = epoch == self._epoch and version > self._version
+        self._oldest = (self._num_weights, self._version) if is_next else (self._num_weights + 1, version)
+        self._prefixes.clear(self._oldest[1] if is_next else math.inf)
+        self._params, self._version, self._epoch = params, version, epoch
         self._num_weights += 1
-        self._prefixes.clear()
         self._restart_long()
 
     def release(self) -> None:
@@ -119,17 +128,18 @@ class PrefillQueue:
         A request of several samples is a group of rollouts, and none of them goes on.
         """
         group, config = sequence.group, self._engine.config
-        is_current = group.prompt_key is not None and group.prompt_key[0] == self._num_weights
+        # Of weights before, a version number may be that of other weights.
+        is_current = group.prompt_key is not None and group.prompt_key[0] >= self._oldest[0]
         has_experts = not config.routed_experts or group.request.routed_experts
         is_wanted = is_current and group.request.num_samples == 1 and has_experts
-        if not (is_wanted and self._engine.can_read_slots):
+        if not (is_wanted and self._engine.can_read_slots) or (runs := sequence.runs())[0][1] < self._oldest[1]:
             return
         experts = ()
         if config.routed_experts:
             prompt = group.prefix.experts, group.row, len(group.request.tokens)
             experts = (routed_experts.of_sequence(*prompt, sequence.experts)[None],)
         tokens = [*group.request.tokens, *sequence.completion.tokens][:-1]  # the last one was not run
-        self._prefixes.add_sequence(tokens, slot, group.num_prefilled, experts)
+        self._prefixes.add_sequence(tokens, slot, group.num_prefilled, runs, experts)
 
     def _prefill_chunks(self) -> None:
         """Prefills chunks of the prompt in progress, until it is ready or the budget is spent."""
@@ -147,7 +157,7 @@ class PrefillQueue:
                 prefix = prefix_cache.of_one_prompt(tokens, long.cache, long.experts)
                 if long.num_prefilled == len(tokens):
                     self._prefixes.add(tokens, prefix, 0)
-                self._make_ready(long.group, prefix, 0, long.num_cached, long.num_prefilled)
+                self._make_ready(long.group, prefix, 0, long.num_cached, long.num_prefilled, long.runs)
                 self._long = None
 
     def _restart_long(self) -> None:
@@ -168,7 +178,8 @@ class PrefillQueue:
             if len(rows) == P or at >= 4 * P or (is_long and self._long):  # the queue may be thousands long
                 rest.append(group)
                 continue
-            found = self._prefixes.find(tokens)
+            oldest = max(group.request.policy_version, group.request.oldest_prefix_version)
+            found = self._prefixes.find(tokens, self._version if oldest < 0 else oldest)
             if is_long or (found and not found.is_prompt):
                 if self._long:
                     rest.append(group)
@@ -200,16 +211,19 @@ class PrefillQueue:
         tokens, config = group.request.tokens, self._engine.config
         num_done = found.num_tokens if found else 0
         num_prefilled = len(tokens) if found is None or found.is_prompt else found.num_prefilled
-        if found and num_done == len(tokens):  # perhaps cached as the beginning of a longer prompt
+        is_current = not found or not found.runs or found.runs[-1][1] == self._version
+        if found and num_done == len(tokens) and is_current:  # perhaps cached as the beginning of a longer prompt
             prefix = prefix_cache.of_one_prompt(tokens, found.prefix.cache, found.prefix.experts)
-            self._make_ready(group, prefix, 0, num_done, num_prefilled)
+            self._make_ready(group, prefix, 0, num_done, num_prefilled, found.runs)
             return
-        while num_done + sum(config.chunks(num_done, len(tokens))) > config.capacity:  # a padded chunk needs room, too
+        # A padded chunk needs room, too, and the version in use computes the last keys.
+        while num_done == len(tokens) or num_done + sum(config.chunks(num_done, len(tokens))) > config.capacity:
             num_done -= prefix_cache.BLOCK
+        runs = prefix_cache.cut_runs(found.runs, num_done) if found else ()
         cache, experts = (found.prefix.cache, found.prefix.experts) if found and num_done else (None, ())
         sizes = config.chunks(num_done, len(tokens))
         own = _first(experts, num_done)
-        self._long = _LongPrompt(group, num_done, num_prefilled, True, cache, num_done, own, sizes)
+        self._long = _LongPrompt(group, num_done, num_prefilled, runs, True, cache, num_done, own, sizes)
 
     def _make_ready(
         self,
@@ -218,10 +232,12 @@ class PrefillQueue:
         row: int,
         num_cached: int,
         num_prefilled: int | None = None,
+        runs: prefix_cache.Runs = (),
     ) -> None:
         group.prefix, group.row, group.prompt_version, group.num_cached = prefix, row, self._version, num_cached
         tokens = group.request.tokens
         group.num_prefilled = len(tokens) if num_prefilled is None else num_prefilled
+        group.prefix_runs = tuple(run for run in runs if run[1] != self._version)
         group.prompt_key = self._num_weights, tuple(tokens)
         self._stats["prefix_queries"] += len(tokens)
         self._stats["prefix_hits"] += num_cached

@@ -6,7 +6,8 @@
    only of those that reach into sampled tokens. It is copied out of its slot when it is found, or when the slot gets another
    sequence (`take`); but of sequences that nothing continues, only the first few are copied.
 3. `find` returns the longest cached prefix of a prompt. Least recently used entries are evicted at the limit of bytes.
-4. `clear` empties the cache, because new weights invalidate the keys and values. So a key names tokens under one set of weights.
+4. New weights invalidate the keys of prompts. Of sequences, the keys of one older version are kept (`clear`), for requests that allow
+   them: a replay then runs both versions.
 
 Reuse of a prompt changes no bit, because its prefixes end at chunk borders. A prompt of at most one chunk
 is prefilled in a batch, by another program than a first chunk, and so has keys of its own. Reuse of sampled tokens rounds as a longer
@@ -16,12 +17,15 @@ sequence does: decode steps computed their keys, and prefill would round otherwi
 import collections
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from inference.engine import decode_state, kv_cache
+
+Runs = Sequence[tuple[int, int]]  # (end, policy version) of keys in order; both ascend
 
 BLOCK = 16  # tokens: a turn prefills half as many again, on average
 COPIES = 16  # sequences copied out of reused slots per sign that sequences are continued; a copy is a hundredth of a short request
@@ -32,13 +36,15 @@ MAX_LOST = 4096  # keys of sequences that were not copied, which are remembered 
 class Found:
     """A cached prefix: the keys and values of a prompt's first `num_tokens` tokens are in row `row` of `prefix`.
 
-    Those from `num_prefilled` on may be of sampled tokens; the others were all prefilled.
+    Those from `num_prefilled` on may be of sampled tokens; the others were all prefilled. `runs` names the versions that computed the
+    keys of a sequence; those of a prompt are of the version in use, and it has none.
     """
 
     num_tokens: int
     prefix: decode_state.Prefix
     row: int
     num_prefilled: int
+    runs: Runs
 
     @property
     def is_prompt(self) -> bool:
@@ -52,6 +58,7 @@ class _Resident:
 
     tokens: Sequence[int]
     num_prefilled: int
+    runs: Runs
     experts: tuple[decode_state.Array, ...]
     keys: list[tuple[int, bytes]]
 
@@ -71,13 +78,14 @@ class PrefixCache:
         self._lost: dict[bytes, None] = {}  # keys of residents that were not copied, oldest first
         self._num_copies = COPIES  # that may still be made
 
-    def find(self, tokens: Sequence[int]) -> Found | None:
-        """Returns the longest cached prefix of the prompt `tokens`, or None if no prefix is cached."""
+    def find(self, tokens: Sequence[int], oldest: int = 0) -> Found | None:
+        """Returns the longest cached prefix of the prompt `tokens` whose keys are of version `oldest` or newer, or None."""
         kinds = self._block_keys(tokens), self._prompt_keys(tokens)
         for *_, key in sorted(((end, kind, key) for kind in (0, 1) for end, key in kinds[kind]), reverse=True):
-            if key in self._slots:
+            if key in self._slots and _allows(self._residents[self._slots[key]].runs, oldest):
                 self._copy(self._slots[key])
-            found = self._found.get(key)
+            if (found := self._found.get(key)) and not _allows(found.runs, oldest):
+                found = None
             if key in self._lost or (found and not found.is_prompt):
                 self._num_copies = COPIES
             if found:
@@ -87,15 +95,20 @@ class PrefixCache:
 
     def add(self, tokens: Sequence[int], prefix: decode_state.Prefix, row: int) -> None:
         """Adds a prefilled prompt, which is in row `row` of `prefix`; does nothing if `prefix` is larger than the cache."""
-        self._add(self._prompt_keys(tokens), prefix, row, len(tokens))
+        self._add(self._prompt_keys(tokens), prefix, row, len(tokens), ())
 
     def add_sequence(
-        self, tokens: Sequence[int], slot: int, num_prefilled: int, experts: tuple[decode_state.Array, ...] = ()
+        self,
+        tokens: Sequence[int],
+        slot: int,
+        num_prefilled: int,
+        runs: Runs,
+        experts: tuple[decode_state.Array, ...] = (),
     ) -> None:
-        """Adds the sequence of these tokens, which ended in `slot`. They may be sampled from `num_prefilled` on."""
+        """Adds the sequence of these tokens, which ended in `slot`. They may be sampled from `num_prefilled` on. `runs` are of its keys."""
         keys = [key for key in self._block_keys(tokens) if num_prefilled < key[0]]
         if keys and self.max_bytes > 0:
-            self._residents[slot] = _Resident(tokens, num_prefilled, experts, keys)
+            self._residents[slot] = _Resident(tokens, num_prefilled, runs, experts, keys)
             self._slots |= dict.fromkeys((key for _, key in keys), slot)
 
     def take(self, slot: int) -> None:
@@ -108,19 +121,20 @@ class PrefixCache:
             while len(self._lost) > MAX_LOST:
                 del self._lost[next(iter(self._lost))]
 
-    def clear(self) -> None:
-        """Removes all cached prefixes."""
-        self._found.clear()
-        self._entries.clear()
-        self.num_bytes = 0
-        self._residents.clear()
-        self._slots.clear()
+    def clear(self, oldest: float = math.inf) -> None:
+        """Removes all prompts, and the sequences that have keys of a version before `oldest`."""
+        for slot in [slot for slot, one in self._residents.items() if one.runs[0][1] < oldest]:
+            self._pop(slot)
+        for owner, (_, keys) in [*self._entries.items()]:
+            runs = self._found[next(iter(keys))].runs
+            if not runs or runs[0][1] < oldest:
+                self._evict(owner)
 
     def _copy(self, slot: int) -> None:
         """Moves a sequence from its slot to an entry."""
         one = self._pop(slot)
         prefix = of_one_prompt(one.tokens, self._read_slot(slot, len(one.tokens)), one.experts)
-        self._add(one.keys, prefix, 0, one.num_prefilled)
+        self._add(one.keys, prefix, 0, one.num_prefilled, one.runs)
 
     def _pop(self, slot: int) -> _Resident:
         resident = self._residents.pop(slot)
@@ -129,7 +143,9 @@ class PrefixCache:
                 del self._slots[key]
         return resident
 
-    def _add(self, keys: list[tuple[int, bytes]], prefix: decode_state.Prefix, row: int, num_prefilled: int) -> None:
+    def _add(
+        self, keys: list[tuple[int, bytes]], prefix: decode_state.Prefix, row: int, num_prefilled: int, runs: Runs
+    ) -> None:
         if id(prefix) not in self._entries:
             num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves((prefix.cache, prefix.experts)))
             if num_bytes > self.max_bytes:
@@ -144,7 +160,7 @@ class PrefixCache:
                 others.discard(key)
                 if not others:
                     self._evict(id(other.prefix))
-            self._found[key] = Found(num_tokens, prefix, row, num_prefilled)
+            self._found[key] = Found(num_tokens, prefix, row, num_prefilled, cut_runs(runs, num_tokens))
             self._entries[id(prefix)][1].add(key)
 
     def _prompt_keys(self, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
@@ -158,6 +174,26 @@ class PrefixCache:
         for key in keys:
             del self._found[key]
         self.num_bytes -= num_bytes
+
+
+def joined_runs(runs: Runs) -> Runs:
+    """Returns runs without empty ones; those of one version become one."""
+    found: list[tuple[int, int]] = []
+    for end, version in runs:
+        if found and found[-1][1] == version:
+            found[-1] = end, version
+        elif end > (found[-1][0] if found else 0):
+            found.append((end, version))
+    return found
+
+
+def cut_runs(runs: Runs, num_tokens: int) -> Runs:
+    """Returns the runs of the first `num_tokens` tokens."""
+    return joined_runs([(min(end, num_tokens), version) for end, version in runs])
+
+
+def _allows(runs: Runs, oldest: int) -> bool:
+    return not runs or runs[0][1] >= oldest
 
 
 def of_one_prompt(

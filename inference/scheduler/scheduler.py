@@ -125,7 +125,7 @@ class Scheduler:
             lambda slot, num_tokens: engine.read_slot(self._state, slot, num_tokens),
         )
         self._waiting = prefill_queue.PrefillQueue(engine, self.prefixes, self.stats)
-        self._waiting.set_weights(params, version)
+        self._waiting.set_weights(params, version, epoch)
         self._state = engine.init_decode_state() if state is None else state
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
@@ -357,7 +357,7 @@ class Scheduler:
                     update.future.set_exception(error)
                     raise
                 self.version, self.epoch = update.version, update.epoch
-                self._waiting.set_weights(self._params, update.version)
+                self._waiting.set_weights(self._params, update.version, update.epoch)
                 self.stats["weight_updates"] += 1
                 update.future.set_result(update.version)
         self._updates.clear()

@@ -10,6 +10,7 @@ import numpy as np
 from inference.engine import decode_state, routed_experts
 from inference.engine import request as request_lib
 from inference.rollouts import kept_sets
+from inference.scheduler import prefix_cache
 from models.text import tokenizer as tokenizer_lib
 
 # Called on the scheduler's thread with the index of a sample and its completion so far.
@@ -35,15 +36,15 @@ class SequenceGroup:
     prompt_version: int = 0
     prompt_logprobs: list[float] | None = None
     num_cached: int = 0
+    prefix_runs: prefix_cache.Runs = ()  # (end, version) of the reused keys of older versions
     num_prefilled: int = 0  # tokens of the prompt whose keys are surely not of sampled tokens
     num_started: int = 0
     num_running: int = 0
 
     def start_next(self, text: tokenizer_lib.TextStream | None) -> "Sequence":
         """Creates the request's next sample and returns it, with no tokens yet. `text` decodes tokens to find stop strings, if any."""
-        completion = request_lib.Completion(
-            [], [], [], self.prompt_version, prompt_logprobs=self.prompt_logprobs, num_cached=self.num_cached
-        )
+        completion = request_lib.Completion([], [], [], self.prompt_version, num_cached=self.num_cached)
+        completion.prompt_logprobs, completion.prefix_versions = self.prompt_logprobs, self.prefix_runs
         sequence = Sequence(self, self.num_started, completion, text)
         self.num_started += 1
         self.num_running += 1
@@ -98,6 +99,14 @@ class Sequence:
             completion.finish_reason = "stop" if stopped else "length"
         on_device = completion.tokens[-1] in request.stop_ids[: decode_state.MAX_STOP_IDS]
         return bool(completion.finish_reason) and not on_device and not is_full
+
+    def runs(self) -> prefix_cache.Runs:
+        """Returns which policy versions computed the keys of this sequence, as (end, version) in order. The last token has no key."""
+        group, versions = self.group, self.completion.versions
+        num_prompt = len(group.request.tokens) - 1  # the last one's are computed again by the first decode step
+        found = [*group.prefix_runs, (num_prompt, group.prompt_version)]
+        found += [(num_prompt + at + 1, version) for at, version in enumerate(versions)]
+        return prefix_cache.joined_runs(found)
 
     def append_top(self, ids: np.ndarray, logps: np.ndarray) -> None:
         """Adds the likeliest alternatives at each new token to the completion; both arrays are [tokens, MAX_TOP]."""

@@ -3,7 +3,8 @@
 The reply is that of vLLM as RL clients check it: one log-probability per ID, each entry's token written `token_id:<id>`, the
 stop token included. `sampling_params.logprobs` of 2 to 20 adds so many alternatives to each. `routed_experts` (inference/engine/routed_experts.py) is present if the server records them, unless
 `return_routed_experts` is false; `kept_tokens` (inference/rollouts/kept_sets.py) if `return_kept_tokens` is true. Further fields, which those clients ignore: `policy_versions` (run-length),
-`prompt_policy_version`, `policy_epoch` (of the whole reply), `proofs`, and `untempered_logprobs` if requested. `seed` is that of the
+`prompt_policy_version`, `prefix_policy_versions` (runs of (end, version): keys of older versions that the prompt reused, only if
+`oldest_prefix_version` allows them), `policy_epoch` (of the whole reply), `proofs`, and `untempered_logprobs` if requested. `seed` is that of the
 request, or the one drawn for it; each choice has its own. A request with
 `policy_version` gets all tokens from that version, or status 409 if the server has another one, is about to, or had to replace it
 meanwhile; the same holds for `policy_epoch`, and without either for a reply that would span two epochs. A server with a key adds
@@ -82,6 +83,8 @@ def extra_fields(
         "policy_versions": [[version, len(list(run))] for version, run in runs],
         "prompt_policy_version": completion.prompt_version,
     }
+    if completion.prefix_versions:
+        fields["prefix_policy_versions"] = [*map(list, completion.prefix_versions)]
     if request.proofs:
         fields["proofs"] = base64.b64encode(completion.proofs).decode()
     if vouched := server.vouch(request, completion, index):

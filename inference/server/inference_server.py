@@ -178,7 +178,7 @@ class InferenceServer:
             raise ValueError(f"logit_bias has the key {bad[0]!r}; write keys as token IDs in decimal")
         own_stops = () if sampling.ignore_eos else self.engine.tokenizer.stop_ids
         experts, left = sampling.return_routed_experts, max(self.engine.config.max_model_len - len(tokens), 1)
-        version, epoch = sampling.policy_version, sampling.policy_epoch
+        version, epoch, oldest = sampling.policy_version, sampling.policy_epoch, sampling.oldest_prefix_version
         return request_lib.GenerateRequest(
             tokens=tokens,
             num_samples=sampling.n,
@@ -196,6 +196,7 @@ class InferenceServer:
             proofs=sampling.proofs,
             policy_version=-1 if version is None else version,
             policy_epoch=-1 if epoch is None else epoch,
+            oldest_prefix_version=-1 if oldest is None else oldest,
             raw_logprobs=sampling.untempered_logprobs,
             prompt_logprobs=sampling.prompt_logprobs is not None,
             routed_experts=self.engine.config.routed_experts if experts is None else experts,

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection
 
@@ -119,7 +120,23 @@ def _read_choice(choice: dict, sampling: dict, num_prompt: int, epoch: int) -> S
     kept = base64.b64decode(choice["kept_tokens"], validate=True) if sampling.get("return_kept_tokens") else b""
     if sampling.get("return_kept_tokens"):
         kept_sets.read(kept, [len(tokens)])
-    return Sample(tokens, logprobs, versions, choice["prompt_policy_version"], reason, proofs, experts, epoch, kept)
+    prompt_version, oldest = choice["prompt_policy_version"], sampling.get("oldest_prefix_version")
+    prefix = _read_prefix(choice.get("prefix_policy_versions", []), num_prompt, oldest, prompt_version)
+    return Sample(tokens, logprobs, versions, prompt_version, reason, proofs, experts, epoch, kept, prefix)
+
+
+def _read_prefix(runs: list, num_prompt: int, oldest: int | None, prompt_version: int) -> tuple[tuple[int, int], ...]:
+    """Returns the (end, version) runs of reused keys in a reply. Raises ValueError if they are not in order, or were not allowed."""
+    found = tuple((end, version) for end, version in runs[:num_prompt])
+    if any(type(value) is not int for run in found for value in run) or (found and oldest is None):
+        raise ValueError(f"server sent prefix_policy_versions {str(found)[:80]}, which were not requested")
+    ends, versions = [0, *(end for end, _ in found)], [*(version for _, version in found), prompt_version]
+    is_in_order = all(one < other for values in (ends, versions) for one, other in itertools.pairwise(values))
+    if not is_in_order or ends[-1] >= num_prompt or (found and versions[0] < (oldest or 0)):
+        raise ValueError(
+            f"server sent prefix_policy_versions {str(found)[:80]} of {num_prompt} tokens, from {oldest} on"
+        )
+    return found
 
 
 def _read_experts(field: dict, num_rows: int) -> np.ndarray:

@@ -247,9 +247,14 @@ def _trained(episode: _Episode) -> list[rollout_lib.Rollout]:
 def _is_mixed(rollout: rollout_lib.Rollout) -> np.ndarray:
     """Returns True for each token for which the sampler read a key of another version than the token's own."""
     is_mixed_T = np.zeros(len(rollout.tokens), bool)
-    if (rollout.versions == rollout.versions[0]).all():  # of most rollouts, and 70 us less for each
+    if (
+        rollout.prefix_versions is None and (rollout.versions == rollout.versions[0]).all()
+    ):  # of most rollouts, and 70 us less for each
         return is_mixed_T
-    for start, end in rollout.spans:
+    for call, (start, end) in enumerate(rollout.spans):
+        if rollout.prefix_runs(call):  # the keys of an older version
+            is_mixed_T[start:end] = True
+            continue
         # A later call prefills all tokens before it with one version. Each sampled token writes the key of the token before it.
         is_first = start == rollout.prompt_length
         own_N = np.delete(rollout.versions[:end], start - 1) if is_first else rollout.versions[start - 1 : end]

@@ -49,7 +49,8 @@ def rollouts_of(episode: Mapping[str, Any]) -> list[rollout_lib.Rollout]:
             logprobs = np.zeros(len(mask), np.float32)
             logprobs[mask] = [value for node in nodes for value in node["logprobs"]]
             own: dict[str, Any] = {name: base64.b64decode(fields[name]) for name in _BYTES}
-            own |= {name: fields[name] and np.array(fields[name], np.int32) for name in ("calls", "call_limits")}
+            lists = {name: fields.get(name) for name in ("calls", "call_limits", "prefix_versions")}
+            own |= {name: value and np.array(value, np.int32) for name, value in lists.items()}
             own["versions"] = np.array(fields["versions"], np.int32)
             own["task"] = rollout_lib.TaskRef(**fields["task"])
             tokens = np.array([token for node in nodes for token in node["token_ids"]], np.int32)

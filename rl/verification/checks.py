@@ -175,7 +175,7 @@ def one_call(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verdict:
         return OK
     if rollout.branch and not (rules.vine and _group(rollout, rules).split == "train"):
         return Verdict("turns", f"branch {rollout.branch} of an episode with one call")
-    is_set = {"calls": rollout.calls is not None}
+    is_set = {"calls": rollout.calls is not None, "prefix_versions": rollout.prefix_versions is not None}
     if not rollout.branch:
         is_set |= {"call_limits": rollout.call_limits is not None, "draw": rollout.draw != 0}
         is_set |= {"trains": not rollout.trains}
@@ -190,7 +190,7 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
     step, the newest published version is the bound.
     """
     group, versions = _group(rollout, rules), rollout.versions
-    low, high = int(versions.min()), int(versions.max())
+    low, high = rollout.oldest_version, int(versions.max())
     if low < group.min_version:
         return Verdict("versions", f"{low} is older than {group.min_version}, the oldest that step {group.step} takes")
     if low != high and np.any(versions[1:] < versions[:-1]):
@@ -206,7 +206,7 @@ def version_window(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> Verd
 
 def is_excluded(rollout: rollout_lib.Rollout, rules: rules_lib.Rules) -> bool:
     """Returns True if the worker knew from its lease that it must not hand in these policy versions: too old ones, or others than pinned."""
-    group, low, high = _group(rollout, rules), int(rollout.versions.min()), int(rollout.versions.max())
+    group, low, high = _group(rollout, rules), rollout.oldest_version, int(rollout.versions.max())
     return low < group.min_version or _pins_others(group, low, high)
 
 

@@ -5,7 +5,8 @@
    token get logits.
 2. A rollout of several versions takes one pass per version over a KV cache. Each position's keys are written by the version that
    wrote them in the engine, so the replay computes the same function.
-3. A rollout of several calls and versions is replayed call by call: each call prefilled all tokens before it with one version.
+3. A rollout of several calls and versions is replayed call by call: each call prefilled all tokens before it with one version, but for
+   the keys that it reused (`prefix_versions`).
 4. If rollouts name their experts, those run here, too: a tie that was broken the other way changes nothing after it.
 5. Per sampled token: the margin of the noised argmax over it and over the second best, its log-probability, the hidden state that predicts it, and its
    likelihood under tempered distributions (rl/verification/sequential_test.py).
@@ -144,14 +145,17 @@ def recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollout
 
 def _calls(rollout: rollout_lib.Rollout) -> list[rollout_lib.Rollout]:
     """Returns a rollout of several calls and policy versions as one rollout per call, with all tokens before it as prompt; others as they are."""
-    if rollout.calls is None or len(np.unique(writers(rollout))) == 1:
+    if rollout.prefix_versions is None and (rollout.calls is None or len(np.unique(writers(rollout))) == 1):
         return [rollout]
     parts, kept = [], rollout_lib.kept_by_call(rollout)
     for number, (start, end) in enumerate(rollout.spans):
         versions, experts = rollout.versions[:end].copy(), rollout.routed_experts
         versions[:start] = versions[start - 1]
+        for last, version in reversed(rollout.prefix_runs(number)):
+            versions[:last] = version
         part = {"tokens": rollout.tokens[:end], "sampled_mask": np.arange(end) >= start, "versions": versions}
         part |= {"routed_experts": None if experts is None else experts[: end - 1], "calls": None, "kept": kept[number]}
+        part |= {"prefix_versions": None}
         parts.append(dataclasses.replace(rollout, **part))
     return parts
 

@@ -381,6 +381,31 @@ def test_a_server_that_lags_is_not_asked_for_a_newer_version():
     assert hosts == ["a", "b", "b", "b"] and all(sample.versions == [4] * 3 for (sample,) in results)
 
 
+def test_versions_of_reused_keys_are_those_that_were_allowed_and_are_signed():
+    sampling = {"oldest_prefix_version": 1}
+
+    def read(runs, sampling=sampling):
+        changes = {"prefix_policy_versions": runs, "policy_versions": [[3, 3]], "prompt_policy_version": 3}
+        response = httpx.Response(200, json={"choices": [choice(**changes)]})
+        return sample_lib.read(response, {"token_ids": [1] * 10, "sampling_params": sampling}, (), "")[0]
+
+    sample = read([[4, 1], [8, 2]])
+    assert sample.prefix_versions == ((4, 1), (8, 2)) and read([]).prefix_versions == read([], {}).prefix_versions == ()
+    settings = dict.fromkeys(attestation.SETTINGS, 1)
+    messages = {
+        attestation.message([1] * 10, one, temperature=1.0, seed=0, settings=settings)
+        for one in (sample, read([[4, 1]]), read([]))
+    }
+    assert len(messages) == 3
+    backwards, too_many = [[8, 1], [4, 2]], [[4, 1]] * 10**5
+    wrong = [[[4, 0]], [[4, 3]], [[4, 2], [8, 1]], backwards, [[10, 1]], [[0, 1]], [["4", 1]], [[4, 1, 1]], 5, too_many]
+    for runs in wrong:
+        with pytest.raises(sample_lib.MalformedReply):
+            read(runs)
+    with pytest.raises(sample_lib.MalformedReply, match="not requested"):
+        read([[4, 1]], {})
+
+
 @pytest.mark.parametrize(
     ("reply", "message"),
     [

@@ -40,6 +40,8 @@ def _rollout(
         versions_T[before : turn.start] = turn.sample.prompt_version
         versions_T[turn.start : turn.end] = turn.sample.versions
         before = turn.end
+    runs = enumerate(sample.prefix_versions for sample in samples)
+    reused = [(call, end, version) for call, own in runs for end, version in own]
     limits = np.array([turn.max_tokens for turn in stream.turns], np.int32)
     server, signature = _server(stream)
     return rollout_lib.Rollout(
@@ -70,6 +72,7 @@ def _rollout(
         draw=stream.number,
         trains=stream.trains,
         kept=b"".join(sample.kept for sample in samples),
+        prefix_versions=np.array(reused, np.int32) if reused else None,
     )
 
 

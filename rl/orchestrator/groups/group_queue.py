@@ -345,7 +345,7 @@ class GroupQueue:
         entry = self.entries[key]
         entry.worker, entry.group, entry.rollouts, entry.digest = lease.worker, lease.group, rollouts, digest
         entry.since_s, entry.lengths = lease.since_s, [int(np.count_nonzero(r.sampled_mask)) for r in rollouts]
-        entry.oldest_version = min((int(r.versions.min()) for r in rollouts), default=0)
+        entry.oldest_version = min((r.oldest_version for r in rollouts), default=0)
         self._move(key, State.SUBMITTED)
 
     def _win(self, key: Key) -> None:

@@ -39,6 +39,9 @@ def test_round_trip_of_several_rows():
     rollouts = [rollout_lib.sign(make(0), KEY), one_turn, make(2, rewards={}, proofs=b"", finish_reason="length")]
     calls = np.array([[3, 6], [8, 9], [9, 10]], np.int32)  # the last continues a completion
     judged = dict(call_limits=np.array([8, 1, 8], np.int32), draw=4, trains=False)
+    judged |= dict(
+        versions=np.full(10, 7, np.int32), prefix_versions=np.array([[0, 1, 5], [2, 4, 5], [2, 7, 6]], np.int32)
+    )
     rollouts.append(make(3, calls=calls, branch=1, num_branches=2, env_digest="ab" * 32, **judged))
     back = parquet.from_bytes(parquet.to_bytes(rollouts))
     assert len(back) == 4 and [one.spans for one in back[2:]] == [[(3, 10)], [(3, 6), (8, 9), (9, 10)]]
@@ -50,9 +53,11 @@ def test_round_trip_of_several_rows():
         "call_limits": None,
         "draw": 0,
         "trains": True,
+        "prefix_versions": None,
     }
     digests = [rollout_lib.digest(dataclasses.replace(back[3], **{name: fields[name]})) for name in fields]
-    assert len({rollout_lib.digest(back[3]), *digests}) == 8
+    assert len({rollout_lib.digest(back[3]), *digests}) == 9
+    assert back[3].prefix_runs(2) == [(4, 5), (7, 6)] and back[3].prefix_runs(1) == [] and back[3].oldest_version == 5
     for before, after in zip(rollouts, back, strict=True):
         assert_equal(before, after)
     assert rollout_lib.signature_ok(back[0]) and not rollout_lib.signature_ok(back[1])
@@ -203,6 +208,23 @@ BROKEN = [
     *(
         (dict(calls=np.array(calls, np.int32)), "calls: must be the sampled tokens")
         for calls in ([[3, 10]], [[3, 6]], [[8, 10], [3, 6]], [[3, 6], [8, 11]], [[3, 6], [8, 8], [8, 10]])
+    ),
+    *(
+        (dict(prefix_versions=np.array(rows, dtype), versions=np.full(10, 5, np.int32)), "prefix_versions: must")
+        for rows, dtype in (
+            ([1, 2, 3], "i4"),
+            (np.zeros((0, 3)), "i4"),
+            ([[0, 2, 3]], "i8"),
+            ([[0, 3, 4]], "i4"),  # no token is left to prefill
+            ([[0, 0, 4]], "i4"),
+            ([[1, 2, 4]], "i4"),  # there is one call
+            ([[-1, 2, 4]], "i4"),
+            ([[0, 2, 5]], "i4"),  # the version of the rest
+            ([[0, 2, -1]], "i4"),
+            ([[0, 1, 4], [0, 2, 4]], "i4"),
+            ([[0, 2, 3], [0, 1, 4]], "i4"),
+            ([[0, 2, 3], [0, 2, 4]], "i4"),
+        )
     ),
     (dict(calls=np.array([[3, 6], [8, 10]], np.int32), server="ab" * 32, server_signature=bytes(64)), "server_sig"),
     *((dict(signature=bytes(size)), "signature: must be") for size in (5, 32, 65, 80, 64 + 17 * 32)),
@@ -488,6 +510,7 @@ def test_signature_covers_every_field_but_itself():
         draw=[1, 2],
         trains=False,
         kept=[],  # as `calls`
+        prefix_versions=[np.array([[1, 2, 0]], np.int32), np.array([[1, 3, 0]], np.int32)],
     )
     assert {*other, "signature"} == {field.name for field in dataclasses.fields(rollout_lib.Rollout)}
     for name, values in other.items():

@@ -32,11 +32,11 @@ class Slots:
         found = self.cache.find(tokens)
         return found.num_tokens if found else 0
 
-    def run(self, slot, tokens, num_prefilled):
+    def run(self, slot, tokens, num_prefilled, runs=()):
         """Runs a sequence in a slot to its end."""
         self.cache.take(slot)
         self.tokens[slot] = tokens
-        self.cache.add_sequence(tokens, slot, num_prefilled)
+        self.cache.add_sequence(tokens, slot, num_prefilled, runs or [(len(tokens), 0)])
 
 
 def common(a, b):
@@ -125,3 +125,35 @@ def test_sequences_are_copied_out_of_reused_slots_only_while_sequences_are_conti
     assert slots.cache.find((*many[-2], 1)) is None  # lost, but a sign
     first, _ = run(), run()
     assert slots.cache.find((*first, 1)) is not None
+
+
+def test_sequences_of_an_older_version_are_found_by_requests_that_allow_it_until_it_is_too_old():
+    slots = Slots(2**30)
+    whole, mixed = (1,) * 70, (2,) * 70
+    slots.cache.add((3,) * 40, prefix(1), 0)
+    slots.run(0, whole, 0, [(70, 4)])
+    slots.run(1, mixed, 0, [(20, 4), (70, 5)])
+
+    def found(oldest, *prompts):
+        pairs = [slots.cache.find(tokens, oldest) for tokens in prompts or (whole, mixed)]
+        return [one and (one.num_tokens, [*one.runs]) for one in pairs]
+
+    slots.cache.clear(4)  # version 5 replaces version 4
+    assert slots.cache.find((3,) * 40, 0) is None  # a prompt is never of another version
+    assert found(5) == [None, None] and slots.num_reads == 0
+    slots.run(2, whole[:40], 0, [(40, 5)])
+    assert found(5) == [(32, [(32, 5)]), None]  # shorter, and not of version 4
+    assert found(4, mixed, mixed[:20]) == [(64, [(20, 4), (64, 5)]), (16, [(16, 4)])]
+    slots.run(3, mixed, 0, [(30, 5), (70, 6)])
+    slots.cache.clear(5)
+    assert found(4) == [(32, [(32, 5)]), (64, [(30, 5), (64, 6)])]
+    slots.cache.clear()
+    assert found(0) == [None, None]
+
+
+def test_runs_are_joined_and_cut():
+    runs = [(5, 1), (9, 1), (9, 2), (20, 3), (21, 3)]
+    assert prefix_cache.joined_runs(runs) == [(9, 1), (21, 3)] and prefix_cache.joined_runs([(0, 1), (2, 4)]) == [
+        (2, 4)
+    ]
+    assert prefix_cache.cut_runs(runs, 9) == [(9, 1)] and prefix_cache.cut_runs(runs, 10) == [(9, 1), (10, 3)]

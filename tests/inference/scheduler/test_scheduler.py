@@ -518,6 +518,46 @@ def test_keys_of_two_versions_are_not_reused(start):
     assert got.num_cached == 0 and scheduler.stats["weight_updates"] == 1
 
 
+def test_a_turn_reuses_keys_of_the_version_before_if_the_request_allows_them(start):
+    """The reply names them. A prompt that is cached as a whole has at least its last keys from the version in use."""
+    scheduler = start(config=WIDE)
+    (reply,) = scheduler.submit(Request(TURN[:10], max_tokens=54)).result(WAIT_S)
+    whole = (*TURN[:10], *reply.tokens)
+    assert len(whole) == 64
+    scheduler.update(params(1), 1).result(WAIT_S)
+
+    def ask(tokens, **options):
+        (got,) = scheduler.submit(Request(tokens, max_tokens=12, **options)).result(WAIT_S)
+        return got
+
+    for n, pin in enumerate(({}, {"policy_version": 1}, {"oldest_prefix_version": 1})):
+        assert ask(whole[: 61 + n], **pin).num_cached == 0
+    for tokens, end in ((whole, 48), ((*whole[:40], 7), 32), (whole[:48], 32)):
+        got = ask(tokens, oldest_prefix_version=0)
+        assert (got.num_cached, [*got.prefix_versions], got.prompt_version) == (end, [(end, 0)], 1)
+    longer = (*whole, *ask(whole, oldest_prefix_version=0).tokens)
+    again = ask((*longer, 3), oldest_prefix_version=0)  # of a sequence that has keys of both
+    assert again.num_cached == 64 and again.prefix_versions == ((48, 0),) and set(again.versions) == {1}
+    scheduler.update(params(2), 2).result(WAIT_S)
+    assert ask((*longer, 3), oldest_prefix_version=0).num_cached == 0  # two versions ago
+    scheduler.update(params(1), 1).result(WAIT_S)  # a rollback
+    assert ask((*longer, 3), oldest_prefix_version=0).num_cached == 0
+
+
+def test_a_sequence_that_new_weights_interrupted_names_the_version_of_each_key(start):
+    scheduler, stepped = start(Stepped, config=WIDE)
+    future = scheduler.submit(Request(TURN[:10], max_tokens=40))
+    stepped.step()
+    stepped.step(lambda: scheduler.update(params(1), 1))
+    stepped.run()
+    (reply,) = future.result(WAIT_S)
+    num_old = reply.versions.count(0)
+    assert 0 < num_old < 40
+    request = Request((*TURN[:10], *reply.tokens, 5), max_tokens=2, oldest_prefix_version=0)
+    (got,) = scheduler.submit(request).result(WAIT_S)
+    assert got.num_cached == 48 and got.prefix_versions == ((9 + num_old, 0),) and got.prompt_version == 1
+
+
 def test_chunks_of_several_prompts_run_between_two_calls(chunked, monkeypatch):
     """Four prompts of three chunks each: one decode call after all of them, or one after each chunk from the first prompt on."""
     for budget, fewest, most in ((12, 1, 1), (1, 4, 12)):

@@ -215,6 +215,18 @@ def test_tokens_after_keys_of_other_versions_are_mixed(share_prompts):
                 assert mixed[t - prompt_length] == any(key != one.versions[t] for key in keys[:t])
 
 
+def test_tokens_of_a_call_that_reused_keys_of_an_older_version_are_mixed():
+    group = [rollout([5] * 3, [20 + i, 30, 9, 22], [1, 1, 0, 1], float(i)) for i in (0, 1)]
+    calls, reused = np.array([[3, 5], [6, 7]], np.int32), np.array([[1, 4, 2]], np.int32)
+    fields = {"versions": np.full(7, 3, np.int32), "calls": calls}
+    group = [
+        dataclasses.replace(group[0], **fields, prefix_versions=reused),
+        dataclasses.replace(group[1], **fields, sample=1),
+    ]
+    trees, _ = credit.Credit(max_lag=1).assign([group])
+    assert [branch.mixed[-4:].tolist() for tree in trees for branch in tree.branches] == [[0, 0, 0, 1], [0] * 4]
+
+
 def of_env(group, env, first_token):
     """The group as one of environment `env`, with tokens of its own, by which trained tokens are told apart."""
     return [

@@ -162,6 +162,7 @@ def test_a_rollout_may_end_where_the_model_does():
         (lambda: make(trains=False), "turns: trains set in an episode with one call"),
         (lambda: make(output=(11,), finish="length", call_limits=np.int32([1])), "turns: call_limits set"),
         (lambda: make(draw=1, calls=np.int32([[3, 6]])), "turns: calls, draw set"),
+        (lambda: make(prefix_versions=np.int32([[0, 2, 1]])), "turns: prefix_versions set"),
         (lambda: make(logprobs=np.where(np.arange(6) == 3, -25.7, 0).astype("f4")), "logprob: -25.7"),  # ln 272 = 5.6
         (lambda: make(reward=1.0), "reward: reward is 1.0, recomputed 0.0"),
         (lambda: make(rewards={"reward": 0.0, "odd": 0.0}), "reward: odd is 0.0, recomputed 1.0"),
@@ -261,6 +262,8 @@ def turns(first=(11, STOP), second=(14, STOP), **changes):
         ),
         (lambda: turns(call_limits=np.array([6, 1], "i4")), "length: 2 sampled tokens, at most 1 were asked for"),
         (lambda: turns(call_limits=np.array([7, 6], "i4")), "turns: a call asked for 7 tokens, more than 6"),
+        (lambda: turns(prefix_versions=np.int32([[1, 5, 1]])), "ok"),
+        (lambda: turns(prefix_versions=np.int32([[1, 5, 0]])), "versions: 0 is older than 1"),
         (lambda: turns(first=(STOP, 11)), "termination: tokens follow a stop token"),
         (lambda: turns(first=range(11, 18)), "length: 7 sampled tokens, at most 6"),
         (lambda: make(num_branches=3), "turns: 1 calls in one of 3 branches, more than the turns of an episode, 2"),
