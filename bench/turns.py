@@ -2,6 +2,7 @@
 
     python -m bench.turns                              # this checkout
     python -m bench.turns --baseline DIR --pairs 3     # also another checkout, in turns; prints the ratios
+    python -m bench.turns --only single                # the third part alone
 
 The model is the 4 M one of bench/inference.py, on the scheduler in this process.
 
@@ -9,7 +10,8 @@ The model is the 4 M one of bench/inference.py, on the scheduler in this process
    turn: each turn adds a reply of 64 tokens and 40 of a tool. `--group` conversations have the same first prompt, as in RL.
    Printed are turns per second and the fraction of prompt tokens whose keys were in the cache.
 2. `burst`: 8 prompts of 3,000 tokens at the same time, replies of 64 tokens. Printed are seconds until the last first token.
-3. `single`: 64 requests of 32 + 64 tokens, as in bench/inference.py. Printed are tokens per second.
+3. `single`: 64 requests of 32 + 64 tokens, as in bench/inference.py. Printed are tokens per second, and milliseconds of
+   CPU time per request.
 
 Each process runs every part once to compile, then `--rounds` times with other tokens, and reports the medians.
 """
@@ -37,7 +39,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONVERSATIONS, TURNS, REPLY, TOOL, LONGEST = 16, 5, 64, 40, 3000
 LONG = engine_lib.EngineConfig(num_slots=16, max_model_len=3200, prefill_batch=16, steps_per_call=8)
 SHORT = engine_lib.EngineConfig(num_slots=64, max_model_len=96, prefill_batch=32, steps_per_call=16)
-UNITS = {"agents": "turns/s", "cached": "of the prompt tokens", "burst": "s", "single": "tokens/s"}
+UNITS = {
+    "agents": "turns/s",
+    "cached": "of the prompt tokens",
+    "burst": "s",
+    "single": "tokens/s",
+    "cpu": "ms of CPU time per short request",
+}
 
 
 def agents(scheduler: scheduler_lib.Scheduler, rng: np.random.Generator, group: int) -> dict[str, float]:
@@ -79,19 +87,20 @@ def burst(scheduler: scheduler_lib.Scheduler, rng: np.random.Generator) -> dict[
 
 
 def single(scheduler: scheduler_lib.Scheduler, rng: np.random.Generator) -> dict[str, float]:
-    """Runs 64 short requests; returns tokens per second."""
+    """Runs 64 short requests; returns tokens per second, and milliseconds of CPU time per request."""
     prompts = rng.integers(0, 256, (64, 32)).tolist()
-    begun = time.perf_counter()
+    begun, cpu_s = time.perf_counter(), time.process_time()
     futures = [
         scheduler.submit(scheduler_lib.GenerateRequest(tuple(prompt), max_tokens=REPLY, seed=n))
         for n, prompt in enumerate(prompts)
     ]
     concurrent.futures.wait(futures)
-    return {"single": len(prompts) * REPLY / (time.perf_counter() - begun)}
+    passed_s, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_s
+    return {"single": len(prompts) * REPLY / passed_s, "cpu": 1e3 * cpu_s / len(prompts)}
 
 
-def measure(rounds: int, group: int) -> dict[str, float]:
-    """Runs all parts in this process; returns the median of each figure."""
+def measure(rounds: int, group: int, only: str) -> dict[str, float]:
+    """Runs all parts in this process, or `only` one; returns the median of each figure."""
     model, found = shapes.model("4m"), []
     params = jax.jit(transformer.init, static_argnums=1)(jax.random.key(0), model)
     schedulers = [
@@ -100,12 +109,16 @@ def measure(rounds: int, group: int) -> dict[str, float]:
     ]
     for seed in range(rounds + 1):
         rng = np.random.default_rng(seed)
-        found.append(agents(schedulers[0], rng, group) | burst(schedulers[0], rng))
-        for _ in range(1 if seed == 0 else 3):
-            found[-1].update(single(schedulers[1], rng))
+        found.append({})
+        if only in ("", "agents"):
+            found[-1] |= agents(schedulers[0], rng, group)
+        if only in ("", "burst"):
+            found[-1] |= burst(schedulers[0], rng)
+        for _ in range(1 if seed == 0 else 3) if only in ("", "single") else ():
+            found[-1] |= single(schedulers[1], rng)
     for scheduler in schedulers:
         scheduler.close()
-    return {name: statistics.median(one[name] for one in found[1:]) for name in UNITS}
+    return {name: statistics.median(one[name] for one in found[1:]) for name in found[-1]}
 
 
 def main() -> None:
@@ -115,13 +128,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1, help="processes of each checkout")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each process")
     parser.add_argument("--group", type=int, default=4, help="conversations with the same first prompt")
+    parser.add_argument("--only", choices=("agents", "burst", "single"), default="", help="one part; default: all")
     parser.add_argument("--json", action="store_true", help="measure in this process and print only JSON")
     args = parser.parse_args()
     if args.json:
-        print(json.dumps(measure(args.rounds, args.group)))
+        print(json.dumps(measure(args.rounds, args.group, args.only)))
         return
     # -P: this file's folder holds an `inference.py`, which would hide the package.
     command = [sys.executable, "-P", __file__, "--json", "--rounds", str(args.rounds), "--group", str(args.group)]
+    command += ["--only", args.only] if args.only else []
     ratios: list[dict[str, float]] = []
     for pair in range(args.pairs):
         found = {}
@@ -133,9 +148,9 @@ def main() -> None:
                 figures = ", ".join(f"{key} {value:.3g} {UNITS[key]}" for key, value in found[name].items())
                 print(f"pair {pair + 1}, {name}: {figures}", flush=True)
         if args.baseline:
-            ratios.append({key: found["this"][key] / found["baseline"][key] for key in UNITS})
+            ratios.append({key: value / found["baseline"][key] for key, value in found["this"].items()})
     if ratios:
-        medians = {key: statistics.median(one[key] for one in ratios) for key in UNITS}
+        medians = {key: statistics.median(one[key] for one in ratios) for key in ratios[0]}
         print("this / baseline: " + ", ".join(f"{key} {value:.3f}" for key, value in medians.items()))
 
 
