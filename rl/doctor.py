@@ -4,6 +4,7 @@ Each check prints one line, with the remedy if it fails. The exit code is 1 if a
 once. The only file written is a probe in the working directory, which is deleted.
 """
 
+import asyncio
 import dataclasses
 import email.utils
 import importlib.metadata
@@ -28,11 +29,12 @@ from rl.plan import sizes
 from rl.reporting import monitors
 from sharding.bucket import storage
 from sharding.format import journal
-from sharding.system import child_process, sandbox, sockets
+from sharding.system import bounded_reply, child_process, sandbox, sockets
 
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 PYTHONS = ((3, 11), (3, 14))
 MIN_FILES, MIN_MEMORY_BYTES, MAX_SKEW_S, TIMEOUT_S, PROBE_S = 4096, 4 * 2**30, 5.0, 10.0, 180.0
+MAX_BYTES = 2**20  # of the health of a process elsewhere
 DEVICES = """
 import json
 from sharding import accelerator
@@ -226,7 +228,7 @@ def _node(url: str) -> Iterator[Result]:
     if url.startswith("unix:"):
         return
     try:
-        reply = httpx.get(f"{url}/health", timeout=TIMEOUT_S)
+        reply = asyncio.run(_health(url))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         yield Result(url, FAILED, f"does not answer: {error}", "start it, or open its port in the firewall")
         return
@@ -235,6 +237,12 @@ def _node(url: str) -> Iterator[Result]:
         skew_s = email.utils.mktime_tz(date) - time.time()
         remedy = "start a time service on both"
         yield _result(f"clock of {url}", abs(skew_s) <= MAX_SKEW_S, f"{skew_s:+.0f} s", remedy)
+
+
+async def _health(url: str) -> httpx.Response:
+    """Returns the reply of a process to GET /health. It is whole within TIMEOUT_S: a limit per read holds for ever if each byte comes alone."""
+    async with httpx.AsyncClient() as http:
+        return await bounded_reply.fetch(http, "GET", f"{url}/health", MAX_BYTES, TIMEOUT_S)
 
 
 def _result(name: str, is_good: bool, found: str, remedy: str, otherwise: str = FAILED) -> Result:

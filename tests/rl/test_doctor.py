@@ -1,10 +1,12 @@
 """The doctor finds what a run would fail on, names the remedy, and leaves nothing behind."""
 
+import contextlib
 import importlib.metadata
 import os
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -58,7 +60,10 @@ def test_a_node_elsewhere_is_asked_and_its_clock_compared(results, monkeypatch):
     class Reply:
         status_code, headers = 200, {"date": "Wed, 21 Oct 2015 07:28:00 GMT"}
 
-    monkeypatch.setattr(doctor.httpx, "get", lambda url, timeout: Reply())
+    async def fetch(*args):
+        return Reply()
+
+    monkeypatch.setattr(doctor.bounded_reply, "fetch", fetch)
     found = results(topology__servers=("http://far:8000",))
     assert found["http://far:8000"].status == doctor.OK
     assert found["clock of http://far:8000"].status == doctor.FAILED
@@ -70,6 +75,29 @@ def test_a_node_elsewhere_is_asked_and_its_clock_compared(results, monkeypatch):
     away = results(topology__servers=("http://127.0.0.1:9",))["http://127.0.0.1:9"]
     assert away.status == doctor.FAILED and "firewall" in away.remedy
     assert results(topology__servers=("http://[::1",))["http://[::1"].status == doctor.FAILED
+
+
+def test_a_node_that_sends_one_byte_at_a_time_is_given_up(results, monkeypatch):
+    """Each read ended in time, so the check never did."""
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.5)
+    ended = threading.Event()
+
+    def drip(listener):
+        with contextlib.suppress(OSError), listener.accept()[0] as sock:
+            sock.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            while not ended.wait(0.05):
+                sock.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, args=(listener,), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        watch = threading.Timer(20.0, ended.set)  # else a check without an end would be a test without one
+        watch.start()
+        found = results(topology__servers=(url,))[url]
+        watch.cancel()
+        was_ended = ended.is_set()
+        ended.set()
+    assert not was_ended and found.status == doctor.FAILED and "no complete reply in 0.5 s" in found.found
 
 
 @pytest.mark.slow
