@@ -4,7 +4,8 @@
    page again and replaces its content: nothing else may run, load, or connect.
 2. /rollouts shows the rollouts of a batch: tokens colored by `?color=`, rewards with their parts, advantages, proofs, and verdicts. The colors
    are those of log-probabilities, of advantages, or of noise: the sampling noise and the claimed log-probability give each token a number that is
-   exponentially distributed for an honest worker, so that a large one is a token which the noise can hardly have drawn.
+   exponentially distributed for an honest worker, so that a large one is a token which the noise can hardly have drawn. It is called claimed on the
+   page: a verdict holds no numbers of its replay.
 3. Where the listener or the address in the browser is not of this machine, both need `?token=`, which is in WORKDIR/page.token.
 
 Text of models and strangers is hostile; it is escaped as in the report.
@@ -20,7 +21,7 @@ import pathlib
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import fastapi
 import markupsafe
@@ -33,6 +34,7 @@ from inference.server import guard
 from rl import report
 from rl.batch import credit as credit_lib
 from rl.ledger import run_history
+from rl.reporting import metrics
 from rl.verification import checks
 from sharding.system import secret_file, sockets
 
@@ -48,6 +50,7 @@ HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{HASH}'; connect-src 'self'"
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 Color = Literal["logprob", "noise", "advantage"]
+Number = Annotated[int, fastapi.Query(ge=-1, lt=2**63)]
 # A token's color is the class and the first limit that is at least its value. The noise is negative: -7 has a probability of 0.1 %.
 COLORS: dict[str, tuple[str, tuple[float, ...]]] = {
     "logprob": ("p", (-4.0, -2.0, -0.7, -0.1)),
@@ -67,6 +70,7 @@ def add(
     """Adds both routes to an app that listens at `host`; returns the path of the first, with the token that it needs."""
     token = "" if sockets.is_loopback(host) else secret_file.read_or_create(workdir / "page.token")
     lock, cached, waiting = asyncio.Lock(), ["", 0.0], set()
+    reader = metrics.Reader(workdir / "metrics.jsonl")
 
     async def reply(request: fastapi.Request, render: Callable[[], str], old: str = "") -> responses.HTMLResponse:
         """Returns the page; `old` if another is being drawn. Requests wait here, and not in threads, of which /health needs one."""
@@ -94,15 +98,21 @@ def add(
     async def run(request: fastapi.Request):
         def render() -> str:
             if (begun_s := time.monotonic()) >= cached[1]:
-                cached[0] = report.render(workdir, nodes=nodes(), script=SCRIPT, policy=POLICY)
+                cached[0] = report.render(workdir, reader.records(), nodes=nodes(), script=SCRIPT, policy=POLICY)
                 now_s = time.monotonic()
                 cached[1] = now_s + max(CACHE_S, (now_s - begun_s) / MAX_SHARE)
             return cached[0]
 
         return await reply(request, render, cached[0])
 
+    @app.exception_handler(fastapi.exceptions.RequestValidationError)
+    async def refuse(request: fastapi.Request, error: fastapi.exceptions.RequestValidationError):
+        (*_, name), value, rule = (error.errors()[0][key] for key in ("loc", "input", "msg"))
+        text = f"{name} = {str(value)[:60]!r}: {rule}; correct it in the address, or leave it out"
+        return responses.HTMLResponse(report.text(text), 400, HEADERS | {"content-security-policy": POLICY})
+
     @app.get("/rollouts")
-    async def rollouts(request: fastapi.Request, step: int = -1, first: int = 0, color: Color = "logprob"):
+    async def rollouts(request: fastapi.Request, step: Number = -1, first: Number = 0, color: Color = "logprob"):
         given = request.query_params.get("token", "")
         return await reply(request, lambda: rollouts_page(workdir, step, first, decode, credit, color, given))
 
@@ -182,6 +192,7 @@ def colored(
 ) -> Iterator[markupsafe.Markup]:
     """Yields the completion in pieces of tokens with one color, escaped: "t" for tokens of the environment, else by `COLORS`."""
     start, (kind, limits) = rollout.prompt_length, COLORS[color]
+    unit = f"claimed {color}" if color == "noise" else color
     rows = zip(
         rollout.tokens[start:].tolist(), values_T[start:].tolist(), rollout.sampled_mask[start:].tolist(), strict=True
     )
@@ -191,5 +202,5 @@ def colored(
         least = min(row[1] for row in pieces)
         text = report.text(decode([row[0] for row in pieces]))
         yield markupsafe.Markup('<span class="{}" title="{} tokens, {} from {:.2f}">{}</span>').format(
-            name, len(pieces), color, least, text
+            name, len(pieces), unit, least, text
         )

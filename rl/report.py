@@ -96,21 +96,23 @@ TIMES = {"wait_s": "waiting for rollouts", "eval_s": "evaluation"}  # others by 
 def write(workdir: str | os.PathLike) -> pathlib.Path:
     """Draws `<workdir>/report.html` and its trace, and returns the path. Raises ValueError for a malformed file."""
     workdir = pathlib.Path(workdir)
-    spans = timeline_trace.write(workdir, metrics.read_steps(workdir))
-    atomic_file.write(workdir / "report.html", render(workdir, spans).encode())
+    records = metrics.read(workdir / "metrics.jsonl")
+    spans = timeline_trace.write(workdir, [record for record in records if record["phase"] == "rl"])
+    atomic_file.write(workdir / "report.html", render(workdir, records, spans).encode())
     return workdir / "report.html"
 
 
 def render(
     workdir: pathlib.Path,
+    records: Sequence[dict],
     spans: Sequence[timeline_trace.Span] = (),
     *,
     nodes: Sequence[Mapping[str, Any]] = (),
     script: str = "",
     policy: str = POLICY,
 ) -> str:
-    """Returns the page of a run. One that is live has the table of its `nodes`, and a `script` that the content security `policy` names."""
-    records = _records(workdir)
+    """Returns the page of a run, `records` are its metrics. One that is live has the table of its `nodes`, and a `script` that the content security `policy` names."""
+    records = _of_sampler(records)
     steps = [record for record in records if record["phase"] == "rl"]
     evaluations = _evaluations(workdir / "evaluations.json")
     config = atomic_file.read_json(workdir / "config.json", dict)
@@ -145,7 +147,8 @@ def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
         raise ValueError(f"{len(workdirs)} runs have too few colors; compare at most {MAX_RUNS}")
     names = [folder.resolve().name for folder in workdirs]
     names = names if len({*names}) == len(names) else [str(folder) for folder in workdirs]
-    runs = {name: _records(folder) for name, folder in zip(names, workdirs, strict=True)}
+    read = lambda folder: _of_sampler(metrics.read(folder / "metrics.jsonl"))  # noqa: E731
+    runs = {name: read(folder) for name, folder in zip(names, workdirs, strict=True)}
     evaluated = [_evaluations(folder / "evaluations.json") for folder in workdirs]
     scores = {name: [*_first_scores(found).items()] for name, found in zip(names, evaluated, strict=True)}
     figures = [_figure(Curve("Held-out score", "", {"": "evaluations.json"}), scores, {})]
@@ -181,12 +184,10 @@ def style() -> str:
     return _read("report.html").partition("<style>")[2].partition("</style>")[0].strip()
 
 
-def _records(workdir):
-    records = metrics.read(workdir / "metrics.jsonl")
-    for record in records:  # the curve is the mismatch with the sampler
-        if (name := metrics.sampler_kl(record)) in record:
-            record["loss/mismatch_kl"] = record[name]
-    return records
+def _of_sampler(records):
+    """Returns metrics whose mismatch KL is that with the sampler, the one that is drawn."""
+    names = [metrics.sampler_kl(record) for record in records]
+    return [r | {"loss/mismatch_kl": r[name]} if name in r else r for name, r in zip(names, records, strict=True)]
 
 
 def _fields(config, place=""):

@@ -115,17 +115,46 @@ def read(path: str | os.PathLike, phase: str = "") -> list[dict]:
 
     Without a file there are none. Skips an incomplete last line, which a killed process may leave. Raises ValueError with the number of a malformed line.
     """
-    records, path = [], pathlib.Path(path)
-    if not path.exists():
-        return []
-    for number, text in enumerate(path.read_bytes().decode("utf-8", "replace").split("\n")[:-1], start=1):
+    return [record for record in Reader(path).records() if phase in ("", record["phase"])]
+
+
+class Reader:
+    """A metrics.jsonl that grows. Lines that were read once are not read again."""
+
+    def __init__(self, path: str | os.PathLike):
+        self._path = pathlib.Path(path)
+        self._forget()
+
+    def records(self) -> list[dict]:
+        """Returns all lines, as `read` does. A file that was cut or replaced is read again from its start."""
+        if not self._path.exists():
+            self._forget()
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._end - len(self._last))
+            if os.fstat(file.fileno()).st_ino != self._inode or file.read(len(self._last)) != self._last:
+                self._forget()
+                self._inode = os.fstat(file.fileno()).st_ino
+                file.seek(0)
+            lines = file.read().split(b"\n")[:-1]
+        found = [self._parsed(number, line) for number, line in enumerate(lines, start=len(self._records) + 1)]
+        if lines:
+            self._records += found
+            self._end, self._last = self._end + sum(len(line) + 1 for line in lines), lines[-1] + b"\n"
+        return list(self._records)
+
+    def _forget(self) -> None:
+        self._records: list[dict] = []
+        self._end, self._last, self._inode = 0, b"", -1  # the end of the last line that was read, and this line
+
+    def _parsed(self, number: int, line: bytes) -> dict:
+        text = line.decode("utf-8", "replace")
         try:
             record = json.loads(text)
             floats = {name: float(value) for name, value in record.items() if "/" in name}
-            records.append({"phase": record["phase"], "step": int(record["step"])} | floats)
+            return {"phase": record["phase"], "step": int(record["step"])} | floats
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: {text[:60]!r} is not a line of metrics; delete it") from error
-    return [record for record in records if phase in ("", record["phase"])]
+            raise ValueError(f"{self._path}:{number}: {text[:60]!r} is not a line of metrics; delete it") from error
 
 
 def sampler_kl(values: dict[str, float]) -> str:

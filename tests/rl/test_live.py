@@ -113,9 +113,32 @@ def test_rollouts_are_shown_by_group_and_escaped(serve, workdir):
         is_harmless(page, num_scripts=0)
         assert f"Rollouts of step {1 if query == '?step=1' else 2}" in page
     assert httpx.get(f"{url}/rollouts").text.count("<article>") == 1
-    assert httpx.get(f"{url}/rollouts?step=x").status_code == 422
     for method in ("post", "put", "delete"):
         assert getattr(httpx, method)(f"{url}/run").status_code == 405
+
+
+MALFORMED = (
+    "step=x",
+    "step=",
+    "step=1.5",
+    "step=-2",
+    f"step={10**20}",
+    f"first={'9' * 5000}",
+    "first=NaN",
+    "color=red",
+    "color=",
+)
+
+
+@pytest.mark.parametrize("query", [*MALFORMED, "step=%00", "color=%FF", "step=<script>alert(1)</script>"])
+def test_a_malformed_value_is_answered_with_its_rule(serve, query):
+    """The reply was status 422 with JSON of a library."""
+    url, _ = serve()
+    reply = httpx.get(f"{url}/rollouts?{query}")
+    name = query.partition("=")[0]
+    assert reply.status_code == 400 and reply.text.startswith(f"{name} = ") and reply.text.endswith("or leave it out")
+    assert "Input should be" in reply.text or "Unable to parse" in reply.text
+    is_harmless(reply.text, num_scripts=0)
 
 
 def test_from_elsewhere_only_the_token_opens_the_page(serve, workdir):
@@ -147,6 +170,22 @@ def test_a_name_that_a_stranger_points_at_this_machine_is_refused(serve):
         ("127.0.0.1", 200),
     ):
         assert httpx.get(url + path, headers={"host": name}).status_code == status
+
+
+def test_lines_that_were_read_are_not_read_again(serve, workdir, monkeypatch):
+    """Each poll parsed all of metrics.jsonl. A first line that is broken later is not seen; a replaced file is."""
+    monkeypatch.setattr(live, "CACHE_S", 0.0)
+    monkeypatch.setattr(live, "MAX_SHARE", 1e9)
+    (url, path), file = serve(), workdir / "metrics.jsonl"
+    assert "30 RL steps" in httpx.get(url + path).text
+    with file.open("r+b") as opened:
+        opened.write(b"x")
+        opened.seek(0, 2)
+        opened.write(b'{"phase": "rl", "step": 31}\n')
+    assert "31 RL steps" in httpx.get(url + path).text
+    file.rename(workdir / "old")
+    file.write_text('{"phase": "rl", "step": 7}\n')
+    assert "7 RL steps" in httpx.get(url + path).text
 
 
 def test_viewers_wait_for_one_page_at_a_time_and_hold_up_nothing_else(serve, monkeypatch):
@@ -221,8 +260,8 @@ def test_a_group_has_its_advantages_its_verdicts_and_the_noise_of_its_tokens(tmp
         assert {*re.findall('<span class="(..?)"', text)} == {"a1", "a3"}
         assert ("verdict ok of validator " in text) != ("no verdict in the ledger" in text)
     assert sum("verdict ok" in text for text in articles) >= 2  # all of the stranger
-    spans = re.findall('<span class="p0" title="1 tokens, noise from -(.*?)">', shown["noise"])
-    assert "20.00" in spans
+    spans = re.findall('<span class="p0" title="1 tokens, claimed noise from -(.*?)">', shown["noise"])
+    assert "20.00" in spans and "claimed noise beyond 7" in shown["noise"]
     assert page("logprob") == shown["logprob"] and "bytes of proofs" in shown["logprob"]
 
 

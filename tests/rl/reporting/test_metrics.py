@@ -87,6 +87,37 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
             metrics.read(path)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_reader_of_a_growing_file_agrees_with_one_of_the_whole(tmp_path, seed):
+    """The file grows by parts of lines, is cut, replaced, rewritten in place, broken, and deleted, as no one writer does."""
+    rng, path = np.random.default_rng(seed), tmp_path / "metrics.jsonl"
+    reader, text, step = metrics.Reader(path), b"", 0
+    for _ in range(60):
+        step += 1
+        line = json.dumps({"phase": "rl", "step": step, "loss/total": rng.random(), "x/\u6f22": step}).encode() + b"\n"
+        change = rng.choice(["append", "append", "part", "cut", "replace", "rewrite", "break", "delete"])
+        if change == "part":
+            line = line[: rng.integers(len(line))]
+        kept = text[: text.rfind(b"\n") + 1]
+        if change in ("cut", "replace", "rewrite"):
+            kept = b"".join(kept.splitlines(keepends=True)[: rng.integers(8)])
+        text = kept + (b"{\n" if change == "break" else line)
+        if change in ("replace", "delete"):
+            path.unlink(missing_ok=True)
+        if change != "delete":
+            path.write_bytes(text)
+        else:
+            text = b""
+        lines = text.split(b"\n")[:-1]
+        if b"{" in lines:
+            with pytest.raises(ValueError, match=rf"metrics\.jsonl:{lines.index(b'{') + 1}: "):
+                reader.records()
+            text = text.replace(b"{\n", b"")
+            path.write_bytes(text)
+            lines = text.split(b"\n")[:-1]
+        assert reader.records() == [json.loads(line) for line in lines]
+
+
 def test_charts_that_a_full_disk_cuts_hide_no_other_error(tmp_path, monkeypatch):
     writer = with_charts(tmp_path)
     writer.write(1, "rl", {"loss/total": 1.0})
