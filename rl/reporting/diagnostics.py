@@ -1,7 +1,7 @@
 """Derives metrics that explain why a run does or does not learn, and prints plain advice on known pathologies.
 
 `derived` turns the step's additive metrics into readable ones, `of_groups` measures the sampled groups before packing. `advice`
-returns the `ADVICE` on the first of `PATHOLOGIES` that holds in the last steps; `Adviser` gives each piece once per run.
+returns the text of the first of `PATHOLOGIES` that holds in the last steps; `Adviser` gives each piece once per run.
 """
 
 import math
@@ -146,7 +146,7 @@ def advice(history: Sequence[dict[str, float]], scores: Sequence[float] = ()) ->
     now["waiting"] = now["time/wait_s"] / max(now["time/step_s"], 1e-9)
     if len(scores) >= MIN_SCORES:
         now |= {"first score": scores[0], "score": float(np.mean(scores[-2:]))}
-    return next(((name, ADVICE[name].format(now)) for name, holds in PATHOLOGIES.items() if holds(now)), ("", None))
+    return next(((name, text.format(now)) for name, (holds, text) in PATHOLOGIES.items() if holds(now)), ("", None))
 
 
 class _Means(dict[str, float]):
@@ -162,67 +162,97 @@ class _Means(dict[str, float]):
         return self[name]
 
 
-# On the means of the last steps. The first condition that holds is reported: causes before consequences.
-PATHOLOGIES: dict[str, Callable[[dict[str, float]], bool]] = {
-    "solved": lambda m: m["rollout/zero_advantage_frac"] > 0.9 and m["rollout/reward"] >= SOLVED,
-    "unsolved": lambda m: m["rollout/zero_advantage_frac"] > 0.9 and m["rollout/reward"] <= UNSOLVED,
-    "equal rewards": lambda m: m["rollout/zero_advantage_frac"] > 0.9,
-    # with hardly any staleness the policy did not change: a ratio away from 1 is a numerical error
-    "mismatch": lambda m: m["sync/lag"] < 0.5 and m["sampler_kl"] > 0.01,
-    "varying ratios": lambda m: m["loss/effective_sample_frac"] < 0.3,
-    "clipping": lambda m: m["loss/clip_frac"] > 0.3,
-    "entropy": lambda m: 0.1 * m["first entropy"] > max(m["loss/entropy"], 0.0),
-    "rising entropy": lambda m: m["loss/entropy"] > 3 * m["first entropy"] and m["rollout/reward"] < m["first reward"],
-    "truncation": lambda m: m["rollout/truncated_frac"] > 0.5,
-    "held-out flat": lambda m: m["rollout/reward"] - m["first reward"] > 0.15 and m["score"] - m["first score"] < 0.02,
-    "longer": lambda m: (
-        m["rollout/response_length"] > 1.5 * m["first response_length"]
-        and m["rollout/reward"] - m["first reward"] < 0.02
+# Advice by the name of a pathology, with its condition on the means of the last steps. The first that holds is reported: causes before consequences.
+PATHOLOGIES: dict[str, tuple[Callable[[dict[str, float]], bool], str]] = {
+    "solved": (
+        lambda m: m["rollout/zero_advantage_frac"] > 0.9 and m["rollout/reward"] >= SOLVED,
+        "solved: the mean reward is {0[rollout/reward]:.2f} of at most 1, and in {0[rollout/zero_advantage_frac]:.0%} of the "
+        "groups all rewards are equal; stop here, or make the tasks harder",
     ),
-    "shorter": lambda m: (
-        m["rollout/response_length"] < 0.5 * m["first response_length"]
-        and m["rollout/reward"] - m["first reward"] < 0.02
+    "unsolved": (
+        lambda m: m["rollout/zero_advantage_frac"] > 0.9 and m["rollout/reward"] <= UNSOLVED,
+        "advice: no task is solved (mean reward {0[rollout/reward]:.2f}), so no sample is preferred: make the tasks easier "
+        "(env.options), train on demonstrations first (warmup.num_steps), raise rl.samples_per_prompt, or give partial credit",
+    ),
+    "equal rewards": (
+        lambda m: m["rollout/zero_advantage_frac"] > 0.9,
+        "advice: in {0[rollout/zero_advantage_frac]:.0%} of the groups all rewards are equal (mean reward "
+        "{0[rollout/reward]:.2f}), so no sample is preferred: make the tasks easier or harder, raise rl.samples_per_prompt, or "
+        "give partial credit",
+    ),
+    # with hardly any staleness the policy did not change: a ratio away from 1 is a numerical error
+    "mismatch": (
+        lambda m: m["sync/lag"] < 0.5 and m["sampler_kl"] > 0.01,
+        "advice: learner and sampler disagree (mismatch KL {0[sampler_kl]:.3g} at a lag of {0[sync/lag]:.1f}): check that "
+        "temperature, tokenizer and dtype are the same on both sides before looking at the algorithm",
+    ),
+    "varying ratios": (
+        lambda m: m["loss/effective_sample_frac"] < 0.3,
+        "advice: importance ratios vary so much that only {0[loss/effective_sample_frac]:.0%} of the tokens count: lower "
+        "rl.max_lag, or optimizer.learning_rate",
+    ),
+    "clipping": (
+        lambda m: m["loss/clip_frac"] > 0.3,
+        "advice: {0[loss/clip_frac]:.0%} of the tokens are clipped or masked away: lower optimizer.learning_rate or rl.max_lag,"
+        " or widen the bounds of the loss",
+    ),
+    "entropy": (
+        lambda m: 0.1 * m["first entropy"] > max(m["loss/entropy"], 0.0),
+        "advice: entropy fell from {0[first entropy]:.3g} to {0[loss/entropy]:.3g}: the policy has stopped exploring; lower "
+        "optimizer.learning_rate, widen clip_high, or set objective.entropy_coef",
+    ),
+    "rising entropy": (
+        lambda m: m["loss/entropy"] > 3 * m["first entropy"] and m["rollout/reward"] < m["first reward"],
+        "advice: entropy rose from {0[first entropy]:.3g} to {0[loss/entropy]:.3g}, and the reward fell: lower "
+        "objective.entropy_coef or optimizer.learning_rate",
+    ),
+    "truncation": (
+        lambda m: m["rollout/truncated_frac"] > 0.5,
+        "advice: {0[rollout/truncated_frac]:.0%} of the samples end at the length limit before they can be rewarded: raise "
+        "sampling.max_tokens, or shape long answers",
+    ),
+    "held-out flat": (
+        lambda m: m["rollout/reward"] - m["first reward"] > 0.15 and m["score"] - m["first score"] < 0.02,
+        "advice: the reward rose from {0[first reward]:.2f} to {0[rollout/reward]:.2f}, and the held-out score stayed at "
+        "{0[score]:.2f} ({0[first score]:.2f} at first): read samples for a reward that is exploited (python -m rl.envs check "
+        "NAME), or raise env.num_tasks",
+    ),
+    "longer": (
+        lambda m: (
+            m["rollout/response_length"] > 1.5 * m["first response_length"]
+            and m["rollout/reward"] - m["first reward"] < 0.02
+        ),
+        "advice: completions grew from {0[first response_length]:.0f} to {0[rollout/response_length]:.0f} tokens without more "
+        "reward: set rl.overlong_buffer, or rl.loss = 'dr_grpo', which does not prefer long wrong answers",
+    ),
+    "shorter": (
+        lambda m: (
+            m["rollout/response_length"] < 0.5 * m["first response_length"]
+            and m["rollout/reward"] - m["first reward"] < 0.02
+        ),
+        "advice: completions shrank from {0[first response_length]:.0f} to {0[rollout/response_length]:.0f} tokens without more"
+        " reward: lower rl.overlong_buffer or optimizer.learning_rate, and look for samples that give up early",
     ),
     # without overlap (a lag near 0), learner and servers wait for each other by design
-    "full servers": lambda m: (
-        m["waiting"] > 0.7 and m["sync/lag"] > 0.2 and m["machine/servers_waiting"] > m["machine/servers_running"]
+    "full servers": (
+        lambda m: (
+            m["waiting"] > 0.7 and m["sync/lag"] > 0.2 and m["machine/servers_waiting"] > m["machine/servers_running"]
+        ),
+        "advice: the learner waits in {0[waiting]:.0%} of the time, and {0[machine/servers_waiting]:.0f} requests wait for a "
+        "slot: add inference servers, or raise inference.num_slots",
     ),
-    "idle servers": lambda m: m["waiting"] > 0.7 and m["sync/lag"] > 0.2 and m["machine/servers_kv_used"] < 0.2,
-    "few micro-batches": lambda m: m["loss/optimizer_steps_missing"] > 0,
-    "no gradient": lambda m: m["loss/grad_norm"] < 1e-8,
-}
-ADVICE = {
-    "solved": "solved: the mean reward is {0[rollout/reward]:.2f} of at most 1, and in {0[rollout/zero_advantage_frac]:.0%} "
-    "of the groups all rewards are equal; stop here, or make the tasks harder",
-    "unsolved": "advice: no task is solved (mean reward {0[rollout/reward]:.2f}), so no sample is preferred: make the tasks easier "
-    "(env.options), train on demonstrations first (warmup.num_steps), raise rl.samples_per_prompt, or give partial credit",
-    "equal rewards": "advice: in {0[rollout/zero_advantage_frac]:.0%} of the groups all rewards are equal (mean reward "
-    "{0[rollout/reward]:.2f}), so no sample is preferred: make the tasks easier or harder, raise rl.samples_per_prompt, or "
-    "give partial credit",
-    "mismatch": "advice: learner and sampler disagree (mismatch KL {0[sampler_kl]:.3g} at a lag of {0[sync/lag]:.1f}): check "
-    "that temperature, tokenizer and dtype are the same on both sides before looking at the algorithm",
-    "varying ratios": "advice: importance ratios vary so much that only {0[loss/effective_sample_frac]:.0%} of the tokens "
-    "count: lower rl.max_lag, or optimizer.learning_rate",
-    "clipping": "advice: {0[loss/clip_frac]:.0%} of the tokens are clipped or masked away: lower optimizer.learning_rate or "
-    "rl.max_lag, or widen the bounds of the loss",
-    "entropy": "advice: entropy fell from {0[first entropy]:.3g} to {0[loss/entropy]:.3g}: the policy has stopped exploring; "
-    "lower optimizer.learning_rate, widen clip_high, or set objective.entropy_coef",
-    "truncation": "advice: {0[rollout/truncated_frac]:.0%} of the samples end at the length limit before they can be "
-    "rewarded: raise sampling.max_tokens, or shape long answers",
-    "rising entropy": "advice: entropy rose from {0[first entropy]:.3g} to {0[loss/entropy]:.3g}, and the reward fell: lower "
-    "objective.entropy_coef or optimizer.learning_rate",
-    "held-out flat": "advice: the reward rose from {0[first reward]:.2f} to {0[rollout/reward]:.2f}, and the held-out score stayed at "
-    "{0[score]:.2f} ({0[first score]:.2f} at first): read samples for a reward that is exploited (python -m rl.envs check NAME), or "
-    "raise env.num_tasks",
-    "longer": "advice: completions grew from {0[first response_length]:.0f} to {0[rollout/response_length]:.0f} tokens without more "
-    "reward: set rl.overlong_buffer, or rl.loss = 'dr_grpo', which does not prefer long wrong answers",
-    "shorter": "advice: completions shrank from {0[first response_length]:.0f} to {0[rollout/response_length]:.0f} tokens without more "
-    "reward: lower rl.overlong_buffer or optimizer.learning_rate, and look for samples that give up early",
-    "full servers": "advice: the learner waits in {0[waiting]:.0%} of the time, and {0[machine/servers_waiting]:.0f} requests wait for a "
-    "slot: add inference servers, or raise inference.num_slots",
-    "idle servers": "advice: the learner waits in {0[waiting]:.0%} of the time, and the servers are idle: raise topology.num_workers, "
-    "or add workers",
-    "few micro-batches": "advice: a batch fills too few micro-batches: {0[loss/optimizer_steps_missing]:.1f} of "
-    "objective.optimizer_steps found none; lower train.rows or train.row_length, or take fewer steps",
-    "no gradient": "advice: the gradient's norm is {0[loss/grad_norm]:.1g}: no token trains; look at loss masks and advantages",
+    "idle servers": (
+        lambda m: m["waiting"] > 0.7 and m["sync/lag"] > 0.2 and m["machine/servers_kv_used"] < 0.2,
+        "advice: the learner waits in {0[waiting]:.0%} of the time, and the servers are idle: raise topology.num_workers, or "
+        "add workers",
+    ),
+    "few micro-batches": (
+        lambda m: m["loss/optimizer_steps_missing"] > 0,
+        "advice: a batch fills too few micro-batches: {0[loss/optimizer_steps_missing]:.1f} of objective.optimizer_steps found "
+        "none; lower train.rows or train.row_length, or take fewer steps",
+    ),
+    "no gradient": (
+        lambda m: m["loss/grad_norm"] < 1e-8,
+        "advice: the gradient's norm is {0[loss/grad_norm]:.1g}: no token trains; look at loss masks and advantages",
+    ),
 }
