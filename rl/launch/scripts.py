@@ -1,5 +1,6 @@
 """Renders a plan as a script for Slurm, or as a manifest for Kubernetes with JobSet."""
 
+import hashlib
 import pathlib
 import re
 import shlex
@@ -33,8 +34,9 @@ def gke(
 
     With `is_elastic`, relays, servers, and workers are Deployments next to the JobSet, each with a service of its name.
     """
-    name = re.sub(r"[^a-z0-9]+", "-", plan.workdir.name.lower())[:30].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", plan.workdir.name.lower())[:23].strip("-")
     name = name if name[:1].isalpha() else f"run-{name}".strip("-")  # a service may not begin with a digit
+    name += f"-{hashlib.sha256(str(plan.workdir).encode()).hexdigest()[:6]}"  # runs/1/a and runs/2/a are two runs
     elastic = cluster.ELASTIC if is_elastic else ()
     pod = lambda node: f"{name}-{node}" if plan.roles[node] in elastic else f"{name}-{node}-0-0.{name}"  # noqa: E731
     resource, _, count = accelerator.partition("=")

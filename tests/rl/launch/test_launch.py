@@ -134,7 +134,7 @@ def manifests(plan, **options):
 def test_the_hosts_of_a_manifest_are_the_names_of_its_pods(plan):
     (found,) = manifests(plan())
     name, jobs = found["metadata"]["name"], found["spec"]["replicatedJobs"]
-    assert name == "it-s-a-run" == found["spec"]["network"]["subdomain"]
+    assert re.fullmatch("it-s-a-run-[0-9a-f]{6}", name) and name == found["spec"]["network"]["subdomain"]
     pods = {f"{name}-{job['name']}-0-{i}.{name}" for job in jobs for i in range(job["template"]["spec"]["completions"])}
     text = json.dumps(found)
     assert {*re.findall(rf"[\w-]+\.{name}\b", text)} <= pods and len(pods) == 9
@@ -149,7 +149,7 @@ def test_the_hosts_of_a_manifest_are_the_names_of_its_pods(plan):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("123", "run-123"), ("null", "null"), ("on", "on"), ("a" * 29 + "_b", "a" * 29), ("\u6f22", "run")],
+    [("123", "run-123"), ("null", "null"), ("on", "on"), ("a" * 22 + "_b", "a" * 22), ("\u6f22", "run")],
 )
 def test_a_name_of_any_folder_is_a_name_for_kubernetes(plan, name, expected):
     """A folder 123 was a number, and one of 30 letters ended in a hyphen."""
@@ -157,8 +157,16 @@ def test_a_name_of_any_folder_is_a_name_for_kubernetes(plan, name, expected):
     plan.workdir.mkdir(parents=True)
     for one in manifests(plan, is_elastic=True):
         schemas()[one["kind"]].validate(one)
-        assert one["metadata"]["labels"]["run"] == expected
+        assert re.fullmatch(f"{expected}-[0-9a-f]{{6}}", one["metadata"]["labels"]["run"])
         assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", one["metadata"]["name"])
+
+
+def test_two_folders_of_one_name_are_two_runs_in_the_cluster(plan):
+    """The second run replaced the first."""
+    plans = [dataclasses.replace(plan(), workdir=plan().workdir / name / "run") for name in "ab"]
+    for one in plans:
+        one.workdir.mkdir(parents=True)
+    assert len({one["metadata"]["name"] for plan in plans for one in manifests(plan)}) == 2
 
 
 def test_sbatch_reads_the_name_of_any_folder(plan):
@@ -205,12 +213,13 @@ def test_nodes_that_come_and_go_are_deployments_that_the_others_find(plan):
     jobset, *others = manifests(plan(), is_elastic=True)
     assert [job["name"] for job in jobset["spec"]["replicatedJobs"]] == ["learner", "validator0"]
     services, deployments = others[::2], others[1::2]
-    names = [f"it-s-a-run-{node}" for node in ("relay0", "server0", "server1", "worker0", "worker1", "worker2")]
+    run = jobset["metadata"]["name"]
+    names = [f"{run}-{node}" for node in ("relay0", "server0", "server1", "worker0", "worker1", "worker2")]
     assert names == [one["metadata"]["name"] for one in services] == [one["metadata"]["name"] for one in deployments]
-    pods = {"it-s-a-run-validator0-0-0.it-s-a-run", *(f"it-s-a-run-learner-0-{i}.it-s-a-run" for i in range(2))}
+    pods = {f"{run}-validator0-0-0.{run}", *(f"{run}-learner-0-{i}.{run}" for i in range(2))}
     text = json.dumps([jobset, *others])
-    hosts = set(re.findall(r"http://([^:/]+):", text)) | {re.findall(r'"(it-s-a-run-learner[^":]*):\d+"', text)[0]}
-    assert hosts <= pods | {*names} and {"it-s-a-run-relay0", "it-s-a-run-server1"} <= hosts
+    hosts = set(re.findall(r"http://([^:/]+):", text)) | {re.findall(rf'"({run}-learner[^":]*):\d+"', text)[0]}
+    assert hosts <= pods | {*names} and {f"{run}-relay0", f"{run}-server1"} <= hosts
     for service, deployment in zip(services, deployments, strict=True):
         spec = deployment["spec"]
         assert service["spec"]["selector"] == spec["selector"]["matchLabels"]
