@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="as config.seed")
     add("--tokenizer", default="byte_chatml", help="as config.tokenizer, for the lengths")
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help="as config.trust.sandbox")
-    add("--code", nargs="+", default=[], metavar="FOLDER", help="folders to import your code from")
+    add("--code", nargs="+", action="extend", default=[], metavar="FOLDER", help="folders to import your code from")
     hub_commands.add_check(commands)
     hub_commands.add_packages(commands)
     return cli.run(parser, argv, _run)

@@ -17,7 +17,7 @@ import pathlib
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STANDARD = pathlib.Path(inspect.__file__).parent  # of the library of Python, which its release covers
@@ -46,14 +46,16 @@ def locate(name: str, folders: Folders = None) -> str:
 def find(path: str, folders: Folders = None) -> pathlib.Path:
     """Returns the absolute path of a file or folder. In `folders`, a path of another machine is found by its last part.
 
-    Raises ValueError if it does not exist, or is not in `folders`.
+    Raises ValueError if it does not exist, or is not in `folders`, or is in several alike.
     """
     wanted = pathlib.Path(path).expanduser()
     inside = [pathlib.Path.cwd()] if folders is None else [pathlib.Path(folder).resolve() for folder in folders]
     parts = [wanted] if folders is None else [wanted, pathlib.Path(wanted.name)]
-    for found in ((folder / part).resolve() for part in parts for folder in inside):
-        if found.exists() and (folders is None or any(found.is_relative_to(folder) for folder in inside)):
-            return found
+    for part in parts:
+        places = {(folder / part).resolve() for folder in inside}
+        is_inside = lambda place: folders is None or any(place.is_relative_to(folder) for folder in inside)  # noqa: E731
+        if found := [place for place in places if place.exists() and is_inside(place)]:
+            return _only(wanted, found)
     raise ValueError(f"{path!r} does not exist{_where(folders)}")
 
 
@@ -166,13 +168,29 @@ def _module_file(module: str, folders: Folders) -> pathlib.Path:
             spec = None
         if spec:  # a folder without __init__.py has no origin
             roots = [pathlib.Path(path).parent for path in spec.submodule_search_locations or [spec.origin or ""]]
+    found = []
     for base in (pathlib.Path(root, top, *rest) for root in roots):
         for file in (base / "__init__.py", base.with_name(f"{base.name}.py")):
             if file.is_file() and (folders is None or any(file.resolve().is_relative_to(x.resolve()) for x in roots)):
                 if rest and not (file.parent / "__init__.py").exists():
                     raise ValueError(f"{file.parent} has no __init__.py, so {module} is in no package; create the file")
-                return file.resolve()
+                if folders is None:
+                    return file.resolve()
+                found.append(file.resolve())
+                break
+    if found:
+        return _only(pathlib.Path(module), {*found})
     raise ValueError(f"module {module!r} does not exist{_where(folders)}")
+
+
+def _only(wanted: pathlib.Path, found: Collection[pathlib.Path]) -> pathlib.Path:
+    """Returns the path whose last parts agree most with those of `wanted`. Raises ValueError if several do."""
+    agreeing = lambda path: len(os.path.commonprefix([path.parts[::-1], wanted.parts[::-1]]))  # noqa: E731
+    most = max(map(agreeing, found))
+    first, *others = sorted(path for path in found if agreeing(path) == most)
+    if others:
+        raise ValueError(f"{str(wanted)!r} may be {first} or {others[0]} (--code); leave out the folder with the other")
+    return first
 
 
 def _module_of(file: pathlib.Path) -> tuple[pathlib.Path, str]:

@@ -482,7 +482,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, names = parser.add_argument, list(VARIANTS)
     add("--workdir", nargs="+", required=True, help="working directories of runs whose policies and tasks are used")
     add("--out", required=True, help="JSON file to write")
-    add("--code", nargs="+", default=[], metavar="FOLDER", help=envs.CODE_HELP)
+    add("--code", nargs="+", action="extend", default=[], metavar="FOLDER", help=envs.CODE_HELP)
     add("--version", type=int, help="version of the published weights (default: the newest of each run)")
     add("--rollouts", type=int, default=512, help="number of rollouts per variant")
     add("--sampler_dtype", choices=DTYPES, help="dtype of the samplers (default: that of the run)")

@@ -772,3 +772,16 @@ def test_other_code_than_that_of_the_run_is_refused_before_it_works(play, tmp_pa
     error = capsys.readouterr().err
     assert f"environment {env['name']} has other code or data here" in error and error.count("\n") == 1
     assert not played.leases and not played.requests
+
+
+def test_folders_of_repeated_options_add_up(monkeypatch):
+    """`--code a --code b`, as rl.train takes it, gave a worker only b."""
+    found = []
+
+    def make(*args, code, **options):
+        found.extend(code)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "Worker", make)
+    assert worker.main(["--orchestrator", "http://a", "--code", "a", "b", "--code=c"]) == 130
+    assert found == ["a", "b", "c"]

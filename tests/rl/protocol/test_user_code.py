@@ -99,6 +99,22 @@ def test_a_process_for_strangers_loads_from_its_folders_alone(project, monkeypat
     assert "own_alone" not in sys.modules
 
 
+def test_of_two_folders_with_one_file_name_the_one_of_the_name_is_taken(project, tmp_path):
+    """The first folder was taken for both, and the digest of the other did not agree."""
+    folders = [project / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+        for name in ("tasks.py", "own_module.py", "rows.jsonl"):
+            (folder / name).write_text("")
+    for name in ("b", "a"):
+        assert user_code.find(f"/home/alice/{name}/tasks.py", folders) == project / name / "tasks.py"
+        assert user_code.find(f"{project}/{name}/tasks.py", folders) == project / name / "tasks.py"
+    for name in ("/home/alice/tasks.py:build", "tasks.py:build", "own_module:build"):
+        with pytest.raises(ValueError, match=r"may be .*/a/.* or .*/b/.*; leave out the folder with the other"):
+            user_code.locate(name, folders)
+    assert user_code.locate("own_module:build", folders[1:]) == f"{project}/b/own_module.py:build"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
