@@ -61,6 +61,12 @@ class Begun(NamedTuple):
     address: pathlib.Path  # the file to which the server writes its URL once it serves
     workers: list[child_process.ChildProcess]
 
+    def check(self) -> None:
+        """Raises ValueError with the last lines of a process that has ended."""
+        for child in (self.server, *self.workers):
+            if child.process.poll() is not None:
+                raise ValueError(child.obituary())
+
 
 def begin(
     experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, stack: contextlib.ExitStack

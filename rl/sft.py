@@ -50,11 +50,11 @@ def train(
     writer: metrics.MetricsWriter,
     progress: metrics.Progress,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
-    on_compiled: Callable[[], object] = lambda: None,
+    before_step: Callable[[], object] = lambda: None,
 ) -> transformer.Params:
     """Runs or resumes the warm-up (supervised fine-tuning before RL) and returns the model's parameters. All hosts must call it.
 
-    `on_compiled` is called before the first step, if one is taken.
+    `before_step` is called before each step; an error of it ends the warm-up.
     """
     config = exp.config
     if config.init_from and not config.warmup.num_steps:
@@ -79,9 +79,9 @@ def train(
         start_clock.mark("preparation")
         train_step.compile_train_step(learner, packing.abstract(layout, mesh))
         start_clock.mark("warm-up program")
-        on_compiled()
         with hosts.terminable(), progress.phase("warm-up", total=num_steps, initial=start) as bar:
             for step in range(start + 1, num_steps + 1):
+                before_step()
                 begun = time.perf_counter()
                 packed = host_feed.place(source.batch(step) if source else None, layout, mesh, hosts)
                 with jax.transfer_guard("disallow"):

@@ -194,7 +194,13 @@ def _started(
         compile_step = functools.partial(train_step.compile_train_step, learner, exp.abstract_batch(mesh))
         # While the warm-up takes steps, processes start, and the first score and the first batch are made.
         begin_to_compile = functools.cache(lambda: compiler.submit(compile_step))
-        warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts, begin_to_compile)
+
+        def before_warm_up_step() -> None:
+            begin_to_compile()
+            if begun:
+                begun.check()
+
+        warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts, before_warm_up_step)
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
         state, start, saved = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
         start_clock.mark("state")
