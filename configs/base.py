@@ -280,7 +280,7 @@ def get_config() -> config_dict.ConfigDict:
     b.dtype = ""  # in which weights are published and served: wider floats are cast to it; "": model.dtype
     b.head_s = 86400.0  # until relays that withhold newer weights are refused; the run signs again before
 
-    # The (first, last) train step of a profile of the learner in WORKDIR/profile; (): none. In topology.mode "colocated" it has the engine, too.
+    # The (first, last) train step of a profile of learner and inference servers in WORKDIR/profile; (): none.
     c.profile = config_dict.ConfigDict(dict(steps=()))
 
     # The hardware for rl.plan; no other command reads it.

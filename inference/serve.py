@@ -53,7 +53,7 @@ from inference.server import (
 )
 from inference.swarm import membership
 from models import hub
-from sharding import broadcast, bucket
+from sharding import broadcast, bucket, profiler
 from sharding import mesh as mesh_lib
 from sharding.format import head
 from sharding.multihost import failure
@@ -159,6 +159,9 @@ def main(argv: list[str] | None = None) -> int:
             sock = stack.enter_context(contextlib.closing(sockets.listen(args.host, args.port)))
             server = _start(args, hosts)
             server.signer, server.run = signer, args.run
+            profile = stack.enter_context(profiler.Profiler(pathlib.Path(args.profile), args.profile_steps))
+            server.on_version = lambda version: profile.advance(version + 1)  # it generates for the next step
+            server.on_version(server.scheduler.version)
             if hosts.count > 1:
                 stack.enter_context(hosts.terminable())  # until the server is closed
             stack.callback(server.close)
@@ -271,6 +274,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--quantize", default="none", help="int8 halves the memory of large matrices, and changes the policy slightly")
     add("--warm_up", action="store_true", help="compile for prompts of every length before listening")
     add("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights at this interval")
+    add("--profile", default="", metavar="FOLDER", help="record the engine's work for xprof there, in --profile_steps")
+    helps = "the first and last train step, after those before whose versions are in use"
+    add("--profile_steps", type=int, nargs=2, default=(), metavar=("FIRST", "LAST"), help=helps)
     add("--drain_s", type=int, default=30, help="seconds that running requests get on SIGTERM")
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     return parser.parse_args(argv)
@@ -281,6 +287,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, least in smallest.items():
         if getattr(args, name) is not None and not getattr(args, name) >= least:
             raise ValueError(f"--{name} = {getattr(args, name)} is too small; choose {least} or more")
+    if bool(args.profile) != bool(args.profile_steps):
+        raise ValueError("--profile and --profile_steps belong together; give both, or neither")
     if args.grpc_port is not None and not 0 <= args.grpc_port <= 65535:
         raise ValueError(f"--grpc_port = {args.grpc_port} is not a port; choose 0 to 65535")
     if args.address_file and not pathlib.Path(args.address_file).parent.is_dir():

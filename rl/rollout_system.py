@@ -208,13 +208,17 @@ def _say_elsewhere(experiment, workdir, weights, url: str, start: Callable, on_w
     on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {run}{code}")
 
 
-def server_command(experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path) -> list[str]:
-    """Returns the arguments of `python -m` that start the inference server of a run on its published weights."""
+def server_command(
+    experiment: experiment_lib.Experiment, workdir: pathlib.Path, weights: pathlib.Path, name: str = assembly.SERVER
+) -> list[str]:
+    """Returns the arguments of `python -m` that start the inference server `name` of a run on its published weights."""
     command = ["inference.serve", "--weights", str(weights), "--port", "0"]
     if key := run_directory.trusted_key(workdir):
         command += ["--weights_key", key]
     if experiment.server_mesh:
         command += ["--mesh", ",".join(f"{axis}={size}" for axis, size in experiment.server_mesh.items())]
+    if steps := experiment.config.profile.steps:
+        command += ["--profile", str(workdir / "profile" / name), "--profile_steps", *map(str, steps)]
     return command
 
 

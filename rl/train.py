@@ -42,12 +42,12 @@ from rl.orchestrator import assembly
 from rl.orchestrator.remote import client
 from rl.plan import sizes, utilization
 from rl.protocol import task_schedule, timeline
-from rl.reporting import diagnostics, metrics, profiler, start_clock
+from rl.reporting import diagnostics, metrics, start_clock
 from rl.reporting import monitors as monitors_lib
 from rl.retention import redaction
 from rl.topology import colocated_server, layout
 from rl.verification import verifier
-from sharding import broadcast, checkpoint
+from sharding import broadcast, checkpoint, profiler
 from sharding.format import journal
 from sharding.logs import run_logs
 from sharding.multihost import failure

@@ -70,6 +70,7 @@ class InferenceServer:
     signer: rollout_lib.WorkerKey | None = None  # signs the samples of replies; None: nobody does
     run: str = ""  # the public key of the run for which it signs
     hosts: hosts_lib.Hosts = hosts_lib.ALONE  # those that its mesh spans; this is host 0
+    on_version: Callable[[int], object] = lambda version: None  # called with each version that the engine has loaded
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     update_s: prometheus_client.Histogram = dataclasses.field(
         default_factory=lambda: role_metrics.latency("intellax:update", "Seconds per update of the weights.")
@@ -298,6 +299,7 @@ class InferenceServer:
 
         version = self.scheduler.update(load, version, epoch).result()
         self.have, self.signers = pulled, self._trusted_keys()
+        self.on_version(version)
         return version
 
 

@@ -88,7 +88,7 @@ def plan(
         source, after = (urls[name], name) if is_chain else (first, "weights")
     sources, after = [urls[name] for name in relays] or [first], (relays or ["weights"])[-1]
     for name in servers:
-        command = [*rollout_system.server_command(experiment, workdir, pathlib.Path("")), "--weights", *sources]
+        command = [*rollout_system.server_command(experiment, workdir, pathlib.Path(""), name), "--weights", *sources]
         specs.append(spec(name, "server", command, after, "--port", str(ports[name]), "--url", urls[name], *at))
         if liar := liars.get(name):
             url, cheat = connect(frozenset({name}), ports[liar]), ["rl.swarm.cheats", "lie", *command[1:]]

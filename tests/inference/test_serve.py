@@ -637,6 +637,7 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path, monkeypatch):
         (["--max_queue", "0"], "--max_queue = 0 is too small; choose 1 or more"),
         (["--max_model_len", "1"], "--max_model_len = 1 is too small; choose 2 or more"),
         (["--watch", "nan"], "--watch = nan is too small; choose 0 or more"),
+        (["--profile", "x"], "--profile and --profile_steps belong together; give both, or neither"),
         (["--grpc_port", "99999"], "--grpc_port = 99999 is not a port; choose 0 to 65535"),
         (["--weights_key", "ab"], "--weights_key applies to a broadcast"),
         (["--weights_floor", "f"], "--weights_floor f keeps signed heads; add --weights_key"),

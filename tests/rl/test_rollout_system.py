@@ -1,12 +1,17 @@
 """The rollout system of a run: its keys, stakes, and the commands of its processes."""
 
 import contextlib
+import dataclasses
+import os
 import queue
+import signal
 import stat
+import subprocess
 import types
 
 import jax
 import pytest
+from ml_collections import config_dict
 
 from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
@@ -19,7 +24,9 @@ from rl.orchestrator import assembly
 from rl.protocol import timeline
 from rl.verification import verifier
 from sharding.system import child_process
-from tests.support import doubles
+from tests.rl.swarm import test_swarm
+from tests.sharding import test_profiler
+from tests.support import doubles, proxy, tiny_run
 
 
 def test_keys_of_workers_are_not_among_the_logs(tmp_path):
@@ -72,6 +79,17 @@ def test_the_server_of_a_run_trusts_its_root_file_if_there_is_one(tmp_path):
         (tmp_path / "root.json").write_bytes(b"of `python -m sharding.broadcast keys`")
 
 
+def test_the_server_of_a_run_records_the_profile_of_its_config(tmp_path):
+    exp = doubles.experiment()
+    assert "--profile" not in rollout_system.server_command(exp, tmp_path, tmp_path)
+    config = config_dict.ConfigDict(exp.config)
+    config.profile.steps = (10, 13)
+    exp = dataclasses.replace(exp, config=config)
+    *_, flag, folder, steps, first, last = rollout_system.server_command(exp, tmp_path, tmp_path, "server1")
+    assert (flag, folder) == ("--profile", str(tmp_path / "profile" / "server1"))
+    assert (steps, first, last) == ("--profile_steps", "10", "13")
+
+
 def test_replays_on_a_cpu_that_jax_does_not_have_are_refused_before_the_run(monkeypatch):
     """Minutes of warm-up ended in a traceback if JAX_PLATFORMS was cuda."""
 
@@ -99,6 +117,47 @@ def test_a_process_may_take_as_long_to_start_as_the_config_says(tmp_path):
         ValueError, match=r"did not start in 0 s \(topology.patience_s\); read its log, logs/server.log, or"
     ):
         rollout_system._address(child, tmp_path / "server.address", 0.05)
+
+
+def test_a_process_that_ended_before_the_run_needs_it_is_named_with_its_last_words(tmp_path):
+    server = types.SimpleNamespace(process=types.SimpleNamespace(poll=lambda: None))
+    with child_process.ChildProcess("worker0", ["no_such_module"], run_directory.logs(tmp_path)) as worker:
+        worker.process.wait(60)
+        with pytest.raises(
+            ValueError, match="the worker0 process ended with code 1: .*No module .*. Read its log: .*log"
+        ):
+            rollout_system.Begun(server, "", tmp_path, [worker]).check()
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_during_the_warm_up_ends_the_run(tmp_path):
+    """The run noticed it after its last warm-up step."""
+    command = tiny_run.command(tmp_path, warmup__num_steps=10**6)
+    with subprocess.Popen(
+        command, cwd=tiny_run.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as run:
+        proxy.wait_until(lambda: tiny_run.lines(tmp_path, "warm-up"), 240)
+        (server,) = [pid for pid, line in test_swarm.processes_of(tmp_path).items() if "inference.serve" in line]
+        os.kill(server, signal.SIGKILL)
+        _, error = run.communicate(timeout=60)
+    assert run.returncode == 1 and "error: the server process ended with code -9: " in error and "Read its log" in error
+    assert not test_swarm.processes_of(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_profile_has_the_learner_and_the_engine_of_another_process(tmp_path):
+    """Only the learner's was written. The engine's begins with the version that step 2 trains on, and ends with that of step 3."""
+    result = tiny_run.run(tmp_path, profile__steps="(2, 3)", rl__num_steps=5)
+    assert result.returncode == 0, result.stderr
+    own = {
+        file.is_relative_to(tmp_path / "profile" / "server"): file
+        for file in (tmp_path / "profile").rglob("*.xplane.pb")
+    }
+    assert own.keys() == {True, False}
+    names = {is_server: test_profiler.names(file) for is_server, file in own.items()}
+    assert any("decode" in name for name in names[True]) and "train" not in names[True]
+    assert "train" in names[False] and test_profiler.recorded(tmp_path / "profile" / "plugins") == [2, 3]
+    assert (tmp_path / "profile" / "server" / "memory.json").exists()
 
 
 def test_workers_start_before_an_engine_compiles_in_this_process(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
-"""Records the work of the learner's devices and threads in some train steps: WORKDIR/profile, for xprof, TensorBoard, and Perfetto.
+"""Records the work of this process's devices and threads in some train steps, for xprof, TensorBoard, and Perfetto.
 
-The file `memory.json` next to it has the memory of each program of this process.
+A learner records its steps in WORKDIR/profile, and a server that is its own process those that its versions are for, in WORKDIR/profile/NAME.
+The file `memory.json` there has the memory of each program of the process.
 """
 
 import contextlib
@@ -20,13 +21,17 @@ class Profiler(contextlib.AbstractContextManager):
         self._folder, self._steps, self._is_running = folder, range(steps[0], steps[1] + 1) if steps else (), False
 
     def begin(self, step: int) -> contextlib.AbstractContextManager:
-        """Starts or ends the recording at the begin of a step; returns a context that gives the step a name in it."""
+        """Calls `advance`; returns a context that gives the step a name in the recording."""
+        self.advance(step)
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def advance(self, step: int) -> None:
+        """Starts or ends the recording at the begin of a step."""
         if self._is_running and step not in self._steps:
             self.__exit__()
         elif not self._is_running and step in self._steps:
             jax.profiler.start_trace(self._folder)
             self._is_running = True
-        return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def __exit__(self, *_) -> None:
         """Ends the recording if it is running, and writes it."""

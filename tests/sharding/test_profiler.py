@@ -8,7 +8,7 @@ import pytest
 
 from configs import base
 from rl.experiment import rules
-from rl.reporting import profiler
+from sharding import profiler
 
 
 def recorded(folder):
@@ -17,6 +17,12 @@ def recorded(folder):
     planes = [plane for file in files for plane in jax.profiler.ProfileData.from_file(str(file)).planes]
     events = [event for plane in planes for line in plane.lines for event in line.events if event.name == "train"]
     return sorted({int(value) for event in events for key, value in event.stats if key == "step_num"})
+
+
+def names(file):
+    """The names of all events in a profile."""
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    return {event.name for plane in planes for line in plane.lines for event in line.events}
 
 
 @pytest.mark.parametrize(
