@@ -27,7 +27,7 @@ def batch(step, split="train"):
 
 
 def rollouts(version=0):
-    arrays = {"sampled_mask": np.array([False, True]), "versions": np.full(2, version)}
+    arrays = {"sampled_mask": np.array([False, True]), "versions": np.full(2, version), "oldest_version": version}
     return [types.SimpleNamespace(sample=sample, number=sample, epoch=0, **arrays) for sample in (1, 0)]
 
 

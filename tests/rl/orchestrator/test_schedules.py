@@ -147,7 +147,7 @@ class World:
         job.forged, job.flat = forged, flat
         versions = np.array([policy.version for policy in (job.policies[0], *job.policies)])  # that of the prompt first
         epoch = job.policies[0].epoch
-        fields = dict(sampled_mask=MASK, versions=versions, epoch=epoch, flat=flat)
+        fields = dict(sampled_mask=MASK, versions=versions, oldest_version=int(versions.min()), epoch=epoch, flat=flat)
         rollouts = [types.SimpleNamespace(sample=i, number=i, **fields) for i in (1, 0)]
         self.truth[digest] = copy.copy(job)
         self.books["delivered"] += 1

@@ -83,7 +83,7 @@ def shape_of(*sizes, dtype=None):
     ("columns", "words"),
     [
         ((b"x" * 53, shape_of(9, 3, 2)), "row 0: routed_experts: must have one or two bytes per expert ID"),
-        ((b"x" * 54, shape_of(9, 3, 2, dtype=pa.list_(pa.int64()))), "column 37 must be routed_experts_shape"),
+        ((b"x" * 54, shape_of(9, 3, 2, dtype=pa.list_(pa.int64()))), "column 38 must be routed_experts_shape"),
         ((b"x" * 54, pa.array([None], pa.list_(pa.int32()))), "must not contain nulls"),
         ((b"x" * 54, shape_of(9, 3, 2), [("x", pa.array([1]))]), "column 'x' is not in the schema"),
     ],
