@@ -40,7 +40,7 @@ from sharding.system import secret_file, sockets
 
 CACHE_S, MAX_GROUPS, MAX_WAITING = 2.0, 16, 64
 MAX_SHARE = (
-    0.05  # of the time, for rendering: it takes the learner's Python lock, for 1.4 s with 74 metrics of 10,000 steps
+    0.01  # of the time, for rendering: it takes the learner's Python lock, for 1.4 s with 74 metrics of 10,000 steps
 )
 SCRIPT = """setInterval(async()=>{try{const reply=await fetch(location.href);if(!reply.ok)return;
 const page=new DOMParser().parseFromString(await reply.text(),"text/html");
