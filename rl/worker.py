@@ -327,7 +327,7 @@ class _Groups:
 
     async def _submit(self) -> None:
         """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
-        # Of a group: the size before compression, with 1 KiB per rollout for the small fields.
+        # The size of a group before compression, with 1 KiB per rollout for the small fields.
         size = lambda rollouts: sum(rollout_lib.num_bytes(rollout) + 1024 for rollout in rollouts)  # noqa: E731
         left = None  # a finished group that did not fit
         while True:

@@ -387,10 +387,8 @@ def _calls_error(rollout: Rollout) -> str | None:
     calls = rollout.calls
     if calls is None:
         return None
-    if not isinstance(calls, np.ndarray) or calls.dtype != np.int32 or calls.ndim != 2 or calls.shape[1] != 2:
-        return f"calls: must be None or a numpy int32 [N, 2], got {_shown(calls)}"
-    if not 0 < len(calls) <= MAX_CALLS:
-        return f"calls: must have 1 to {MAX_CALLS} rows, got {len(calls)}"
+    if error := _table_error("calls", calls, 2):
+        return error
     mask = np.zeros(len(rollout.tokens) + 1, np.int8)
     starts, ends = calls.T
     is_ordered = (starts < ends).all() and (ends[:-1] <= starts[1:]).all() and starts[0] > 0 and ends[-1] < len(mask)
@@ -399,6 +397,12 @@ def _calls_error(rollout: Rollout) -> str | None:
         np.add.at(mask, ends, -1)
     is_same = is_ordered and np.array_equal(np.cumsum(mask[:-1], dtype=np.int8) > 0, rollout.sampled_mask)
     return None if is_same else "calls: must be the sampled tokens, in ascending order"
+
+
+def _table_error(name: str, found, width: int) -> str | None:
+    if not isinstance(found, np.ndarray) or found.dtype != np.int32 or found.ndim != 2 or found.shape[1] != width:
+        return f"{name}: must be None or a numpy int32 [N, {width}], got {_shown(found)}"
+    return None if 0 < len(found) <= MAX_CALLS else f"{name}: must have 1 to {MAX_CALLS} rows, got {len(found)}"
 
 
 def _call_limits_error(rollout: Rollout) -> str | None:
@@ -414,10 +418,8 @@ def _prefix_error(rollout: Rollout) -> str | None:
     found = rollout.prefix_versions
     if found is None:
         return None
-    if not isinstance(found, np.ndarray) or found.dtype != np.int32 or found.ndim != 2 or found.shape[1] != 3:
-        return f"prefix_versions: must be None or a numpy int32 [N, 3], got {_shown(found)}"
-    if not 0 < len(found) <= MAX_CALLS:
-        return f"prefix_versions: must have 1 to {MAX_CALLS} rows, got {len(found)}"
+    if error := _table_error("prefix_versions", found, 3):
+        return error
     spans, last = rollout.spans, (0, 0, -1)
     for row in map(tuple, found.tolist()):
         call, end, version = row

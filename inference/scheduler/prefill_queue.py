@@ -128,7 +128,7 @@ class PrefillQueue:
         A request of several samples is a group of rollouts, and none of them goes on.
         """
         group, config = sequence.group, self._engine.config
-        # Of weights before, a version number may be that of other weights.
+        # Under older weights, the same version number may have named another policy.
         is_current = group.prompt_key is not None and group.prompt_key[0] >= self._oldest[0]
         has_experts = not config.routed_experts or group.request.routed_experts
         is_wanted = is_current and group.request.num_samples == 1 and has_experts

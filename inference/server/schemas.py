@@ -216,7 +216,7 @@ class Sampling(Body):
     proofs: bool = False  # true adds TOPLOC proofs to the reply
     policy_version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None  # the only one that may generate
     policy_epoch: Annotated[int, pydantic.Field(ge=0, lt=2**48)] | None = None  # of every version that may generate
-    # Of keys that the next turn of a conversation may reuse; None: only those of the version in use.
+    # The next turn of a conversation may reuse keys of this version or a newer one; None: only of the version in use.
     oldest_prefix_version: Annotated[int, pydantic.Field(ge=0, lt=2**31)] | None = None
 
 
