@@ -388,12 +388,12 @@ def test_programs_near_the_limit_are_found(pool):
 
     assert not asyncio.run(is_slow("pass"))
     assert asyncio.run(is_slow("while True: pass"))
-    assert asyncio.run(is_slow("import resource\nwhile resource.getrusage(0).ru_utime < 0.2: pass"))
+    assert asyncio.run(is_slow("import resource\nwhile sum(resource.getrusage(0)[:2]) < 0.2: pass"))
     assert doctest.testmod(limits_lib).failed == 0
 
 
 def test_a_validator_gives_more_time(pool, monkeypatch):
-    code = "import resource\nwhile resource.getrusage(0).ru_utime < 0.7: pass\nprint(1)"
+    code = "import resource\nwhile sum(resource.getrusage(0)[:2]) < 0.7: pass\nprint(1)"  # in some machines, most of it is the kernel's
     assert asyncio.run(pool.run(code)).timed_out
     monkeypatch.setattr(limits_lib, "_FACTOR", [1.0])
     limits_lib.set_factor(limits_lib.SPREAD)
