@@ -57,12 +57,10 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_collection_modifyitems(config, items):
     rank = {name: number for number, name in enumerate(LONGEST)}  # first: at the end, a long file would run alone
     items.sort(key=lambda item: rank.get(item.path.relative_to(TESTS).as_posix(), len(rank)))
-    if config.option.markexpr or any("::" in arg for arg in config.args):
-        return
-    skip = pytest.mark.skip(reason="slow: run with -m slow")
-    for item in items:
-        if item.get_closest_marker("slow"):  # not by keyword: a parameter may be called slow
-            item.add_marker(skip)
+    slow = [item for item in items if item.get_closest_marker("slow")]  # not by keyword: a parameter may be called slow
+    is_asked = config.option.markexpr or any("::" in arg for arg in config.args)
+    for item in slow:
+        item.add_marker(pytest.mark.timeout(0) if is_asked else pytest.mark.skip(reason="slow: run with -m slow"))
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def play(speeds, *, num_groups=32, num_steps=40, max_lag=0, concurrency=64, seed
         looked_s[worker] = now_s
         for key in [key for key, job in jobs.items() if job[0] <= 1e-9]:
             since_s = jobs.pop(key)[1]
-            one = types.SimpleNamespace(number=0, sampled_mask=mask, versions=mask * step, oldest_version=0)
+            one = types.SimpleNamespace(number=0, sampled_mask=mask, versions=mask * step, oldest_version=step)
             if queue.deliver(key, name, [one], "digest") is queue_entry.Delivery.TAKEN:
                 queue.let_pass(key)
                 share.finished(name, since_s, now_s)
