@@ -33,15 +33,13 @@ from inference.rollouts import rollout as rollout_lib
 from inference.server import guard
 from rl import report
 from rl.batch import credit as credit_lib
-from rl.ledger import run_history
+from rl.ledger import environments, run_history
 from rl.reporting import metrics
 from rl.verification import checks
 from sharding.system import secret_file, sockets
 
 CACHE_S, MAX_GROUPS, MAX_WAITING = 2.0, 16, 64
-MAX_SHARE = (
-    0.01  # of the time, for rendering: it takes the learner's Python lock, for 1.4 s with 74 metrics of 10,000 steps
-)
+MAX_SHARE = 0.01  # of the time, for rendering, which takes the learner's Python lock
 SCRIPT = """setInterval(async()=>{try{const reply=await fetch(location.href);if(!reply.ok)return;
 const page=new DOMParser().parseFromString(await reply.text(),"text/html");
 document.title=page.title;const main=page.querySelector("main");
@@ -70,7 +68,7 @@ def add(
     """Adds both routes to an app that listens at `host`; returns the path of the first, with the token that it needs."""
     token = "" if sockets.is_loopback(host) else secret_file.read_or_create(workdir / "page.token")
     lock, cached, waiting = asyncio.Lock(), ["", 0.0], set()
-    reader = metrics.Reader(workdir / "metrics.jsonl")
+    reader, ledger = metrics.Reader(workdir / "metrics.jsonl"), environments.Reader(workdir / "ledger.db")
 
     async def reply(request: fastapi.Request, render: Callable[[], str], old: str = "") -> responses.HTMLResponse:
         """Returns the page; `old` if another is being drawn. Requests wait here, and not in threads, of which /health needs one."""
@@ -98,7 +96,9 @@ def add(
     async def run(request: fastapi.Request):
         def render() -> str:
             if (begun_s := time.monotonic()) >= cached[1]:
-                cached[0] = report.render(workdir, reader.records(), nodes=nodes(), script=SCRIPT, policy=POLICY)
+                cached[0] = report.render(
+                    workdir, reader.records(), ledger.reputations(), nodes=nodes(), script=SCRIPT, policy=POLICY
+                )
                 now_s = time.monotonic()
                 cached[1] = now_s + max(CACHE_S, (now_s - begun_s) / MAX_SHARE)
             return cached[0]

@@ -11,8 +11,8 @@ a model is hostile: it is escaped, and characters that are invisible or change t
 """
 
 import collections
-import contextlib
 import dataclasses
+import functools
 import html
 import itertools
 import json
@@ -28,7 +28,7 @@ from typing import Any
 import jinja2
 import markupsafe
 
-from rl.ledger import environments, storage
+from rl.ledger import environments
 from rl.reporting import diagnostics, metrics, timeline_trace
 from sharding import bucket
 from sharding.format import journal
@@ -98,13 +98,15 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
     workdir = pathlib.Path(workdir)
     records = metrics.read(workdir / "metrics.jsonl")
     spans = timeline_trace.write(workdir, [record for record in records if record["phase"] == "rl"])
-    atomic_file.write(workdir / "report.html", render(workdir, records, spans).encode())
+    reputations = environments.Reader(workdir / "ledger.db").reputations()
+    atomic_file.write(workdir / "report.html", render(workdir, records, reputations, spans).encode())
     return workdir / "report.html"
 
 
 def render(
     workdir: pathlib.Path,
     records: Sequence[dict],
+    reputations: Sequence[environments.Reputation],
     spans: Sequence[timeline_trace.Span] = (),
     *,
     nodes: Sequence[Mapping[str, Any]] = (),
@@ -128,7 +130,7 @@ def render(
         split=split,
         shares=timeline_trace.shares(spans),
         samples=_samples(evaluations),
-        environments=_environments(workdir / "ledger.db"),
+        environments=reputations,
         nodes=nodes,
         script=script,
         policy=policy,
@@ -171,11 +173,12 @@ def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
     return workdirs[0] / "comparison.html"
 
 
+@functools.cache
 def template(name: str) -> jinja2.Template:
     """Returns a template of this folder, which escapes all text."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"text": text, "pre": _pre, "number": _number, "seconds": metrics.format_seconds}
-    environment.filters["moving_mean"] = _moving_mean
+    environment.filters["series"] = _series
     return environment.from_string(_read(name))
 
 
@@ -197,13 +200,6 @@ def _fields(config, place=""):
 
 def _read(name: str) -> str:
     return pathlib.Path(__file__).with_name(name).read_text()
-
-
-def _environments(file):
-    if not file.exists():
-        return []
-    with contextlib.closing(storage.connect(file)) as db:
-        return environments.of(entry.event for entry in storage.read(db, 0))
 
 
 def _evaluations(path):
@@ -315,6 +311,24 @@ def _scale(curve, lines, bars):
         "X": lambda x: f"{left + (x - x_lo) * x_scale:.1f}",
         "Y": lambda y, shift=0: f"{bottom - (y - y_ticks[0]) * y_scale + shift:.1f}",
     }
+
+
+def _series(line, number, label, figure):
+    """Returns the SVG of a line: thin and as its moving mean, with points that have titles, invisible where there are many.
+
+    Not by the template, which needs seven times as long.
+    """
+    X, Y, is_long, is_log = figure["X"], figure["Y"], len(line) >= 24, figure["curve"].log
+    lines, kind, name = {"raw": line} if is_long else {}, "hit" if is_long else "dot", text(label)
+    pieces = [
+        f'<path class="{of} s{number}" d="M{"L".join(f"{X(x)} {Y(y)}" for x, y in points)}"/>'
+        for of, points in (lines | {"mean": _moving_mean(line)}).items()
+        if points
+    ]
+    for x, y in line:
+        title = f"step {x}: {name} {_number(10**y if is_log else y)}"
+        pieces.append(f'<circle class="{kind} s{number}" cx="{X(x)}" cy="{Y(y)}" r="4"><title>{title}</title></circle>')
+    return markupsafe.Markup("".join(pieces))
 
 
 def _moving_mean(line):

@@ -5,11 +5,12 @@ takes back the batches of later steps. Ledgers of earlier releases have no such 
 """
 
 import collections
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Iterator
 
-from rl.ledger import events
+from rl.ledger import events, storage
 from rl.ledger import ledger as ledger_lib
 
 CHUNK = 1000  # entries in memory
@@ -55,17 +56,46 @@ def all_of(ledger: ledger_lib.Ledger) -> Iterator[events.Event]:
 
 def of(found: Iterable[events.Event]) -> list[Reputation]:
     """Returns the reputation of each environment, by name and digest. A refusal counts for the newest digest of its environment."""
-    batches: dict[int, list[dict]] = {}
-    refusals: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for event in found:
-        if event.kind == "resume":
-            batches = {step: one for step, one in batches.items() if step <= event.fields["step"]}
-        elif event.kind == "batch":
-            batches[event.fields["step"]] = event.fields.get("environments", [])
-        elif event.kind == "refusal":
-            reason = event.fields["reason"].partition(":")[0][:40]
-            refusals[event.fields.get("environment", UNKNOWN)][reason] += 1
-    return _sums(batches, refusals)
+    tally = _Tally()
+    tally.add(found)
+    return tally.reputations()
+
+
+class Reader:
+    """The reputations in a ledger file that grows, unverified. Entries that were read once are not read again."""
+
+    def __init__(self, path: pathlib.Path):
+        self._path, self._next, self._tally = path, 0, _Tally()
+
+    def reputations(self) -> list[Reputation]:
+        """Returns the reputations so far, as `of` does; [] without a file. Raises ValueError for an entry that cannot be decoded."""
+        if not self._path.exists():
+            return []
+        with contextlib.closing(storage.connect(self._path)) as db:
+            for entry in storage.read(db, self._next):
+                self._tally.add([entry.event])
+                self._next = entry.seq + 1
+        return self._tally.reputations()
+
+
+class _Tally:
+    def __init__(self):
+        self._batches: dict[int, list[dict]] = {}
+        self._refusals: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+
+    def add(self, found: Iterable[events.Event]) -> None:
+        for event in found:
+            if event.kind == "resume":
+                kept = event.fields["step"]
+                self._batches = {step: one for step, one in self._batches.items() if step <= kept}
+            elif event.kind == "batch":
+                self._batches[event.fields["step"]] = event.fields.get("environments", [])
+            elif event.kind == "refusal":
+                reason = event.fields["reason"].partition(":")[0][:40]
+                self._refusals[event.fields.get("environment", UNKNOWN)][reason] += 1
+
+    def reputations(self) -> list[Reputation]:
+        return _sums(self._batches, self._refusals)
 
 
 def table(found: list[Reputation]) -> list[str]:

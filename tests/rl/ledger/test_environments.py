@@ -1,12 +1,13 @@
 """The reputation of environments: sums of the counts in batch events, refusals by reason, and batches that a resume took back."""
 
+import contextlib
 import dataclasses
 import types
 
 import pytest
 
 from inference.rollouts import rollout as rollout_lib
-from rl.ledger import environments, run_ledger, run_rules
+from rl.ledger import environments, run_ledger, run_rules, storage
 from rl.ledger import events as ledger_events
 from rl.orchestrator.groups import environment_counts
 from tests.support import commands, ledgers, rollouts
@@ -56,6 +57,22 @@ def test_reputations_are_sums_over_the_batches_that_count(path):
     assert (new.groups, new.signal, new.refusals) == (1, 1, {"reward": 1})  # of the newest digest
     assert by_name["wordle", B].refusals == {"tokens": 1} and by_name["wordle", B].signal_share == 0
     assert by_name[environments.UNKNOWN, ""].refusals == {"tokens": 1} and len(by_name) == 4
+
+
+@pytest.mark.parametrize("num_entries", [0, 6, 14])
+def test_entries_that_were_read_are_not_read_again(path, tmp_path, monkeypatch, num_entries):
+    """Each poll of the page of a run read its whole ledger: 5 s with 10,000 steps. The last entries of this one follow a resume."""
+    begun, read = [], storage.read
+    monkeypatch.setattr(environments.storage, "read", lambda db, start: begun.append(start) or read(db, start))
+    whole, reader = path.read_bytes(), environments.Reader(path)
+    with contextlib.closing(storage.connect(path)) as db:
+        (last,) = db.execute("SELECT max(seq) FROM entries").fetchone()
+        db.execute("DELETE FROM entries WHERE seq >= ?", (num_entries,))
+    reader.reputations()
+    path.write_bytes(whole)
+    assert reader.reputations() == reader.reputations() == environments.read(path)
+    assert begun[:3] == [0, num_entries, last + 1] and last > 14
+    assert environments.Reader(tmp_path / "none.db").reputations() == []
 
 
 def test_the_commands_print_them(path, capsys):
