@@ -36,12 +36,17 @@ def parse(parser: cli.Parser, workdir: str, argv: Sequence[str] | None) -> argpa
     return options
 
 
-def train(folder: pathlib.Path, options: Sequence[str], config: str = "configs/quickstart.py") -> None:
+def train(
+    folder: pathlib.Path,
+    options: Sequence[str],
+    config: str = "configs/quickstart.py",
+    program: Sequence[str] = ("-m", "rl.train"),
+) -> None:
     """Runs or resumes a run of `config` in `folder`, unless it has ended. Raises ValueError if it fails."""
     if (folder / "report.html").exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "rl.train", f"--config={config}", f"--workdir={folder}"]
+    command = [sys.executable, *program, f"--config={config}", f"--workdir={folder}"]
     with open(log := folder.with_suffix(".log"), "a") as output:
         flags = [f"--config.{option}" for option in options]
         code = subprocess.run([*command, *flags], stdout=output, stderr=subprocess.STDOUT).returncode
