@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import linear_call
 from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
@@ -52,6 +53,36 @@ SLACK = 1.25  # rows of a round, over the average
 ROWS = 2**17
 
 
+@struct.dataclass
+class InStack:
+    """The matrices of one layer, [E, D, F], in the stack of all layers, which stays whole: in front of a kernel's call a slice is a copy."""
+
+    stack: jax.Array  # [L, E, D, F]
+    layer: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the layer's matrices."""
+        return self.stack.shape[1:]
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> "InStack | jax.Array":
+        """Returns these matrices, sliced if their dtype is another one."""
+        return self if self.stack.dtype == dtype else self.sliced.astype(dtype)
+
+    @property
+    def sliced(self) -> jax.Array:
+        """The layer's matrices alone."""
+        return self.stack[self.layer]
+
+
+def left_in_stack(params: dict) -> dict:
+    """Returns the matrices of a stack of MoE layers that need no slice per layer: none that `run` gathers over `fsdp` or that are in int8."""
+    mesh = rules.several_devices()
+    if mesh is not None and mesh.shape["fsdp"] > 1:
+        return {}
+    return {name: x for name, x in params.items() if name in ("gate", "up", "down") and isinstance(x, jax.Array)}
+
+
 def run(
     x_BTD: jax.Array, weights_BTX: jax.Array, experts_BTX: jax.Array, params: dict, config: config_lib.ModelConfig
 ) -> jax.Array:
@@ -75,7 +106,7 @@ def run(
 
 def grouped_matmul(
     rows_AD: jax.Array,
-    kernel_EDF: jax.Array,
+    kernel_EDF: jax.Array | InStack,
     group_sizes_E: jax.Array,
     inside_A: jax.Array | None,
     config: config_lib.ModelConfig,
@@ -94,6 +125,12 @@ def grouped_matmul(
     (A, D), (E, _, F), which = rows_AD.shape, kernel_EDF.shape, config.grouped_matmul
     if which == "auto":
         which = {"tpu": "megablox", "gpu": "triton", "cuda": "triton"}.get(mesh_lib.platform(), "ragged_dot")
+    offset = None
+    if isinstance(kernel_EDF, InStack):
+        if which == "megablox":  # it subtracts the offset from the number of a group
+            kernel_EDF, offset = kernel_EDF.stack.reshape(-1, D, F), -E * kernel_EDF.layer
+        else:
+            kernel_EDF = kernel_EDF.sliced
     if which == "ragged_dot" or (which == "triton" and (D % 16 or F % 16)):
         return checkpoint_name(mask(jax.lax.ragged_dot(mask(rows_AD), kernel_EDF, group_sizes_E)), layers.SAVED)
     if which == "triton":
@@ -105,7 +142,7 @@ def grouped_matmul(
         out_AF: Any = gpu_grouped_matmul.grouped_matmul(padded_AD, kernel_EDF, group_sizes_E, interpret)
     else:
         out_AF = megablox.gmm(
-            padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, _tiling(tile), None, None, False, interpret
+            padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, _tiling(tile), offset, None, False, interpret
         )
     return checkpoint_name(mask(out_AF[:A]), layers.SAVED)
 
@@ -256,12 +293,14 @@ def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
 def _partition(mesh, name: str, shape: tuple[int, ...], x) -> PartitionSpec:
     """Returns the layout of a parameter of `shape`, or of its int8 scales, whose summed dims have size 1."""
     spec = rules.partition(mesh, shape, AXES[name])
+    if x.ndim != len(shape):  # of an `InStack`: the stack, and the number of the layer
+        return PartitionSpec(None, *spec) if x.ndim else PartitionSpec()
     return PartitionSpec(*(of_dim if n == m else None for of_dim, n, m in zip(spec, x.shape, shape, strict=True)))
 
 
 def _gather_model_dim(name: str, param):
     """Returns a parameter, `Quantized` or not, with its model dim gathered from the devices of the `fsdp` axis."""
-    if "model" not in AXES[name]:
+    if "model" not in AXES[name] or isinstance(param, InStack):
         return param
     dim = AXES[name].index("model")
     gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", axis=dim, tiled=True)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models import attention, blocks, layers, moe
+from models import attention, blocks, layers, moe, moe_experts
 from models import config as config_lib
 from models.kernels import cpu_transposed, int8, splash_attention
 from sharding import rules
@@ -248,12 +248,19 @@ def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *
 
     new_cache, routings = [], {}
     for unit in _scans(config):
+        sliced, whole = [params["layers"][key] for key in unit], [{} for _ in unit]
+        if config.scan_layers and cache is not None:
+            sliced, whole = zip(*map(_apart, sliced), strict=True)
 
-        def run_unit(carry, slices, unit=unit):
+        def run_unit(carry, slices, unit=unit, whole=whole):
             (x_BTD, entries), (unit_params, experts, n) = carry, slices
             new_entries, routings = [], []
-            for key, block_params, entry, experts_BTX in zip(unit, unit_params, entries, experts, strict=True):
+            rows = zip(unit, unit_params, whole, entries, experts, strict=True)
+            for key, block_params, stacks, entry, experts_BTX in rows:
                 entry = entry if n is None else (*entry, n)
+                if stacks and n is not None:
+                    kernels = {name: moe_experts.InStack(stack, n) for name, stack in stacks.items()}
+                    block_params = block_params | {"moe": block_params["moe"] | kernels}
                 is_sliding = config.is_sliding(int(key))
                 x_BTD, entry, routing = run_block(block_params, x_BTD, entry, experts_BTX, is_sliding)
                 new_entries.append(entry if n is None else tuple(entry[:-1]))
@@ -261,7 +268,7 @@ def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *
             return (x_BTD, new_entries), routings
 
         entries = [None] * len(unit) if cache is None else list(cache[len(new_cache) :][: len(unit)])
-        slices = [params["layers"][key] for key in unit], [experts_of(indices) for indices in unit.values()]
+        slices = list(sliced), [experts_of(indices) for indices in unit.values()]
         if config.scan_layers:
             length = len(next(iter(unit.values())))
             n = None if cache is None else jnp.arange(length)
@@ -276,6 +283,14 @@ def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *
     of_moe_layers = [routings[index] for index in moe_layers]
     routing = jax.tree.map(lambda *x: jnp.stack(x), *of_moe_layers) if of_moe_layers else None
     return hidden_BTD, tuple(new_cache), routing
+
+
+def _apart(params: dict) -> tuple[dict, dict]:
+    """Returns the parameters of a stack of layers in two parts: those that a scan slices, and the experts' kernels that it leaves whole."""
+    whole = moe_experts.left_in_stack(params.get("moe", {}))
+    if not whole:
+        return params, {}
+    return params | {"moe": {name: x for name, x in params["moe"].items() if name not in whole}}, whole
 
 
 def _scans(config) -> list[dict[str, list[int]]]:

@@ -154,7 +154,7 @@ class Result(engine_api.ResultTokens):
 
 @dataclasses.dataclass(frozen=True)
 class Swapped:
-    """A running sequence in host memory: the state of its slot, and copies of its pages, PAGES_PER_COPY at a time."""
+    """A running sequence in host memory: the state of its slot, and copies of its pages, PAGES_PER_COPY at a time. Each host has its shards."""
 
     row: decode_state.DecodeState
     pages: Sequence[paged_cache.Entries]
@@ -266,15 +266,15 @@ class Engine(engine_api.Engine):
     def swap_out(self, state: State, slot: int, pages: Sequence[int]) -> Swapped:
         """Fetches a sequence: the state of its slot, and the keys and values in `pages`. Blocks. The slot stays as it is."""
         (part,) = state
-        row = jax.device_get(self._run(compiled_steps.read_row, part, np.int32(slot)))
-        copies = [jax.device_get(self._run(compiled_steps.read_pages, part, at)) for (at,) in self._in_parts(pages)]
-        return Swapped(row, copies)
+        row = jax.device_get(self._readable(self._run(compiled_steps.read_row, part, np.int32(slot))))
+        parts = (self._run(compiled_steps.read_pages, part, at) for (at,) in self._in_parts(pages))
+        return Swapped(row, [_moved(copies, "pinned_host") for copies in parts])
 
     def swap_in(self, state: State, slot: int, pages: Sequence[int], swapped: Swapped) -> State:
         """Puts a sequence that `swap_out` fetched into a slot and as many other pages, where it goes on bit for bit."""
         (part,) = state
         for (at,), copies in zip(self._in_parts(pages), swapped.pages, strict=True):
-            part = self._run(compiled_steps.write_pages, part, copies, at)
+            part = self._run(compiled_steps.write_pages, part, _moved(copies, "device"), at)
         return (self._run(compiled_steps.write_row, part, swapped.row, np.int32(slot)),)
 
     def deactivate(self, state: State, slots) -> State:
@@ -429,6 +429,12 @@ def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
             f"inference.num_slots = {config.num_slots} does not divide over the {shards} batch shards of the mesh "
             f"(data x fsdp x expert); set it to a multiple of {shards}"
         )
+
+
+def _moved(tree, kind: str):
+    """Returns arrays in memory of this kind, "device" or "pinned_host". Blocks."""
+    shardings = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), tree)
+    return jax.block_until_ready(jax.device_put(tree, shardings))
 
 
 class _JetStreamTokenizer(tokenizer_api.Tokenizer):

@@ -54,8 +54,6 @@ def check(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh | None = None) 
             device is not None and device.platform == "tpu"
         )  # its kernel reads whole vectors, and rounds to bfloat16
         reasons |= {
-            "a mesh over several hosts": isinstance(mesh, jax.sharding.Mesh)
-            and len({device.process_index for device in mesh.devices.flat}) > 1,  # they replay no copies of pages
             f"{shards} batch shards of the mesh (data x fsdp x expert)": shards > 1,
             f"{model.num_kv_heads} key heads over tensor={parts}": model.num_kv_heads % parts > 0,
             f"head_dim = {model.head_dim} on a TPU": is_tpu and model.head_dim % LANES > 0,

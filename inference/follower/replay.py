@@ -3,7 +3,8 @@
 1. Host 0 has a `LeadingEngine`, which its scheduler uses like any engine. It sends each call, with its small arguments, to the
    other hosts, then makes it, too. One thread at a time makes calls, so all hosts start the same programs in the same order.
 2. Each other host has a `Replay`, which makes the calls on its own shards of the same arrays. Weights and decode state are
-   always the current ones. Keys of prompts have the number of the call that made them, and are dropped after host 0 dropped them.
+   always the current ones. Keys of prompts, and sequences that wait for pages, have the number of the call that made them, and are
+   dropped after host 0 dropped them.
 
 An error of a call on host 0 ends all hosts: the others may be in the same program, and wait for it.
 """
@@ -16,6 +17,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -24,6 +26,8 @@ from inference.engine import decode_state, kv_cache
 from inference.engine import engine as engine_lib
 from models import transformer
 from sharding.multihost import hosts as hosts_lib
+
+Made = TypeVar("Made", kv_cache.Cache, engine_lib.Swapped)
 
 
 def send(hosts: hosts_lib.Hosts, call: str, arrays: Sequence[decode_state.Array] = (), **fields) -> None:
@@ -50,7 +54,8 @@ class LeadingEngine(engine_lib.Engine):
         """Creates the engine that replays on `hosts`; the other arguments are those of `Engine`."""
         super().__init__(*args)
         self._hosts, self._lock, self._counter = hosts, threading.RLock(), itertools.count()
-        self._numbers: dict[int, int] = {}  # id of a cache's first array -> number of the call that made it
+        # id of a cache's first array, or of a swapped sequence -> number of the call that made it
+        self._numbers: dict[int, int] = {}
         self._freed: collections.deque[int] = collections.deque()  # numbers that the other hosts have not dropped yet
 
     @contextlib.contextmanager
@@ -74,7 +79,7 @@ class LeadingEngine(engine_lib.Engine):
     def prefill_chunk(self, params, tokens_1T, start, cache, *, is_shared=False):
         """Does as `Engine.prefill_chunk`, on all hosts."""
         source = None if cache is None else self._number(cache)
-        with self.sent("prefill_chunk", tokens_1T, start=start, cache=source, is_shared=is_shared) as number:
+        with self.sent("prefill_chunk", tokens_1T, start=start, kept=source, is_shared=is_shared) as number:
             cache, experts = super().prefill_chunk(params, tokens_1T, start, cache, is_shared=is_shared)
             return self._keep(cache, number), experts
 
@@ -86,8 +91,23 @@ class LeadingEngine(engine_lib.Engine):
     def insert_batch(self, prefix, rows, state, slots, request):
         """Does as `Engine.insert_batch`, on all hosts."""
         arrays = prefix.last_token, prefix.length, rows, slots, *jax.tree.leaves(request)
-        with self.sent("insert_batch", *arrays, cache=self._number(prefix.cache)):
+        with self.sent("insert_batch", *arrays, kept=self._number(prefix.cache)):
             return super().insert_batch(prefix, rows, state, slots, request)
+
+    def insert_pages(self, prefix, state, copies):
+        """Does as `Engine.insert_pages`, on all hosts."""
+        with self.sent("insert_pages", np.array(copies, np.int32), kept=self._number(prefix.cache)):
+            return super().insert_pages(prefix, state, copies)
+
+    def swap_out(self, state, slot, pages):
+        """Does as `Engine.swap_out`, on all hosts: each keeps its shards of the pages."""
+        with self.sent("swap_out", np.array(pages, np.int32), slot=int(slot)) as number:
+            return self._keep(super().swap_out(state, slot, pages), number)
+
+    def swap_in(self, state, slot, pages, swapped):
+        """Does as `Engine.swap_in`, on all hosts."""
+        with self.sent("swap_in", np.array(pages, np.int32), slot=int(slot), kept=self._number(swapped)):
+            return super().swap_in(state, slot, pages, swapped)
 
     def deactivate(self, state, slots):
         """Does as `Engine.deactivate`, on all hosts."""
@@ -106,7 +126,8 @@ class LeadingEngine(engine_lib.Engine):
 
     def generate(self, params, decode_state, limit=None, table=None):
         """Does as `Engine.generate`, on all hosts."""
-        with self.sent("generate", limit=None if limit is None else int(limit)):
+        tables = [] if table is None else [table]
+        with self.sent("generate", *tables, limit=None if limit is None else int(limit)):
             return super().generate(params, decode_state, limit, table)
 
     def read(self, result):
@@ -120,19 +141,19 @@ class LeadingEngine(engine_lib.Engine):
             stack.push(self._hosts.report)
             yield
 
-    def _keep(self, cache: kv_cache.Cache, number: int) -> kv_cache.Cache:
-        """Records that the call `number` made `cache`, until its arrays are garbage."""
-        first = jax.tree.leaves(cache)[0]
+    def _keep(self, made: Made, number: int) -> Made:
+        """Records that the call `number` made a cache or a swapped sequence, until it is garbage."""
+        first = jax.tree.leaves(made)[0]
         self._numbers[id(first)] = number
         weakref.finalize(first, self._forget, id(first), number).atexit = False
-        return cache
+        return made
 
     def _forget(self, key: int, number: int) -> None:
         del self._numbers[key]
         self._freed.append(number)
 
-    def _number(self, cache: kv_cache.Cache) -> int:
-        return self._numbers[id(jax.tree.leaves(cache)[0])]
+    def _number(self, made: kv_cache.Cache | engine_lib.Swapped) -> int:
+        return self._numbers[id(jax.tree.leaves(made)[0])]
 
 
 class Replay:
@@ -147,13 +168,13 @@ class Replay:
         """`swap` returns new weights in place of those given, for the call "swap"."""
         self._params, self._engine, self._swap = params, engine, swap
         self._state: engine_lib.State = ()
-        self._caches: dict[int, kv_cache.Cache] = {}
+        self._kept: dict[int, Any] = {}  # caches and swapped sequences
 
     def run(self, header: dict, arrays: Sequence[np.ndarray]) -> None:
         """Makes one call that `receive` returned. Blocks until its programs have ended, so that their errors are raised here."""
-        engine, cache = self._engine, self._caches.get(header.get("cache", -1))
+        engine, kept = self._engine, cast(Any, self._kept.get(header.get("kept", -1)))
         for number in header["freed"]:
-            self._caches.pop(number, None)
+            self._kept.pop(number, None)
         made = None
         match header["call"]:
             case "prefill_batch":
@@ -161,16 +182,23 @@ class Replay:
             case "prefill_chunk":
                 is_shared = header["is_shared"]
                 if not is_shared:
-                    self._caches.pop(header["cache"], None)  # donated
-                made = engine.prefill_chunk(self._params, arrays[0], header["start"], cache, is_shared=is_shared)[0]
+                    self._kept.pop(header["kept"], None)  # donated
+                made = engine.prefill_chunk(self._params, arrays[0], header["start"], kept, is_shared=is_shared)[0]
             case "prompt_logprobs":
                 engine.prompt_logprobs(self._params, *arrays)
             case "insert_batch":
                 last_token, length, rows, slots, *leaves = arrays
-                assert cache is not None
-                prefix = decode_state.Prefix(cache, last_token, length)
+                prefix = decode_state.Prefix(kept, last_token, length)
                 structure = jax.tree.structure(decode_state.request_arrays((), 1))
                 self._state = engine.insert_batch(prefix, rows, self._state, slots, structure.unflatten(leaves))
+            case "insert_pages":
+                none = np.zeros(0)
+                prefix = decode_state.Prefix(kept, none, none)
+                self._state = engine.insert_pages(prefix, self._state, arrays[0].tolist())
+            case "swap_out":
+                made = engine.swap_out(self._state, header["slot"], arrays[0].tolist())
+            case "swap_in":
+                self._state = engine.swap_in(self._state, header["slot"], arrays[0].tolist(), kept)
             case "deactivate":
                 self._state = engine.deactivate(self._state, *arrays)
             case "top_values":
@@ -178,12 +206,12 @@ class Replay:
             case "init_decode_state":
                 self._state = engine.init_decode_state()
             case "generate":
-                self._state, result = engine.generate(self._params, self._state, header["limit"])
+                self._state, result = engine.generate(self._params, self._state, header["limit"], *arrays)
                 engine.read(result)
             case "swap":
                 self._params = self._swap(self._params)
             case other:
                 raise AssertionError(f"host 0 sent the call {other!r}")
         if made is not None:
-            self._caches[header["number"]] = made
+            self._kept[header["number"]] = made
         jax.block_until_ready((made, self._state))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from inference.engine import kv_cache
 from models import moe, moe_experts, transformer
 from rl.plan import hlo
 from sharding import mesh as mesh_lib
@@ -267,6 +268,36 @@ def test_kernels_equal_ragged_dot(kernel_of):
         np.testing.assert_allclose(want[0][at], rows[at] @ kernel[e], rtol=0, atol=1e-4)
         np.testing.assert_allclose(want[1][1][e], rows[at].T @ cotangent[at], rtol=0, atol=1e-4)
     assert (np.asarray(want[0])[~inside] == 0).all() and (np.asarray(want[1][0])[~inside] == 0).all()
+
+
+@pytest.mark.parametrize("kernel_of", ["megablox", "triton", "ragged_dot"])
+def test_a_layer_in_its_stack_equals_a_slice(kernel_of):
+    sizes, config = np.array([3, 0, 70, 40], np.int32), dataclasses.replace(BASE, grouped_matmul=kernel_of)
+    rows, stack, inside = draw(150, 32), jnp.asarray(draw(3, 4, 32, 48, seed=2)), np.arange(150) < sizes.sum()
+    for layer in range(3):
+        pair = moe_experts.InStack(stack, jnp.int32(layer)), stack[layer]
+        options = {"interpret": kernel_of != "ragged_dot"}
+        got, want = (moe_experts.grouped_matmul(rows, x, sizes, inside, config, **options) for x in pair)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("axes", "num_slices"), [({"tensor": 2}, 0), ({"fsdp": 2}, 3)])
+def test_a_decode_step_slices_no_stack_of_experts(axes, num_slices):
+    """A TPU would copy a layer's experts in front of the kernel, and read them twice. Over `fsdp`, each layer is gathered."""
+    config = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=24, num_layers=3, scan_layers=True)
+    config = dataclasses.replace(config, grouped_matmul="megablox")
+    mesh, experts = mesh_lib.create(axes, jax.devices()[:2]), (4, config.model_dim, 24)
+    cache = kv_cache.create(config, 2, 8)
+
+    def step(params, tokens_B1, cache):
+        return transformer.extend(params, config, tokens_B1, tokens_B1, cache, kv_cache.attend_at(tokens_B1[:, 0]))
+
+    with jax.set_mesh(mesh):
+        traced = jax.make_jaxpr(step)(transformer.abstract(config), jnp.zeros((2, 1), jnp.int32), cache)
+    (scan,) = (equation for equation in traced.eqns if equation.primitive.name == "scan")
+    shapes = [x.aval.shape for x in scan.params["jaxpr"].jaxpr.invars]
+    sliced = [shape for shape in shapes if sorted(shape) == sorted(experts)]
+    assert len(sliced) == num_slices and shapes.count((3, *experts)) == (2 if not num_slices else 0)
 
 
 # ---- replay ----------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def publish(root, version):
 
 
 @contextlib.contextmanager
-def started(folder, num_hosts, own=({}, {}), are_apart=False):
+def started(folder, num_hosts, own=({}, {}), are_apart=False, num_devices=8):
     """The processes of a server, of version 0, by host. `are_apart`: each has weights of its own. Output: FOLDER/HOST.out and .err."""
     port, processes = test_train_hosts.free_ports(), []
     for host in range(num_hosts):
@@ -64,7 +64,7 @@ def started(folder, num_hosts, own=({}, {}), are_apart=False):
         command = [sys.executable, "-m", "inference.serve", *["--routed_experts"] * ("model" not in options)]
         command += [text for name, value in options.items() if value for text in (f"--{name}", str(value))]
         env = os.environ | {
-            "JAX_NUM_CPU_DEVICES": str(8 // num_hosts),
+            "JAX_NUM_CPU_DEVICES": str(num_devices // num_hosts),
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(serving.ROOT),
         }
@@ -123,8 +123,12 @@ def begun(pool, url):
 
 
 def num_tokens(url):
+    return metric(url, "vllm:generation_tokens_total")
+
+
+def metric(url, name):
     text = httpx.get(f"{url}/metrics").text
-    return sum(map(float, re.findall(r"^vllm:generation_tokens_total\S* (\S+)", text, re.MULTILINE)))
+    return sum(map(float, re.findall(rf"^{name}\S* (\S+)", text, re.MULTILINE)))
 
 
 def test_two_hosts_serve_as_one(tmp_path):
@@ -147,6 +151,18 @@ def test_two_hosts_serve_as_one(tmp_path):
             replies[-1].append(last.result())  # running requests get their time
             assert [process.wait(WAIT_S) for process in processes] == [0] * num_hosts, errors(folder)
             assert not the_error(folder)
+    assert replies[0] == replies[1]
+
+
+def test_pages_over_two_hosts(tmp_path):
+    """Three sequences of seven pages share ten: some wait in the memory of both hosts, and come back."""
+    replies, own = [], {"mesh": "tensor=2", "num_pages": 10}
+    for num_hosts in (1, 2):
+        folder = tmp_path / str(num_hosts)
+        with started(folder, num_hosts, own=(own, own), num_devices=2) as processes:
+            url = address(folder, processes)
+            replies.append([ask(url, LONG[0], LONG[1] | {"n": 3}), *(ask(url, *one) for one in PROMPTS.values())])
+            assert metric(url, "vllm:num_preemptions_total") > 0
     assert replies[0] == replies[1]
 
 

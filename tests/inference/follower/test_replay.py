@@ -25,7 +25,9 @@ from tests.support import tiny
 
 MODEL = tiny.model(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
 CONFIG = engine_lib.EngineConfig(4, 64, prefill_batch=2, steps_per_call=4, prefill_chunk=16, routed_experts=True)
+PAGED = dataclasses.replace(CONFIG, num_pages=9)
 WAIT_S = 60
+pytestmark = pytest.mark.usefixtures("pages_of_8")
 Request = scheduler_lib.GenerateRequest
 
 
@@ -48,8 +50,8 @@ class Wire:
 
 
 @functools.cache
-def placed(version=0):
-    mesh = mesh_lib.create({"data": 2}, jax.devices()[:2])
+def placed(version=0, axis="data"):
+    mesh = mesh_lib.create({axis: 2}, jax.devices()[:2])
     return jax.device_put(tiny.params(MODEL, version), weights.Store(MODEL, mesh).shardings), mesh
 
 
@@ -62,7 +64,7 @@ def asks(chance):
     """Requests that use each call: short and long prompts, some the beginning of others, stops that the host finds, scores."""
     for _ in range(6):
         tokens = tuple(range(7, 7 + chance.choice([3, 16, 17, 33, 40])))
-        options = {"seed": chance.randrange(99), "max_tokens": chance.randrange(1, 12), "proofs": chance.random() < 0.8}
+        options = {"seed": chance.randrange(99), "max_tokens": chance.randrange(1, 24), "proofs": chance.random() < 0.8}
         options |= {"num_samples": chance.randrange(1, 4), "prompt_logprobs": chance.random() < 0.3}
         yield Request(tokens, stop_ids=tuple(range(chance.choice([0, 64]))), routed_experts=True, **options)
 
@@ -75,9 +77,12 @@ def results(schedulers, batch):
         yield [dataclasses.replace(one, experts=None) for one in completions], [one.experts for one in completions]
 
 
-def test_another_host_has_the_arrays_of_the_first():
-    wire, (old, mesh), (new, _) = Wire(), placed(0), placed(1)
-    parts = MODEL, CONFIG, tokenizer_lib.byte_chatml(), old, mesh
+@pytest.mark.parametrize(
+    ("axis", "config", "more"), [("data", CONFIG, ""), ("tensor", PAGED, "insert_pages swap_out swap_in")]
+)
+def test_another_host_has_the_arrays_of_the_first(axis, config, more):
+    wire, (old, mesh), (new, _) = Wire(), placed(0, axis), placed(1, axis)
+    parts = MODEL, config, tokenizer_lib.byte_chatml(), old, mesh
     leading = replay.LeadingEngine(wire, *parts)
     calls, names = replay.Replay(engine_lib.Engine(*parts), old, lambda params: new), collections.Counter()
     scheduler = scheduler_lib.Scheduler(leading, old, 0, prefix_cache_bytes=2**17)  # it forgets prompts
@@ -103,16 +108,16 @@ def test_another_host_has_the_arrays_of_the_first():
                 calls.run(header, arrays)
             equal(calls._state, scheduler._state)
             for entry in scheduler.prefixes._found.values():
-                equal(calls._caches[leading._number(entry.prefix.cache)], entry.prefix.cache)
+                equal(calls._kept[leading._number(entry.prefix.cache)], entry.prefix.cache)
             gc.collect()
-            assert calls._caches.keys() - set(leading._freed) == set(leading._numbers.values())
+            assert calls._kept.keys() - set(leading._freed) == set(leading._numbers.values())
             scheduler.resume().result(WAIT_S)
         assert calls._params is new and not wire.errors
     finally:
         scheduler.close()
         plain.close()
     all_calls = "prefill_batch prefill_chunk prompt_logprobs insert_batch deactivate top_values generate swap"
-    assert names.keys() >= set(all_calls.split())
+    assert names.keys() >= set(f"{all_calls} {more}".split())
 
 
 def test_an_error_on_host_0_is_reported():
