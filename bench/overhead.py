@@ -58,8 +58,9 @@ def run(flag: str, window: int, is_other: bool) -> None:
 
 
 @contextlib.contextmanager
-def _watched(address: str, flag: pathlib.Path) -> Iterator[None]:
-    """Fetches metrics and page of a run during the block, while the file `flag` exists."""
+def _watched(address: str, flag: pathlib.Path) -> Iterator[list[int]]:
+    """Fetches metrics and page of a run during the block, while the file `flag` exists; yields the sizes of the replies."""
+    replies: list[int] = []
     ended = threading.Event()
 
     def fetch(path: str, every_s: float) -> None:
@@ -69,13 +70,13 @@ def _watched(address: str, flag: pathlib.Path) -> Iterator[None]:
                 due_s += every_s
                 with contextlib.suppress(httpx.HTTPError):
                     if flag.exists():
-                        client.get(f"http://{address}/{path}")
+                        replies.append(len(client.get(f"http://{address}/{path}").raise_for_status().content))
 
     threads = [threading.Thread(target=fetch, args=args) for args in PERIODS_S.items()]
     for thread in threads:
         thread.start()
     try:
-        yield
+        yield replies
     finally:
         ended.set()
         for thread in threads:
@@ -98,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=4, help="steps of a window")
     options = lag.parse(parser, "runs/overhead", argv)
     logs: list[float] = []
+    num_replies = 0
     for seed in options.seeds:
         folders = [options.workdir / f"window_{options.window}_seed_{seed}_{number}" for number in range(2)]
         for folder, is_other in zip(folders, (False, True), strict=True):
@@ -105,11 +107,12 @@ def main(argv: list[str] | None = None) -> int:
                 address = f"127.0.0.1:{free.getsockname()[1]}"
             flag = folder.with_suffix(".watched").absolute()
             code = f"from bench import overhead; overhead.run({str(flag)!r}, {options.window}, {is_other})"
-            with _watched(address, flag):
+            with _watched(address, flag) as replies:
                 lag.train(folder, [f"seed={seed}", f"topology.metrics={address}", *options.set], program=("-c", code))
+            num_replies += len(replies)
         logs += log_ratios(folders, options.window)
         ratio, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-        text = f"{math.exp(ratio):.4f} ± {1.96 * error:.4f} from {len(logs)} pairs of windows"
+        text = f"{math.exp(ratio):.4f} ± {1.96 * error:.4f} from {len(logs)} pairs of windows, {num_replies} replies"
         print(f"time of steps with : without after seed {seed}: {text} (at most 1.02)", flush=True)
     return 0 if math.exp(ratio) <= 1.02 else 1
 
