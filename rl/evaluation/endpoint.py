@@ -98,13 +98,13 @@ class Endpoint:
         pause_s, end_s, problem = FIRST_PAUSE_S, loop.time() + self._give_up_s, ""
         while True:
             try:
-                reply = await self._http.post(self._url, json=body)
+                reply = await asyncio.wait_for(self._http.post(self._url, json=body), REPLY_S)
                 if reply.status_code == 200:
                     return reply.json()
                 problem = f"status {reply.status_code}: {' '.join(reply.text.split())[:300]}"
                 if reply.status_code not in BUSY:
                     raise ValueError(f"{self._url} refuses a request with {problem}; correct the options")
-            except (httpx.RequestError, json.JSONDecodeError) as error:
+            except (httpx.RequestError, TimeoutError, json.JSONDecodeError) as error:
                 problem = f"{type(error).__name__} {error}"
             if loop.time() + pause_s > end_s:
                 text = f"{self._url} did not answer for {self._give_up_s:.0f} s ({problem})"

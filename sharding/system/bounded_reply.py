@@ -12,6 +12,11 @@ import httpx_aiohttp
 KEEPALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 _PROBES = "TCP_KEEPIDLE", "TCP_KEEPINTVL"  # where the system has them
 KEEPALIVE += [(socket.IPPROTO_TCP, getattr(socket, name), 10) for name in _PROBES if hasattr(socket, name)]
+# Without this, a body that the other end does not read is waited for without a limit.
+if hasattr(socket, "TCP_USER_TIMEOUT"):
+    KEEPALIVE.append((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000))
+
+BODY_S = 60.0  # from the head of a reply to its end, where the caller names no limit
 
 
 def make_client(**options: Any) -> httpx.AsyncClient:
@@ -33,15 +38,15 @@ async def fetch(
 ) -> httpx.Response:
     """Returns the reply to a request, with a body of at most `max_bytes` that came within `limit_s`; `options` are those of httpx.
 
-    With `body_s`, the limit is instead this time from the head of the reply.
+    Without `limit_s`, the body may take `body_s` after the head: aiohttp waits without end for the rest of a malformed one.
     Raises httpx.RequestError for another reply. Compressed ones are refused: a few bytes of them may become many.
     """
     headers = {"accept-encoding": "identity"} | options.pop("headers", {})
-    body = bytearray()
+    body, most_s = bytearray(), limit_s or body_s or BODY_S
     try:
         async with asyncio.timeout(limit_s) as limit, http.stream(method, url, headers=headers, **options) as response:
-            if body_s is not None:
-                limit.reschedule(asyncio.get_running_loop().time() + body_s)
+            if limit_s is None:
+                limit.reschedule(asyncio.get_running_loop().time() + most_s)
             if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
                 raise httpx.DecodingError(f"the reply is compressed ({encoding[:20]!r}); send it as it is")
             async for chunk in response.aiter_bytes():
@@ -49,7 +54,9 @@ async def fetch(
                 if len(body) > max_bytes:
                     raise httpx.RequestError(f"the reply has more than {max_bytes} bytes, the maximum")
     except TimeoutError as error:
-        raise httpx.ReadTimeout(f"no complete reply in {limit_s if body_s is None else body_s:g} s") from error
+        raise httpx.ReadTimeout(f"no complete reply in {most_s:g} s") from error
+    except UnicodeError as error:  # in the head, or in a cookie of an earlier reply
+        raise httpx.RemoteProtocolError(str(error)) from error
     return httpx.Response(response.status_code, headers=response.headers, content=bytes(body), request=response.request)
 
 

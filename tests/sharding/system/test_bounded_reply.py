@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import socket
 
 import httpx
 import pytest
@@ -41,6 +42,7 @@ def test_a_reply_without_end_is_given_up(chunk, headers, words):
         b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nbodybo",
         b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 \xff\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nx: " + bytes([97]) * 2**20 + b"\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort",
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\nbody\r\n",
@@ -89,3 +91,40 @@ def test_a_client_keeps_more_than_a_hundred_connections_alive(monkeypatch):
 
     asyncio.run(asyncio.wait_for(ask(), 30))
     assert len(made) == num_requests  # the second requests used the connections of the first
+
+
+@pytest.mark.parametrize("is_upload", [False, True])
+def test_neither_a_malformed_rest_nor_a_body_that_is_not_read_is_waited_for(monkeypatch, is_upload):
+    if is_upload and not hasattr(socket, "TCP_USER_TIMEOUT"):
+        pytest.skip("this system has no limit for it")
+    options = [(*name, 500 if value == 60_000 else value) for *name, value in bounded_reply.KEEPALIVE]
+    monkeypatch.setattr(bounded_reply, "KEEPALIVE", options)
+    monkeypatch.setattr(bounded_reply, "BODY_S", 0.5)
+    is_over = asyncio.Event()
+
+    async def body():
+        for _ in range(64 * is_upload):
+            yield bytes(2**20)
+
+    async def serve(reader, writer):
+        if is_upload:
+            writer.transport.pause_reading()
+        else:
+            await reader.readuntil(b"\r\n\r\n")
+            for part in (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n", b"zz\r\nbody\r\n"):
+                writer.write(part)
+                await asyncio.sleep(0.1)
+        await is_over.wait()
+        writer.close()
+
+    async def ask():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server, bounded_reply.make_client(timeout=60) as http:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            try:
+                await bounded_reply.fetch(http, "POST", url, 10, content=body())
+            finally:
+                is_over.set()
+
+    with pytest.raises(httpx.RequestError):
+        asyncio.run(asyncio.wait_for(ask(), 20))
