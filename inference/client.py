@@ -302,9 +302,8 @@ async def update_weights(
     """
     body = {"version": version, "epoch": epoch, "digest": digest, "rollback": rollback}
     path = address.removeprefix("unix:")
-    transport = (
-        httpx.AsyncHTTPTransport(uds=path, verify=False) if path != address else None
-    )  # no TLS: no context of it
+    # no TLS: no context of it
+    transport = httpx.AsyncHTTPTransport(uds=path, verify=False) if path != address else None
     url = f"{'http://localhost' if transport else address.rstrip('/')}/update_weights"
     headers = {"authorization": f"Bearer {token}"} if token else {}
     timeout = httpx.Timeout(UPDATE_S, connect=10.0)

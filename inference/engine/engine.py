@@ -61,9 +61,8 @@ class EngineConfig:
     steps_per_call: int  # decode steps per call; the scheduler acts between calls
     prefill_chunk: int = 512  # longer prompts are prefilled this many tokens at a time
     routed_experts: bool = False  # record the experts that each token was routed to
-    kept_tokens: int = (
-        0  # record the tokens that filters left to sample from, up to so many (inference/rollouts/kept_sets.py)
-    )
+    # record the tokens that filters left to sample from, up to so many (inference/rollouts/kept_sets.py)
+    kept_tokens: int = 0
     num_pages: int = 0  # of the cache, `paged_cache.PAGE` positions each; 0: every slot has its whole capacity
 
     def __post_init__(self):

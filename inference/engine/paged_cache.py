@@ -50,9 +50,8 @@ def check(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh | None = None) 
     if mesh is not None:
         shards, parts = rules.num_batch_shards(mesh), mesh.shape["tensor"]
         device = mesh.abstract_mesh.abstract_device
-        is_tpu = (
-            device is not None and device.platform == "tpu"
-        )  # its kernel reads whole vectors, and rounds to bfloat16
+        # its kernel reads whole vectors, and rounds to bfloat16
+        is_tpu = device is not None and device.platform == "tpu"
         reasons |= {
             f"{shards} batch shards of the mesh (data x fsdp x expert)": shards > 1,
             f"{model.num_kv_heads} key heads over tensor={parts}": model.num_kv_heads % parts > 0,

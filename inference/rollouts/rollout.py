@@ -94,20 +94,16 @@ class Rollout:
     env_digest: str = ""  # SHA-256 in hex of the environment's code and data (`rl.envs.digest`); "": not recorded
     branch: int = 0  # of the episode's branches, in the order in which they began
     num_branches: int = 1
-    calls: np.ndarray | None = (
-        None  # int32 [N, 2], first column and end of each completion; None: one, of all after the prompt
-    )
-    call_limits: np.ndarray | None = (
-        None  # int32 [N], tokens that each call asked for at most; None: as many as the run allows
-    )
+    # int32 [N, 2], first column and end of each completion; None: one, of all after the prompt
+    calls: np.ndarray | None = None
+    # int32 [N], tokens that each call asked for at most; None: as many as the run allows
+    call_limits: np.ndarray | None = None
     draw: int = 0  # number of the first call, among those of the episode with the same prompt
-    trains: bool = (
-        True  # False: the model plays another role here, such as a judge; the tokens are verified, and not trained on
-    )
+    # False: the model plays another role here, such as a judge; the tokens are verified, and not trained on
+    trains: bool = True
     kept: bytes = b""  # token IDs that filters left to sample from (inference/rollouts/kept_sets.py); b"": not recorded
-    prefix_versions: np.ndarray | None = (
-        None  # int32 [N, 3], (call, end, version): keys of an older version that the call's prompt reused; None: none
-    )
+    # int32 [N, 3], (call, end, version): keys of an older version that the call's prompt reused; None: none
+    prefix_versions: np.ndarray | None = None
 
     @property
     def spans(self) -> list[tuple[int, int]]:

@@ -186,9 +186,8 @@ class Connections(Budget):
 
     def __init__(self, size: int):
         super().__init__(size)
-        self._opened: dict[str, dict[asyncio.Transport, None]] = collections.defaultdict(
-            dict
-        )  # by network, the last at the end
+        # by network, the last at the end
+        self._opened: dict[str, dict[asyncio.Transport, None]] = collections.defaultdict(dict)
         self._large: dict[str, None] = {}  # networks with more than FEW_CONNECTIONS
 
     def open(self, network: str, transport: asyncio.Transport) -> bool:

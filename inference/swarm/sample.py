@@ -41,9 +41,8 @@ def max_bytes(body: dict) -> int:
     sampling = body["sampling_params"]
     num_tokens = len(body["token_ids"]) + sampling.get("max_tokens", rollout_lib.MAX_TOKENS)
     num_bytes = TOKEN_BYTES + EXPERTS_BYTES * bool(sampling.get("return_routed_experts"))
-    num_bytes += (
-        8 * kept_sets.MAX_KEPT * bool(sampling.get("return_kept_tokens"))
-    )  # 4/3 of 4 bytes each, and their number
+    # 4/3 of 4 bytes each, and their number
+    num_bytes += 8 * kept_sets.MAX_KEPT * bool(sampling.get("return_kept_tokens"))
     return MAX_OTHER_BYTES + sampling.get("n", 1) * num_tokens * num_bytes
 
 

@@ -97,9 +97,8 @@ def layers(hf: dict, default: list[bool]) -> dict:
     if not any(sliding):
         return {}
     L = len(sliding)
-    period = next(
-        p for p in range(1, L + 1) if all(sliding[i] == sliding[i % p] for i in range(L))
-    )  # the shortest cycle
+    # the shortest cycle
+    period = next(p for p in range(1, L + 1) if all(sliding[i] == sliding[i % p] for i in range(L)))
     return {"layer_pattern": "".join("FS"[s] for s in sliding[:period]), "window": need(hf, "sliding_window")}
 
 

@@ -67,9 +67,8 @@ def _backward(interpret: bool, saved, d_out_AF):
     rows_AD, kernel_EDF, sizes_E = saved
     (A, D), (E, _, F) = rows_AD.shape, kernel_EDF.shape
     size, width = tile_of(A, E), _divisor(F, 64)
-    height = _divisor(
-        D, 64 if rows_AD.dtype == jnp.float32 else 128
-    )  # tiles of float32 would not fit the shared memory
+    # tiles of float32 would not fit the shared memory
+    height = _divisor(D, 64 if rows_AD.dtype == jnp.float32 else 128)
     end_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
     start_E = end_E - sizes_E
 

@@ -99,9 +99,8 @@ def visits(segment_ids_T: jax.Array, *, block: int, window: int, longest: int) -
     block_N, step_W = jnp.arange(N), jnp.arange(W)
     key_NW = block_N[:, None] - (W - 1) + step_W[None]
     query_WN = block_N[None] + step_W[:, None]
-    last_N = (
-        jnp.searchsorted(first_N, block_N, side="right") - 1
-    )  # the last block of queries that reads each block of keys
+    # the last block of queries that reads each block of keys
+    last_N = jnp.searchsorted(first_N, block_N, side="right") - 1
 
     def info(is_visited, other, nearest):
         """`nearest` is the visited block next to the steps without work, which so load nothing."""

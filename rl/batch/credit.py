@@ -247,9 +247,8 @@ def _trained(episode: _Episode) -> list[rollout_lib.Rollout]:
 def _is_mixed(rollout: rollout_lib.Rollout) -> np.ndarray:
     """Returns True for each token for which the sampler read a key of another version than the token's own."""
     is_mixed_T = np.zeros(len(rollout.tokens), bool)
-    if (
-        rollout.prefix_versions is None and (rollout.versions == rollout.versions[0]).all()
-    ):  # of most rollouts, and 70 us less for each
+    # of most rollouts, and 70 us less for each
+    if rollout.prefix_versions is None and (rollout.versions == rollout.versions[0]).all():
         return is_mixed_T
     for call, (start, end) in enumerate(rollout.spans):
         if rollout.prefix_runs(call):  # the keys of an older version

@@ -50,9 +50,8 @@ class TrainBatch(struct.PyTreeNode):
     ce_weight: Array | None = None
     ref_kl_weight: Array | None = None
     mixed: Array | None = None  # 1.0 where the sampler read keys of other policy versions than the token's own
-    kept: Array | None = (
-        None  # int32 [M, B, T, W]: vocabulary entries that a token was sampled from, then -1; all are -1: from all
-    )
+    # int32 [M, B, T, W]: vocabulary entries that a token was sampled from, then -1; all are -1: from all
+    kept: Array | None = None
     routed_experts: Array | None = None  # [M, B, T, L, X], of a run with router replay, for `router_replay.given`
 
 

@@ -87,9 +87,8 @@ class WorkerHealth:
         # Times by worker, the latest last: those of the last `lease_s`.
         self._seen_s: _Times = collections.OrderedDict()  # of known and banned workers that are active
         self._left_s: _Times = collections.OrderedDict()  # of workers that gave all groups back
-        self._blamed_s: _Times = (
-            collections.OrderedDict()
-        )  # of workers: the last lease that expired and was held against them
+        # of workers: the last lease that expired and was held against them
+        self._blamed_s: _Times = collections.OrderedDict()
         self._places: list[_Place] = []
         # Group -> its last holder, and until when newcomers do not get it.
         self._lost: dict[lease.Key, tuple[str, float]] = {}

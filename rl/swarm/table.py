@@ -40,9 +40,8 @@ class Table:
     faults: Callable[[], Mapping[str, str]]  # the kind of the fault that a node has now, if any
     waiting_for: str = ""  # why the learner waits, as of the last `rows`
     replied_s: float = -math.inf  # when the orchestrator replied last
-    heard: dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # by name, the start of the process that signed in
+    # by name, the start of the process that signed in
+    heard: dict[str, float] = dataclasses.field(default_factory=dict)
     epochs: list[str] = dataclasses.field(default_factory=list)  # of policies so far, in order
 
     def rows(self, now_s: float) -> list[dict[str, str]]:

@@ -86,9 +86,8 @@ class Episodes:
         is_slow = session.cpu_s >= scorer.LIMIT_S / scorer.SPREAD or session.has_slow_tool
         is_slow |= played is not None and not played.in_time
         if is_slow and first.rewards == host_lib.FAILED and not session.unused():
-            return rules_lib.Recomputed(
-                dict(host_lib.FAILED)
-            )  # a worker stops after less time, and gets no more replies
+            # a worker stops after less time, and gets no more replies
+            return rules_lib.Recomputed(dict(host_lib.FAILED))
         if (played is not None and not played.in_time) or (mismatch and session.has_slow_tool):
             return rules_lib.Recomputed(dict(host_lib.FAILED), timed_out=True)
         return rules_lib.Recomputed({} if played is None else played.scores, mismatch=mismatch or "")

@@ -37,9 +37,8 @@ class Shipped:
     # Its keyword arguments are the options `env.options` of a config. A positional argument gets the text after a colon:
     # "reasoning_gym:chain_sum" calls build("chain_sum").
     build: Callable[..., environment.Environment]
-    files: Callable[[pathlib.Path], dict[str, pathlib.Path]] = (
-        user_code.files_in
-    )  # from `path` to {name: file} that it reads
+    # from `path` to {name: file} that it reads
+    files: Callable[[pathlib.Path], dict[str, pathlib.Path]] = user_code.files_in
     package: str = ""  # its version decides tasks or rewards
     is_one_turn: bool = False  # an episode is one call of the model
     is_endless: bool = True  # its tasks need not be counted

@@ -105,9 +105,8 @@ class Host:
             name, options = catalog.locate(name, options)  # a child has another current directory
         self.limit_s, self._on_error, self._name = limit_s, on_error, name
         self._patience = 1 if kind == "pure" else TOOL_PATIENCE
-        self.counts: collections.Counter[str] = (
-            collections.Counter()
-        )  # episodes that failed, by the kind of their error
+        # episodes that failed, by the kind of their error
+        self.counts: collections.Counter[str] = collections.Counter()
         config = {"name": name, "options": options, "seed": seed, "limit_s": limit_s, "digest": digest}
         title, remedy = f"the host of environment {name}", "fix the environment or env.options"
         # An environment of kind "recorded" may need keys and proxies in its environment variables.

@@ -82,22 +82,18 @@ class Environment:
 
     name: str
     make_task: Callable[[int, str], Task]  # (index, split) -> task
-    score: Callable[[Task, str], dict[str, float]] | None = (
-        None  # (task, completion) -> {"reward": ..., further numbers}
-    )
+    # (task, completion) -> {"reward": ..., further numbers}
+    score: Callable[[Task, str], dict[str, float]] | None = None
     num_tasks: int = 0  # for training, each of them once per epoch; 0: as many as a run needs
     play: episode.Program | None = None  # an episode of several calls of the model, instead of `score`
     kind: str = "pure"  # one of KINDS: the needs of a validator that repeats an episode
-    foreign: Any = (
-        None  # rl.envs.packages.package.Foreign of an environment that runs in its own interpreter, by rl/envs/foreign
-    )
+    # rl.envs.packages.package.Foreign of an environment that runs in its own interpreter, by rl/envs/foreign
+    foreign: Any = None
     # (task, rng, is_decoy) -> {"messages": a whole conversation, "tools": their schemas, if any} for the warm-up to imitate: a solution
     # or, if `is_decoy`, a tempting one with a lower reward. None: `Task.answer` and `Task.decoy` are solutions in one message.
     demonstrate: Callable[[Task, random.Random, bool], dict] | None = None
-    reward_range: tuple[float, float] = (
-        0.0,
-        1.0,
-    )  # of all rewards; `python -m rl.envs check` holds the environment to it
+    # of all rewards; `python -m rl.envs check` holds the environment to it
+    reward_range: tuple[float, float] = (0.0, 1.0)
     num_held_out: int = 0  # different held-out tasks; 0: as many as a run needs
 
 

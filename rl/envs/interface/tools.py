@@ -138,9 +138,8 @@ async def results(
     contents = [*await asyncio.gather(*running), *[over] * len(calls[room:])]
     messages = []
     for call, content in zip(calls, contents, strict=True):
-        shown = (
-            shorten(content, limits.max_chars).encode("utf-8", "replace").decode()
-        )  # half a surrogate pair is not text
+        # half a surrogate pair is not text
+        shown = shorten(content, limits.max_chars).encode("utf-8", "replace").decode()
         name = call["function"]["name"]
         messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "name": name, "content": shown})
     return messages

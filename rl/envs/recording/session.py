@@ -147,17 +147,14 @@ class Session:
         self._seed, self.sample, self._thinking = seed, sample, thinking
         self.sampling, self._hold_s = sampling or {}, hold_s
         self.streams: list[Stream] = []  # in the order in which they began
-        self.overlapped = (
-            False  # True once two calls ran at the same time; may be set from outside, where that is known
-        )
-        self.was_cut = (
-            False  # True once a call was refused for the budget that calls on the tape, not yet made here, have spent
-        )
+        # True once two calls ran at the same time; may be set from outside, where that is known
+        self.overlapped = False
+        # True once a call was refused for the budget that calls on the tape, not yet made here, have spent
+        self.was_cut = False
         self.num_tokens = 0  # sampled
         self.cpu_s = 0.0  # of the slowest step of the program, as its host has reported so far
-        self.has_slow_tool = (
-            False  # True once another machine may have ended a tool that this one did not, or the reverse
-        )
+        # True once another machine may have ended a tool that this one did not, or the reverse
+        self.has_slow_tool = False
         self._calls: dict[Key, asyncio.Future[sample_lib.Sample]] = {}
         self._asked: set[Key] = set()  # since the program began, or began again
         self._num_running = 0

@@ -51,9 +51,8 @@ class Result:
     exit: int | None  # status; negative: the signal that ended it; None: it was ended at a limit
     timed_out: bool = False  # CPU seconds, or time by the clock
     truncated: bool = False  # a part in the middle of the output was left out
-    stopped: str = (
-        ""  # the limit at which it was ended: "time", "output", "files", "lost" (the sandbox itself ended), or ""
-    )
+    # the limit at which it was ended: "time", "output", "files", "lost" (the sandbox itself ended), or ""
+    stopped: str = ""
     cpu_s: float = 0.0
     values: dict = dataclasses.field(default_factory=dict)  # of a session: the variables that it watches
 
@@ -62,9 +61,8 @@ class Result:
 class Times:
     """Collects the times of programs during `measured`."""
 
-    largest: float = (
-        0.0  # CPU time of a program as a part of a worker's limit; 1 or more: it was ended, or would be on a worker
-    )
+    # CPU time of a program as a part of a worker's limit; 1 or more: it was ended, or would be on a worker
+    largest: float = 0.0
 
     @property
     def is_slow(self) -> bool:

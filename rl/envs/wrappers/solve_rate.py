@@ -27,9 +27,8 @@ def filtered(env: environment.Environment, window, path: str) -> environment.Env
         text = "env.options.solve_rate needs pass rates; set env.options.solve_rates_path to a file"
         raise ValueError(f"{text} of python -m rl.evaluate annotate")
     rates, indices = _read(path)
-    known = (
-        range(env.num_tasks) if env.num_tasks else indices.values()
-    )  # of tasks without end, those that were measured
+    # of tasks without end, those that were measured
+    known = range(env.num_tasks) if env.num_tasks else indices.values()
     own = {index: environment.content_key(env.make_task(index, "train").messages) for index in known}
     chosen = sorted(index for index, key in own.items() if key in rates and low <= rates[key] <= high)
     if not any(key in rates for key in own.values()):

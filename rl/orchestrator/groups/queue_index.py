@@ -37,9 +37,8 @@ class QueueIndex:
                 del old[key]
             if new is not None:
                 new[key] = None
-                new.move_to_end(
-                    key, last=new is not self.aging or old is self.open
-                )  # a group that comes back has old leases
+                # a group that comes back has old leases
+                new.move_to_end(key, last=new is not self.aging or old is self.open)
         self.count[old_state] -= 1
         self.count[state] += 1
 

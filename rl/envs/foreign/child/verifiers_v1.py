@@ -96,11 +96,8 @@ def _fork_servers():
         return
     if not toolset.__subclasses__():
         return
-    for name in (
-        "mcp.server.fastmcp",
-        "mcp.server.mcpserver",
-        "uvicorn",
-    ):  # each server would import one of the first two
+    # each server would import one of the first two
+    for name in ("mcp.server.fastmcp", "mcp.server.mcpserver", "uvicorn"):
         with contextlib.suppress(ImportError):
             pkgutil.resolve_name(f"{name}:")
 

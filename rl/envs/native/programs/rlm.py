@@ -119,9 +119,8 @@ class _Root:
             )
             _check(len(prompts) <= self._options.max_prompts, f"at most {self._options.max_prompts} prompts")
             asked = (self._ask(x, context, i) for i, x in enumerate(prompts))
-            found = await asyncio.gather(
-                *asked, return_exceptions=True
-            )  # all of them, so that a replay asks for the same
+            # all of them, so that a replay asks for the same
+            found = await asyncio.gather(*asked, return_exceptions=True)
             for error in found:
                 if isinstance(error, BaseException):
                     raise error
