@@ -82,16 +82,16 @@ class InferenceServer:
         return "" if self.have is None else self.have.sha256
 
     def load(self) -> dict[str, float]:
-        """Returns the load as heartbeats and the health have it (rl/protocol/registry.py). A sequence keeps its slot: none is preempted."""
-        scheduler = self.scheduler
+        """Returns the load as heartbeats and the health have it (rl/protocol/registry.py)."""
+        scheduler, config = self.scheduler, self.engine.config
         running = len(scheduler.slots.groups)
         return {
             "running": running,
             "waiting": max(scheduler.num_pending - running, 0),
             "kv_used": min(max(float(scheduler.slots.usage()), 0.0), 1.0),
-            "preemptions": 0,
+            "preemptions": int(scheduler.stats["num_preemptions"]),
             "finished": int(scheduler.stats["requests"]),
-            "capacity": self.engine.config.num_slots,
+            "capacity": min(config.num_slots, config.num_pages // config.pages_per_slot or config.num_slots),
         }
 
     def update(
