@@ -40,9 +40,10 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
     try:
         found = huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=list(files))
     except (OSError, ValueError) as error:  # no network, no such repository, no access to it
+        line = str(error).strip().partition("\n")[0] or type(error).__name__  # some have no text
         raise ValueError(
             f"{path_or_repo} is not a folder in {pathlib.Path.cwd()}, and downloading it from the hub failed "
-            f"({str(error).strip().splitlines()[0]}); check the name and your access to it"
+            f"({line}); check the name and your access to it"
         ) from error
     if (path := pathlib.Path(found)).parent.name == "snapshots":
         _COMMITS[os.fspath(path_or_repo)] = path.name

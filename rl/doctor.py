@@ -202,7 +202,7 @@ def _hub(name: str) -> str:
         return f"{name} can be downloaded"
     except (OSError, ValueError, httpx.HTTPError) as error:
         if not isinstance(cached := huggingface_hub.try_to_load_from_cache(name.partition("@")[0], "config.json"), str):
-            line = str(error).strip().splitlines()[0]
+            line = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ValueError(
                 f"{name} cannot be downloaded ({line}); check the name, the network, and HF_TOKEN"
             ) from error

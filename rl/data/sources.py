@@ -65,11 +65,12 @@ def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
 def parse_lines(path: pathlib.Path, parse: Callable[[Any], Any], kind: str) -> list:
     """Returns `parse(row)` for each line of a JSONL file. Raises ValueError with the number of the first line that is not `kind`."""
     made = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            made.append(parse(json.loads(line)))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}:{number} is not {kind}: {error!r}; correct the line") from None
+    with path.open(encoding="utf-8") as file:  # `splitlines` would divide a string at U+2028, too
+        for number, line in enumerate(file, start=1):
+            try:
+                made.append(parse(json.loads(line)))
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{path}:{number} is not {kind}: {error!r}; correct the line") from None
     return made
 
 

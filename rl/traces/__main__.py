@@ -5,12 +5,13 @@ python -m rl.traces import traces.jsonl --out sft.jsonl --min_reward 0.5
 """
 
 import collections
-import json
+import itertools
 import pathlib
 import sys
 
 from inference.rollouts import parquet
 from models.text import tokenizer as tokenizer_lib
+from rl.data import sources
 from rl.evaluation import samples
 from rl.traces import episodes
 from sharding.system import atomic_file, cli
@@ -29,18 +30,13 @@ def _export(args) -> int:
 
 
 def _import(args) -> int:
-    found = []
-    for number, line in enumerate(pathlib.Path(args.file).read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            episode = json.loads(line)
-            if args.out.endswith(".parquet"):
-                found += episodes.rollouts_of(episode)
-            else:
-                found += [row for row in episodes.conversations_of(episode) if row["reward"] >= args.min_reward]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            text = f"{args.file}, line {number} is not an episode of verifiers 0.4"
-            raise ValueError(f"{text} ({type(error).__name__}: {error}); correct the line") from error
-    if not found:
+    def parse(episode) -> list:
+        if args.out.endswith(".parquet"):
+            return episodes.rollouts_of(episode)
+        return [row for row in episodes.conversations_of(episode) if row["reward"] >= args.min_reward]
+
+    rows = sources.parse_lines(pathlib.Path(args.file), parse, "an episode of verifiers 0.4")
+    if not (found := [*itertools.chain.from_iterable(rows)]):
         raise ValueError(
             f"{args.file} has no conversation with a reward of {args.min_reward:g} or more; lower --min_reward"
         )

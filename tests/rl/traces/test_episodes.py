@@ -149,9 +149,11 @@ def test_traces_of_others_become_conversations(tmp_path, capsys):
         {"role": "assistant", "content": "3", "reasoning_content": "so"},
     ]
     assert row["tools"] == [{"type": "function", "function": {"name": "add", "description": "d", "parameters": {}}}]
-    (tmp_path / "t.jsonl").write_text(json.dumps(FOREIGN) + "\n")
+    text = json.dumps(FOREIGN, ensure_ascii=False).replace('"U"', '"U\u2028"') + "\n"  # not the end of a line of JSON
+    (tmp_path / "t.jsonl").write_text(text, encoding="utf-8")
     assert commands.run("rl.traces", "import", tmp_path / "t.jsonl", "--out", tmp_path / "r.parquet") == 1
     assert "no proofs and signatures" in capsys.readouterr().err
+    assert commands.run("rl.traces", "import", tmp_path / "t.jsonl", "--out", tmp_path / "s.jsonl") == 0
 
 
 @pytest.mark.parametrize(
@@ -162,4 +164,4 @@ def test_other_files_are_refused_with_the_line(tmp_path, capsys, text):
     (tmp_path / "t.jsonl").write_text(json.dumps(FOREIGN) + "\n" + text + "\n")
     assert commands.run("rl.traces", "import", tmp_path / "t.jsonl", "--out", tmp_path / "s.jsonl") == 1
     err = capsys.readouterr().err
-    assert "line 2 is not an episode" in err or "has no conversation" in err
+    assert ":2 is not an episode" in err or "has no conversation" in err
