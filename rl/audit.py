@@ -233,7 +233,7 @@ class Audit:
 
     def _staleness_error(self, step: int, rollout: rollout_lib.Rollout) -> str | None:
         self.lags[step - 1 - int(rollout.versions[rollout.sampled_mask].min())] += 1
-        low, high = int(rollout.versions.min()), int(rollout.versions.max())
+        low, high = rollout.oldest_version, int(rollout.versions.max())
         rl = self.config.rl
         oldest = step - 1 - (min(rl.max_lag, rl.max_off_policy) if self._is_fixed else rl.max_off_policy)
         if low < oldest:
@@ -243,7 +243,7 @@ class Audit:
     def _version_error(self, epoch: int, rollout: rollout_lib.Rollout) -> str | None:
         if epoch >= 0 and rollout.epoch != epoch:
             return f"it is of epoch {rollout.epoch}, and the batch of epoch {epoch}"
-        for version in sorted({version for version in rollout.versions.tolist() if version >= self._begin}):
+        for version in sorted(version for version in rollout.all_versions if version >= self._begin):
             if version not in self._versions if epoch < 0 else (epoch, version) not in self._published:
                 return f"version {version} of epoch {max(epoch, 0)} was not published"
         return None

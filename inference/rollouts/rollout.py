@@ -117,10 +117,15 @@ class Rollout:
         return [(end, version) for number, end, version in rows if number == call]
 
     @property
-    def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token or computed a key."""
+    def all_versions(self) -> set[int]:
+        """The policy versions that sampled a token or computed a key."""
         reused = () if self.prefix_versions is None else self.prefix_versions[:, 2].tolist()
-        return min([int(self.versions.min()), *reused])
+        return {*np.unique(self.versions).tolist(), *reused}
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest of `all_versions`."""
+        return min(self.all_versions)
 
     @property
     def number(self) -> int:

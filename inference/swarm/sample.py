@@ -60,7 +60,8 @@ def read(response: httpx.Response, body: dict, keys: Collection[str], run: str) 
         samples = [_read_choice(choice, sampling, num_prompt, epoch) for choice in reply["choices"]]
         if len(samples) != sampling.get("n", 1):
             raise ValueError(f"server sent {len(samples)} samples; {sampling.get('n', 1)} were requested")
-        wrong = set().union(*map(Sample.all_versions, samples)) - {body.get("policy_version")}
+        reused = {version for sample in samples for _, version in sample.prefix_versions}
+        wrong = reused.union(*map(Sample.all_versions, samples)) - {body.get("policy_version")}
         if "policy_version" in body and wrong:
             raise ValueError(f"server sent policy versions {sorted(wrong)[:4]}; {body['policy_version']} was requested")
         if keys:

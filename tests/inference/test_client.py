@@ -384,10 +384,10 @@ def test_a_server_that_lags_is_not_asked_for_a_newer_version():
 def test_versions_of_reused_keys_are_those_that_were_allowed_and_are_signed():
     sampling = {"oldest_prefix_version": 1}
 
-    def read(runs, sampling=sampling):
+    def read(runs, sampling=sampling, **pins):
         changes = {"prefix_policy_versions": runs, "policy_versions": [[3, 3]], "prompt_policy_version": 3}
         response = httpx.Response(200, json={"choices": [choice(**changes)]})
-        return sample_lib.read(response, {"token_ids": [1] * 10, "sampling_params": sampling}, (), "")[0]
+        return sample_lib.read(response, {"token_ids": [1] * 10, "sampling_params": sampling} | pins, (), "")[0]
 
     sample = read([[4, 1], [8, 2]])
     assert sample.prefix_versions == ((4, 1), (8, 2)) and read([]).prefix_versions == read([], {}).prefix_versions == ()
@@ -404,6 +404,9 @@ def test_versions_of_reused_keys_are_those_that_were_allowed_and_are_signed():
             read(runs)
     with pytest.raises(sample_lib.MalformedReply, match="not requested"):
         read([[4, 1]], {})
+    assert read([], policy_version=3).prefix_versions == ()
+    with pytest.raises(sample_lib.MalformedReply, match=r"policy versions \[1\]; 3 was requested"):
+        read([[4, 1]], policy_version=3)  # its worker would be refused for it
 
 
 @pytest.mark.parametrize(

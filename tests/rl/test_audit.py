@@ -156,6 +156,11 @@ def of_versions(version):
         (lambda one: dataclasses.replace(one, seed=one.seed ^ 1), {"seed"}, "is prescribed for sample 5, got"),
         (of_versions(0), {"staleness"}, "version 0 is older than 1, the oldest that this step takes"),
         (of_versions(3), {"staleness"}, "version 3 is newer than 2"),
+        (
+            lambda one: dataclasses.replace(one, prefix_versions=np.array([[0, 1, 0]], np.int32)),
+            {"staleness"},
+            "version 0 is older than 1, the oldest that this step takes",
+        ),
         (lambda one: dataclasses.replace(one, epoch=7), {"version"}, "it is of epoch 7, and the batch of epoch"),
         (lambda one: dataclasses.replace(one, temperature=0.9), {"task"}, "temperature is 0.9, and 1.0 is prescribed"),
         (lambda one: dataclasses.replace(one, sample=6), {"group", "seed"}, "expected samples 0..7 once each"),
