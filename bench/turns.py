@@ -7,7 +7,7 @@
 The model is the 4 M one of bench/inference.py, on the scheduler in this process.
 
 1. `agents`: 16 conversations of 5 turns at the same time. Their prompts begin with 100 to 2,584 tokens and have up to 3,000 in the last
-   turn: each turn adds a reply of 64 tokens and 40 of a tool. `--group` conversations have the same first prompt, as in RL.
+   turn: each turn adds a reply of 64 tokens and 40 of a tool. `--group` conversations begin as the samples of one request, as in RL.
    Printed are turns per second and the fraction of prompt tokens whose keys were in the cache.
 2. `burst`: 8 prompts of 3,000 tokens at the same time, replies of 64 tokens. Printed are seconds until the last first token.
 3. `single`: 64 requests of 32 + 64 tokens, as in bench/inference.py. Printed are tokens per second, and milliseconds of
@@ -54,16 +54,22 @@ def agents(scheduler: scheduler_lib.Scheduler, rng: np.random.Generator, group: 
     firsts = [rng.integers(0, 256, length).tolist() for length in lengths]
     tools = rng.integers(0, 256, (CONVERSATIONS, TURNS, TOOL)).tolist()
 
+    def ask(prompt: list[int], **options):
+        options |= {"max_tokens": REPLY, "oldest_prefix_version": 0}
+        return scheduler.submit(scheduler_lib.GenerateRequest(tuple(prompt), **options))
+
+    begun = time.perf_counter()
+    openings = [ask(first, seed=n * group, num_samples=group) for n, first in enumerate(firsts)]
+
     def converse(number: int) -> tuple[int, int]:
         prompt, num_prompt, num_cached = list(firsts[number // group]), 0, 0
         for turn in range(TURNS):
-            request = scheduler_lib.GenerateRequest(tuple(prompt), max_tokens=REPLY, seed=number)
-            (reply,) = scheduler.submit(request).result()
+            replies = (ask(prompt, seed=number) if turn else openings[number // group]).result()
+            reply = replies[0 if turn else number % group]
             num_prompt, num_cached = num_prompt + len(prompt), num_cached + reply.num_cached
             prompt += reply.tokens + tools[number][turn]
         return num_prompt, num_cached
 
-    begun = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(CONVERSATIONS) as pool:
         counts = list(pool.map(converse, range(CONVERSATIONS)))
     seconds = time.perf_counter() - begun
@@ -127,7 +133,7 @@ def main() -> None:
     parser.add_argument("--baseline", type=pathlib.Path, help="another checkout, for example of the commit before")
     parser.add_argument("--pairs", type=int, default=1, help="processes of each checkout")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each process")
-    parser.add_argument("--group", type=int, default=4, help="conversations with the same first prompt")
+    parser.add_argument("--group", type=int, default=4, help="conversations that begin as samples of one request")
     parser.add_argument("--only", choices=("agents", "burst", "single"), default="", help="one part; default: all")
     parser.add_argument("--json", action="store_true", help="measure in this process and print only JSON")
     args = parser.parse_args()

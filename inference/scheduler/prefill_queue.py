@@ -125,13 +125,14 @@ class PrefillQueue:
     def keep(self, slot: int, sequence: sequence_lib.Sequence) -> None:
         """Adds a sequence that ended in `slot` to the prefix cache; does nothing if the cache cannot use it.
 
-        A request of several samples is a group of rollouts, and none of them goes on.
+        A request of several samples is a group of rollouts. These go on only if they are of episodes, which allow keys of older versions.
         """
         group, config = sequence.group, self._engine.config
         # Under older weights, the same version number may have named another policy.
         is_current = group.prompt_key is not None and group.prompt_key[0] >= self._oldest[0]
         has_experts = not config.routed_experts or group.request.routed_experts
-        is_wanted = is_current and group.request.num_samples == 1 and has_experts
+        goes_on = group.request.num_samples == 1 or group.request.oldest_prefix_version >= 0
+        is_wanted = is_current and goes_on and has_experts
         if not (is_wanted and self._engine.can_read_slots) or (runs := sequence.runs())[0][1] < self._oldest[1]:
             return
         experts = ()

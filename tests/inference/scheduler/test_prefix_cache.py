@@ -90,7 +90,7 @@ def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_longest_ago():
     for slot, tokens in enumerate(sequences[:3]):
         slots.run(slot, tokens, 0)
     assert cache.num_bytes == 0  # all are in their slots
-    for tokens in (*sequences[1:3], sequences[0]):
+    for tokens in (*sequences[:3], sequences[0]):
         assert slots.num_found(tokens) == 32
     assert cache.num_bytes == 120
     slots.run(3, sequences[3], 0)
@@ -107,10 +107,14 @@ def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_longest_ago():
     cache.clear()
     cache.take(0)
     assert cache.find((7,) * 40) is None and cache.num_bytes == 0
+    for length in (40, 48):  # the next turn replaces the one before, although both would fit
+        slots.run(0, (7,) * length, 0)
+        assert slots.num_found((7,) * length) == length // 16 * 16 and cache.num_bytes == length
 
 
-def test_sequences_are_copied_out_of_reused_slots_only_while_sequences_are_continued():
+def test_sequences_are_copied_out_of_reused_slots_only_while_sequences_are_continued(monkeypatch):
     """Replies that nothing continues cost few copies. After one that is lost and continued, the next ones are found."""
+    monkeypatch.setattr(prefix_cache, "MAX_LOST", 6)
     slots, tokens = Slots(2**30), itertools.count()
 
     def run():
@@ -121,10 +125,14 @@ def test_sequences_are_copied_out_of_reused_slots_only_while_sequences_are_conti
     assert slots.num_reads == prefix_cache.COPIES
     assert slots.cache.find((*many[-1], 1)) is not None and slots.num_reads == prefix_cache.COPIES + 1
     many = [run() for _ in range(100)]
-    assert slots.num_reads == 2 * prefix_cache.COPIES + 1
+    slots.cache.add((250,) * 40, prefix(1), 0)
+    assert slots.num_found((250,) * 40) == 40  # a prompt: not a sign
+    for slot, sequence in ((1, twice := (251,) * 40), (2, twice), (1, (252,) * 40)):
+        slots.run(slot, sequence, 0)
+    assert slots.num_reads == 2 * prefix_cache.COPIES + 1 and len(slots.cache._lost) == 6
     assert slots.cache.find((*many[-2], 1)) is None  # lost, but a sign
     first, _ = run(), run()
-    assert slots.cache.find((*first, 1)) is not None
+    assert slots.cache.find((*first, 1)) is not None and slots.cache.find((*twice, 1)) is not None
 
 
 def test_sequences_of_an_older_version_are_found_by_requests_that_allow_it_until_it_is_too_old():
@@ -144,9 +152,13 @@ def test_sequences_of_an_older_version_are_found_by_requests_that_allow_it_until
     slots.run(2, whole[:40], 0, [(40, 5)])
     assert found(5) == [(32, [(32, 5)]), None]  # shorter, and not of version 4
     assert found(4, mixed, mixed[:20]) == [(64, [(20, 4), (64, 5)]), (16, [(16, 4)])]
+    assert found(5, mixed) == [None]
+    slots.run(1, copied := (7,) * 70, 0, [(20, 4), (70, 5)])
+    slots.run(4, resident := (8,) * 70, 0, [(20, 4), (70, 5)])
+    assert found(4, copied) == [(64, [(20, 4), (64, 5)])]
     slots.run(3, mixed, 0, [(30, 5), (70, 6)])
     slots.cache.clear(5)
-    assert found(4) == [(32, [(32, 5)]), (64, [(30, 5), (64, 6)])]
+    assert found(4) == [(32, [(32, 5)]), (64, [(30, 5), (64, 6)])] and found(4, copied, resident) == [None, None]
     slots.cache.clear()
     assert found(0) == [None, None]
 

@@ -498,7 +498,11 @@ def test_a_turn_reuses_no_token_after_the_first_that_differs(start):
         (got,) = scheduler.submit(Request(other, max_tokens=9)).result(WAIT_S)
         assert got.num_cached == num_cached
         assert got.tokens == plain.submit(Request(other, max_tokens=9)).result(WAIT_S)[0].tokens
-    scheduler.submit(Request(TURN[:20], num_samples=2, max_tokens=40)).result(WAIT_S)  # rollouts do not go on
+    for oldest, num_cached in ((-1, 0), (0, 48)):  # rollouts do not go on, but for those of episodes
+        asked = {"seed": 5 * oldest + 9, "oldest_prefix_version": oldest}
+        group = scheduler.submit(Request(TURN[20:30], num_samples=2, max_tokens=40, **asked)).result(WAIT_S)
+        turns = [Request((*TURN[20:30], *reply.tokens), max_tokens=1) for reply in group]
+        assert [scheduler.submit(turn).result(WAIT_S)[0].num_cached for turn in turns] == [num_cached] * 2
     before = scheduler.prefixes.num_bytes
     scheduler.update(params(1), 0).result(WAIT_S)
     assert scheduler.prefixes.num_bytes == 0 < before
