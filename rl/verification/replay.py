@@ -5,8 +5,8 @@
    token get logits.
 2. A rollout of several versions takes one pass per version over a KV cache. Each position's keys are written by the version that
    wrote them in the engine, so the replay computes the same function.
-3. A rollout of several calls and versions is replayed call by call: each call prefilled all tokens before it with one version, but for
-   the keys that it reused (`prefix_versions`).
+3. A rollout of several calls and versions is replayed in pieces: each call prefilled all tokens before it with one version, but for
+   the keys that it reused (`prefix_versions`). Calls that read the same keys are one piece.
 4. If rollouts name their experts, those run here, too: a tie that was broken the other way changes nothing after it.
 5. Per sampled token: the margin of the noised argmax over it and over the second best, its log-probability, the hidden state that predicts it, and its
    likelihood under tempered distributions (rl/verification/sequential_test.py).
@@ -125,39 +125,64 @@ def _by_call(one: Replayed) -> list[np.ndarray]:
 
 def recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollout_lib.Rollout]) -> _Arrays:
     """Recomputes rollouts and returns arrays by name, with a row per rollout and a column per token; "gap" only if experts are named."""
-    pieces = [_calls(rollout) for rollout in rollouts]
-    if all(len(parts) == 1 for parts in pieces):
+    parts = [(row, *part) for row, rollout in enumerate(rollouts) for part in _calls(rollout)]
+    if len(parts) == len(rollouts) and all(piece is rollouts[row] for row, _, piece in parts):
         return _recompute(model, weights, rules, rollouts)
-    found = _recompute(model, weights, rules, [piece for parts in pieces for piece in parts])
-    out = {name: np.zeros((len(rollouts), *array.shape[1:]), array.dtype) for name, array in found.items()}
-    number = 0
-    for row, parts in enumerate(pieces):
-        before = 0
-        for piece in parts:
-            # Experts are named for the tokens that ran, which begin with the last token of the call before.
+    longest, out = max(len(rollout.tokens) for rollout in rollouts), {}
+    num = max(1, rules_lib.MAX_REPLAY_TOKENS // longest)
+    for first in range(0, len(parts), num):
+        some = parts[first : first + num]
+        found = _recompute(model, weights, rules, [piece for *_, piece in some])
+        for number, (row, before, piece) in enumerate(some):
+            # Experts are named for the tokens that ran, which begin with the last token of the piece before.
             spans = {"gap": slice(before, len(piece.tokens) - 1)}
             for name, array in found.items():
+                if name not in out:
+                    out[name] = np.zeros((len(rollouts), longest, *array.shape[2:]), array.dtype)
                 span = spans.get(name, slice(piece.prompt_length, len(piece.tokens)))
                 out[name][row, span] = array[number, span]
-            number, before = number + 1, len(piece.tokens) - 1
     return out
 
 
-def _calls(rollout: rollout_lib.Rollout) -> list[rollout_lib.Rollout]:
-    """Returns a rollout of several calls and policy versions as one rollout per call, with all tokens before it as prompt; others as they are."""
+def _calls(rollout: rollout_lib.Rollout) -> list[tuple[int, rollout_lib.Rollout]]:
+    """Returns pieces of a rollout of several calls and policy versions, as (the first token that no piece before has run, piece).
+
+    A piece has the calls that follow each other and read the same keys, and all tokens before them as prompt. Another rollout is one piece.
+    """
     if rollout.prefix_versions is None and (rollout.calls is None or len(np.unique(writers(rollout))) == 1):
-        return [rollout]
-    parts, kept = [], rollout_lib.kept_by_call(rollout)
+        return [(0, rollout)]
+    parts, kept, before = [], rollout_lib.kept_by_call(rollout), 0
     for number, (start, end) in enumerate(rollout.spans):
         versions, experts = rollout.versions[:end].copy(), rollout.routed_experts
         versions[:start] = versions[start - 1]
         for last, version in reversed(rollout.prefix_runs(number)):
             versions[:last] = version
         part = {"tokens": rollout.tokens[:end], "sampled_mask": np.arange(end) >= start, "versions": versions}
-        part |= {"routed_experts": None if experts is None else experts[: end - 1], "calls": None, "kept": kept[number]}
-        part |= {"prefix_versions": None}
-        parts.append(dataclasses.replace(rollout, **part))
+        part |= {"routed_experts": None if experts is None else experts[: end - 1], "kept": kept[number]}
+        part |= {"prefix_versions": None, "calls": np.array([[start, end]], np.int32)}
+        piece = dataclasses.replace(rollout, **part)
+        if parts and (joined := _joined(parts[-1][1], piece, rollout.versions)):
+            parts[-1] = parts[-1][0], joined
+        else:
+            parts.append((before, piece))
+        before = end - 1
     return parts
+
+
+def _joined(one: rollout_lib.Rollout, after: rollout_lib.Rollout, sampler_T: np.ndarray) -> rollout_lib.Rollout | None:
+    """Returns one piece that replays the calls of two, or None if the same token has keys of different versions in them."""
+    n, mask_T = len(one.tokens), after.sampled_mask.copy()
+    mask_T[:n] = one.sampled_mask
+    found = dataclasses.replace(
+        after,
+        sampled_mask=mask_T,
+        versions=np.where(mask_T, sampler_T[: len(mask_T)], after.versions),
+        calls=np.array([*one.spans, *after.spans], np.int32),
+        kept=one.kept + after.kept,
+    )
+    writer_T = writers(after)
+    is_same = np.array_equal(writer_T[: n - 1], writers(one)) and np.array_equal(writer_T, writers(found))
+    return found if is_same else None
 
 
 def _recompute(model, weights, rules: rules_lib.Rules, rollouts: Sequence[rollout_lib.Rollout]) -> _Arrays:
