@@ -39,8 +39,11 @@ def run(plan: cluster.Plan, address: str, accelerator: str) -> None:
         hosts = ray.get([actor.host.remote() for actor in actors.values()])
         logs = run_directory.logs(plan.workdir)
         specs = plan.each_host(dict(zip(actors, hosts, strict=True)))
-        kept = {spec.name: actors[spec.name].keep.remote(spec, logs) for spec in specs}
-        if died := [words for words in ray.get([kept[name] for name in plan.learners]) if words]:
-            raise ValueError(died[0])
+        kept = {actors[spec.name].keep.remote(spec, logs): spec.name for spec in specs}
+        while {*plan.learners} & {*kept.values()}:
+            (ended,), _ = ray.wait([*kept])  # of the others, only those that raise an error, such as without WORKDIR
+            if words := ray.get(ended):
+                raise ValueError(words)
+            del kept[ended]
     finally:
         ray.shutdown()  # ends the group and its actors, and these their processes

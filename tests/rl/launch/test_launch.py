@@ -333,12 +333,12 @@ def test_a_killed_actor_of_ray_comes_back_and_the_run_ends(plan, tmp_path, monke
     pytest.importorskip("ray", reason="pip install ray")
     from ray import cluster_utils  # pyright: ignore[reportMissingImports]
 
-    log, hosts, plan = tmp_path / "starts", {}, plan(counts=COUNTS | {"worker": 1, "server": 1}, hosts=1)
+    log, hosts, broken, plan = tmp_path / "starts", {}, set(), plan(counts=COUNTS | {"worker": 1, "server": 1}, hosts=1)
     plan.workdir.mkdir()
 
     def stand_ins(self, host_of):
         hosts.update(host_of)
-        command = lambda name: ["tests.support.stand_in_role", name, str(log)]  # noqa: E731
+        command = lambda name: ["\0" if name in broken else "tests.support.stand_in_role", name, str(log)]  # noqa: E731
         return [supervisor.Spec(name, name.rstrip("0"), command(name)) for name in self.names]
 
     def kill():
@@ -352,8 +352,12 @@ def test_a_killed_actor_of_ray_comes_back_and_the_run_ends(plan, tmp_path, monke
         killer = threading.Thread(target=kill, daemon=True)
         killer.start()
         ray_cluster.run(plan, nodes.address, "")
+        starts = [line.split()[0] for line in log.read_text().splitlines()]
+        log.unlink()
+        broken.add("worker0")  # its process cannot be started: the learner would wait for it
+        with pytest.raises(ValueError, match="null byte"):
+            ray_cluster.run(plan, nodes.address, "")
     finally:
         nodes.shutdown()
-    starts = [line.split()[0] for line in log.read_text().splitlines()]
     assert sorted({*starts}) == sorted(plan.names) == sorted(hosts) and starts.count("worker0") == 2
     proxy.wait_until(lambda: not test_swarm.processes_of(log), 60)
