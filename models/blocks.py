@@ -64,7 +64,7 @@ def run(
             out_BTHV = _latent_attention(params["attn"], config, h_BTD, attend, rotation, sliding, absorbed)
         else:
             out_BTHV = _attention(params["attn"], config, h_BTD, attend, rotation, sliding)
-        out_BTD = layers.project(out_BTHV, params["attn"]["o"].astype(h_BTD.dtype))
+        out_BTD = layers.project(out_BTHV, params["attn"]["o"].astype(h_BTD.dtype), model=-1)
         if config.out_bias:
             out_BTD += _broadcast(params["attn"]["o_bias"], out_BTD)
         x_BTD += norm(out_BTD, "attn_post_norm") if config.post_norms else out_BTD

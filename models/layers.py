@@ -13,25 +13,26 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models import config as config_lib
 from models.kernels import cpu_transposed, int8
+from sharding import fsdp, rules
 from sharding import mesh as mesh_lib
-from sharding import rules
 
 SAVED = "projection"  # the name of matmul results, which rematerialization "dots" keeps
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [B, T, 1, R]
 Kernel = jax.Array | int8.Quantized | cpu_transposed.Transposed
 
 
-def project(x: jax.Array, kernel: Kernel) -> jax.Array:
-    """Returns the product [B, T, out...] of x [B, T, in...] and the weights `kernel` [in..., out...].
+def project(x: jax.Array, kernel: Kernel, model: int = 0) -> jax.Array:
+    """Returns the product [B, T, out...] of x [B, T, in...] and the weights `kernel` [in..., out...], whose dim `model` is split over `fsdp`.
 
     One device multiplies two matrices. Several keep B and T apart: they may be split, and merging would gather the rows.
     """
     if isinstance(kernel, cpu_transposed.Transposed):
         return kernel.rows(x)
     if isinstance(kernel, int8.Quantized):
-        return int8.scaled(project(x, kernel.values.astype(x.dtype)), kernel.scale[(0,) * (x.ndim - 2)])
+        return int8.scaled(project(x, kernel.values.astype(x.dtype), model), kernel.scale[(0,) * (x.ndim - 2)])
     if rules.several_devices() is not None:
-        return checkpoint_name(_product(x, kernel, 2), SAVED)
+        product = functools.partial(_gathered_product, model=model % kernel.ndim) if fsdp.near() > 1 else _product
+        return checkpoint_name(product(x, kernel, 2), SAVED)
     rows, out = x.shape[:2], kernel.shape[x.ndim - 2 :]
     matrices = x.reshape(math.prod(rows), -1), kernel.reshape(-1, math.prod(out))
     flat = _product(*matrices, 1) if mesh_lib.platform() == "cpu" else jnp.matmul(*matrices)
@@ -62,6 +63,24 @@ def _contract(a, b, dims_a, dims_b) -> jax.Array:
 
 
 _product.defvjp(lambda x, kernel, lead: (_product(x, kernel, lead), (x, kernel)), _product_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _gathered_product(x, kernel, lead: int, model: int):
+    """Returns `_product`, with the kernel gathered, and its gradient summed, by the steps of sharding/fsdp.py."""
+    return _product(x, fsdp.whole(kernel, model), lead)
+
+
+def _gathered_backward(lead: int, model: int, saved, out):
+    x, kernel = saved
+    d_x = _contract(out, fsdp.whole(kernel, model), range(lead, out.ndim), range(x.ndim - lead, kernel.ndim))
+    rows = range(lead)
+    return d_x, fsdp.summed(lambda x, out: _contract(x, out, rows, rows), x, out, model, kernel.ndim)
+
+
+_gathered_product.defvjp(
+    lambda x, kernel, lead, model: (_gathered_product(x, kernel, lead, model), (x, kernel)), _gathered_backward
+)
 
 
 def _recomputed(function):
@@ -163,10 +182,11 @@ def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.A
     """Returns the output of a gated ffn, down(act(gate x) * up x); each matmul has a bias if `params` has one."""
     is_transposed = isinstance(params["gate"], cpu_transposed.Transposed)
     # Transposed weights: column-major from kernel to kernel, so that no intermediate result is transposed.
-    multiply, bias_shape = (cpu_transposed.columns, (-1, 1)) if is_transposed else (project, (-1,))
+    bias_shape = (-1, 1) if is_transposed else (-1,)
 
     def apply(x, name):
-        y = multiply(x, params[name].astype(x.dtype))
+        kernel = params[name].astype(x.dtype)
+        y = cpu_transposed.columns(x, kernel) if is_transposed else project(x, kernel, -1 if name == "down" else 0)
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + jnp.broadcast_to(bias.astype(y.dtype).reshape(bias_shape), y.shape)
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from models import config as config_lib
 from models import transformer
-from sharding import rules
+from sharding import fsdp, rules
 
 MASKED = -1e30  # finite: exp gives 0, and 0 times it is 0, where -inf would give NaN
 CHUNK_LOGITS = 2**23  # logits that exist at a time: 32 MiB in float32
@@ -129,7 +129,7 @@ class _Head:
         start, size = self.start(i), self.chunk_size
         part = jax.lax.dynamic_slice_in_dim(kernel, start, size, axis=self.vocab_dim).astype(dtype)
         if self.model_axes:
-            part = jax.lax.all_gather(part, self.model_axes, axis=1 - self.vocab_dim, tiled=True)
+            part = fsdp.gather(part, 1 - self.vocab_dim)
         local_V = start + jnp.arange(size, dtype=jnp.int32)
         first = self.num_columns * jax.lax.axis_index(self.vocab_axes) if self.vocab_axes else 0
         ids_V = jnp.where(local_V >= i * size, local_V + first, -1)
@@ -139,7 +139,7 @@ class _Head:
         """Adds the gradient of chunk i, summed over all tokens of the mesh, to this device's part of the kernel gradient."""
         d_part = d_columns_DV.T if self.vocab_dim == 0 else d_columns_DV
         if self.model_axes:
-            d_part = jax.lax.psum_scatter(d_part, self.model_axes, scatter_dimension=1 - self.vocab_dim, tiled=True)
+            d_part = fsdp.scatter(d_part, 1 - self.vocab_dim)
         if others := tuple(axis for axis in self.token_axes if axis not in self.model_axes):
             d_part = jax.lax.psum(d_part, others)
         start = self.start(i)

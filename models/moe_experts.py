@@ -30,8 +30,8 @@ from jax.sharding import PartitionSpec
 from models import config as config_lib
 from models import layers
 from models.kernels import gpu_grouped_matmul, int8
+from sharding import fsdp, rules
 from sharding import mesh as mesh_lib
-from sharding import rules
 
 # Logical dims of the parameters that `shard_map` splits; models/blocks.py defines their shapes.
 AXES = {
@@ -303,7 +303,7 @@ def _gather_model_dim(name: str, param):
     if "model" not in AXES[name] or isinstance(param, InStack):
         return param
     dim = AXES[name].index("model")
-    gather = functools.partial(jax.lax.all_gather, axis_name="fsdp", axis=dim, tiled=True)
+    gather = functools.partial(fsdp.gather, dim=dim)
     if isinstance(param, int8.Quantized) and param.scale.shape[dim] != param.shape[dim]:  # summed dims have one scale
         return int8.Quantized(gather(param.values), param.scale)
     return jax.tree.map(gather, param)

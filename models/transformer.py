@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from models import attention, blocks, layers, moe, moe_experts
 from models import config as config_lib
 from models.kernels import cpu_transposed, int8, splash_attention
-from sharding import rules
+from sharding import fsdp, rules
 
 Params = dict
 
@@ -212,6 +212,8 @@ def _rows(table_VD, tokens_BT, dtype) -> jax.Array:
         return rules.constrain(table_VD, "vocab", None)[tokens_BT].astype(dtype)
     # Each device looks up its own columns, a part of the model dim, for the tokens of all.
     spec = functools.partial(jax.sharding.PartitionSpec, "data", "context")
+    if fsdp.near() > 1:
+        tokens_BT = fsdp.whole(tokens_BT, 0, "data", "context")
     tokens_BT = jax.lax.with_sharding_constraint(tokens_BT, spec())
     return jax.lax.with_sharding_constraint(table_VD[tokens_BT].astype(dtype), spec("fsdp"))
 
