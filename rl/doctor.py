@@ -5,6 +5,7 @@ once. The only file written is a probe in the working directory, which is delete
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import email.utils
 import importlib.metadata
@@ -233,8 +234,8 @@ def _node(url: str) -> Iterator[Result]:
         yield Result(url, FAILED, f"does not answer: {error}", "start it, or open its port in the firewall")
         return
     yield _result(url, reply.status_code < 500, f"answers with status {reply.status_code}", "read its log")
-    if date := email.utils.parsedate_tz(reply.headers.get("date", "")):
-        skew_s = email.utils.mktime_tz(date) - time.time()
+    with contextlib.suppress(ValueError, OverflowError):  # no date, or a malformed one
+        skew_s = email.utils.parsedate_to_datetime(reply.headers.get("date", "")).timestamp() - time.time()
         remedy = "start a time service on both"
         yield _result(f"clock of {url}", abs(skew_s) <= MAX_SKEW_S, f"{skew_s:+.0f} s", remedy)
 
