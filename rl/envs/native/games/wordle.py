@@ -72,17 +72,15 @@ def build(
         return _score(answers, replies, task.info["secret"])
 
     def demonstrate(task: environment.Task, rng: random.Random, is_decoy: bool) -> dict:
-        """Plays words that fit all replies so far, again until the game is solved; as a decoy, any words, once."""
-        while True:
-            messages, candidates, more = [*task.messages], list(secrets), []
-            while more is not None:
-                guess = rng.choice(secrets if is_decoy else candidates)
-                messages += [*more, {"role": "assistant", "content": _guess(guess)}]
-                more = reply(task, messages, None)
-                marks = feedback(guess, task.info["secret"])
-                candidates = [word for word in candidates if feedback(guess, word) == marks]
-            if is_decoy or guess == task.info["secret"]:
-                return {"messages": messages}
+        """Plays the first word that fits all replies so far, a plan that a small model can learn; as a decoy, any words."""
+        messages, candidates, more = [*task.messages], list(secrets), []
+        while more is not None:
+            guess = rng.choice(secrets) if is_decoy else candidates[0]
+            messages += [*more, {"role": "assistant", "content": _guess(guess)}]
+            more = reply(task, messages, None)
+            marks = feedback(guess, task.info["secret"])
+            candidates = [word for word in candidates if feedback(guess, word) == marks]
+        return {"messages": messages}
 
     play = episode.conversation(score=score, reply=reply, max_turns=guesses)
     return environment.Environment("wordle", make_task, play=play, demonstrate=demonstrate, reward_range=(0.0, 2.2))
