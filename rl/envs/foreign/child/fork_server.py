@@ -10,7 +10,7 @@
    ends its process, or replies too much is lost alone.
 4. The reply is {"id", "done": {"reward", "metrics", "stop", "error"}} or {"id", "failed": reason}.
 
-An adapter has `load(target, options)`, `tasks(env)`, an iterator of (text, task) that may be infinite, and `run(env, task, base_url)`. A task is held out if the hash of its text is 0 modulo 16, as in our own environments.
+An adapter has `load(target, options)`, `tasks(env)`, an iterator of (text, task) of which the first `MAX_TASKS` are used, and `run(env, task, base_url)`. A task is held out if the hash of its text is 0 modulo 16, as in our own environments.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import ctypes
 import gc
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -33,6 +34,7 @@ import urllib.parse
 
 UNSET_URL = "http://127.0.0.1:9/v1"  # of OpenAI clients that an environment makes before its first episode
 HELD_OUT_ONE_IN = 16
+MAX_TASKS = 2**20  # of both splits; a run shuffles all, so that one without end would be drawn for ever
 NETWORK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "network.py")
 MAX_ERROR = 500
 MAX_REPLY_BYTES = 2**21  # the parent reads lines of twice as many
@@ -168,7 +170,7 @@ class _Tasks:
     """The tasks of both splits, drawn from an iterator as far as they are needed."""
 
     def __init__(self, drawn):
-        self._drawn, self._splits = iter(drawn), {"train": [], "held_out": []}
+        self._drawn, self._splits = itertools.islice(drawn, MAX_TASKS), {"train": [], "held_out": []}
         self._is_over = False
 
     def find(self, split: str, index: int):

@@ -23,6 +23,7 @@ import types
 
 HARNESS = "intellax_chat"
 FRAMEWORK = "verifiers.v1"
+ENDLESS = 2**14  # tasks of a taskset without end: all are in memory
 POLL_S, READY_S = 0.01, 5.0
 
 
@@ -52,7 +53,8 @@ def load(target, options):
 
 def tasks(env):
     """Yields (text, task) of the taskset."""
-    for task in _find("utils.loaders").load_taskset(env[0].taskset):
+    taskset = _find("utils.loaders").load_taskset(env[0].taskset)
+    for task in itertools.islice(taskset, ENDLESS if taskset.INFINITE else None):
         data = task.data.model_dump(mode="json")
         prompt = data.get("prompt")  # without one, agents make their own from the data
         yield json.dumps(prompt if prompt is not None else data, sort_keys=True), task

@@ -303,7 +303,7 @@ def test_a_run_of_20_steps_trains_on_three_of_them_and_refuses_nothing(run, tmp_
     assert [step["step"] for step in steps] == [*range(1, 21)]
     for step in steps:
         assert step["trust/num_refused"] == 0 and step["rollout/score_error_frac"] == 0
-        assert abs(step["loss/ratio_mean"] - 1) < 1e-4
+        assert abs(step["loss/mismatch_kl"]) < 1e-6
     rollouts = [one for path in sorted((workdir / "rollouts").rglob("*.parquet")) for one in parquet.read(path)]
     trained = {one.task.env for one in rollouts}
     print(run, len(rollouts), "rollouts", trained, [step["rollout/reward"] for step in steps])

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import pathlib
 import socket
@@ -14,6 +15,7 @@ from inference.rollouts import rollout as rollout_lib
 from rl.envs.foreign import host as host_lib
 from rl.envs.foreign import isolation
 from rl.envs.foreign import process as process_lib
+from rl.envs.foreign.child import fork_server
 from rl.envs.host import host as native_host
 from rl.envs.packages import installation
 from rl.envs.packages import package as package_lib
@@ -232,6 +234,15 @@ def test_held_out_tasks_are_others_and_the_last_is_followed_by_the_first(package
     assert len({*train}) < 40
     size = train[1:].index(train[0]) + 1
     assert train[size:] == train[: 50 - size]
+
+
+def test_tasks_without_end_have_a_last_one(monkeypatch):
+    """A run draws from 2**30 tasks of an environment without `num_tasks`: the first episode never began."""
+    monkeypatch.setattr(fork_server, "MAX_TASKS", 1000)
+    tasks = fork_server._Tasks((str(n), n) for n in itertools.count())
+    drawn = [tasks.find("train", index) for index in (2**30, *range(1000))]
+    assert len({*drawn}) == 1000 - len({tasks.find("held_out", index) for index in range(1000)}) > 900
+    assert drawn[0] == tasks.find("train", 2**30 % len({*drawn}))
 
 
 async def _play_each(package, sessions, indexes, split):
