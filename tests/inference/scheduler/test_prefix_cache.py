@@ -110,6 +110,10 @@ def test_the_cache_stays_within_its_bytes_and_drops_what_was_used_longest_ago():
     for length in (40, 48):  # the next turn replaces the one before, although both would fit
         slots.run(0, (7,) * length, 0)
         assert slots.num_found((7,) * length) == length // 16 * 16 and cache.num_bytes == length
+    slots.run(0, (5,) * 64, 0)
+    cache.add((5,) * 64, prefix(1), 0)
+    found = cache.find((5,) * 65)  # the prompt, of which reuse changes no bit
+    assert found and found.num_tokens == 64 and found.is_prompt
 
 
 def test_sequences_are_copied_out_of_reused_slots_only_while_sequences_are_continued(monkeypatch):
