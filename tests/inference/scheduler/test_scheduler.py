@@ -545,7 +545,10 @@ def test_a_turn_reuses_keys_of_the_version_before_if_the_request_allows_them(sta
     scheduler.update(params(2), 2).result(WAIT_S)
     assert ask((*longer, 3), oldest_prefix_version=0).num_cached == 0  # two versions ago
     scheduler.update(params(1), 1).result(WAIT_S)  # a rollback
-    assert ask((*longer, 3), oldest_prefix_version=0).num_cached == 0
+    last = ask((*longer, 3), oldest_prefix_version=0)
+    assert last.num_cached == 0
+    scheduler.update(params(2), 2, 1).result(WAIT_S)  # of another epoch
+    assert ask((*longer, 3, *last.tokens), oldest_prefix_version=0).num_cached == 0
 
 
 def test_a_sequence_that_new_weights_interrupted_names_the_version_of_each_key(start):
