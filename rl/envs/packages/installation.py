@@ -44,11 +44,13 @@ def install(
       variables: environment variables of its process, such as the place of its data.
       kind: "replayed", or "recorded" for an environment that depends on a clock or the web.
 
-    Raises ValueError if pip fails, or the package cannot be imported.
+    Raises ValueError if pip fails, or the package cannot be imported. Then no older installation is left under this name either.
     """
     framework, target, version = package_lib.split(name)
     if kind not in environment.KINDS[1:]:
         raise ValueError(f"kind = {kind!r} is not possible for {name}; use one of {', '.join(environment.KINDS[1:])}")
+    file = package_lib.record_file(name)
+    file.unlink(missing_ok=True)  # a failure leaves no older installation in use
     if not requirements and version:
         requirements = [f"{target}=={version}"]
     if requirements:
@@ -63,7 +65,6 @@ def install(
         name, adapter, python, minor, tuple(folders), tuple(requirements), tuple(absolute), dict(variables or {}), kind
     )
     package_lib.digest(found, {})  # raises ValueError for a module that is not there
-    file = package_lib.record_file(name)
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_file.write(file, json.dumps(dataclasses.asdict(found), indent=1).encode())
     return found

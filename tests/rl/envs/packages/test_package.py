@@ -86,6 +86,14 @@ def test_one_that_is_not_installed_names_the_command(python):
         installation.install("plain:words:build", python="/nowhere/python")
 
 
+def test_after_a_failed_installation_an_older_one_is_not_used(python):
+    installation.install("plain:words:build", python=python)
+    with pytest.raises(ValueError, match="not a usable interpreter"):
+        installation.install("plain:words:build", python="/nowhere/python")
+    with pytest.raises(ValueError, match="is not installed"):
+        package_lib.find("plain:words:build")
+
+
 def test_a_broken_record_is_refused(python):
     installation.install("plain:words:build", python=python)
     file = package_lib.record_file("plain:words:build")
