@@ -132,13 +132,12 @@ class ForeignHost:
                 visit.fault.result()  # raises
             if is_idle:
                 reason = f"it takes too much time: it makes no request to the model for {self._idle_s:g} s"
-                return self._failed(f"{split} task {index}", reason, in_time=False)
-            reply = run.result()
-            if "done" not in reply:
-                in_time = reply.get("status") not in ABORTS
-                return self._failed(f"{split} task {index}", str(reply.get("failed")), in_time=in_time)
-            found = _played(reply["done"], reply.get("cpu_s"))
-            return found if "error" not in found.scores else self._failed(f"{split} task {index}", found.error, found)
+                found = host_lib.Played(dict(host_lib.FAILED), float(self._limit_s), reason, in_time=False)
+            else:
+                found = _played(run.result(), self._limit_s)
+            if "error" in found.scores:
+                self._report(f"{split} task {index}", found.error)
+            return found
 
     async def _wait(self, run: asyncio.Future, visit: endpoint_lib.Visit) -> bool:
         """Waits for the end of an episode. Returns True if it makes no requests any more."""
@@ -150,21 +149,23 @@ class ForeignHost:
             before = visit.num_requests
         return False
 
-    def _failed(
-        self, task: str, error: str, found: host_lib.Played | None = None, *, in_time: bool = True
-    ) -> host_lib.Played:
+    def _report(self, task: str, error: str) -> None:
         kind = error.partition(":")[0][:80]
         if kind not in self._reported and len(self._reported) < scorer_lib.MAX_KINDS:
             self._reported.add(kind)
             self._on_error(
                 f"environment {self._name} failed in an episode of {task}: {error} (metric rollout/score_error_frac)"
             )
-        return found or host_lib.Played(dict(host_lib.FAILED), float(self._limit_s), error, in_time)
 
 
-def _played(done: Any, cpu_s: Any) -> host_lib.Played:
+def _played(reply: dict, limit_s: int) -> host_lib.Played:
     """Returns the result in the reply of a process, which is data from foreign code."""
-    spent_s = float(cpu_s) if _is_number(cpu_s) else 0.0
+    spent_s = float(reply["cpu_s"]) if _is_number(reply.get("cpu_s")) else 0.0
+    if "done" not in reply:
+        in_time = reply.get("status") not in ABORTS
+        spent_s = spent_s if in_time else float(limit_s)
+        return host_lib.Played(dict(host_lib.FAILED), spent_s, str(reply.get("failed")), in_time)
+    done = reply["done"]
     if not isinstance(done, dict):
         return host_lib.Played(dict(host_lib.FAILED), spent_s, "ValueError: the reply is not an object")
     metrics = done.get("metrics")

@@ -129,6 +129,8 @@ def test_a_failed_episode_gets_zeros_and_the_reason(package, fault, in_time, err
     [found] = play(package, [session(0)], options={"fault": fault}, **settings)
     assert (found.scores, found.in_time) == (native_host.FAILED, in_time)
     assert error in found.error
+    limit_s = settings.get("limit_s", host_lib.CPU_S)
+    assert found.cpu_s < limit_s / 4 if in_time else found.cpu_s == limit_s  # a slow one may fail in the replay alone
 
 
 def test_episodes_run_again_after_the_death_of_the_server(package):
