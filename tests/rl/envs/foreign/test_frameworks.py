@@ -276,11 +276,13 @@ def get_config():
     for name, fields in ENVS.items():
         c.envs[name] = fields
     c.warmup.num_steps, c.evaluation.num_tasks, c.trust.invited_rate = 0, 3, 1.0
-    c.rl.update(num_steps=20, prompts_per_step=3, samples_per_prompt=4)
+    c.rl.update(num_steps=20, prompts_per_step=3, samples_per_prompt=4, advantage="alternating:advantage")
     c.sampling.max_tokens, c.train.row_length = 8, 2048
     c.inference.update(num_slots=12, prefill_batch=4, max_model_len=2048)
     return c
 """
+# Random weights get equal rewards from most tasks, and then only an advantage of one's own trains tokens in each step.
+ADVANTAGE = "def advantage(rewards):\n    return [x - rewards.mean() + (-1) ** i for i, x in enumerate(rewards)]\n"
 RUNS = {
     "v0": ("reasoning_gym_env", "tool_test", "alphabet_sort"),
     "v1 of 0.3.0": ("reverse_text_v1", "kuhn_poker_v1", "glossary_v1"),
@@ -296,14 +298,17 @@ def test_a_run_of_20_steps_trains_on_three_of_them_and_refuses_nothing(run, tmp_
         environments[name] = {"name": package.name, "options": options}
     config, workdir = tmp_path / "config.py", tmp_path / "run"
     config.write_text(CONFIG.replace("ENVS", repr(environments)))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "alternating.py").write_text(ADVANTAGE)
     command = [sys.executable, "-m", "rl.train", f"--config={config}", f"--workdir={workdir}"]
+    command += [f"--code={tmp_path / 'code'}"]
     result = subprocess.run(command, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
     steps = tiny_run.lines(workdir)
     assert [step["step"] for step in steps] == [*range(1, 21)]
     for step in steps:
         assert step["trust/num_refused"] == 0 and step["rollout/score_error_frac"] == 0
-        assert abs(step["loss/mismatch_kl"]) < 1e-6
+        assert step["loss/num_tokens"] and abs(step["loss/ratio_mean"] - 1) < 1e-4
     rollouts = [one for path in sorted((workdir / "rollouts").rglob("*.parquet")) for one in parquet.read(path)]
     trained = {one.task.env for one in rollouts}
     print(run, len(rollouts), "rollouts", trained, [step["rollout/reward"] for step in steps])
