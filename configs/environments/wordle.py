@@ -5,7 +5,7 @@
 A model of 0.6 M parameters is warmed up on games of which half guess at random, and the others guess the first word of the list that
 fits all replies. RL then sees only rewards, those of verifiers' `wordle`.
 
-Hardware: 2 CPU cores; 2 seconds of CPU time for a step of the warm-up. Its curve is not measured yet.
+Hardware: 2 CPU cores, 8 minutes with much other work on them; docs/environments.md has the curves.
 """
 
 from configs import base

