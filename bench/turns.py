@@ -55,8 +55,11 @@ def agents(scheduler: scheduler_lib.Scheduler, rng: np.random.Generator, group: 
     tools = rng.integers(0, 256, (CONVERSATIONS, TURNS, TOOL)).tolist()
 
     def ask(prompt: list[int], **options):
-        options |= {"max_tokens": REPLY, "oldest_prefix_version": 0}
-        return scheduler.submit(scheduler_lib.GenerateRequest(tuple(prompt), **options))
+        if (
+            "oldest_prefix_version" in scheduler_lib.GenerateRequest.__dataclass_fields__
+        ):  # not in a baseline of 2026-11-26
+            options["oldest_prefix_version"] = 0
+        return scheduler.submit(scheduler_lib.GenerateRequest(tuple(prompt), max_tokens=REPLY, **options))
 
     begun = time.perf_counter()
     openings = [ask(first, seed=n * group, num_samples=group) for n, first in enumerate(firsts)]
