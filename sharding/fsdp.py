@@ -57,9 +57,8 @@ def summed(function, x: jax.Array, y: jax.Array, dim: int, ndim: int) -> jax.Arr
 
     def local(x, y):
         part = scatter(function(x, y), dim)
-        return (
-            jax.lax.psum(part, "data") if jax.lax.axis_size("data") > 1 else part
-        )  # a sum over one device would be a copy
+        # A sum over one device would be a copy.
+        return jax.lax.psum(part, "data") if jax.lax.axis_size("data") > 1 else part
 
     spec = PartitionSpec(*(AXIS if n == dim else None for n in range(ndim)))
     return jax.shard_map(local, in_specs=(rows, rows), out_specs=spec, check_vma=False)(x, y)

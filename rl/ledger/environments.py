@@ -57,7 +57,8 @@ def all_of(ledger: ledger_lib.Ledger) -> Iterator[events.Event]:
 def of(found: Iterable[events.Event]) -> list[Reputation]:
     """Returns the reputation of each environment, by name and digest. A refusal counts for the newest digest of its environment."""
     tally = _Tally()
-    tally.add(found)
+    for event in found:
+        tally.add(event)
     return tally.reputations()
 
 
@@ -73,7 +74,7 @@ class Reader:
             return []
         with contextlib.closing(storage.connect(self._path)) as db:
             for entry in storage.read(db, self._next):
-                self._tally.add([entry.event])
+                self._tally.add(entry.event)
                 self._next = entry.seq + 1
         return self._tally.reputations()
 
@@ -83,16 +84,15 @@ class _Tally:
         self._batches: dict[int, list[dict]] = {}
         self._refusals: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
 
-    def add(self, found: Iterable[events.Event]) -> None:
-        for event in found:
-            if event.kind == "resume":
-                kept = event.fields["step"]
-                self._batches = {step: one for step, one in self._batches.items() if step <= kept}
-            elif event.kind == "batch":
-                self._batches[event.fields["step"]] = event.fields.get("environments", [])
-            elif event.kind == "refusal":
-                reason = event.fields["reason"].partition(":")[0][:40]
-                self._refusals[event.fields.get("environment", UNKNOWN)][reason] += 1
+    def add(self, event: events.Event) -> None:
+        if event.kind == "resume":
+            kept = event.fields["step"]
+            self._batches = {step: one for step, one in self._batches.items() if step <= kept}
+        elif event.kind == "batch":
+            self._batches[event.fields["step"]] = event.fields.get("environments", [])
+        elif event.kind == "refusal":
+            reason = event.fields["reason"].partition(":")[0][:40]
+            self._refusals[event.fields.get("environment", UNKNOWN)][reason] += 1
 
     def reputations(self) -> list[Reputation]:
         return _sums(self._batches, self._refusals)
