@@ -1,8 +1,14 @@
-"""Adapter of verifiers' first API: a package with `load_environment`, of verifiers 0.1 to 0.3. Imports nothing of ours."""
+"""Adapter of verifiers' first API: a package with `load_environment`, of verifiers 0.1 to 0.3. Imports nothing of ours.
+
+The framework ends an episode by an exception where the model's reply is empty or malformed. That is not a fault of the environment: such an
+episode keeps its reward, and has 1 in the metric "model_error", which is 0 in all others.
+"""
 
 import asyncio
 import collections.abc
 import pkgutil
+
+MODEL_ERRORS = ("EmptyModelResponseError", "InvalidModelResponseError", "ToolParseError")
 
 
 def load(target, options):
@@ -28,9 +34,11 @@ def run(env, task, base_url):
     client = config(api_base_url=base_url, api_key_var="OPENAI_API_KEY", max_retries=0)
     found = asyncio.run(env.run_rollout(row, client, "policy", {}, state_columns=[]))
     error = found.get("error")
+    kind = error.get("error") if isinstance(error, collections.abc.Mapping) else type(error).__name__
+    is_models = kind in MODEL_ERRORS
     return {
         "reward": found["reward"],
-        "metrics": found["metrics"],
+        "metrics": {**found["metrics"], "model_error": float(is_models)},
         "stop": found.get("stop_condition"),
-        "error": error and str(error)[:500],
+        "error": None if is_models else error and str(error)[:500],
     }

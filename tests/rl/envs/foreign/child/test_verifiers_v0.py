@@ -1,0 +1,32 @@
+"""Results of episodes of verifiers' first API, with the framework replaced."""
+
+import sys
+import types
+
+import pytest
+
+from rl.envs.foreign.child import verifiers_v0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_models", "reported"),
+    [
+        (None, 0.0, None),
+        ({"error": "EmptyModelResponseError", "error_chain_str": "..."}, 1.0, None),
+        ({"error": "SandboxError"}, 0.0, "{'error': 'SandboxError'}"),
+        (RuntimeError("of an older release"), 0.0, "of an older release"),
+    ],
+)
+def test_a_malformed_reply_is_counted_apart_from_errors_of_the_environment(monkeypatch, error, is_models, reported):
+    class Env:
+        async def run_rollout(self, *arguments, **options):
+            return {"reward": 0.5, "metrics": {"format": 0.25}, "stop_condition": "has_error", "error": error}
+
+        def get_dataset(self):
+            return [{"prompt": "p"}]
+
+    monkeypatch.setitem(sys.modules, "verifiers", types.ModuleType("verifiers"))
+    monkeypatch.setitem(sys.modules, "verifiers.types", types.SimpleNamespace(ClientConfig=lambda **fields: fields))
+    found = verifiers_v0.run(Env(), 0, "http://127.0.0.1:1/v1")
+    metrics = {"format": 0.25, "model_error": is_models}
+    assert found == {"reward": 0.5, "metrics": metrics, "stop": "has_error", "error": reported}
