@@ -21,7 +21,10 @@ LIMITS = session_lib.Limits(max_tokens=48, max_model_len=4096, max_calls=64)
 
 
 class Backend:
-    """Completes prompts at random, as a function of prompt and seed: text, reasoning, tool calls, cut ones, and bytes that are no text."""
+    """Completes prompts at random, as a function of prompt and seed: text, reasoning, tool calls, cut ones, and bytes that are no text.
+
+    With `texts`, a list or a function that returns one for a prompt's text, it chooses among these.
+    """
 
     def __init__(self, tokenizer=TOKENIZER, *, texts=None, version=3):
         self.tokenizer, self.calls, self.texts, self.version = tokenizer, [], texts, version
@@ -29,14 +32,17 @@ class Backend:
     async def __call__(self, call):
         content = hashlib.sha256(np.asarray(call.prompt, "<i4").tobytes()).hexdigest()
         rng = random.Random(f"{content}/{call.seed}")
-        tokens = self._tokens(rng)[: call.max_tokens]
+        tokens = self._tokens(rng, call.prompt)[: call.max_tokens]
         self.calls.append((call, tokens))
         await asyncio.sleep(0)
         return sample(tokens, self.tokenizer, version=max(self.version, call.oldest_version))
 
-    def _tokens(self, rng):
+    def _tokens(self, rng, prompt):
         if self.texts is not None:
-            return [*self.tokenizer.encode(rng.choice(self.texts)), self.tokenizer.eos_id]
+            texts = self.texts
+            if callable(texts):
+                texts = texts(self.tokenizer.decode(prompt, skip_special=False))
+            return [*self.tokenizer.encode(rng.choice(texts)), self.tokenizer.eos_id]
         name, argument = rng.choice(["add", "look", "none"]), rng.choice([1, "x", None])
         call = "<tool_call>\n" + json.dumps({"name": name, "arguments": {"a": argument}}) + "\n</tool_call>"
         text = rng.choice(["<think>so</think>", "<think>cut", ""]) + rng.choice(["yes", "né", "", "a <|im_end|>"])

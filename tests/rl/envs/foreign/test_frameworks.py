@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 
@@ -47,17 +48,30 @@ V03 = ("verifiers==0.3.0", "prime-sandboxes==0.2.36", "renderers==0.1.10", "reas
 V04 = ("verifiers==0.4.0", "datasets")
 LIMITS = session_lib.Limits(max_tokens=96, max_model_len=8192, max_calls=12, max_episode_tokens=400)
 SAMPLES = 4  # episodes of a group
-ANSWERS = [f"<answer>{number}</answer>" for number in range(-3, 4)]
 CALLS = ["<tool_call>\n" + json.dumps({"name": f"tool_{x}", "arguments": {"x": 1}}) + "\n</tool_call>" for x in "ABCD"]
 MOVES = ["[check]", "[bet]", "[fold]", "[call]", "hm"]
-LOOKUP = [
-    "<tool_call>\n" + json.dumps({"name": "facts_lookup", "arguments": {"name": "Ada Lovelace"}}) + "\n</tool_call>"
-]
 SORTED = ["<alphabetical_sorted>\nAdaLovelace\n</alphabetical_sorted>", "<combined_alphabetical_sorted>\nx", "no"]
 REVERSED = ["<reversed_text>abc</reversed_text>", "<reversed_text>0d", "x"]
+
+
+def sums(prompt):
+    """Returns a wrong answer to a sum, and the right one."""
+    numbers = re.findall(r"[-+ ]*\d+(?=[-+ \d]*=)", prompt.rpartition("problem:")[2])
+    return ["<answer>-12345</answer>", f"<answer>{sum(int(one.replace(' ', '')) for one in numbers)}</answer>"]
+
+
+def facts(prompt):
+    """Returns calls for the fact that a task asks for and for another one, and then the fact that the tool has found and another text."""
+    if found := re.findall(r"<tool_response>\s*(.*?)\s*</tool_response>", prompt):
+        return [f"<answer>{found[-1]}</answer>", "<answer>no</answer>"]
+    named = [re.findall(r'look up "(.+?)"', prompt)[-1], "Ada Lovelace"]
+    calls = [{"name": "facts_lookup", "arguments": {"name": name}} for name in named]
+    return ["x", *(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)]
+
+
 # name: (package, requirements, place in SOURCES, options, texts of the model, groups of episodes)
 CASES = {
-    "reasoning_gym_env": ("reasoning_gym_env", V03, "v0/reasoning_gym_env", {"gym": "chain_sum"}, ANSWERS, 25),
+    "reasoning_gym_env": ("reasoning_gym_env", V03, "v0/reasoning_gym_env", {"gym": "chain_sum"}, sums, 25),
     "tool_test": ("tool_test", V03, "v0/tool_test", {}, CALLS, 25),
     "alphabet_sort": ("alphabet_sort", V03, "v0/alphabet_sort", {"dataset_name": "DATA/names"}, SORTED, 25),
     "reverse_text_v1": (
@@ -69,7 +83,7 @@ CASES = {
         15,
     ),
     "kuhn_poker_v1": ("kuhn_poker_v1", V03, "v1_030/kuhn_poker_v1", {"trained_agent": "player0"}, MOVES, 15),
-    "glossary_v1": ("glossary_v1", V03, "v1_030/glossary_v1", {}, [*LOOKUP, "x"], 3),
+    "glossary_v1": ("glossary_v1", V03, "v1_030/glossary_v1", {}, facts, 3),
     "reverse_text": (
         "reverse_text",
         V04,
@@ -79,7 +93,7 @@ CASES = {
         15,
     ),
     "kuhn_poker": ("kuhn_poker", V04, "v1_040/kuhn_poker", {"trained_agent": "player0"}, MOVES, 15),
-    "glossary": ("glossary", V04, "v1_040/glossary", {}, [*LOOKUP, "x"], 3),
+    "glossary": ("glossary", V04, "v1_040/glossary", {}, facts, 3),
 }
 
 
@@ -162,9 +176,8 @@ def test_honest_episodes_are_equal_to_their_replays_and_changes_are_found(name, 
         print(f"{name}: {len(pairs)} episodes, 0 refused, {num_turns} turns at most, rewards {rewards[:6]}")
 
         # Each change is found: by the tape, or by another reward.
-        places = [(g, s) for g in range(count) for s in range(SAMPLES)]
-        g, s = next(((g, s) for g, s in places if len(recorded[g][s][0].spans) > 1), (0, 0))
-        whole = recorded[g][s]
+        places = [(g, one) for g, group in enumerate(recorded) for one in group]
+        g, whole = max(places, key=lambda place: (len(place[1][0].spans) > 1, place[1][0].reward))
         first = whole[0]
         changes = {
             "prompt injected": [test_tape.changed(first, 8), *whole[1:]],
@@ -177,6 +190,9 @@ def test_honest_episodes_are_equal_to_their_replays_and_changes_are_found(name, 
             changes["turn cut early"] = [test_tape.without_last_call(first), *whole[1:]]
         if len(whole) > 1:
             changes["call dropped"] = whole[:-1]
+        if callable(texts):  # a right answer becomes a wrong one: its last character, before the tag
+            assert rewards[0] < rewards[-1] == first.reward
+            changes["reply edited"] = [test_tape.changed(first, -11), *whole[1:]]
         for change, rollouts in changes.items():
             [again] = checker.replay(groups[g], [rollouts])
             assert again.mismatch or again.scores != rollouts[0].rewards, change
