@@ -293,7 +293,7 @@ class Session:
         spent = self._spent(self.num_calls, self.num_tokens)
         if self._tape is not None and key in self._tape:
             if self.overlapped:  # calls that ended here may have been running when the worker made this one
-                return
+                spent = self._spent(self.num_calls, 0)
         elif self._tape is not None and not spent:
             spent = self._spent(len(self._tape), self._taped_tokens)
             self.was_cut |= bool(spent)

@@ -46,7 +46,10 @@ def difference(session: session_lib.Session, rollouts: Sequence[rollout_lib.Roll
         return (
             None if len(claimed) == len(found) else f"{len(claimed)} branches, and the environment makes {len(found)}"
         )
-    # Concurrent calls may begin in another order than here.
+    # Concurrent calls may begin in another order than here. When the last one began, at most one call of each stream had not ended.
+    sizes = [[turn.end - turn.start for turn in stream.turns] for stream in session.streams]
+    if 0 < session.limits.max_episode_tokens <= (ended := sum(sum(own) - max(own) for own in sizes)):
+        return f"a call began after {ended} tokens of {session.limits.max_episode_tokens}"
     if sorted(sum(claimed, [])) != sorted(sum(found, [])):
         return "its calls, or their limits, are not those of the environment"
     for one in rollouts:

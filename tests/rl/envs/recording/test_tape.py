@@ -1,6 +1,7 @@
 """A replay against the tape accepts every honest episode, and finds each change to one."""
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 
@@ -103,6 +104,25 @@ def test_each_change_is_found(name):
     assert expected in replayed(two_turns, change(*rollouts), number)
 
 
+async def three_turns(model):
+    """Asks three times, with another tool message of equal length after each reply."""
+    messages = [{"role": "user", "content": "begin"}]
+    with contextlib.suppress(episode.BudgetSpent):
+        for output in ("42", "43", "44"):
+            messages.append((await model.chat(messages)).message)
+            messages.append({"role": "tool", "content": output, "tool_call_id": "a"})
+
+
+def test_two_exchanged_outputs_of_tools_are_found():
+    found = (recorded(three_turns, number) for number in range(99))
+    number, [one] = next((n, rollouts) for n, rollouts in enumerate(found) if len(rollouts[0].spans) == 3)
+    text = one.tokens.astype("u4").tolist()
+    at = [n for n in range(one.spans[0][1], len(text)) if text[n : n + 2] in ([*b"42"], [*b"43"])]
+    assert len(at) == 2 and replayed(three_turns, [one], number) is None
+    swapped = changed(changed(one, at[0] + 1, ord("3")), at[1] + 1, ord("2"))
+    assert "which was not recorded" in replayed(three_turns, [swapped], number)
+
+
 def tree(order, later):
     """Returns a program with concurrent calls, some after others, whose order is drawn from `order`."""
 
@@ -124,6 +144,21 @@ def tree(order, later):
         await asyncio.gather(*(one(f"part {number}") for number in range(5)))
 
     return play
+
+
+@pytest.mark.parametrize("play", [three_turns, tree(3, [])], ids=["in turn", "at the same time"])
+def test_calls_beyond_the_budget_and_calls_left_out_are_found(play):
+    number = next(n for n in range(99) if all(len(one.spans) > 1 for one in recorded(play, n)))
+    whole = recorded(play, number)
+    sizes = [[end - start for start, end in one.spans] for one in whole]
+    for limits in (
+        {"max_calls": sum(map(len, sizes)) - 1},
+        {"max_episode_tokens": sum(sum(own) - max(own) for own in sizes)},
+    ):
+        assert replayed(play, whole, number, **limits)
+        honest = recorded(play, number, **limits)
+        assert replayed(play, honest, number, **limits) is None
+        assert "which was not recorded" in replayed(play, honest, number)
 
 
 @pytest.mark.parametrize("tokens", [0, 100])
