@@ -5,7 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from inference.rollouts import rollout as rollout_lib
+from rl.batch import credit
 from rl.envs.interface import episode
+from rl.envs.recording import rollouts as rollouts_lib
 from rl.envs.recording import session as session_lib
 from rl.protocol import noise_seed
 from tests.support import episodes
@@ -13,13 +16,26 @@ from tests.support import episodes
 USER = {"role": "user", "content": "go"}
 
 
+def trained(group):
+    """Yields (all tokens before, tokens) of each run of tokens that the trees of a group train."""
+    trees, _ = credit.Credit(advantage="group_mean").assign([group])
+    assert sum(tree.num_tokens for tree in trees) < sum(len(one.tokens) for one in group if one.trains)
+    for tree in trees:
+        for branch in tree.branches:
+            tokens = [*tree.prompt.tolist(), *branch.tokens.tolist()]
+            mask = np.concatenate([np.zeros(len(tree.prompt)), branch.loss_mask, [0]])
+            bounds = np.flatnonzero(np.diff(mask, prepend=0))
+            yield from ((tokens[:start], tokens[start:end]) for start, end in bounds.reshape(-1, 2))
+
+
 @pytest.mark.parametrize("thinking", ["keep", "strip"])
 def test_trained_tokens_are_the_sampled_ones_each_once(thinking):
     num_extended = num_branches = 0
+    group, asked = [], []
     for number in range(500):
-        backend = episodes.Backend()
-        session = episodes.session(backend, number=number, limits={"max_model_len": 1200}, thinking=thinking)
-        asyncio.run(episodes.drawn(number)(session))
+        backend, (task, sample) = episodes.Backend(), divmod(number, 4)
+        session = episodes.session(backend, number=sample, limits={"max_model_len": 1200}, thinking=thinking)
+        asyncio.run(episodes.drawn(task)(session))
         found = [
             (stream.tokens[: turn.start].tolist(), stream.tokens[turn.start : turn.end].tolist())
             for stream in session.streams
@@ -29,7 +45,7 @@ def test_trained_tokens_are_the_sampled_ones_each_once(thinking):
         assert len(found) == session.num_calls
         for at, stream in enumerate(session.streams):
             first = stream.tokens[: stream.turns[0].start]
-            assert stream.seed == noise_seed.stream_seed(7, number, at, first, stream.number)
+            assert stream.seed == noise_seed.stream_seed(7, sample, at, first, stream.number)
             used = [
                 call.seed
                 for call, _ in backend.calls
@@ -40,6 +56,17 @@ def test_trained_tokens_are_the_sampled_ones_each_once(thinking):
             assert {*used} == {stream.seed}
         num_extended += sum(len(stream.turns) - 1 for stream in session.streams)
         num_branches += len(session.streams) - 1
+        origin = rollouts_lib.Origin(rollout_lib.TaskRef("drawn", task, task, 0), 1, 1.0)
+        group += rollouts_lib.of_episode(session, origin, {"reward": float(sample)})
+        asked += [
+            (stream.tokens[: turn.start].tolist(), turn.sample.tokens)
+            for stream in session.streams
+            for turn in stream.turns
+            if stream.trains
+        ]
+        if sample == 3:  # a group, as the learner packs it
+            assert sorted(trained(group)) == sorted(asked)
+            group, asked = [], []
     assert num_extended > 200 and num_branches > 200
 
 
@@ -75,6 +102,21 @@ def test_a_known_prompt_gets_the_recorded_reply_and_a_number_another():
     assert not session.overlapped
 
 
+def test_a_numbered_call_and_one_of_another_role_begin_streams():
+    backend = episodes.Backend()
+    session = episodes.session(backend)
+
+    async def play():
+        more = [USER, (await session.chat([USER])).message, USER]
+        await session.chat(more, number=1)
+        await session.chat(more, trains=False, max_tokens=10**6)
+
+    asyncio.run(play())
+    kinds = [(stream.number, stream.trains, len(stream.turns)) for stream in session.streams]
+    assert kinds == [(0, True, 1), (1, True, 1), (0, False, 1)]
+    assert {call.max_tokens for call, _ in backend.calls} == {episodes.LIMITS.max_tokens}
+
+
 def test_budgets_depend_on_tokens_alone():
     async def count(**limits):
         backend = episodes.Backend(texts=["12345"])
@@ -91,6 +133,7 @@ def test_budgets_depend_on_tokens_alone():
     assert asyncio.run(count(max_episode_tokens=13)) == 3  # 6 tokens each: the third begins after 12
     # A turn takes 6 sampled tokens and those of the template; the prompt must leave one free.
     assert asyncio.run(count(max_model_len=40)) == 1
+    assert asyncio.run(count(max_model_len=21)) == 0 and asyncio.run(count(max_model_len=22)) == 1
 
 
 def test_a_call_that_failed_can_be_repeated():

@@ -123,6 +123,37 @@ def test_two_exchanged_outputs_of_tools_are_found():
     assert "which was not recorded" in replayed(three_turns, [swapped], number)
 
 
+def test_calls_of_all_kinds_that_continue_others_are_replayed():
+    async def play(model):
+        first, user = [{"role": "user", "content": "begin"}], {"role": "user", "content": "on"}
+        await asyncio.gather(model.chat(first), model.chat([user]))
+        replies = [await model.chat(first, number=2)]
+        messages = [*first, replies[0].message, user]
+        replies.append(await model.chat(messages))
+        replies.append(await model.chat([*messages, replies[1].message, user], trains=False))
+        reasons.append([reply.finish_reason for reply in replies])
+
+    reasons = []
+    for number in range(30):
+        rollouts = recorded(play, number)
+        assert replayed(play, rollouts, number) is None
+    assert reasons[::2] == reasons[1::2] and {reason for own in reasons for reason in own} == {"stop", "length"}
+
+
+def test_a_call_left_out_in_favor_of_a_later_one_is_found():
+    def asking(names):
+        async def play(model):
+            for name in names:
+                with contextlib.suppress(episode.BudgetSpent):
+                    await model.chat([{"role": "user", "content": name}])
+
+        return play
+
+    assert replayed(asking("abc"), recorded(asking("abc"), max_calls=2), max_calls=2) is None
+    found = replayed(asking("abc"), recorded(asking("ac")), max_calls=2)
+    assert "was not recorded, before the budget" in found
+
+
 def tree(order, later):
     """Returns a program with concurrent calls, some after others, whose order is drawn from `order`."""
 
