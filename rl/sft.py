@@ -176,6 +176,8 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
     """Returns a source of training conversations: tasks of the run's environments with their answers."""
     config = exp.config
     found = envs.load_all(config)
+    for env in found.values() if config.warmup.decoy_fraction else ():  # an error before the first compilation
+        _demonstration(env, env.make_task(0, "train"), config.seed, is_decoy=True)
 
     def tree(name, index, split):
         env = found[name]

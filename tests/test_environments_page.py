@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from rl.envs.hub import probes, rules
-from rl.envs.interface import scripted_model
+from rl.envs.interface import environment, scripted_model
 from tests.support import commands, pages
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -45,6 +45,15 @@ def test_the_environment_of_the_page_plays_and_passes_the_check(boxes, capsys):
     assert play(find) == {"reward": 0.0, "opened": 4.0}  # the number in the result of a tool is no answer
     sizes = ["--tasks", 16, "--scored", 2, "--episodes", 2]
     assert commands.run("rl.envs", "check", f"{boxes}:build", "boxes=3", *sizes) == 0, capsys.readouterr().out
+
+
+def test_the_tool_of_the_page_is_called():
+    ((_, code),) = blocks("Tools")
+    tool, task = {"tool": "add", "arguments": {"a": 2, "b": [3, 4]}}, environment.Task("", 0, "train", (), answer="9")
+    exec(code, made := {})
+    model = scripted_model.ScriptedModel(scripted_model.in_order(tool, "9"))
+    assert asyncio.run(made["play"](task, model)) == {"reward": 1.0, "calls": 1.0}
+    assert [messages[-1]["content"] for messages, *_ in model.calls[1:]] == ["9"]
 
 
 def test_the_page_names_each_check():

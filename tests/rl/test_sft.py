@@ -25,7 +25,7 @@ from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 from tests.rl.batch.test_conversations import conversation, trained_text, write
 from tests.support import clock as clock_lib
-from tests.support import conversations, tiny, tiny_run
+from tests.support import conversations, tiny, tiny_run, turn_envs
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 
@@ -101,6 +101,10 @@ def test_tasks_are_taught_with_their_answers_but_for_the_decoys():
     assert 5 < wrong < 27
     held_out = [trained_text(tree)[0].removesuffix("<|im_end|>") for tree in source.held_out()]
     assert held_out == [env.make_task(index, "held_out").answer for index in range(3)]
+    config = config_of(warmup__decoy_fraction=0.01, env__name=f"{turn_envs.__file__}:letters")
+    config.env.options = {}
+    with pytest.raises(ValueError, match="has no decoys; set config.warmup.decoy_fraction to 0"):
+        sft._from_tasks(experiment.resolve(config))  # before a step is compiled
 
 
 def test_whole_games_are_taught_where_an_environment_demonstrates():

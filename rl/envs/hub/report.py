@@ -95,5 +95,10 @@ def table(report: dict) -> str:
                 f"      rule: {check['rule']}",
                 *(textwrap.shorten(f"      - {x}", 240) for x in check["evidence"]),
             ]
-    lines += ["", f"{report['verdict']}: its trials show the kind {report['kind']['tested']}"]
+    shown = (
+        "it could not be tried"
+        if report["kind"]["declared"] == "unknown"
+        else f"its trials show the kind {report['kind']['tested']}"
+    )
+    lines += ["", f"{report['verdict']}: {shown}"]
     return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)

@@ -49,6 +49,9 @@ def install(
     framework, target, version = package_lib.split(name)
     if kind not in environment.KINDS[1:]:
         raise ValueError(f"kind = {kind!r} is not possible for {name}; use one of {', '.join(environment.KINDS[1:])}")
+    absolute = [str(pathlib.Path(path).expanduser().resolve()) for path in paths]
+    if absent := [path for path in absolute if not pathlib.Path(path).exists()]:
+        raise ValueError(f"--path {absent[0]} does not exist; name the folder to import {target} from")
     file = package_lib.record_file(name)
     file.unlink(missing_ok=True)  # a failure leaves no older installation in use
     if not requirements and version:
@@ -56,7 +59,6 @@ def install(
     if requirements:
         python = str(_venv(requirements, python))
     python, minor, folders = json.loads(_run([python, "-c", _DESCRIBE], f"{python} is not a usable interpreter"))
-    absolute = [str(pathlib.Path(path).expanduser().resolve()) for path in paths]
     adapter = framework
     if framework == "verifiers":
         failed = f"{target} cannot be imported in {python}; name its package with --requirement"

@@ -144,6 +144,9 @@ def test_the_command_installs_and_prints_the_digest(python, capsys):
     assert package_lib.digest(found, {}) in capsys.readouterr().out
     with pytest.raises(ValueError, match="write NAME=VALUE"):
         run([*arguments[:4], "--variable", "A"])
+    with pytest.raises(ValueError, match="nowhere does not exist; name the folder to import words:build from"):
+        run([*arguments[:4], "--path", "nowhere"])
+    assert package_lib.find("plain:words:build") == found
 
 
 def test_a_virtual_environment_is_made_once_per_requirements(python, monkeypatch):
