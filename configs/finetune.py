@@ -24,7 +24,6 @@ def get_config():
     c.sampling.max_tokens = 1024
     c.rl.prompts_per_step = c.train.row_length = c.train.rows = c.inference.num_slots = c.inference.max_model_len = 0
     c.inference.mesh.tensor = 0
-    c.train.share_prompts = False  # the kernel for TPUs supports packed sequences, not shared prompts
     c.warmup.update(learning_rate=2e-4, tasks_per_step=32)  # with lora.rank = 0, 2e-5
     c.optimizer.update(learning_rate=2e-5, beta2=0.999, weight_decay=0.01)  # with lora.rank = 0, 1e-6
     # Your own workers, so few replays; on the CPU, they take no memory of the chip.

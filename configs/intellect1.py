@@ -8,7 +8,7 @@ The checkpoint is PrimeIntellect/INTELLECT-1-Instruct (arXiv 2412.01152: a Llama
 pretrained by DiLoCo on 1 T tokens). The RL constants are PRIME-RL's defaults: groups of 16, masked importance sampling.
 
 Hardware: a learner on v5e:8x8 (64 chips) and inference servers of one v5e host each (8 chips). Estimate: 2.4 GiB of 15.75 per
-chip; a longest step (4.2 M tokens) takes at least 27 s, and a server decodes at most 6,500 tokens/s.
+chip; a longest step (4.2 M tokens) takes at least 26.5 s, and a server decodes at most 6,500 tokens/s.
 """
 
 from configs import tpu_gsm8k

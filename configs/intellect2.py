@@ -9,7 +9,7 @@ The checkpoint is Qwen/QwQ-32B. Source: arXiv 2505.07291 and PRIME-RL's configs/
 configs/recipes.py. Its tasks (SYNTHETIC-1, math and code with a length reward) are not included; GSM8K stands in.
 
 Hardware: a learner on v5p:4x4x4 (64 chips) and inference servers of one v5p host each (4 chips). Estimate: 7.6 GiB of 95.74 per
-chip; a step (26 M tokens, median 5,000) takes at least 303 s, and a server decodes at most 2,100 tokens/s.
+chip; a step (26 M tokens, median 5,000) takes at least 297 s, and a server decodes at most 2,100 tokens/s.
 """
 
 from configs import recipes, tpu_gsm8k

@@ -19,7 +19,7 @@ Their data is not included: `warmup.data` is conversations in JSONL or Parquet f
 33 M tokens if they fill their rows. Sources disagree on the tokens of the first stage; its steps are those of 46 B.
 
 Hardware: a learner on v5p:4x4x8 (128 chips), one row of 65,536 tokens per chip, and inference servers of one v5p host each
-(4 chips). Estimate: 9.4 GiB of 95.74 per chip; a step (86 M tokens, median 16,000) takes at least 468 s, and a server decodes 48
+(4 chips). Estimate: 9.4 GiB of 95.74 per chip; a step (86 M tokens, median 16,000) takes at least 413 s, and a server decodes 48
 sequences of 16,128 tokens on average at 1,510 tokens/s at most, or on two hosts 176 of 16,384 at 5,140.
 """
 

@@ -8,7 +8,7 @@ The checkpoint is Qwen/Qwen3-0.6B. Reward is 1 for the right number after "####"
 PRIME-RL's defaults with its rules of thumb for sizes: batches of at least 64 prompts' worth, groups of at least 8.
 
 Hardware: a learner on v5e:2x4 (8 chips, one host), and as much for an inference server. Estimate: 1.1 GiB of 15.75 per chip; a
-step (0.38 M tokens, median 600) takes at least 1.4 s, and a server decodes at most 64,600 tokens/s.
+step (0.38 M tokens, median 600) takes at least 1.35 s, and a server decodes at most 64,600 tokens/s.
 """
 
 from configs import tpu_gsm8k

@@ -8,7 +8,7 @@ The checkpoint is Qwen/Qwen3-30B-A3B. Source: PRIME-RL's qwen3-30b-a3b example o
 32,768 tokens; its default optimizer and loss (binary total-variation mask, arXiv 2602.04879). GSM8K stands in for its tasks.
 
 Hardware: a learner on v5p:2x4x4 (32 chips), without expert parallelism, and inference servers of one v5p host each (4 chips).
-Estimate: 14.2 GiB of 95.74 per chip; a step (3.5 M tokens, median 5,000) takes at least 12.5 s, and a server decodes at most 2,660/s.
+Estimate: 14.2 GiB of 95.74 per chip; a step (3.5 M tokens, median 5,000) takes at least 11.2 s, and a server decodes at most 2,660/s.
 """
 
 from configs import tpu_gsm8k

@@ -23,7 +23,6 @@ def get_config(checkpoint: str, topology: str):
     c.init_from = f"checkpoints/{checkpoint.partition('/')[2]}"
     c.env.name = "gsm8k"
     c.env.options.path = "data/gsm8k"
-    c.train.share_prompts = False  # the TPU's attention kernel supports packed sequences, not shared prompts
     c.optimizer.update(learning_rate=1e-6, beta2=0.999, weight_decay=0.01)  # PRIME-RL, August 2026
     c.inference.steps_per_call = 16
     c.checkpoint.every_minutes = 20.0  # a step may take half an hour

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from models.kernels import cpu_attention, gpu_attention, splash_attention
+from models.kernels import attention_tiles, cpu_attention, gpu_attention, splash_attention
 from sharding import mesh as mesh_lib
 from sharding import rules
 
@@ -49,13 +49,10 @@ def attend_packed(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
-    longest: int = 0,
 ) -> jax.Array:
     """Returns the output of causal attention inside each packed sequence, [B, T, H, V].
 
-    A query reads the last `window` tokens, its own included (0: all). No sequence has more than `longest` tokens (0: it may fill
-    the row). `implementation` is a value of
-    `ModelConfig.attention`. Raises ValueError if it cannot run this layer; "auto" then uses XLA. `attend` explains the others.
+    A query reads the last `window` tokens, its own included (0: all). `implementation` is a value of `ModelConfig.attention`. Raises ValueError if it cannot run this layer; "auto" then uses XLA. `attend` explains the others.
     """
     how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
     k_BTKC, v_BTKV = _over_tensor(k_BTKC), _over_tensor(v_BTKV)
@@ -63,14 +60,13 @@ def attend_packed(
     if not mesh.empty and mesh.shape["context"] > 1:
         run = functools.partial(_ring, window=window, scale=how["scale"], softcap=softcap)
         out_BTHV = _per_device(run, "context")(q_BTHC, k_BTKC, v_BTKV, packing, sinks_H)
-        return checkpoint_name(out_BTHV, splash_attention.SAVED)
+        return checkpoint_name(out_BTHV, attention_tiles.SAVED)
     implementation = _choose(implementation, q_BTHC, v_BTKV, packing, how)
     if implementation == "xla":
         out_BTHV = _blockwise(q_BTHC, k_BTKC, v_BTKV, packing, window, how)
-        return checkpoint_name(out_BTHV, splash_attention.SAVED)  # the kernels name their own
+        return checkpoint_name(out_BTHV, attention_tiles.SAVED)  # the kernels name their own
 
-    how |= {"window": window} | ({"longest": longest} if implementation == "splash" else {})
-    return _kernel(implementation, q_BTHC, k_BTKC, v_BTKV, packing, how)
+    return _kernel(implementation, q_BTHC, k_BTKC, v_BTKV, packing, how | {"window": window})
 
 
 def _kernel(implementation: str, q_BTHC, k_BTKC, v_BTKV, packing: Packing, how: dict) -> jax.Array:
@@ -79,7 +75,7 @@ def _kernel(implementation: str, q_BTHC, k_BTKC, v_BTKV, packing: Packing, how: 
     def run(q_BTHC, k_BTKC, v_BTKV, packing, sinks_H):
         more = how | {"sinks_H": sinks_H}
         if implementation == "splash":
-            return splash_attention.attend(q_BTHC, k_BTKC, v_BTKV, packing.segment_ids, **more)
+            return splash_attention.attend(q_BTHC, k_BTKC, v_BTKV, packing, **more)
         mask = functools.partial(readable, window=how["window"])
         return gpu_attention.attend(q_BTHC, k_BTKC, v_BTKV, packing, mask, **more)
 
@@ -141,10 +137,7 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
     dims, obstacle = max(C, v_BTKV.shape[-1]), gpu_attention.obstacle()
     reasons = {
         "xla": [],
-        "splash": [
-            (T % 128 != 0, f"rows of {T} tokens are not a multiple of 128"),
-            (packing.branch_ids is not None, "completions share prompts, unless config.train.share_prompts = False"),
-        ],
+        "splash": [(T % 128 != 0, f"rows of {T} tokens are not a multiple of 128")],
         "triton": [
             (bool(obstacle), obstacle),
             (dims > 256, f"heads have {dims} dims, more than 256"),

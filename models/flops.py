@@ -118,12 +118,12 @@ class ModelFlops:
         """Returns the FLOPs that the chips execute in a train step on packed rows, recomputation and padding included.
 
         A layer's forward pass runs again with remat "block", "attention", and "offload", without its last matmul; the output head's
-        always does, and that of the attention kernel unless remat is "none" or "attention". The kernel's backward pass has seven
-        matmuls: the two of the scores in both of its parts, dq alone, dk and dv. The forward pass has two.
+        always does, and that of the attention kernel unless remat is "none" or "attention". The kernel's backward pass has five
+        matmuls: the two of the scores, dq, dk, and dv. The forward pass has two.
         """
         again = 1 if self.config.remat in ("block", "attention", "offload") else 0
         layers = (3 + again) * 2 * (self.multiplied - self.head) - again * 2 * self.last
-        attention = 1 + (self.config.remat not in ("none", "attention")) + 3.5
+        attention = 1 + (self.config.remat not in ("none", "attention")) + 2.5
         return rows.num_columns * (layers + 4 * 2 * self.head) + attention * self.kernel_flops(rows)
 
     def read_parameters(self, num_tokens: int) -> float:

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models import attention, blocks, layers, moe, moe_experts
 from models import config as config_lib
-from models.kernels import cpu_transposed, int8, splash_attention
+from models.kernels import attention_tiles, cpu_transposed, int8
 from sharding import fsdp, rules
 
 Params = dict
@@ -90,7 +90,6 @@ def apply(
     segment_ids_BT: jax.Array | None = None,
     branch_ids_BT: jax.Array | None = None,
     experts_LBTX: jax.Array | None = None,
-    max_length: int = 0,
 ) -> tuple[jax.Array, moe.Routing | None]:
     """Runs the decoder on whole rows of packed sequences, without a cache.
 
@@ -105,7 +104,6 @@ def apply(
       segment_ids_BT: 1, 2, ... per packed sequence, 0 for padding; one sequence per row when None.
       branch_ids_BT: 0 in a prompt that several completions share, 1, 2, ... in the completions; no sharing when None.
       experts_LBTX: experts to use in each MoE layer (router replay). The router chooses when None, and where negative.
-      max_length: tokens of the longest sequence, if known; a TPU's attention kernel then has fewer steps. 0: the row's.
     """
     B, T = tokens_BT.shape
     if positions_BT is None:
@@ -114,7 +112,7 @@ def apply(
     packing = attention.Packing(positions_BT, segment_ids_BT, branch_ids_BT)
 
     def attend(entry, q_BTHC, k_BTKC, v_BTKV, **options):
-        options |= {"implementation": config.attention, "longest": max_length}
+        options |= {"implementation": config.attention}
         return attention.attend_packed(q_BTHC, k_BTKC, v_BTKV, packing, **options), entry
 
     given = {"experts_LBTX": experts_LBTX, "valid_BT": segment_ids_BT != 0}
@@ -323,7 +321,7 @@ def _remat(block: Callable, config: config_lib.ModelConfig) -> Callable:
     policy = {
         "block": policies.nothing_saveable,
         "dots": policies.save_only_these_names(layers.SAVED),
-        "attention": policies.save_only_these_names(splash_attention.SAVED),
+        "attention": policies.save_only_these_names(attention_tiles.SAVED),
         # The input of each layer waits in host memory; everything inside the layer is recomputed from it.
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

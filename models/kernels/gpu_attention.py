@@ -1,7 +1,7 @@
 """Causal attention of packed rows on an NVIDIA GPU, by Triton kernels that work only on the keys that a row reads.
 
-1. `ranges` finds the columns of keys that each block of queries may read: a part of a shared prompt, and the columns from its
-   first branch to its own end. For each block of keys it finds the end of the queries that read it. No array is [T, T].
+1. `attention_tiles.ranges` finds the columns of keys that each block of queries may read, and the queries that read each block of keys. No array
+   is [T, T].
 2. The forward kernel has one program per block of queries and head. It goes over these keys in steps, and accumulates the
    softmax (arXiv 2205.14135). The mask of a step is that of models/attention.py, computed in the kernel.
 3. The backward pass computes the weights again. One kernel sums dq over keys, another dk and dv over queries and the query
@@ -22,11 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from models.kernels import splash_attention
+from models.kernels import attention_tiles
 from sharding import mesh as mesh_lib
 
-# Finite: a query that has read no key yet has weights of 1, which the first key it may read multiplies by 0.
-MASKED = -1e30
 # The fastest on an H100 of eight tiles with bfloat16 and 128 dims (docs/performance.md).
 BLOCK = 64  # queries of a program, or keys of one that computes dk and dv
 FORWARD = BACKWARD = (64, 4, 3)  # keys or queries of a step of a program, warps, stages of its pipeline
@@ -89,59 +87,16 @@ def attend(
 
     qkv = (pad(x, pl.next_power_of_2(max(x.shape[3], 16))) for x in (q_BTHC, k_BTKC, v_BTKV))
     packing = jax.tree.map(pad, packing)
-    reads_BN = jax.vmap(functools.partial(ranges, block=block, window=window))(packing)
+    reads_BN = jax.vmap(functools.partial(attention_tiles.ranges, block=block, window=window))(packing)
     sinks_H = None if sinks_H is None else sinks_H.astype(jnp.float32)
     out_BTHV: Any = _attend(rule, *qkv, sinks_H, packing, reads_BN)
     return out_BTHV[:, :T, :, :V]
-
-
-def ranges(packing: Any, *, block: int, window: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the columns that each block of one row reads and is read by, four int32 [N]; `packing` has arrays [T].
-
-    A block of queries reads keys of the columns from the first array to the second, which is the end of shared prompts, and
-    from the third to its own end. A block of keys is read by the queries from its own start to the fourth array. All ends
-    are exclusive; a range may hold columns that no query reads.
-    """
-    segments_T, columns_T = packing.segment_ids, jnp.arange(packing.segment_ids.shape[0], dtype=jnp.int32)
-
-    def runs(begins_T):  # the first column and the end of each column's run
-        start_T = jax.lax.cummax(jnp.where(begins_T, columns_T, 0))
-        end_T = jnp.where(jnp.append(begins_T[1:], True), columns_T + 1, len(columns_T))
-        return start_T, jax.lax.cummin(end_T, reverse=True)
-
-    def changes(ids_T):
-        return jnp.append(True, ids_T[1:] != ids_T[:-1])
-
-    first_T, last_T = start_T, end_T = runs(changes(segments_T))
-    if window:  # a key of position p has the column start + p, or a later one if it is in a branch
-        first_T = start_T + jnp.maximum(packing.positions - window + 1, 0)
-    if packing.branch_ids is None:
-        prompt_end_T = branch_T = first_T
-        last_T = jnp.minimum(end_T, columns_T + window) if window else end_T
-    else:
-        is_shared_T = packing.branch_ids == 0
-        branch_T, branch_end_T = runs(changes(segments_T) | changes(packing.branch_ids))
-        prompt_end_T = jax.lax.cummax(jnp.where(is_shared_T, columns_T + 1, start_T))
-        last_T = jnp.where(is_shared_T, end_T, branch_end_T)
-    own_T, is_padding_T = columns_T // block * block, segments_T == 0  # padding reads itself, in its own block
-    first_T, prompt_end_T, branch_T = (jnp.where(is_padding_T, own_T, x_T) for x_T in (first_T, prompt_end_T, branch_T))
-    last_T = jnp.where(is_padding_T, own_T + block, last_T)
-    first_N, branch_N = (x_T.reshape(-1, block).min(axis=1) for x_T in (first_T, branch_T))
-    prompt_end_N, last_N = (x_T.reshape(-1, block).max(axis=1) for x_T in (prompt_end_T, last_T))
-    return first_N, prompt_end_N, jnp.maximum(branch_N, first_N), last_N
 
 
 def kernel_call(kernel: Callable, tile: tuple[int, int, int], grid: tuple[int, ...], out_shape: Any, interpret: bool):
     """Returns the function that runs a Triton kernel; `tile` has a size, warps, and stages."""
     options, name = triton.CompilerParams(num_warps=tile[1], num_stages=tile[2]), kernel.__name__
     return pl.pallas_call(kernel, out_shape, grid=grid, compiler_params=options, interpret=interpret, name=name)
-
-
-def dot(a, b, dim_a: int, dim_b: int) -> jax.Array:
-    """Contracts `dim_a` of a with `dim_b` of b, in float32; the products of float32 are not rounded to TF32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = ((dim_a,), (dim_b,)), ((), ())
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -163,11 +118,13 @@ def _forward(rule: _Rule, q_BTHC, k_BTKC, v_BTKV, sinks_H, packing, reads_BN):
             scores_QS, _ = _scores(rule, q_QC, k_ref[b, keys, k, :], queries, own, packing_ref, b, keys)
             new_top_Q = jnp.maximum(top_Q, scores_QS.max(axis=1))
             weights_QS, down_Q = jnp.exp(scores_QS - new_top_Q[:, None]), jnp.exp(top_Q - new_top_Q)
-            read_QV = dot(weights_QS.astype(q_QC.dtype), v_ref[b, keys, k, :], 1, 0)
+            read_QV = attention_tiles.dot(weights_QS.astype(q_QC.dtype), v_ref[b, keys, k, :], 1, 0)
             return out_QV * down_Q[:, None] + read_QV, total_Q * down_Q + weights_QS.sum(axis=1), new_top_Q
 
         zero_Q = jnp.zeros(rule.block, jnp.float32)
-        total_Q, top_Q = (zero_Q, zero_Q + MASKED) if sinks_ref is None else (zero_Q + 1, zero_Q + sinks_ref[h])
+        total_Q, top_Q = (
+            (zero_Q, zero_Q + attention_tiles.MASKED) if sinks_ref is None else (zero_Q + 1, zero_Q + sinks_ref[h])
+        )
         out_QV = jnp.zeros((rule.block, V), jnp.float32)
         stats = _over_keys(rule.block, rule.forward[0], reads_ref, b, i, read, (out_QV, total_Q, top_Q))
         out_QV, total_Q, top_Q = stats
@@ -177,7 +134,7 @@ def _forward(rule: _Rule, q_BTHC, k_BTKC, v_BTKV, sinks_H, packing, reads_BN):
     out_shape = jax.ShapeDtypeStruct((B, T, H, V), q_BTHC.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
     args = q_BTHC, k_BTKC, v_BTKV, sinks_H, packing, reads_BN
     out_BTHV, log_norm_BHT = rule.call(attention_forward, rule.forward, (T // rule.block, H, B), out_shape, *args)
-    results = [checkpoint_name(x, splash_attention.SAVED) for x in (out_BTHV, log_norm_BHT)]
+    results = [checkpoint_name(x, attention_tiles.SAVED) for x in (out_BTHV, log_norm_BHT)]
     return results[0], (*args, *results)
 
 
@@ -195,7 +152,9 @@ def _backward(rule: _Rule, saved, d_out_BTHV):
             rule, q_QC, k_SC, _packing(packing_ref, b, queries), queries, packing_ref, b, keys
         )
         weights_QS = jnp.exp(scores_QS - log_norm_ref[b, h, queries][:, None])
-        d_scores_QS = weights_QS * (dot(d_out_QV, v_SV, 1, 1) - d_sum_ref[b, h, queries][:, None]) * rule.scale
+        d_scores_QS = (
+            weights_QS * (attention_tiles.dot(d_out_QV, v_SV, 1, 1) - d_sum_ref[b, h, queries][:, None]) * rule.scale
+        )
         return weights_QS.astype(q_QC.dtype), (d_scores_QS * slope_QS).astype(q_QC.dtype)
 
     def attention_dq(q_ref, k_ref, v_ref, packing_ref, reads_ref, log_norm_ref, d_sum_ref, d_out_ref, d_q_ref):
@@ -207,7 +166,7 @@ def _backward(rule: _Rule, saved, d_out_BTHV):
             k_SC = k_ref[b, keys, k, :]
             refs = packing_ref, log_norm_ref, d_sum_ref
             _, d_scores_QS = gradients(refs, own, keys, b, h, q_QC, k_SC, v_ref[b, keys, k, :], d_out_QV)
-            return d_q_QC + dot(d_scores_QS, k_SC, 1, 0)
+            return d_q_QC + attention_tiles.dot(d_scores_QS, k_SC, 1, 0)
 
         zeros_QC = jnp.zeros((rule.block, C), jnp.float32)
         d_q_QC = _over_keys(rule.block, rule.backward[0], reads_ref, b, i, read, zeros_QC)
@@ -230,7 +189,9 @@ def _backward(rule: _Rule, saved, d_out_BTHV):
                 q_QC, d_out_QV = q_ref[b, queries, h, :], d_out_ref[b, queries, h, :]
                 refs = packing_ref, log_norm_ref, d_sum_ref
                 weights_QS, d_scores_QS = gradients(refs, queries, own, b, h, q_QC, k_SC, v_SV, d_out_QV)
-                return sums[0] + dot(d_scores_QS, q_QC, 0, 0), sums[1] + dot(weights_QS, d_out_QV, 0, 0)
+                return sums[0] + attention_tiles.dot(d_scores_QS, q_QC, 0, 0), sums[1] + attention_tiles.dot(
+                    weights_QS, d_out_QV, 0, 0
+                )
 
             return jax.lax.fori_loop(first, end, read, sums)
 
@@ -271,14 +232,14 @@ def _over_keys(block: int, size: int, reads_ref, b, i, read: Callable, carry):
 
 def _scores(rule: _Rule, q_QC, k_SC, queries, query_slice, packing_ref, b, key_slice):
     """Returns the masked scores of a tile, and the derivative of the softcap (1 without one)."""
-    scores_QS, slope_QS = dot(q_QC, k_SC, 1, 1) * rule.scale, 1.0
+    scores_QS, slope_QS = attention_tiles.dot(q_QC, k_SC, 1, 1) * rule.scale, 1.0
     if rule.softcap:
         capped_QS = jnp.tanh(scores_QS / rule.softcap)
         scores_QS, slope_QS = rule.softcap * capped_QS, 1 - capped_QS * capped_QS
     columns = (part.start + jnp.arange(part.size) for part in (query_slice, key_slice))
     columns_Q, columns_S = columns
     mask_QS = rule.readable(queries, columns_Q, _packing(packing_ref, b, key_slice), columns_S)
-    return jnp.where(mask_QS, scores_QS, MASKED), slope_QS
+    return jnp.where(mask_QS, scores_QS, attention_tiles.MASKED), slope_QS
 
 
 def _packing(packing_ref, b, columns):

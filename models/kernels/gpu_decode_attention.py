@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from models.kernels import gpu_attention
+from models.kernels import attention_tiles, gpu_attention
 from sharding import rules
 
 PART = 1024  # keys of a program
@@ -61,18 +61,18 @@ def attend(
         def read(n, stats):
             out_GV, total_G, top_G = stats
             keys = pl.ds(n * size, size)
-            scores_GS = gpu_attention.dot(q_GC, k_ref[n_layer, b, k, keys, :], 1, 1) * factor
+            scores_GS = attention_tiles.dot(q_GC, k_ref[n_layer, b, k, keys, :], 1, 1) * factor
             if softcap:
                 scores_GS = softcap * jnp.tanh(scores_GS / softcap)
             at_S = n * size + jnp.arange(size)
-            scores_GS = jnp.where(((at_S >= first) & (at_S < end))[None], scores_GS, gpu_attention.MASKED)
+            scores_GS = jnp.where(((at_S >= first) & (at_S < end))[None], scores_GS, attention_tiles.MASKED)
             new_top_G = jnp.maximum(top_G, scores_GS.max(axis=1))
             weights_GS, down_G = jnp.exp(scores_GS - new_top_G[:, None]), jnp.exp(top_G - new_top_G)
-            read_GV = gpu_attention.dot(weights_GS.astype(q_GC.dtype), v_ref[n_layer, b, k, keys, :], 1, 0)
+            read_GV = attention_tiles.dot(weights_GS.astype(q_GC.dtype), v_ref[n_layer, b, k, keys, :], 1, 0)
             return out_GV * down_G[:, None] + read_GV, total_G * down_G + weights_GS.sum(axis=1), new_top_G
 
         tiles = jnp.maximum(first, p * PART), jnp.minimum(end, (p + 1) * PART) + size - 1
-        total_G, top_G = jnp.zeros(G, jnp.float32), jnp.full(G, gpu_attention.MASKED)
+        total_G, top_G = jnp.zeros(G, jnp.float32), jnp.full(G, attention_tiles.MASKED)
         if sinks_ref is not None:  # one more score, without a value, in the first part
             total_G, top_G = jnp.where(p == 0, 1, total_G), jnp.where(p == 0, sinks_ref[k], top_G)
         stats = jnp.zeros((G, V), jnp.float32), total_G, top_G

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from models.kernels import gpu_attention
+from models.kernels import attention_tiles, gpu_attention
 
 LAUNCH = 8, 3  # warps, stages of the pipeline
 
@@ -50,7 +50,7 @@ def _product(rows_AD, kernel, sizes_E, interpret: bool, *, is_transposed: bool) 
         def add(n, total):
             summed = pl.ds(n * step, step)
             part = kernel_ref[group, columns, summed] if is_transposed else kernel_ref[group, summed, columns]
-            return total + gpu_attention.dot(rows_ref[own, summed], part, 1, 1 if is_transposed else 0)
+            return total + attention_tiles.dot(rows_ref[own, summed], part, 1, 1 if is_transposed else 0)
 
         total_RF = jax.lax.fori_loop(0, D // step, add, jnp.zeros((size, width), jnp.float32))
         index_R = tile * size + jnp.arange(size)
@@ -82,7 +82,7 @@ def _backward(interpret: bool, saved, d_out_AF):
             is_own_R1 = ((n * size + jnp.arange(size) >= first) & (n * size + jnp.arange(size) < end))[:, None]
             rows_RD = jnp.where(is_own_R1, rows_ref[tile, own], 0)
             d_out_RF = jnp.where(is_own_R1, d_out_ref[tile, columns], 0)
-            return total + gpu_attention.dot(rows_RD, d_out_RF, 0, 0)
+            return total + attention_tiles.dot(rows_RD, d_out_RF, 0, 0)
 
         tiles = jax.lax.div(first, size), jnp.where(end > first, jax.lax.div(end + size - 1, size), 0)
         total_DF = jax.lax.fori_loop(*tiles, add, jnp.zeros((height, width), jnp.float32))

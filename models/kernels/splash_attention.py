@@ -1,72 +1,100 @@
-"""Causal attention of packed rows by JAX's splash kernel for TPUs, which works only on the blocks of keys that a row reads.
+"""Causal attention of packed rows on a TPU (splash: sparse flash attention), by kernels whose grid steps are the tiles that are read.
 
-1. A sequence has consecutive columns. So a block of queries reads the blocks of keys from the first token that its first query
-   may read (of its sequence, within the window) to its own.
-2. `visits` finds these blocks on the device, from the segment IDs. JAX's own masks are arrays of whole rows, built in
-   Python when a program is traced: 54 s for a row of 65,536 tokens.
-3. The grid of the kernel has `longest` tokens before each query; of its steps, those that visit no block load and compute nothing.
+1. `visits` lists, on the device, the tiles of queries and keys that a row reads: sequences, shared prompts, and windows. The kernels
+   have one grid step for each tile, so their grid is dynamic, and they do no work for other sequences.
+2. The forward kernel goes over the tiles of a block of queries, and accumulates the softmax (arXiv 2205.14135).
+3. The backward kernel goes over the tiles of a block of keys and computes the scores once for all three gradients: five products a
+   tile, where two kernels, for dq and for dk and dv, have seven. dk and dv are summed in the memory of the core. dq is summed in
+   the memory of the chip: its block is loaded while the tile before is worked on, and stored while the next one is.
 
-Left out: shared prompts, whose branches read two ranges of keys, and grids that have visited blocks alone.
-
-Letters: B rows, T tokens, H query heads, K key heads, C head dim, V value dim, N blocks of a row, W blocks in the grid of each.
+Letters: B rows, T tokens, N = B T, H query heads, K key heads, G = H / K, C head dim, V value dim, Q queries of a block, S its keys,
+L steps.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask_info
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from models.kernels import attention_tiles
 
 BLOCK = 512  # queries and keys of a tile; a multiple of 128
-SAVED = "attention"  # the name of attention's results (and the kernel's log-sum-exp), which rematerialization "attention" keeps
+LANES = 128  # of a vector register
+BUFFERS = 3  # blocks of dq: one is loaded, one summed, one stored
+BRANCH, SEQUENCE, SHARED, POSITION = range(4)  # of `marks`
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """The options of attention and the size of a tile; static under jit."""
+
+    window: int
+    softcap: float
+    has_branches: bool
+    block: int
+    interpret: Any
+
+    def scores(self, rows_ref, columns_ref) -> tuple[jax.Array, jax.Array | float]:
+        """Returns the scores of a tile, before the mask, and the derivative of the softcap (1 without one)."""
+        scores = attention_tiles.dot(rows_ref[0], columns_ref[0], 1, 1)
+        if not self.softcap:
+            return scores, 1.0
+        capped = jnp.tanh(scores / self.softcap)
+        return self.softcap * capped, 1 - capped * capped
+
+    def readable(self, query, key, query_marks: Sequence, key_marks: Sequence, query_dim: int):
+        """Returns the mask of a tile, whose queries are in dim `query_dim`, from the numbers of its blocks and `marks`."""
+        columns = (
+            jax.lax.broadcasted_iota(jnp.int32, (self.block, self.block), dim) for dim in (query_dim, 1 - query_dim)
+        )
+        mask = query_marks[BRANCH] == key_marks[BRANCH]
+        if self.has_branches:
+            mask |= query_marks[SEQUENCE] == key_marks[SHARED]
+        if self.window:
+            mask &= query_marks[POSITION] - key_marks[POSITION] < self.window
+        return mask & (next(columns) - next(columns) >= (key - query) * self.block)
+
+    def call(self, kernel: Callable, grid: tuple, num_lists: int, in_specs, out_specs, out_shape, scratch):
+        """Returns the function of the lists of `visits` and of arrays that runs a kernel; the cores of a chip share its heads."""
+        spec = pltpu.PrefetchScalarGridSpec(num_lists, grid, in_specs, out_specs, scratch_shapes=scratch)
+        order: Any = ("parallel", *["arbitrary"] * (len(grid) - 1))
+        params = pltpu.CompilerParams(dimension_semantics=order)
+        options = {"compiler_params": params, "interpret": self.interpret, "name": kernel.__name__}
+        return pl.pallas_call(kernel, out_shape, grid_spec=spec, **options)
 
 
 def attend(
     q_BTHC: jax.Array,
     k_BTKC: jax.Array,
     v_BTKV: jax.Array,
-    segment_ids_BT: jax.Array,
+    packing: Any,
     *,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
     sinks_H: jax.Array | None = None,
-    longest: int = 0,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> jax.Array:
     """Returns attention inside each sequence of packed rows, [B, T, H, V]; models/attention.py explains the options.
 
-    T is a multiple of 128. `segment_ids_BT` are 1, 2, ... per sequence, whose columns are consecutive, and 0 for padding, whose
-    results are finite. A sequence of more than `longest` tokens (0: those of the row) makes its row NaN, because keys are missing.
-    `interpret` runs the kernel on a CPU.
+    T is a multiple of 128. `packing` has arrays [B, T]: `positions`, `segment_ids`, `branch_ids` (or None). A sequence has
+    consecutive columns: its shared prompt, then its branches one by one. Results of padding are finite. `interpret` runs the
+    kernels on a CPU: True, or an instance of `pltpu.InterpretParams`, which simulates copies, too.
     """
     B, T, H, _ = q_BTHC.shape
     block = block_of(T)
-    names = ("block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
-    # One row of all rows: JAX would run the kernel in a loop over rows, and copy the rows in and out.
-    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
-    segment_ids_N = jnp.where(segment_ids_BT == 0, 0, segment_ids_BT + row_B1 * (T + 1)).reshape(-1)
-    by_queries, by_keys, is_cut = visits(segment_ids_N, block=block, window=window, longest=longest or T)
-    kernel = splash_attention_kernel.SplashAttentionKernel(
-        *(by_queries, by_queries, by_keys),
-        block_sizes=splash_attention_kernel.BlockSizes(block, block, **dict.fromkeys(names, block)),
-        is_mqa=False,
-        save_residuals=False,
-        mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=softcap or None,
-        residual_checkpoint_name=SAVED,
-        mask_function=_readable(window),
-        interpret=interpret,
-    )
-    is_cut_B = is_cut.reshape(B, -1).any(axis=1)
-    factor_B = jnp.where(is_cut_B, jnp.nan, scale).astype(q_BTHC.dtype)
-    q_BTHC *= factor_B[:, None, None, None]
-    heads_first = (x.reshape(B * T, *x.shape[2:]).swapaxes(0, 1) for x in (q_BTHC, k_BTKC, v_BTKV))
-    extra = {} if sinks_H is None else {"sinks": sinks_H.astype(jnp.float32)}
-    out = kernel(*heads_first, splash_attention_kernel.SegmentIds(segment_ids_N, segment_ids_N), **extra)
-    assert isinstance(out, jax.Array)  # without residuals
-    return out.swapaxes(0, 1).reshape(B, T, H, -1)
+    rule = _Rule(window, softcap, packing.branch_ids is not None, block, interpret)
+    reads_BN = jax.vmap(functools.partial(attention_tiles.ranges, block=block, window=window))(packing)
+    heads_first = (x.reshape(B * T, *x.shape[2:]).swapaxes(0, 1) for x in (q_BTHC * scale, k_BTKC, v_BTKV))
+    sinks_H = None if sinks_H is None else sinks_H.astype(jnp.float32)
+    out_HNV: Any = _attend(rule, *heads_first, sinks_H, marks(packing), visits(reads_BN, block, H // k_BTKC.shape[2]))
+    return out_HNV.swapaxes(0, 1).reshape(B, T, H, -1)
 
 
 def block_of(row_length: int) -> int:
@@ -74,52 +102,239 @@ def block_of(row_length: int) -> int:
     return next((size for size in (BLOCK, 256, 128) if row_length % size == 0), row_length)
 
 
-def first_blocks(segment_ids_T: jax.Array, block: int, window: int) -> jax.Array:
-    """Returns int32 [N], ascending: the first block of keys that each block of queries reads; the last one is its own."""
-    columns_T = jnp.arange(len(segment_ids_T), dtype=jnp.int32)
-    begins_T = jnp.append(True, segment_ids_T[1:] != segment_ids_T[:-1])
-    first_T = jax.lax.cummax(jnp.where(begins_T, columns_T, 0))
-    if window:
-        first_T = jnp.maximum(first_T, columns_T - window + 1)
-    # A query of padding reads the padding in its own block: one needs a key, or its softmax divides by zero.
-    first_T = jnp.where(segment_ids_T == 0, columns_T // block * block, first_T)
-    return first_T[::block] // block
+def marks(packing: Any) -> jax.Array:
+    """Returns int32 [4, N]: of each token, the marks of its branch, of its sequence, and of its sequence if all branches read it; its position.
 
-
-def visits(segment_ids_T: jax.Array, *, block: int, window: int, longest: int) -> tuple:
-    """Returns the kernel's `MaskInfo` by blocks of queries (for the outputs and dq) and by blocks of keys (for dk and dv).
-
-    Step w of block i of queries has block i - (W - 1) + w of keys; step w of block j of keys has block j + w of queries. The third
-    result, [N], is True where a sequence is longer than `longest`, so that the steps of a block of queries miss keys.
+    A query reads a key of the same branch, and one whose third mark is the second of the query.
     """
-    first_N = first_blocks(segment_ids_T, block, window)
-    N = len(first_N)
-    reach = min(length for length in (longest, window, N * block) if length)  # keys that a query can read at most
-    W = min(N, 1 + -(-(reach - 1) // block))
-    block_N, step_W = jnp.arange(N), jnp.arange(W)
-    key_NW = block_N[:, None] - (W - 1) + step_W[None]
-    query_WN = block_N[None] + step_W[:, None]
-    # the last block of queries that reads each block of keys
-    last_N = jnp.searchsorted(first_N, block_N, side="right") - 1
+    segments_BT, branches_BT = packing.segment_ids, packing.branch_ids
+    B, T = segments_BT.shape
+    if branches_BT is None:
+        branches_BT = jnp.zeros_like(segments_BT)
+    columns_BT = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
 
-    def info(is_visited, other, nearest):
-        """`nearest` is the visited block next to the steps without work, which so load nothing."""
-        return splash_attention_mask_info.MaskInfo(
-            data_next=jnp.where(is_visited, other, nearest)[None].astype(jnp.int32),
-            mask_next=None,
-            block_mask=is_visited[None].astype(jnp.int32),
-            partial_mask_blocks=None,
-            q_sequence=jnp.arange(N * block, dtype=jnp.int32),  # pyright: ignore[reportArgumentType]  # may be traced
-            is_dynamic_mask=True,
-        )
+    def first(ids_BT):  # the column in which the run of each token begins
+        begins_BT = jnp.concatenate([jnp.ones((B, 1), bool), ids_BT[:, 1:] != ids_BT[:, :-1]], axis=1)
+        return begins_BT, jax.lax.cummax(jnp.where(begins_BT, columns_BT, 0), axis=1)
 
-    by_queries = info(key_NW >= first_N[:, None], key_NW, first_N[:, None])
-    return by_queries, info(query_WN <= last_N[None], query_WN, last_N[None]), first_N < block_N - (W - 1)
+    begins_BT, sequence_BT = first(segments_BT)
+    begins_BT |= first(branches_BT)[0]
+    branch_BT = jax.lax.cummax(jnp.where(begins_BT, columns_BT, 0), axis=1)
+    shared_BT = jnp.where(branches_BT == 0, sequence_BT, -1)
+    return jnp.stack([branch_BT, sequence_BT, shared_BT, packing.positions.astype(jnp.int32)]).reshape(4, B * T)
 
 
-@functools.cache  # one function per window: the kernel is compiled for it
-def _readable(window: int) -> Callable:
-    def is_readable(query, key):
-        return (query >= key) & (query - key < window) if window else query >= key
+def visits(reads_BN: tuple[jax.Array, ...], block: int, num_queries: int) -> tuple[tuple, tuple]:
+    """Returns the steps of the forward and of the backward kernel, from `attention_tiles.ranges` of each row.
 
-    return is_readable
+    Each has a number of steps, and int32 [L] of which only the first so many count. Forward: the block of queries, ascending,
+    and that of keys. Backward, for `num_queries` query heads of a key head: the block of queries, and that of keys, ascending;
+    whether dq was stored by an earlier step; whether the two steps before, of any head, may still be storing it.
+    """
+    first_BN, prompt_end_BN, branch_BN, last_BN = reads_BN
+    B, N = first_BN.shape
+    own_N, row_B1 = jnp.arange(B * N, dtype=jnp.int32), N * jnp.arange(B, dtype=jnp.int32)[:, None]
+    length = B * N * (N + 1) // 2
+
+    def blocks(columns_BN, up=0):
+        return ((columns_BN + up * (block - 1)) // block + row_B1).reshape(-1)
+
+    def steps(begin, end):  # of consecutive ranges: the range of each step, its offset in it, and the number of steps
+        size = jnp.maximum(end - begin, 0)
+        total, step_L = jnp.cumsum(size), jnp.arange(length, dtype=jnp.int32)
+        of_L = jnp.minimum(jnp.searchsorted(total, step_L, side="right"), len(size) - 1).astype(jnp.int32)
+        return of_L, step_L - (total - size)[of_L], total[-1]
+
+    begin = jnp.stack([blocks(first_BN), branch := blocks(branch_BN)], axis=1).reshape(-1)
+    end = jnp.stack([jnp.minimum(blocks(prompt_end_BN, up=1), branch), own_N + 1], axis=1).reshape(-1)
+    of_L, offset_L, count = steps(begin, end)
+    forward = count, of_L // 2, begin[of_L] + offset_L
+
+    end = blocks(last_BN, up=1)
+    key_L, offset_L, count = steps(own_N, end)
+    query_L = end[key_L] - 1 - offset_L  # descending, so that a block of queries returns as late as possible
+    earliest_N = jnp.searchsorted(jax.lax.cummax(end), own_N, side="right")
+    is_stored_L = key_L > earliest_N[query_L]
+    is_busy_L = jnp.zeros(length, bool)
+    for distance in {n // num_queries for n in range(1, BUFFERS) if n % num_queries == 0}:
+        is_busy_L |= is_stored_L & (query_L == jnp.roll(query_L, distance)) & (jnp.arange(length) >= distance)
+    return forward, (count, query_L, key_L, is_stored_L.astype(jnp.int32), is_busy_L.astype(jnp.int32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(rule: _Rule, *args) -> jax.Array:
+    return _forward(rule, *args)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)  # lowered once for all layers
+def _forward(rule: _Rule, q_HNC, k_KNC, v_KNV, sinks_H, marks_4N, lists):
+    (H, N, C), (K, _, V), block = q_HNC.shape, v_KNV.shape, rule.block
+    count, *steps = lists[0]
+
+    def splash_forward(
+        query_ref, key_ref, q_ref, k_ref, v_ref, queries_ref, keys_ref, sinks_ref, out_ref, norm_ref, top_ref, total_ref, sum_ref
+    ):  # fmt: skip
+        h, step = pl.program_id(0), pl.program_id(1)
+        query, is_first, is_last = _run(query_ref, step)
+
+        @pl.when(is_first)
+        def _():
+            sink = attention_tiles.MASKED if sinks_H is None else sinks_ref[h]
+            top_ref[...] = jnp.full(top_ref.shape, sink, jnp.float32)
+            total_ref[...] = jnp.full(total_ref.shape, 0.0 if sinks_H is None else 1.0, jnp.float32)
+            sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+
+        scores_QS = rule.scores(q_ref, k_ref)[0]
+        queries, keys = [queries_ref[:, n : n + 1] for n in range(4)], [keys_ref[n : n + 1] for n in range(4)]
+        scores_QS = jnp.where(rule.readable(query, key_ref[step], queries, keys, 0), scores_QS, attention_tiles.MASKED)
+        top_Q1 = top_ref[:, :1]
+        new_top_Q1 = jnp.maximum(top_Q1, scores_QS.max(axis=1, keepdims=True))
+        weights_QS, down_Q1 = jnp.exp(scores_QS - new_top_Q1), jnp.exp(top_Q1 - new_top_Q1)
+        total_Q1 = total_ref[:, :1] * down_Q1 + weights_QS.sum(axis=1, keepdims=True)
+        sum_ref[...] = sum_ref[...] * down_Q1 + attention_tiles.dot(weights_QS.astype(v_ref.dtype), v_ref[0], 1, 0)
+        top_ref[...], total_ref[...] = (jnp.broadcast_to(x_Q1, top_ref.shape) for x_Q1 in (new_top_Q1, total_Q1))
+
+        @pl.when(is_last)
+        def _():
+            out_ref[0] = (sum_ref[...] / total_ref[:, :1]).astype(out_ref.dtype)
+            norm_ref[0] = (top_ref[...] + jnp.log(total_ref[...])).T[:1]
+
+    def by_query(dims):
+        return pl.BlockSpec((1, block, dims), lambda h, step, query, key: (h, query[step], 0))
+
+    def by_key(dims):
+        return pl.BlockSpec((1, block, dims), lambda h, step, query, key: (jax.lax.div(h, H // K), key[step], 0))
+
+    in_specs = [
+        *(by_query(C), by_key(C), by_key(V)),
+        pl.BlockSpec((block, 4), lambda h, step, query, key: (query[step], 0)),
+        pl.BlockSpec((4, block), lambda h, step, query, key: (0, key[step])),
+        None if sinks_H is None else pl.BlockSpec(memory_space=pltpu.SMEM),
+    ]
+    out_specs = [by_query(V), pl.BlockSpec((1, 1, block), lambda h, step, query, key: (h, 0, query[step]))]
+    out_shape = [jax.ShapeDtypeStruct((H, N, V), q_HNC.dtype), jax.ShapeDtypeStruct((H, 1, N), jnp.float32)]
+    scratch = [pltpu.VMEM((block, dims), jnp.float32) for dims in (LANES, LANES, V)]
+    run = rule.call(splash_forward, (H, count), 2, in_specs, out_specs, out_shape, scratch)
+    results = run(*steps, q_HNC, k_KNC, v_KNV, marks_4N.T, marks_4N, sinks_H)
+    out_HNV, norm_H1N = (checkpoint_name(x, attention_tiles.SAVED) for x in results)
+    return out_HNV, (q_HNC, k_KNC, v_KNV, sinks_H, marks_4N, lists, out_HNV, norm_H1N)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _backward(rule: _Rule, saved, d_out_HNV):
+    q_HNC, k_KNC, v_KNV, sinks_H, marks_4N, lists, out_HNV, norm_H1N = saved
+    (H, N, C), (K, _, V), block = q_HNC.shape, v_KNV.shape, rule.block
+    G, (count, *steps) = H // K, lists[1]
+    # The sum of a query's weights times their gradient.
+    d_sum_H1N = jnp.einsum("HNV,HNV->HN", d_out_HNV, out_HNV, preferred_element_type=jnp.float32)[:, None]
+
+    def splash_backward(
+        query_ref, key_ref, is_stored_ref, is_busy_ref,
+        q_ref, k_ref, v_ref, queries_ref, keys_ref, norm_ref, d_sum_ref, d_out_ref,
+        d_q_ref, d_k_ref, d_v_ref, d_k_sum_ref, d_v_sum_ref, buffers_ref, loads, stores,
+    ):  # fmt: skip
+        k, step, g = (pl.program_id(dim) for dim in range(3))
+        query, (key, is_first, is_last) = query_ref[step], _run(key_ref, step)
+        at, num_steps = step * G + g, pl.num_programs(1) * G  # of this key head
+        is_stored, is_busy = is_stored_ref[step] == 1, is_busy_ref[step] == 1
+
+        def ends(at):  # of the copies of a step's block of dq: the memories of the chip and of the core
+            columns = pl.ds(pl.multiple_of(query_ref[jax.lax.div(at, G)] * block, block), block)
+            return d_q_ref.at[k * G + jax.lax.rem(at, G), :, columns], buffers_ref.at[jax.lax.rem(at, BUFFERS)]
+
+        def load(at):
+            return pltpu.make_async_copy(*ends(at), loads.at[jax.lax.rem(at, BUFFERS)])
+
+        def store(at):
+            block_ref, buffer_ref = ends(at)
+            return pltpu.make_async_copy(buffer_ref, block_ref, stores.at[jax.lax.rem(at, BUFFERS)])
+
+        # A busy step has waited for the store of the step before.
+        @pl.when((at >= 2) & (is_busy_ref[jax.lax.div(jnp.maximum(at - 1, 0), G)] == 0))
+        def _():
+            store(at - 2).wait()
+
+        following = jax.lax.div(jnp.minimum(at + 1, num_steps - 1), G)
+
+        @pl.when((at + 1 < num_steps) & (is_stored_ref[following] == 1) & (is_busy_ref[following] == 0))
+        def _():
+            load(at + 1).start()
+
+        @pl.when(is_first & (g == 0))
+        def _():
+            d_k_sum_ref[...] = jnp.zeros(d_k_sum_ref.shape, jnp.float32)
+            d_v_sum_ref[...] = jnp.zeros(d_v_sum_ref.shape, jnp.float32)
+
+        scores_SQ, slope_SQ = rule.scores(k_ref, q_ref)
+        queries, keys = [queries_ref[n : n + 1] for n in range(4)], [keys_ref[:, n : n + 1] for n in range(4)]
+        scores_SQ = jnp.where(rule.readable(query, key, queries, keys, 1), scores_SQ, attention_tiles.MASKED)
+        weights_SQ = jnp.exp(scores_SQ - norm_ref[0])
+        d_scores_SQ = weights_SQ * (attention_tiles.dot(v_ref[0], d_out_ref[0], 1, 1) - d_sum_ref[0]) * slope_SQ
+        weights_SQ, d_scores_SQ = (x_SQ.astype(q_ref.dtype) for x_SQ in (weights_SQ, d_scores_SQ))
+        d_k_sum_ref[...] += attention_tiles.dot(d_scores_SQ, q_ref[0], 1, 0)
+        d_v_sum_ref[...] += attention_tiles.dot(weights_SQ, d_out_ref[0], 1, 0)
+        d_q_CQ = attention_tiles.dot(k_ref[0], d_scores_SQ, 0, 0)
+
+        @pl.when(is_stored & is_busy)
+        def _():
+            store(at - 1).wait()
+            load(at).start()
+
+        @pl.when(is_stored)
+        def _():
+            load(at).wait()
+            buffers_ref[jax.lax.rem(at, BUFFERS)] += d_q_CQ
+
+        @pl.when(~is_stored)
+        def _():
+            buffers_ref[jax.lax.rem(at, BUFFERS)] = d_q_CQ
+
+        store(at).start()
+
+        @pl.when(at == num_steps - 1)
+        def _():
+            store(at).wait()
+
+        @pl.when((at == num_steps - 1) & (at >= 1) & ~is_busy)
+        def _():
+            store(at - 1).wait()
+
+        @pl.when(is_last & (g == G - 1))
+        def _():
+            d_k_ref[0] = d_k_sum_ref[...].astype(d_k_ref.dtype)
+            d_v_ref[0] = d_v_sum_ref[...].astype(d_v_ref.dtype)
+
+    def by_query(dims):
+        return pl.BlockSpec((1, block, dims), lambda k, step, g, query, *_: (k * G + g, query[step], 0))
+
+    def by_key(dims):
+        return pl.BlockSpec((1, block, dims), lambda k, step, g, query, key, *_: (k, key[step], 0))
+
+    statistic = pl.BlockSpec((1, 1, block), lambda k, step, g, query, *_: (k * G + g, 0, query[step]))
+    in_specs = [
+        *(by_query(C), by_key(C), by_key(V)),
+        pl.BlockSpec((4, block), lambda k, step, g, query, *_: (0, query[step])),
+        pl.BlockSpec((block, 4), lambda k, step, g, query, key, *_: (key[step], 0)),
+        *(statistic, statistic, by_query(V)),
+    ]
+    out_specs = [pl.BlockSpec(memory_space=pl.ANY), by_key(C), by_key(V)]
+    out_shape = [jax.ShapeDtypeStruct((H, C, N), jnp.float32)]
+    out_shape += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_KNC, v_KNV)]
+    scratch = [pltpu.VMEM(shape, jnp.float32) for shape in ((block, C), (block, V), (BUFFERS, C, block))]
+    scratch += [pltpu.SemaphoreType.DMA((BUFFERS,))] * 2
+    run = rule.call(splash_backward, (K, count, G), 4, in_specs, out_specs, out_shape, scratch)
+    d_q_HCN, d_k_KNC, d_v_KNV = run(*steps, q_HNC, k_KNC, v_KNV, marks_4N, marks_4N.T, norm_H1N, d_sum_H1N, d_out_HNV)
+    d_sinks_H = None
+    if sinks_H is not None:
+        d_sinks_H = -(jnp.exp(sinks_H[:, None, None] - norm_H1N) * d_sum_H1N).sum(axis=(1, 2))
+    return d_q_HCN.swapaxes(1, 2).astype(q_HNC.dtype), d_k_KNC, d_v_KNV, d_sinks_H, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _run(blocks_ref, step):
+    """Returns the block of a step, and whether the steps before and after it have other ones."""
+    block, last = blocks_ref[step], pl.num_programs(1) - 1
+    is_first = (step == 0) | (blocks_ref[jnp.maximum(step - 1, 0)] != block)
+    return block, is_first, (step == last) | (blocks_ref[jnp.minimum(step + 1, last)] != block)

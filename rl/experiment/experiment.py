@@ -74,10 +74,9 @@ class Experiment:
     def learner(self, mesh: jax.sharding.Mesh) -> train_step.Learner:
         """Returns the `Learner`: the model, optimizer, loss, and options of which a train step on `mesh` is compiled."""
         optimizer = train_step.make_optimizer(self.optimizer, self.model, self.lora)
-        loss, share_prompts = objective_lib.bind(self.loss, self.loss_options), self.credit.share_prompts
-        max_length = 0 if share_prompts else self.config.inference.max_model_len
+        loss = objective_lib.bind(self.loss, self.loss_options)
         parts = self.model, optimizer, loss, mesh, self.objective, self.lora
-        return train_step.Learner(*parts, share_prompts, max_length)
+        return train_step.Learner(*parts, self.credit.share_prompts)
 
     @property
     def published_model(self) -> config_lib.ModelConfig:

@@ -40,7 +40,6 @@ class Learner:
     objective: objective_lib.Objective = objective_lib.Objective()  # by default the policy loss alone
     lora: lora_lib.LoraConfig | None = None  # None, or rank 0: all parameters train
     share_prompts: bool = True  # False: no tree of a batch has a prompt of its own or a second branch
-    max_length: int = 0  # tokens of a tree at most; 0: those of a row
 
     def __repr__(self) -> str:
         return "Learner"  # jax's error messages print it: the fields are hundreds of lines
@@ -337,7 +336,6 @@ def _log_probs(learner, params, batch, *, entropy_gradient: bool = False):
         segment_ids_BT=batch.segment_ids,
         branch_ids_BT=batch.branch_ids if learner.share_prompts else None,
         experts_LBTX=router_replay.given(batch.routed_experts),
-        max_length=learner.max_length,
     )
     options = {"predictors_BT": batch.predictors, "entropy_gradient": entropy_gradient, "kept_BTW": batch.kept}
     scores = logprobs.token_logprobs(params, learner.model, hidden_BTD, batch.tokens, batch.temperature, **options)

@@ -17,7 +17,7 @@ from rl.plan import hlo
 
 # Matmuls of the attention kernel's parts in units of its forward pass, which has two (models/kernels/splash_attention.py), and
 # of the kernel that decodes (inference/engine/paged_cache.py).
-KERNELS = {"splash_mha_fwd": 1.0, "splash_mha_dq": 1.5, "splash_mha_dkv": 2.0, "paged_attention": 1.0}
+KERNELS = {"splash_forward": 1.0, "splash_backward": 2.5, "paged_attention": 1.0}
 
 
 def matmul_flops(program: Sequence[hlo.Instruction]) -> float:

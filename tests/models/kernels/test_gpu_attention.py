@@ -3,32 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models import attention
-from models.kernels import gpu_attention
-
-
-def random_packing(rng, T, *, branches):
-    """Returns the packing of one row: sequences of random lengths, each with 0 to 4 branches of a prompt, then maybe padding."""
-    positions, segments, branch_ids = (np.zeros(T, np.int32) for _ in range(3))
-    at, end, segment = 0, T - int(rng.integers(0, T // 2)) * int(rng.random() < 0.7), 0
-    while at < end:
-        segment, prompt = segment + 1, int(rng.integers(1, 60))
-        lengths = [prompt, *(int(n) for n in rng.integers(1, 50, int(rng.integers(0, 5)) if branches else 0))]
-        for branch, length in enumerate(lengths):
-            columns = slice(at, min(at + length, end))
-            num = columns.stop - columns.start
-            positions[columns] = np.arange(num) + (prompt if branch else 0)
-            segments[columns], branch_ids[columns] = segment, branch
-            at = columns.stop
-    return attention.Packing(positions, segments, branch_ids if branches else None)
-
-
-def stacked(packings):
-    return jax.tree.map(lambda *rows: jnp.stack(rows), *packings)
+from models.kernels import attention_tiles, gpu_attention
+from tests.support import packings
 
 
 @pytest.mark.parametrize("window", [0, 20])
@@ -36,10 +16,10 @@ def stacked(packings):
 def test_ranges_hold_all_that_is_read_and_skip_other_sequences(branches, window):
     """250 random rows: no readable pair is outside of the ranges, each query reads a key, and most of the causal half is left out."""
     rng, T, block = np.random.default_rng(window + branches), 384, 32
-    find = jax.jit(functools.partial(gpu_attention.ranges, block=block, window=window))
+    find = jax.jit(functools.partial(attention_tiles.ranges, block=block, window=window))
     columns, spared = np.arange(T), []
     for _ in range(250):
-        row = random_packing(rng, T, branches=branches)
+        row = packings.draw(rng, T, branches=branches)
         mask = np.asarray(attention.readable(row, columns, row, columns, window))
         first, prompt_end, branch, last = (np.repeat(x, block)[:, None] for x in jax.device_get(find(row)))
         own_start, own_end = (columns // block * block)[:, None], (columns // block + 1)[:, None] * block
@@ -74,7 +54,7 @@ def test_results_and_gradients_are_those_of_xla(case):
     options = dict(CASES[case])
     rng, T, (H, K), (C, V) = np.random.default_rng(1), 100, options.pop("heads", (4, 2)), options.pop("dims", (16, 16))
     branches, sunk = options.pop("branches", False), options.pop("sinks", False)
-    packing = stacked([random_packing(rng, T, branches=branches) for _ in range(2)])
+    packing = packings.rows(rng, 2, T, branches=branches)
     q, k, v = (rng.standard_normal((2, T, heads, dims)).astype(np.float32) for heads, dims in ((H, C), (K, C), (K, V)))
     sinks = (rng.standard_normal(H).astype(np.float32),) if sunk else ()
     real = np.asarray(packing.segment_ids > 0)
