@@ -5,7 +5,7 @@
    two cannot express.
 2. With a `context` mesh axis larger than one, every device keeps its queries, and the keys go round the ring of the axis
    (arXiv 2310.01889).
-3. `attend` is the plain function of a mask. The cached step (inference/engine/kv_cache.py) calls it, too.
+3. `attend` is the plain function of a mask. `attend_cached` is for new tokens over cached keys (inference/engine/kv_cache.py).
 4. XLA works on blocks of `BLOCK` queries and recomputes them in the backward pass: no [B, H, T, T] ever exists. On a CPU,
    attention in float32 without sinks and softcap runs in models/kernels/cpu_attention.py.
 
@@ -104,6 +104,28 @@ def attend(
     q_BKGTC = _by_key_head(q_BTHC, k_BKSC.shape[1])
     out_BKGTV = _attend(q_BKGTC, k_BKSC, v_BKSV, mask_BTS, C**-0.5 if scale is None else scale, softcap, sinks_H)
     return jnp.moveaxis(out_BKGTV, 3, 1).reshape(B, T, H, v_BKSV.shape[-1])
+
+
+def attend_cached(
+    q_BTHC: jax.Array, k_BKSC: jax.Array, v_BKSV: jax.Array, start_B: jax.Array, *, window: int = 0, **how
+) -> jax.Array:
+    """Returns attention of new tokens at positions start, start + 1, ... over S cached positions, [B, T, H, V].
+
+    A query reads the keys up to its own, and at most the last `window` (0: all). `how` has the options of `attend`.
+    """
+    (B, T, H, C), S = q_BTHC.shape, k_BKSC.shape[2]
+    # Several devices would have to read the same tiles.
+    is_alone = mesh_lib.platform() == "cpu" and rules.several_devices() is None
+    if is_alone and T > 1 and S > cpu_attention.TILE:
+        how = {**how, "scale": C**-0.5 if how.get("scale") is None else how["scale"], "window": window}
+        q_BKGTC = _by_key_head(q_BTHC, k_BKSC.shape[1])
+        out_BKGTV = cpu_attention.attend_chunk(q_BKGTC, k_BKSC, v_BKSV, start_B, **how)
+        return jnp.moveaxis(out_BKGTV, 3, 1).reshape(B, T, H, -1).astype(q_BTHC.dtype)
+    key_11S, position_BT1 = jnp.arange(S)[None, None], (start_B[:, None] + jnp.arange(T)[None])[:, :, None]
+    mask_BTS = key_11S <= position_BT1
+    if window:
+        mask_BTS &= key_11S > position_BT1 - window
+    return attend(q_BTHC, k_BKSC, v_BKSV, mask_BTS, **how)
 
 
 def _over_tensor(x_BTKC: jax.Array) -> jax.Array:

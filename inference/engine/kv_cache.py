@@ -70,11 +70,7 @@ def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None, implemen
         k_BKSC, v_BKSC = entry if len(entry) == 2 else (x[entry[2]] for x in entry[:2])
         if value_dim:
             v_BKSC = k_BKSC[..., :value_dim]
-        key_11S = jnp.arange(k_BKSC.shape[2])[None, None]
-        mask_BTS = key_11S <= position_BT[:, :, None]
-        if window:
-            mask_BTS &= key_11S > position_BT[:, :, None] - window
-        return attention.attend(q_BTHC, k_BKSC, v_BKSC, mask_BTS, **how), entry
+        return attention.attend_cached(q_BTHC, k_BKSC, v_BKSC, start_B, window=window, **how), entry
 
     return attend
 

@@ -1,4 +1,4 @@
-"""Causal attention of packed rows on a CPU, in float32, with gradients written out.
+"""Causal attention on a CPU, in float32: of packed rows, with gradients written out, and of new tokens over cached keys.
 
 1. `attend_blocks` is for short rows. Queries are cut into a few blocks of columns; a block reads the keys up to its own
    end, so about half of the scores above the diagonal are never computed. The weights are kept for the backward pass,
@@ -7,7 +7,8 @@
    from one to the next (arXiv 1805.02867, 2205.14135). A tile in which no query may read a key (another sequence, the
    branch of another sample, outside the window) is skipped: the cost is that of the sequences, whichever row they are
    packed into. The backward pass computes weights again, so the memory is that of a few tiles, and one tile is compiled.
-3. Both backward passes order their operands so that XLA makes no transposed copy of the large arrays, the weights and
+3. `attend_chunk` is for a chunk of a prompt: tiles of queries go over the cached keys up to their own in the same way.
+4. Both backward passes order their operands so that XLA makes no transposed copy of the large arrays, the weights and
    their gradient: gradients of keys and values are computed transposed, since those are small.
 
 Letters: B sequences, T tokens, K key heads, G query heads of each, C head dim (of values: V), S keys that a block or tile
@@ -161,14 +162,8 @@ def _tiles_forward(tiles: _Tiles, q_BKGTC, k_BKTC, v_BKTV, packing):
             mask_BSS = tiles.mask(packing, i, j)
 
             def read(stats):
-                max_BKM1, sum_BKM1, out_BKMV = stats
                 scores_BKMS = tiles.scores(q_BKMC, tiles.of(k_BKTC, j, 2), mask_BSS)
-                new_max_BKM1 = jnp.maximum(max_BKM1, scores_BKMS.max(axis=-1, keepdims=True))
-                weights_BKMS = jnp.exp(scores_BKMS - new_max_BKM1)
-                down_BKM1 = jnp.exp(max_BKM1 - new_max_BKM1)
-                read_BKMV = _dot(weights_BKMS, tiles.of(v_BKTV, j, 2), 3, 2)
-                sum_BKM1 = sum_BKM1 * down_BKM1 + weights_BKMS.sum(axis=-1, keepdims=True)
-                return new_max_BKM1, sum_BKM1, out_BKMV * down_BKM1 + read_BKMV
+                return _accumulated(stats, scores_BKMS, tiles.of(v_BKTV, j, 2))
 
             return jax.lax.cond(jnp.any(mask_BSS), read, lambda stats: stats, stats)
 
@@ -229,8 +224,72 @@ def _tiles_backward(tiles: _Tiles, saved, d_out_BKGTV):
     return d_q_BKGTC, d_k_BKCT.swapaxes(2, 3), d_v_BKVT.swapaxes(2, 3), None
 
 
+def _accumulated(stats, scores_BKMS, v_BKSV) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (maximum, sum of weights, weighted values) of a softmax that reads one more tile of keys."""
+    max_BKM1, sum_BKM1, out_BKMV = stats
+    new_max_BKM1 = jnp.maximum(max_BKM1, scores_BKMS.max(axis=-1, keepdims=True))
+    weights_BKMS = jnp.exp(scores_BKMS - new_max_BKM1)
+    down_BKM1 = jnp.exp(max_BKM1 - new_max_BKM1)
+    sum_BKM1 = sum_BKM1 * down_BKM1 + weights_BKMS.sum(axis=-1, keepdims=True)
+    return new_max_BKM1, sum_BKM1, out_BKMV * down_BKM1 + _dot(weights_BKMS, v_BKSV, 3, 2)
+
+
 _attend_in_tiles = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))
 _attend_in_tiles.defvjp(_tiles_forward, _tiles_backward)
+
+
+def attend_chunk(
+    q_BKGTC: jax.Array,
+    k_BKSC: jax.Array,
+    v_BKSV: jax.Array,
+    start_B: jax.Array,
+    scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """Returns attention of T tokens at positions start, start + 1, ... over S cached positions, float32 [B, K, G, T, V].
+
+    A query reads the keys up to its own; the options are those of `attention.attend_packed`. Tiles past the last query are not
+    read. A row's bits depend neither on their number nor on other rows.
+    """
+    B, K, G, T, _ = q_BKGTC.shape
+    S, V = v_BKSV.shape[2:]
+    size, num_tiles = min(TILE, S), -(-T // TILE)
+    num_rows = -(-T // num_tiles)  # of a tile of queries
+    q_BKGTC = jnp.pad(q_BKGTC.astype(jnp.float32) * scale, [(0, 0)] * 3 + [(0, num_tiles * num_rows - T), (0, 0)])
+    top_BKM1, total_BKM1 = jnp.full((B, K, G * num_rows, 1), MASKED), jnp.zeros((B, K, G * num_rows, 1))
+    if sinks_H is not None:  # one more score, without a value
+        sinks_KM = jnp.repeat(sinks_H.astype(jnp.float32).reshape(K, G), num_rows, axis=1)
+        top_BKM1, total_BKM1 = jnp.broadcast_to(sinks_KM[None, :, :, None], top_BKM1.shape), total_BKM1 + 1
+
+    def over_queries(i):
+        q_BKMC = _rows(jax.lax.dynamic_slice_in_dim(q_BKGTC, i * num_rows, num_rows, 3), 0, num_rows)
+        own_BT1 = (start_B[:, None] + i * num_rows + jnp.arange(num_rows)[None])[:, :, None]
+
+        def over_keys(j, stats):
+            first = jnp.minimum(j * size, S - size)  # a tile at the end begins in the tile before
+            k_BKSC_, v_BKSV_ = (
+                jax.lax.dynamic_slice_in_dim(x, first, size, 2).astype(jnp.float32) for x in (k_BKSC, v_BKSV)
+            )
+            scores_BKMS = _dot(q_BKMC, k_BKSC_, 3, 3)
+            scores_BKMS = softcap * jnp.tanh(scores_BKMS / softcap) if softcap else scores_BKMS
+            at_11S = (first + jnp.arange(size))[None, None]
+            mask_BTS = (at_11S <= own_BT1) & (at_11S >= j * size)
+            if window:
+                mask_BTS &= at_11S > own_BT1 - window
+            scores_BKGTS = scores_BKMS.reshape(B, K, G, num_rows, size)
+            scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, MASKED)
+            return _accumulated(stats, scores_BKGTS.reshape(scores_BKMS.shape), v_BKSV_)
+
+        num_read = (jnp.max(start_B) + jnp.minimum((i + 1) * num_rows, T) - 1) // size + 1
+        stats = top_BKM1, total_BKM1, jnp.zeros((B, K, G * num_rows, V))
+        _, sum_BKM1, out_BKMV = jax.lax.fori_loop(0, num_read, over_keys, stats)
+        return (out_BKMV / sum_BKM1).reshape(B, K, G, num_rows, V)
+
+    out_NBKGTV = jax.lax.map(over_queries, jnp.arange(num_tiles))
+    return jnp.moveaxis(out_NBKGTV, 0, 3).reshape(B, K, G, -1, V)[:, :, :, :T]
 
 
 def _dot(a, b, dim_a: int, dim_b: int) -> jax.Array:

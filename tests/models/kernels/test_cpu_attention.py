@@ -108,3 +108,35 @@ def test_tiles_in_which_nothing_may_be_read_are_not_computed(monkeypatch):
         for gradient in gradients:
             # The first tile may be a prompt that the spoiled one reads.
             assert np.isfinite(np.asarray(gradient)[0, 32:]).all()
+
+
+# ---- a chunk of new tokens over cached keys --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("T", "how"),
+    [
+        (2, {}),
+        (21, {"window": 5, "sinks_H": np.linspace(-1, 2, 6, dtype=np.float32)}),
+        (32, {"window": 20, "softcap": 2.0, "scale": 0.3}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_chunk_over_tiles_is_attention_and_reads_no_tile_after_it(T, how, dtype, monkeypatch):
+    """Two rows from other positions on; of the 75 keys, those past the last tile read are NaN. Row 0 alone has the same bits."""
+    rng, start_B = np.random.default_rng(T), np.array([3, 27], np.int32)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, *shape)), dtype) for shape in ((T, 6, 8), (2, 75, 8), (2, 75, 5)))
+    run = lambda *args: jax.jit(lambda *args: attention.attend_cached(*args, **how))(*args)  # noqa: E731
+    wanted = run(q, k, v, start_B)
+    monkeypatch.setattr(cpu_attention, "TILE", 16)
+    end = -(-(27 + T) // 16) * 16  # of the tiles that are read
+    got = run(q, *(x.at[:, :, end:].set(jnp.nan) for x in (k, v)), start_B)
+    assert got.dtype == dtype
+    # float32 sums of up to 59 weights, of order 1; in bfloat16, the plain function rounds weights, too, and both their output
+    rtol, atol = (0, 3e-6) if dtype == jnp.float32 else (2**-7, 2**-7)
+    np.testing.assert_allclose(np.float32(got), np.float32(wanted), rtol, atol)
+    np.testing.assert_array_equal(run(q[:1], k[:1], v[:1], start_B[:1]), got[:1])
+    whole = run(q, k, v, np.array([3, 75 - T], np.int32))  # the last tile begins in the one before
+    monkeypatch.setattr(cpu_attention, "TILE", 75)
+    plain = run(q, k, v, np.array([3, 75 - T], np.int32))
+    np.testing.assert_allclose(np.float32(whole), np.float32(plain), rtol, atol)
