@@ -16,9 +16,8 @@ from inference.engine import kv_cache, paged_cache, sampler
 from inference.engine import request as request_lib
 from sharding import rules
 
-MAX_STOP_IDS = (
-    request_lib.MAX_DELAYED_STOPS
-)  # checked on the device, per sequence; the scheduler checks further ones after each call
+# Checked on the device, per sequence; the scheduler checks further ones after each call.
+MAX_STOP_IDS = request_lib.MAX_DELAYED_STOPS
 Array = sampler.Array
 
 

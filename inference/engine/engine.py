@@ -48,6 +48,7 @@ from sharding import mesh as mesh_lib
 from sharding import rules
 
 State = cpu_sub_batches.State
+HOST, DEVICE = "pinned_host", "device"  # kinds of memory, by JAX's names
 PAGES_PER_COPY = 16  # of a copy into, or out of, a cache in pages: one program for any number
 
 
@@ -267,13 +268,13 @@ class Engine(engine_api.Engine):
         (part,) = state
         row = jax.device_get(self._readable(self._run(compiled_steps.read_row, part, np.int32(slot))))
         parts = (self._run(compiled_steps.read_pages, part, at) for (at,) in self._in_parts(pages))
-        return Swapped(row, [_moved(copies, "pinned_host") for copies in parts])
+        return Swapped(row, [moved(copies, HOST) for copies in parts])
 
     def swap_in(self, state: State, slot: int, pages: Sequence[int], swapped: Swapped) -> State:
         """Puts a sequence that `swap_out` fetched into a slot and as many other pages, where it goes on bit for bit."""
         (part,) = state
         for (at,), copies in zip(self._in_parts(pages), swapped.pages, strict=True):
-            part = self._run(compiled_steps.write_pages, part, _moved(copies, "device"), at)
+            part = self._run(compiled_steps.write_pages, part, moved(copies, DEVICE), at)
         return (self._run(compiled_steps.write_row, part, swapped.row, np.int32(slot)),)
 
     def deactivate(self, state: State, slots) -> State:
@@ -430,9 +431,9 @@ def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def _moved(tree, kind: str):
-    """Returns arrays in memory of this kind, "device" or "pinned_host". Blocks."""
-    shardings = jax.tree.map(lambda x: x.sharding.with_memory_kind(kind), tree)
+def moved(tree, memory: str):
+    """Returns arrays in another kind of memory, `HOST` or `DEVICE`. Blocks."""
+    shardings = jax.tree.map(lambda x: x.sharding.with_memory_kind(memory), tree)
     return jax.block_until_ready(jax.device_put(tree, shardings))
 
 

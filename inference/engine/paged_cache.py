@@ -32,9 +32,8 @@ PAGE = 64  # positions: a page of a 106 B model's layers has 11 MiB, and the las
 KERNEL_PAGES = 8  # that the kernel reads at a time
 LANES = 128  # of a TPU's vector: the kernel reads whole ones
 PartitionSpec = jax.sharding.PartitionSpec
-Entries = tuple[
-    tuple[jax.Array, jax.Array], ...
-]  # (keys, values) [K, N, M, S, C] of each stack: P pages, or M of a copy
+# (keys, values) [K, N, M, S, C] of each stack: P pages, or M of a copy
+Entries = tuple[tuple[jax.Array, jax.Array], ...]
 
 
 @struct.dataclass

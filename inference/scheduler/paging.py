@@ -88,17 +88,17 @@ class Paging:
 
     def resume(self, state: engine_lib.State) -> engine_lib.State:
         """Brings sequences back while there are slots and pages for them; returns the new state."""
-        for slot in self._slots.free if self._preempted else ():
+        for slot in self._slots.free:
+            if not self._preempted:
+                break
             sequence, config = self._preempted[0].sequence, self._engine.config
             num_new = min(config.steps_per_call, sequence.num_left(config.max_model_len))
             if not self.pages.fits(None, _num_keys(sequence), num_new):
                 break
-            self.pages.admit(slot, max(_num_keys(sequence), 1))
+            self.pages.admit(slot, _num_keys(sequence))
             state = self._engine.swap_in(state, slot, self.pages.pages(slot), self._preempted.pop(0).swapped)
             sequence.group.num_running += 1
             self._slots.put(slot, sequence)
-            if not self._preempted:
-                break
         return state
 
     def release(self, slot: int) -> None:

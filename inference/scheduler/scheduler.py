@@ -43,7 +43,6 @@ from sharding.system import role_metrics
 GenerateRequest = request_lib.GenerateRequest  # the argument of `submit`,
 Completion = request_lib.Completion  # and its result, one per sample
 PIN_WAIT_S = 30.0  # that new weights wait for requests pinned to the old version
-HOST = "pinned_host"  # the memory kind of sequences in a released scheduler
 _STOP, _WAKE = object(), object()
 _STATS = """weight_updates aborted faults prefill_calls prefill_chunks prompt_tokens tokens samples requests
     generate_calls decode_steps decode_s prefix_queries prefix_hits num_preemptions"""
@@ -377,14 +376,14 @@ class Scheduler:
         if self._released is None:
             self._publish()  # it refers to the state
             self._waiting.release()
-            kept = _moved(self._state, HOST) if self.slots.running else None
+            kept = engine_lib.moved(self._state, engine_lib.HOST) if self.slots.running else None
             self._state, self._released = (), (time.monotonic(), kept)
 
     def _reclaim(self) -> None:
         if self._released is None:
             return
         since_s, state = self._released
-        self._state = self._engine.init_decode_state() if state is None else _moved(state, "device")
+        self._state = self._engine.init_decode_state() if state is None else engine_lib.moved(state, engine_lib.DEVICE)
         for update in self._updates:  # their requests did not run meanwhile
             update.deadline_s += time.monotonic() - since_s
         self._released = None
@@ -507,12 +506,6 @@ class Scheduler:
 def _pad(values: Sequence[int], size: int, *, fill: int) -> np.ndarray:
     """Returns int32 [size]: the values, then `fill`. The fixed size avoids compiling a program twice."""
     return np.array([*values, *[fill] * (size - len(values))], np.int32)
-
-
-def _moved(state: cpu_sub_batches.State, memory: str) -> cpu_sub_batches.State:
-    """Returns a decode state in another kind of memory, after the copy has ended."""
-    shardings = jax.tree.map(lambda x: x.sharding.with_memory_kind(memory), state)
-    return jax.block_until_ready(jax.device_put(state, shardings))
 
 
 def _gone(request: GenerateRequest, newest: "Scheduler | _Update") -> VersionGone:

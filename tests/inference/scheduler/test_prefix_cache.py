@@ -70,9 +70,8 @@ def test_the_longest_prefix_is_found_among_random_prompts_and_sequences(monkeypa
         lengths["cached"] += expected
         if found and not found.is_prompt:
             lengths["sampled"] += 1
-            assert (
-                tuple(jax.tree.leaves(found.prefix)[0][:expected]) == tokens[:expected]
-            )  # of the right slot, before its next sequence
+            # Of the right slot, before its next sequence.
+            assert tuple(jax.tree.leaves(found.prefix)[0][:expected]) == tokens[:expected]
         if rng.integers(2):
             cache.add(tokens, prefix(1), 0)
             stored.append((tokens, None))
