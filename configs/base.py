@@ -51,6 +51,9 @@ def get_config() -> config_dict.ConfigDict:
     m.scan_layers = False  # stack equal layers and scan them: compile time is flat in depth
     m.attention = "auto"  # "xla", "splash" (TPU), "triton" (GPU)
     m.grouped_matmul = "auto"  # "ragged_dot", "megablox" (TPU), "triton" (GPU)
+    m.reduce_dtype = (
+        "auto"  # devices sum their gradients in the dtype of activations, or in "float32", which sends twice the bytes
+    )
 
     c.tokenizer = "byte_chatml"  # the embedded one, a directory with tokenizer.json, or a hub ID
     c.tokenizer_date = "2026-01-01"  # the date for chat templates: prompts must not depend on the day of the run

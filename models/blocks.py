@@ -64,7 +64,7 @@ def run(
             out_BTHV = _latent_attention(params["attn"], config, h_BTD, attend, rotation, sliding, absorbed)
         else:
             out_BTHV = _attention(params["attn"], config, h_BTD, attend, rotation, sliding)
-        out_BTD = layers.project(out_BTHV, params["attn"]["o"].astype(h_BTD.dtype), model=-1)
+        out_BTD = layers.project(out_BTHV, layers.weight(params["attn"]["o"], h_BTD.dtype, config), model=-1)
         if config.out_bias:
             out_BTD += _broadcast(params["attn"]["o_bias"], out_BTD)
         x_BTD += norm(out_BTD, "attn_post_norm") if config.post_norms else out_BTD
@@ -96,7 +96,6 @@ def _latent_attention(params, config, h_BTD, attend, rotation, sliding, absorbed
     contains latents alone. Otherwise every head has its own keys, which costs less without a cache.
     """
     dtype, N = h_BTD.dtype, config.head_dim - config.rope_dim
-    weights = {name: param.astype(dtype) for name, param in params.items()}
 
     def latent_norm(x, name):
         return layers.rms_norm(x, params[name], LATENT_NORM_EPS, config.norm)
@@ -104,27 +103,28 @@ def _latent_attention(params, config, h_BTD, attend, rotation, sliding, absorbed
     q_in, q_kernel = h_BTD, "q"
     if config.q_latent_dim:
         q_in, q_kernel = latent_norm(_project(params, config, "q_down", h_BTD), "q_latent_norm"), "q_up"
-    q_BTHC = layers.project(q_in, weights[q_kernel])
+    q_BTHC = layers.project(q_in, layers.weight(params[q_kernel], dtype, config))
     latent_BTR = latent_norm(_project(params, config, "kv_down", h_BTD), "kv_latent_norm")
     k_BT1P = _project(params, config, "k_rope", h_BTD)[:, :, None]
     q_BTHP = layers.rotate(q_BTHC[..., N:], rotation, interleaved=config.rope_interleaved)
     k_BT1P = layers.rotate(k_BT1P, rotation, interleaved=config.rope_interleaved)
     options = _options(params, config, sliding)
     if absorbed:
-        q_BTHR = jnp.einsum("BTHN,RHN->BTHR", q_BTHC[..., :N], weights["k_up"])
+        q_BTHR = jnp.einsum("BTHN,RHN->BTHR", q_BTHC[..., :N], params["k_up"].astype(dtype))
         k_BT1C = jnp.concatenate([latent_BTR[:, :, None], k_BT1P], axis=-1)
         q_BTHC = jnp.concatenate([q_BTHR, q_BTHP], axis=-1)
         out_BTHR = attend(q_BTHC, k_BT1C, k_BT1C[..., :0], value_dim=config.kv_latent_dim, **options)
-        return jnp.einsum("BTHR,RHV->BTHV", out_BTHR, weights["v_up"])
-    k_BTHN = layers.project(latent_BTR, weights["k_up"])
-    v_BTHV = layers.project(latent_BTR, weights["v_up"])
+        return jnp.einsum("BTHR,RHV->BTHV", out_BTHR, params["v_up"].astype(dtype))
+    k_BTHN, v_BTHV = (
+        layers.project(latent_BTR, layers.weight(params[name], dtype, config)) for name in ("k_up", "v_up")
+    )
     k_BTHP = jnp.broadcast_to(k_BT1P, (*k_BTHN.shape[:3], k_BT1P.shape[-1]))
     q_BTHC = jnp.concatenate([q_BTHC[..., :N], q_BTHP], axis=-1)
     return attend(q_BTHC, jnp.concatenate([k_BTHN, k_BTHP], axis=-1), v_BTHV, **options)
 
 
 def _project(params, config, name: str, x) -> jax.Array:
-    out = layers.project(x, params[name].astype(x.dtype))
+    out = layers.project(x, layers.weight(params[name], x.dtype, config))
     return out + _broadcast(params[f"{name}_bias"], out) if config.qkv_bias else out
 
 

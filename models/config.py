@@ -20,6 +20,7 @@ CHOICES = {
     "router": ("softmax", "sigmoid", "topk_softmax"),
     "attention": ("auto", "xla", "splash", "triton"),
     "grouped_matmul": ("auto", "ragged_dot", "megablox", "triton"),
+    "reduce_dtype": ("auto", "float32"),
 }
 
 MAX_LAYERS, MAX_EXPERTS = 1024, 2**17  # in all layers: a config from elsewhere must not exhaust memory or time
@@ -106,6 +107,7 @@ class ModelConfig:
     scan_layers: bool = False  # equal layers are stacked and scanned: compile time is flat in depth
     attention: str = "auto"  # "auto": splash on TPU, triton on GPU, xla elsewhere
     grouped_matmul: str = "auto"  # "auto": megablox on TPU, triton on GPU, ragged_dot elsewhere
+    reduce_dtype: str = "auto"  # in which devices sum their gradients of matrices; "auto": that of activations
 
     def __post_init__(self):
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))  # JSON has lists only

@@ -41,7 +41,7 @@ def ffn(
     `valid_BT` is False for padding, which the load does not count.
     """
     routing = route(x_BTD, params, config, experts_BTX=experts_BTX, valid_BT=valid_BT)
-    experts = {name: params[name].astype(x_BTD.dtype) for name in moe_experts.AXES if name in params}
+    experts = {name: layers.weight(params[name], x_BTD.dtype, config) for name in moe_experts.AXES if name in params}
     out_BTD = moe_experts.run(x_BTD, routing.weights, routing.experts, experts, config)
     if "shared" in params:
         out_BTD += layers.ffn(x_BTD, params["shared"], config)

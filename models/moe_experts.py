@@ -88,11 +88,12 @@ def run(
 ) -> jax.Array:
     """Returns the weighted sum of each token's experts, [B, T, D].
 
-    `params` has expert-major `gate`, `up` [E, D, F], `down` [E, F, D] in the dtype of the tokens, and biases if the config
-    has them.
+    `params` has expert-major `gate`, `up` [E, D, F], `down` [E, F, D], and biases if the config has them. They are cast to the
+    dtype of the tokens. Devices sum their gradients in the dtype that they have.
     """
     mesh = rules.several_devices()
     if mesh is None:
+        params = {name: param.astype(x_BTD.dtype) for name, param in params.items()}
         return _by_chunks(functools.partial(_run_all, params=params, config=config), x_BTD, weights_BTX, experts_BTX)
     tokens = PartitionSpec(rules.RULES["batch"], rules.RULES["sequence"], None)
     specs = {name: jax.tree.map(functools.partial(_partition, mesh, name, x.shape), x) for name, x in params.items()}
@@ -272,7 +273,7 @@ def _combine(out_AD, weights_BTX, order: _Order) -> jax.Array:
 
 def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
     """Returns the weighted sums over all experts of one device's tokens. Runs inside `shard_map`."""
-    full: dict[str, Any] = {name: _gather_model_dim(name, param) for name, param in params.items()}
+    full: dict[str, Any] = {name: _gather_model_dim(name, param, x_BTD.dtype) for name, param in params.items()}
     num_shards, num_local = jax.lax.axis_size("expert"), full["gate"].shape[0]
     splits_ffn = num_local * num_shards == config.num_experts  # else the tensor axis splits the experts, too
     if splits_ffn and "down_bias" in full:  # the sum over `tensor` below would add it once per device
@@ -298,11 +299,13 @@ def _partition(mesh, name: str, shape: tuple[int, ...], x) -> PartitionSpec:
     return PartitionSpec(*(of_dim if n == m else None for of_dim, n, m in zip(spec, x.shape, shape, strict=True)))
 
 
-def _gather_model_dim(name: str, param):
-    """Returns a parameter, `Quantized` or not, with its model dim gathered from the devices of the `fsdp` axis."""
+def _gather_model_dim(name: str, param, dtype):
+    """Returns a parameter, `Quantized` or in `dtype`, with its model dim gathered from the devices of the `fsdp` axis."""
     if "model" not in AXES[name] or isinstance(param, InStack):
-        return param
+        return param.astype(dtype)
     dim = AXES[name].index("model")
+    if isinstance(param, jax.Array):
+        return fsdp.gather_as(dtype, dim, param)
     gather = functools.partial(fsdp.gather, dim=dim)
     if isinstance(param, int8.Quantized) and param.scale.shape[dim] != param.shape[dim]:  # summed dims have one scale
         return int8.Quantized(gather(param.values), param.scale)

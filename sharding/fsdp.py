@@ -36,6 +36,18 @@ def gather(x: jax.Array, dim: int) -> jax.Array:
     return x
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gather_as(dtype: jax.typing.DTypeLike, dim: int, x: jax.Array) -> jax.Array:
+    """Returns `gather` of an array cast to `dtype`; its gradient is summed in the dtype that the array has."""
+    return gather(x.astype(dtype), dim)
+
+
+# The backward pass needs the dtype of the array alone, which an empty part of it has.
+gather_as.defvjp(
+    lambda dtype, dim, x: (gather_as(dtype, dim, x), x[:0]), lambda _, dim, x, out: (scatter(out.astype(x.dtype), dim),)
+)
+
+
 def scatter(x: jax.Array, dim: int) -> jax.Array:
     """Returns this device's part of `dim` of the sum over the axis. Runs inside `shard_map`."""
     for groups in reversed(_steps()):

@@ -14,7 +14,7 @@ from models.hf import families
 from models.hf import fields as hf_fields
 
 # Fields of the implementation (how, and in which dtype): a checkpoint does not contain them.
-COMPUTE_FIELDS = ("dtype", "remat", "scan_layers", "attention", "grouped_matmul")
+COMPUTE_FIELDS = ("dtype", "remat", "scan_layers", "attention", "grouped_matmul", "reduce_dtype")
 # Entries that must be whole numbers, in addition to all that begin with num_.
 COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "sliding_window")
 

@@ -1,17 +1,23 @@
 """Gathers and sums in two steps: the tori that need them, the gradient of a train step, and its collectives."""
 
+import dataclasses
 import functools
+import re
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from models import layers
 from rl.batch import packing
 from rl.learner import train_step
 from rl.plan import hlo
 from sharding import fsdp
+from sharding import mesh as mesh_lib
 from tests.support import small_learner as small
 
 
@@ -56,3 +62,46 @@ def test_a_gradient_in_two_steps_equals_the_plain_one(monkeypatch, config, sizes
     if sizes["fsdp"] == 8:  # no collective over the whole axis has a matrix
         whole = [c for c in found if len(c.group) == 8 and c.kind != "all-to-all"]
         assert max(c.num_bytes for c in whole) < 4 * config.model_dim * config.ffn_dim / 8, whole
+
+
+@pytest.mark.parametrize("near", [1, 2])
+@pytest.mark.parametrize(("dtype", "total"), [("float32", 263), ("bfloat16", 264)])
+def test_gradients_are_summed_in_the_dtype_of_the_weights(monkeypatch, near, dtype, total):
+    """One device has 256, seven have 1: bfloat16 has no 263."""
+    monkeypatch.setattr(fsdp, "near", lambda: near)
+    mesh = mesh_lib.create({"fsdp": 8})
+    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    rows, kernel = jnp.ones((8, 1, 8), jnp.bfloat16), jnp.ones((8, 4), dtype)
+    grad = jnp.ones((8, 1, 4), jnp.bfloat16).at[0].set(256)
+
+    @jax.jit
+    def product(rows, kernel, grad):
+        return jax.vjp(lambda kernel: layers.project(rows, kernel), kernel)[1](grad)[0]
+
+    @jax.jit
+    def gathered(kernel, grad):
+        spec = PartitionSpec("fsdp")
+        gather = lambda kernel, grad: jnp.vdot(fsdp.gather_as(jnp.bfloat16, 0, kernel), grad[0])[None]  # noqa: E731
+        run = jax.shard_map(gather, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+        return jax.grad(lambda kernel: run(kernel, grad).astype(jnp.float32).sum())(kernel)
+
+    with jax.set_mesh(mesh):
+        rows, kernel, grad = place(rows, "fsdp"), place(kernel, "fsdp"), place(grad, "fsdp")
+        found = product(rows, kernel, grad), gathered(kernel, jnp.broadcast_to(grad, (8, 8, 4)))
+    for one in found:
+        assert one.dtype == dtype
+        np.testing.assert_array_equal(one, total)
+
+
+@pytest.mark.parametrize(("config", "sizes"), [(small.DENSE, {"fsdp": 8}), (small.MOE, {"data": 2, "fsdp": 4})])
+def test_a_train_step_sums_matrices_in_float32_if_told_so(monkeypatch, config, sizes):
+    """The program before XLA is read: on a CPU, XLA sums bfloat16 in float32."""
+    monkeypatch.setattr(fsdp, "near", lambda: 2)
+    for reduce_dtype in ("auto", "float32"):
+        model = dataclasses.replace(config, dtype="bfloat16", reduce_dtype=reduce_dtype)
+        learner = small.make(model, sizes=small.axes(**sizes))
+        state = train_step.init_state(jax.random.key(0), learner, small.params_of(model))
+        batch = packing.place(small.pack(16, 1), learner.mesh)
+        program = jax.jit(functools.partial(train_step.train_step, learner)).lower(state, batch).as_text()
+        found = re.findall(r'"stablehlo.reduce_scatter".*?-> tensor<[\dx]*(\w+)>', program, re.DOTALL)
+        assert len(found) > 4 and ("bf16" in found) == (reduce_dtype == "auto")
