@@ -2,8 +2,9 @@
 
 import asyncio
 import dataclasses
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
@@ -12,6 +13,7 @@ from rl.envs.interface import environment, scripted_model
 from rl.envs.recording import session as session_lib
 
 LIMITS = session_lib.Limits(max_tokens=256, max_model_len=2**15, max_calls=16, max_episode_tokens=2**12)
+_CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ def play(
     tokenizer: tokenizer_lib.Tokenizer,
     tasks: Sequence[environment.Task],
 ) -> list[dict[str, Episode]]:
-    """Plays each task with its answer in every message, if it has one, and with random words. Closes the host. Blocks."""
+    """Plays each task with its answer in every message, if it has one, and with random words and calls of tools. Closes the host. Blocks."""
 
     async def run() -> list[dict[str, Episode]]:
         out = []
@@ -46,14 +48,26 @@ def play(
     return asyncio.run(run())
 
 
+class _Session(session_lib.Session):
+    """A session that knows the tools of the newest call."""
+
+    tools: Sequence[Mapping] = ()
+
+    async def ask(self, messages, *, tools=(), **options) -> session_lib.Answer:
+        self.tools = tools
+        return await super().ask(messages, tools=tools, **options)
+
+
 async def _episode(host, tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, policy) -> Episode:
     async def backend(call: session_lib.Call) -> sample_lib.Sample:
-        text = policy((), (), random.Random(f"{call.key}"))["content"]
+        message = policy((), session.tools, random.Random(f"{call.key}"))
+        called = [one["function"] for one in message.get("tool_calls", ())]
+        text = message["content"] + "".join(_CALL % (json.dumps(one["name"]), one["arguments"]) for one in called)
         tokens = [*tokenizer.encode(text), tokenizer.eos_id][: call.max_tokens]
         ending = "stop" if tokens[-1] in tokenizer.stop_ids else "length"
         return sample_lib.Sample(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
 
-    session = session_lib.Session(tokenizer, backend, LIMITS, seed=0, sample=0)
+    session = _Session(tokenizer, backend, LIMITS, seed=0, sample=0)
     result = await host.play(session, task.index, task.split)
     streams = [stream.tokens.tolist() for stream in session.streams]
     texts = [tokenizer.decode(tokens, skip_special=False) for tokens in streams]

@@ -23,7 +23,7 @@ from rl.envs.host import host as host_lib
 from rl.envs.recording import rollouts as rollouts_lib
 from rl.envs.recording import session as session_lib
 from rl.experiment import experiment
-from rl.protocol import task_schedule
+from rl.protocol import noise_seed, task_schedule
 from rl.verification import checks, episodes, verifier
 from tests.support import episodes as episodes_lib
 from tests.support import groups, tiny, turn_envs
@@ -183,7 +183,40 @@ def repeated(rollouts):
     return [*own, *(changed(one, branch=3) for one in own if (one.sample, one.branch) == (sample, 2))]
 
 
+def of_another_sample(rollouts, *, seeds):
+    """Submits the episode of another sample as this one, with the seeds that this one must have, or with its own."""
+    sample, config = chosen(rollouts), resolved().config
+    other = next(one.sample for one in rollouts if one.sample != sample)
+    base_seed = task_schedule.train_groups(config, 1)[rollouts[0].task.group].seed
+    moved = [changed(one, sample=sample) for one in rollouts if one.sample == other]
+    if seeds:
+        given = [(base_seed, sample, one.branch, one.tokens[: one.prompt_length], one.draw) for one in moved]
+        moved = [changed(one, seed=noise_seed.stream_seed(*own)) for one, own in zip(moved, given, strict=True)]
+    return [*(one for one in rollouts if one.sample != sample), *moved]
+
+
+def root_alone(rollouts):
+    sample = chosen(rollouts)
+    kept = [one for one in rollouts if one.sample != sample or not one.branch]
+    return [changed(one, num_branches=1) if one.sample == sample else one for one in kept]
+
+
+def proofs_exchanged(rollout):
+    return changed(rollout, proofs=b"".join(reversed(rollout_lib.proofs_by_call(rollout, 32))))
+
+
 TAMPERED = {
+    "another sample's episode": (lambda g: of_another_sample(g, seeds=True), "logprob sampling"),
+    "another sample's seeds": (lambda g: of_another_sample(g, seeds=False), "seed"),
+    "another task": (lambda g: [changed(r, task=dataclasses.replace(r.task, index=r.task.index + 1)) for r in g], "task"),
+    "a token more than the limit": (lambda g: first(g, lambda r: changed(r, call_limits=np.array([5] * len(r.spans), "i4"))), "length termination environment"),
+    "other stop reason": (lambda g: first(g, lambda r: changed(r, finish_reason={"stop": "length", "length": "stop"}[r.finish_reason])), "termination"),
+    "branch not trained on": (lambda g: first(g, lambda r: changed(r, trains=False)), "environment"),
+    "call numbered": (lambda g: first(g, lambda r: changed(r, draw=1)), "environment"),
+    "all other branches dropped": (root_alone, "environment"),
+    "a part of the reward added": (lambda g: [changed(r, rewards=r.rewards | {"turn_9": 9.0}) for r in g], "reward"),
+    "other temperature": (lambda g: [changed(r, temperature=0.5) for r in g], "temperature"),
+    "proofs of two calls exchanged": (lambda g: first(g, proofs_exchanged), "toploc"),
     "reply edited": (lambda g: first(g, lambda r: other_token(r, r.spans[0][0])), "environment logprob sampling"),
     "tool output edited": (lambda g: first(g, lambda r: other_token(r, r.spans[1][0] - 24)), "environment"),
     "judge's reply edited": (lambda g: first(g, lambda r: other_token(r, r.spans[0][0]), 2), "reward logprob"),

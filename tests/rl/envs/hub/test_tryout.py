@@ -23,6 +23,9 @@ def test_episodes_are_shown_with_all_that_the_model_reads(capfd):
     assert out.count("<|im_start|>system") == 4  # two tasks, each with its answer and with random words
     assert out.count("solved 1") == 2
     assert "calls 1 to 6" in out
+    assert commands.run("rl.envs", "try", "search", "--n", 2) == 0
+    out = capfd.readouterr().out
+    assert "<tool_response>" in out.partition("random words")[2]
 
 
 def test_a_failed_episode_is_named_and_the_exit_code_is_1(capfd, tmp_path: pathlib.Path):

@@ -1,6 +1,7 @@
 """Schemas are those of another library, errors are messages, results keep their order, and the clock decides nothing in silence."""
 
 import asyncio
+import collections
 import doctest
 import inspect
 import json
@@ -263,7 +264,7 @@ def test_long_results_keep_both_ends(text, size):
 
 
 def test_an_episode_has_a_limit_of_calls():
-    asked = []
+    asked, closed = [], []
 
     class Model:
         async def chat(self, messages, *, tools=(), **_):
@@ -275,11 +276,19 @@ def test_an_episode_has_a_limit_of_calls():
     class Task:
         messages = ({"role": "user", "content": "?"},)
 
+    class State:
+        def close(self):
+            closed.append(True)
+
     limits = tools.Limits(max_calls=3)
-    score = lambda task, messages, state: {m["content"]: 1.0 for m in messages if m["role"] == "tool"}  # noqa: E731
-    play = episode.conversation(score=score, tools=[tools.of(add)], limits=limits)
+
+    def score(task, messages, state):
+        return collections.Counter(m["content"] for m in messages if m["role"] == "tool")
+
+    begin = lambda task: State()  # noqa: E731
+    play = episode.conversation(score=score, tools=[tools.of(add)], limits=limits, initial_state=begin)
     begun = time.monotonic()
-    assert asyncio.run(play(Task, Model())) == {"1": 1.0, "2": 1.0, "error: the limit of 3 tool calls is reached": 1.0}
-    assert asked == [1, 4, 7, 10] and time.monotonic() - begun < 5
+    assert asyncio.run(play(Task, Model())) == {"1": 2, "2": 1, "error: the limit of 3 tool calls is reached": 3}
+    assert asked == [1, 4, 7, 10] and closed == [True] and time.monotonic() - begun < 5
     with pytest.raises(ValueError, match="several tools have the name 'add'"):
         episode.conversation(score=score, tools=[tools.of(add), tools.of(add)])

@@ -1,6 +1,7 @@
 """A session keeps sampled tokens as they are: streams, seeds, budgets, and recorded calls, on conversations drawn at random."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_a_reply_without_its_reasoning_is_continued_or_stripped():
         async def play(session=session):
             reply = await session.chat([USER])
             assert reply.message["reasoning_content"] == "so" and reply.text == "yes"
-            await session.chat([USER, reply.message, USER])
+            await session.chat([USER, reply.message | {"tool_calls": [], "name": None}, USER])
 
         asyncio.run(play())
         assert len(session.streams) == num_streams
@@ -102,18 +103,21 @@ def test_a_known_prompt_gets_the_recorded_reply_and_a_number_another():
     assert not session.overlapped
 
 
-def test_a_numbered_call_and_one_of_another_role_begin_streams():
+def test_a_numbered_call_one_of_another_role_and_one_at_the_same_time_begin_streams():
     backend = episodes.Backend()
     session = episodes.session(backend)
 
     async def play():
         more = [USER, (await session.chat([USER])).message, USER]
-        await session.chat(more, number=1)
+        numbered = await session.chat(more, number=1)
+        await session.chat([*more, numbered.message, USER])  # extends two streams: the longer one has it
         await session.chat(more, trains=False, max_tokens=10**6)
+        tails = ({"role": "user", "content": name} for name in "ab")
+        await asyncio.gather(*(session.chat([*more[:2], tail]) for tail in tails))
 
     asyncio.run(play())
     kinds = [(stream.number, stream.trains, len(stream.turns)) for stream in session.streams]
-    assert kinds == [(0, True, 1), (1, True, 1), (0, False, 1)]
+    assert kinds == [(0, True, 2), (1, True, 2), (0, False, 1), (0, True, 1)]
     assert {call.max_tokens for call, _ in backend.calls} == {episodes.LIMITS.max_tokens}
 
 
@@ -162,13 +166,19 @@ def test_a_later_call_asks_for_versions_no_older_than_those_before():
     backend = episodes.Backend(version=5)
     session = episodes.session(backend)
 
+    async def updated(call):
+        made = await backend(call)
+        return dataclasses.replace(made, versions=[*made.versions[:-1], 6])
+
+    session._backend = updated
+
     async def play():
         reply = await session.chat([USER])
         await session.chat([USER, reply.message, USER])
 
     asyncio.run(play())
     (first, _), (second, _) = backend.calls
-    assert (first.oldest_version, first.epoch) == (0, -1) and (second.oldest_version, second.epoch) == (5, 0)
+    assert (first.oldest_version, first.epoch) == (0, -1) and (second.oldest_version, second.epoch) == (6, 0)
     assert np.array_equal(second.prompt[: len(first.prompt)], first.prompt)
 
 

@@ -78,7 +78,15 @@ def without_last_call(rollout):
     return dataclasses.replace(rollout, calls=rollout.calls[:1], **arrays)
 
 
+def split(rollout):
+    """Divides the first completion into two calls, each of which asked for as many tokens as it got."""
+    (start, end), *later = rollout.spans
+    calls = np.array([(start, end - 1), (end - 1, end), *later], "i4")
+    return dataclasses.replace(rollout, calls=calls, call_limits=calls[:, 1] - calls[:, 0])
+
+
 TAMPERED = {
+    "a call split in two": (lambda a, b: [split(a), b], "does not make 1 of the 4 recorded calls"),
     "the first prompt": (lambda a, b: [changed(a, 8), b], "which was not recorded"),
     "a tool's output": (lambda a, b: [changed(a, a.spans[0][1] + 10), b], "which was not recorded"),
     "a judge's prompt": (lambda a, b: [a, changed(b, 8)], "which was not recorded"),
@@ -216,9 +224,18 @@ def test_rollouts_hold_the_versions_proofs_and_limits_of_each_call():
     backend = episodes.Backend(texts=["ab"], version=4)
     session = episodes.session(backend)
 
+    async def signed(call):
+        made = await backend(call)
+        server = {"server": f"{backend.version:064}", "server_signature": b"s" * 64}
+        return dataclasses.replace(made, logprobs=[1e-7, *made.logprobs[1:]], **server)
+
+    session._backend = signed
+
     async def play():
         messages = [{"role": "user", "content": "begin"}]
         messages.append((await session.chat(messages)).message)
+        [first] = rollouts_lib.of_episode(session, ORIGIN, {"reward": 0.0})
+        assert (first.server, first.server_signature) == (f"{4:064}", b"s" * 64)
         backend.version = 6
         await session.chat([*messages, {"role": "user", "content": "on"}], max_tokens=2)
 
@@ -226,9 +243,8 @@ def test_rollouts_hold_the_versions_proofs_and_limits_of_each_call():
     [one] = rollouts_lib.of_episode(session, ORIGIN, {"reward": 0.5, "good": 1.0})
     (first, end), (second, last) = one.spans
     assert one.versions.tolist() == [4] * end + [6] * (last - end) and one.call_limits.tolist() == [48, 2]
-    assert (
-        one.sampled_mask.sum() == 5 and (one.logprobs[one.sampled_mask] == -0.5).all() and one.finish_reason == "length"
-    )
+    assert one.logprobs[one.sampled_mask].tolist() == [0, -0.5, -0.5, 0, -0.5] and one.finish_reason == "length"
+    assert (one.server, one.server_signature) == ("", b"")  # two servers vouch for its calls
     assert (one.reward, one.rewards, one.seed, one.env_digest) == (0.5, {"reward": 0.5, "good": 1.0}, 7, "ab" * 32)
     assert tokenizer_lib.byte_chatml().decode(one.tokens[first : end - 1].tolist()) == "ab" and second > end + 1
 
