@@ -65,6 +65,7 @@ SIZES = {
     **{"num_slots": 64, "max_model_len": 1024, "prefill_batch": 16, "prefill_chunk": 512, "steps_per_call": 8},
     "routed_experts": False,  # record the experts of each token, for router replay
     "num_pages": 0,  # of a cache in pages of 64 tokens that all slots share
+    "page_dtype": "",  # "float8_e4m3fn": pages hold twice the tokens, and the policy changes slightly
     "kept_tokens": 0,  # record up to so many tokens that filters kept, for training under top-k or top-p
 }
 # Settings in which the hosts of a server agree.
@@ -261,7 +262,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--control_hosts", nargs="+", default=[], metavar="NAME", help=helps)
     for name, default in SIZES.items():
         helps = f"of the engine (default: that of the run which published the weights, else {default})"
-        kind: dict = {"action": argparse.BooleanOptionalAction} if default is False else {"type": int}
+        kind: dict = {"action": argparse.BooleanOptionalAction} if default is False else {"type": type(default)}
         add(f"--{name}", **kind, help=helps)
     add("--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429")
     add("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")

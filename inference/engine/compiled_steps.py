@@ -60,13 +60,13 @@ def resized(cache, size):
     return decode_state.placed(jax.tree.map(of, cache))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def empty_slots(model, num_slots, capacity, num_pages=0):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def empty_slots(model, num_slots, capacity, num_pages=0, page_dtype=""):
     """Returns a `DecodeState` of `num_slots` unused slots: of `capacity` positions each, or of `num_pages` pages together."""
     zeros_B = jnp.zeros((num_slots,), jnp.int32)
     create = cpu_decode_attention.create if cpu_decode_attention.fits(model) else kv_cache.create
     state = decode_state.DecodeState(
-        cache=paged_cache.create(model, num_pages) if num_pages else create(model, num_slots, capacity),
+        cache=paged_cache.create(model, num_pages, page_dtype) if num_pages else create(model, num_slots, capacity),
         token=zeros_B,
         position=zeros_B,
         generated=zeros_B,

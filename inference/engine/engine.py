@@ -65,11 +65,17 @@ class EngineConfig:
     # record the tokens that filters left to sample from, up to so many (inference/rollouts/kept_sets.py)
     kept_tokens: int = 0
     num_pages: int = 0  # of the cache, `paged_cache.PAGE` positions each; 0: every slot has its whole capacity
+    page_dtype: str = ""  # one of `paged_cache.DTYPES`; not that of activations: the server samples from another policy
 
     def __post_init__(self):
         for field in ("num_slots", "max_model_len", "prefill_batch", "steps_per_call", "prefill_chunk"):
             if getattr(self, field) < 1:
                 raise ValueError(f"inference.{field} = {getattr(self, field)} must be at least 1; set it higher")
+        if self.page_dtype not in paged_cache.DTYPES or (self.page_dtype and not self.num_pages):
+            known = ", ".join(paged_cache.DTYPES[1:])
+            raise ValueError(
+                f"page_dtype = {self.page_dtype!r} is not {known}, or num_pages is 0; set both, or neither"
+            )
         if (steps := self.steps_per_call) > window.WINDOW:
             raise ValueError(
                 f"inference.steps_per_call = {steps} must be at most {window.WINDOW}, the window of a proof; set it lower"
@@ -304,7 +310,7 @@ class Engine(engine_api.Engine):
 
     def init_slots(self, num_slots: int) -> decode_state.DecodeState:
         """Returns an unused `DecodeState` of `num_slots` slots, which are decoded in one call."""
-        sizes = num_slots, self.config.capacity, self.config.num_pages
+        sizes = num_slots, self.config.capacity, self.config.num_pages, self.config.page_dtype
         return self._on_mesh(self._run(compiled_steps.empty_slots, self.model, *sizes))
 
     # JetStream's contract.

@@ -9,6 +9,8 @@
 
 A slot's result depends on its own tokens alone: neither on the order of its pages nor on other slots.
 
+Pages of 8-bit floats hold twice the tokens. Their keys are rounded, so such a server samples from a policy close to the published one.
+
 Letters: B slots, K key heads, N layers of a stack, P pages, S positions of a page, C head dim, W pages of a slot at most, M
 pages of a copy, H query heads.
 """
@@ -31,6 +33,7 @@ from sharding import rules
 PAGE = 64  # positions: a page of a 106 B model's layers has 11 MiB, and the last page of a sequence is half empty
 KERNEL_PAGES = 8  # that the kernel reads at a time
 LANES = 128  # of a TPU's vector: the kernel reads whole ones
+DTYPES = ("", "float8_e4m3fn")  # of pages
 PartitionSpec = jax.sharding.PartitionSpec
 # (keys, values) [K, N, M, S, C] of each stack: P pages, or M of a copy
 Entries = tuple[tuple[jax.Array, jax.Array], ...]
@@ -62,11 +65,12 @@ def check(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh | None = None) 
             raise ValueError(f"inference.num_pages: a cache in pages does not support {reason}; set it to 0")
 
 
-def create(config: config_lib.ModelConfig, num_pages: int) -> PagedCache:
-    """Returns a cache of zeros with `num_pages` pages per layer."""
+def create(config: config_lib.ModelConfig, num_pages: int, dtype: str = "") -> PagedCache:
+    """Returns a cache of zeros with `num_pages` pages per layer, in one of `DTYPES` (empty: that of activations)."""
 
     def zeros(num_layers):
-        return jnp.zeros((config.num_kv_heads, num_layers, num_pages, PAGE, config.head_dim), config.dtype)
+        shape = config.num_kv_heads, num_layers, num_pages, PAGE, config.head_dim
+        return jnp.zeros(shape, dtype or config.dtype)
 
     stacks = transformer.stacks(config).values()
     return PagedCache(tuple((zeros(len(layers)), zeros(len(layers))) for layers in stacks))
@@ -120,7 +124,17 @@ def take(cache: PagedCache, pages_M: jax.Array) -> Entries:
 
 def put(cache: PagedCache, source: Entries, pages_M: jax.Array) -> PagedCache:
     """Copies M pages into pages `pages_M`; skips numbers out of range. Returns the new cache."""
-    return PagedCache(jax.tree.map(lambda x, new: x.at[:, :, pages_M].set(new, mode="drop"), cache.entries, source))
+
+    def put_one(pages, new):
+        return pages.at[:, :, pages_M].set(_rounded(new, pages.dtype), mode="drop")
+
+    return PagedCache(jax.tree.map(put_one, cache.entries, source))
+
+
+def _rounded(x: jax.Array, dtype) -> jax.Array:
+    """Returns keys or values in the dtype of pages; numbers too large for 8 bits become the largest, not NaN."""
+    limit = float(jnp.finfo(dtype).max)
+    return x.astype(dtype) if dtype.itemsize > 1 else jnp.clip(x.astype(jnp.float32), -limit, limit).astype(dtype)
 
 
 def _step(keys, values, q_B1HC, k_B1KC, v_B1KC, position_B, active_B, table_BW, layer, *, scale=None, softcap=0.0):
@@ -133,17 +147,19 @@ def _step(keys, values, q_B1HC, k_B1KC, v_B1KC, position_B, active_B, table_BW, 
 
     def write(pages, new_B1KC):
         flat = pages.reshape(K, N * P, S, C)
-        return flat.at[where].set(new_B1KC[:, 0].swapaxes(0, 1).astype(flat.dtype), unique_indices=True, mode="drop")
+        new_KBC = _rounded(new_B1KC[:, 0].swapaxes(0, 1), flat.dtype)
+        return flat.at[where].set(new_KBC, unique_indices=True, mode="drop")
 
     keys, values = write(keys, k_B1KC), write(values, v_B1KC)
     scale = C**-0.5 if scale is None else scale
-    if mesh_lib.platform() == "tpu" and C % LANES == 0 and keys.dtype == jnp.bfloat16:
+    if mesh_lib.platform() == "tpu" and C % LANES == 0 and q_B1HC.dtype == jnp.bfloat16:
         out_BHC = _kernel(
             keys, values, q_B1HC[:, 0].astype(jnp.float32) * scale, position_B, active_B, table_BW + first, softcap
         )
         out_B1HC = out_BHC[:, None].astype(q_B1HC.dtype)
     else:
-        k_BKSC, v_BKSC = (x[:, table_BW + first].swapaxes(0, 1).reshape(len(page_B), K, -1, C) for x in (keys, values))
+        read_KBWSC = (x[:, table_BW + first].astype(q_B1HC.dtype) for x in (keys, values))
+        k_BKSC, v_BKSC = (x.swapaxes(0, 1).reshape(len(page_B), K, -1, C) for x in read_KBWSC)
         mask_B1S = jnp.arange(k_BKSC.shape[2])[None, None] <= position_B[:, None, None]
         out_B1HC = attention.attend(q_B1HC, k_BKSC, v_BKSC, mask_B1S, scale=scale, softcap=softcap)
     return out_B1HC, keys.reshape(K, N, P, S, C), values.reshape(K, N, P, S, C)

@@ -28,6 +28,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
             "max_model_len": server.engine.config.max_model_len,
             "policy_version": server.scheduler.version,
             "quantization": server.store.quantization,
+            "page_dtype": server.engine.config.page_dtype or server.engine.model.dtype,
         }
         return {"object": "list", "data": [card]}
 

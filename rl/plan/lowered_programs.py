@@ -250,7 +250,7 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
     # Not the layout of this machine's own slots (inference/engine/cpu_decode_attention.py), should it be a CPU.
     cache = jax.eval_shape(
         lambda: (
-            paged_cache.create(server.model, pages)
+            paged_cache.create(server.model, pages, exp.engine.page_dtype)
             if pages
             else kv_cache.create(server.model, slots, exp.engine.capacity)
         )

@@ -35,16 +35,20 @@ def plain(q_HC, k_SKC, v_SKC, scale, softcap):
 class Case:
     """A cache of random keys, and a new token of each of B slots, the last of which is not active."""
 
-    def __init__(self, seed, H, K, C, dtype, layer):
+    def __init__(self, seed, H, K, C, dtype, layer, page_dtype=""):
         self.rng = rng = np.random.default_rng(seed)
         self.B = 4
         num_pages = self.B * W + 3
-        self.entry = [jnp.asarray(rng.standard_normal((K, LAYERS, num_pages, S, C)), dtype) for _ in range(2)]
+        page_dtype = page_dtype or dtype
+        self.entry = [jnp.asarray(rng.standard_normal((K, LAYERS, num_pages, S, C)), page_dtype) for _ in range(2)]
         self.table = rng.permutation(num_pages)[: self.B * W].reshape(self.B, W).astype(np.int32)
         self.position = rng.integers(0, S * W, self.B).astype(np.int32)
         self.active = np.arange(self.B) < self.B - 1
         self.q = jnp.asarray(rng.standard_normal((self.B, 1, H, C)), dtype)
-        self.k, self.v = (jnp.asarray(rng.standard_normal((self.B, 1, K, C)), dtype) for _ in range(2))
+        new = (
+            jnp.asarray(rng.standard_normal((self.B, 1, K, C)), page_dtype) for _ in range(2)
+        )  # pages hold it exactly
+        self.k, self.v = (x.astype(dtype) for x in new)
         self.layer = layer
 
     def run(self, **how):
@@ -90,24 +94,45 @@ def shuffled(case):
     return case
 
 
+@pytest.mark.parametrize("page_dtype", paged_cache.DTYPES)
 @pytest.mark.parametrize(("H", "K", "softcap"), [(1, 1, 0.0), (4, 2, 0.0), (8, 1, 5.0), (16, 1, 0.0)])
-def test_gathered_pages(H, K, softcap):
+def test_gathered_pages(H, K, softcap, page_dtype):
     for seed in range(5):
-        case = Case(seed, H, K, 16, jnp.float32, seed % LAYERS)
+        case = Case(seed, H, K, 16, jnp.float32, seed % LAYERS, page_dtype)
         before = check(case, 2e-6, softcap=softcap, scale=0.3)  # float32, sums of up to 32 keys
         np.testing.assert_array_equal(check(shuffled(case), 2e-6, softcap=softcap, scale=0.3)[0], before[0])
 
 
-@pytest.mark.parametrize(("H", "K", "softcap"), [(2, 2, 0.0), (4, 2, 5.0), (16, 2, 0.0)])
-def test_kernel_of_a_tpu(H, K, softcap, monkeypatch):
+@pytest.mark.parametrize(
+    ("H", "K", "softcap", "page_dtype"),
+    [(2, 2, 0.0, ""), (4, 2, 5.0, ""), (16, 2, 0.0, ""), (4, 2, 0.0, "float8_e4m3fn")],
+)
+def test_kernel_of_a_tpu(H, K, softcap, page_dtype, monkeypatch):
     """Queries per key head of 1, 2, and 8, which the kernel lays out in two ways. A slot without a sequence is in between."""
     monkeypatch.setattr(mesh_lib, "platform", lambda: "tpu")
     monkeypatch.setattr(paged_cache, "KERNEL_PAGES", 2)
     with pltpu.force_tpu_interpret_mode():
-        case = Case(H, H, K, 128, jnp.bfloat16, 1)
+        case = Case(H, H, K, 128, jnp.bfloat16, 1, page_dtype)
         case.active[1] = False
         before = check(case, 0.02, softcap=softcap)  # outputs of up to 3 in bfloat16, whose steps there are 2^-7
         np.testing.assert_array_equal(check(shuffled(case), 0.02, softcap=softcap)[0], before[0])
+
+
+def test_eight_bits_hold_their_largest_number_where_a_key_is_larger():
+    cache = paged_cache.create(MODEL, 2, "float8_e4m3fn")
+    (keys, values), *_ = cache.entries
+    assert keys.nbytes == keys.size
+    new = jnp.full((*keys.shape[:2], 1, *keys.shape[3:]), -1000.0)
+    got = paged_cache.put(cache, ((new, 2 * new),) * len(cache.entries), jnp.array([1])).entries[0]
+    for x in got:
+        np.testing.assert_array_equal(np.asarray(x[:, :, 1].astype(jnp.float32)), -448)
+        assert not np.asarray(x[:, :, 0].astype(jnp.float32)).any()
+
+
+@pytest.mark.parametrize("fields", [{"page_dtype": "int4", "num_pages": 24}, {"page_dtype": "float8_e4m3fn"}])
+def test_a_dtype_of_pages_that_cannot_be_is_refused(fields):
+    with pytest.raises(ValueError, match="page_dtype = .* is not float8_e4m3fn, or num_pages is 0"):
+        dataclasses.replace(CONFIG, **{"num_pages": 0} | fields)
 
 
 MODEL = tiny.model()
@@ -116,13 +141,14 @@ CONFIG = engine_lib.EngineConfig(
 )
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_sequence_goes_on_bit_for_bit_in_another_slot_and_other_pages(tensor):
+@pytest.mark.parametrize(("tensor", "page_dtype"), [(1, ""), (2, ""), (1, "float8_e4m3fn")])
+def test_a_sequence_goes_on_bit_for_bit_in_another_slot_and_other_pages(tensor, page_dtype):
     """Its keys are those of the weights that computed them, also if others are in use when it comes back."""
     mesh = mesh_lib.create({"tensor": tensor}, jax.devices()[:tensor])
     placed = weights.Store(MODEL, mesh).shardings
     old, new = (jax.device_put(tiny.params(MODEL, seed), placed) for seed in (1, 2))
-    engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml(), old, mesh)
+    config = dataclasses.replace(CONFIG, page_dtype=page_dtype)
+    engine = engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml(), old, mesh)
     prompt = np.arange(1, 20, dtype=np.int32)
     request = request_lib.GenerateRequest(tuple(prompt.tolist()), max_tokens=40, temperature=0.7, seed=5, proofs=True)
     arrays = decode_state.request_arrays([request], 1)
