@@ -8,7 +8,9 @@ The framework starts an interpreter for each tool server of an episode, which im
 """
 
 import asyncio
+import collections
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
@@ -35,6 +37,7 @@ def load(target, options):
     raw = {**options, "taskset": {**options.get("taskset", {}), "id": target}}
     config = loaders.resolve_env_config(raw)
     _fork_servers()
+    _seed_runs()
     agents = {name: value for name, value in config if isinstance(value, _find("configs.agent").AgentConfig)}
     if trained and trained not in agents:
         raise ValueError(f"trained_agent = {trained!r} is not an agent of {target}; choose one of {', '.join(agents)}")
@@ -64,6 +67,8 @@ def run(env, task, base_url):
     """Plays one episode. Its reward is the mean over the agents that are trained."""
     config, trained = env
     os.environ.update(PRIME_INFERENCE_URL=base_url, PRIME_API_KEY="intellax")  # of judges
+    for made in (config, getattr(task, "config", ())):
+        _point_judges(made, base_url)
     episode = asyncio.run(_play(config, task, base_url))
     traces = [one for one in episode.traces if getattr(one.agent, "trainable", True)]
     traces = [one for one in traces if not trained or one.agent.name == trained] or episode.traces
@@ -79,6 +84,17 @@ def run(env, task, base_url):
         "stop": traces[0].stop_condition if traces else None,
         "error": f"{errors[0].type}: {errors[0].message}"[:500] if errors else None,
     }
+
+
+def _point_judges(config, base_url):
+    """Gives judges whose configs were made before the episode, with the framework's own endpoint, that of the episode."""
+    client, model = _find("configs.client"), pkgutil.resolve_name("pydantic:BaseModel")
+    for _, value in config:
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, client.BaseClientConfig) and one.base_url == client.DEFAULT_PRIME_INFERENCE_URL:
+                one.__dict__["base_url"] = base_url
+            elif isinstance(one, model):
+                _point_judges(one, base_url)
 
 
 async def _play(config, task, base_url):
@@ -121,6 +137,27 @@ def _fork_servers():
             await asyncio.sleep(POLL_S)
 
     runtime.run_background = run_background
+
+
+def _seed_runs():
+    """Gives an agent that an episode lets do one task several times a seed for each: equal requests would get equal replies.
+
+    So solvers of one problem, or the best of several attempts, differ. The first run keeps the episode's own seed.
+    """
+    agent, counts = _find("agent").Agent, collections.Counter()  # the process is a fork per episode
+    if (parameters := getattr(agent, "_rollout_params", None)) is None:  # another release
+        return
+
+    def with_seed(self, task, *rest):
+        found, key = parameters(self, task, *rest), (getattr(self, "_name", ""), task.data.model_dump_json())
+        if counts[key]:
+            context = found["ctx"]
+            sampling = context.sampling.model_copy(update={"seed": counts[key]})
+            found["ctx"] = dataclasses.replace(context, sampling=sampling)
+        counts[key] += 1
+        return found
+
+    agent._rollout_params = with_seed
 
 
 def _run_server(module, env, folder, log):
