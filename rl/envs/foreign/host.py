@@ -8,6 +8,7 @@ Imports no jax.
 """
 
 import asyncio
+import dataclasses
 import functools
 import math
 import numbers
@@ -15,7 +16,7 @@ import signal
 from typing import Any
 
 from models.text import tokenizer as tokenizer_lib
-from rl.envs.foreign import isolation
+from rl.envs.foreign import isolation, remedies
 from rl.envs.foreign import process as process_lib
 from rl.envs.host import host as host_lib
 from rl.envs.interface import environment
@@ -136,6 +137,8 @@ class ForeignHost:
             else:
                 found = _played(run.result(), self._limit_s)
             if "error" in found.scores:
+                if remedy := remedies.of_episode(found.error):
+                    found = dataclasses.replace(found, error=f"{found.error}; {remedy}")
                 self._report(f"{split} task {index}", found.error)
             return found
 

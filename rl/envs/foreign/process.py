@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from rl.envs.foreign import isolation
+from rl.envs.foreign import isolation, remedies
 from rl.envs.packages import package as package_lib
 from sharding.system import sandbox
 
@@ -143,8 +143,8 @@ class ForeignProcess:
         elif "ready" in message:
             ready.set_result(None)
         else:
-            remedy = "correct env.options, or install its requirements (python -m rl.envs install)"
-            reason = f"environment {self._package.name} cannot be loaded: {message.get('failed')}; {remedy}"
+            failed = str(message.get("failed"))
+            reason = f"environment {self._package.name} cannot be loaded: {failed}; {remedies.of_load(failed)}"
             ready.set_exception(Broken(reason))
 
     def _send(self, message: dict) -> None:

@@ -61,6 +61,9 @@ class Player:
         for _ in range(MAX_RUNS):
             session = session_lib.Session(self.tokenizer, backend, self.limits, **options)
             played = await self.host.play(session, group["index"], group["split"])
+            if played.error and not session.streams:
+                name = origin.task.env
+                raise ValueError(f"an episode of environment {name} failed before it asked the model: {played.error}")
             if not session.unused():
                 return rollouts_lib.of_episode(session, origin, played.scores)
         raise ValueError(

@@ -21,6 +21,8 @@ class Host:
         self.prompts = prompts
 
     async def play(self, session, index, split):
+        if not self.prompts:
+            return host_lib.Played(dict(host_lib.FAILED), 0.0, "HarnessError: uv is missing")
         messages = [{"role": "user", "content": self.prompts[session.sample]}]
         reply = await session.chat(messages)
         await session.chat([*messages, reply.message, {"role": "user", "content": "go on"}])
@@ -64,3 +66,8 @@ def test_an_episode_that_begins_otherwise_asks_for_itself():
 def test_an_error_of_the_servers_ends_the_group(failing):
     with pytest.raises(ConnectionError, match="no server"):
         play(["guess"] * 4, failing=[failing])
+
+
+def test_the_reason_of_an_episode_without_a_call_is_shown():
+    with pytest.raises(ValueError, match="failed before it asked the model: HarnessError: uv is missing"):
+        play([])
