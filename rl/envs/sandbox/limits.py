@@ -4,7 +4,7 @@ A worker ends a program after `cpu_s`, and a validator, whose machine may be slo
 is that of rl/envs/scoring/scorer.py). A program near the limit may so end on one of them only. `measured` finds these programs:
 
     >>> with measured() as times:
-    ...     note(Result("", "", None, timed_out=True, cpu_s=5.0), Limits())
+    ...     note(Result("", "", None, timed_out=True, cpu_s=0.1), Limits())
     >>> times.is_slow
     True
 """

@@ -285,10 +285,13 @@ def test_strangers_may_run_environments_of_the_kinds_that_the_config_allows(kind
         verifier.check_kind(c, env)
 
 
-@pytest.mark.parametrize(("order", "reason"), [("busy", "ok"), ("on", "environment")])
-def test_a_slow_episode_may_have_failed_on_a_worker(order, reason):
+@pytest.mark.parametrize(
+    ("order", "more", "reason"),
+    [("busy", [], "ok"), ("on", [], "environment"), ("busy", ["a call that it does not make"], "environment")],
+)
+def test_a_slow_episode_may_have_failed_on_a_worker(order, more, reason):
     """A worker ended the episode after its second reply: at its limit, which a step of 0.4 CPU seconds may exceed there, or at will."""
-    texts = iter(["on", order])
+    texts = iter(["on", order, *more])
 
     async def backend(call):
         return episodes_lib.sample([*episodes_lib.TOKENIZER.encode(next(texts)), episodes_lib.TOKENIZER.eos_id])
@@ -300,6 +303,8 @@ def test_a_slow_episode_may_have_failed_on_a_worker(order, reason):
         messages = [{"role": "user", "content": "0"}]
         for _ in range(2):
             messages += [(await session.chat(messages)).message, {"role": "user", "content": "on"}]
+        for text in more:
+            await session.chat([{"role": "user", "content": text}])
 
     asyncio.run(two_calls())
     origin = rollouts_lib.Origin(rollout_lib.TaskRef("orders", 0, 0, 0), 1, 1.0)

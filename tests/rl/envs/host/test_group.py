@@ -15,21 +15,25 @@ TASK = rollout_lib.TaskRef("played", 0, 0, 0)
 
 
 class Host:
-    """Plays an episode of two turns; `prompts` has the first prompt of each sample."""
+    """Plays an episode of two turns; `prompts` has the first prompt of each sample. The first `changing` episodes begin again with another."""
 
-    def __init__(self, prompts):
-        self.prompts = prompts
+    def __init__(self, prompts, changing=0):
+        self.prompts, self.changing = prompts, changing
 
     async def play(self, session, index, split):
         if not self.prompts:
             return host_lib.Played(dict(host_lib.FAILED), 0.0, "HarnessError: uv is missing")
+        if self.changing:
+            self.changing -= 1
+            await session.chat([{"role": "user", "content": "other"}])
+            session.restart()
         messages = [{"role": "user", "content": self.prompts[session.sample]}]
         reply = await session.chat(messages)
         await session.chat([*messages, reply.message, {"role": "user", "content": "go on"}])
         return host_lib.Played({"reward": 1.0}, 0.0)
 
 
-def play(prompts, *, failing=()):
+def play(prompts, *, failing=(), changing=0):
     """Returns (the rollouts of a group, the calls as (prompt, seed, count))."""
     calls = []
 
@@ -42,7 +46,7 @@ def play(prompts, *, failing=()):
         tokens = [[*episodes.TOKENIZER.encode(f"seed {seed}"), episodes.TOKENIZER.eos_id] for seed in seeds]
         return [sample_lib.Sample(one, [0.0] * len(one), [0] * len(one), 0, "stop", b"") for one in tokens]
 
-    player = group_lib.Player(Host(prompts), episodes.TOKENIZER, episodes.LIMITS)
+    player = group_lib.Player(Host(prompts, changing), episodes.TOKENIZER, episodes.LIMITS)
     return asyncio.run(player.play(generate, GROUP, TASK, "")), calls
 
 
@@ -71,3 +75,11 @@ def test_an_error_of_the_servers_ends_the_group(failing):
 def test_the_reason_of_an_episode_without_a_call_is_shown():
     with pytest.raises(ValueError, match="failed before it asked the model: HarnessError: uv is missing"):
         play([])
+
+
+def test_an_episode_that_makes_other_calls_when_it_begins_again_has_one_more_attempt():
+    rollouts, _ = play(["guess"] * 4, changing=4)
+    assert [(rollout.sample, rollout.num_branches) for rollout in rollouts] == [(number, 1) for number in range(4)]
+    assert not any("other" in episodes.TOKENIZER.decode(rollout.tokens) for rollout in rollouts)
+    with pytest.raises(ValueError, match="made other calls when it ran again"):
+        play(["guess"] * 4, changing=8)
