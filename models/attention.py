@@ -159,7 +159,13 @@ def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) ->
     dims, obstacle = max(C, v_BTKV.shape[-1]), gpu_attention.obstacle()
     reasons = {
         "xla": [],
-        "splash": [(T % 128 != 0, f"rows of {T} tokens are not a multiple of 128")],
+        "splash": [
+            (T % 128 != 0, f"rows of {T} tokens are not a multiple of 128"),
+            (
+                T > (most := splash_attention.LONGEST),
+                f"rows of {T} tokens exceed {most}, unless mesh.context splits them",
+            ),
+        ],
         "triton": [
             (bool(obstacle), obstacle),
             (dims > 256, f"heads have {dims} dims, more than 256"),

@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from models.kernels import attention_tiles
 
 BLOCK = 512  # queries and keys of a tile; a multiple of 128
+LONGEST = 2**18  # tokens of a row, whose steps take half of the memory of scalars
 LANES = 128  # of a vector register
 BUFFERS = 3  # blocks of dq: one is loaded, one summed, one stored
 BRANCH, SEQUENCE, SHARED, POSITION = range(4)  # of `marks`
@@ -60,13 +61,41 @@ class _Rule:
             mask &= query_marks[POSITION] - key_marks[POSITION] < self.window
         return mask & (next(columns) - next(columns) >= (key - query) * self.block)
 
-    def call(self, kernel: Callable, grid: tuple, num_lists: int, in_specs, out_specs, out_shape, scratch):
-        """Returns the function of the lists of `visits` and of arrays that runs a kernel; the cores of a chip share its heads."""
-        spec = pltpu.PrefetchScalarGridSpec(num_lists, grid, in_specs, out_specs, scratch_shapes=scratch)
+    def call(self, kernel: Callable, grid: tuple, in_specs, out_specs, out_shape, scratch):
+        """Returns the function of a list of `visits` and of arrays that runs a kernel; the cores of a chip share its heads."""
+        spec = pltpu.PrefetchScalarGridSpec(1, grid, in_specs, out_specs, scratch_shapes=scratch)
         order: Any = ("parallel", *["arbitrary"] * (len(grid) - 1))
         params = pltpu.CompilerParams(dimension_semantics=order)
         options = {"compiler_params": params, "interpret": self.interpret, "name": kernel.__name__}
         return pl.pallas_call(kernel, out_shape, grid_spec=spec, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of a kernel: in each number, 14 bits for the block of queries, 14 for that of keys, and two flags."""
+
+    packed: Any  # int32 [L], as an array or as a kernel's reference
+
+    @classmethod
+    def of(cls, query_L, key_L, is_stored_L: Any = 0, is_busy_L: Any = 0) -> "Steps":
+        """Returns the list of these blocks and flags."""
+        return cls(query_L << 16 | key_L << 2 | is_stored_L << 1 | is_busy_L)
+
+    def query(self, at):
+        """Returns the block of queries of a step, or of several."""
+        return self.packed[at] >> 16
+
+    def key(self, at):
+        """Returns the block of keys."""
+        return self.packed[at] >> 2 & 0x3FFF
+
+    def is_stored(self, at):
+        """Returns True where an earlier step has stored a part of the block's dq."""
+        return self.packed[at] & 2 != 0
+
+    def is_busy(self, at):
+        """Returns True where one of the two steps before, of any head, may still be storing it."""
+        return self.packed[at] & 1 != 0
 
 
 def attend(
@@ -89,6 +118,13 @@ def attend(
     """
     B, T, H, _ = q_BTHC.shape
     block = block_of(T)
+    if B > 1 and _num_steps(B, T // block) > _num_steps(1, LONGEST // BLOCK):
+        how = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H, "interpret": interpret}
+        halves = (
+            jax.tree.map(lambda x, half=half: x[half], (q_BTHC, k_BTKC, v_BTKV, packing))
+            for half in (slice(B // 2), slice(B // 2, None))
+        )
+        return jnp.concatenate([attend(*half, **how) for half in halves])
     rule = _Rule(window, softcap, packing.branch_ids is not None, block, interpret)
     reads_BN = jax.vmap(functools.partial(attention_tiles.ranges, block=block, window=window))(packing)
     heads_first = (x.reshape(B * T, *x.shape[2:]).swapaxes(0, 1) for x in (q_BTHC * scale, k_BTKC, v_BTKV))
@@ -124,17 +160,20 @@ def marks(packing: Any) -> jax.Array:
     return jnp.stack([branch_BT, sequence_BT, shared_BT, packing.positions.astype(jnp.int32)]).reshape(4, B * T)
 
 
+def _num_steps(B: int, N: int) -> int:
+    return B * N * (N + 1) // 2
+
+
 def visits(reads_BN: tuple[jax.Array, ...], block: int, num_queries: int) -> tuple[tuple, tuple]:
     """Returns the steps of the forward and of the backward kernel, from `attention_tiles.ranges` of each row.
 
-    Each has a number of steps, and int32 [L] of which only the first so many count. Forward: the block of queries, ascending,
-    and that of keys. Backward, for `num_queries` query heads of a key head: the block of queries, and that of keys, ascending;
-    whether dq was stored by an earlier step; whether the two steps before, of any head, may still be storing it.
+    Each has a number of steps, and the int32 [L] of `Steps`, of which only the first so many count. Forward, the blocks of queries
+    ascend; backward, those of keys, for `num_queries` query heads of a key head.
     """
     first_BN, prompt_end_BN, branch_BN, last_BN = reads_BN
     B, N = first_BN.shape
     own_N, row_B1 = jnp.arange(B * N, dtype=jnp.int32), N * jnp.arange(B, dtype=jnp.int32)[:, None]
-    length = B * N * (N + 1) // 2
+    length = _num_steps(B, N)
 
     def blocks(columns_BN, up=0):
         return ((columns_BN + up * (block - 1)) // block + row_B1).reshape(-1)
@@ -148,7 +187,7 @@ def visits(reads_BN: tuple[jax.Array, ...], block: int, num_queries: int) -> tup
     begin = jnp.stack([blocks(first_BN), branch := blocks(branch_BN)], axis=1).reshape(-1)
     end = jnp.stack([jnp.minimum(blocks(prompt_end_BN, up=1), branch), own_N + 1], axis=1).reshape(-1)
     of_L, offset_L, count = steps(begin, end)
-    forward = count, of_L // 2, begin[of_L] + offset_L
+    forward = count, Steps.of(of_L // 2, begin[of_L] + offset_L).packed
 
     end = blocks(last_BN, up=1)
     key_L, offset_L, count = steps(own_N, end)
@@ -158,7 +197,8 @@ def visits(reads_BN: tuple[jax.Array, ...], block: int, num_queries: int) -> tup
     is_busy_L = jnp.zeros(length, bool)
     for distance in {n // num_queries for n in range(1, BUFFERS) if n % num_queries == 0}:
         is_busy_L |= is_stored_L & (query_L == jnp.roll(query_L, distance)) & (jnp.arange(length) >= distance)
-    return forward, (count, query_L, key_L, is_stored_L.astype(jnp.int32), is_busy_L.astype(jnp.int32))
+    flags = (x_L.astype(jnp.int32) for x_L in (is_stored_L, is_busy_L))
+    return forward, (count, Steps.of(query_L, key_L, *flags).packed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -169,13 +209,13 @@ def _attend(rule: _Rule, *args) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0)  # lowered once for all layers
 def _forward(rule: _Rule, q_HNC, k_KNC, v_KNV, sinks_H, marks_4N, lists):
     (H, N, C), (K, _, V), block = q_HNC.shape, v_KNV.shape, rule.block
-    count, *steps = lists[0]
+    count, packed = lists[0]
 
     def splash_forward(
-        query_ref, key_ref, q_ref, k_ref, v_ref, queries_ref, keys_ref, sinks_ref, out_ref, norm_ref, top_ref, total_ref, sum_ref
+        steps_ref, q_ref, k_ref, v_ref, queries_ref, keys_ref, sinks_ref, out_ref, norm_ref, top_ref, total_ref, sum_ref
     ):  # fmt: skip
-        h, step = pl.program_id(0), pl.program_id(1)
-        query, is_first, is_last = _run(query_ref, step)
+        h, step, steps = pl.program_id(0), pl.program_id(1), Steps(steps_ref)
+        query, is_first, is_last = _run(steps.query, step)
 
         @pl.when(is_first)
         def _():
@@ -186,7 +226,9 @@ def _forward(rule: _Rule, q_HNC, k_KNC, v_KNV, sinks_H, marks_4N, lists):
 
         scores_QS = rule.scores(q_ref, k_ref)[0]
         queries, keys = [queries_ref[:, n : n + 1] for n in range(4)], [keys_ref[n : n + 1] for n in range(4)]
-        scores_QS = jnp.where(rule.readable(query, key_ref[step], queries, keys, 0), scores_QS, attention_tiles.MASKED)
+        scores_QS = jnp.where(
+            rule.readable(query, steps.key(step), queries, keys, 0), scores_QS, attention_tiles.MASKED
+        )
         top_Q1 = top_ref[:, :1]
         new_top_Q1 = jnp.maximum(top_Q1, scores_QS.max(axis=1, keepdims=True))
         weights_QS, down_Q1 = jnp.exp(scores_QS - new_top_Q1), jnp.exp(top_Q1 - new_top_Q1)
@@ -200,22 +242,24 @@ def _forward(rule: _Rule, q_HNC, k_KNC, v_KNV, sinks_H, marks_4N, lists):
             norm_ref[0] = (top_ref[...] + jnp.log(total_ref[...])).T[:1]
 
     def by_query(dims):
-        return pl.BlockSpec((1, block, dims), lambda h, step, query, key: (h, query[step], 0))
+        return pl.BlockSpec((1, block, dims), lambda h, step, steps: (h, Steps(steps).query(step), 0))
 
     def by_key(dims):
-        return pl.BlockSpec((1, block, dims), lambda h, step, query, key: (jax.lax.div(h, H // K), key[step], 0))
+        return pl.BlockSpec(
+            (1, block, dims), lambda h, step, steps: (jax.lax.div(h, H // K), Steps(steps).key(step), 0)
+        )
 
     in_specs = [
         *(by_query(C), by_key(C), by_key(V)),
-        pl.BlockSpec((block, 4), lambda h, step, query, key: (query[step], 0)),
-        pl.BlockSpec((4, block), lambda h, step, query, key: (0, key[step])),
+        pl.BlockSpec((block, 4), lambda h, step, steps: (Steps(steps).query(step), 0)),
+        pl.BlockSpec((4, block), lambda h, step, steps: (0, Steps(steps).key(step))),
         None if sinks_H is None else pl.BlockSpec(memory_space=pltpu.SMEM),
     ]
-    out_specs = [by_query(V), pl.BlockSpec((1, 1, block), lambda h, step, query, key: (h, 0, query[step]))]
+    out_specs = [by_query(V), pl.BlockSpec((1, 1, block), lambda h, step, steps: (h, 0, Steps(steps).query(step)))]
     out_shape = [jax.ShapeDtypeStruct((H, N, V), q_HNC.dtype), jax.ShapeDtypeStruct((H, 1, N), jnp.float32)]
     scratch = [pltpu.VMEM((block, dims), jnp.float32) for dims in (LANES, LANES, V)]
-    run = rule.call(splash_forward, (H, count), 2, in_specs, out_specs, out_shape, scratch)
-    results = run(*steps, q_HNC, k_KNC, v_KNV, marks_4N.T, marks_4N, sinks_H)
+    run = rule.call(splash_forward, (H, count), in_specs, out_specs, out_shape, scratch)
+    results = run(packed, q_HNC, k_KNC, v_KNV, marks_4N.T, marks_4N, sinks_H)
     out_HNV, norm_H1N = (checkpoint_name(x, attention_tiles.SAVED) for x in results)
     return out_HNV, (q_HNC, k_KNC, v_KNV, sinks_H, marks_4N, lists, out_HNV, norm_H1N)
 
@@ -224,22 +268,22 @@ def _forward(rule: _Rule, q_HNC, k_KNC, v_KNV, sinks_H, marks_4N, lists):
 def _backward(rule: _Rule, saved, d_out_HNV):
     q_HNC, k_KNC, v_KNV, sinks_H, marks_4N, lists, out_HNV, norm_H1N = saved
     (H, N, C), (K, _, V), block = q_HNC.shape, v_KNV.shape, rule.block
-    G, (count, *steps) = H // K, lists[1]
+    G, (count, packed) = H // K, lists[1]
     # The sum of a query's weights times their gradient.
     d_sum_H1N = jnp.einsum("HNV,HNV->HN", d_out_HNV, out_HNV, preferred_element_type=jnp.float32)[:, None]
 
     def splash_backward(
-        query_ref, key_ref, is_stored_ref, is_busy_ref,
-        q_ref, k_ref, v_ref, queries_ref, keys_ref, norm_ref, d_sum_ref, d_out_ref,
+        steps_ref, q_ref, k_ref, v_ref, queries_ref, keys_ref, norm_ref, d_sum_ref, d_out_ref,
         d_q_ref, d_k_ref, d_v_ref, d_k_sum_ref, d_v_sum_ref, buffers_ref, loads, stores,
     ):  # fmt: skip
         k, step, g = (pl.program_id(dim) for dim in range(3))
-        query, (key, is_first, is_last) = query_ref[step], _run(key_ref, step)
+        steps = Steps(steps_ref)
+        query, (key, is_first, is_last) = steps.query(step), _run(steps.key, step)
         at, num_steps = step * G + g, pl.num_programs(1) * G  # of this key head
-        is_stored, is_busy = is_stored_ref[step] == 1, is_busy_ref[step] == 1
+        is_stored, is_busy = steps.is_stored(step), steps.is_busy(step)
 
         def ends(at):  # of the copies of a step's block of dq: the memories of the chip and of the core
-            columns = pl.ds(pl.multiple_of(query_ref[jax.lax.div(at, G)] * block, block), block)
+            columns = pl.ds(pl.multiple_of(steps.query(jax.lax.div(at, G)) * block, block), block)
             return d_q_ref.at[k * G + jax.lax.rem(at, G), :, columns], buffers_ref.at[jax.lax.rem(at, BUFFERS)]
 
         def load(at):
@@ -250,13 +294,13 @@ def _backward(rule: _Rule, saved, d_out_HNV):
             return pltpu.make_async_copy(buffer_ref, block_ref, stores.at[jax.lax.rem(at, BUFFERS)])
 
         # A busy step has waited for the store of the step before.
-        @pl.when((at >= 2) & (is_busy_ref[jax.lax.div(jnp.maximum(at - 1, 0), G)] == 0))
+        @pl.when((at >= 2) & ~steps.is_busy(jax.lax.div(jnp.maximum(at - 1, 0), G)))
         def _():
             store(at - 2).wait()
 
         following = jax.lax.div(jnp.minimum(at + 1, num_steps - 1), G)
 
-        @pl.when((at + 1 < num_steps) & (is_stored_ref[following] == 1) & (is_busy_ref[following] == 0))
+        @pl.when((at + 1 < num_steps) & steps.is_stored(following) & ~steps.is_busy(following))
         def _():
             load(at + 1).start()
 
@@ -305,16 +349,16 @@ def _backward(rule: _Rule, saved, d_out_HNV):
             d_v_ref[0] = d_v_sum_ref[...].astype(d_v_ref.dtype)
 
     def by_query(dims):
-        return pl.BlockSpec((1, block, dims), lambda k, step, g, query, *_: (k * G + g, query[step], 0))
+        return pl.BlockSpec((1, block, dims), lambda k, step, g, steps: (k * G + g, Steps(steps).query(step), 0))
 
     def by_key(dims):
-        return pl.BlockSpec((1, block, dims), lambda k, step, g, query, key, *_: (k, key[step], 0))
+        return pl.BlockSpec((1, block, dims), lambda k, step, g, steps: (k, Steps(steps).key(step), 0))
 
-    statistic = pl.BlockSpec((1, 1, block), lambda k, step, g, query, *_: (k * G + g, 0, query[step]))
+    statistic = pl.BlockSpec((1, 1, block), lambda k, step, g, steps: (k * G + g, 0, Steps(steps).query(step)))
     in_specs = [
         *(by_query(C), by_key(C), by_key(V)),
-        pl.BlockSpec((4, block), lambda k, step, g, query, *_: (0, query[step])),
-        pl.BlockSpec((block, 4), lambda k, step, g, query, key, *_: (key[step], 0)),
+        pl.BlockSpec((4, block), lambda k, step, g, steps: (0, Steps(steps).query(step))),
+        pl.BlockSpec((block, 4), lambda k, step, g, steps: (Steps(steps).key(step), 0)),
         *(statistic, statistic, by_query(V)),
     ]
     out_specs = [pl.BlockSpec(memory_space=pl.ANY), by_key(C), by_key(V)]
@@ -322,8 +366,8 @@ def _backward(rule: _Rule, saved, d_out_HNV):
     out_shape += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_KNC, v_KNV)]
     scratch = [pltpu.VMEM(shape, jnp.float32) for shape in ((block, C), (block, V), (BUFFERS, C, block))]
     scratch += [pltpu.SemaphoreType.DMA((BUFFERS,))] * 2
-    run = rule.call(splash_backward, (K, count, G), 4, in_specs, out_specs, out_shape, scratch)
-    d_q_HCN, d_k_KNC, d_v_KNV = run(*steps, q_HNC, k_KNC, v_KNV, marks_4N, marks_4N.T, norm_H1N, d_sum_H1N, d_out_HNV)
+    run = rule.call(splash_backward, (K, count, G), in_specs, out_specs, out_shape, scratch)
+    d_q_HCN, d_k_KNC, d_v_KNV = run(packed, q_HNC, k_KNC, v_KNV, marks_4N, marks_4N.T, norm_H1N, d_sum_H1N, d_out_HNV)
     d_sinks_H = None
     if sinks_H is not None:
         d_sinks_H = -(jnp.exp(sinks_H[:, None, None] - norm_H1N) * d_sum_H1N).sum(axis=(1, 2))
@@ -333,8 +377,8 @@ def _backward(rule: _Rule, saved, d_out_HNV):
 _attend.defvjp(_forward, _backward)
 
 
-def _run(blocks_ref, step):
+def _run(block_of: Callable, step):
     """Returns the block of a step, and whether the steps before and after it have other ones."""
-    block, last = blocks_ref[step], pl.num_programs(1) - 1
-    is_first = (step == 0) | (blocks_ref[jnp.maximum(step - 1, 0)] != block)
-    return block, is_first, (step == last) | (blocks_ref[jnp.minimum(step + 1, last)] != block)
+    block, last = block_of(step), pl.num_programs(1) - 1
+    is_first = (step == 0) | (block_of(jnp.maximum(step - 1, 0)) != block)
+    return block, is_first, (step == last) | (block_of(jnp.minimum(step + 1, last)) != block)

@@ -484,15 +484,15 @@ def test_ring_attention_equals_one_device(sizes):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "T", "dtype", "branches", "words"),
+    ("implementation", "T", "dtype", "words"),
     [
-        ("splash", 100, np.float32, False, "multiple of 128"),
-        ("triton", 128, np.float32, False, "the platform is cpu"),
+        ("splash", 100, np.float32, "multiple of 128"),
+        ("splash", 2**18 + 128, np.float32, "exceed 262144"),
+        ("triton", 128, np.float32, "the platform is cpu"),
     ],
 )
-def test_a_kernel_that_cannot_express_the_layer_is_refused(implementation, T, dtype, branches, words):
+def test_a_kernel_that_cannot_express_the_layer_is_refused(implementation, T, dtype, words):
     q, k, v, packing, _ = draw_attention(T, dtype=dtype)
-    packing = packing._replace(branch_ids=packing.positions if branches else None)
     with pytest.raises(ValueError, match=words):
         attention.attend_packed(q, k, v, packing, implementation=implementation)
 
