@@ -26,6 +26,7 @@ from models.kernels import attention_tiles
 
 BLOCK = 512  # queries and keys of a tile; a multiple of 128
 LONGEST = 2**18  # tokens of a row, whose steps take half of the memory of scalars
+MAX_BLOCKS = 2**14  # that the numbers of `Steps` can name
 LANES = 128  # of a vector register
 BUFFERS = 3  # blocks of dq: one is loaded, one summed, one stored
 BRANCH, SEQUENCE, SHARED, POSITION = range(4)  # of `marks`
@@ -87,7 +88,7 @@ class Steps:
 
     def key(self, at):
         """Returns the block of keys."""
-        return self.packed[at] >> 2 & 0x3FFF
+        return self.packed[at] >> 2 & MAX_BLOCKS - 1
 
     def is_stored(self, at):
         """Returns True where an earlier step has stored a part of the block's dq."""
@@ -118,7 +119,7 @@ def attend(
     """
     B, T, H, _ = q_BTHC.shape
     block = block_of(T)
-    if B > 1 and _num_steps(B, T // block) > _num_steps(1, LONGEST // BLOCK):
+    if B > 1 and (_num_steps(B, T // block) > _num_steps(1, LONGEST // BLOCK) or B * T // block > MAX_BLOCKS):
         how = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H, "interpret": interpret}
         halves = (
             jax.tree.map(lambda x, half=half: x[half], (q_BTHC, k_BTKC, v_BTKV, packing))
@@ -293,7 +294,8 @@ def _backward(rule: _Rule, saved, d_out_HNV):
             block_ref, buffer_ref = ends(at)
             return pltpu.make_async_copy(buffer_ref, block_ref, stores.at[jax.lax.rem(at, BUFFERS)])
 
-        # A busy step has waited for the store of the step before.
+        # A step's block of dq is loaded during the step before, unless it is busy: then the step itself waits for the store of the
+        # step before, and loads. A store is waited for two steps later, before its buffer and its block are used again.
         @pl.when((at >= 2) & ~steps.is_busy(jax.lax.div(jnp.maximum(at - 1, 0), G)))
         def _():
             store(at - 2).wait()

@@ -111,8 +111,9 @@ def test_results_and_gradients_are_those_of_xla(case):
     check(case, range(16), 2, 384, True)
 
 
-def test_rows_with_too_many_tiles_for_one_list_are_run_in_parts(monkeypatch):
-    monkeypatch.setattr(splash_attention, "LONGEST", 384)
+@pytest.mark.parametrize(("limit", "value"), [("LONGEST", 384), ("MAX_BLOCKS", 8)])
+def test_rows_with_too_many_tiles_for_one_list_are_run_in_parts(monkeypatch, limit, value):
+    monkeypatch.setattr(splash_attention, limit, value)
     check("trees, a window, a softcap", range(2), 5, 384, True)
 
 
