@@ -38,7 +38,7 @@ def prefill_chunk(model, routed, params, tokens_PT, start_P, cache):
     The cache has room for them, and each of them may read all of it: no more room than needed is quickest.
     """
     positions_PT = start_P[:, None] + jnp.arange(tokens_PT.shape[1], dtype=jnp.int32)[None]
-    attend = kv_cache.attend_at(start_P)
+    attend = kv_cache.attend_at(start_P, implementation=model.attention)
     _, cache, routing = transformer.extend(params, model, tokens_PT, positions_PT, cache, attend)
     return decode_state.placed(cache), (routed_experts.compact(routing, model),) if routed else ()
 

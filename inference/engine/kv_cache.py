@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from inference.engine import cpu_decode_attention
 from models import attention, transformer
 from models import config as config_lib
-from models.kernels import gpu_decode_attention
+from models.kernels import gpu_cached_attention
 from sharding import rules
 
 Entry = tuple[jax.Array, jax.Array] | cpu_decode_attention.Blocks
@@ -54,7 +54,7 @@ def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None, implemen
 
     The function writes the new keys and values into the cache at these positions; where `write_BT` is False, the old ones stay.
     Each query attends to all positions up to its own. The caller ensures `start + T <= S`: XLA silently moves a write past the end back, and in a stacked cache such a write is undefined.
-    `implementation` is a value of `ModelConfig.attention`: "auto" and "triton" run one new token by the kernel of GPUs where it fits.
+    `implementation` is a value of `ModelConfig.attention`: "auto" and "triton" run the kernel of GPUs where it fits.
     """
 
     def attend(entry, q_BTHC, k_BTKC, v_BTKC, *, window: int = 0, value_dim: int = 0, **how):
@@ -64,9 +64,9 @@ def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None, implemen
             return cpu_decode_attention.step(entry, q_BTHC, k_BTKC, v_BTKC, start_B, **how)
         position_BT = start_B[:, None] + jnp.arange(q_BTHC.shape[1])[None]
         entry = _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT)
-        if implementation in ("auto", "triton") and gpu_decode_attention.fits(q_BTHC, *entry[:2]):
+        if implementation in ("auto", "triton") and gpu_cached_attention.fits(q_BTHC, *entry[:2]):
             keys, values, layer = entry if len(entry) == 3 else (*(x[None] for x in entry), 0)
-            return gpu_decode_attention.attend(q_BTHC, keys, values, layer, start_B + 1, window=window, **how), entry
+            return gpu_cached_attention.attend(q_BTHC, keys, values, layer, start_B, window=window, **how), entry
         k_BKSC, v_BKSC = entry if len(entry) == 2 else (x[entry[2]] for x in entry[:2])
         if value_dim:
             v_BKSC = k_BKSC[..., :value_dim]

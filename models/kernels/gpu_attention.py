@@ -75,10 +75,8 @@ def attend(
     shared prompt, then its branches one by one. Results of padding are finite. `interpret` runs the kernels on a CPU.
     """
     T, C, V = q_BTHC.shape[1], q_BTHC.shape[3], v_BTKV.shape[3]
-    block, tiles = BLOCK, (FORWARD, BACKWARD)
-    if q_BTHC.dtype == jnp.float32 or max(C, V) > 128:  # they take more registers and shared memory
-        block, tiles = 32 if q_BTHC.dtype == jnp.float32 else 64, ((32, 4, 2), (32, 4, 2))
-    rule = _Rule(readable, scale, softcap, interpret, block, *tiles)
+    block, forward, backward = tiles(q_BTHC.dtype, max(C, V))
+    rule = _Rule(readable, scale, softcap, interpret, block, forward, backward)
 
     def pad(x, num_dims=None):  # whole blocks of tokens; a power of two of dims, as Triton's tiles have
         more = [(0, 0), (0, -T % block), *[(0, 0)] * (x.ndim - 2)]
@@ -91,6 +89,22 @@ def attend(
     sinks_H = None if sinks_H is None else sinks_H.astype(jnp.float32)
     out_BTHV: Any = _attend(rule, *qkv, sinks_H, packing, reads_BN)
     return out_BTHV[:, :T, :, :V]
+
+
+def tiles(dtype: jax.typing.DTypeLike, dims: int) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
+    """Returns the queries of a block, and the tiles of the forward and the backward pass, for heads of at most so many dims."""
+    if dtype != jnp.float32 and dims <= 128:
+        return BLOCK, FORWARD, BACKWARD
+    return 32 if dtype == jnp.float32 else 64, (32, 4, 2), (32, 4, 2)  # they take more registers and shared memory
+
+
+def accumulated(stats: tuple[jax.Array, ...], scores_QS: jax.Array, v_SV: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns a softmax, (weighted values [Q, V], sum of weights [Q], maximum [Q]), with the scores of more keys."""
+    out_QV, total_Q, top_Q = stats
+    new_top_Q = jnp.maximum(top_Q, scores_QS.max(axis=1))
+    weights_QS, down_Q = jnp.exp(scores_QS - new_top_Q[:, None]), jnp.exp(top_Q - new_top_Q)
+    read_QV = attention_tiles.dot(weights_QS.astype(v_SV.dtype), v_SV, 1, 0)
+    return out_QV * down_Q[:, None] + read_QV, total_Q * down_Q + weights_QS.sum(axis=1), new_top_Q
 
 
 def kernel_call(kernel: Callable, tile: tuple[int, int, int], grid: tuple[int, ...], out_shape: Any, interpret: bool):
@@ -114,12 +128,8 @@ def _forward(rule: _Rule, q_BTHC, k_BTKC, v_BTKV, sinks_H, packing, reads_BN):
         q_QC, queries = q_ref[b, own, h, :], _packing(packing_ref, b, own)
 
         def read(keys, stats):
-            out_QV, total_Q, top_Q = stats
             scores_QS, _ = _scores(rule, q_QC, k_ref[b, keys, k, :], queries, own, packing_ref, b, keys)
-            new_top_Q = jnp.maximum(top_Q, scores_QS.max(axis=1))
-            weights_QS, down_Q = jnp.exp(scores_QS - new_top_Q[:, None]), jnp.exp(top_Q - new_top_Q)
-            read_QV = attention_tiles.dot(weights_QS.astype(q_QC.dtype), v_ref[b, keys, k, :], 1, 0)
-            return out_QV * down_Q[:, None] + read_QV, total_Q * down_Q + weights_QS.sum(axis=1), new_top_Q
+            return accumulated(stats, scores_QS, v_ref[b, keys, k, :])
 
         zero_Q = jnp.zeros(rule.block, jnp.float32)
         total_Q, top_Q = (

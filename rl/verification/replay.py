@@ -510,8 +510,8 @@ def _run_version(model, params, tokens_GT, written_GT, cache, experts_GTLX):
 
     Returns (hidden states [G T, D] of all positions, the cache, router margins [G, T] or None if no experts are named).
     """
-    G, T = tokens_GT.shape
-    attend = kv_cache.attend_at(jnp.zeros((G,), jnp.int32), write_BT=written_GT)
+    (G, T), start_G = tokens_GT.shape, jnp.zeros(len(tokens_GT), jnp.int32)
+    attend = kv_cache.attend_at(start_G, write_BT=written_GT, implementation=model.attention)
     positions_GT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (G, T))
     given = router_replay.given(experts_GTLX)
     hidden_GTD, cache, routing = transformer.extend(
