@@ -1,7 +1,8 @@
 """The parts that the attention kernels of TPUs and GPUs share: the tiles of packed rows that are read, and products in them.
 
 A block of queries reads a part of a shared prompt, and the columns from its first branch to its own end. A block of keys is read by the
-queries from its own start to the end of its last sequence or branch. Both are found on the device: no array is [T, T].
+queries from its own start to the end of its last sequence or branch. Both are found on the device, and so are the tiles in which each
+query reads each key, which need no mask: no array is [T, T].
 
 Letters: T tokens of a row, N blocks of a row.
 """
@@ -16,12 +17,13 @@ MASKED = -1e30
 SAVED = "attention"  # the name of attention's results (and the log-sum-exp), which rematerialization "attention" keeps
 
 
-def ranges(packing: Any, *, block: int, window: int = 0) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the columns that each block of one row reads and is read by, four int32 [N]; `packing` has arrays [T].
+def ranges(packing: Any, *, block: int, window: int = 0) -> tuple[jax.Array, ...]:
+    """Returns the columns that each block of one row reads and is read by, six int32 [N]; `packing` has arrays [T].
 
     A block of queries reads keys of the columns from the first array to the second, which is the end of shared prompts, and
     from the third to its own end. A block of keys is read by the queries from its own start to the fourth array. All ends
-    are exclusive; a range may hold columns that no query reads.
+    are exclusive; a range may hold columns that no query reads. All queries of a block read all keys from the fifth array to the
+    block's start, and all queries from the end of a block of keys to the sixth array read all its keys, if there are any.
     """
     segments_T, columns_T = packing.segment_ids, jnp.arange(packing.segment_ids.shape[0], dtype=jnp.int32)
 
@@ -38,20 +40,24 @@ def ranges(packing: Any, *, block: int, window: int = 0) -> tuple[jax.Array, jax
         first_T = start_T + jnp.maximum(packing.positions - window + 1, 0)
     if packing.branch_ids is None:
         prompt_end_T = branch_T = first_T
-        last_T = jnp.minimum(end_T, columns_T + window) if window else end_T
+        last_T = whole_end_T = jnp.minimum(end_T, columns_T + window) if window else end_T
     else:
         is_shared_T = packing.branch_ids == 0
         branch_T, branch_end_T = runs(changes(segments_T) | changes(packing.branch_ids))
         prompt_end_T = jax.lax.cummax(jnp.where(is_shared_T, columns_T + 1, start_T))
         last_T = jnp.where(is_shared_T, end_T, branch_end_T)
+        # A window counts positions, and those of a branch follow those of the prompt.
+        whole_end_T = jnp.minimum(branch_end_T, columns_T + window) if window else last_T
+    whole_T = jnp.maximum(branch_T, columns_T - window + 1) if window else branch_T
     own_T, is_padding_T = columns_T // block * block, segments_T == 0  # padding reads itself, in its own block
     first_T, prompt_end_T, branch_T = (jnp.where(is_padding_T, own_T, x_T) for x_T in (first_T, prompt_end_T, branch_T))
     last_T = jnp.where(is_padding_T, own_T + block, last_T)
-    first_N, branch_N = (x_T.reshape(-1, block).min(axis=1) for x_T in (first_T, branch_T))
+    whole_T, whole_end_T = (jnp.where(is_padding_T, own_T, x_T) for x_T in (whole_T, whole_end_T))
+    first_N, branch_N, whole_end_N = (x_T.reshape(-1, block).min(axis=1) for x_T in (first_T, branch_T, whole_end_T))
     # A prompt that ends later is that of a sequence which begins in the second range.
     prompt_end_T = jnp.where(prompt_end_T > jnp.repeat(branch_N, block), 0, prompt_end_T)
-    prompt_end_N, last_N = (x_T.reshape(-1, block).max(axis=1) for x_T in (prompt_end_T, last_T))
-    return first_N, prompt_end_N, jnp.maximum(branch_N, first_N), last_N
+    prompt_end_N, last_N, whole_N = (x_T.reshape(-1, block).max(axis=1) for x_T in (prompt_end_T, last_T, whole_T))
+    return first_N, prompt_end_N, jnp.maximum(branch_N, first_N), last_N, whole_N, whole_end_N
 
 
 def dot(a, b, dim_a: int, dim_b: int) -> jax.Array:

@@ -25,9 +25,9 @@ from jax.experimental.pallas import triton
 from models.kernels import attention_tiles
 from sharding import mesh as mesh_lib
 
-# The fastest on an H100 of eight tiles with bfloat16 and 128 dims (docs/performance.md).
+# The fastest of some tiles with bfloat16 and 128 dims on an H100 and an H200 (docs/performance.md).
 BLOCK = 64  # queries of a program, or keys of one that computes dk and dv
-FORWARD = BACKWARD = (64, 4, 3)  # keys or queries of a step of a program, warps, stages of its pipeline
+FORWARD, BACKWARD = (64, 4, 3), (64, 4, 2)  # keys or queries of a step of a program, warps, stages of its pipeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +127,9 @@ def _forward(rule: _Rule, q_BTHC, k_BTKC, v_BTKV, sinks_H, packing, reads_BN):
         own, k = pl.ds(i * rule.block, rule.block), jax.lax.div(h, H // K)
         q_QC, queries = q_ref[b, own, h, :], _packing(packing_ref, b, own)
 
-        def read(keys, stats):
-            scores_QS, _ = _scores(rule, q_QC, k_ref[b, keys, k, :], queries, own, packing_ref, b, keys)
+        def read(is_masked, keys, stats):
+            packing = packing_ref if is_masked else None
+            scores_QS, _ = _scores(rule, q_QC, k_ref[b, keys, k, :], queries, own, packing, b, keys)
             return accumulated(stats, scores_QS, v_ref[b, keys, k, :])
 
         zero_Q = jnp.zeros(rule.block, jnp.float32)
@@ -155,12 +156,11 @@ def _backward(rule: _Rule, saved, d_out_BTHV):
     # The sum of a query's weights times their gradient.
     d_sum_BHT = jnp.einsum("BTHV,BTHV->BHT", d_out_BTHV, out_BTHV, preferred_element_type=jnp.float32)
 
-    def gradients(refs, queries, keys, b, h, q_QC, k_SC, v_SV, d_out_QV):
+    def gradients(refs, is_masked, queries, keys, b, h, q_QC, k_SC, v_SV, d_out_QV):
         """Returns the weights of a tile and the gradient of its scores, both [Q, S]."""
         packing_ref, log_norm_ref, d_sum_ref = refs
-        scores_QS, slope_QS = _scores(
-            rule, q_QC, k_SC, _packing(packing_ref, b, queries), queries, packing_ref, b, keys
-        )
+        own, packing_ref = (_packing(packing_ref, b, queries), packing_ref) if is_masked else (None, None)
+        scores_QS, slope_QS = _scores(rule, q_QC, k_SC, own, queries, packing_ref, b, keys)
         weights_QS = jnp.exp(scores_QS - log_norm_ref[b, h, queries][:, None])
         d_scores_QS = (
             weights_QS * (attention_tiles.dot(d_out_QV, v_SV, 1, 1) - d_sum_ref[b, h, queries][:, None]) * rule.scale
@@ -172,10 +172,10 @@ def _backward(rule: _Rule, saved, d_out_BTHV):
         own, k = pl.ds(i * rule.block, rule.block), jax.lax.div(h, H // K)
         q_QC, d_out_QV = q_ref[b, own, h, :], d_out_ref[b, own, h, :]
 
-        def read(keys, d_q_QC):
-            k_SC = k_ref[b, keys, k, :]
+        def read(is_masked, keys, d_q_QC):
+            k_SC, v_SV = k_ref[b, keys, k, :], v_ref[b, keys, k, :]
             refs = packing_ref, log_norm_ref, d_sum_ref
-            _, d_scores_QS = gradients(refs, own, keys, b, h, q_QC, k_SC, v_ref[b, keys, k, :], d_out_QV)
+            _, d_scores_QS = gradients(refs, is_masked, own, keys, b, h, q_QC, k_SC, v_SV, d_out_QV)
             return d_q_QC + attention_tiles.dot(d_scores_QS, k_SC, 1, 0)
 
         zeros_QC = jnp.zeros((rule.block, C), jnp.float32)
@@ -189,21 +189,28 @@ def _backward(rule: _Rule, saved, d_out_BTHV):
         own = pl.ds(j * rule.block, rule.block)
         k_SC, v_SV = k_ref[b, own, k, :], v_ref[b, own, k, :]
         size = rule.backward[0]
-        first, end = j * (rule.block // size), jax.lax.div(reads_ref[3][b, j] + size - 1, size)
+        first, past = (n * (rule.block // size) for n in (j, j + 1))
+        end = jax.lax.div(reads_ref[3][b, j] + size - 1, size)
+        whole_end = jnp.maximum(jax.lax.div(reads_ref[5][b, j], size), past)
+        parts = (first, jnp.minimum(past, end), True), (past, whole_end, False), (whole_end, end, True)
 
         def over_heads(g, sums):
             h = k * (H // K) + g
 
-            def read(n, sums):
+            def read(is_masked, n, sums):
                 queries = pl.ds(n * size, size)
                 q_QC, d_out_QV = q_ref[b, queries, h, :], d_out_ref[b, queries, h, :]
                 refs = packing_ref, log_norm_ref, d_sum_ref
-                weights_QS, d_scores_QS = gradients(refs, queries, own, b, h, q_QC, k_SC, v_SV, d_out_QV)
-                return sums[0] + attention_tiles.dot(d_scores_QS, q_QC, 0, 0), sums[1] + attention_tiles.dot(
-                    weights_QS, d_out_QV, 0, 0
+                weights_QS, d_scores_QS = gradients(refs, is_masked, queries, own, b, h, q_QC, k_SC, v_SV, d_out_QV)
+                d_k_SC, d_v_SV = (
+                    attention_tiles.dot(d_scores_QS, q_QC, 0, 0),
+                    attention_tiles.dot(weights_QS, d_out_QV, 0, 0),
                 )
+                return sums[0] + d_k_SC, sums[1] + d_v_SV
 
-            return jax.lax.fori_loop(first, end, read, sums)
+            for start, stop, is_masked in parts:
+                sums = jax.lax.fori_loop(start, stop, functools.partial(read, is_masked), sums)
+            return sums
 
         zeros = (jnp.zeros((rule.block, dims), jnp.float32) for dims in (C, V))
         d_k_SC, d_v_SV = jax.lax.fori_loop(0, H // K, over_heads, tuple(zeros))
@@ -228,24 +235,33 @@ _attend.defvjp(_forward, _backward)
 
 
 def _over_keys(block: int, size: int, reads_ref, b, i, read: Callable, carry):
-    """Calls `carry = read(slice of keys, carry)` for each `size` of the keys that block i of queries reads, in order."""
+    """Calls `carry = read(is masked, slice of keys, carry)` for each `size` of the keys that block i of queries reads, in order."""
     first, branch = (jax.lax.div(reads_ref[n][b, i], size) for n in (0, 2))
-    prompt_end = jax.lax.div(reads_ref[1][b, i] + size - 1, size)
+    prompt_end, whole = (jax.lax.div(reads_ref[n][b, i] + size - 1, size) for n in (1, 4))
     num_shared = jnp.maximum(jnp.minimum(prompt_end, branch) - first, 0)
+    own, end = (n * (block // size) for n in (i, i + 1))
+    whole = jnp.maximum(jnp.minimum(whole, own), branch)
 
-    def step(n, carry):
-        at = jnp.where(n < num_shared, first + n, branch + n - num_shared)
-        return read(pl.ds(at * size, size), carry)
+    def at(n):
+        return jnp.where(n < num_shared, first + n, branch + n - num_shared)
 
-    return jax.lax.fori_loop(0, num_shared + (i + 1) * (block // size) - branch, step, carry)
+    def over(start, stop, is_masked, at, carry):
+        step = lambda n, carry: read(is_masked, pl.ds(at(n) * size, size), carry)  # noqa: E731
+        return jax.lax.fori_loop(start, stop, step, carry)
+
+    carry = over(0, num_shared + whole - branch, True, at, carry)
+    carry = over(whole, own, False, lambda n: n, carry)
+    return over(jnp.maximum(whole, own), end, True, lambda n: n, carry)
 
 
 def _scores(rule: _Rule, q_QC, k_SC, queries, query_slice, packing_ref, b, key_slice):
-    """Returns the masked scores of a tile, and the derivative of the softcap (1 without one)."""
+    """Returns the scores of a tile, masked if there is a packing, and the derivative of the softcap (1 without one)."""
     scores_QS, slope_QS = attention_tiles.dot(q_QC, k_SC, 1, 1) * rule.scale, 1.0
     if rule.softcap:
         capped_QS = jnp.tanh(scores_QS / rule.softcap)
         scores_QS, slope_QS = rule.softcap * capped_QS, 1 - capped_QS * capped_QS
+    if packing_ref is None:
+        return scores_QS, slope_QS
     columns = (part.start + jnp.arange(part.size) for part in (query_slice, key_slice))
     columns_Q, columns_S = columns
     mask_QS = rule.readable(queries, columns_Q, _packing(packing_ref, b, key_slice), columns_S)

@@ -171,7 +171,7 @@ def visits(reads_BN: tuple[jax.Array, ...], block: int, num_queries: int) -> tup
     Each has a number of steps, and the int32 [L] of `Steps`, of which only the first so many count. Forward, the blocks of queries
     ascend; backward, those of keys, for `num_queries` query heads of a key head.
     """
-    first_BN, prompt_end_BN, branch_BN, last_BN = reads_BN
+    first_BN, prompt_end_BN, branch_BN, last_BN, *_ = reads_BN
     B, N = first_BN.shape
     own_N, row_B1 = jnp.arange(B * N, dtype=jnp.int32), N * jnp.arange(B, dtype=jnp.int32)[:, None]
     length = _num_steps(B, N)

@@ -21,13 +21,17 @@ def test_ranges_hold_all_that_is_read_and_skip_other_sequences(branches, window)
     for _ in range(250):
         row = packings.draw(rng, T, branches=branches)
         mask = np.asarray(attention.readable(row, columns, row, columns, window))
-        first, prompt_end, branch, last = (np.repeat(x, block)[:, None] for x in jax.device_get(find(row)))
+        first, prompt_end, branch, last, whole, whole_end = (
+            np.repeat(x, block)[:, None] for x in jax.device_get(find(row))
+        )
         own_start, own_end = (columns // block * block)[:, None], (columns // block + 1)[:, None] * block
         by_queries = (columns >= first) & (columns < prompt_end) | (columns >= branch) & (columns < own_end)
         by_keys = (columns >= own_start) & (columns < last)
         real = row.segment_ids > 0
         assert not (mask & ~by_queries)[real].any() and not (mask & ~by_keys.T)[real].any()
         assert (mask & by_queries & by_keys.T).any(axis=1).all()  # padding reads a key, too
+        assert mask[(columns >= whole) & (columns < own_start)].all()
+        assert mask.T[(columns >= own_end) & (columns < whole_end)].all()
         assert (first >= 0).all() and (first <= branch).all() and (branch < own_end).all() and (last <= T).all()
         spared.append(1 - by_queries.sum() / (T * (T + block) / 2))
     # Sequences have 30 tokens on average without branches, and 80 with them, of which a branch reads two parts.
