@@ -180,10 +180,8 @@ class Replay:
             case "prefill_batch":
                 made = engine.prefill_batch(self._params, *arrays).cache
             case "prefill_chunk":
-                is_shared = header["is_shared"]
-                if not is_shared:
-                    self._kept.pop(header["kept"], None)  # donated
-                made = engine.prefill_chunk(self._params, arrays[0], header["start"], kept, is_shared=is_shared)[0]
+                how = {"is_shared": header["is_shared"]}
+                made, _ = engine.prefill_chunk(self._params, arrays[0], header["start"], kept, **how)
             case "prompt_logprobs":
                 engine.prompt_logprobs(self._params, *arrays)
             case "insert_batch":

@@ -43,7 +43,7 @@ class PageTable:
         pages = self._pages[slot] = shared + own
         self._num_slots_with.update(pages)
         num_full = (length - 1) // self._page
-        if prompt is not None and num_full and not shared:
+        if prompt is not None and num_full:
             self._shared[prompt], self._prompt_of[pages[0]] = pages[:num_full], prompt
         self._fill(slot)
         return [*enumerate(pages)][len(shared) :]

@@ -103,7 +103,6 @@ class Paging:
 
     def release(self, slot: int) -> None:
         """Takes back the pages of a slot."""
-        self._to_write.pop(slot, None)
         self.pages.release(slot)
 
     def drop_done(self) -> int:

@@ -80,7 +80,15 @@ def results(schedulers, batch):
 @pytest.mark.parametrize(
     ("axis", "config", "more"), [("data", CONFIG, ""), ("tensor", PAGED, "insert_pages swap_out swap_in")]
 )
-def test_another_host_has_the_arrays_of_the_first(axis, config, more):
+def test_another_host_has_the_arrays_of_the_first(axis, config, more, monkeypatch):
+    """And it runs the same programs in the same order: else the hosts would wait for each other for ever."""
+    programs, run = collections.defaultdict(list), engine_lib.Engine._run
+
+    def recorded(engine, function, *args):
+        programs[engine].append(getattr(function, "__name__", ""))
+        return run(engine, function, *args)
+
+    monkeypatch.setattr(engine_lib.Engine, "_run", recorded)
     wire, (old, mesh), (new, _) = Wire(), placed(0, axis), placed(1, axis)
     parts = MODEL, config, tokenizer_lib.byte_chatml(), old, mesh
     leading = replay.LeadingEngine(wire, *parts)
@@ -107,6 +115,7 @@ def test_another_host_has_the_arrays_of_the_first(axis, config, more):
                 names[header["call"]] += 1
                 calls.run(header, arrays)
             equal(calls._state, scheduler._state)
+            assert programs[calls._engine] == programs[leading]
             for entry in scheduler.prefixes._found.values():
                 equal(calls._kept[leading._number(entry.prefix.cache)], entry.prefix.cache)
             gc.collect()

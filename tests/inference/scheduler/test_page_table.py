@@ -120,6 +120,9 @@ def test_the_page_of_the_last_prompt_token_is_not_shared():
 def test_growth_that_does_not_fit_takes_nothing():
     table = page_table.PageTable(3, 2, 3, 4)
     table.admit(0, 4)
+    assert table.fits(None, 4, 0) and not table.fits(
+        None, 4, 1
+    )  # the slot in use may soon need one of the two free pages
     table.admit(1, 4)
     before = table.table.copy()
     assert not table.grow(0, 12) and table.usage() == pytest.approx(2 / 3)

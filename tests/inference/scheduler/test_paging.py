@@ -1,15 +1,18 @@
 """Random schedules in a cache with few pages: a sample's tokens, log-probabilities, and proofs are those of the same sample alone."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import random
 import time
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from inference.engine import engine as engine_lib
+from inference.scheduler import paging, sequence, slots
 from inference.scheduler import scheduler as scheduler_lib
 from models.text import tokenizer as tokenizer_lib
 from tests.support import tiny
@@ -112,6 +115,38 @@ def test_a_thousand_random_schedules(start):
     for seed in range(100, 1100):
         run(scheduler, seed)
     assert scheduler.stats["num_preemptions"] > 1000
+
+
+def test_the_youngest_leave_first_and_the_oldest_return_first():
+    """Three prompts of two pages each, of six. The engine only notes who is swapped; decode calls have 8 steps."""
+    config, swapped = dataclasses.replace(CONFIG, max_model_len=48, num_pages=6), []
+    swap = {"swap_out": lambda state, slot, pages: len(pages), "swap_in": lambda state, *call: swapped.append(call)}
+    all_slots = slots.Slots(config.num_slots, config.max_model_len)
+    table = paging.Paging(types.SimpleNamespace(config=config, **swap), all_slots)
+
+    def add(slot, begun_s):
+        group = sequence.SequenceGroup(Ask((slot,) * 16, max_tokens=32), concurrent.futures.Future(), None, 0.0)
+        table.admit(slot, group)
+        all_slots.put(slot, one := group.start_next(None))
+        one.begun_s = begun_s
+        return one
+
+    middle, youngest, oldest = add(0, 2.0), add(1, 3.0), add(2, 1.0)
+    assert table.make_room((), 8) == [1] and youngest.group.num_running == 0  # the others have three pages each
+    for one in (oldest, middle):
+        one.completion.tokens += [0] * 8
+    assert table.make_room((), 8) == [0] and len(table.pages.pages(2)) == 4
+    table.resume(())
+    assert not swapped and table.groups == [middle.group, youngest.group]
+    table.release(2)
+    all_slots.release(2)
+    assert not table.fits(oldest.group)  # first those that wait
+    table.resume(())
+    ((slot, pages, num_copied),) = swapped  # for the other, the next call may lack a page
+    assert (slot, len(pages), num_copied) == (0, 3, 3) and middle.group.num_running == 1
+    youngest.group.future.cancel()
+    table.release(0)
+    assert table.drop_done() == 1 and not table and table.fits(oldest.group)
 
 
 def test_results_are_those_of_whole_slots(start):
