@@ -63,7 +63,7 @@ def equal(one, other):
 def asks(chance):
     """Requests that use each call: short and long prompts, some the beginning of others, stops that the host finds, scores."""
     for _ in range(6):
-        tokens = tuple(range(7, 7 + chance.choice([3, 16, 17, 33, 40])))
+        tokens = tuple(range(7, 7 + chance.choice([3, 16, 17, 33, 56])))
         options = {"seed": chance.randrange(99), "max_tokens": chance.randrange(1, 24), "proofs": chance.random() < 0.8}
         options |= {"num_samples": chance.randrange(1, 4), "prompt_logprobs": chance.random() < 0.3}
         yield Request(tokens, stop_ids=tuple(range(chance.choice([0, 64]))), routed_experts=True, **options)

@@ -170,8 +170,8 @@ def test_samples_share_the_full_pages_of_their_prompt(start, monkeypatch):
     assert sorted(number for copies in copied for _, number, _ in copies) == [0, 1, 2, 2, 2]
 
 
-def test_preempted_sequences_end_with_their_request(start):
-    """Also by a failure, a cancellation, and weights of another epoch."""
+def test_preempted_sequences_end_with_their_request(start, monkeypatch):
+    """A cancellation, or weights of another epoch, end them. After a failure of the device, all pages are free, too."""
     scheduler = start()
     futures = [scheduler.submit(dataclasses.replace(ASKS[0], seed=seed)) for seed in range(4)]
     deadline = time.monotonic() + WAIT_S
@@ -187,3 +187,14 @@ def test_preempted_sequences_end_with_their_request(start):
     scheduler.resume().result(WAIT_S)
     scheduler.pause().result(WAIT_S)
     assert not scheduler.paging and scheduler.paging.pages.usage() == 0
+
+    def fail(*args):
+        raise jax.errors.JaxRuntimeError("lost")
+
+    scheduler.resume().result(WAIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler._engine, "generate", fail)
+        with pytest.raises(scheduler_lib.Fault):
+            scheduler.submit(ASKS[0]).result(WAIT_S)
+    scheduler.update(params(), 0, epoch=2).result(WAIT_S)
+    assert results(scheduler.submit(ASKS[0]).result(WAIT_S)) == alone(0)

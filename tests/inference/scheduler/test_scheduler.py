@@ -498,6 +498,9 @@ def test_a_turn_reuses_no_token_after_the_first_that_differs(start):
         (got,) = scheduler.submit(Request(other, max_tokens=9)).result(WAIT_S)
         assert got.num_cached == num_cached
         assert got.tokens == plain.submit(Request(other, max_tokens=9)).result(WAIT_S)[0].tokens
+    small = start()  # of 96 positions: a chunk of 64 fits after 32 tokens, and not after 48
+    (reply,) = small.submit(Request(TURN[:10], max_tokens=40)).result(WAIT_S)
+    assert small.submit(Request((*TURN[:10], *reply.tokens, 5), max_tokens=1)).result(WAIT_S)[0].num_cached == 32
     for oldest, num_cached in ((-1, 0), (0, 48)):  # rollouts do not go on, but for those of episodes
         asked = {"seed": 5 * oldest + 9, "oldest_prefix_version": oldest}
         group = scheduler.submit(Request(TURN[20:30], num_samples=2, max_tokens=40, **asked)).result(WAIT_S)
@@ -534,7 +537,7 @@ def test_a_turn_reuses_keys_of_the_version_before_if_the_request_allows_them(sta
         (got,) = scheduler.submit(Request(tokens, max_tokens=12, **options)).result(WAIT_S)
         return got
 
-    for n, pin in enumerate(({}, {"policy_version": 1}, {"oldest_prefix_version": 1})):
+    for n, pin in enumerate(({}, {"policy_version": 1, "oldest_prefix_version": 0}, {"oldest_prefix_version": 1})):
         assert ask(whole[: 61 + n], **pin).num_cached == 0
     for tokens, end in ((whole, 48), ((*whole[:40], 7), 32), (whole[:48], 32)):
         got = ask(tokens, oldest_prefix_version=0)
