@@ -40,7 +40,7 @@ def test_each_fault_is_found(name, check_id):
     found = checked(f"{FILE}:{name}", timeout_s=25.0 if name == "waits_forever" else 120.0)
     assert check_id in failed(found) and not report.passed(found), report.table(found)
     assert failed(found)[check_id]
-    assert (name == "cannot_load") == ("fail: it could not be tried" in report.table(found))
+    assert name != "cannot_load" or report.table(found).endswith("fail: it could not be tried")
     json.dumps(found, allow_nan=False)
 
 
