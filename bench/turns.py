@@ -55,9 +55,8 @@ def agents(scheduler: scheduler_lib.Scheduler, rng: np.random.Generator, group: 
     tools = rng.integers(0, 256, (CONVERSATIONS, TURNS, TOOL)).tolist()
 
     def ask(prompt: list[int], **options):
-        if (
-            "oldest_prefix_version" in scheduler_lib.GenerateRequest.__dataclass_fields__
-        ):  # not in a baseline of 2026-11-26
+        # A baseline of 2026-11-26 has no such field.
+        if "oldest_prefix_version" in scheduler_lib.GenerateRequest.__dataclass_fields__:
             options["oldest_prefix_version"] = 0
         return scheduler.submit(scheduler_lib.GenerateRequest(tuple(prompt), max_tokens=REPLY, **options))
 

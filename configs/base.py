@@ -52,7 +52,7 @@ def get_config() -> config_dict.ConfigDict:
     m.attention = "auto"  # "xla", "splash" (TPU), "triton" (GPU)
     m.grouped_matmul = "auto"  # "ragged_dot", "megablox" (TPU), "triton" (GPU)
     m.reduce_dtype = (
-        "auto"  # devices sum their gradients in the dtype of activations, or in "float32", which sends twice the bytes
+        "auto"  # devices sum gradients in the dtype of activations, or in "float32", which sends twice the bytes
     )
 
     c.tokenizer = "byte_chatml"  # the embedded one, a directory with tokenizer.json, or a hub ID

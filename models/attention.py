@@ -52,7 +52,8 @@ def attend_packed(
 ) -> jax.Array:
     """Returns the output of causal attention inside each packed sequence, [B, T, H, V].
 
-    A query reads the last `window` tokens, its own included (0: all). `implementation` is a value of `ModelConfig.attention`. Raises ValueError if it cannot run this layer; "auto" then uses XLA. `attend` explains the others.
+    A query reads the last `window` tokens, its own included (0: all). `implementation` is a value of `ModelConfig.attention`.
+    Raises ValueError if it cannot run this layer; "auto" then uses XLA. `attend` explains the others.
     """
     how = {"scale": q_BTHC.shape[-1] ** -0.5 if scale is None else scale, "softcap": softcap, "sinks_H": sinks_H}
     k_BTKC, v_BTKV = _over_tensor(k_BTKC), _over_tensor(v_BTKV)
@@ -155,16 +156,13 @@ def readable(query: Packing, query_columns_T, key: Packing, key_columns_S, windo
 
 def _choose(implementation: str, q_BTHC, v_BTKV, packing: Packing, how: dict) -> str:
     """Returns the attention implementation to use, with "auto" resolved. Raises ValueError if a named one cannot run here."""
-    T, C = q_BTHC.shape[1], q_BTHC.shape[-1]
+    T, C, longest = q_BTHC.shape[1], q_BTHC.shape[-1], splash_attention.LONGEST
     dims, obstacle = max(C, v_BTKV.shape[-1]), gpu_attention.obstacle()
     reasons = {
         "xla": [],
         "splash": [
             (T % 128 != 0, f"rows of {T} tokens are not a multiple of 128"),
-            (
-                T > (most := splash_attention.LONGEST),
-                f"rows of {T} tokens exceed {most}, unless mesh.context splits them",
-            ),
+            (T > longest, f"rows of {T} tokens exceed {longest}, unless mesh.context splits them"),
         ],
         "triton": [
             (bool(obstacle), obstacle),

@@ -30,7 +30,8 @@ def weight(param, dtype: jax.typing.DTypeLike, config: config_lib.ModelConfig) -
 def project(x: jax.Array, kernel: Kernel, model: int = 0) -> jax.Array:
     """Returns the product [B, T, out...] of x [B, T, in...] and the weights `kernel` [in..., out...], whose dim `model` is split over `fsdp`.
 
-    The kernel is cast to the dtype of x. Several devices sum its gradient in the dtype that it has. One device multiplies two matrices. Several keep B and T apart: they may be split, and merging would gather the rows.
+    The kernel is cast to the dtype of x. Several devices sum its gradient in the dtype that it has. They keep B and T apart, which
+    may be split, because merging would gather the rows. One device multiplies two matrices.
     """
     if isinstance(kernel, cpu_transposed.Transposed):
         return kernel.rows(x)

@@ -28,12 +28,9 @@ def ranges(packing: Any, *, block: int, window: int = 0) -> tuple[jax.Array, ...
     segments_T, columns_T = packing.segment_ids, jnp.arange(packing.segment_ids.shape[0], dtype=jnp.int32)
 
     def runs(begins_T):  # the first column and the end of each column's run
-        start_T = jax.lax.cummax(jnp.where(begins_T, columns_T, 0))
+        start_T = starts(begins_T, columns_T)
         end_T = jnp.where(jnp.append(begins_T[1:], True), columns_T + 1, len(columns_T))
         return start_T, jax.lax.cummin(end_T, reverse=True)
-
-    def changes(ids_T):
-        return jnp.append(True, ids_T[1:] != ids_T[:-1])
 
     first_T, last_T = start_T, end_T = runs(changes(segments_T))
     if window:  # a key of position p has the column start + p, or a later one if it is in a branch
@@ -58,6 +55,16 @@ def ranges(packing: Any, *, block: int, window: int = 0) -> tuple[jax.Array, ...
     prompt_end_T = jnp.where(prompt_end_T > jnp.repeat(branch_N, block), 0, prompt_end_T)
     prompt_end_N, last_N, whole_N = (x_T.reshape(-1, block).max(axis=1) for x_T in (prompt_end_T, last_T, whole_T))
     return first_N, prompt_end_N, jnp.maximum(branch_N, first_N), last_N, whole_N, whole_end_N
+
+
+def changes(ids: jax.Array) -> jax.Array:
+    """Returns True where a run of equal IDs begins, along the last dim."""
+    return jnp.concatenate([jnp.ones_like(ids[..., :1], bool), ids[..., 1:] != ids[..., :-1]], axis=-1)
+
+
+def starts(begins: jax.Array, columns: jax.Array) -> jax.Array:
+    """Returns the column in which the run of each token begins, along the last dim."""
+    return jax.lax.cummax(jnp.where(begins, columns, 0), axis=begins.ndim - 1)
 
 
 def dot(a, b, dim_a: int, dim_b: int) -> jax.Array:

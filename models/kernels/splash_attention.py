@@ -150,13 +150,9 @@ def marks(packing: Any) -> jax.Array:
         branches_BT = jnp.zeros_like(segments_BT)
     columns_BT = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
 
-    def first(ids_BT):  # the column in which the run of each token begins
-        begins_BT = jnp.concatenate([jnp.ones((B, 1), bool), ids_BT[:, 1:] != ids_BT[:, :-1]], axis=1)
-        return begins_BT, jax.lax.cummax(jnp.where(begins_BT, columns_BT, 0), axis=1)
-
-    begins_BT, sequence_BT = first(segments_BT)
-    begins_BT |= first(branches_BT)[0]
-    branch_BT = jax.lax.cummax(jnp.where(begins_BT, columns_BT, 0), axis=1)
+    begins_BT = attention_tiles.changes(segments_BT)
+    sequence_BT = attention_tiles.starts(begins_BT, columns_BT)
+    branch_BT = attention_tiles.starts(begins_BT | attention_tiles.changes(branches_BT), columns_BT)
     shared_BT = jnp.where(branches_BT == 0, sequence_BT, -1)
     return jnp.stack([branch_BT, sequence_BT, shared_BT, packing.positions.astype(jnp.int32)]).reshape(4, B * T)
 

@@ -118,7 +118,7 @@ def test_a_thousand_random_schedules(start):
 
 
 def test_the_youngest_leave_first_and_the_oldest_return_first():
-    """Three prompts of two pages each, of six. The engine only notes who is swapped; decode calls have 8 steps."""
+    """Three prompts take two of six pages each, and decode calls have 8 steps. The engine is a stand-in that records swaps."""
     config, swapped = dataclasses.replace(CONFIG, max_model_len=48, num_pages=6), []
     swap = {"swap_out": lambda state, slot, pages: len(pages), "swap_in": lambda state, *call: swapped.append(call)}
     all_slots = slots.Slots(config.num_slots, config.max_model_len)

@@ -70,7 +70,7 @@ def test_the_longest_prefix_is_found_among_random_prompts_and_sequences(monkeypa
         lengths["cached"] += expected
         if found and not found.is_prompt:
             lengths["sampled"] += 1
-            # Of the right slot, before its next sequence.
+            # The keys are those of the sequence that was found, not of a later one in its slot.
             assert tuple(jax.tree.leaves(found.prefix)[0][:expected]) == tokens[:expected]
         if rng.integers(2):
             cache.add(tokens, prefix(1), 0)
