@@ -5,7 +5,8 @@
    glm      GLM-4.5        <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>
    llama    Llama 3        the whole completion is {"name": ..., "parameters": {...}}, several separated by ";"
    harmony  gpt-oss        messages on channels, some of which are calls (models/text/harmony.py)
-2. `parse` parses a finished text. Malformed parts raise nothing: they stay in the content.
+2. `parse` parses a finished text. Malformed parts raise nothing: they stay in the content. JSON is read by a scanner, so a marker in a
+   string ends no call. Models break it in two ways that are accepted: raw line breaks in strings, and NaN or 1e400, which become null.
 3. `parse(..., final=False)` parses a text that still grows, and returns only those parts that no continuation can change.
    Each result begins with the results of all shorter texts, so a server can stream the difference.
 
@@ -17,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,9 +29,20 @@ FORMATS = ("chatml", "glm", "llama", "harmony")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, END_THINK = "<think>", "</think>"
 PYTHON_TAG = "<|python_tag|>"
+ARGUMENTS = ("arguments", "parameters")  # names of a call's arguments
 # Atomic: a hostile text of many opening marks takes no square of its length.
 _GLM_PAIR = re.compile(r"\s*<arg_key>(?>(.*?)</arg_key>)\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _SEPARATORS = re.compile(r"[\s;]*")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # UTF-8 has no form of it
+
+
+def _finite(text: str) -> float | None:
+    return value if math.isfinite(value := float(text)) else None
+
+
+_JSON = json.JSONDecoder(strict=False, parse_float=_finite, parse_constant=lambda _: None)
+_SHORT = 2**12  # characters of most calls
+_LONGEST_TOKEN = 12  # characters in which the scanner may still go on: -Infinity, \uXXXX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +135,23 @@ def _split_reasoning(text: str, in_reasoning: bool | None, final: bool) -> tuple
     return reasoning.rstrip("\n"), after if after or final else None
 
 
-def _split_marked(text: str, read: Callable[[str], ToolCall | None], final: bool) -> tuple[str, list[ToolCall]]:
-    """Returns (content, tool calls). `read` parses the text between two markers; text for which it returns None stays content."""
-    content, calls, at = [], [], 0
-    while (start := text.find(OPEN, at)) >= 0 and (end := text.find(CLOSE, start)) >= 0:
-        call, stop = read(text[start + len(OPEN) : end]), end + len(CLOSE)
-        content.append(text[at:start].removesuffix("\n") if call else text[at:stop])
-        calls += [call] if call else []
-        at = stop
+def _split_marked(
+    text: str, read: Callable[[str, int], tuple[list[ToolCall], int]], final: bool
+) -> tuple[str, list[ToolCall]]:
+    """Returns (content, tool calls). `read(text, begin)` reads the calls after a marker.
+
+    It returns (calls, end of the closing marker), or no calls for text that stays content, with an end of -1 if more text may complete it.
+    """
+    content, calls, at, searched = [], [], 0, 0
+    while (start := text.find(OPEN, searched)) >= 0:
+        searched = start + len(OPEN)
+        found, end = read(text, searched)
+        if end < 0 and not final:
+            break
+        if found:
+            content.append(text[at:start].removesuffix("\n"))
+            calls += found
+            at = searched = end
     rest = text[at:]
     if not final:
         rest = text[at:start] if start >= 0 else without_partial(rest, (OPEN,))
@@ -137,12 +159,46 @@ def _split_marked(text: str, read: Callable[[str], ToolCall | None], final: bool
     return "".join([*content, rest]), calls
 
 
-def _read_chatml(inside: str) -> ToolCall | None:
-    value = _load(inside)
-    return _tool_call(value.get("name"), value.get("arguments", {})) if isinstance(value, dict) else None
+def _read_chatml(text: str, begin: int) -> tuple[list[ToolCall], int]:
+    """Reads one object after another, or a list of them, up to the closing marker."""
+    calls, end = _read_objects(text[begin : begin + _SHORT])  # an error costs the length of its text
+    if end < 0 and begin + _SHORT < len(text):
+        calls, end = _read_objects(text[begin:])
+    return calls, end if end < 0 else begin + end
 
 
-def _read_glm(inside: str, schemas: Mapping[str, Mapping]) -> ToolCall | None:
+def _read_objects(text: str) -> tuple[list[ToolCall], int]:
+    calls, at = [], 0
+    while True:
+        at = _SEPARATORS.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess] matches any text
+        if text.startswith(CLOSE, at):
+            return calls, at + len(CLOSE)
+        if CLOSE.startswith(text[at:]):
+            return [], -1
+        try:
+            value, at = _JSON.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            is_growing = error.msg.startswith("Unterminated string") or error.pos > len(text) - _LONGEST_TOKEN
+            return [], -1 if is_growing else 0
+        except (ValueError, RecursionError):  # an integer of 5,000 digits, or 20,000 brackets
+            return [], 0
+        found = [_called(one) for one in (value if isinstance(value, list) else [value])]
+        if not all(found):
+            return [], 0
+        calls += found
+
+
+def _read_glm(text: str, begin: int, schemas: Mapping[str, Mapping]) -> tuple[list[ToolCall], int]:
+    """Reads a call up to the closing marker, which no value contains: one that is open there ends later."""
+    end = text.find(CLOSE, begin)
+    while end >= 0 and text.rfind("<arg_value>", begin, end) > text.rfind("</arg_value>", begin, end):
+        closed = text.find("</arg_value>", end)
+        end = text.find(CLOSE, closed) if closed >= 0 else -1
+    call = _glm_call(text[begin:end], schemas) if end >= 0 else None
+    return ([call], end + len(CLOSE)) if call else ([], min(end, begin))
+
+
+def _glm_call(inside: str, schemas: Mapping[str, Mapping]) -> ToolCall | None:
     name = re.split(r"\n|<arg_key>", inside.strip(), maxsplit=1)[0].strip()
     rest, pairs, at = inside.strip()[len(name) :], [], 0
     while pair := _GLM_PAIR.match(rest, at):
@@ -166,15 +222,14 @@ def _split_llama(text: str, final: bool) -> tuple[str, list[ToolCall]]:
     if not final:
         may_be_call = body.startswith("{") or not body or PYTHON_TAG.startswith(text.strip())
         return ("" if may_be_call else text), []
-    calls, at, decoder = [], 0, json.JSONDecoder()
+    calls, at = [], 0
     while at < len(body):
         try:
-            value, end = decoder.raw_decode(body, at)
+            value, end = _JSON.raw_decode(body, at)
         except (ValueError, RecursionError):
             return text, []
-        fields = value if isinstance(value, dict) else {}
-        call = _tool_call(fields.get("name"), fields.get("parameters", fields.get("arguments")))
-        if call is None:
+        is_call = isinstance(value, dict) and value.keys() & set(ARGUMENTS)  # else any object with a name would be one
+        if not (is_call and (call := _called(value))):
             return text, []
         calls.append(call)
         at = next(_SEPARATORS.finditer(body, end)).end()
@@ -200,13 +255,23 @@ def _read_harmony(text: str, read_calls: bool, final: bool) -> Parsed:
     return Parsed(thought, "\n".join(filter(None, content)), tuple(calls))
 
 
+def _called(value: Any) -> ToolCall | None:
+    """Returns the tool call that a JSON value describes, in Hermes' or Llama's form or in that of OpenAI's API; None if it is not one."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict):
+        return None
+    return _tool_call(value.get("name"), next((value[n] for n in ARGUMENTS if value.get(n) is not None), {}))
+
+
 def _tool_call(name: Any, arguments: Any) -> ToolCall | None:
     """Returns the tool call, or None unless `name` is a string and `arguments` is an object or the JSON text of an object."""
     if isinstance(arguments, str):
-        arguments = _load(arguments)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+        arguments = {} if arguments.strip() in ("", "null") else _load(arguments)
+    if not isinstance(name, str) or _SURROGATE.search(name) or not isinstance(arguments, dict):
         return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    text = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(name, json.dumps(arguments) if _SURROGATE.search(text) else text)
 
 
 def _schemas(tools: Sequence[Mapping] | None) -> dict[str, Mapping]:
@@ -222,7 +287,7 @@ def _schemas(tools: Sequence[Mapping] | None) -> dict[str, Mapping]:
 def _load(text: str) -> Any:
     """Returns the JSON value of a text, or None for text that is not JSON or is nested too deeply."""
     try:
-        return json.loads(text)
+        return _JSON.decode(text)
     except (ValueError, RecursionError):
         return None
 

@@ -23,10 +23,17 @@ GLM_CALL = (
     "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
     "<arg_key>note</arg_key>\n<arg_value><é>\n</arg_value>\n</tool_call>"
 )
+TEXT_CALL = '<tool_call>\n{"name": "f", "arguments": {"text": "see </tool_call> and <tool_call>,\n \\"{here}\\""}}\n</tool_call>'
+GLM_TEXT_CALL = "<tool_call>f<arg_key>text</arg_key><arg_value>see </tool_call>, <tool_call></arg_value></tool_call>"
+SEEN = 'see </tool_call> and <tool_call>,\n "{here}"'
 LLAMA_CALL = '{"name": "add", "parameters": {"a": 1, "note": "<é>\\n"}}'
 
 
 # ---- whole texts -----------------------------------------------------------------------------------------------------
+
+
+def hermes(*calls):
+    return "<tool_call>" + "\n".join(calls) + "</tool_call>"
 
 
 @pytest.mark.parametrize(
@@ -35,10 +42,39 @@ LLAMA_CALL = '{"name": "add", "parameters": {"a": 1, "note": "<é>\\n"}}'
         ("chatml", f"Now:\n{CHATML_CALL}\n{CHATML_CALL}", "Now:", [("add", ADD)] * 2),
         ("chatml", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
         ("chatml", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 2}"}</tool_call>', "", [("f", {"x": 2})]),
+        ("chatml", f"Now:\n{TEXT_CALL}{CHATML_CALL}", "Now:", [("f", {"text": SEEN}), ("add", ADD)]),
+        ("chatml", f"As <tool_call>: {CHATML_CALL}", "As <tool_call>: ", [("add", ADD)]),
+        ("chatml", f"As <tool_call>{{x}}</tool_call>\n{CHATML_CALL}", "As <tool_call>{x}</tool_call>", [("add", ADD)]),
+        ("chatml", hermes('{"parameters": {"x": 2}, "name": "f"}'), "", [("f", {"x": 2})]),
+        ("chatml", hermes('{"name": "f", "arguments": null, "parameters": {"x": 2}}'), "", [("f", {"x": 2})]),
+        ("chatml", hermes('{"name": "f", "arguments": null}'), "", [("f", {})]),
+        ("chatml", hermes('{"name": "f", "arguments": ""}'), "", [("f", {})]),
+        ("chatml", hermes('{"name": "f", "arguments": "null"}'), "", [("f", {})]),
+        ("chatml", hermes('{"name": "f", "arguments": {"x": "a\n\tb\x01"}}'), "", [("f", {"x": "a\n\tb\x01"})]),
+        ("chatml", hermes('{"name": "f", "arguments": "{\\"x\\": [NaN]}"}'), "", [("f", {"x": [None]})]),
+        ("chatml", hermes('{"name": "f", "arguments": {"x": [-Infinity, -1e400]}}'), "", [("f", {"x": [None, None]})]),
+        (
+            "chatml",
+            hermes('{"name": "f", "arguments": {"x": 12345678901234567890}}'),
+            "",
+            [("f", {"x": 12345678901234567890})],
+        ),
+        ("chatml", hermes('{"name": "f", "arguments": {"x": "\\ud83d"}}'), "", [("f", {"x": "\ud83d"})]),
+        ("chatml", hermes('{"function": {"name": "f", "arguments": {}}, "type": "function"}'), "", [("f", {})]),
+        ("chatml", hermes('{"name": "f"}', ' {"name": "g"}\n'), "", [("f", {}), ("g", {})]),
+        ("chatml", hermes('[{"name": "f"}, {"name": "g"}]'), "", [("f", {}), ("g", {})]),
+        (
+            "glm",
+            f"{GLM_TEXT_CALL} and{GLM_CALL}",
+            " and",
+            [("f", {"text": "see </tool_call>, <tool_call>"}), ("add", ADD)],
+        ),
         ("glm", f"Now:\n{GLM_CALL}\n{GLM_CALL}", "Now:", [("add", ADD)] * 2),
         ("glm", "<tool_call>f</tool_call>", "", [("f", {})]),
         ("llama", LLAMA_CALL, "", [("add", ADD)]),
         ("llama", f"<|python_tag|>{LLAMA_CALL}; {LLAMA_CALL}", "", [("add", ADD)] * 2),
+        ("llama", '{"name": "f", "parameters": null}', "", [("f", {})]),
+        ("llama", '{"name": "f", "parameters": {"x": "a\nb", "y": NaN}}', "", [("f", {"x": "a\nb", "y": None})]),
         ("llama", f"{LLAMA_CALL}\n", "", [("add", ADD)]),
         ("llama", LLAMA_CALL.replace("parameters", "arguments"), "", [("add", ADD)]),
     ],
@@ -46,6 +82,9 @@ LLAMA_CALL = '{"name": "add", "parameters": {"a": 1, "note": "<é>\\n"}}'
 def test_calls(call_format, text, content, calls):
     parsed = parsers.parse(text, call_format)
     assert (parsed.reasoning, parsed.content, calls_of(parsed)) == (None, content, calls)
+    for call in parsed.calls:  # as a strict client reads it
+        call.arguments.encode()
+        json.loads(call.arguments, parse_constant=pytest.fail)
     assert parsers.parse(text, call_format, read_calls=False).content == text
 
 
@@ -66,6 +105,11 @@ MALFORMED = [
     ("chatml", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
     ("chatml", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
     ("chatml", '<tool_call>{"name": "f"}'),
+    ("chatml", '<tool_call>{"name": "f"} or so</tool_call>'),
+    ("chatml", '<tool_call>{"name": "f"}{"x": 1}</tool_call>'),
+    ("chatml", '<tool_call>{"name": "\\udc00"}</tool_call>'),
+    ("chatml", f'<tool_call>{{"name": "f", "arguments": {{"x": {"1" * 5000}}}}}</tool_call>'),
+    ("chatml", "<tool_call>[]</tool_call>"),
     ("chatml", "</tool_call><tool_call>"),
     ("glm", "<tool_call></tool_call>"),
     ("glm", "<tool_call>f<arg_key>a</arg_key></tool_call>"),
@@ -74,6 +118,8 @@ MALFORMED = [
     pytest.param("glm", f"<tool_call>f{'<arg_key>' * 10**6}</tool_call>", id="keys"),
     pytest.param("glm", f"<tool_call>f<arg_key>{'</arg_key><arg_value>' * 10**6}</tool_call>", id="values"),
     pytest.param("llama", f"{LLAMA_CALL * 10**5}x", id="calls"),
+    pytest.param("chatml", '<tool_call>{"a": ["' * 10**5 + "</tool_call>", id="openings"),
+    pytest.param("glm", "<tool_call>f<arg_key>a</arg_key><arg_value></tool_call>" * 10**4, id="open values"),
     ("llama", '{"name": "f"}'),
     ("llama", LLAMA_CALL + " and more"),
     ("llama", LLAMA_CALL[:-1]),
@@ -121,7 +167,9 @@ def pieces(rng):
     """A text of fragments that the parsers look for, whole, cut and mixed."""
     parts = [
         CHATML_CALL,
+        TEXT_CALL,
         GLM_CALL,
+        GLM_TEXT_CALL,
         LLAMA_CALL,
         "<think>",
         "</think>",
