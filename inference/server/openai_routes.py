@@ -16,7 +16,6 @@ import asyncio
 import collections
 import dataclasses
 import functools
-import itertools
 import json
 import time
 import uuid
@@ -56,7 +55,11 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
         server.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ValueError("the request has both or neither of prompt and messages; send one of them")
-        tokens = _render(server, body) if body.prompt is None else _prompt_ids(server, body, body.prompt)
+        tokens = (
+            _render(server, body)
+            if body.prompt is None
+            else server.engine.tokenizer.prompt_ids(body.prompt, **body.parsing())
+        )
         return {"count": len(tokens), "max_model_len": server.engine.config.max_model_len, "tokens": tokens}
 
     @app.post("/detokenize")
@@ -91,7 +94,8 @@ async def _complete_text(server, http: fastapi.Request, body: schemas.Completion
         raise ValueError(f"prompt has {len(prompts)} entries and stream = true; send one prompt at a time")
     if body.max_tokens is None:
         body = body.model_copy(update={"max_tokens": 16})  # OpenAI's default, on this route only
-    tokens: list = [_prompt_ids(server, body, p) if isinstance(p, str) else p for p in prompts]
+    prompt_ids = functools.partial(server.engine.tokenizer.prompt_ids, **body.parsing())
+    tokens: list = [prompt_ids(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     return await _reply(server, http, body, tokens, max(body.logprobs or 0, 0), _TextFormat)
 
 
@@ -133,11 +137,6 @@ def _template_call(call: dict) -> dict:
     return call | {"function": function | {"arguments": loaded if isinstance(loaded, dict) else arguments or {}}}
 
 
-def _prompt_ids(server, body: schemas.Completions | schemas.Tokenize, text: str) -> list[int]:
-    tokenizer = server.engine.tokenizer
-    return tokenizer.prompt_ids(text) if body.add_special_tokens else tokenizer.encode(text)
-
-
 # ---- replies ---------------------------------------------------------------------------------------------------------
 
 
@@ -153,15 +152,16 @@ class _TextFormat:
         # By sample index; filled by a stream alone.
         self._streams = collections.defaultdict(lambda: tokenizer.text_stream(structured=self.is_chat))
         self._texts = collections.defaultdict(str)
+        self._places = collections.defaultdict(tokenizer.text_stream)  # by sample index; for offsets
         self._sent = collections.defaultdict(lambda: parsers.Parsed(None, "", ()))
 
-    def choice(self, completion: request_lib.Completion) -> dict:
+    def choice(self, index: int, completion: request_lib.Completion) -> dict:
         parsed = self._parse(self._tokenizer.decode(completion.tokens), True)
-        return {"text": parsed.content} | self._end(completion, parsed)
+        return {"text": parsed.content} | self._end(index, completion, parsed)
 
     def delta(self, index: int, piece: request_lib.Completion) -> dict:
         before, parsed = self._grow(index, piece)
-        return {"text": parsed.content[len(before.content) :]} | self._end(piece, parsed)
+        return {"text": parsed.content[len(before.content) :]} | self._end(index, piece, parsed)
 
     def _grow(self, index: int, piece: request_lib.Completion) -> tuple[parsers.Parsed, parsers.Parsed]:
         """Appends a streamed piece to sample `index`. Returns the sample's parsed text (before, after) the piece."""
@@ -173,33 +173,37 @@ class _TextFormat:
     def _parse(self, text: str, final: bool) -> parsers.Parsed:
         return parsers.Parsed(None, _cut_at_stop(text, self.request.stop_texts, final), ())
 
-    def _end(self, piece: request_lib.Completion, parsed: parsers.Parsed) -> dict:
+    def _end(self, index: int, piece: request_lib.Completion, parsed: parsers.Parsed) -> dict:
         reason = "tool_calls" if parsed.calls and piece.finish_reason == "stop" else piece.finish_reason
         has_logprobs = self.body.logprobs is not None and self.body.logprobs is not False
-        return {"finish_reason": reason or None, "logprobs": self._logprobs(piece) if has_logprobs else None}
+        return {"finish_reason": reason or None, "logprobs": self._logprobs(index, piece) if has_logprobs else None}
 
-    def _logprobs(self, piece: request_lib.Completion) -> dict:
+    def _logprobs(self, index: int, piece: request_lib.Completion) -> dict:
         tokens = [self._spell(token) for token in piece.tokens]
+        own = [
+            {token: x} for token, x in zip(tokens, piece.logprobs, strict=True)
+        ]  # it may not be one of the likeliest
+        tops = [{self._spell(token): x for token, x in top} for top in piece.top]
         return {
             "tokens": tokens,
             "token_logprobs": piece.logprobs,
-            "top_logprobs": [{self._spell(token): x for token, x in top} for top in piece.top] or None,
-            "text_offset": [0, *itertools.accumulate(map(len, tokens))][:-1],
+            "top_logprobs": [top | one for top, one in zip(tops, own, strict=True)] if tops else None,
+            "text_offset": self._places[index].offsets(piece.tokens),
         }
 
     def _spell(self, token: int) -> str:
         if self.body.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+        return self._tokenizer.spell(token)
 
 
 class _ChatFormat(_TextFormat):
     is_chat, prefix, kind, chunk_kind = True, "chatcmpl", "chat.completion", "chat.completion.chunk"
     opening = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
 
-    def choice(self, completion: request_lib.Completion) -> dict:
+    def choice(self, index: int, completion: request_lib.Completion) -> dict:
         parsed = self._parse(self._tokenizer.structured_text(completion.tokens), True)
-        return {"message": parsed.message(_call_id)} | self._end(completion, parsed)
+        return {"message": parsed.message(_call_id)} | self._end(index, completion, parsed)
 
     def delta(self, index: int, piece: request_lib.Completion) -> dict:
         before, parsed = self._grow(index, piece)
@@ -209,7 +213,7 @@ class _ChatFormat(_TextFormat):
             "content": parsed.content[len(before.content) :],
             "tool_calls": [{"index": at} | call.field(_call_id(at)) for at, call in new_calls],
         }
-        return {"delta": {name: new for name, new in delta.items() if new}} | self._end(piece, parsed)
+        return {"delta": {name: new for name, new in delta.items() if new}} | self._end(index, piece, parsed)
 
     def _parse(self, text: str, final: bool) -> parsers.Parsed:
         return parsers.parse(
@@ -221,7 +225,7 @@ class _ChatFormat(_TextFormat):
             final=final,
         )
 
-    def _logprobs(self, piece: request_lib.Completion) -> dict:
+    def _logprobs(self, index: int, piece: request_lib.Completion) -> dict:
         def entry(token: int, logprob: float) -> dict:
             spelled = self._tokenizer.token_bytes(token)
             return {"token": self._spell(token), "logprob": logprob, "bytes": list(spelled)}
@@ -262,7 +266,7 @@ async def _reply(
         formatter = make_format(request)
         for index, completion in enumerate(completions):
             prompt_fields = generate_routes.prompt_logprobs(request, completion)
-            choice = {"index": len(choices)} | formatter.choice(completion)
+            choice = {"index": len(choices)} | formatter.choice(index, completion)
             choice |= generate_routes.extra_fields(server, request, completion, index, body.routed_experts_prompt_start)
             if body.return_token_ids:
                 prompt_fields["prompt_token_ids"] = list(request.tokens)

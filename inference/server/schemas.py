@@ -320,6 +320,17 @@ class Template(Body):
     reasoning_effort: str | None = None
 
 
+class TextPrompt(Body):
+    """Request fields for a prompt that is a text."""
+
+    add_special_tokens: bool = True  # to the text, such as Llama's first token, unless it begins with that
+    parse_special: bool = True  # names of special tokens in the text become these tokens; false: they are text
+
+    def parsing(self) -> dict[str, bool]:
+        """Returns the options of `Tokenizer.prompt_ids`."""
+        return {"add_special_tokens": self.add_special_tokens, "parse_special": self.parse_special}
+
+
 class OpenAI(Sampling):
     """Request fields that both of OpenAI's completion routes (chat and text) accept."""
 
@@ -353,7 +364,7 @@ class ChatTokens(Chat):
     messages: Messages = []
 
 
-class Completions(OpenAI):
+class Completions(OpenAI, TextPrompt):
     """The body of POST /v1/completions."""
 
     unsupported = OPENAI_UNSUPPORTED | {
@@ -362,18 +373,16 @@ class Completions(OpenAI):
     }
 
     prompt: str | Ids | Texts | Annotated[list[Ids], FAIL_FAST]
-    add_special_tokens: bool = True  # to a text prompt, such as Llama's first token
     logprobs: int | None = None
 
 
-class Tokenize(Template):
+class Tokenize(Template, TextPrompt):
     """The body of POST /tokenize: messages or a prompt."""
 
     unsupported = TEMPLATE_UNSUPPORTED | {"return_token_strs": _only(False)}
 
     model: str | None = None
     prompt: str | None = None
-    add_special_tokens: bool = True  # as in Completions
     messages: Messages | None = None
 
 

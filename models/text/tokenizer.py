@@ -79,10 +79,20 @@ class Tokenizer:
         except TypeError as error:  # JSON may contain half a surrogate pair
             raise ValueError(f"the text {text!r} is not valid Unicode; remove its lone surrogates") from error
 
-    def prompt_ids(self, text: str) -> list[int]:
-        """Returns the token IDs of a plain-text prompt, with the tokens that begin or end a sequence (such as Llama's first token)."""
-        self.encode(text)  # raises ValueError for invalid Unicode
-        return self.model.encode(text, add_special_tokens=True).ids
+    def prompt_ids(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
+        """Returns the token IDs of a plain-text prompt, as transformers does.
+
+        Args:
+          text: the prompt. Raises ValueError for a string that UTF-8 cannot encode.
+          add_special_tokens: add the tokens that begin or end a sequence (such as Llama's first token). Unlike transformers, those
+            that the text begins with are not doubled.
+          parse_special: names of special tokens in the text become these tokens. False: they are text.
+        """
+        self.encode(text)
+        model = self._parsing_model if parse_special else self.model
+        plain, full = (model.encode(text, add_special_tokens=added).ids for added in (False, add_special_tokens))
+        added = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), 0)
+        return full[added:] if plain[:added] == full[:added] else full
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Returns the text of the token IDs. Invalid UTF-8 becomes U+FFFD; IDs past the vocabulary (padding of the model) are skipped."""
@@ -99,6 +109,19 @@ class Tokenizer:
     def token_bytes(self, id: int) -> bytes:
         """Returns the UTF-8 bytes of the token `id`, special tokens included; empty for an ID past the vocabulary."""
         return self._bytes_by_id.get(id, b"")
+
+    def spell(self, id: int) -> str:
+        """Returns a text for the token `id` that no other token has: its own text if possible.
+
+        It is bytes:\\xe3\\x81 for a part of a character, as in OpenAI's API, and token_id:N if a token of a lower ID has the same bytes.
+        """
+        spelled = self.token_bytes(id)
+        if self._first_by_bytes.get(spelled) != id:
+            return f"token_id:{id}"
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def render(
         self,
@@ -276,6 +299,19 @@ class Tokenizer:
         }
 
     @functools.cached_property
+    def _first_by_bytes(self) -> dict[bytes, int]:
+        return {spelled: id for id, spelled in sorted(self._bytes_by_id.items(), reverse=True)}
+
+    @functools.cached_property
+    def _parsing_model(self) -> tokenizers.Tokenizer:
+        """A copy of `model` that encodes the names of special tokens as these tokens."""
+        model = tokenizers.Tokenizer.from_str(self.model.to_str())
+        model.encode_special_tokens = False
+        known = {token.content for token in model.get_added_tokens_decoder().values()}
+        model.add_special_tokens([name for name in self.specials if name not in known])
+        return model
+
+    @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """The IDs of special tokens, which `decode` skips by default."""
         return frozenset(id for id, token in self.model.get_added_tokens_decoder().items() if token.special)
@@ -329,11 +365,24 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]):
         self._tokenizer, self._skipped = tokenizer, skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0  # of the text so far, for `offsets`
 
     def push(self, ids: Sequence[int], *, final: bool = False) -> str:
         """Adds token IDs and returns the new text. An incomplete UTF-8 character waits for the next call, unless `final`."""
         skipped, token_bytes = self._skipped, self._tokenizer.token_bytes
         return self._decoder.decode(b"".join(token_bytes(id) for id in ids if id not in skipped), final)
+
+    def offsets(self, ids: Sequence[int]) -> list[int]:
+        """Adds token IDs. Returns the place in the text of all IDs where each of them begins; inside a character, that of the character."""
+        found = []
+        for id in ids:
+            pending, _ = self._decoder.getstate()
+            text = self.push([id])
+            is_whole = (pending + self._tokenizer.token_bytes(id)).startswith("\ufffd".encode())
+            is_broken = pending and text.startswith("\ufffd") and not is_whole  # it did not continue the character
+            found.append(self._length + bool(is_broken))
+            self._length += len(text)
+        return found
 
 
 def byte_chatml() -> Tokenizer:

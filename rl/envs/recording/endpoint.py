@@ -38,7 +38,8 @@ from sharding.system import sockets
 
 POLICY = "policy"  # the name of the trained model
 # Fields that a request may set. All others must have the value of the run, or else their default.
-HONORED = {"model", "n", "seed", "max_tokens", "max_completion_tokens", "request_id", "add_special_tokens"}
+HONORED = {"model", "n", "seed", "max_tokens", "max_completion_tokens", "request_id"}
+HONORED |= {"add_special_tokens", "parse_special"}
 HONORED |= {"messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"}
 HONORED |= {"prompt", "tokens", "token_ids", "sampling_params", "logprobs", "return_token_ids", "stream"}
 HONORED |= {"stream_options", "stop_token_ids", "return_tokens_as_token_ids", "routed_experts_prompt_start"}
@@ -155,7 +156,7 @@ class Endpoint:
         self._check(body, visit)
         tokenizer, prompt = self._tokenizer, body.prompt
         if isinstance(prompt, str):
-            prompt = tokenizer.prompt_ids(prompt) if body.add_special_tokens else tokenizer.encode(prompt)
+            prompt = tokenizer.prompt_ids(prompt, **body.parsing())
         ids = [token for token in prompt if isinstance(token, int)]
         if not ids or len(ids) < len(prompt):
             raise ValueError("prompt is empty or a list of prompts; send one prompt per request")
@@ -190,7 +191,7 @@ class Endpoint:
         if (body.prompt is None) == (body.messages is None):
             raise ValueError("the request has both or neither of prompt and messages; send one of them")
         if body.prompt is not None:
-            ids = tokenizer.prompt_ids(body.prompt) if body.add_special_tokens else tokenizer.encode(body.prompt)
+            ids = tokenizer.prompt_ids(body.prompt, **body.parsing())
         else:
             messages = [_plain_message(message) for message in body.messages or ()]
             options = {"add_generation_prompt": body.add_generation_prompt, "tools": body.tools}
@@ -333,7 +334,7 @@ def _entries(tokenizer: tokenizer_lib.Tokenizer, body: Any, sample: sample_lib.S
     for token, logprob in zip(sample.tokens, sample.logprobs, strict=True):
         spelled = tokenizer.token_bytes(token)
         is_number = getattr(body, "return_tokens_as_token_ids", False)
-        text = f"token_id:{token}" if is_number else spelled.decode("utf-8", "replace")
+        text = f"token_id:{token}" if is_number else tokenizer.spell(token)
         entries.append({"token": text, "logprob": logprob, "bytes": [*spelled], "top_logprobs": []})
     return entries
 

@@ -237,7 +237,9 @@ def test_a_conversation_is_rendered_as_the_template_has_it(ask):
     bare = ask("/tokenize", {"messages": messages[:2], "add_generation_prompt": False}).json()["tokens"]
     assert bare == TOK.render(plain[:2]).token_ids
     assert ask("/detokenize", {"tokens": expected}).json()["prompt"] == TOK.decode(expected, skip_special=False)
-    assert ask("/tokenize", {"prompt": "a<|im_end|>"}).json()["tokens"] == list(b"a<|im_end|>")
+    assert ask("/tokenize", {"prompt": "a<|im_end|>"}).json()["tokens"] == [97, 258]
+    text = {"prompt": "a<|im_end|>", "parse_special": False, "max_tokens": 1, "return_token_ids": True}
+    assert ask("/v1/completions", text).json()["choices"][0]["prompt_token_ids"] == list(b"a<|im_end|>")
 
 
 def test_tokens_in_chat_out(ask):
@@ -352,7 +354,10 @@ def test_completions(ask):
     assert choice["prompt_token_ids"] == list(b"hello") and choice["text"] == TOK.decode(choice["token_ids"])
     logprobs = choice["logprobs"]
     assert len(logprobs["token_logprobs"]) == len(logprobs["tokens"]) == len(choice["token_ids"])
-    assert all(1 <= len(top) <= 2 for top in logprobs["top_logprobs"])
+    for top, spelled, logprob in zip(
+        logprobs["top_logprobs"], logprobs["tokens"], logprobs["token_logprobs"], strict=True
+    ):
+        assert 2 <= len(top) <= 3 and top[spelled] == logprob  # the two likeliest, and the sampled one
     assert ask("/v1/completions", body | {"prompt": list(b"hello")}).json()["choices"] == reply["choices"]
     many = ask("/v1/completions", body | {"prompt": ["hello", "bye"], "n": 2}).json()["choices"]
     assert [c["index"] for c in many] == [0, 1, 2, 3] and many[0] == choice
@@ -369,6 +374,23 @@ def test_completions(ask):
     ):
         response = ask("/v1/completions", body)
         assert response.status_code == 400 and words in response.json()["error"]["message"]
+
+
+def test_logprobs_of_parts_of_characters(ask, server):
+    """Each token has a key and value of its own, and points at its character; whole and streamed."""
+    ids = [*"aé漢".encode(), 0xE3, *"b🙂".encode(), TOK.specials["<|im_start|>"], *b"c"]
+    body = {"prompt": "hello", "logprobs": 5, "max_tokens": len(ids), "ignore_eos": True, "seed": 1}
+    server.engine.script = lambda prompt: ids
+    whole = ask("/v1/completions", body).json()["choices"][0]
+    chunks, _ = streamed(ask, "/v1/completions", **body)
+    server.engine.script = None
+    found = whole["logprobs"]
+    assert whole["text"] == "aé漢\ufffdb🙂c"
+    assert found["text_offset"] == [0, 1, 1, 2, 2, 2, 3, 4, 5, 5, 5, 5, 6, 6]
+    rows = zip(found["top_logprobs"], found["tokens"], found["token_logprobs"], strict=True)
+    assert all(5 <= len(top) <= 6 and top[spelled] == logprob for top, spelled, logprob in rows)
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert len(pieces) > 1 and all(sum((piece[name] or [] for piece in pieces), []) == found[name] for name in found)
 
 
 # ---- control ---------------------------------------------------------------------------------------------------------

@@ -299,13 +299,30 @@ def test_answers_are_found_in_templates_without_blocks(opening, last):
     assert tok.decode(prompt, skip_special=False).endswith("<|im_start|>assistant\n" + opening)
 
 
-def test_a_prompt_of_text_gets_what_the_tokenizer_puts_around_it(tmp_path):
-    assert TOK.prompt_ids("a<|im_end|>") == list(b"a<|im_end|>")
+def test_a_prompt_of_text_is_parsed_as_transformers_does(tmp_path):
+    """Names of special tokens become these tokens, and the tokens around a text are not doubled."""
+    assert TOK.prompt_ids("a<|im_end|>") == [97, 258] and TOK.prompt_ids("<|im_") == list(b"<|im_")
+    assert TOK.prompt_ids("a<|im_end|>", parse_special=False) == list(b"a<|im_end|>") == TOK.encode("a<|im_end|>")
     model = tokenizers.Tokenizer.from_str(TOK.model.to_str())
-    around = {"single": "<|im_start|> $A", "special_tokens": [("<|im_start|>", START)]}
+    around = {"single": "<|endoftext|> <|im_start|> $A <|im_end|>", "special_tokens": [*TOK.specials.items()]}
     model.post_processor = tokenizers.processors.TemplateProcessing(**around)
+    end, begin = TOK.specials["<|im_end|>"], [TOK.specials["<|endoftext|>"], START]
     tok = dataclasses.replace(TOK, model=model)
-    assert tok.prompt_ids("ab") == [START, 97, 98] and tok.encode("ab") == [97, 98]
+    for text in ("ab", "<|endoftext|><|im_start|>ab", ""):
+        assert tok.prompt_ids(text) == [*begin, *text[-2:].encode(), end]
+    assert tok.prompt_ids("<|im_start|>") == [*begin, START, end]
+    assert tok.prompt_ids("<|im_start|>b", add_special_tokens=False) == [START, 98] and tok.encode("ab") == [97, 98]
+    with pytest.raises(ValueError, match="lone surrogates"):
+        TOK.prompt_ids("\ud800")
+
+
+def test_no_two_tokens_are_spelled_alike():
+    model = tokenizers.Tokenizer.from_str(TOK.model.to_str())
+    model.add_tokens(["a", "é"])  # the first has the bytes of token 97
+    tok = dataclasses.replace(TOK, model=model)
+    assert len({tok.spell(id) for id in range(tok.vocab_size + 9)}) == tok.vocab_size + 9
+    pieces = [97, 0xE3, model.token_to_id("é"), START, 10_000]
+    assert [tok.spell(id) for id in pieces] == ["a", "bytes:\\xe3", "é", "<|im_start|>", "token_id:10000"]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
