@@ -85,10 +85,11 @@ def get_config() -> config_dict.ConfigDict:
     w.update(num_steps=0, tasks_per_step=64, learning_rate=2e-3)
     w.rate_steps = 20  # over which the rate rises from 0
     w.decoy_fraction = 0.0  # fraction of tasks with a wrong solution (the environment's decoy), for RL to correct
-    # Conversations to imitate instead, {"messages": [...], "tools": [...]} per row: a file (JSONL, Parquet, ...) or a folder, or several
+    # Conversations to imitate instead, {"messages": [...], "tools": [...]} or {"prompt": ..., "completion": ...} per row: a file (JSONL, Parquet, ...) or a folder, or several
     # with commas between them. All are checked before the first step: one that is longer than inference.max_model_len is refused.
     w.data = ""
     w.weights = ()  # parts of the files in each batch, a number for each; (): all rows alike
+    w.digest = ""  # derived: SHA-256 of these files, which a resume must find unchanged
     w.roles = ("assistant",)  # the roles whose messages are trained on
     w.eval_every = 0  # steps between two losses on held-out examples; 0: never
     w.eval_tasks = 64  # held-out examples; the last rows of data files

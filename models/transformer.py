@@ -186,6 +186,21 @@ def stacks(config: config_lib.ModelConfig) -> dict[str, list[int]]:
     return {key: indices for unit in _scans(config) for key, indices in unit.items()}
 
 
+def restacked(params: Params, old: config_lib.ModelConfig, new: config_lib.ModelConfig) -> Params:
+    """Returns the parameters of `old` with layers stacked, or apart, as in `new`, a model that differs in `scan_layers` alone."""
+    layers = {
+        index: jax.tree.map(lambda leaf, at=at: leaf[at], params["layers"][key])
+        if old.scan_layers
+        else params["layers"][key]
+        for key, indices in stacks(old).items()
+        for at, index in enumerate(indices)
+    }
+    together = {key: [layers[index] for index in indices] for key, indices in stacks(new).items()}
+    if new.scan_layers:
+        return params | {"layers": {key: jax.tree.map(lambda *x: jnp.stack(x), *one) for key, one in together.items()}}
+    return params | {"layers": {key: layer for key, (layer,) in together.items()}}
+
+
 def _embed(params, config, tokens_BT):
     table_VD = params["embed"]
     is_int8 = isinstance(table_VD, int8.Quantized)

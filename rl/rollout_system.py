@@ -192,20 +192,37 @@ def _say_elsewhere(experiment, workdir, weights, url: str, start: Callable, on_w
     assert trusted is not None  # a run has its key before it is announced
     command = ["sharding.relay", "--upstream", str(weights), "--host", topology.relay_host]
     command += ["--port", str(topology.relay_port), "--trusted_key", trusted]
-    run = run_directory.signing_key(workdir).worker
     relay = _address(*_begin(start, "relay", command, workdir), topology.patience_s)
+    for line in commands_elsewhere(experiment, workdir, url, relay):
+        on_wait(line)
+
+
+def commands_elsewhere(
+    experiment: experiment_lib.Experiment, workdir: pathlib.Path, url: str, relay: str
+) -> Iterator[str]:
+    """Yields lines for people: the command of each role of a remote run, and the keys that it needs."""
+    topology, trusted = experiment.config.topology, run_directory.trusted_key(workdir)
+    run = run_directory.signing_key(workdir).worker
+    code = " ".join(["", "--code FOLDER"][: 1 + bool(experiment_lib.code_options(experiment))])
+    signing = f" --orchestrator {url} --run {run} --key FILE" if topology.server_keys else ""
     options = f"--weights {relay} --weights_key {trusted} --port PORT"
     if topology.server_keys:
-        signing = f"--orchestrator {url} --run {run} --key FILE --url URL"
-        on_wait(f"servers elsewhere: python -m inference.serve {options} {signing}")
-        on_wait("with the FILE of a key in topology.server_keys, and the URL at which workers reach the server")
+        yield f"servers elsewhere: python -m inference.serve {options}{signing} --url URL"
+        yield "with the URL at which workers reach the server"
     if topology.servers:
-        control = "--control HOST:PORT --control_token_file FILE"
-        on_wait(f"servers elsewhere: python -m inference.serve {options} {control}")
+        yield f"servers elsewhere: python -m inference.serve {options} --control HOST:PORT --control_token_file FILE"
         file = assembly.token_file(experiment.config, workdir)
-        on_wait(f"with HOST:PORT of topology.control_servers, and FILE a copy of {file}, which no worker needs")
-    code = " ".join(["", "--code FOLDER"][: 1 + bool(experiment_lib.code_options(experiment))])
-    on_wait(f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {run}{code}")
+        yield f"with HOST:PORT of topology.control_servers, and FILE a copy of {file}, which no worker needs"
+    yield f"workers elsewhere: python -m rl.worker --orchestrator {url} --run {run}{code}"
+    mirror = f"--upstream {relay} --dir DIR --host ADDRESS --trusted_key {trusted}"
+    yield f"relays elsewhere: python -m sharding.relay {mirror}{signing}"
+    if topology.server_keys:
+        yield f"validators elsewhere: python -m rl.validator serve --workdir DIR --weights {relay} --host ADDRESS{signing}{code}"
+        yield f"with a DIR that has a copy of {workdir / 'config.json'}"
+        yield (
+            "a server, relay, or validator signs in with a FILE whose key was in topology.server_keys when this run started; "
+            "python -m rl.validator key --key FILE makes FILE, and prints its key"
+        )
 
 
 def server_command(

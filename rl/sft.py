@@ -164,10 +164,10 @@ class _Source(NamedTuple):
     examples: Sequence = ()  # to be checked before the first step
 
 
-def _stream(exp: experiment.Experiment, messages, tools, where: str) -> packing.Tree:
+def _stream(exp: experiment.Experiment, conversation: dict, where: str) -> packing.Tree:
     limits = {"roles": exp.config.warmup.roles, "max_length": exp.config.inference.max_model_len}
     try:
-        return conversations.tree(exp.tokenizer, messages, tools=tools, **limits)
+        return conversations.tree(exp.tokenizer, **conversation, **limits)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -183,7 +183,7 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
         env = found[name]
         task, is_decoy = env.make_task(index, split), split == "train" and _is_decoy(index, config)
         conversation = conversations.parse(_demonstration(env, task, config.seed, is_decoy))
-        return _stream(exp, **conversation, where=f"task {index} of {task.env}")
+        return _stream(exp, conversation, f"task {index} of {task.env}")
 
     def batch(step):
         return [tree(env, index, "train") for env, index in task_schedule.warmup_tasks(config, step)]
@@ -206,7 +206,7 @@ def _from_files(exp: experiment.Experiment) -> _Source:
                 f"warmup.data = {path} has {len(rows)} conversations, all of them held out (warmup.eval_tasks = "
                 f"{warmup.eval_tasks}); add conversations, or set warmup.eval_tasks lower"
             )
-        tree = lambda number, record, path=path: _stream(exp, **record, where=f"{path}, conversation {number}")  # noqa: E731
+        tree = lambda number, record, path=path: _stream(exp, record, f"{path}, conversation {number}")  # noqa: E731
         trees, num_trained = sources.Mapped(tree, rows), len(rows) - share
         parts.append(sources.Chosen(trees, range(num_trained)))
         held.append(sources.Chosen(trees, range(num_trained, len(rows))))
@@ -255,7 +255,7 @@ def _demonstration(env: environment.Environment, task: environment.Task, seed: i
 def main() -> None:
     """Runs the command that does only the warm-up (supervised fine-tuning) of an experiment."""
     with experiment.joined() as hosts:
-        exp = sizes.resolve(flags.FLAGS.config)
+        exp = sizes.resolve(flags.FLAGS.config, has_rollouts=False)
         mesh = layout.learner_mesh(exp.config)
         if exp.config.warmup.num_steps == 0:
             raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")

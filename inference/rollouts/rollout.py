@@ -17,18 +17,16 @@ import math
 import numbers
 import operator
 import os
-import pathlib
 import re
 import struct
 from collections.abc import Sequence
 
 import numpy as np
 from cryptography import exceptions
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from inference.rollouts import kept_sets
-from sharding.system import atomic_file, signed_message
+from sharding.system import signed_message
 
 FINISH_REASONS = ("stop", "length")
 MAX_TOKENS = 2**20  # per stream
@@ -222,18 +220,11 @@ class WorkerKey:
     @classmethod
     def load_or_create(cls, path: str | os.PathLike) -> "WorkerKey":
         """Returns the key pair in a file, which is created with a new one if it does not exist."""
-        if not pathlib.Path(path).exists():
-            cls.generate().save(path)
-        return cls.load(path)
+        return cls(signed_message.load_or_create_key(path, "worker key"))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the private key to a PKCS8 PEM file that only the owner can read, completely or not at all.
-
-        Raises FileExistsError if `path` exists.
-        """
-        how = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        atomic_file.write(path, self.private.private_bytes(*how), secret=True)
+        """Writes the private key to a file, as `signed_message.save_key` does."""
+        signed_message.save_key(self.private, path)
 
 
 def sign(rollout: Rollout, key: WorkerKey) -> Rollout:

@@ -24,10 +24,13 @@ def tree(
     messages: Sequence[Mapping],
     *,
     tools: Sequence[Mapping] | None = None,
+    num_given: int = 0,
     roles: Sequence[str] = ("assistant",),
     max_length: int,
 ) -> packing.Tree:
-    """Returns a conversation as one token sequence to train on. Only messages of `roles` train; tokens after them are cut off.
+    """Returns a conversation as one token sequence to train on. Only messages of `roles` train, and none of the first `num_given`.
+
+    Tokens after those that train are cut off.
 
     Raises ValueError if the conversation is longer than `max_length`, no token trains, or the chat template renders a message
     differently when other messages follow, so that the tokens of a role are unknown.
@@ -37,6 +40,8 @@ def tree(
     for index, message in enumerate(messages):
         if message["role"] in set(roles) - {"assistant"}:
             mask[_span(tokenizer, messages, index, tools, ids)] = True
+    if any(message["role"] in roles for message in messages[:num_given]):
+        mask[: _span(tokenizer, messages, num_given - 1, tools, ids).stop] = False
     mask[0] = False  # nothing predicts the first token
     found = dict.fromkeys(message["role"] for message in messages)
     if not mask.any() and "assistant" in roles and "assistant" in found:
@@ -62,7 +67,8 @@ def tree(
 def read(path: str) -> Sequence[dict]:
     """Returns the conversations of a file, or of the split "train" of a folder (rl/data/sources.py). Each is parsed when it is read.
 
-    A row is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}, with messages in the format of OpenAI's API:
+    A row is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}, or TRL's {"prompt": ..., "completion": ...}: two
+    lists of messages, or a user's text and the answer, which alone trains. Messages are in the format of OpenAI's API:
     content as text parts or null, arguments of tool calls as a string. Tables fill absent fields of arguments and tools with nulls, which
     are left out; an argument that is null must be in such a string. Raises ValueError for a file that cannot be read; so does a
     row with another format, whose number the error names.
@@ -84,14 +90,28 @@ def read(path: str) -> Sequence[dict]:
 
 def parse(record: object) -> dict:
     """Returns a record of a data set as a conversation. Raises ValueError if it has another format."""
+    given: list = []
+    if isinstance(record, dict) and record.get("messages") is None and "prompt" in record:
+        given = _part(record, "prompt", "user")
+        record = {**record, "messages": given + _part(record, "completion", "assistant")}
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(messages, list) or not messages:
-        raise ValueError("the row has no messages; write {'messages': [{'role': ..., 'content': ...}]}")
+        found = "the row has no messages, nor a prompt with its completion"
+        raise ValueError(f"{found}; write {{'messages': [{{'role': ..., 'content': ...}}]}}")
     if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         raise ValueError("a message has no role; add one, such as 'user' or 'assistant'")
     if not isinstance(record.get("tools"), list | None):
         raise ValueError("tools is not a list; give function descriptions, or leave it out")
-    return {"messages": [_plain(message) for message in messages], "tools": record.get("tools")}
+    parsed: dict = {"messages": [_plain(message) for message in messages], "tools": record.get("tools")}
+    return parsed | ({"num_given": len(given)} if given else {})
+
+
+def _part(record: dict, name: str, role: str) -> list:
+    """Returns the messages of a row's `prompt` or `completion`; a text becomes one of `role`."""
+    part = record.get(name)
+    if not (isinstance(part, str | list) and part):
+        raise ValueError(f"the row's {name} is {json.dumps(part)[:60]}; make it a text, or a list of messages")
+    return [{"role": role, "content": part}] if isinstance(part, str) else part
 
 
 def _without_nulls(value: Any) -> Any:

@@ -37,6 +37,7 @@ from rl import envs
 from rl.algorithms import losses
 from rl.batch import credit as credit_lib
 from rl.batch import packing, router_replay
+from rl.data import sources
 from rl.envs.recording import session
 from rl.experiment import base_fields
 from rl.experiment import flags as command_line
@@ -221,16 +222,23 @@ def joined() -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
 
 
 def resolve(
-    config: config_dict.ConfigDict, code: Sequence[str] | None = None, *, saved: dict | None = None
+    config: config_dict.ConfigDict,
+    code: Sequence[str] | None = None,
+    *,
+    saved: dict | None = None,
+    has_rollouts: bool = True,
 ) -> Experiment:
     """Checks a config, derives values, and returns the `Experiment`. Raises ValueError with the field, rule, and remedy.
 
     The user's code comes from the folders `code`; None: from anywhere. `envs.load` reports an environment that cannot be found.
-    With `saved`, the flat config of a run, facts about environments come from there, and no environment is needed.
+    With `saved`, the flat config of a run, facts about environments and data come from there, and none is needed. Without
+    `has_rollouts`, as in rl.sft, fields that are for rollouts alone may contradict each other.
     """
     config = config.copy_and_resolve_references()
     loss, functions = _own_loss(config), _own_rules(config)
     _settle_envs(config, code, saved)
+    if config.warmup.data and config.warmup.num_steps and not config.warmup.digest:
+        config.warmup.digest = _data_digest(config.warmup.data) if saved is None else saved["warmup.digest"]
     rl = config.rl
     tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date)
     model = config_lib.ModelConfig(**config.model)
@@ -255,7 +263,8 @@ def resolve(
             raise ValueError(f"{name} = {value!r} is unknown{cli.hint(value, table)}; choose one of {choices}")
     config_rules.check_ranges(config)
     optimizer = optimizers.OptimizerConfig(**config.optimizer)
-    for message in config_rules.contradictions(config):
+    found = config_rules.contradictions if has_rollouts else config_rules.contradictions_of_training
+    for message in found(config):
         raise ValueError(message)
     try:
         objective = objective_lib.Objective(**config.objective)
@@ -268,7 +277,7 @@ def resolve(
         loss_options["length"] = float(env_mix.max_tokens(config))
     sizes = config.inference.to_dict()
     server_mesh = {axis: size for axis, size in sizes.pop("mesh").items() if size != 1}
-    if sizes["num_pages"]:
+    if sizes["num_pages"] and has_rollouts:
         paged_cache.check(model)
     return Experiment(
         config=config_dict.FrozenConfigDict(config),
@@ -385,6 +394,16 @@ def _own_rules(config: config_dict.ConfigDict) -> dict[str, Callable]:
 
 def _code_digest(name: str) -> str:
     return user_code.digest(user_code.code_files(user_code.locate(name)).items())[:16]
+
+
+def _data_digest(paths: str) -> str:
+    """Returns the hash of the files with conversations in `warmup.data`. One that does not exist counts as such."""
+    found = [
+        (f"{number}/{name}", file)
+        for number, path in enumerate(paths.split(","))
+        for name, file in sources.files(pathlib.Path(path.strip())).items()
+    ]
+    return user_code.digest(found)
 
 
 def code_options(experiment: Experiment) -> list[str]:

@@ -10,9 +10,10 @@ it records the version, and its resumes load the same one: that policy may be th
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import jax
 from ml_collections import config_dict
@@ -77,9 +78,14 @@ def load(
     if not (weights := _weights(path)):
         return reference.load(path, exp.model, mesh)
     pin = hosts.broadcast(_pin(path, weights, workdir) if hosts.is_first else None)
-    specs = transformer.specs(exp.model)
-    params = broadcast.pull(weights, pin["version"], shardings=rules.shardings(specs, mesh)).params
-    return rules.cast(params, specs)
+    published = _published(broadcast.read_manifest(weights, pin["version"]).metadata)
+    shardings = rules.shardings(transformer.specs(published), mesh)
+    params = broadcast.pull(weights, pin["version"], shardings=shardings).params
+    if published.scan_layers != exp.model.scan_layers:
+        restack = functools.partial(transformer.restacked, old=published, new=exp.model)
+        shardings = rules.shardings(transformer.specs(exp.model), mesh)
+        params = jax.jit(restack, out_shardings=shardings, donate_argnums=0)(params)
+    return rules.cast(params, transformer.specs(exp.model))
 
 
 def _pin(path: str, weights: pathlib.Path, workdir: pathlib.Path | None) -> dict:
@@ -117,14 +123,15 @@ def _read(path: str, scan_layers: bool) -> tuple[config_lib.ModelConfig, str]:
         raise ValueError(f"{weights} has no policy yet; finish rl.sft, or give another checkpoint")
     metadata = broadcast.read_manifest(weights, version).metadata
     try:
-        model, tokenizer = config_lib.ModelConfig(**metadata["model"]), str(metadata["tokenizer"])
+        model, tokenizer = _published(metadata), str(metadata["tokenizer"])
     except (KeyError, TypeError) as error:
         found = f"version {version} in {weights} names no model and tokenizer ({error})"
         raise ValueError(f"{found}; give the working directory of rl.sft or rl.train, or a checkpoint") from None
-    if model.scan_layers != scan_layers:
-        found = f"{path} was published with model.scan_layers = {not scan_layers}"
-        raise ValueError(f"{found}, and the config sets {scan_layers}; set model.scan_layers = {not scan_layers}")
-    return model, tokenizer
+    return dataclasses.replace(model, scan_layers=scan_layers), tokenizer
+
+
+def _published(metadata: Mapping) -> config_lib.ModelConfig:
+    return config_lib.ModelConfig(**metadata["model"])
 
 
 def _shapes(model: config_lib.ModelConfig):

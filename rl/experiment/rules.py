@@ -214,6 +214,7 @@ def check_overrides(config: config_dict.ConfigDict, names: Iterable[str]) -> Non
 
 def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     """Yields an error message for each combination of config fields that contradict, ignore, or defeat each other."""
+    yield from contradictions_of_training(c)
     loss, objective, model, inference = c.rl.loss, c.objective, c.model, c.inference
     if objective.policy_coef == 0 and not objective.teacher_coef:
         yield "objective.policy_coef = 0 leaves nothing to learn from; raise it, or set objective.teacher_coef"
@@ -258,8 +259,6 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield f"{found}: set it in 2..{most}, or to 0 for groups with all samples"
     if c.evaluation.samples_per_task > 1 and c.evaluation.temperature == 0:
         yield "evaluation.samples_per_task is above 1, but samples at temperature 0 are equal; raise evaluation.temperature"
-    if c.warmup.patience > 0 and not c.warmup.eval_every:
-        yield "warmup.patience needs losses on held-out examples; set warmup.eval_every"
     steps, num_updates = c.optimizer.total_steps, c.rl.num_steps * objective.optimizer_steps
     if c.optimizer.schedule != "constant" and steps < num_updates:
         yield f"optimizer.total_steps = {steps} leaves the rate at its floor for the rest of the run; set it to {num_updates}"
@@ -273,31 +272,38 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         found = f"mesh.rollout_devices = {c.mesh.rollout_devices}, but topology.mode = {c.topology.mode!r} has its servers elsewhere"
         yield f"{found}; set topology.mode = 'colocated', or mesh.rollout_devices = 0"
     longest = max(entries, key=lambda one: one.max_tokens)
-    length, row, completion = inference.max_model_len, c.train.row_length, longest.max_tokens
-    limit = f"inference.max_model_len = {length}"
-    if length > row:
-        yield f"{limit} exceeds train.row_length = {row}: the longest rollout would not fit into a row; raise train.row_length"
+    length, completion = inference.max_model_len, longest.max_tokens
     if length <= completion:
         field = longest.field("max_tokens")
         remedy = f"set {field} below the model's {length} positions" if length == model.max_positions else "raise it"
-        yield f"{limit} leaves no room for a prompt: it must exceed {field} = {completion}; {remedy}"
-    if 0 < model.max_positions < length:
-        remedy = "lower it, or set model.rope_scaling and raise model.max_positions"
-        yield f"{limit} exceeds model.max_positions = {model.max_positions}, for which the model was trained; {remedy}"
-    if not model.num_experts and (model.experts_per_token or model.expert_ffn_dim):
-        yield "model.experts_per_token and model.expert_ffn_dim have no effect in a dense model; set model.num_experts"
+        yield f"inference.max_model_len = {length} leaves no room for a prompt: it must exceed {field} = {completion}; {remedy}"
     if not model.num_experts and (objective.router_balance_coef or objective.router_balance_rate):
         yield "the model has no experts to balance; remove objective.router_balance_coef and objective.router_balance_rate"
-    if model.window and "S" not in model.layer_pattern:
-        yield "model.window applies only to sliding layers; name them in model.layer_pattern, such as 'SF'"
-    if model.rope_scaling == "none" and model.rope_factor != 1:
-        yield "model.rope_factor has no effect; set model.rope_scaling = 'linear', 'llama3', or 'yarn'"
     if c.train.router_replay and not model.num_experts:
         yield "train.router_replay = True, but the model has no router to replay (model.num_experts = 0); remove it"
     if (num_bytes := _group_bytes(c)) > web.MAX_BODY_BYTES:
         found = f"a group has up to {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} of a submission"
         more = ", or sampling.top_k" if kept_sets.width(c.sampling, model.vocab_size) else ""
         yield f"{found}; lower rl.samples_per_prompt or inference.max_model_len{more}"
+
+
+def contradictions_of_training(c: config_dict.ConfigDict) -> Iterator[str]:
+    """Yields those of `contradictions` that supervised fine-tuning has, too: of the model, and the lengths of conversations."""
+    model, length, row = c.model, c.inference.max_model_len, c.train.row_length
+    if c.warmup.patience > 0 and not c.warmup.eval_every:
+        yield "warmup.patience needs losses on held-out examples; set warmup.eval_every"
+    limit = f"inference.max_model_len = {length}"
+    if length > row:
+        yield f"{limit} exceeds train.row_length = {row}: the longest sequence would not fit into a row; raise train.row_length"
+    if 0 < model.max_positions < length:
+        remedy = "lower it, or set model.rope_scaling and raise model.max_positions"
+        yield f"{limit} exceeds model.max_positions = {model.max_positions}, for which the model was trained; {remedy}"
+    if not model.num_experts and (model.experts_per_token or model.expert_ffn_dim):
+        yield "model.experts_per_token and model.expert_ffn_dim have no effect in a dense model; set model.num_experts"
+    if model.window and "S" not in model.layer_pattern:
+        yield "model.window applies only to sliding layers; name them in model.layer_pattern, such as 'SF'"
+    if model.rope_scaling == "none" and model.rope_factor != 1:
+        yield "model.rope_factor has no effect; set model.rope_scaling = 'linear', 'llama3', or 'yarn'"
 
 
 def _misuses_of_oapl(c: config_dict.ConfigDict, entries: Sequence[env_mix.Entry]) -> Iterator[str]:
@@ -359,7 +365,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     limits = r"trust\.(margin|max_wrong_tokens|logprob_tolerance|routing_margin)"
     yield limits, bool(c.trust.bands), "trust.bands sets the limits; remove it, or set trust.bands = ''"
     yield r"trust\.routing_margin", not c.train.router_replay, "rollouts name no experts; set train.router_replay"
-    yield r"(env|envs\..*|rl)\.digest", True, "it follows from the code and data that are named; remove it"
+    yield r"(env|envs\..*|rl|warmup)\.digest", True, "it follows from the code and data that are named; remove it"
     yield r"env\.(name|num_tasks|options\..*)", bool(c.envs), "envs names the environments; set a field of one of those"
     alone = not c.trust.validators
     yield r"trust\.(quorum|verdict_s)", alone, "this process replays alone; set trust.validators"

@@ -28,8 +28,10 @@ ORCHESTRATOR_LOCK = ".orchestrator.lock"
 UNCLAIMED = (".lock", ".hosts", "root.json", "launch", "logs", "keys", "weights.key")
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
 READ_BY_RUNS = tuple(
-    "evaluation. inference. sampling. trust. train. broadcast. retention. profile. rl.num_steps env.digest".split()
+    "evaluation. inference. sampling. trust. train. broadcast. retention. profile. rl.num_steps env.digest warmup.digest".split()
 )
+
+CODE_AND_DATA = {"env.digest", "env.num_tasks", "rl.digest", "rl.loss_function", "warmup.digest"}
 
 
 @contextlib.contextmanager
@@ -47,7 +49,7 @@ def open_workdir(
     path = bucket.local_folder(workdir)
     if not hosts.is_first:
         first, own = experiment_lib.flat(json.loads(hosts.broadcast())), experiment_lib.fields(experiment)
-        for name in _differing(first, own, ["topology.process_id"]):
+        for name in _differing(first, own, ["topology.process_id", "warmup.digest"]):  # only host 0 reads the data
             there = f"{name} is {own.get(name)!r} here and {first.get(name)!r} on host 0"
             raise ValueError(f"{there}; give every host the same command and checkout")
         yield path
@@ -93,6 +95,7 @@ def open_orchestrator(workdir: str | os.PathLike) -> Iterator[pathlib.Path]:
 def check_fields(learner: dict, experiment: experiment_lib.Experiment) -> None:
     """Raises ValueError if the config fields of a learner differ from those of its orchestrator, other than those of places and devices."""
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "profile.", "broadcast.", "train.rows"]
+    free.append("warmup.digest")  # only the learner reads the data
     own = experiment_lib.fields(experiment)
     for name in _differing(learner, own, free):
         there = f"{name} is {learner.get(name)!r} in the learner, and {own.get(name)!r} in the orchestrator"
@@ -104,8 +107,7 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "retention.", "profile.", "evaluation.every"]
     free += ["evaluation.sets.", "evaluation.hold_s", "broadcast.head_s", "trust."]
     old, new = experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment)
-    if not old["env.digest"]:  # a run of an earlier release
-        free.append("env.digest")
+    free += [name for name in ("env.digest", "warmup.digest") if not old[name]]  # of a run of an earlier release
     if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # gradients are summed over all rows, in any division
@@ -260,7 +262,7 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
 def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tuple[str, ...] = ()) -> None:
     """Raises ValueError if a field differs from the saved config, unless a resume may change it or it begins with one of `free`."""
     if names := [name for name in differences(path, experiment) if not env_mix.run_field(name).startswith(free)]:
-        if {*map(env_mix.run_field, names)} <= {"env.digest", "env.num_tasks", "rl.digest", "rl.loss_function"}:
+        if {*map(env_mix.run_field, names)} <= CODE_AND_DATA:
             found = f"workdir {path}: code or data of the run ({', '.join(names)}) changed since its first start"
             raise ValueError(
                 f"{found}; restore them (a new version of Intellax is other code, too), or give another --workdir"
@@ -268,7 +270,8 @@ def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free:
         both = experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment)
         old, new = (fields.get(names[0], "absent") for fields in both)
         found = f"belongs to another config: {names[0]} was {old!r}, now {new!r}; fields that differ: {len(names)}"
-        raise ValueError(f"workdir {path} {found}; give another --workdir, or the config of its first start")
+        remedy = f"give the config of its first start, or go on from its newest policy: --config.init_from={path}"
+        raise ValueError(f"workdir {path} {found}; {remedy} with another --workdir")
 
 
 def monitors(

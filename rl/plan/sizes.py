@@ -61,11 +61,15 @@ class Devices:
     is_cpu: bool = False
 
 
-def resolve(config: config_dict.ConfigDict, *, needs_envs: bool = True) -> experiment.Experiment:
+def resolve(
+    config: config_dict.ConfigDict, *, needs_envs: bool = True, has_rollouts: bool = True
+) -> experiment.Experiment:
     """Resolves the config of the command line, completed from its checkpoint, with sizes for this process's devices, which it prints.
 
-    A run that has a checkpoint, of RL or of its warm-up, keeps its sizes. Without `needs_envs`, its environments are not loaded. Raises
-    ValueError in one line, as `initial.completed`, `settled`, and `experiment.resolve` do.
+    A run that has a checkpoint, of RL or of its warm-up, keeps its sizes. Without `needs_envs`, its environments are not loaded. Without
+    `has_rollouts`, as in rl.sft, they are those of RL, which may follow, only if an engine fits, too, and an open
+    `inference.max_model_len` is at most `train.row_length`. Raises ValueError in one line, as `initial.completed`, `settled`, and
+    `experiment.resolve` do.
     """
     config = initial.completed(config, command_line.given())
     names = ("config.json", "checkpoints/*/seal.json", "warmup/*/seal.json")
@@ -75,18 +79,25 @@ def resolve(config: config_dict.ConfigDict, *, needs_envs: bool = True) -> exper
         saved = experiment.flat(run_directory.saved_config(workdir))
         config.update_from_flattened_dict({name: saved[name] for name in _open(config)})
         facts = None if needs_envs else saved
-    resolved = functools.partial(experiment.resolve, saved=facts)
-    config, chosen = settled(config, present, resolved)
+    if not has_rollouts and not config.inference.max_model_len and (length := config.train.row_length):
+        config.inference.max_model_len = min(length, config.model.max_positions or length)
+    resolved = functools.partial(experiment.resolve, saved=facts, has_rollouts=has_rollouts)
+    try:
+        config, chosen = settled(config, present, resolved)
+    except ValueError:
+        if has_rollouts:
+            raise
+        config, chosen = settled(config, functools.partial(present, has_engine=False), resolved, has_rollouts=False)
     print(chosen, end="\n" if chosen else "", flush=True)
     return resolved(config)
 
 
-def present(config: config_dict.ConfigDict) -> Devices:
-    """Returns the devices of this process and of the other hosts of the learner."""
+def present(config: config_dict.ConfigDict, *, has_engine: bool = True) -> Devices:
+    """Returns the devices of this process and of the other hosts of the learner, and with `has_engine` those of the run's own server."""
     local, server, axes = jax.local_devices(), None, lowered_programs.server_axes(config)
     _, devices = layout.split(local, axes.pop("rollout_devices", 0))
     is_one = set(config.inference.mesh.values()) == {1} and not layout.is_colocated(config)  # a process of its own
-    if lowered_programs.has_engine(config):
+    if has_engine and lowered_programs.has_engine(config):
         server = mesh_lib.create(axes, devices[:1] if is_one else devices)
     free_bytes = host_bytes() / (2 * len(local))  # half for other programs
     memory_bytes = (local[0].memory_stats() or {}).get("bytes_limit", free_bytes)
@@ -114,7 +125,11 @@ def planned(config: config_dict.ConfigDict, topology: str) -> Devices:
 
 
 def settled(
-    config: config_dict.ConfigDict, devices: Callable[[config_dict.ConfigDict], Devices], resolve: Callable
+    config: config_dict.ConfigDict,
+    devices: Callable[[config_dict.ConfigDict], Devices],
+    resolve: Callable,
+    *,
+    has_rollouts: bool = True,
 ) -> tuple[config_dict.ConfigDict, str]:
     """Returns (a copy of the config with a value for each open field, a line about them, "" if none was open).
 
@@ -124,7 +139,7 @@ def settled(
     config = config.copy_and_resolve_references()
     if not (names := _open(config)):
         return config, ""
-    if "inference.num_slots" in names and not lowered_programs.has_engine(config):
+    if has_rollouts and "inference.num_slots" in names and not lowered_programs.has_engine(config):
         found = "inference.num_slots = 0 is chosen for the memory of this run's devices, but topology.mode = 'remote'"
         raise ValueError(f"{found} has its servers elsewhere; set the slots of one server")
     if TENSOR in names:
@@ -182,7 +197,7 @@ def _set_least(config, place: Devices, names: list[str]) -> None:
         "inference.max_model_len": length,
         "train.row_length": -(-length // tile) * tile,
         "rl.prompts_per_step": math.ceil(ROLLOUTS / env_mix.mean_samples(config)),
-        "inference.num_slots": place.server_mesh and LEAST_SLOTS * rules.num_batch_shards(place.server_mesh),
+        "inference.num_slots": LEAST_SLOTS * rules.num_batch_shards(place.server_mesh or place.mesh),
         "train.rows": rules.num_batch_shards(place.mesh),
     }
     config.update_from_flattened_dict({name: value for name, value in values.items() if name in names})
@@ -222,7 +237,7 @@ def _grow(exp: experiment.Experiment, config, place: Devices, names: list[str]) 
         if copies > 1:
             remedy += f", set inference.mesh.tensor = {copies} (each device has a copy of the engine's weights)"
         raise ValueError(f"{found}; {remedy}, use more devices, or a smaller checkpoint")
-    growing = [name for name in most if name in names]
+    growing = [name for name in most if name in names and (place.server_mesh or name != "inference.num_slots")]
     while growing:
         for name in list(growing):
             size = operator.attrgetter(name)(config)
@@ -243,6 +258,6 @@ def _estimate(exp: experiment.Experiment, config, place: Devices) -> float:
     programs = {"train": lowered_programs.train_program(exp, place.mesh)}
     if place.server_mesh is not None:
         programs["decode"] = lowered_programs.decode_program(exp, place.server_mesh)
-    if not lowered_programs.is_shared(config):
+    if place.server_mesh is None or not lowered_programs.is_shared(config):
         return max(program.estimated_bytes for program in programs.values())
     return sum(budget(programs, {name: sum(program.needed.values()) for name, program in programs.items()}).values())

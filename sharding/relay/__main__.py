@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--allow", nargs="*", default=(), metavar="NETWORK", help="client networks, as in 10.0.0.0/8 (default: all)")
     add("--orchestrator", metavar="URL", help="sign in at this orchestrator with --key, to be on its table of nodes")
     add("--run", default="", help="public key (hex) of the run of --orchestrator (default: the first that answers)")
-    add("--key", metavar="FILE", help="PEM file of this relay's ed25519 key, for --orchestrator")
+    add("--key", metavar="FILE", help="file of this relay's key, created if absent; its public half is printed")
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     return cli.run(parser, argv, _relay)
 
@@ -41,7 +41,7 @@ def _relay(args) -> int:
     if args.orchestrator and not args.key:
         found = f"--orchestrator {args.orchestrator} needs --key, by which this relay signs in"
         raise ValueError(f"{found}; add --key FILE")
-    key = signed_message.load_key(args.key) if args.orchestrator else None
+    key = signed_message.load_or_create_key(args.key) if args.key else None
     limits = throttle.Limits(**{f.name: getattr(args, f.name) for f in dataclasses.fields(throttle.Limits)})
     with sockets.listen(args.host, args.port) as sock:
         relay = server_lib.Relay(
@@ -58,10 +58,12 @@ def _relay(args) -> int:
         if args.exit_with_parent:
             cli.stop_at_eof(relay.stop)
         print(f"relaying {' '.join(args.upstream)} on {relay.url}", flush=True)
+        if key:
+            print(f"key: {key.public_key().public_bytes_raw().hex()}", flush=True)
         if args.address_file:
             sockets.announce(args.address_file, sock)
         node = contextlib.nullcontext()
-        if key:
+        if key and args.orchestrator:
             node = sign_in.SignIn(args.orchestrator, key, "relay", relay.report, run=args.run)
         with node, status_line.printed(relay.progress):
             relay.run()

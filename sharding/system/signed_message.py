@@ -12,6 +12,8 @@ from cryptography import exceptions
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from sharding.system import atomic_file
+
 MAX_CLOCK_SKEW_S = 300.0
 _last_s = 0.0  # returned last by `steady_time`
 
@@ -103,6 +105,23 @@ def load_key(path: str | os.PathLike, role: str = "key") -> ed25519.Ed25519Priva
     if not isinstance(private, ed25519.Ed25519PrivateKey):
         raise ValueError(f"{role} {path} is a {type(private).__name__}, but must be ed25519; name another file")
     return private
+
+
+def load_or_create_key(path: str | os.PathLike, role: str = "key") -> ed25519.Ed25519PrivateKey:
+    """Returns the private key in a file, as `load_key` does. A file that does not exist is created with a new key."""
+    if not pathlib.Path(path).exists():
+        save_key(ed25519.Ed25519PrivateKey.generate(), path)
+    return load_key(path, role)
+
+
+def save_key(private: ed25519.Ed25519PrivateKey, path: str | os.PathLike) -> None:
+    """Writes a private key to a PKCS8 PEM file that only the owner can read, completely or not at all.
+
+    Raises FileExistsError if `path` exists.
+    """
+    how = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    atomic_file.write(path, private.private_bytes(*how), secret=True)
 
 
 def _bytes(message: dict) -> bytes:

@@ -146,6 +146,18 @@ def test_adding_a_layer_changes_no_other_parameter():
         np.testing.assert_array_equal(x, large[path], err_msg=str(path))
 
 
+@pytest.mark.parametrize(
+    "config", [DENSE, MIXED, dataclasses.replace(DENSE, num_layers=5, window=8, layer_pattern="SSF")]
+)
+def test_layers_are_stacked_and_taken_apart(config):
+    """The random parameters of a layer are the same in a stack, so the two ways to store them have equal values."""
+    models = [dataclasses.replace(config, scan_layers=is_scanned) for is_scanned in (False, True)]
+    params = [transformer.init(jax.random.key(7), model) for model in models]
+    for old, new in ((0, 1), (1, 0), (1, 1)):
+        found = transformer.restacked(params[old], models[old], models[new])
+        jax.tree.map(np.testing.assert_array_equal, found, params[new])
+
+
 def test_no_two_parameters_share_their_draw():
     heads = [x.ravel()[:8].tobytes() for x in initial(LARGE)[0].values() if x.ndim > 1]
     assert len(set(heads)) == len(heads) == 2 + 7 + 8

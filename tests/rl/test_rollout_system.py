@@ -42,6 +42,31 @@ def test_keys_of_workers_are_not_among_the_logs(tmp_path):
     assert rollout_lib.WorkerKey.load(run_directory.worker_key_file(tmp_path, "worker1")).worker != old
 
 
+@pytest.mark.parametrize("names_servers", [False, True])
+def test_the_commands_of_all_roles_are_said(tmp_path, names_servers):
+    """Those that sign in name the key's file, and where its key belongs; servers that the config names need none."""
+    config = quickstart.get_config()
+    config.topology.update(mode="remote", server_keys=("a" * 64,))
+    if names_servers:
+        own = {"servers": ("http://s:1",), "control_servers": ("http://s:2",), "server_keys": ()}
+        config.topology.update(own)
+    run = run_directory.signing_key(tmp_path).worker
+    lines = [*rollout_system.commands_elsewhere(experiment.resolve(config), tmp_path, "http://o:1", "http://r:2")]
+    signing = f"--orchestrator http://o:1 --run {run} --key FILE"
+    commands = {line.partition(" elsewhere: ")[0]: line for line in lines if " elsewhere: " in line}
+    assert commands.keys() == {"servers", "workers", "relays"} | (set() if names_servers else {"validators"})
+    for role, module in (
+        ("servers", "inference.serve"),
+        ("relays", "sharding.relay"),
+        ("validators", "rl.validator serve"),
+    ):
+        command = commands.get(role, f"{module} http://r:2")
+        assert module in command and "http://r:2" in command and (signing in command) == (not names_servers)
+    assert f"--upstream http://r:2 --dir DIR --host ADDRESS --trusted_key {run}" in commands["relays"]
+    said = "in topology.server_keys when this run started; python -m rl.validator key --key FILE makes FILE"
+    assert (said in lines[-1]) == (not names_servers)
+
+
 def test_the_learners_own_validator_replays_signed_weights_only(tmp_path, monkeypatch):
     """Weights that nobody had signed decided its verdicts."""
 

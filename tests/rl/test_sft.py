@@ -9,6 +9,7 @@ import httpx
 import jax
 import numpy as np
 import pytest
+from absl import flags
 
 from configs import base, quickstart
 from inference import chat
@@ -18,7 +19,10 @@ from rl import envs, sft
 from rl.batch import conversations as conversations_lib
 from rl.envs import environment
 from rl.experiment import experiment, initial
+from rl.experiment import flags as command_line
+from rl.experiment import workdir as run_directory
 from rl.learner import train_step
+from rl.plan import sizes
 from rl.protocol import task_schedule
 from rl.reporting import metrics
 from sharding import broadcast, checkpoint
@@ -123,6 +127,61 @@ def test_whole_games_are_taught_where_an_environment_demonstrates():
             solved[is_decoy] += guesses[-1] == env.make_task(index, "train").answer
     assert solved[False] > 8 > 4 > solved[True]
     assert "".join(trained_text(source.batch(1)[0])) == "".join(trained_text(source.batch(1)[0]))
+
+
+@pytest.mark.parametrize("change", ["edited", "deleted", "another row", "another file", "renamed in its folder"])
+def test_a_resume_on_other_data_is_refused(tmp_path, change):
+    """The files of `warmup.data` belong to the run as its code does; commands that only read a run need none."""
+    (folder := tmp_path / "data").mkdir()
+    file = folder / "train.jsonl"
+    write(file, [conversation(c * 3) for c in "abcd"])
+    data, workdir, exp = f"{folder},{file}", tmp_path / "run", lambda: experiment.resolve(config_of(warmup__data=data))
+    with run_directory.open_workdir(workdir, exp()):
+        (workdir / "metrics.jsonl").write_text("{}\n")
+    with run_directory.open_workdir(workdir, exp()):
+        pass
+    if change == "edited":
+        file.write_text(file.read_text().replace("aaa", "aba"))
+    elif change == "another row":
+        file.write_text(file.read_text() + json.dumps(conversation("x")) + "\n")
+    elif change == "another file":
+        write(folder / "more.jsonl", [conversation("x")])
+    else:
+        file.rename(tmp_path / "old" if change == "deleted" else folder / "moved.jsonl")
+    with pytest.raises(ValueError, match=r"code or data of the run \(warmup.digest\) changed since its first start"):
+        run_directory.open_workdir(workdir, exp()).__enter__()
+    with run_directory.read_workdir(workdir, exp()):
+        saved = experiment.flat(run_directory.saved_config(workdir))
+    assert experiment.resolve(config_of(warmup__data=data), saved=saved).config.warmup.digest == saved["warmup.digest"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"inference.max_model_len": 16, "train.row_length": 16, "sampling.max_tokens": 16},
+        {"sampling.max_tokens": 500},
+        {"topology.mode": "remote"},
+        {"inference.num_slots": 0, "topology.mode": "remote"},
+        {"inference.max_model_len": 0, "train.row_length": 40},
+        {"inference.max_model_len": 32, "train.row_length": 0, "sampling.max_tokens": 32},
+        {"rl.samples_per_prompt": 1},
+        {"objective.policy_coef": 0.0},
+    ],
+    ids=str,
+)
+def test_fields_of_rollouts_alone_refuse_nothing(fields, monkeypatch):
+    config = config_of(train__rows=8)
+    config.update_from_flattened_dict(fields)
+    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(workdir="", config=config))
+    monkeypatch.setattr(command_line, "given", lambda: [])
+    with pytest.raises(ValueError):
+        sizes.resolve(config)
+    exp = sizes.resolve(config, has_rollouts=False)
+    length, row = exp.config.inference.max_model_len, exp.config.train.row_length
+    assert 16 <= length <= row and exp.config.inference.num_slots > 0
+    config.update_from_flattened_dict({"inference.max_model_len": 64, "train.row_length": 32})
+    with pytest.raises(ValueError, match="max_model_len = 64 exceeds train.row_length = 32"):
+        sizes.resolve(config, has_rollouts=False)
 
 
 # ---- when it ends ----------------------------------------------------------------------------------------------------

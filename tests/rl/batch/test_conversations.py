@@ -133,6 +133,30 @@ def test_messages_as_other_tools_write_them(tmp_path):
             conversations.read(str(tmp_path / missing))
 
 
+SHOTS = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}, TURNS[1]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "roles", "expected"),
+    [
+        ("2 + 2?", "4", ("assistant",), ["4<|im_end|>"]),
+        (SHOTS, [TURNS[2]], ("assistant",), ["4<|im_end|>"]),
+        (SHOTS, "4", ("assistant", "user"), ["4<|im_end|>"]),
+        (SHOTS, TURNS[2:5], ("assistant",), ["4<|im_end|>", "It is 4.<|im_end|>"]),
+        ([TURNS[0], SHOTS[0]], TURNS[2:], ("assistant",), ["4<|im_end|>", "It is 4.<|im_end|>"]),
+    ],
+)
+def test_the_completion_of_a_pair_trains_alone(tmp_path, prompt, completion, roles, expected):
+    """TRL's form: texts, or lists of messages, whose answers in the prompt are examples that do not train."""
+    row = {"prompt": prompt, "completion": completion, "messages": None, "source": "x"}
+    (pair,) = conversations.read(write(tmp_path / "c.jsonl", [row]))
+    tree = conversations.tree(CHATML, **pair, roles=roles, max_length=200)
+    assert trained_text(tree) == expected
+    for name, value in (("completion", None), ("completion", ""), ("prompt", []), ("prompt", 5), ("completion", {})):
+        with pytest.raises(ValueError, match=f"conversation 1: the row's {name} is .*; make it a text, or a list"):
+            conversations.read(write(tmp_path / "d.jsonl", [row | {name: value}]))[0]
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_fields_that_a_table_adds_do_not_train(tmp_path, suffix):
     """Each object of a column has the fields of all, with nulls; a null in JSON was written by its author."""

@@ -14,7 +14,7 @@ import pytest
 
 from configs import base, quickstart, tpu_gsm8k
 from models import config as config_lib
-from models import hf
+from models import hf, transformer
 from rl import sft
 from rl.experiment import experiment, initial, workdir
 from rl.orchestrator import admission, orchestrator
@@ -125,7 +125,7 @@ def test_a_wrong_folder_is_answered_in_one_line(tmp_path, text, words):
 
 
 def test_a_working_directory_stands_for_its_newest_policy_at_the_first_start(tmp_path):
-    """Reads a run of other dtypes. A run that has not published, and one whose layers are stored otherwise, are refused in one line."""
+    """Reads a run of other dtypes, and layers that are stored otherwise. A run that has not published is refused in one line."""
     c, mesh = base.get_config(), mesh_lib.create({}, devices=jax.devices()[:1])
     c.model.update(model_dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, dtype="bfloat16")
     exp = experiment.resolve(c)
@@ -158,6 +158,13 @@ def test_a_working_directory_stands_for_its_newest_policy_at_the_first_start(tmp
     publish(2, 2)  # the other run has gone on
     check(1, own)
     check(2)
+    scanned = experiment.resolve(completed(tmp_path, dtype="float32", scan_layers=True))
+    apart = initial.load(experiment.resolve(config), mesh)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        initial.load(scanned, mesh),
+        transformer.restacked(apart, exp.model, scanned.model),
+    )
     kept = (pin := own / "init_from.json").read_text()
     pin.write_text(json.dumps(json.loads(kept) | {"init_from": "another"}))
     check(2, own)  # it began with another run, and has no checkpoint yet
@@ -171,10 +178,6 @@ def test_a_working_directory_stands_for_its_newest_policy_at_the_first_start(tmp
     publish(3, 1)
     with pytest.raises(ValueError, match="init_from: .* has other weights as version 1, from which .*own began; put"):
         check(1, own)
-    with pytest.raises(
-        ValueError, match="model.scan_layers = False, and the config sets True; set model.scan_layers = "
-    ):
-        completed(tmp_path, scan_layers=True)
 
 
 def test_a_plan_of_a_known_size_needs_no_files():

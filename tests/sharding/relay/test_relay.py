@@ -22,7 +22,7 @@ from sharding.download import range_get, source
 from sharding.format import journal
 from sharding.relay import server as relay_lib
 from sharding.relay import store, throttle
-from sharding.system import atomic_file, sockets
+from sharding.system import atomic_file, signed_message, sockets
 from tests.support import commands, proxy
 
 TRUSTED = proxy.public(proxy.KEY)
@@ -233,6 +233,7 @@ def test_a_killed_relay_resumes_after_a_restart(pub, tmp_path):
         address.unlink(missing_ok=True)
         command = [sys.executable, "-m", "sharding.relay", "--upstream", upstream, "--dir", tmp_path / "a"]
         command += ["--port", "0", "--address_file", address, "--trusted_key", TRUSTED, "--exit_with_parent"]
+        command += ["--key", tmp_path / "keys" / "relay.pem"]
         process = subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         proxy.wait_until(address.exists, timeout_s=20)
         return process, address.read_text()
@@ -253,7 +254,9 @@ def test_a_killed_relay_resumes_after_a_restart(pub, tmp_path):
         kept[0].write_bytes(b"rotten")
         with open(directory / "objects.jsonl", "a") as file:
             file.write('{"path": "tensors/t39')  # cut off in the midst of a line
+        made = signed_message.load_key(tmp_path / "keys" / "relay.pem").private_bytes_raw()
         process, url = start(origin.url)
+        assert signed_message.load_key(tmp_path / "keys" / "relay.pem").private_bytes_raw() == made
         try:
             opened = source.open(url, trusted_key=TRUSTED)
 
