@@ -8,7 +8,7 @@ from ml_collections import config_dict
 
 
 def get_config() -> config_dict.ConfigDict:
-    """Returns the default config, locked except for options of environments and losses."""
+    """Returns the default config, locked except for options of environments, losses, and chat templates."""
     c = config_dict.ConfigDict()
     c.seed = 0  # of all random draws: parameters, task order, sampling
     # A Hugging Face folder, its gs:// or s3:// URL, or hub ID to start from, or the working directory of a run, whose newest policy at
@@ -56,6 +56,8 @@ def get_config() -> config_dict.ConfigDict:
     )
 
     c.tokenizer = "byte_chatml"  # the embedded one, a directory with tokenizer.json, or a hub ID
+    # Variables of the chat template, such as enable_thinking=False, in all processes of the run and in its server's chats by default.
+    c.chat_template_kwargs = config_dict.ConfigDict()
     c.tokenizer_date = "2026-01-01"  # the date for chat templates: prompts must not depend on the day of the run
 
     # Axes of the learner's device mesh; one of them may be -1 and takes the remaining devices.
@@ -331,8 +333,8 @@ def get_config() -> config_dict.ConfigDict:
     p.patience_s = 3600.0
 
     c.lock()  # a mistyped field is an error that names the nearest field
-    # Any environments, losses of one's own, and any number of evaluation sets.
-    for open_ended in (c.env.options, c.envs, c.loss_options, c.evaluation.sets):
+    # Any environments, losses of one's own, any number of evaluation sets, and the variables of any template.
+    for open_ended in (c.env.options, c.envs, c.loss_options, c.evaluation.sets, c.chat_template_kwargs):
         open_ended.unlock()
     return c
 

@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import json
 import math
 import os
 import pathlib
@@ -264,6 +265,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         helps = f"of the engine (default: that of the run which published the weights, else {default})"
         kind: dict = {"action": argparse.BooleanOptionalAction} if default is False else {"type": type(default)}
         add(f"--{name}", **kind, help=helps)
+    helps = "JSON of variables for the chat template of requests that do not set them, as in chat_template_kwargs"
+    add("--chat_template_kwargs", default="{}", metavar="JSON", help=helps)
     add("--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429")
     add("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")
     add("--mesh", default="", help="mesh axes over all devices, such as tensor=4,data=-1 (default: one device)")
@@ -346,6 +349,7 @@ def _prepare(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_serv
     make_config = functools.partial(_engine_config, args)
     make_config({})  # refuses wrong sizes before weights are loaded
     options = {"mesh": mesh_lib.parse(args.mesh), "quantize": args.quantize, "hosts": hosts}
+    options["chat_template_kwargs"] = _object("--chat_template_kwargs", args.chat_template_kwargs)
     args.weights = _sources(args)
     if not args.weights:
         return inference_server.prepare_model(args.model, make_config({}), **options)
@@ -353,6 +357,13 @@ def _prepare(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_serv
     wait_s = math.inf if args.exit_with_parent else None  # a parent knows how long to wait
     options["expected"] = args.expected and atomic_file.read_json(pathlib.Path(args.expected), dict)
     return inference_server.prepare(args.weights, make_config, key=key, wait_s=wait_s, **options)
+
+
+def _object(name: str, text: str) -> dict:
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise ValueError(f'{name} {text} is not a JSON object; write it as {{"enable_thinking": false}}')
 
 
 def _sources(args: argparse.Namespace) -> list[str]:

@@ -236,6 +236,7 @@ def _description(exp: experiment.Experiment, servers: Sequence[str]) -> dict:
         "max_model_len": config.inference.max_model_len,
         "tokenizer": hub.pinned(config.tokenizer),
         "tokenizer_date": config.tokenizer_date,
+        "chat_template_kwargs": config.chat_template_kwargs.to_dict(),
         "servers": [*servers],
         "sampling": sampling | {"max_tokens": env_mix.max_tokens(config)},
         "router_replay": config.train.router_replay,

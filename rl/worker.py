@@ -449,6 +449,7 @@ def _read_run(body: dict, sandbox: str, code: user_code.Folders) -> Run:
         name, seed, options = (body["env"][field] for field in ("name", "seed", "options"))
         expected = str(body["env"].get("digest", ""))
         tokenizer, date = body["tokenizer"], body["tokenizer_date"]
+        variables = dict(body.get("chat_template_kwargs", {}))
         servers, sampling = list(body["servers"]), dict(body["sampling"])
         router_replay, admission = bool(body.get("router_replay")), dict(body.get("admission", {}))
         work_bits = int(admission["work_bits"]) if admission.get("kind") == "work" else 0
@@ -465,7 +466,7 @@ def _read_run(body: dict, sandbox: str, code: user_code.Folders) -> Run:
         envs.check_digest(name, envs.digest(found, located), expected)
     env = dataclasses.replace(envs.load(found, seed=seed, **located), name=name)
     own = {"limit_s": scorer_lib.LIMIT_S, "sandbox": sandbox, "digest": expected}
-    loaded = tokenizer_lib.load(tokenizer, date=date)
+    loaded = tokenizer_lib.load(tokenizer, date=date, variables=variables)
     scorer = player = None
     if env.play is not None:
         host = foreign_host.of_environment(env, found, located, seed, loaded, **own)

@@ -17,7 +17,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -349,6 +349,7 @@ def prepare(
     quantize: str = "none",
     wait_s: float | None = None,
     expected: dict | None = None,
+    chat_template_kwargs: Mapping | None = None,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> Prepared:
     """Prepares a server of the newest version of a weight broadcast. Blocks until a version exists and is on the devices.
@@ -361,13 +362,19 @@ def prepare(
       quantize: one of weights.QUANTIZATIONS.
       wait_s: how long a version may take to appear; None: START_S.
       expected: the metadata that the version will have, if known: then a process alone compiles the engine while it does not exist.
+      chat_template_kwargs: variables of the chat template in requests that do not set them, in addition to those of the run.
       hosts: those that serve together; each calls this function, and loads the version that the first has chosen.
     """
     source, version = source_lib.open(weights, trusted_key=key), 0
+
+    def tokenizer(metadata: dict) -> tokenizer_lib.Tokenizer:
+        variables = {**metadata.get("chat_template_kwargs", {}), **(chat_template_kwargs or {})}
+        return tokenizer_lib.load(metadata["tokenizer"], variables=variables)
+
     if expected and hosts.count == 1:
         if not {"model", "tokenizer"} <= expected.keys():
             raise ValueError("the expected metadata has no model and tokenizer; give those of a published manifest")
-        _compile(source, key, *_sizes(expected, config, mesh, quantize, hosts), expected["tokenizer"])
+        _compile(source, key, *_sizes(expected, config, mesh, quantize, hosts), tokenizer(expected))
     if hosts.is_first:
         try:
             version = broadcast.wait_for(source, 0, timeout_s=NOTICE_S)
@@ -390,7 +397,7 @@ def prepare(
             f"version {version} under {weights} is another on this host than on host 0; give both one source"
         )
     sources = [weights] if isinstance(weights, str) else weights
-    return prepare_pulled(pulled, source, sizes, store, metadata["tokenizer"], key=key, sources=sources, hosts=hosts)
+    return prepare_pulled(pulled, source, sizes, store, tokenizer(metadata), key=key, sources=sources, hosts=hosts)
 
 
 def prepare_pulled(
@@ -398,7 +405,7 @@ def prepare_pulled(
     source: source_lib.Source,
     config: engine_lib.EngineConfig,
     store: weights_lib.Store,
-    tokenizer: str,
+    tokenizer: tokenizer_lib.Tokenizer,
     *,
     key: source_lib.Trusted = None,
     sources: Sequence[str] = (),
@@ -406,7 +413,7 @@ def prepare_pulled(
 ) -> Prepared:
     """Prepares a server of weights that are on its devices already; later versions come from the broadcast `source`.
 
-    `tokenizer` is its folder or name; `key` and `hosts` are those of `prepare`.
+    `key` and `hosts` are those of `prepare`.
     """
     prepared = _prepared(config, store, tokenizer, pulled.params, pulled.version, hosts)
     return dataclasses.replace(prepared, weights=source, key=key, have=pulled, sources=sources)
@@ -418,13 +425,15 @@ def prepare_model(
     *,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
+    chat_template_kwargs: Mapping | None = None,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> Prepared:
     """Prepares a server of the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `prepare`."""
     cli.note(f"loading {folder}")
     folder = str(hub.folder(folder))
     store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config, hosts), quantize)
-    prepared = _prepared(config, store, folder, weights_lib.load_folder(folder, store), 0, hosts)
+    tokenizer = tokenizer_lib.load(folder, variables=chat_template_kwargs)
+    prepared = _prepared(config, store, tokenizer, weights_lib.load_folder(folder, store), 0, hosts)
     return dataclasses.replace(prepared, sources=[folder])
 
 
@@ -455,7 +464,7 @@ def _sizes(metadata: dict, config, mesh, quantize: str, hosts) -> tuple[engine_l
     )
 
 
-def _compile(source, key, config: engine_lib.EngineConfig, store: weights_lib.Store, tokenizer: str) -> None:
+def _compile(source, key, config: engine_lib.EngineConfig, store: weights_lib.Store, tokenizer) -> None:
     """Compiles the programs of a server, which JAX keeps: runs one on parameters of zeros. For further lengths only until a version exists."""
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), transformer.abstract(store.model))
     server = _prepared(config, store, tokenizer, zeros, 0, hosts_lib.ALONE).run()
@@ -471,9 +480,8 @@ def _compile(source, key, config: engine_lib.EngineConfig, store: weights_lib.St
 
 
 def _prepared(
-    config, store: weights_lib.Store, tokenizer_folder: str, params, version: int, hosts: hosts_lib.Hosts
+    config, store: weights_lib.Store, tokenizer: tokenizer_lib.Tokenizer, params, version: int, hosts: hosts_lib.Hosts
 ) -> Prepared:
-    tokenizer = tokenizer_lib.load(tokenizer_folder)
     if tokenizer.vocab_size > store.model.vocab_size:
         found = f"the tokenizer has {tokenizer.vocab_size} entries, and the model only {store.model.vocab_size}"
         raise ValueError(f"{found}; use tokenizer.json and config.json of the same checkpoint")

@@ -61,6 +61,7 @@ class Tokenizer:
     tool_template: str | None = None  # replaces `chat_template` when there are tools
     date: datetime.date | None = None  # returned by the template's clock; None for the present time
     origin: str = "byte_chatml"  # name or folder, for messages
+    variables: Mapping = dataclasses.field(default_factory=dict)  # of the chat template, unless a call sets them
 
     @property
     def vocab_size(self) -> int:
@@ -137,7 +138,7 @@ class Tokenizer:
           messages: in the form of OpenAI's API; at least one.
           add_generation_prompt: append the opening of the assistant's next turn.
           tools: functions that the model may call, in the form of OpenAI's API.
-          variables: further variables for the template, such as `enable_thinking`.
+          variables: further variables for the template, such as `enable_thinking`; they precede those of the tokenizer.
 
         Raises ValueError if the template rejects the messages, or the tokenizer has no template.
         """
@@ -244,6 +245,11 @@ class Tokenizer:
         names = [name for found in self._turns.values() for name in (found.stop, found.call_stop) if name]
         return tuple(dict.fromkeys([*self.eos_ids, *(id for name in names for id in self.encode(name, special=True))]))
 
+    def reads(self, variable: str) -> bool:
+        """Returns True if a chat template contains the name of a variable."""
+        text = f"{self.chat_template}\n{self.tool_template}"
+        return re.search(rf"\b{re.escape(variable)}\b", text) is not None
+
     def closing_ids(self, message: Mapping, *, tools: Sequence[Mapping] | None = None) -> list[int]:
         """Returns the IDs with which the assistant ends `message`, for a conversation that the template leaves open; [] if unknown."""
         found = self._turns[self._template_text(tools)]
@@ -257,7 +263,7 @@ class Tokenizer:
 
     def _template_inputs(self, messages, tools, variables) -> tuple[dict, Iterator[str]]:
         """Returns (the template's variables, with the caller's strings escaped; an iterator of private-use characters not in them)."""
-        variables = dict(variables or {})
+        variables = {**self.variables, **(variables or {})}
         given = [[_with_reasoning(message) for message in messages], list(tools) if tools else None, variables]
         template = self._template_text(tools)
         try:
@@ -331,7 +337,9 @@ class Tokenizer:
     def _turns(self) -> dict[str, turns.Turns]:
         """Where each of the chat templates begins and ends the assistant's turns."""
         token, own = self._escaper.token, [name for name, id in self.specials.items() if id in self.eos_ids]
-        inputs = dict(self.named) | {"tools": None, "generation_opener": "", "generation_closer": ""}
+        inputs = (
+            dict(self.named) | dict(self.variables) | {"tools": None, "generation_opener": "", "generation_closer": ""}
+        )
         now = self.date or datetime.datetime.now()
 
         def find(template: str) -> turns.Turns:
@@ -398,10 +406,10 @@ def byte_chatml() -> Tokenizer:
     return _create(model, named, chat_template_lib.CHATML, None, [256])
 
 
-def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenizer:
+def load(name_or_dir: str | os.PathLike, *, date: str | None = None, variables: Mapping | None = None) -> Tokenizer:
     """Loads the tokenizer of a Hugging Face folder or hub ID; the name "byte_chatml" returns the built-in tokenizer.
 
-    `date` (YYYY-MM-DD) is shown to chat templates instead of today's. Raises ValueError or FileNotFoundError, naming the
+    `date` (YYYY-MM-DD) is shown to chat templates instead of today's, and they get `variables`. Raises ValueError or FileNotFoundError, naming the
     file, if the folder's tokenizer is unusable.
     """
     try:
@@ -409,7 +417,7 @@ def load(name_or_dir: str | os.PathLike, *, date: str | None = None) -> Tokenize
     except ValueError:
         raise ValueError(f"the tokenizer's date {date!r} is not a date; write it as YYYY-MM-DD") from None
     found = byte_chatml() if name_or_dir == "byte_chatml" else _create(*tokenizer_files.read(name_or_dir))
-    return dataclasses.replace(found, date=day, origin=str(name_or_dir))
+    return dataclasses.replace(found, date=day, origin=str(name_or_dir), variables=dict(variables or {}))
 
 
 def located(name_or_dir: str) -> str:

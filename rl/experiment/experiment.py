@@ -103,7 +103,8 @@ class Experiment:
         del model["reduce_dtype"]  # of the learner alone; servers of older versions know no such field
         tokenizer, is_remote = self.config.tokenizer, self.config.topology.mode == "remote"
         tokenizer = tokenizer if is_remote else tokenizer_lib.located(tokenizer)
-        return {"model": model, "tokenizer": tokenizer, "engine": dataclasses.asdict(self.engine)}
+        variables = {"chat_template_kwargs": dict(self.tokenizer.variables)} if self.tokenizer.variables else {}
+        return {"model": model, "tokenizer": tokenizer, "engine": dataclasses.asdict(self.engine)} | variables
 
     def layout(self, mesh: jax.sharding.Mesh, num_streams: int, **fields) -> packing.Layout:
         """Returns the size of batches of `num_streams` token sequences, packed into rows; `fields` are others of `packing.Layout`."""
@@ -240,7 +241,8 @@ def resolve(
     if config.warmup.data and config.warmup.num_steps and not config.warmup.digest:
         config.warmup.digest = _data_digest(config.warmup.data) if saved is None else saved["warmup.digest"]
     rl = config.rl
-    tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date)
+    variables = config.chat_template_kwargs.to_dict()
+    tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date, variables=variables)
     model = config_lib.ModelConfig(**config.model)
     if tokenizer.vocab_size > model.vocab_size:
         found = f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries"

@@ -103,6 +103,10 @@ def _read_config(read: Callable[[str], Any], path: str) -> Any:
         for option in dict.fromkeys(re.findall(r"^--?config\.env\.options\.(\w+)", "\n".join(sys.argv), re.MULTILINE)):
             if option not in options:
                 options[option] = value(f"env.options.{option}", [config.env.name, *names][-1])
+        variables = config.chat_template_kwargs
+        for name in re.findall(r"^--?config\.chat_template_kwargs\.(\w+)", "\n".join(sys.argv), re.MULTILINE):
+            if name not in variables:
+                variables[name] = _literal(_values(sys.argv, f"config.chat_template_kwargs.{name}")[-1])
         for path in re.findall(r"^--?config\.(envs\.\w+\.[\w.]+)", "\n".join(sys.argv), re.MULTILINE):
             section, (*sections, field) = config, path.split(".")
             for name in sections:

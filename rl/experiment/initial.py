@@ -6,7 +6,8 @@ it records the version, and its resumes load the same one: that policy may be th
 1. The fields of `model` are those of the checkpoint, except `OWN`: dtypes, rematerialization, kernels. No config.json has them.
 2. A field of `model` that the config sets itself, in its file or on the command line, replaces the checkpoint's, such as
    `rope_scaling` for longer contexts. If the checkpoint's parameters do not fit it, the two contradict each other.
-3. The tokenizer is the checkpoint's, with its chat template and stop tokens, unless the config names another.
+3. The tokenizer is the checkpoint's, with its chat template and stop tokens, unless the config names another. Variables of the template
+   are those of the other run, unless the config sets them.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ def completed(
     if not path or ("model_dim" in own and not needs_files and not pathlib.Path(path).is_dir()):
         return config
     try:
-        found, tokenizer = _read(path, config.model.scan_layers)
+        found, tokenizer, variables = _read(path, config.model.scan_layers)
     except ValueError as error:
         raise ValueError(f"init_from: {error}") from None
     model = dataclasses.replace(found, **own)
@@ -60,6 +61,8 @@ def completed(
     config.model.update({n: value for n, value in dataclasses.asdict(model).items() if n not in OWN})
     if not is_own("tokenizer", config.tokenizer):
         config.tokenizer = tokenizer
+    own = config.chat_template_kwargs
+    own.update({name: value for name, value in variables.items() if name not in own})
     return config
 
 
@@ -115,10 +118,13 @@ def _weights(path: str) -> pathlib.Path | None:
     return weights if weights.is_dir() else None
 
 
-def _read(path: str, scan_layers: bool) -> tuple[config_lib.ModelConfig, str]:
-    """Returns the model of a checkpoint, and its tokenizer's name or folder. Raises ValueError if it is absent or not supported."""
+def _read(path: str, scan_layers: bool) -> tuple[config_lib.ModelConfig, str, dict]:
+    """Returns (the model of a checkpoint, its tokenizer's name or folder, the variables of its run's chat template).
+
+    Raises ValueError if the checkpoint is absent or not supported.
+    """
     if not (weights := _weights(path)):
-        return hf.read_config(path, scan_layers=scan_layers), path
+        return hf.read_config(path, scan_layers=scan_layers), path, {}
     if (version := broadcast.latest(weights)) is None:
         raise ValueError(f"{weights} has no policy yet; finish rl.sft, or give another checkpoint")
     metadata = broadcast.read_manifest(weights, version).metadata
@@ -127,7 +133,8 @@ def _read(path: str, scan_layers: bool) -> tuple[config_lib.ModelConfig, str]:
     except (KeyError, TypeError) as error:
         found = f"version {version} in {weights} names no model and tokenizer ({error})"
         raise ValueError(f"{found}; give the working directory of rl.sft or rl.train, or a checkpoint") from None
-    return dataclasses.replace(model, scan_layers=scan_layers), tokenizer
+    variables = dict(metadata.get("chat_template_kwargs", {}))
+    return dataclasses.replace(model, scan_layers=scan_layers), tokenizer, variables
 
 
 def _published(metadata: Mapping) -> config_lib.ModelConfig:

@@ -310,6 +310,7 @@ class Orchestrator:
             # Nodes elsewhere find a folder by the path in the config.
             "tokenizer": (hub.pinned if config.topology.mode == "remote" else tokenizer_lib.located)(config.tokenizer),
             "tokenizer_date": config.tokenizer_date,
+            "chat_template_kwargs": config.chat_template_kwargs.to_dict(),
             "servers": [server["url"] for server in servers],
             "server_keys": {server["url"]: server["key"] for server in servers if server["key"]},
             "sampling": sampling | {"max_tokens": env_mix.max_tokens(config)},

@@ -89,7 +89,13 @@ def resolve(
             raise
         config, chosen = settled(config, functools.partial(present, has_engine=False), resolved, has_rollouts=False)
     print(chosen, end="\n" if chosen else "", flush=True)
-    return resolved(config)
+    found = resolved(config)
+    for name in command_line.given():
+        section, _, variable = name.partition(".")
+        if section == "chat_template_kwargs" and not found.tokenizer.reads(variable):
+            remedy = f"remove it, or name a variable of the chat template of {config.tokenizer}"
+            raise ValueError(f"config.{name} has no effect here: the template has no {variable!r}; {remedy}")
+    return found
 
 
 def present(config: config_dict.ConfigDict, *, has_engine: bool = True) -> Devices:

@@ -153,10 +153,19 @@ def test_a_wrong_name_is_answered_with_its_path_and_the_nearest(wrong):
         parsed(f"--config={wrong}", "--workdir=w") if "configs" in wrong else quickstart_with(wrong)
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("False", False), ("true", True), ("8", 8), ("low", "low"), ("2026-01-01", "2026-01-01")]
+)
+def test_variables_of_a_chat_template_are_set_on_the_command_line(text, value):
+    found = quickstart_with(f"chat_template_kwargs.any={text}").chat_template_kwargs.to_dict()
+    assert found == {"any": value} and type(found["any"]) is type(value)
+
+
 def test_help_lists_every_field_with_its_default_and_comment():
     lines = [line.strip() for line in base_fields.listing().splitlines() if " = " in line and line[2] != "#"]
     shown = dict(line.partition("  #")[0].split(" = ", 1) for line in lines)
-    defaults = experiment.flat(base.get_config().to_dict()) | {"env.options": {}, "envs": {}, "evaluation.sets": {}}
+    defaults = experiment.flat(base.get_config().to_dict()) | {"env.options": {}, "envs": {}}
+    defaults |= {"evaluation.sets": {}, "chat_template_kwargs": {}}
     assert {name: shown.pop(name) for name in defaults} == {name: repr(value) for name, value in defaults.items()}
     assert shown == {"loss_options.cross_entropy": "{}"}
     for line in (  # alone; of a value in parentheses

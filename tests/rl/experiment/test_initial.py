@@ -11,13 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
+from ml_collections import config_dict
 
 from configs import base, quickstart, tpu_gsm8k
+from inference.server import inference_server
 from models import config as config_lib
 from models import hf, transformer
-from rl import sft
+from models.text import chat_template
+from models.text import tokenizer as tokenizer_lib
+from rl import generate, sft, worker
 from rl.experiment import experiment, initial, workdir
+from rl.experiment import flags as command_line
 from rl.orchestrator import admission, orchestrator
+from rl.plan import sizes
 from rl.protocol import timeline
 from sharding import broadcast
 from sharding import mesh as mesh_lib
@@ -178,6 +185,51 @@ def test_a_working_directory_stands_for_its_newest_policy_at_the_first_start(tmp
     publish(3, 1)
     with pytest.raises(ValueError, match="init_from: .* has other weights as version 1, from which .*own began; put"):
         check(1, own)
+
+
+def test_all_processes_render_with_the_variables_of_the_run(tmp_path, monkeypatch):
+    """Learner, worker, server, validator, and a run that starts from this one; a request may set others."""
+    tokenizer_lib.byte_chatml().save(folder := tmp_path / "base")
+    thinks = "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    template = chat_template.CHATML.rstrip().removesuffix("{% endif %}") + thinks + "{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    c = base.get_config()
+    c.model.update(model_dim=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
+    c.tokenizer, c.chat_template_kwargs.enable_thinking = str(folder), False
+    exp = experiment.resolve(c)
+    with workdir.open_workdir(tmp_path / "run", exp) as run, workdir.publisher(run, exp, hosts.ALONE) as publisher:
+        publisher.publish(tiny.params(exp.model, 0), 0, metadata=exp.broadcast_metadata)
+    described = json.loads(json.dumps(generate._description(exp, [])))
+    later = completed(run)
+    server = inference_server.prepare(str(run / "weights"), exp.engine)
+    saved = config_dict.ConfigDict(workdir.saved_config(run))
+    found = {
+        "learner": exp.tokenizer,
+        "worker": worker.read_runs(described, "off", None)[""].tokenizer,
+        "server": server.engine.tokenizer,
+        "validator": experiment.resolve(saved).tokenizer,
+        "later run": experiment.resolve(later).tokenizer,
+    }
+    user = [{"role": "user", "content": "2 + 2?"}]
+    for name, tokenizer in found.items():
+        text = [
+            tokenizer.decode(
+                tokenizer.render(user, add_generation_prompt=True, variables=own).token_ids, skip_special=False
+            )
+            for own in (None, {"enable_thinking": True})
+        ]
+        assert text[0] == text[1] + "<think>\n\n</think>\n\n", name
+    c.chat_template_kwargs.enable_thinking = True
+    with pytest.raises(ValueError, match="chat_template_kwargs.enable_thinking was False, now True"):
+        (run / "metrics.jsonl").write_text("{}\n")
+        workdir.open_workdir(run, experiment.resolve(c)).__enter__()
+    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(workdir=""))
+    c.chat_template_kwargs.enable_thinkin = False
+    for name in ("enable_thinking", "enable_thinkin"):
+        monkeypatch.setattr(command_line, "given", lambda name=name: [f"chat_template_kwargs.{name}"])
+        context = pytest.raises(ValueError, match="the template has no 'enable_thinkin'; remove it")
+        with contextlib.nullcontext() if name == "enable_thinking" else context:
+            sizes.resolve(c)
 
 
 def test_a_plan_of_a_known_size_needs_no_files():

@@ -1040,6 +1040,7 @@ def test_the_routes(make):
         assert run["env"] == {"name": "reverse_text", "options": options, "seed": 0, "digest": digest} | episodes
         assert run["sampling"] == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 12}
         assert (run["tokenizer"], run["tokenizer_date"]) == ("byte_chatml", "2026-01-01")
+        assert run["chat_template_kwargs"] == orchestrator._config.chat_template_kwargs.to_dict()
         assert run["servers"] == [] and run["step"] == -1
         publish(orchestrator, 0)
         assert http.get("/run").json()["run"] == run | {"step": 0, "policy": {"epoch": 0, "version": 0, "digest": ""}}
