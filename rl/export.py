@@ -3,19 +3,25 @@
     python -m rl.export --config=configs/quickstart.py --workdir=runs/quickstart --step=best --output=exported
 
 1. The checkpoint is restored onto the config's mesh; adapters are merged (rl/learner/lora.py).
-2. `models.hf.save` writes config.json and safetensors with hub-style names; the same parameters give the same bytes. The
-   tokenizer is written to the same folder, which gets its name last.
+2. `models.hf.save` writes config.json and safetensors with hub-style names; the same parameters give the same bytes.
+3. All that training does not change is that of the checkpoint in `init_from`: entries of config.json and generation_config.json, and
+   the tokenizer's files. The folder gets its name last.
 """
 
+import json
 import pathlib
 
 from absl import flags
 
-from models import hf, transformer
+from models import hf, hub, transformer
+from models.text import tokenizer_files
 from rl import evaluate
-from rl.experiment import experiment
+from rl.experiment import experiment, initial
 from rl.reporting import metrics
 from sharding import bucket, rules
+from sharding.system import atomic_file, cli
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def main() -> None:
@@ -27,10 +33,52 @@ def main() -> None:
         )
     hf.check_new(output)
     with evaluate.open_checkpoint(needs_envs=False) as (exp, workdir, step, params):
-        ids = {"eos_token_id": list(exp.tokenizer.stop_ids), "pad_token_id": exp.tokenizer.pad_id}
-        params = rules.cast(params, transformer.specs(exp.model))  # from float32, in which they train
-        hf.save(output, exp.model, params, extra=ids, write_more=exp.tokenizer.save)
+        save(output, exp, params)
     metrics.Progress().say(f"version {step} of {workdir} is in {output}: python -m inference.chat --model {output}")
+
+
+def save(output: pathlib.Path, exp: experiment.Experiment, params: transformer.Params) -> None:
+    """Writes parameters of a run as a Hugging Face folder that does not exist yet. Raises ValueError as `hf.save` does."""
+    stored, generation, tokenizer = _kept(exp)
+
+    def write_more(folder: pathlib.Path) -> None:
+        atomic_file.write(folder / "generation_config.json", json.dumps(generation, indent=2).encode() + b"\n")
+        if tokenizer:
+            tokenizer_files.copy(tokenizer, folder)
+        else:
+            exp.tokenizer.save(folder)
+
+    params = rules.cast(params, transformer.specs(exp.model))  # from float32, in which they train
+    hf.save(output, exp.model, params, stored=stored, write_more=write_more)
+
+
+def _kept(exp: experiment.Experiment) -> tuple[dict, dict, pathlib.Path | None]:
+    """Returns (entries of config.json, those of generation_config.json, the folder of the tokenizer's files or None) of the checkpoint.
+
+    Its stop tokens are joined by those of the run's tokenizer. Those of another tokenizer replace all its token IDs.
+    """
+    try:
+        base = initial.checkpoint(exp.config.init_from)
+    except ValueError as error:
+        cli.note(f"note: config.json has only the fields of the model, because init_from cannot be read: {error}")
+        base = None
+    name = exp.config.tokenizer
+    is_folder = name != "byte_chatml" and (pathlib.Path(name).is_dir() or hub.is_id(name) or hub.is_url(name))
+    tokenizer = hub.folder(name, hub.TOKENIZER) if is_folder else None
+    files = ("config.json", "generation_config.json")
+    stored, generation = (atomic_file.read_json(base / file, dict) if base else {} for file in files)
+    ids = {"eos_token_id": [*exp.tokenizer.stop_ids], "pad_token_id": exp.tokenizer.pad_id}
+    if not (base and tokenizer and base.samefile(tokenizer)):
+        stored, generation = (
+            {key: value for key, value in one.items() if key not in TOKEN_IDS} | ids for one in (stored, generation)
+        )
+        return stored, generation, tokenizer
+    generation = generation or ids | {key: stored[key] for key in TOKEN_IDS if key in stored}
+    stops = generation.get("eos_token_id")
+    stops = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if missing := [id for id in ids["eos_token_id"] if id not in stops]:
+        generation["eos_token_id"] = stops + missing
+    return ids | stored, generation, tokenizer
 
 
 if __name__ == "__main__":

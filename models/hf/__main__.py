@@ -7,11 +7,11 @@ python -m models.hf compare DIR [OTHER]      compares with OTHER tensor by tenso
 
 import collections
 import dataclasses
+import functools
 import importlib
 import json
 import math
 import pathlib
-import shutil
 import sys
 from collections.abc import Sequence
 
@@ -22,10 +22,8 @@ from models import config as config_lib
 from models import hf, hub, transformer
 from models.hf import config as hf_config
 from models.hf import safetensors_file, tensor_check, tensor_names
+from models.text import tokenizer_files
 from sharding.system import cli
-
-# Files of a checkpoint that do not depend on the weights; `convert` copies them.
-COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,14 +69,7 @@ def _convert(args) -> int:
     folder = hub.folder(args.dir)
     config, params = hf.load(folder, dtype=args.dtype)
     stored = json.loads((folder / "config.json").read_text("utf-8"))
-    token_ids = {name: stored[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in stored}
-
-    def copy_companions(out: pathlib.Path) -> None:
-        for name in COMPANIONS:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, out / name)
-
-    hf.save(args.out, config, params, extra=token_ids, write_more=copy_companions)
+    hf.save(args.out, config, params, stored=stored, write_more=functools.partial(tokenizer_files.copy, folder))
     print(f"wrote {args.out}: {transformer.num_params(config):,} parameters in {config.param_dtype}")
     return 0
 

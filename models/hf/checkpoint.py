@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -93,19 +93,19 @@ def save(
     config: config_lib.ModelConfig,
     params: transformer.Params,
     *,
-    extra: dict | None = None,
+    stored: Mapping | None = None,
     write_more: Callable[[pathlib.Path], None] = lambda folder: None,
 ) -> None:
     """Writes a Hugging Face checkpoint that transformers can load; the same parameters always give the same bytes.
 
     `path` is a folder that does not exist yet, or is empty; `params` has arrays on this process's devices, or numpy arrays.
-    `extra` adds entries to config.json, such as eos_token_id. `write_more` writes more files into the folder, such as a
+    `stored` has entries to keep in config.json: those of the checkpoint that the model began with. `write_more` writes more files into the folder, such as a
     tokenizer's, before it is renamed to `path`. Raises ValueError if the folder is not empty, or if the files of
     `config.family` cannot express the config.
     """
     path = pathlib.Path(path)
     check_new(path)
-    hf = hf_config.write(config) | (extra or {})
+    hf = hf_config.update(stored or {}, config)
     leaves = tensor_names.leaves(params)
 
     def lazy(tensor):

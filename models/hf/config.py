@@ -1,12 +1,15 @@
 """Converts the `config.json` of a Hugging Face checkpoint to `ModelConfig`, and back.
 
-`read` accepts the entries of transformers 4 and 5; `write` gives those of 4, which both load.
+`read` accepts the entries of transformers 4 and 5; `write` gives those of 4, which both load. `update` keeps all entries of the
+checkpoint that a model began with, also those that this package does not read, but for those that the model contradicts.
 
 Family-specific entries are in models/hf/families.py, shared ones in models/hf/fields.py. Entries that change no arithmetic
 in a forward pass (token ids, dropout, initializer) are neither read nor written.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from models import config as config_lib
@@ -17,6 +20,9 @@ from models.hf import fields as hf_fields
 COMPUTE_FIELDS = ("dtype", "remat", "scan_layers", "attention", "grouped_matmul", "reduce_dtype")
 # Entries that must be whole numbers, in addition to all that begin with num_.
 COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings", "sliding_window")
+
+# Entries that would precede or limit those of `write`.
+STATED_TWICE = ("rope_parameters", "rope_scaling", "layer_types", "sliding_window", "use_sliding_window", "dtype")
 
 # Fields that a model has only if its family sets them.
 ABSENT = dict.fromkeys(("num_experts", "experts_per_token", "expert_ffn_dim", "first_dense_layers"), 0)
@@ -105,6 +111,22 @@ def write(config: config_lib.ModelConfig) -> dict:
             f"one of {names} that can, or change these fields"
         )
     return hf
+
+
+def update(stored: Mapping, config: config_lib.ModelConfig) -> dict:
+    """Returns the contents of the `config.json` for a model that began with a checkpoint, whose `config.json` has `stored`.
+
+    Raises ValueError as `write` does.
+    """
+    own = write(config)
+    names = [name for name in ("dtype", "torch_dtype") if name in stored] or ["torch_dtype"]
+    kept = dict(stored) | dict.fromkeys(names, config.param_dtype)
+    plain = {name: value for name, value in kept.items() if name not in STATED_TWICE}
+    for found in (kept, kept | own, plain | own):
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+            if not _differences(config, read(found)):
+                return found
+    return own
 
 
 def _differences(config: config_lib.ModelConfig, again: config_lib.ModelConfig) -> list[str]:

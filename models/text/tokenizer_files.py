@@ -3,11 +3,13 @@
 1. tokenizer.json is the tokenizer itself. tokenizer_config.json (and, before 2023, special_tokens_map.json) lists its special
    tokens, and the names by which a chat template refers to them.
 2. The chat template is a file of its own, or an entry of tokenizer_config.json. There may be a second one for tools.
-3. The IDs that end a completion are in generation_config.json, or else in config.json.
+3. `copy` copies these files for another checkpoint of the same model, byte for byte.
+4. The IDs that end a completion are in generation_config.json, or else in config.json.
 """
 
 import os
 import pathlib
+import shutil
 
 import tokenizers
 
@@ -17,6 +19,8 @@ from sharding.system import atomic_file
 # Names of special tokens in tokenizer_config.json and in chat templates.
 NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 MAX_ID = 2**24  # of a token
+FILES = ("*token*.json", "vocab.json", "merges.txt", "tokenizer.model", "*.jinja", "additional_chat_templates/*.jinja")
+FILES = (*FILES, "generation_config.json")
 
 
 def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, str | None, list[int]]:
@@ -44,6 +48,16 @@ def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str],
     template, tool_template = _templates(directory, config)
     model = _read_model(directory / "tokenizer.json")
     return model, named, template, tool_template, _stop_ids(directory)
+
+
+def copy(folder: pathlib.Path, out: pathlib.Path) -> None:
+    """Copies the tokenizer's files and generation_config.json of one checkpoint's folder to another's; existing files stay."""
+    for pattern in FILES:
+        for file in folder.glob(pattern):
+            target = out / file.relative_to(folder)
+            if not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
 
 
 def _read_model(path: pathlib.Path) -> tokenizers.Tokenizer:

@@ -23,6 +23,7 @@ from models import config as config_lib
 from models import hf, hub, transformer
 from models.hf import config as hf_config
 from rl.experiment import experiment
+from rl.experiment import workdir as run_directory
 from rl.learner import reference
 from sharding import broadcast, rules
 from sharding.format import journal
@@ -89,6 +90,17 @@ def load(
         shardings = rules.shardings(transformer.specs(exp.model), mesh)
         params = jax.jit(restack, out_shardings=shardings, donate_argnums=0)(params)
     return rules.cast(params, transformer.specs(exp.model))
+
+
+def checkpoint(path: str) -> pathlib.Path | None:
+    """Returns the Hugging Face folder that `init_from` = `path` began with, through the working directories of other runs.
+
+    None if there is none. Raises ValueError if it is gone.
+    """
+    while path and (weights := _weights(path)):
+        path = run_directory.saved_config(weights.parent)["init_from"]
+    folder = hub.folder(path, hub.TOKENIZER) if path else None
+    return folder if folder and folder.is_dir() else None
 
 
 def _pin(path: str, weights: pathlib.Path, workdir: pathlib.Path | None) -> dict:

@@ -5,6 +5,7 @@ norms that transformers computed. INTELLAX_HF_PARITY names a folder of further v
 """
 
 import collections
+import dataclasses
 import functools
 import json
 import math
@@ -164,6 +165,28 @@ def test_save_load_save_gives_the_same_bytes(name, tmp_path):
     assert saved == {tensor: value for tensor, value in original.items() if tensor not in extra}
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+def test_entries_that_the_model_does_not_contradict_stay(name):
+    """Those of transformers 4 and 5; a field that changed is written, whichever of its spellings the source has."""
+    config, more = hf.read_config(FOLDERS[name]), {"bos_token_id": 7, "own": {"a": [1]}, "use_cache": True}
+    stored = json.loads((FOLDERS[name] / "config.json").read_text()) | more
+    dtypes = {key: config.param_dtype for key in ("dtype", "torch_dtype") if key in stored}
+    assert hf_config.update(stored, config) == stored | dtypes
+    assert hf_config.update({}, config) == hf_config.write(config)
+    changes = [
+        {"rope_theta": 2 * config.rope_theta},
+        {"max_positions": config.max_positions + 8},
+        {"param_dtype": "bfloat16"},
+    ]
+    changes += [{"rope_scaling": "linear", "rope_factor": 4.0}] * (config.rope_scaling == "none")
+    for fields in changes:
+        changed = dataclasses.replace(config, **fields)
+        found = hf_config.update(stored, changed)
+        read = hf_config.read(found)
+        assert {key: getattr(read, key) for key in fields} == fields and found | more == found
+        assert [*hf_config._differences(changed, read)] == []
+
+
 def raw_tensors(folder):
     """Name -> (dtype, shape, bytes) of every safetensors file in a folder."""
     out = {}
@@ -212,7 +235,7 @@ def test_tensors_go_straight_to_their_shards(name):
 def test_several_files_under_an_index(tmp_path, monkeypatch):
     config, params = hf.load(FOLDERS["qwen3moe_mixed"])
     monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 40_000)
-    hf.save(tmp_path / "a", config, params, extra={"eos_token_id": [2, 3]})
+    hf.save(tmp_path / "a", config, params, stored={"eos_token_id": [2, 3]})
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     count = len(files) - 2
     parts = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
