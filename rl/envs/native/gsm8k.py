@@ -5,20 +5,20 @@
 2. The model is asked to reason and to end with "#### <number>". The reference solution, without its calculator marks
    <<48/2=24>>, is the task's answer, so a warm-up can teach it.
 3. The reward is 1 if the number after the last "####" (or in the last \\boxed{}) equals the reference in any notation:
-   "1,000", "$1000", "1000.00". A number without a mark earns nothing, or a policy could end with every number it can think of.
+   "1,000", "$1000", "1000.00 dollars". A number without a mark earns nothing, or a policy could end with every number it can think of.
 """
 
-import decimal
+import fractions
 import pathlib
 import re
 
 from rl.data import sources
 from rl.envs.interface import environment
+from rl.envs.native import numerals
 
 INSTRUCTION = "Solve the problem step by step. End with a line '#### ' followed by the final number."
 MAX_CHARS = 65536  # a longer completion scores 0; honest solutions are far shorter
-_MARK = re.compile(r"####[ \t]*([^\n]*)|\\boxed\{([^{}\n]*)\}")
-_NUMBER = re.compile(r"[+-]?\d{1,18}(\.\d{0,18})?", re.ASCII)
+_REMARK = re.compile(r"(?<=\w) *\([^()]*\)\W*$")  # 18 dollars (3 * 6)
 
 
 def build(*, path: str = "", system_prompt: str = INSTRUCTION, seed: int = 0) -> environment.Environment:
@@ -47,15 +47,18 @@ def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
     return {name: path / name for name in ("test.jsonl", "train.jsonl")}
 
 
-def final_number(text: str) -> decimal.Decimal | None:
+def final_number(text: str) -> fractions.Fraction | None:
     """Returns the number after the last answer mark in a completion, or None without a mark or a number."""
-    if len(text) > MAX_CHARS or not (marks := _MARK.findall(text)):
+    marked = text.rpartition("####") if len(text) <= MAX_CHARS else ("", "", "")
+    boxed = numerals.last_boxed(marked[2])
+    if boxed is None and not marked[1]:
         return None
-    written = "".join(marks[-1]).strip().replace(",", "").removesuffix(".").strip("$ ").removesuffix("%").strip()
-    return decimal.Decimal(written) if _NUMBER.fullmatch(written) else None
+    line = marked[2].strip().partition("\n")[0] if boxed is None else boxed
+    found = numerals.only(_REMARK.sub("", line.rpartition("=")[2]))
+    return found and found.value
 
 
-def _read(path: str, name: str) -> list[tuple[str, str, decimal.Decimal]]:
+def _read(path: str, name: str) -> list[tuple[str, str, fractions.Fraction]]:
     """Reads a JSONL file of problems. Returns (question, solution, answer) of each line; ValueError names a malformed line."""
     file = pathlib.Path(path) / name
     if not path or not file.is_file():
@@ -64,7 +67,7 @@ def _read(path: str, name: str) -> list[tuple[str, str, decimal.Decimal]]:
             "GSM8K (github.com/openai/grade-school-math)"
         )
 
-    def parse(row) -> tuple[str, str, decimal.Decimal]:
+    def parse(row) -> tuple[str, str, fractions.Fraction]:
         question, solution = str(row["question"]), re.sub(r"<<[^<>]*>>", "", row["answer"])
         if (number := final_number(solution)) is None:
             raise ValueError("its answer does not end with '#### <number>'")

@@ -3,7 +3,7 @@
 | name | 1 if |
 |---|---|
 | exact | the completion is the answer, without white space around it |
-| number | the last number of the completion equals the last one of the answer, in any notation: 1,000 = 1000.0 = 1e3 |
+| number | the last number of the completion equals the answer, which is one number, in any notation: 1,000 = 1000.0 = 1e3, 1/2 = 0.5 (rl/envs/native/numerals.py) |
 | regex | the last match of `pattern` in the completion (its first group, if it has one) is the answer |
 | math | the last expression of the completion, best in \\boxed{}, is equal to the answer (math-verify) |
 | boxed | the expression in the last \\boxed{} of the completion is equal to the answer (math-verify) |
@@ -14,22 +14,21 @@ math-verify limits its time by a signal of its own, which needs the main thread 
 rl/envs/scoring/scorer.py ends a process that computes for too long.
 """
 
-import decimal
 import functools
 import logging
 import re
+import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl.envs.interface import environment
+from rl.envs.native import numerals
 from rl.protocol import user_code
 
 Reward = Callable[[str, str, Mapping[str, Any]], Any]  # (completion, answer, row)
 NAMES = ("exact", "number", "regex", "math", "boxed")
 WITH_MATH_VERIFY = ("math", "boxed")
-_NUMBER = re.compile(
-    r"(?:(?<![\d).])-\$?|)(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)(?:e[+-]?\d{1,3}(?!\d))?", re.ASCII | re.IGNORECASE
-)
+_FLOAT = re.compile(r"[+-]?\d+\.0", re.ASCII)  # an integer in a column of a table with a missing number
 _INTEGER = re.compile(r"[+-]?\d{1,400}", re.ASCII)
 
 
@@ -63,42 +62,29 @@ def make(name: str, pattern: str = "") -> Reward:
 
 
 def check_answer(name: str, answer: str) -> None:
-    """Raises ValueError for an answer that no completion can match."""
-    if name == "number" and last_number(answer) is None:
-        raise ValueError(f"the answer {answer[:80]!r} has no number; correct it, or choose another env.options.reward")
-    if not answer.strip():
-        raise ValueError("the answer is empty; correct it")
-
-
-def last_number(text: str) -> decimal.Decimal | None:
-    """Returns the last number in a text, or None if it has none. A minus sign after a digit or a bracket is an operator."""
-    found = _NUMBER.findall(text.replace("\u2212", "-"))
-    return decimal.Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
-
-
-def last_boxed(text: str) -> str | None:
-    """Returns the text in the last \\boxed{}, or None if there is none or it is not closed."""
-    _, mark, inside = text.rpartition("\\boxed{")
-    depth = 1
-    for at, char in enumerate(inside if mark else ""):
-        depth += (char == "{") - (char == "}")
-        if not depth:
-            return inside[:at]
-    return None
+    """Raises ValueError for an answer that no completion can match, or that the reward cannot represent."""
+    if answer.strip().lower() in ("", "nan"):
+        raise ValueError(f"the answer is {'NaN, a missing number' if answer.strip() else 'empty'}; correct it")
+    if name == "number":
+        numerals.expected(answer)
 
 
 def _exact(completion: str, answer: str, row) -> float:
-    return float(completion.strip() == answer.strip())
+    found, wanted = _normal(completion), _normal(answer)
+    return float(found == wanted or (_FLOAT.fullmatch(wanted) is not None and found == wanted.removesuffix(".0")))
+
+
+def _normal(text: str) -> str:
+    return unicodedata.normalize("NFC", text.strip())
 
 
 def _number(completion: str, answer: str, row) -> float:
-    found = last_number(completion)
-    return float(found is not None and found == last_number(answer))
+    return float(_expected(answer).equals(numerals.last(completion)))
 
 
 def _regex(pattern: re.Pattern, completion: str, answer: str, row) -> float:
     matches = list(pattern.finditer(completion))
-    return float(bool(matches) and (matches[-1][min(pattern.groups, 1)] or "").strip() == answer.strip())
+    return float(bool(matches) and _normal(matches[-1][min(pattern.groups, 1)] or "") == _normal(answer))
 
 
 def _math(completion: str, answer: str, row) -> float:
@@ -111,14 +97,17 @@ def _math(completion: str, answer: str, row) -> float:
 
 
 def _boxed(completion: str, answer: str, row) -> float:
-    found = last_boxed(completion)
+    found = numerals.last_boxed(completion)
     if found is None:
         return 0.0
-    gold = last_boxed(answer)
+    gold = numerals.last_boxed(answer)
     gold, found = (answer if gold is None else gold).strip(), found.strip()
     if _INTEGER.fullmatch(gold) and _INTEGER.fullmatch(found):
         return float(int(gold) == int(found))
     return _math(f"\\boxed{{{found}}}", answer, row)
+
+
+_expected = functools.lru_cache(4096)(numerals.expected)
 
 
 @functools.lru_cache(4096)

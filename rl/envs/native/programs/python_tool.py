@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from rl.data import sources
 from rl.envs.interface import environment, episode, protocols, tools
-from rl.envs.native import rewards
+from rl.envs.native import numerals
 from rl.envs.native.programs import blocks
 from rl.envs.sandbox import limits as limits_lib
 from rl.envs.sandbox import pool as pool_lib
@@ -75,8 +75,8 @@ def build(
         last = (played[-1]["content"] or "") if is_over else ""
         if protocol == "text" and blocks.last(last) is not None:
             last = ""
-        number = rewards.last_number(last[-1000:])
-        right = number is not None and number == rewards.last_number(task.answer)
+        number = numerals.last(last[-1000:])
+        right = numerals.expected(task.answer).equals(number)
         return {"reward": float(right), "turns": float(len(played)), "has_answer": float(number is not None)}
 
     async def play(task: environment.Task, model: episode.Model) -> dict[str, float]:
@@ -189,7 +189,7 @@ def _read(path: pathlib.Path) -> dict[str, list[tuple[str, str]]]:
         raise ValueError(f"env.options.path = {str(path)!r} is not a file; set it to a JSONL file of questions")
 
     def parse(row) -> tuple[str, str]:
-        rewards.check_answer("number", str(row["answer"]))
+        numerals.expected(str(row["answer"]))
         return row["prompt"] + "", str(row["answer"])
 
     return environment.divided(sources.parse_lines(path, parse, "a question"), lambda row: row[0], str(path))

@@ -157,7 +157,11 @@ REWARDS = [
     ("number", "-5", "-$5.00", "$5"),
     ("number", ".5", "0.50", "...5"),
     ("number", "1e+16", "1E16", "16"),  # as JSON has 10000000000000000.0
-    ("number", "9999", "1e9999", "1e999"),
+    ("exact", "Cafe\u0301", "Caf\u00e9", "Cafe"),
+    ("exact", "72.0", "72", "72.5"),  # a column of a table with a missing number
+    ("exact", "-3.0", "-3.0", "3"),
+    ("exact", "1.0.0", "1.0.0", "1.0"),
+    ("regex", "Zoe\u0308", "<a>Zo\u00eb</a>", "<a>Zoe</a>"),
     ("regex", "a\nb", "<a>a\nb</a>", "<a>a b</a>"),
     ("regex", "Paris", "<a>Rome</a> <a> Paris </a>", "<a>Paris</a> <a>Rome</a>"),
     ("math", "\\boxed{3} + 4\n#### 7", "It is 7.", "3"),

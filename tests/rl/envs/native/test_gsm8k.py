@@ -1,6 +1,6 @@
 """GSM8K from files: the reference earns 1, near misses nothing, a bad file is named."""
 
-import decimal
+import fractions
 import json
 
 import pytest
@@ -37,7 +37,7 @@ def test_the_reference_earns_one_and_has_no_calculator_marks(path):
         ("so ####72.", 72),
         ("#### $1,080", 1080),
         ("#### 72.00\n", 72),
-        ("#### -3.5", decimal.Decimal("-3.5")),
+        ("#### -3.5", fractions.Fraction("-3.5")),
         ("#### 50%", 50),
         (r"thus \boxed{72}", 72),
         ("#### 1\nno: #### 2", 2),  # the last one counts
@@ -46,7 +46,31 @@ def test_the_reference_earns_one_and_has_no_calculator_marks(path):
         ("#### 72 or 73", None),
         ("#### ", None),
         ("#### nan", None),
-        ("#### 1e9", None),
+        ("#### 1e9", 10**9),
+        ("#### 18 dollars", 18),
+        ("#### 70000 USD", 70000),
+        ("**#### 18**", 18),
+        ("#### **18**", 18),
+        (r"#### \boxed{18}", 18),
+        (r"\boxed{\$18}", 18),
+        (r"\boxed{18\%}", 18),
+        (r"\boxed{9{,}500}", 9500),
+        ("#### -$5", -5),
+        (r"#### \$18", 18),
+        ("####\n18", 18),
+        ("#### 3 * 6 = 18 dollars", 18),
+        ("#### 18 eggs (9 + 9)", 18),
+        (r"\boxed{12\,500 \text{ m}^2}", 12500),
+        (r"\boxed{\frac{36}{2}}", 18),
+        ("#### The answer is 18.", 18),
+        ("#### __18__ 🎉", 18),
+        (r"$\boxed{\text{18 dollars}}$", 18),
+        ("#### €1 250,", 1250),
+        ("#### –7", -7),
+        ("#### 2.5 million", 2500000),
+        ("#### 18:30", None),
+        (r"\boxed{(3, 18)}", None),
+        (r"\boxed{18", None),
         ("#### ٧٢", None),  # digits of another script
         ("#### " + "9" * 5000, None),
         ("x" * 70000 + "#### 72", None),

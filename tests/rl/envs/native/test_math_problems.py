@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rl import envs
-from rl.envs.native import rewards
+from rl.envs.native import numerals
 
 ROWS = [
     ("1 + 1?", "2"),
@@ -93,7 +93,7 @@ def test_the_last_box_is_that_of_a_stack():
     rng = random.Random(0)
     for _ in range(3000):
         text = "".join(rng.choices(["\\boxed{", "{", "}", "x", "\\"], k=rng.randint(0, 9)))
-        assert rewards.last_boxed(text) == box_by_stack(text)
+        assert numerals.last_boxed(text) == box_by_stack(text)
 
 
 def test_a_file_is_needed(tmp_path):
