@@ -47,7 +47,8 @@ def main(sandbox_path: str, program_path: str, config_text: str) -> None:
     if config["uid"]:
         _become(config["uid"], config["reads_all"])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    for name in ("_datetime", "_zoneinfo"):  # their Python versions read the clock by `time.time`, which is replaced
+    # The Python versions read clock and random numbers by functions that are replaced; `ssl` has none.
+    for name in ("_datetime", "_zoneinfo", "_uuid", "_ssl"):
         sys.modules[name] = None  # type: ignore[assignment]
     program = _module("program", program_path)
     _warm()
@@ -223,6 +224,11 @@ class _Child:
         """Returns the CPU seconds of all its threads."""
         return time.clock_gettime((~self.pid << 3) | 2)  # the CPU clock of that process, which exists until `end`
 
+    def has_halted(self) -> bool:
+        """Returns True if the child has stopped itself by a signal: nobody would wake it."""
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        return found is not None and found.si_code == os.CLD_STOPPED
+
     def end(self) -> int:
         """Kills the child, if it runs. Returns its exit status as `subprocess` has it."""
         if self._status is None:
@@ -268,11 +274,11 @@ class _Watch:
     def result(self) -> dict:
         child, limits = self._child, self._limits
         before_s, now_s = child.cpu_s(), time.monotonic()
-        deadline_s, has_exited, cpu_s = now_s + limits["clock_s"], False, 0.0
+        deadline_s, has_exited, has_halted, cpu_s = now_s + limits["clock_s"], False, False, 0.0
         with selectors.DefaultSelector() as selector:
             for source in (child.out, child.err, child.control, child.exited, self._host):
                 selector.register(source, selectors.EVENT_READ)
-            while self._done is None and not has_exited and not self._stopped:
+            while self._done is None and not has_exited and not has_halted and not self._stopped:
                 for key, _ in selector.select(TICK_S):
                     if key.fileobj is self._host:
                         self._answer()
@@ -288,13 +294,15 @@ class _Watch:
                     self._stopped = "time"
                 elif self._holds_too_much():
                     self._stopped = "files"
+                has_halted = child.has_halted()
         if not has_exited and not self._stopped:
             os.kill(child.pid, signal.SIGSTOP)
         for fd in self._outputs:
             while not self._stopped and self._read(fd):
                 pass
-        is_alive = not has_exited and not self._stopped
+        is_alive = not has_exited and not has_halted and not self._stopped
         status = 0 if is_alive else child.end()
+        status = -signal.SIGSTOP if has_halted else status
         return self._report(None if self._stopped else status, cpu_s) | {"is_alive": is_alive}
 
     def _report(self, status: int | None, cpu_s: float) -> dict:

@@ -14,7 +14,8 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
-CLOCK_FACTOR = 10  # a program may take this many times the CPU limit by the clock
+# A program may take so much by the clock: a pool runs two per core, and the machine may be busy for a moment.
+CLOCK_FACTOR, CLOCK_MORE_S = 2, 2.0
 SPREAD = 5  # how much faster or slower an honest machine may be
 MAX_FILES = 1000  # that a program may make
 

@@ -1,24 +1,31 @@
 """Runs code of the model in a child of inside.py, which has taken its rights away. Standard library only, and loaded from its file.
 
-Clock, random numbers, and hashes are the same in each run, as far as Python's modules reach, so that a replay repeats the output. Not
-the same are the numbers of `id`, and the clocks and random numbers of the C library.
+Clocks, random numbers, hashes, the metadata and order of files, users, and the machine are the same in each run, as far as Python's
+modules reach, so that a replay repeats the output. Not the same are numbers that follow from addresses (`id`, `hash` of a plain object,
+`threading.get_ident`), counts of memory, and all that a program gets from the C library by ctypes.
 """
 
 import ast
 import builtins
 import functools
+import importlib
 import io
 import itertools
 import json
 import linecache
 import os
+import posix
 import random
+import resource
+import selectors
 import socket
+import stat
 import sys
 import threading
 import time
 import traceback
 import types
+import uuid
 
 EPOCH_S = 1767225600  # 2026-01-01
 MAX_VALUE_BYTES = 2**20  # of a watched variable, as JSON
@@ -50,7 +57,7 @@ os._exit(0)
 
 
 def repeat() -> None:
-    """Makes clock and random numbers the same in each run, as far as Python's modules reach."""
+    """Makes all that a program reads from its surroundings the same in each run, as far as Python's modules reach."""
     count, numbers, slept_s = itertools.count(1), random.Random(0), [0.0]
     localtime, gmtime, strftime, asctime = time.localtime, time.gmtime, time.strftime, time.asctime
     seed, randbytes = random.Random.seed, random.Random.randbytes
@@ -69,14 +76,18 @@ def repeat() -> None:
     def seeded(self, a=None, version=2):
         seed(self, numbers.getrandbits(64) if a is None else a, version)
 
+    def clock_gettime(clock: int) -> float:
+        return clock_s(
+            EPOCH_S if clock in (time.CLOCK_REALTIME, time.CLOCK_TAI, 5) else 0.0
+        )  # 5: CLOCK_REALTIME_COARSE
+
+    clocks = {"time": lambda: clock_s(EPOCH_S), "clock_gettime": clock_gettime}
+    clocks |= dict.fromkeys(("perf_counter", "process_time", "monotonic", "thread_time"), clock_s)
     changes = {
         time: {
-            "time": lambda: clock_s(EPOCH_S),
-            "time_ns": lambda: int(clock_s(EPOCH_S) * 1e9),
-            "perf_counter": clock_s,  # `monotonic` stays: an event loop waits by it
-            "perf_counter_ns": lambda: int(clock_s() * 1e9),
-            "process_time": clock_s,
-            "process_time_ns": lambda: int(clock_s() * 1e9),
+            **clocks,
+            **{f"{name}_ns": functools.partial(_nanoseconds, clock) for name, clock in clocks.items()},
+            "pthread_getcpuclockid": lambda thread: time.CLOCK_THREAD_CPUTIME_ID,
             "sleep": sleep,
             "localtime": lambda seconds=None: localtime(time.time() if seconds is None else seconds),
             "gmtime": lambda seconds=None: gmtime(time.time() if seconds is None else seconds),
@@ -86,14 +97,130 @@ def repeat() -> None:
         },
         random.Random: {"seed": seeded},
         random: {"_urandom": urandom},
-        os: {"urandom": urandom, "getpid": lambda: 2},
+        os: {"urandom": urandom, "getrandom": lambda size, flags=0: urandom(size), **_machine(clock_s), **_files()},
+        resource: {"getrusage": lambda who: resource.struct_rusage((clock_s(), *[0] * 15))},
+        socket: {"gethostname": lambda: "sandbox"},
+        uuid: {"_generate_time_safe": None},
         builtins: {"exit": sys.exit, "quit": sys.exit},
     }
+    importlib._bootstrap_external._os = types.SimpleNamespace(**vars(posix))  # type: ignore[attr-defined]  # compares times
     for owner, names in changes.items():
         for name, value in names.items():
-            setattr(owner, name, value)
+            for module in (owner, posix) if owner is os and hasattr(posix, name) else (owner,):
+                setattr(module, name, value)
+    _let_waits_pass(slept_s)
     random.seed = random._inst.seed  # type: ignore[attr-defined]
     random.seed(0)
+
+
+def _nanoseconds(clock, *arguments) -> int:
+    return int(clock(*arguments) * 1e9)
+
+
+def _machine(clock_s) -> dict:
+    """Returns functions of `os` that describe the process, its user, and the machine, by name."""
+    sysconf, own = os.sysconf, {"SC_PHYS_PAGES": 2**17, "SC_AVPHYS_PAGES": 2**16}
+    own |= dict.fromkeys(("SC_NPROCESSORS_ONLN", "SC_NPROCESSORS_CONF"), 1)
+    own |= {os.sysconf_names[name]: value for name, value in own.items()}
+    numbers: dict[int, int] = {}
+    threading.get_native_id = lambda: numbers.setdefault(threading.get_ident(), len(numbers) + 2)
+    threading.main_thread()._native_id = threading.get_native_id()  # type: ignore[attr-defined]
+    uname = os.uname_result(("Linux", "sandbox", "6.0", "#1", os.uname().machine))
+    return {
+        **dict.fromkeys(("getuid", "geteuid", "getgid", "getegid"), lambda: 1000),
+        **dict.fromkeys(("cpu_count", "process_cpu_count"), lambda: 1),
+        "getpid": lambda: 2,
+        "getppid": lambda: 1,
+        "getloadavg": lambda: (0.0, 0.0, 0.0),
+        "times": lambda: os.times_result((clock_s(), 0.0, 0.0, 0.0, clock_s())),
+        "uname": lambda: uname,
+        "sched_getaffinity": lambda pid: {0},
+        "sysconf": lambda name: own[name] if name in own else sysconf(name),
+    }
+
+
+def _files() -> dict:
+    """Returns functions of `os` that describe files, by name: with fixed times and users, and names in their order."""
+    numbers: dict[tuple, int] = {}
+    listdir, scandir = os.listdir, os.scandir
+
+    def fixed(found: os.stat_result) -> os.stat_result:
+        inode = numbers.setdefault((found.st_dev, found.st_ino), len(numbers) + 2)
+        size = 0 if stat.S_ISDIR(found.st_mode) else found.st_size
+        own = (found.st_mode, inode, 1, found.st_nlink, 1000, 1000, size)
+        times = (*[EPOCH_S] * 3, *[float(EPOCH_S)] * 3, *[EPOCH_S * 10**9] * 3)
+        return os.stat_result((*own, *times, 4096, -(-size // 512), 0))
+
+    class Entry:
+        def __init__(self, entry):
+            self._entry, self.name, self.path = entry, entry.name, entry.path
+
+        def __getattr__(self, name):
+            return getattr(self._entry, name)
+
+        def __fspath__(self):
+            return self.path
+
+        def __repr__(self):
+            return f"<DirEntry {self.name!r}>"
+
+        def stat(self, *, follow_symlinks=True):
+            return fixed(self._entry.stat(follow_symlinks=follow_symlinks))
+
+        def inode(self):
+            return self.stat(follow_symlinks=False).st_ino
+
+    class Entries:
+        def __init__(self, path="."):
+            with scandir(path) as entries:
+                self._entries = iter(sorted(map(Entry, entries), key=lambda entry: entry.name))
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(self._entries)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.close()
+
+        def close(self):
+            self._entries = iter(())
+
+    found = {"listdir": lambda path=".": sorted(listdir(path)), "scandir": Entries}
+    for name in ("stat", "lstat", "fstat"):
+        found[name] = functools.partial(lambda real, *args, **options: fixed(real(*args, **options)), getattr(os, name))
+    for names in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks):
+        names |= {new for name, new in found.items() if getattr(os, name) in names}
+    return found
+
+
+def _let_waits_pass(slept_s: list[float]) -> None:
+    """Makes the clock move by the time of a wait that ends without its event. An event loop without threads does not wait at all."""
+
+    def selecting(real):
+        def select(self, timeout=None):
+            if timeout is None or timeout <= 0:
+                return real(self, timeout)
+            ready = real(self, 0 if threading.active_count() == 1 else timeout)
+            slept_s[0] += 0 if ready else timeout
+            return ready
+
+        return select
+
+    for kind in (selectors.SelectSelector, selectors.PollSelector, selectors.EpollSelector):
+        kind.select = selecting(kind.select)
+    wait = threading.Condition.wait
+
+    def wait_and_count(self, timeout=None):
+        is_notified = wait(self, timeout)
+        slept_s[0] += 0.0 if is_notified or timeout is None else max(timeout, 0.0)
+        return is_notified
+
+    threading.Condition.wait = wait_and_count
 
 
 def run_program(request: dict, control: int) -> None:

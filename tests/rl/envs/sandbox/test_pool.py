@@ -5,6 +5,7 @@ import dataclasses
 import doctest
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -162,16 +163,91 @@ def test_a_folder_that_cannot_be_emptied_ends_the_cell(pool):
     assert before.is_alive or before not in pool._idle
 
 
+# Each may differ between two runs, cells, or machines.
+READS = """
+time.monotonic() time.monotonic_ns() time.clock_gettime(1) time.clock_gettime_ns(0) time.thread_time() time.thread_time_ns()
+time.perf_counter_ns() time.process_time_ns() time.time_ns() time.pthread_getcpuclockid(threading.get_ident()) os.times()
+asyncio.run(nap()) sched.scheduler().timefunc() time.sleep(1),time.monotonic() datetime.datetime.now() time.strftime("%c")
+uuid.uuid1() uuid.getnode() os.getrandom(8) secrets.token_hex() tempfile.mkdtemp() email.utils.make_msgid() random.Random().random()
+os.stat("a").st_mtime os.stat("a") os.lstat("a") os.fstat(file.fileno()) posix.stat("a") os.path.getctime("a") pathlib.Path("a").stat()
+[(e.name,e.inode(),e.stat())for(e)in(os.scandir("."))] os.listdir() [*os.walk(".")] glob.glob("*") os.stat(0) os.stat("/usr/lib")
+[x[:3]for(x)in(os.fwalk("."))] resource.getrusage(0) resource.getrusage(1) os.getloadavg() os.getuid() os.geteuid() os.getgid() os.getegid()
+os.getpid() os.getppid() posix.getpid() threading.get_native_id() threading.current_thread().native_id os.uname() platform.node()
+socket.gethostname() os.cpu_count() os.sched_getaffinity(0) multiprocessing.cpu_count() os.sysconf("SC_AVPHYS_PAGES") os.sysconf(85)
+logging.LogRecord("a",1,"p",1,"m",(),None).created os.path.samefile("a","b") os.nice(0) open("/dev/urandom","rb") open("/proc/uptime")
+__import__("ssl") __import__("_uuid") os.getresuid() os.statvfs(".") os.getpgrp() queue.Queue().get(timeout=0.01)
+threading.Event().wait(0.01),time.monotonic() select.select([],[],[],0.01),time.monotonic()
+""".split()
+READING = f"""
+import os, posix, threading, time
+file = open("a", "w")
+for name in "cbd":
+    open(name, "w").close()
+async def nap():
+    begun_s = asyncio.get_running_loop().time()
+    await asyncio.sleep(0.5)
+    return asyncio.get_running_loop().time() - begun_s
+for read in {READS!r}:
+    for name in "asyncio datetime email.utils glob logging multiprocessing pathlib platform queue random resource sched secrets select socket tempfile uuid".split():
+        globals()[name.partition(".")[0]] = __import__(name)
+    try:
+        print(read, eval(read))
+    except Exception as error:
+        print(read, type(error).__name__)
+"""
+
+
+def test_what_a_program_reads_repeats(backend):
+    limits, found = limits_lib.Limits(output_bytes=2**16), []
+    for _ in range(2):  # in a fresh cell each, after other programs
+        pool = pool_lib.Pool(limits, backend=backend)
+        asyncio.run(pool.run("for n in range(len(found)): open(str(n), 'w')".replace("found", repr(found and "abc"))))
+        found.append(asyncio.run(pool.run(READING)))
+        pool.close()
+        time.sleep(0.01)
+    assert found[0].exit == 0 and found[0].cpu_s < 3, found[0].stderr
+    lines = [one.stdout.splitlines() for one in found]
+    lines = [
+        [re.sub("/intellax-sandbox-\\w+", "", line) for line in one] for one in lines
+    ]  # Landlock's folders have names
+    assert lines[0] == lines[1] and len(lines[0]) == len(READS)
+    text = found[0].stdout
+    assert (
+        'os.path.samefile("a","b") False' in text
+        and "['a', 'b', 'c', 'd'" in text
+        and "queue.Queue().get(timeout=0.01) Empty" in text
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "os.kill(os.getpid(), 19)",
+        "signal.raise_signal(19)",
+        "os.kill(0, 19)",
+        "signal.pthread_kill(threading.get_ident(), 19)",
+    ],
+)
+def test_a_program_that_stops_itself_ends_at_once(pool, call):
+    begun_s = time.monotonic()
+    result = asyncio.run(pool.run(f"import os, signal, threading\ntry: {call}\nexcept OSError: raise SystemExit(-19)"))
+    assert result.exit in (-19, 256 - 19) and not result.timed_out and time.monotonic() - begun_s < 5
+    one, two, three = in_session(pool, "x = 1", "import signal; signal.raise_signal(19)", "'x' in globals()")
+    assert (one.exit, two.exit, three.stdout) == (0, -19, "False\n")
+
+
 def test_results_repeat(pool):
     code = """
 import asyncio, datetime, os, random, secrets, time, uuid
 async def wait():
     await asyncio.sleep(0)
+    work = asyncio.get_running_loop().run_in_executor(None, sum, range(10**5))
+    assert await asyncio.wait_for(work, 5) == 4999950000
 asyncio.run(wait())
 print(random.random(), random.Random().random(), secrets.token_hex(4), uuid.uuid4(), os.urandom(2))
-print(time.time(), time.perf_counter(), datetime.datetime.now(), os.getpid(), {"a", "b", "c"}, hash("x"))
+print(datetime.date.today(), os.getpid(), {"a", "b", "c"}, hash("x"))
 random.seed()
-print(random.random(), random.SystemRandom().random(), time.ctime(), object())
+print(random.random(), random.SystemRandom().random(), time.ctime()[:10], object())
 """
     programs = [asyncio.run(pool.run(code.replace(", object()", ""))) for _ in range(2)]
     sessions = [in_session(pool, code)[0] for _ in range(2)]
@@ -380,6 +456,18 @@ def test_files_that_do_not_fit_end_the_use(pool):
     assert asyncio.run(pool.run("import os; print(os.listdir('.'))")).stdout == "[]\n"
 
 
+# Takes CPU seconds. No clock shows them.
+SPEND = """
+import signal
+signal.signal(signal.SIGPROF, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_PROF, {})
+try:
+    while True: pass
+except KeyboardInterrupt:
+    print(1)
+"""
+
+
 def test_programs_near_the_limit_are_found(pool):
     async def is_slow(code):
         with limits_lib.measured() as times:
@@ -388,12 +476,12 @@ def test_programs_near_the_limit_are_found(pool):
 
     assert not asyncio.run(is_slow("pass"))
     assert asyncio.run(is_slow("while True: pass"))
-    assert asyncio.run(is_slow("import resource\nwhile sum(resource.getrusage(0)[:2]) < 0.2: pass"))
+    assert asyncio.run(is_slow(SPEND.format(0.2)))
     assert doctest.testmod(limits_lib).failed == 0
 
 
 def test_a_validator_gives_more_time(pool, monkeypatch):
-    code = "import resource\nwhile sum(resource.getrusage(0)[:2]) < 0.7: pass\nprint(1)"  # in some machines, most of it is the kernel's
+    code = SPEND.format(0.7)
     assert asyncio.run(pool.run(code)).timed_out
     monkeypatch.setattr(limits_lib, "_FACTOR", [1.0])
     limits_lib.set_factor(limits_lib.SPREAD)
