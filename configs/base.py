@@ -126,8 +126,10 @@ def get_config() -> config_dict.ConfigDict:
     r.gate = 0.0  # such a group has no advantage that is farther than this from 0
     # Tasks by the results of earlier batches: "pools" or "levels" (rl/protocol/curriculum.py); "": in the order of the seed
     r.curriculum = ""
-    # Samples that could not be scored are left out of groups in which at least so many were; groups with fewer train nothing.
-    r.min_group = 0  # 0: those samples are worth 0
+    r.score_errors = (
+        "leave out"  # samples for which the scorer raised, of their group and of the batch; "zero": they are worth 0
+    )
+    r.min_group = 0  # with "leave out", a group in which fewer samples were scored trains nothing; 0: any number
     r.tokens_per_step = 0  # a batch ends with the group that brings its sampled tokens to this; 0: by groups alone
 
     # The curriculum, with rl.curriculum.

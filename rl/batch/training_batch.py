@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -26,18 +26,24 @@ class Batch:
     num_micro_batches: int = 0  # of a batch that another process packed
 
 
-def rewarded(rollouts: Sequence[rollout_lib.Rollout], scores: Scores, min_group: int = 0) -> list[rollout_lib.Rollout]:
+def failed(rollouts: Sequence[rollout_lib.Rollout], scores: Scores) -> set[int]:
+    """Returns the samples of a group for which the scorer raised an exception. Our own scores count, else the worker's claims."""
+    own = {one.sample: scores.get(one.sample, one.rewards) or {} for one in rollouts if one.branch == 0}
+    return {sample for sample, found in own.items() if found.get("error", 0.0) > 0}
+
+
+def rewarded(
+    rollouts: Sequence[rollout_lib.Rollout], scores: Scores, left_out: Collection[int] = (), min_group: int = 0
+) -> list[rollout_lib.Rollout]:
     """Returns the rollouts of a group with the rewards that we recomputed, 0 where there was no time; else a claim could break ties.
 
-    With `min_group` (rl.min_group), samples that our scorer could not score are left out. If fewer remain, the group trains nothing:
-    all are returned, with rewards of 0.
+    Samples in `left_out` are missing. If fewer than `min_group` remain (rl.min_group), all are, and the group trains nothing.
     """
-    failed = {number for number, own in scores.items() if min_group and (own is None or own.get("error", 0.0) > 0)}
-    scored = [one for one in rollouts if one.sample not in failed]
-    if failed and len({one.sample for one in scored}) < min_group:
-        scores, scored = dict.fromkeys(one.sample for one in rollouts), list(rollouts)
+    kept = [one for one in rollouts if one.sample not in left_out]
+    if len({one.sample for one in kept}) < min_group:
+        return []
     out = []
-    for one in scored:
+    for one in kept:
         number = one.number if one.number in scores else one.sample  # a continuation has scores of its own
         if number in scores:
             own = scores[number] or dict.fromkeys([*one.rewards, "reward"], 0.0)

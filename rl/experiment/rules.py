@@ -4,6 +4,7 @@ A config file may contain unused fields, such as options of losses that it does 
 unused: a user who types it expects an effect.
 """
 
+import contextlib
 import math
 import re
 import sqlite3
@@ -17,6 +18,7 @@ from inference.rollouts import kept_sets
 from inference.server import web
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
+from rl.envs.interface import environment
 from rl.ledger import ledger
 from rl.protocol import curriculum, env_mix, lease, task_schedule
 from rl.retention import redaction
@@ -179,6 +181,7 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib
     """
     limit, first, found = config.inference.max_model_len, 16, envs.load_all(config)
     for key, env in found.items():
+        _note_echoes(env, min(first, env.num_tasks or first))
         if 0 < env.num_held_out < (count := -(-config.evaluation.num_tasks // len(found))):
             field, rest = "evaluation.num_tasks", f"there are only {env.num_held_out}, which are taken several times"
             cli.note(
@@ -202,6 +205,20 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib
                 raise ValueError(
                     f"{found} has no room for an answer; raise it (and train.row_length), or shorten the task"
                 )
+
+
+def _note_echoes(env: environment.Environment, count: int) -> None:
+    """Warns of an environment that rewards a copy of the prompt. Only a pure one is tried, whose score is a function of texts."""
+    if env.score is None or env.kind != "pure":
+        return
+    num_echoed = 0
+    for index in range(count):
+        with contextlib.suppress(Exception):  # foreign code may raise anything; the run's scorer reports it
+            task = env.make_task(index, "train")
+            most = max(env.score(task, text)["reward"] for text in environment.echoes(task))
+            num_echoed += most > 0 and most >= env.score(task, task.answer)["reward"]
+    if num_echoed:
+        cli.note(environment.echo_warning(env.name, num_echoed, count))
 
 
 def check_overrides(config: config_dict.ConfigDict, names: Iterable[str]) -> None:
@@ -254,9 +271,11 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.rl.curriculum and all(one.digest for one in entries):  # else rl.export, which needs no environment
         curriculum.Curriculum(c)
     smallest = min(entries, key=lambda one: one.samples_per_prompt)
+    if c.rl.score_errors not in ("leave out", "zero"):
+        yield f"rl.score_errors = {c.rl.score_errors!r} is unknown; choose 'leave out' or 'zero'"
     if c.rl.min_group and not 2 <= c.rl.min_group <= (most := smallest.samples_per_prompt):
         found = f"rl.min_group = {c.rl.min_group} of {most} samples ({smallest.field('samples_per_prompt')})"
-        yield f"{found}: set it in 2..{most}, or to 0 for groups with all samples"
+        yield f"{found}: set it in 2..{most}, or to 0 for any number"
     if c.evaluation.samples_per_task > 1 and c.evaluation.temperature == 0:
         yield "evaluation.samples_per_task is above 1, but samples at temperature 0 are equal; raise evaluation.temperature"
     steps, num_updates = c.optimizer.total_steps, c.rl.num_steps * objective.optimizer_steps
@@ -342,6 +361,7 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     kind = f"optimizer.name = {c.optimizer.name!r} does not use it; set optimizer.name ="
     yield r"loss_options\..*", loss != c.rl.loss.rpartition(":")[2], f"rl.loss is {c.rl.loss!r}; set rl.loss = {loss!r}"
     yield r"retention\.keep_steps", c.retention.mode == "keep", "set retention.mode = 'drop' or 'encrypt'"
+    yield r"rl\.min_group", c.rl.score_errors == "zero", "no sample is left out; set rl.score_errors = 'leave out'"
     yield r"rl\.gate", c.rl.refill == 0, "no group is replaced; set rl.refill above 0"
     pools = r"curriculum\.((hard|easy)_.*|(normal|unseen)_weight|drop_at)"
     yield pools, c.rl.curriculum != "pools", "set rl.curriculum = 'pools'"

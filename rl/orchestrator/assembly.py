@@ -39,7 +39,13 @@ def make(
     """Returns the orchestrator of a run with the validator in this process; neither serves yet."""
     config, key = experiment.config, run_directory.signing_key(workdir)
     tolerance, bands = verifier.bands_of(config)
-    rules = verifier.rules_of(config, experiment.tokenizer, on_wait, stack, key.worker)
+    errors: list[str] = []  # of scorers
+
+    def on_error(line: str) -> None:
+        errors.append(line)
+        on_wait(line)
+
+    rules = verifier.rules_of(config, experiment.tokenizer, on_error, stack, key.worker)
     rules = dataclasses.replace(rules, tolerance=tolerance)
     server_keys = list(config.topology.server_keys)
     num_parts = num_hosts if layout.is_colocated(config) else 1  # hosts that have a server and workers of this run
@@ -72,6 +78,7 @@ def make(
         ledger=ledger,
         server_keys=server_keys,
         on_wait=on_wait,
+        first_error=lambda: next(iter(errors), ""),
     )
     if layout.is_colocated(config):
         rollouts.nodes.invite(server_keys)

@@ -13,6 +13,7 @@ rl/orchestrator/groups/group_queue.py has the states of a group; this file adds 
 learner's process and imports no environment: a task is only an index here.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -81,6 +82,7 @@ class Orchestrator:
         server_keys: Collection[str] = (),
         on_verified: Callable[[Sequence[rollout_lib.Rollout]], None] = lambda rollouts: None,
         on_wait: Callable[[str], None] = lambda line: None,
+        first_error: Callable[[], str] = lambda: "",
     ):
         self._config, self._workdir, self._credit, self._key = config, workdir, credit, key
         self._ledger, self._evidence, self._on_wait = ledger or run_ledger.NoLedger(), evidence, on_wait
@@ -124,6 +126,10 @@ class Orchestrator:
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._wanted: int | None = None  # the batch that the learner waits for
         self._failure: BaseException | None = None
+        self._first_error, self._num_scored = (
+            first_error,
+            collections.Counter(),
+        )  # samples: those that could not be scored, and all
         self.metrics = role_metrics.RoleMetrics("orchestrator", self._metrics, LATENCIES)  # not for workers
         self.metrics.seconds["verdict"] = verdicts.seconds
         seconds = self.metrics.seconds["lease"]
@@ -232,10 +238,10 @@ class Orchestrator:
         if recorded:
             recorded.result()
         atomic_file.write(self._log.directory / STATES, states.encode(), durable=True)
-        groups = [*map(self._rewarded, taken)]
+        groups, errors = [group for group in map(self._rewarded, taken) if group], self._score_errors(step, taken)
         most = {entry.label: entry.max_tokens for entry in env_mix.entries(self._config).values()}
         counts = diagnostics.of_groups(groups, step=step, max_tokens=most)
-        counts["batch/num_left_out"] = float(sum(len(e.rollouts) - len(g) for e, g in zip(taken, groups, strict=True)))
+        counts |= errors | {"batch/num_left_out": float(sum(len(e.rollouts) for e in taken) - sum(map(len, groups)))}
         room = env_mix.max_streams(self._config)
         return training_batch.assemble(step, groups, self._credit, counts | self._take_counts(), room)
 
@@ -459,5 +465,24 @@ class Orchestrator:
         return self._credit.has_signal(self._rewarded(entry))
 
     def _rewarded(self, entry: queue_entry.Entry) -> list[rollout_lib.Rollout]:
-        min_group = self._config.rl.min_group if entry.group.split == "train" else 0
-        return training_batch.rewarded(entry.rollouts, entry.scores, min_group)
+        if entry.group.split != "train" or self._config.rl.score_errors == "zero":
+            return training_batch.rewarded(entry.rollouts, entry.scores)
+        failed = training_batch.failed(entry.rollouts, entry.scores)
+        return training_batch.rewarded(entry.rollouts, entry.scores, failed, self._config.rl.min_group)
+
+    def _score_errors(self, step: int, taken: list[queue_entry.Entry]) -> dict[str, float]:
+        """Returns the metric of samples that the scorer raised for. Raises ValueError if these are more than half of the run's or all of the batch's."""
+        num_failed = sum(len(training_batch.failed(entry.rollouts, entry.scores)) for entry in taken)
+        num_samples = sum(len({one.sample for one in entry.rollouts}) for entry in taken)
+        self._num_scored.update(failed=num_failed, all=num_samples)
+        if num_failed and self._config.rl.score_errors != "zero":
+            first = self._first_error() or "no process of this run has said why"
+            failed, total = self._num_scored["failed"], self._num_scored["all"]
+            if 2 * failed > total or num_failed == num_samples:
+                found = f"the scorer failed for {failed} of {total} samples of this run, {num_failed} of {num_samples} in batch {step}"
+                raise ValueError(
+                    f"{found}; the first error: {first}; correct the environment, or set rl.score_errors = 'zero'"
+                )
+            left = f"batch {step} leaves out {num_failed} of {num_samples} samples, for which the scorer failed"
+            self._on_wait(f"{left} (rl.score_errors); the first error: {first}")
+        return {"rollout/score_error_frac": num_failed / max(num_samples, 1)}

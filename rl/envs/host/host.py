@@ -152,8 +152,7 @@ class Host:
         kind = error.partition(":")[0]
         if kind not in self.counts and len(self.counts) < scorer.MAX_KINDS:
             self._on_error(
-                f"environment {self._name} failed in an episode: {error}; its reward is 0, as of all episodes that fail so "
-                "(metric rollout/score_error_frac)"
+                f"environment {self._name} failed in an episode: {error} (rl.score_errors; metric rollout/score_error_frac)"
             )
         self.counts[kind if kind in self.counts or len(self.counts) < scorer.MAX_KINDS else "other"] += 1
         return dataclasses.replace(found, error=error)

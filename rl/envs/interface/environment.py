@@ -31,14 +31,15 @@ An environment is a function that returns an `Environment`; `env.name = "module:
 
 1. `make_task(index, split)` must be a pure function of the builder's options, the seed, the split and the index. Workers and
    validators make each task again in their own processes, so Python's `hash`, set order and global random state are unusable.
-2. The model completes `task.messages`. Its reasoning is removed (`Tokenizer.scored_text`), the rest is the completion.
+2. The model completes `task.messages`, and continues the last one if it is the assistant's. The completion is the text as the model
+   wrote it, without the reasoning of a model that reasons (`Tokenizer.scored_text`).
 3. `score(task, completion)` returns finite numbers by name. "reward" is maximized by training and required; the others are
    metrics. Every completion must get the same names. A completion may come from an adversary: scoring runs in a process
    with limits (rl/envs/scoring/scorer.py), without network and files other than installed packages. The builder reads all data.
-4. An exception in `make_task` ends the run with one line. A completion for which `score` raises gets 0 in every number.
+4. An exception in `make_task` ends the run with one line. A completion for which `score` raises is left out (rl.score_errors).
 
 Training and held-out tasks are separated by content: a prompt is held out if its hash is 0 modulo 16. So no prompt is in
-both, however the tasks are generated.
+both, however the tasks are generated. Where all prompts are equal, tasks are separated by their index.
 
 An environment of several turns, tools, or other models has a program `play` instead of `score` (rl/envs/interface/episode.py).
 '''
@@ -60,6 +61,7 @@ SPLITS = ("train", "held_out")
 # such as a clock or the web, so that no validator can repeat it. trust.environments is the rule for strangers.
 KINDS = ("pure", "replayed", "recorded")
 HELD_OUT_ONE_IN = 16
+MAX_EQUAL = 64  # attempts, after which equal prompts count as all that there are
 MAX_ATTEMPTS = 512  # all of them miss the held-out split by chance with (15/16)^512 = 5e-15
 
 
@@ -70,7 +72,9 @@ class Task:
     env: str  # name of the environment
     index: int
     split: str  # "train" or "held_out"
-    messages: tuple[dict, ...]  # system and user turns, in the form of OpenAI's API; the last one is the prompt
+    messages: tuple[
+        dict, ...
+    ]  # the prompt, in the form of OpenAI's API; the model continues a last message of the assistant
     answer: str  # a completion with reward 1.0
     decoy: str = ""  # a tempting completion with a lower reward, for studies of wrong demonstrations; "" for none
     info: dict = dataclasses.field(default_factory=dict)  # further data for `score`; never leaves the process
@@ -98,19 +102,33 @@ class Environment:
 
 
 def first_in_split(name: str, seed: int, split: str, index: int, draw: Callable[[int], Task | None]) -> Task:
-    """Draws tasks at random until the prompt of one belongs to `split`, and returns this task.
+    """Draws tasks at random until the prompt of one belongs to `split`, and returns this task; the first one if all prompts are equal.
 
     `draw(number)` makes a task from a 64-bit number, or returns None if the number gives no usable task. The numbers depend
     on the other arguments alone, so the result is always the same. Raises ValueError if none of MAX_ATTEMPTS draws is usable.
     """
+    first, prompts, differ = None, set(), False
     for attempt in range(MAX_ATTEMPTS):
-        task = draw(stable_hash(f"{name}/{seed}/{split}/{index}/{attempt}"))
-        if task is not None and split_of(task.messages[-1]["content"]) == split:
+        if (task := draw(stable_hash(f"{name}/{seed}/{split}/{index}/{attempt}"))) is None:
+            continue
+        prompt = prompt_text([message for message in task.messages if message["role"] != "system"])
+        if split_of(prompt) == split:
             return task
+        first, prompts = first or task, prompts | {prompt}
+        differ = differ or task != first
+        if attempt >= MAX_EQUAL and len(prompts) == 1 and differ:  # else there is one task only
+            return first
     raise ValueError(
         f"environment {name} drew no usable {split} prompt for task {index} in {MAX_ATTEMPTS} attempts: too few prompts "
         "are possible to hold some out; widen its options (env.options)"
     )
+
+
+def prompt_text(messages: Sequence[Mapping]) -> str:
+    """Returns the text of a prompt that decides its split: of a message alone, or JSON of all messages with all of their fields."""
+    if len(messages) == 1 and set(messages[0]) == {"role", "content"}:
+        return messages[0]["content"]
+    return json.dumps(messages, sort_keys=True)
 
 
 def split_of(prompt: str) -> str:
@@ -118,25 +136,38 @@ def split_of(prompt: str) -> str:
     return "held_out" if stable_hash(prompt) % HELD_OUT_ONE_IN == 0 else "train"
 
 
+def splits_of(prompts: Sequence[str], origin: str) -> dict[str, list[int]]:
+    """Returns the numbers of the prompts of each split. A split that would be empty gets one prompt.
+
+    Equal prompts are in one split; if all are equal, their numbers decide. Raises ValueError for less than two prompts.
+    """
+    if len(prompts) < 2:
+        raise ValueError(f"{origin} has {len(prompts)} tasks; add some, because one must be held out")
+    keys = prompts if len(set(prompts)) > 1 else [f"{prompt}/{i}" for i, prompt in enumerate(prompts)]
+    hashes = [*map(stable_hash, keys)]
+    # The first hash stands in where a small file has none in the sixteenth part.
+    held_out = {x for x in hashes if x % HELD_OUT_ONE_IN == 0 and x != max(hashes)} or {min(hashes)}
+    return {split: [i for i, x in enumerate(hashes) if (x in held_out) == (split == "held_out")] for split in SPLITS}
+
+
 def divided(rows: Iterable, prompt_of: Callable[[Any], str], origin: str) -> dict[str, list]:
-    """Returns the rows of each split by their prompts. A split without any gets one; raises ValueError for less than two rows."""
-    found: dict[str, list] = {split: [] for split in SPLITS}
-    for row in rows:
-        found[split_of(prompt_of(row))].append(row)
-    for split, other in (SPLITS, SPLITS[::-1]):
-        if not found[split]:
-            if len(found[other]) < 2:
-                raise ValueError(f"{origin} has {len(found[other])} tasks; add some, because one must be held out")
-            found[split].append(found[other].pop())
-    return found
+    """Returns the rows of each split by their prompts, as `splits_of` has it."""
+    rows = [*rows]
+    found = splits_of([*map(prompt_of, rows)], origin)
+    return {split: [rows[i] for i in numbers] for split, numbers in found.items()}
 
 
 def content_key(messages: Sequence[Mapping]) -> str:
-    """Returns the SHA-256 (hex) of a task's prompt: of the roles and texts of its messages, without system messages.
+    """Returns the SHA-256 (hex) of a task's prompt: of its messages, without system messages.
 
     A pass rate that was measured with another system prompt, or in another order of tasks, finds its task again by it.
     """
-    content = [[message["role"], message["content"]] for message in messages if message["role"] != "system"]
+    rest = lambda message: {name: value for name, value in message.items() if name not in ("role", "content")}  # noqa: E731
+    content = [
+        [message["role"], message["content"], *filter(None, [rest(message)])]
+        for message in messages
+        if message["role"] != "system"
+    ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -182,6 +213,18 @@ def prompts(env: Environment, tokenizer: Any) -> Callable[[int, str], tuple[Task
 
     kept = {split: functools.lru_cache(1024)(prompt) for split in SPLITS}
     return lambda index, split: kept.get(split, prompt)(index, split)
+
+
+def echoes(task: Task) -> list[str]:
+    """Returns the texts of a prompt that a model could send back: its last message, and all messages."""
+    texts = [message["content"] or "" for message in task.messages]
+    return [*dict.fromkeys([texts[-1], "\n".join(texts)])]
+
+
+def echo_warning(label: str, count: int, total: int) -> str:
+    """Returns the warning for tasks whose prompt, sent back as an answer, earns as much as their answer."""
+    found = f"warning: the prompt's own text, sent back as an answer, earns the reward of {count} of {total} tasks of {label}"
+    return f"{found}: a model can learn to copy; choose a stricter env.options.reward, or reword the prompts"
 
 
 def check_options(owner: str, options: Set[str], known: Collection[str]) -> None:

@@ -18,7 +18,7 @@ answers one turn, from tools, or from both.
    program must be a function of its task and of the replies: no clock, no global random state, no order of sets. `random.Random` of
    the task's index is allowed. An environment that depends on more declares `kind = "recorded"`.
 3. Calls may be concurrent. Equal prompts get equal replies within an episode, unless their `number` differs.
-4. An exception in the program gives the episode the score 0 in every number, and 1 in "error", like one in `score`.
+4. An exception in the program gives the episode the score 0 in every number, and 1 in "error", like one in `score` (rl.score_errors).
 
 Left out: images, and functions that see all episodes of a group.
 '''

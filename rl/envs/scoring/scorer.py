@@ -8,7 +8,8 @@
 3. A completion that ended its child gets 0 in every number. A child whose memory grew by half of the limit is replaced, so
    that one completion does not affect the score of another. After `max_failures` of such completions in a group, the rest of the
    group gets 0 without being scored: the time of a group is bounded.
-4. A completion for which `score` raises, or returns no numbers, gets 0 in every number, and 1 in a further one, "error".
+4. A completion for which `score` raises, or returns no numbers, gets 0 in every number, and 1 in a further one, "error". rl.score_errors
+   decides whether it trains.
 5. The child loads the environment with the rights of its user and scores without files, network, other processes, and secret
    environment variables (sharding/system/sandbox.py). Environments read their data when they are built.
 
@@ -178,8 +179,8 @@ class Scorer:
             if kind not in self._reported and len(self._reported) < MAX_KINDS:
                 self._reported.add(kind)
                 self._on_error(
-                    f"environment {task.env} could not score a completion of {task.split} task {task.index}: {error}; its "
-                    f"reward is 0, as for all completions for which score raises {kind} (metric rollout/score_error_frac)"
+                    f"environment {task.env} could not score a completion of {task.split} task {task.index}: {error} "
+                    "(rl.score_errors; metric rollout/score_error_frac)"
                 )
 
 

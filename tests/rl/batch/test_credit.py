@@ -107,20 +107,29 @@ def test_a_long_answer_is_worth_less():
         credit.Credit(average="token")
 
 
-@pytest.mark.parametrize(("failed", "expected"), [([], [0.0, 1.0, 4.0]), ([1], [0.0, 4.0]), ([2, 0], [0.0, 0.0, 0.0])])
-def test_samples_without_a_score_are_left_out_of_a_group_with_enough_others(failed, expected):
+@pytest.mark.parametrize(("failed", "expected"), [([], [0.0, 1.0, 4.0]), ([1], [0.0, 4.0]), ([2, 0], [])])
+def test_samples_for_which_the_scorer_raised_are_left_out_of_a_group_with_enough_others(failed, expected):
     samples = GROUPS[0]
-    reasons = (None, {"reward": 0.0, "error": 1.0})  # no time, or the scorer raised
     scores = {one.sample: {"reward": one.reward} for one in samples}
-    scores |= {number: reasons[i] for i, number in enumerate(failed)}
-    found = training_batch.rewarded(samples, scores, 2)
+    scores |= dict.fromkeys(failed, {"reward": 0.0, "error": 1.0})
+    left_out = training_batch.failed(samples, scores)
+    assert left_out == {*failed}
+    found = training_batch.rewarded(samples, scores, left_out, 2)
     assert [one.reward for one in found] == expected
     trees, _ = credit.Credit().assign([found])
     alone, _ = credit.Credit().assign([[one for one in samples if one.sample not in failed]] * (len(expected) > 1))
     assert trained(trees) == ([] if len(failed) > 1 else trained(alone))
-    assert [one.reward for one in training_batch.rewarded(samples, scores)][:1] == [0.0] and not any(
-        one.reward for one in training_batch.rewarded(samples, scores) if one.sample in failed
-    )
+    rewards = [one.reward for one in training_batch.rewarded(samples, scores)]
+    assert rewards == [0.0 if one.sample in failed else one.reward for one in samples]
+
+
+def test_a_claim_leaves_out_nothing_that_was_scored_here():
+    """Neither an answer that exceeds the limits of the scorer nor a worker's claim of an error gains by it."""
+    samples = [dataclasses.replace(one, rewards={"reward": 0.0, "error": 1.0}) for one in GROUPS[0]]
+    scores = {one.sample: {"reward": 1.0, "error": 0.0} for one in samples} | {1: None}
+    assert training_batch.failed(samples, scores) == set()
+    assert [one.reward for one in training_batch.rewarded(samples, scores)] == [1.0, 0.0, 1.0]
+    assert training_batch.failed(samples, {}) == {one.sample for one in samples}  # none is scored here
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])

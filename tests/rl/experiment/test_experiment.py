@@ -269,6 +269,7 @@ OAPL = {"rl__loss": "oapl", "rl__advantage": "optimal"}
         ),
         ({"rl__samples_per_prompt": 1}, "the advantage of a group of one is always 0"),
         ({"rl__min_group": 9}, r"rl.min_group = 9 of 8 samples .*: set it in 2..8, or to 0"),
+        ({"rl__score_errors": "skip"}, "rl.score_errors = 'skip' is unknown; choose 'leave out' or 'zero'"),
         ({"rl__overlong_buffer": 99}, "rl.overlong_buffer = 99 is not in 1..12"),
         ({"evaluation__samples_per_task": 4}, "raise evaluation.temperature"),
         ({"warmup__patience": 2}, "set warmup.eval_every"),

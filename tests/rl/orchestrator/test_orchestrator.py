@@ -919,13 +919,56 @@ def test_a_validator_that_breaks_or_lacks_weights_stops_the_run(make, message):
 # ---- hand-off --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("failed", "rule", "left_out"),
+    [
+        ({(0, 0)}, "leave out", 1),
+        ({(0, 0), (0, 1), (2, 1)}, "leave out", 3),
+        ({(0, 0), (0, 1), (1, 0), (2, 1)}, "zero", 0),
+    ],
+)
+def test_samples_for_which_the_scorer_raised_are_left_out_of_the_batch(make, failed, rule, left_out):
+    def screen(rollouts, split):
+        own = {r.sample: {"reward": 1.0 + r.sample} for r in rollouts}
+        raised = {r.sample for r in rollouts if (r.task.group, r.sample) in failed}
+        return checks.OK, own | dict.fromkeys(raised, {"reward": 0.0, "error": 1.0})
+
+    lines: list[str] = []
+    orchestrator = make(
+        screen=screen, hooks={"on_wait": lines.append, "first_error": lambda: "KeyError: 'x'"}, rl__score_errors=rule
+    )
+    publish(orchestrator, 0)
+    for group in lease(orchestrator):
+        assert submit(orchestrator, answers(group, rewards={"reward": 1.0})) == "accepted"
+    batch = orchestrator.next_batch(1)
+    kept = [(r.task.group, r.sample) for group in batch.groups for r in group]
+    assert kept == [(g, i) for g in range(3) for i in range(2) if rule == "zero" or (g, i) not in failed]
+    assert batch.metrics["batch/num_left_out"] == left_out
+    assert batch.metrics["rollout/score_error_frac"] == len(failed) / 6
+    noted = f"batch 1 leaves out {len(failed)} of 6 samples, for which the scorer failed (rl.score_errors); the first error: KeyError"
+    assert any(noted in line for line in lines) == (rule != "zero")
+
+
+def test_a_run_whose_scorer_fails_for_most_samples_ends_with_the_first_error(make):
+    def failed(rollouts, split):
+        return checks.OK, {r.sample: {"reward": 0.0, "error": float(r.task.group < 2)} for r in rollouts}
+
+    orchestrator = make(screen=failed, hooks={"first_error": lambda: "KeyError: 'x'"})
+    publish(orchestrator, 0)
+    for group in lease(orchestrator):
+        submit(orchestrator, answers(group, rewards={"reward": 0.0, "error": 0.0}))
+    words = "failed for 4 of 6 samples of this run, 4 of 6 in batch 1; the first error: KeyError: 'x'; correct the environment, or set"
+    with pytest.raises(ValueError, match=words):
+        orchestrator.next_batch(1)
+
+
 def test_a_batch_is_its_groups_in_order_with_advantages(make, tmp_path):
     orchestrator = make(rl__max_lag=1, train__share_prompts=True)
     publish(orchestrator, 0)
     groups = lease(orchestrator)  # of batches 1 and 2
     rewards = {0: (0.0, 1.0), 1: (0.5, 0.5), 2: (3.0, -1.0)}
     for group in groups[:3][::-1]:  # done in another order
-        errors = ({}, {"error": 1.0}, {"error": 0.0})[group.group]  # of completions that could not be scored
+        errors = ({}, {"error": 0.0}, {"error": 0.0})[group.group]
         rs = answers(group, rewards={"reward": 0.0} | errors)
         rs = [dataclasses.replace(r, reward=rewards[group.group][r.sample]) for r in rs]
         assert submit(orchestrator, rs[::-1]) == "accepted"
@@ -939,7 +982,7 @@ def test_a_batch_is_its_groups_in_order_with_advantages(make, tmp_path):
     for name, value in {
         "rollout/reward": 4 / 6,
         "rollout/zero_advantage_frac": 1 / 3,
-        "rollout/score_error_frac": 1 / 3,
+        "rollout/score_error_frac": 0.0,
         "rollout/response_length": 2.0,
         "rollout/truncated_frac": 0.0,
         "rollout/num_tokens": 12.0,

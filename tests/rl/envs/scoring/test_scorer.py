@@ -250,7 +250,7 @@ def test_a_completion_that_cannot_be_scored_gets_zeros_and_one_report(orders, or
     orders(order)
     (line,) = REPORTED
     assert line.startswith(f"environment orders could not score a completion of train task 7: {report}")
-    assert line.isprintable() and "its reward is 0" in line and "rollout/score_error_frac" in line
+    assert line.isprintable() and "(rl.score_errors; metric" in line and "rollout/score_error_frac" in line
 
 
 def test_numbers_of_any_kind_are_numbers(orders):
