@@ -249,7 +249,11 @@ def _demonstration(env: environment.Environment, task: environment.Task, seed: i
         return env.demonstrate(task, rng, is_decoy)
     if is_decoy and not task.decoy:
         raise ValueError(f"environment {task.env!r} has no decoys; set config.warmup.decoy_fraction to 0")
-    return {"messages": [*task.messages, {"role": "assistant", "content": task.decoy if is_decoy else task.answer}]}
+    *before, last = [*task.messages, {"role": "assistant", "content": task.decoy if is_decoy else task.answer}]
+    if before and before[-1]["role"] == "assistant":  # which the answer continues
+        opened = before.pop()
+        last = opened | {"content": opened["content"] + last["content"]}
+    return {"messages": [*before, last]}
 
 
 def main() -> None:

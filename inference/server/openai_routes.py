@@ -106,9 +106,10 @@ def _render(server: inference_server.InferenceServer, body: schemas.Chat | schem
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     rendered = server.engine.tokenizer.render(
         [_template_message(message) for message in body.messages or ()],
-        add_generation_prompt=body.add_generation_prompt,
+        add_generation_prompt=body.add_generation_prompt or body.continue_final_message,
         tools=body.tools,
         variables=variables,
+        continues=body.continue_final_message,
     )
     return rendered.token_ids
 

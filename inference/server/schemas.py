@@ -102,7 +102,6 @@ CHAT_UNSUPPORTED = OPENAI_UNSUPPORTED | {
 TEMPLATE_UNSUPPORTED = {
     "documents": _only([], remedy="send them in chat_template_kwargs if the chat template has them"),
     "chat_template": _only(remedy="leave it out, or render the prompt yourself and send its token IDs"),
-    "continue_final_message": _only(False, remedy="leave it out, or render the prompt yourself and send its token IDs"),
     "mm_processor_kwargs": _NO_IMAGES,
     "media_io_kwargs": _NO_IMAGES,
 }
@@ -316,6 +315,7 @@ class Template(Body):
 
     tools: Objects | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
 

@@ -131,12 +131,14 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping] | None = None,
         variables: Mapping | None = None,
+        continues: bool = True,
     ) -> Rendered:
         """Renders a conversation to token IDs.
 
         Args:
           messages: in the form of OpenAI's API; at least one.
           add_generation_prompt: append the opening of the assistant's next turn.
+          continues: with `add_generation_prompt`, leave a last message of the assistant open instead, to be continued (a prefill).
           tools: functions that the model may call, in the form of OpenAI's API.
           variables: further variables for the template, such as `enable_thinking`; they precede those of the tokenizer.
 
@@ -144,8 +146,11 @@ class Tokenizer:
         """
         if not messages:
             raise ValueError("messages is empty; pass at least one {'role': ..., 'content': ...}")
-        inputs, _ = self._template_inputs(messages, tools, variables)
-        [text] = self._render_texts(inputs, {"add_generation_prompt": add_generation_prompt})
+        inputs, unused = self._template_inputs(messages, tools, variables)
+        if add_generation_prompt and continues and messages[-1].get("role") == "assistant":
+            text = self._open_last(inputs, next(unused))
+        else:
+            [text] = self._render_texts(inputs, {"add_generation_prompt": add_generation_prompt})
         template = self._template_text(tools)
         if chat_template_lib.Generation.TAG.search(template):
             blocks = re.split(f"[{inputs['generation_opener']}{inputs['generation_closer']}]", text)
@@ -160,30 +165,49 @@ class Tokenizer:
         return Rendered(ids, mask)
 
     def scored_text(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
-        """Returns the text of a completion that an environment scores: its content, without reasoning.
+        """Returns the text of a completion that an environment without tools scores: as the model wrote it, calls included.
 
-        Returns "" if the prompt opened a reasoning block (as QwQ's prompts do) that the completion does not close.
+        Only the reasoning of a model whose chat template has any is removed. Returns "" if the prompt opened a reasoning block (as QwQ's
+        prompts do) that the completion does not close.
         """
-        return self.parse(completion_ids, prompt_ids=prompt_ids)["content"]
+        return self.parse(completion_ids, prompt_ids=prompt_ids, read_calls=False)["content"]
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Returns True if a completion of this prompt begins inside a reasoning block."""
-        return self.decode(prompt_ids[-16:]).rstrip().endswith(parsers.THINK)
+        """Returns True if a completion of this prompt begins inside a reasoning block, which the prompt's end or a prefill opened."""
+        found = self._turns.get(self.chat_template or "")
+        begin = next((at for at in range(len(prompt_ids), 0, -1) if prompt_ids[at - 1] in self.stop_ids), 0)
+        text = self.decode(prompt_ids[begin:], skip_special=False)
+        _, has_header, turn = text.rpartition(found.header) if found and found.header else ("", "", "")
+        _, opened, inside = turn.rpartition(parsers.THINK)
+        return text.rstrip().endswith(parsers.THINK) or bool(has_header and opened and parsers.END_THINK not in inside)
+
+    @functools.cached_property
+    def reasons(self) -> bool:
+        """True for a model that reasons: its chat templates have reasoning blocks, or the format has a channel for it."""
+        templates = f"{self.chat_template}{self.tool_template}"
+        return self.call_format == "harmony" or parsers.THINK in templates or parsers.END_THINK in templates
 
     def parse(
-        self, ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Sequence[Mapping] | None = None
+        self,
+        ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[Mapping] | None = None,
+        read_calls: bool = True,
     ) -> dict:
         """Parses a completion of a prompt, up to its first stop token, into an assistant message in the form of OpenAI's API.
 
         Malformed text raises nothing: a tool call that cannot be parsed stays in the content, and an unclosed reasoning
-        block, of the completion or of the prompt's end, is all reasoning. `tools` are those of `parsers.parse`.
+        block, of the completion or of the prompt's end, is all reasoning. `tools` and `read_calls` are those of `parsers.parse`.
         """
         ids = list(ids)
         end = next((at for at, id in enumerate(ids) if id in self.stop_ids), len(ids))
         text = self.structured_text(ids[:end])
-        inside = True if self.opens_reasoning(prompt_ids) else None
-        parsed = parsers.parse(text, self.call_format, tools=tools, in_reasoning=inside)
-        return parsed.message(lambda index: f"call_{index}")
+        inside = self.opens_reasoning(prompt_ids)
+        if not (inside or self.reasons or read_calls):
+            return {"role": "assistant", "content": text}
+        given = {"tools": tools, "read_calls": read_calls, "in_reasoning": inside or None}
+        return parsers.parse(text, self.call_format, **given).message(lambda index: f"call_{index}")
 
     def bridge(
         self,
@@ -280,6 +304,21 @@ class Tokenizer:
             raise ValueError("the messages have all private-use characters of Unicode; remove them") from None
         own |= {"escape": escape, "messages": messages, "tools": tools}
         return dict(self.named) | variables | own, unused
+
+    def _open_last(self, inputs: dict, mark: str) -> str:
+        """Returns the rendered conversation up to the end of the text of its last message."""
+        *before, last = inputs["messages"]
+        if last.get("tool_calls"):
+            raise ValueError("the last message is the assistant's and has tool calls; add their results, or remove it")
+        names = ["content"] if last.get("content") else [name for name in REASONING if last.get(name)] or ["content"]
+        last = last | {name: (last.get(name) or "") + mark for name in names}
+        [text] = self._render_texts(inputs, {"messages": [*before, last], "add_generation_prompt": False})
+        text, found, _ = text.rpartition(mark)
+        if not found:
+            raise ValueError(
+                "the chat template drops the last message, which is the assistant's; end with a user's message"
+            )
+        return text
 
     def _render_texts(self, inputs: dict, *changes: dict) -> list[str]:
         now, text = self.date or datetime.datetime.now(), self._template_text(inputs["tools"])

@@ -1,21 +1,19 @@
 """Converts conversations to token sequences to train on, and reads them from files.
 
-1. A conversation is {"messages": [...], "tools": [...] or None}. Messages are in the form of OpenAI's API, with the reasoning of an
-   answer in `reasoning_content`; content may be text parts or null, and arguments of tool calls may be JSON.
+1. A conversation is {"messages": [...], "tools": [...] or None}, with messages as rl/data/messages.py reads them.
 2. `tree` renders it once, with tools and all turns. The loss is on the messages of the given roles: of an assistant, on its
    sampled text with the closing token; of the others, on their whole message.
 3. The result is the unit of packing (rl/batch/packing.py).
 """
 
 import json
-import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from models.text import tokenizer as tokenizer_lib
 from rl.batch import packing
+from rl.data import messages as messages_lib
 from rl.data import sources
 
 
@@ -74,8 +72,7 @@ def read(path: str) -> Sequence[dict]:
     row with another format, whose number the error names.
     """
 
-    kinds = {file.suffix for file in sources.files(pathlib.Path(path)).values()}
-    filled = _without_nulls if kinds & {".parquet", ".arrow"} else lambda row: row
+    filled = messages_lib.filler(path)
 
     def parsed(number: int, row: sources.Row) -> dict:
         try:
@@ -98,11 +95,9 @@ def parse(record: object) -> dict:
     if not isinstance(record, dict) or not isinstance(messages, list) or not messages:
         found = "the row has no messages, nor a prompt with its completion"
         raise ValueError(f"{found}; write {{'messages': [{{'role': ..., 'content': ...}}]}}")
-    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        raise ValueError("a message has no role; add one, such as 'user' or 'assistant'")
     if not isinstance(record.get("tools"), list | None):
         raise ValueError("tools is not a list; give function descriptions, or leave it out")
-    parsed: dict = {"messages": [_plain(message) for message in messages], "tools": record.get("tools")}
+    parsed: dict = {"messages": messages_lib.parse(messages), "tools": record.get("tools")}
     return parsed | ({"num_given": len(given)} if given else {})
 
 
@@ -112,50 +107,6 @@ def _part(record: dict, name: str, role: str) -> list:
     if not (isinstance(part, str | list) and part):
         raise ValueError(f"the row's {name} is {json.dumps(part)[:60]}; make it a text, or a list of messages")
     return [{"role": role, "content": part}] if isinstance(part, str) else part
-
-
-def _without_nulls(value: Any) -> Any:
-    """Returns a value of a table without the nulls of its objects: a column has every field that any of its objects has."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [*map(_without_nulls, value)] if isinstance(value, list) else value
-
-
-def _plain(message: Mapping) -> dict:
-    """Returns the message as chat templates expect it: content as a string, arguments of calls as an object."""
-    content, calls = message.get("content"), message.get("tool_calls")
-    if isinstance(content, list):
-        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
-            raise ValueError("a message has a part that is not text; remove it")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str | None):
-        raise ValueError(
-            f"a message's content is {json.dumps(content)[:60]}; make it a string, or a list of text parts"
-        )
-    plain = {name: value for name, value in message.items() if value is not None}  # columns of a table that others use
-    plain |= {"content": content or ""}
-    if calls is None:
-        return plain
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ValueError("tool_calls is not a list of objects; write [{'function': {'name': ..., 'arguments': {...}}}]")
-    return plain | {"tool_calls": [_plain_call(call) for call in calls]}
-
-
-def _plain_call(call: Mapping) -> dict:
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError("a tool call has no name; set function.name to a string")
-    arguments = function.get("arguments", {})
-    try:
-        loaded = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        loaded = None
-    if not isinstance(loaded, dict):
-        raise ValueError(
-            f"the arguments of a call of {function['name']} are {arguments!r:.80}; make them a JSON object"
-        )
-    function = function | {"arguments": loaded}
-    return dict(call) | {"function": function} if "function" in call else function
 
 
 def _closed(tokenizer: tokenizer_lib.Tokenizer, messages, tools) -> tuple[list[int], np.ndarray]:

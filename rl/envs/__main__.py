@@ -86,7 +86,8 @@ def _try(args, options: dict, tokenizer: tokenizer_lib.Tokenizer) -> int:
     if env.play is not None:
         return _try_episodes(args, options, env, tasks, tokenizer)
     others = [*tasks[1:], env.make_task(count, args.split)]
-    prompts, answers, rewards = [], [], {"its answer": [], "the answer of the next task": []}
+    prompts, answers, num_echoed = [], [], 0
+    rewards = {"its answer": [], "the answer of the next task": []}
     scorer = scorer_lib.Scorer(args.name, options, args.seed, limit_s=scorer_lib.LIMIT_S, sandbox=args.sandbox)
     with contextlib.closing(scorer):
         for task, other in zip(tasks, others, strict=True):
@@ -95,8 +96,10 @@ def _try(args, options: dict, tokenizer: tokenizer_lib.Tokenizer) -> int:
             print(f"task {task.index} ({task.split}): {prompts[-1]} tokens, its answer {answers[-1]}")
             for role, text in [*((m["role"], m["content"]) for m in task.messages), ("answer", task.answer)]:
                 print(f"  {role}: {text}".replace("\n", "\n    "))
-            scored = scorer.score(task, [task.answer, other.answer])
-            for (completion, found), one in zip(rewards.items(), scored, strict=True):
+            scored = scorer.score(task, [task.answer, other.answer, *environment.echoes(task)])
+            most = max(one.scores["reward"] for one in scored[2:])
+            num_echoed += most > 0 and most >= scored[0].scores["reward"]
+            for (completion, found), one in zip(rewards.items(), scored, strict=False):
                 found.append(one.scores["reward"])
                 print(f"  scores of {completion}: {_numbers(one.scores)} ({1000 * one.cpu_s:.0f} ms)")
     print(f"{count} tasks; tokens of prompts {_spread(prompts)}, of answers {_spread(answers)}")
@@ -104,6 +107,8 @@ def _try(args, options: dict, tokenizer: tokenizer_lib.Tokenizer) -> int:
     print(f"training tasks: {env.num_tasks or 'unlimited'}; digest {envs.digest(*envs.locate(args.name, options))}")
     if min(rewards["its answer"]) < 1:
         print("warning: an answer gets less than 1, so the task cannot be solved as its author means")
+    if num_echoed:
+        print(environment.echo_warning(args.name, num_echoed, count))
     return 0
 
 

@@ -77,6 +77,8 @@ class Endpoint:
         """
         body = self._body | {"messages": [*messages], "max_tokens": max_tokens, "seed": seed}
         body |= {"tools": [*tools]} if tools else {}
+        if messages and messages[-1]["role"] == "assistant":
+            body |= {"add_generation_prompt": False, "continue_final_message": True}
         async with self._free:
             reply = await self._post(body)
         try:

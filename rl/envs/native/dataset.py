@@ -1,8 +1,9 @@
 """Tasks from your own file or folder: JSON lines, CSV, Parquet, or a folder in Hugging Face's layout (rl/data/sources.py).
 
-1. Each row is a task. Field `prompt` has the user's message, or a list of messages; field `answer` has the answer, and `solution`, if
-   there is such a field, a whole completion to imitate in a warm-up.
-2. Held-out tasks are those of the split `validation`, else `test`. Without one, a row is held out by the hash of its prompt, 1 in 16.
+1. Each row is a task. Field `prompt` has the user's message, or a list of messages (rl/data/messages.py), the last of which the model
+   continues if it is the assistant's. Field `answer` has the answer, and `solution`, if there is such a field, a whole completion to
+   imitate in a warm-up.
+2. Held-out tasks are those of the split `validation`, else `test`. Without one, a row is held out by the hash of its whole prompt, 1 in 16.
 3. rl/envs/native/rewards.py scores a completion by the answer.
 
 All rows are looked at when the environment is built, so that a malformed one ends a run before it begins.
@@ -11,6 +12,7 @@ All rows are looked at when the environment is built, so that a malformed one en
 from collections.abc import Mapping
 from typing import Any
 
+from rl.data import messages as messages_lib
 from rl.data import sources
 from rl.envs.interface import environment
 from rl.envs.native import rewards
@@ -52,9 +54,9 @@ def build(
         own = "" if row.get(answer) is None else str(row[answer])
         if not is_own:
             rewards.check_answer(reward, own)
-        return _messages(row[prompt]), own, str(row[solution]) if solution else own
+        return _messages(filled(row[prompt])), own, str(row[solution]) if solution else own
 
-    splits = sources.read(path)
+    splits, filled = sources.read(path), messages_lib.filler(path)
     training, testing = _divide(splits, held_out, read, path)
     rows = {"train": training, "held_out": testing}
 
@@ -73,14 +75,13 @@ def build(
 
 def _messages(value: Any) -> tuple[dict, ...]:
     """Returns the messages of a prompt. Raises ValueError for other values than a text and a list of messages."""
-    if isinstance(value, str):
-        return ({"role": "user", "content": value},)
-    try:
-        messages = tuple({"role": m["role"] + "", "content": m["content"] + ""} for m in value)
-    except (TypeError, KeyError):
-        messages = ()
-    if not messages:
+    given = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         raise ValueError(f"the prompt is {str(value)[:80]!r}; write a text, or messages with role and content")
+    messages = tuple(messages_lib.parse(given)) if given else ()
+    if not any(message["content"].strip() or message.get("tool_calls") for message in messages):
+        found = f"the prompt is {str(value)[:80]!r}, which has no text"
+        raise ValueError(f"{found}; write a text, or messages with role and content")
     return messages
 
 
@@ -89,24 +90,19 @@ def _divide(splits: Mapping[str, sources.Rows], held_out: str, read, path: str) 
     name = held_out or next((split for split in ("validation", "test") if split in splits), "")
     if name and (name not in splits or name == "train"):
         raise ValueError(f"{path} has no split {name!r} to hold out (env.options.held_out); it has {', '.join(splits)}")
-    hashes = {}
+    prompts = {}
     for split in ["train", name] if name else ["train"]:
         if not (rows := splits.get(split, ())):
             raise ValueError(f"{path} has no rows of the split {split!r}; add a file of this name")
-        hashes[split] = []
+        prompts[split] = []
         for number in range(len(rows)):
             try:
-                hashes[split].append(environment.stable_hash(read(rows[number])[0][-1]["content"]))
+                prompts[split].append(environment.prompt_text(read(rows[number])[0]))
+                prompts[split][-1].encode()
             except ValueError as error:
                 raise ValueError(f"{path}, {split} row {number + 1}: {error}") from None
-    training = splits["train"]
     if name:
-        return training, splits[name]
-    own = hashes["train"]
-    # The first hash stands in where a small file has none in the sixteenth part.
-    chosen = {x for x in own if x % environment.HELD_OUT_ONE_IN == 0} or {min(own)}
-    parts = ([i for i, x in enumerate(own) if (x in chosen) == is_held_out] for is_held_out in (False, True))
-    train, held = (sources.Chosen(training, part) for part in parts)
-    if not train:
-        raise ValueError(f"{path} has one prompt only, which is held out; add rows")
+        return splits["train"], splits[name]
+    found = environment.splits_of(prompts["train"], path)
+    train, held = (sources.Chosen(splits["train"], found[split]) for split in environment.SPLITS)
     return train, held

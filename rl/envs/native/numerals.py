@@ -53,9 +53,9 @@ _TOKEN = re.compile(
     rf"[(\[{{]\s*[-\d./]+(?:\s*[,;]\s+[-\d./]+)+\s*\\?[)\]}}]|[±{_NO_VALUE}]\s*[-+]?[\d.]*|\\[dtc]?(?:frac|sqrt)[^\n]*"
     rf"|{_SIGN}(?:[$€£¥₹]\s?([-+])?)?{_BEGIN}(?:(?P<whole>\d+)\s+(?=\d+\s?/\s?\d))?(?P<first>{_DECIMAL})"
     rf"(?:\s?/\s?(?P<over>{_DECIMAL})|\^(?P<power>[+-]?\d{{1,3}})|\s?[*x]\s?10\^(?P<ten>[+-]?\d{{1,3}}))?"
-    r"(?!\d|[.,:/'^-]\d|e\d)(?:\s?(?P<scale>hundred|thousand|million|billion|trillion)\b)?"
+    r"(?!\d|[.,:/'^*+-]\d|e\d)(?:\s?(?P<scale>hundred|thousand|million|billion|trillion)\b)?"
     rf"(?:\s?(?P<percent>%|percent\b|per\scent\b))?(?P<irrational>\s?(?:π|{_NO_VALUE}|pi\b))?"
-    rf"|{_BEGIN}\d(?:[.,:/'^-]?\d)*",
+    rf"|{_BEGIN}\d(?:[.,:/'^*+-]?\d)*",
     re.ASCII | re.IGNORECASE,
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}

@@ -41,6 +41,7 @@ POLICY = "policy"  # the name of the trained model
 HONORED = {"model", "n", "seed", "max_tokens", "max_completion_tokens", "request_id"}
 HONORED |= {"add_special_tokens", "parse_special"}
 HONORED |= {"messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "add_generation_prompt"}
+HONORED |= {"continue_final_message"}  # an episode continues a last message of the assistant in any case
 HONORED |= {"prompt", "tokens", "token_ids", "sampling_params", "logprobs", "return_token_ids", "stream"}
 HONORED |= {"stream_options", "stop_token_ids", "return_tokens_as_token_ids", "routed_experts_prompt_start"}
 _CALL_ID = re.compile(r"call_[0-9a-f]{8}_(\d+)")
@@ -147,7 +148,8 @@ class Endpoint:
         visit, body = self._visit(name), await web.read_schema(http, schemas.ChatTokens)
         self._check(body, visit)
         samples = await _complete(visit, body, body.tokens, _trains(body))
-        tokenizer, given = self._tokenizer, {"prompt_ids": body.tokens, "tools": body.tools}
+        tokenizer = self._tokenizer
+        given = {"prompt_ids": body.tokens, "tools": body.tools, "read_calls": bool(body.tools)}
         answers = [(tokenizer.parse(sample.tokens, **given), body.tokens, sample) for sample in samples]
         return _chat_reply(tokenizer, body, answers)
 
@@ -218,7 +220,7 @@ class Endpoint:
             raise ValueError(f"n = {count} is below 1; send 1 or more")
         if getattr(body, "tool_choice", "auto") not in ("auto", "none"):
             raise ValueError(f'tool_choice {body.tool_choice!r} cannot be enforced; use "auto" or "none"')
-        if isinstance(body, schemas.Chat) and not body.add_generation_prompt:
+        if isinstance(body, schemas.Chat) and not (body.add_generation_prompt or body.continue_final_message):
             raise ValueError("add_generation_prompt = false leaves the model no turn; leave it out")
         if int(getattr(body, "logprobs", 0) or 0) > 1:
             raise ValueError(f"logprobs = {body.logprobs}, but alternatives are not recorded; send 1")

@@ -215,7 +215,8 @@ class Session:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidMessages(str(error)) from error
         sample = await self.complete_ids(prompt, max_tokens=max_tokens, number=number, trains=trains)
-        message = self._tokenizer.parse(sample.tokens, prompt_ids=prompt, tools=tools or None)
+        given = {"tools": tools or None, "read_calls": bool(tools)}
+        message = self._tokenizer.parse(sample.tokens, prompt_ids=prompt, **given)
         stream, end = self._places[Call(prompt, 0, 0, number).key]
         digest = self._digest([*messages, message], tools, variables)
         if digest not in self._known or number < self._known[digest][2]:

@@ -14,6 +14,7 @@ import tokenizers
 
 from models.text import chat_template, tokenizer
 from tests.models.hf import test_variants
+from tests.models.text import test_turns
 from tests.support import conversations
 
 TOK = tokenizer.byte_chatml()
@@ -186,6 +187,63 @@ def test_reasoning_that_the_prompt_opened_is_not_scored():
     for said, inside, outside in (("#### 5", "", "#### 5"), ("a</think>\n\n5", "5", "5"), ("<think>a", "", "")):
         ids = TOK.encode(said, special=True)
         assert (TOK.scored_text(opened, ids), TOK.scored_text(plain, ids)) == (inside, outside)
+
+
+CALLS = (
+    '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>',
+    '{"name": "f", "parameters": {"x": 1}}',
+    '{"name": "f", "arguments": {}}; {"name": "g", "arguments": {}}',
+    '<|python_tag|>{"name": "f", "parameters": {}}',
+    "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    "Use <think> and </think>. 42",
+    "a </think> b <think> c </think> d",
+    "  leading and trailing \n",
+)
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2", "qwen2_5", "glm4moe", "phi3", "qwen3", "gemma3"])
+@pytest.mark.parametrize("text", [*CALLS, "<think>\nhm\n</think>\n\n42", "hm</think>42"])
+def test_a_reward_sees_the_text_as_the_model_wrote_it(name, text):
+    """A call is text without tools; only a model whose template has reasoning blocks reasons."""
+    tok = test_turns.tokenizer_of(test_turns.ORACLE["templates"][name]["template"])
+    reasons = name in ("glm4moe", "qwen3") and (text not in CALLS or text.startswith("a </think>"))
+    ids = tok.encode(text)
+    prompt = tok.render([CHAT[1]], add_generation_prompt=True).token_ids
+    assert tok.scored_text(prompt, ids) == (text.partition("</think>")[2].lstrip("\n") if reasons else text)
+
+
+@pytest.mark.parametrize("name", test_turns.ORACLE["templates"])
+def test_a_last_message_of_the_assistant_is_continued(name):
+    """The prompt is the rendered conversation up to the end of this message; so does transformers with continue_final_message."""
+    tok = test_turns.tokenizer_of(test_turns.ORACLE["templates"][name]["template"])
+    for said in ("It is, in a word", " 4"):
+        messages = [CHAT[1], {"role": "assistant", "content": said}]
+        text = tok.decode(tok.render(messages).token_ids, skip_special=False)
+        said = said if said in text.rpartition(CHAT[1]["content"])[2] else said.strip()
+        found = tok.decode(tok.render(messages, add_generation_prompt=True).token_ids, skip_special=False)
+        assert found == text[: text.rindex(said) + len(said)]
+        assert found != tok.decode(
+            tok.render(messages, add_generation_prompt=True, continues=False).token_ids, skip_special=False
+        )
+
+
+def test_a_prefill_of_reasoning_is_continued_inside_it():
+    for opened in ({"content": "<think>\nLet me"}, {"content": "", "reasoning_content": "Let me"}):
+        prompt = TOK.render([CHAT[1], {"role": "assistant", **opened}], add_generation_prompt=True).token_ids
+        assert TOK.decode(prompt).endswith("<think>\nLet me") and TOK.opens_reasoning(prompt)
+        assert TOK.scored_text(prompt, TOK.encode(" see.\n</think>\n\n4")) == "4"
+    for said in ("Use <think>", "<think>a</think>"):
+        prompt = TOK.render([CHAT[1] | {"content": said}], add_generation_prompt=True).token_ids
+        assert not TOK.opens_reasoning(prompt)
+    with pytest.raises(ValueError, match="has tool calls; add their results, or remove it"):
+        TOK.render(
+            [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]}],
+            add_generation_prompt=True,
+        )
+    with pytest.raises(ValueError, match="the chat template drops the last message"):
+        with_template("{{ messages[0].content }}").render(
+            [CHAT[1], {"role": "assistant", "content": "a"}], add_generation_prompt=True
+        )
 
 
 def test_malformed_completions_are_parsed():
@@ -449,8 +507,10 @@ RENDER = """
 import json, sys, transformers
 for folder, messages in json.loads(sys.argv[1]):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    both = [tokenizer.apply_chat_template(messages, add_generation_prompt=on, tokenize=True) for on in (False, True)]
-    print(json.dumps([ids if isinstance(ids, list) else ids["input_ids"] for ids in both]))
+    found = [tokenizer.apply_chat_template(messages, add_generation_prompt=on, tokenize=True) for on in (False, True)]
+    opened = [*messages, {"role": "assistant", "content": "So it "}]
+    found.append(tokenizer.apply_chat_template(opened, continue_final_message=True, tokenize=True))
+    print(json.dumps([ids if isinstance(ids, list) else ids["input_ids"] for ids in found]))
 """
 
 
@@ -465,6 +525,8 @@ def test_rendering_is_that_of_transformers(tmp_path):
         loaded.save(tmp_path / f"{name}_saved")
         for chat in chats:
             asked.append((str(tmp_path / f"{name}_saved"), chat))
-            ours.append([loaded.render(chat, add_generation_prompt=on).token_ids for on in (False, True)])
+            opened = [*chat, {"role": "assistant", "content": "So it "}]
+            asks = ((chat, False), (chat, True), (opened, True))
+            ours.append([loaded.render(one, add_generation_prompt=on).token_ids for one, on in asks])
     theirs = test_variants.run_torch(RENDER, json.dumps(asked)).strip().splitlines()
     assert [json.loads(line) for line in theirs] == ours

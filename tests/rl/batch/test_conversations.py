@@ -203,7 +203,10 @@ def test_conversations_are_read(tmp_path):
         ({"messages": []}, "no messages"),
         ({"content": "x"}, "a message has no role"),
         (conversation("a") | {"tools": "f"}, "tools is not a list"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "a message has a part that is not text"),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "a part of type 'image_url', and only text is supported; remove it",
+        ),
         ({"role": "user", "content": {"text": "x"}}, "make it a string, or a list of text parts"),
         ({"role": "x", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "make them a JSON object"),
         pytest.param(

@@ -35,6 +35,7 @@ import urllib.parse
 
 UNSET_URL = "http://127.0.0.1:9/v1"  # of OpenAI clients that an environment makes before its first episode
 HELD_OUT_ONE_IN = 16
+MAX_FIRST = 16
 MAX_TASKS = 2**20  # of both splits; a run shuffles all, so that one without end would be drawn for ever
 NETWORK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "network.py")
 MAX_ERROR = 500
@@ -167,23 +168,37 @@ class _Server:
 
 
 class _Tasks:
-    """The tasks of both splits, drawn from an iterator as far as they are needed."""
+    """The tasks of both splits, drawn from an iterator as far as they are needed.
+
+    The hash of a prompt decides its split. If the first MAX_FIRST prompts are equal, it includes the task's number. If these are all and
+    none is held out, that with the least hash is.
+    """
 
     def __init__(self, drawn):
-        self._drawn, self._splits = itertools.islice(drawn, MAX_TASKS), {"train": [], "held_out": []}
+        drawn = itertools.islice(drawn, MAX_TASKS)
+        first = [*itertools.islice(drawn, MAX_FIRST)]
+        self._are_equal = len(first) > 1 and len({text for text, _ in first}) == 1
+        hashes = {self._hash(number, text) for number, (text, _) in enumerate(first)}
+        is_small = 1 < len(hashes) and len(first) < MAX_FIRST and all(one % HELD_OUT_ONE_IN for one in hashes)
+        self._least = min(hashes) if is_small else None
+        self._drawn, self._splits = enumerate(itertools.chain(first, drawn)), {"train": [], "held_out": []}
         self._is_over = False
+
+    def _hash(self, number: int, text: str) -> int:
+        text = f"{text}/{number}" if self._are_equal else text
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def find(self, split: str, index: int):
         """Returns a task. After the last one comes the first one."""
         found = self._splits[split]
         while len(found) <= index and not self._is_over:
             try:
-                text, task = next(self._drawn)
+                number, (text, task) = next(self._drawn)
             except StopIteration:
                 self._is_over = True
                 break
-            digest = hashlib.sha256(text.encode()).digest()
-            is_held_out = int.from_bytes(digest[:8], "little") % HELD_OUT_ONE_IN == 0
+            found_hash = self._hash(number, text)
+            is_held_out = found_hash % HELD_OUT_ONE_IN == 0 or found_hash == self._least
             self._splits["held_out" if is_held_out else "train"].append(task)
         if not found:
             raise ValueError(f"no task is in the split {split!r}; let the environment make more tasks (env.options)")

@@ -11,13 +11,14 @@ import pytest
 
 from configs import base
 from models.text import tokenizer as tokenizer_lib
-from rl import envs
+from rl import envs, sft
 from rl.data import sources
 from rl.envs.catalog import catalog
 from rl.envs.native import rewards
 from rl.envs.scoring import scorer
 from rl.experiment import experiment, rules
 from rl.protocol import task_schedule
+from tests.support import commands
 
 ROWS = [{"question": f"What is {i} + {i}?", "result": str(2 * i), "hard": i > 20} for i in range(40)]
 OPTIONS = {"prompt": "question", "answer": "result"}
@@ -147,6 +148,86 @@ def test_prompts_may_be_messages_and_solutions_longer_than_answers(tmp_path):
     assert env.score(task, f"{' ' * 65536}2") == {"reward": 0.0}
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = [
+    {"role": "user", "content": "1 + 1?", "name": "ann"},
+    {"role": "assistant", "content": None, "reasoning_content": "Add.", "tool_calls": [CALL]},
+    {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "c", "name": "add"},
+]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_prompt_keeps_all_fields_of_its_messages(tmp_path, suffix):
+    """Arguments may be JSON, and a table fills absent fields with nulls."""
+    plain = [CALLED[0], CALLED[1] | {"content": ""}, CALLED[2] | {"content": "2"}]
+    as_json = CALL | {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    calls = [CALL, as_json] if suffix == ".jsonl" else [as_json]
+    prompts = [[CALLED[0], CALLED[1] | {"tool_calls": [call]}, CALLED[2] | {"content": "2"}] for call in calls]
+    prompts += [CALLED] if suffix == ".jsonl" else []
+    env = load(
+        write(tmp_path / f"x{suffix}", [{"question": prompt, "result": "2"} for prompt in [*prompts, prompts[0]]])
+    )
+    assert env.make_task(0, "train").messages == env.make_task(0, "held_out").messages == tuple(plain)
+    tokenizer = tokenizer_lib.load("byte_chatml")
+    text = tokenizer.decode(env.make_task(0, "train").messages and tokenizer.render(plain).token_ids)
+    assert "<think>\nAdd.\n</think>" in text and '{"name": "add", "arguments": {"a": 1}}' in text
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_continued_in_rollouts_and_in_training(tmp_path):
+    prompt = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is"}]
+    env = load(write(tmp_path / "x.jsonl", [{"question": prompt, "result": " 2"}, {"question": "2?", "result": " 2"}]))
+    split = next(split for split in ("train", "held_out") if len(env.make_task(0, split).messages) == 2)
+    tokenizer = tokenizer_lib.load("byte_chatml")
+    task, ids = envs.environment.prompts(env, tokenizer)(0, split)
+    assert tokenizer.decode(ids, skip_special=False).endswith("<|im_start|>assistant\nIt is")
+    trained = sft._demonstration(env, task, 0, False)
+    assert tokenizer.render(**trained).token_ids[: len(ids) + 2] == [*ids, *b" 2"]
+
+
+@pytest.mark.parametrize(
+    "vary",
+    [
+        lambda i: [{"role": "user", "content": f"{i}"}, {"role": "user", "content": f"Q{i % 2}"}],
+        lambda i: [
+            {"role": "user", "content": f"{i}"},
+            {"role": "assistant", "content": "Yes."},
+            {"role": "user", "content": "Q"},
+        ],
+        lambda i: [{"role": "system", "content": f"Be {i}."}, {"role": "user", "content": "Q"}],
+        lambda i: [{"role": "user", "content": "Q"}, {"role": "assistant", "content": f"{i}"}],
+        lambda i: [{"role": "user", "content": "Q", "name": f"{i}"}],
+        lambda i: [CALLED[0], CALLED[1] | {"reasoning_content": f"{i}"}, CALLED[2]],
+        lambda i: [CALLED[0], CALLED[1] | {"tool_calls": [CALL | {"id": f"{i}"}]}, CALLED[2]],
+        lambda i: "Q",  # the task's number decides
+        lambda i: [{"role": "user", "content": "Q"}],
+    ],
+)
+def test_the_whole_prompt_decides_the_split(tmp_path, vary):
+    env = load(write(tmp_path / "x.jsonl", [{"question": vary(i), "result": str(i)} for i in range(1600)]))
+    assert 70 < env.num_held_out < 130 and env.num_tasks + env.num_held_out == 1600
+
+
+def test_a_prompt_that_answers_itself_is_noted(tmp_path, capsys):
+    rows = [{"question": f"Is it {i} or {i + 1}?", "result": i + i % 2} for i in range(32)]
+    path = write(tmp_path / "x.jsonl", rows)
+    config = base.get_config()
+    config.env.name, config.env.options = "dataset", {"path": str(path), "reward": "number"} | OPTIONS
+    rules.check_prompts(config, tokenizer_lib.load("byte_chatml"))
+    env = load(path, reward="number")
+    own = [
+        env.make_task(i, "train").answer == env.make_task(i, "train").messages[0]["content"].split()[-1][:-1]
+        for i in range(env.num_tasks)
+    ]
+    warning = "warning: the prompt's own text, sent back as an answer, earns the reward of {} of {} tasks of dataset: a"
+    assert 0 < sum(own[:16]) < 16 and warning.format(sum(own[:16]), 16) in capsys.readouterr().err
+    options = [f"path={path}", "reward=number", "prompt=question", "answer=result"]
+    assert commands.run("rl.envs", "try", "dataset", *options, "--n", 24) == 0
+    assert warning.format(sum(own[:24]), 24) in capsys.readouterr().out
+    config.env.options.reward = "exact"
+    rules.check_prompts(config, tokenizer_lib.load("byte_chatml"))
+    assert "sent back" not in capsys.readouterr().err
+
+
 REWARDS = [
     ("exact", "a b", " a b\n", "a  b"),
     ("number", "1,000", "It costs $1000.00.", "1000 or 1001"),
@@ -261,15 +342,32 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path, monkeypat
             r"row 1: the answer \['1', '2'\] is not a text or a number; set",
         ),
         (r'{"question": "\ud800", "result": "b"}', {}, "x.jsonl, train row 1: 'utf-8' codec can't encode"),
+        ('{"question": "a", "result": NaN}', {}, "row 1: the answer is NaN, a missing number; correct it"),
+        ('{"question": "a", "result": "3:45"}', {"reward": "number"}, "row 1: the answer '3:45' is .*reward = 'exact'"),
+        ('{"question": "a", "result": "(3, 4)"}', {"reward": "number"}, "row 1: the answer .* is .*reward = 'math'"),
+        ('{"question": " ", "result": "b"}', {}, "row 1: the prompt is ' ', which has no text; write a text, or"),
+        ('{"question": [{"role": "user", "content": null}], "result": "b"}', {}, "which has no text; write a text"),
+        (
+            '{"question": [{"role": "user", "content": [{"type": "image_url"}]}], "result": "b"}',
+            {},
+            "row 1: a message has a part of type 'image_url', and only text is supported; remove it",
+        ),
+        ('{"question": [{"content": "a"}], "result": "b"}', {}, "row 1: a message has no role; add one"),
+        ('{"question": {"role": "user"}, "result": "b"}', {}, "write a text, or messages with role and content"),
+        (
+            '{"question": [{"role": "assistant", "tool_calls": [{"function": {}}]}], "result": "b"}',
+            {},
+            "row 1: a tool call has no name; set function.name",
+        ),
         ('{"question": 5, "result": "b"}', {}, "the prompt is '5'; write a text, or messages with role"),
-        ('{"question": [], "result": "b"}', {}, "the prompt is '..'; write a text"),
+        ('{"question": [], "result": "b"}', {}, "the prompt is '..', which has no text; write a text"),
         ('{"question": [{"role": "user"}], "result": "b"}', {}, "the prompt is .* or messages with role"),
         (
             '{"question": "a"}',
             {"solution": "work", "reward": "rl.envs.native.rewards:make"},
             "field 'work' does not exist, only 'question'; set env.options.solution",
         ),
-        ('{"question": "a", "result": "b"}', {}, "x.jsonl has one prompt only, which is held out; add rows"),
+        ('{"question": "a", "result": "b"}', {}, "x.jsonl has 1 tasks; add some, because one must be held out"),
         ('{"question": "a", "result": "b"}', {"held_out": "test"}, "has no split 'test' to hold out .* it has train"),
         ('{"question": "a", "result": "b"}', {"held_out": "train"}, "has no split 'train' to hold out"),
         ("", {"reward": "nubmer"}, "reward 'nubmer' is unknown; did you mean 'number'?"),
