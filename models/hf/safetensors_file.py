@@ -89,6 +89,8 @@ def _paths(folder: pathlib.Path) -> list[pathlib.Path]:
             raise ValueError(
                 f"{index} names {missing[0]}, which does not exist; {len(missing)} files are missing. Download them."
             )
+        if "model.safetensors" not in listed and (folder / "model.safetensors").is_file():
+            raise ValueError(f"{folder} has model.safetensors, and {INDEX} names other files; delete the stale one")
         return [folder / name for name in listed]
     found = sorted(folder.glob("*.safetensors"))
     if (single := folder / "model.safetensors") in found:

@@ -311,14 +311,14 @@ class Tokenizer:
         if last.get("tool_calls"):
             raise ValueError("the last message is the assistant's and has tool calls; add their results, or remove it")
         names = ["content"] if last.get("content") else [name for name in REASONING if last.get(name)] or ["content"]
-        last = last | {name: (last.get(name) or "") + mark for name in names}
-        [text] = self._render_texts(inputs, {"messages": [*before, last], "add_generation_prompt": False})
+        marked = last | {name: (last.get(name) or "") + mark for name in names}
+        closed, text = self._render_texts(inputs, {}, {"messages": [*before, marked]})
         text, found, _ = text.rpartition(mark)
         if not found:
             raise ValueError(
                 "the chat template drops the last message, which is the assistant's; end with a user's message"
             )
-        return text
+        return text if closed.startswith(text) else text.rstrip()  # the template removes white space at its end
 
     def _render_texts(self, inputs: dict, *changes: dict) -> list[str]:
         now, text = self.date or datetime.datetime.now(), self._template_text(inputs["tools"])

@@ -27,9 +27,9 @@ class Batch:
 
 
 def failed(rollouts: Sequence[rollout_lib.Rollout], scores: Scores) -> set[int]:
-    """Returns the samples of a group for which the scorer raised an exception. Our own scores count, else the worker's claims."""
-    own = {one.sample: scores.get(one.sample, one.rewards) or {} for one in rollouts if one.branch == 0}
-    return {sample for sample, found in own.items() if found.get("error", 0.0) > 0}
+    """Returns the numbers of the rollouts for which the scorer raised an exception. Our own scores count, else the worker's claims."""
+    own = {one.number: scores.get(one.number, scores.get(one.sample, one.rewards)) or {} for one in rollouts}
+    return {number for number, found in own.items() if found.get("error", 0.0) > 0}
 
 
 def rewarded(
@@ -37,9 +37,10 @@ def rewarded(
 ) -> list[rollout_lib.Rollout]:
     """Returns the rollouts of a group with the rewards that we recomputed, 0 where there was no time; else a claim could break ties.
 
-    Samples in `left_out` are missing. If fewer than `min_group` remain (rl.min_group), all are, and the group trains nothing.
+    The rollouts numbered in `left_out` are missing, and the branches of a sample with its first one. If fewer than `min_group` samples
+    remain (rl.min_group), all are, and the group trains nothing.
     """
-    kept = [one for one in rollouts if one.sample not in left_out]
+    kept = [one for one in rollouts if not {one.number, one.sample} & {*left_out}]
     if len({one.sample for one in kept}) < min_group:
         return []
     out = []

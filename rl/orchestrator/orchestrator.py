@@ -472,14 +472,17 @@ class Orchestrator:
 
     def _score_errors(self, step: int, taken: list[queue_entry.Entry]) -> dict[str, float]:
         """Returns the metric of samples that the scorer raised for. Raises ValueError if these are more than half of the run's or all of the batch's."""
-        num_failed = sum(len(training_batch.failed(entry.rollouts, entry.scores)) for entry in taken)
-        num_samples = sum(len({one.sample for one in entry.rollouts}) for entry in taken)
+        num_failed = num_samples = 0
+        for entry in taken:
+            failed = training_batch.failed(entry.rollouts, entry.scores)
+            flags = [one.number in failed for one in entry.rollouts if not one.branch]
+            num_failed, num_samples = num_failed + sum(flags), num_samples + len(flags)
         self._num_scored.update(failed=num_failed, all=num_samples)
         if num_failed and self._config.rl.score_errors != "zero":
-            first = self._first_error() or "no process of this run has said why"
-            failed, total = self._num_scored["failed"], self._num_scored["all"]
-            if 2 * failed > total or num_failed == num_samples:
-                found = f"the scorer failed for {failed} of {total} samples of this run, {num_failed} of {num_samples} in batch {step}"
+            first = self._first_error() or "no process of this run has reported it"
+            total = self._num_scored
+            if 2 * total["failed"] > total["all"] or num_failed == num_samples:
+                found = f"the scorer failed for {total['failed']} of {total['all']} samples of this run, {num_failed} of {num_samples} in batch {step}"
                 raise ValueError(
                     f"{found}; the first error: {first}; correct the environment, or set rl.score_errors = 'zero'"
                 )

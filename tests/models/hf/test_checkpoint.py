@@ -672,6 +672,16 @@ def test_an_index_may_not_point_out_of_its_folder(folder):
         (folder / safetensors_file.INDEX).write_text(text)
         with pytest.raises(ValueError, match=words):
             hf.load(folder)
+    for file in ("model.safetensors", "other.safetensors"):  # one of the two is stale
+        shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+        (folder / safetensors_file.INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+        if file == "model.safetensors":
+            assert safetensors_file._paths(folder) == [folder / file]
+            continue
+        with pytest.raises(
+            ValueError, match="has model.safetensors, and .*index.json names other files; delete the stale"
+        ):
+            hf.load(folder)
     good = (folder / "config.json").read_text()
     for text, words in (
         ("[]", "config.json contains a list, not a dict"),

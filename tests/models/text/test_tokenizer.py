@@ -216,12 +216,12 @@ def test_a_reward_sees_the_text_as_the_model_wrote_it(name, text):
 def test_a_last_message_of_the_assistant_is_continued(name):
     """The prompt is the rendered conversation up to the end of this message; so does transformers with continue_final_message."""
     tok = test_turns.tokenizer_of(test_turns.ORACLE["templates"][name]["template"])
-    for said in ("It is, in a word", " 4"):
+    for said in ("It is, in a word", " 4 "):
         messages = [CHAT[1], {"role": "assistant", "content": said}]
         text = tok.decode(tok.render(messages).token_ids, skip_special=False)
         said = said if said in text.rpartition(CHAT[1]["content"])[2] else said.strip()
         found = tok.decode(tok.render(messages, add_generation_prompt=True).token_ids, skip_special=False)
-        assert found == text[: text.rindex(said) + len(said)]
+        assert found == text[: text.rindex(said) + len(said)], (found, text)
         assert found != tok.decode(
             tok.render(messages, add_generation_prompt=True, continues=False).token_ids, skip_special=False
         )

@@ -123,6 +123,17 @@ def test_samples_for_which_the_scorer_raised_are_left_out_of_a_group_with_enough
     assert rewards == [0.0 if one.sample in failed else one.reward for one in samples]
 
 
+def test_a_branch_is_left_out_with_its_sample_and_a_continuation_alone():
+    root = GROUPS[0][0]
+    branches = [dataclasses.replace(root, branch=n, num_branches=3) for n in range(3)]
+    for raised, expected in ((branches[0], []), (branches[1], [0, 2])):
+        scores = {one.number: {"reward": 1.0} for one in branches} | {raised.number: {"reward": 0.0, "error": 1.0}}
+        left_out = training_batch.failed(branches, scores)
+        assert [one.branch for one in training_batch.rewarded(branches, scores, left_out)] == expected
+    scores = {root.sample: {"reward": 0.0, "error": 1.0}}  # of an episode of several calls: its branches have no own
+    assert training_batch.failed(branches, scores) == {one.number for one in branches}
+
+
 def test_a_claim_leaves_out_nothing_that_was_scored_here():
     """Neither an answer that exceeds the limits of the scorer nor a worker's claim of an error gains by it."""
     samples = [dataclasses.replace(one, rewards={"reward": 0.0, "error": 1.0}) for one in GROUPS[0]]
