@@ -39,23 +39,22 @@ _REWRITES = [
         (r"([\^_])\s*\{([^{}]*)\}", r"\1\2"),
         (r"(?<![\w)])\*\*|\*\*(?![\w(])|(?<!\w)_+(?=[-$\d])|(?<=\d)_+(?!\w)", ""),
         (r"\*\*", "^"),
+        (r"(?<!\d )\b(?:[Mm]inus|[Nn]egative) (?=[$\d.])", "-"),
         (r"–(?=[\d.$])|^ *–(?= )", "-"),
         (r"\b(?:USD|EUR|GBP|INR|CNY|JPY|Rs\.?)\s?(?=\d)", "$"),
         (r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: "^" + found[0].translate(_SUPERSCRIPTS)),
     )
 ]
-_DECIMAL = (
-    r"(?:(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+|(?:'\d{3})+|(?:\.\d{3}){2,})|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d{1,3})?"
-)
+_DECIMAL = r"(?:(?:[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+|(?:['_]\d{3})+|(?:\.\d{3}){2,})|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d{1,3})?"
 _SIGN = r"(?:(?<![\w.)\]}])([-+])(?=[\d.$€£¥₹])|(?:(?<![\w)\]}])(?<![\w)\]}] )|(?<=\bis ))([-+])\s(?=[\d.$€£¥₹]))?"
 _BEGIN = r"(?<![\w.^])(?<![A-Za-z]-)(?<!\^[-+])"
 _TOKEN = re.compile(
     rf"[(\[{{]\s*[-\d./]+(?:\s*[,;]\s+[-\d./]+)+\s*\\?[)\]}}]|[±{_NO_VALUE}]\s*[-+]?[\d.]*|\\[dtc]?(?:frac|sqrt)[^\n]*"
     rf"|{_SIGN}(?:[$€£¥₹]\s?([-+])?)?{_BEGIN}(?:(?P<whole>\d+)\s+(?=\d+\s?/\s?\d))?(?P<first>{_DECIMAL})"
     rf"(?:\s?/\s?(?P<over>{_DECIMAL})|\^(?P<power>[+-]?\d{{1,3}})|\s?[*x]\s?10\^(?P<ten>[+-]?\d{{1,3}}))?"
-    r"(?!\d|[.,:/'^*+-]\d|e\d)(?:\s?(?P<scale>hundred|thousand|million|billion|trillion)\b)?"
+    r"(?!\d|[.,:/'^*+_-]\d|e\d)(?:\s?(?P<scale>hundred|thousand|million|billion|trillion)\b)?"
     rf"(?:\s?(?P<percent>%|percent\b|per\scent\b))?(?P<irrational>\s?(?:π|{_NO_VALUE}|pi\b))?"
-    rf"|{_BEGIN}\d(?:[.,:/'^*+-]?\d)*",
+    rf"|{_BEGIN}\d(?:[.,:/'^*+_-]?\d)*",
     re.ASCII | re.IGNORECASE,
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -159,5 +158,5 @@ def _numeral(found: re.Match) -> Numeral | None:
 
 
 def _exact(text: str) -> fractions.Fraction:
-    text = re.sub("[ ',]", "", text)
+    text = re.sub("[ ',_]", "", text)
     return fractions.Fraction(text.replace(".", "") if text.count(".") > 1 else text)
