@@ -37,11 +37,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from inference.engine import engine as engine_lib
+from inference.engine import weights
 from inference.scheduler import scheduler as scheduler_lib
 from models import config as config_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from sharding import broadcast
+from sharding import mesh as mesh_lib
 from sharding.system import cli
 from tests.support import shapes
 
@@ -156,6 +158,8 @@ class InProcess:
     """The scheduler, called from this process."""
 
     def __init__(self, model, sizes, params, *, proofs: bool = False):
+        mesh = mesh_lib.create({}, jax.devices()[:1])
+        params = weights.Store(model, mesh).load(jax.tree.map(np.asarray, params))  # a copy: `load` deletes
         self._engine = engine_lib.Engine(model, sizes, tokenizer_lib.byte_chatml(), params)
         self._scheduler = scheduler_lib.Scheduler(self._engine, params, 0, prefix_cache_bytes=0)
         self._proofs = proofs

@@ -54,6 +54,7 @@ from inference.server import (
 )
 from inference.swarm import membership
 from models import hub
+from models.kernels import cpu_dtype
 from sharding import broadcast, bucket, profiler
 from sharding import mesh as mesh_lib
 from sharding.format import head
@@ -70,7 +71,7 @@ SIZES = {
     "kept_tokens": 0,  # record up to so many tokens that filters kept, for training under top-k or top-p
 }
 # Settings in which the hosts of a server agree.
-SHARED = ("weights", "model", "weights_key", "mesh", "quantize", *SIZES)
+SHARED = ("weights", "model", "weights_key", "mesh", "quantize", "dtype", *SIZES)
 JOIN_S = 300.0  # how long hosts wait for each other at the start
 MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes about twenty times its size
 # {exception: (status, type of OpenAI's error object, headers)}
@@ -275,7 +276,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--num_processes", type=int, default=0, help="number of hosts of --coordinator")
     add("--process_id", type=int, default=-1, help="number of this host; host 0 has the routes")
     add("--workdir", help="directory that the hosts share, with the key by which they know each other")
-    add("--quantize", default="none", help="int8 halves the memory of large matrices, and changes the policy slightly")
+    helps = "int8 or (on a CPU) int4: weights of fewer bits, which are read faster, and change the policy slightly"
+    add("--quantize", default="none", help=helps)
+    helps = "of the weights and activations of --model: float32 or bfloat16 (default: the folder's, on a CPU the faster one)"
+    add("--dtype", default="auto", help=helps)
     add("--warm_up", action="store_true", help="compile for prompts of every length before listening")
     add("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights at this interval")
     add("--profile", default="", metavar="FOLDER", help="record the engine's work for xprof there, in --profile_steps")
@@ -307,6 +311,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"{found}; add {'--weights' if args.key else '--key FILE'}")
     if args.key and not (args.orchestrator or args.run):
         raise ValueError(f"--key {args.key} signs samples for one run; add --run with the run's public key")
+    if args.dtype not in ("auto", *cpu_dtype.DTYPES):
+        raise ValueError(f"--dtype {args.dtype} is unknown; choose auto, {' or '.join(cpu_dtype.DTYPES)}")
+    if args.dtype != "auto" and args.weights:
+        found = f"--dtype {args.dtype} is for --model, and published weights keep the dtype of their run"
+        raise ValueError(f"{found}; leave it out")
     if args.model and (args.weights_key or args.watch):
         name = "weights_key" if args.weights_key else "watch"
         raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")
@@ -352,7 +361,7 @@ def _prepare(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_serv
     options["chat_template_kwargs"] = _object("--chat_template_kwargs", args.chat_template_kwargs)
     args.weights = _sources(args)
     if not args.weights:
-        return inference_server.prepare_model(args.model, make_config({}), **options)
+        return inference_server.prepare_model(args.model, make_config({}), dtype=args.dtype, **options)
     key = head.HeadVerifier(args.weights_key, args.weights_floor) if args.weights_floor else args.weights_key
     wait_s = math.inf if args.exit_with_parent else None  # a parent knows how long to wait
     options["expected"] = args.expected and atomic_file.read_json(pathlib.Path(args.expected), dict)

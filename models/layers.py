@@ -189,19 +189,13 @@ def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax
 
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:
     """Returns the output of a gated ffn, down(act(gate x) * up x); each matmul has a bias if `params` has one."""
-    is_transposed = isinstance(params["gate"], cpu_transposed.Transposed)
-    # Transposed weights: column-major from kernel to kernel, so that no intermediate result is transposed.
-    bias_shape = (-1, 1) if is_transposed else (-1,)
 
     def apply(x, name):
-        kernel = weight(params[name], x.dtype, config)
-        y = cpu_transposed.columns(x, kernel) if is_transposed else project(x, kernel, -1 if name == "down" else 0)
+        y = project(x, weight(params[name], x.dtype, config), -1 if name == "down" else 0)
         bias = params.get(f"{name}_bias")
-        return y if bias is None else y + jnp.broadcast_to(bias.astype(y.dtype).reshape(bias_shape), y.shape)
+        return y if bias is None else y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
 
-    x = x_BTD.reshape(-1, x_BTD.shape[-1]).T if is_transposed else x_BTD
-    out = apply(gated(apply(x, "gate"), apply(x, "up"), config), "down")
-    return out.T.reshape(x_BTD.shape) if is_transposed else out
+    return apply(gated(apply(x_BTD, "gate"), apply(x_BTD, "up"), config), "down")
 
 
 def _yarn(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:

@@ -163,11 +163,11 @@ def precise(function: Callable) -> Callable:
 
 def logits(params: Params, config: config_lib.ModelConfig, hidden_BTD: jax.Array) -> jax.Array:
     """Returns the logits of the output head for the hidden states of `apply` or `extend`, float32 [B, T, V]."""
-    head_DV = params["lm_head"] if "lm_head" in params else params["embed"].T
-    kernel_DV = head_DV.astype(hidden_BTD.dtype)
-    if isinstance(kernel_DV, cpu_transposed.Transposed):
-        logits_BTV = kernel_DV.rows(hidden_BTD, jnp.float32)
+    head = params["lm_head" if "lm_head" in params else "embed"]
+    if isinstance(head, cpu_transposed.Transposed):
+        logits_BTV = head.astype(hidden_BTD.dtype).rows(hidden_BTD, jnp.float32)
     else:
+        kernel_DV = (head if "lm_head" in params else head.T).astype(hidden_BTD.dtype)
         is_int8 = isinstance(kernel_DV, int8.Quantized)
         values_DV = kernel_DV.values.astype(hidden_BTD.dtype) if is_int8 else kernel_DV
         logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, values_DV, preferred_element_type=jnp.float32)
@@ -203,9 +203,12 @@ def restacked(params: Params, old: config_lib.ModelConfig, new: config_lib.Model
 
 def _embed(params, config, tokens_BT):
     table_VD = params["embed"]
-    is_int8 = isinstance(table_VD, int8.Quantized)
-    x_BTD = _rows(table_VD.values if is_int8 else table_VD, tokens_BT, config.dtype)
-    x_BTD = int8.scaled(x_BTD, table_VD.scale[tokens_BT]) if is_int8 else x_BTD
+    if isinstance(table_VD, cpu_transposed.Transposed):
+        x_BTD = table_VD.channels(tokens_BT, config.dtype)
+    else:
+        is_int8 = isinstance(table_VD, int8.Quantized)
+        x_BTD = _rows(table_VD.values if is_int8 else table_VD, tokens_BT, config.dtype)
+        x_BTD = int8.scaled(x_BTD, table_VD.scale[tokens_BT]) if is_int8 else x_BTD
     if config.scale_embeddings:
         x_BTD *= jnp.asarray(config.model_dim**0.5, x_BTD.dtype)
     return rules.constrain(x_BTD, "batch", "sequence", None)

@@ -18,7 +18,7 @@ from inference.engine import cpu_decode_attention, decode_state, kv_cache, paged
 from inference.engine import request as request_lib
 from inference.proofs import window
 from models import logprobs, transformer
-from models.kernels import int8
+from models.kernels import cpu_transposed, int8
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -83,7 +83,11 @@ def score(model, params, tokens_BT):
     """Returns float32 [T]: the log-probability at temperature 1 of each token in row 0; 0 for the first token."""
     hidden_BTD, _ = transformer.apply(params, model, tokens_BT)
     name = "embed" if model.tie_embeddings else "lm_head"
-    params = params | {name: int8.dense(params[name], model.dtype)}
+    head = params[name]
+    if isinstance(head, cpu_transposed.Transposed):
+        head_VD = head.channels(slice(None), model.dtype)
+        head = head_VD if model.tie_embeddings else head_VD.T
+    params = params | {name: int8.dense(head, model.dtype)}
     ones_BT = jnp.ones(tokens_BT.shape, jnp.float32)
     return logprobs.token_logprobs(params, model, hidden_BTD, tokens_BT, ones_BT)[0][0]
 

@@ -32,7 +32,6 @@ from inference.engine import (
     compiled_steps,
     cpu_decode_attention,
     cpu_sub_batches,
-    cpu_weights,
     decode_state,
     kv_cache,
     paged_cache,
@@ -197,7 +196,6 @@ class Engine(engine_api.Engine):
         self.can_read_slots = not config.num_pages and self._run(cpu_decode_attention.fits, model)
         self._replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self._concurrently = cpu_sub_batches.ConcurrentDecoder()
-        self._decode_weights = self._run(cpu_weights.TransposedWeights, model)
 
     # The methods that our scheduler calls.
 
@@ -356,7 +354,7 @@ class Engine(engine_api.Engine):
         if table is None and self.config.num_pages:
             table = np.zeros((self.config.num_slots, self.config.pages_per_slot), np.int32)
         options = self.model, K, self.config.max_model_len, self.config.routed_experts, self.num_kept
-        arrays = self._decode_weights.of(params), np.int32(K if limit is None else limit), table
+        arrays = params, np.int32(K if limit is None else limit), table
         generate = functools.partial(compiled_steps.generate, *options, *arrays)
         done = self._run(self._concurrently, generate, decode_state)
         results = [result for _, *result in done]

@@ -1,13 +1,14 @@
-"""The weights of a policy in a server: unchanged or in int8, on one device or over a mesh.
+"""The weights of a policy in a server: unchanged or as integers, on one device or over a mesh.
 
 1. Unchanged weights are read straight to their devices, later versions to the host first. The layout is that of training
    (`sharding.rules`), but key heads that do not divide over `tensor` stay whole, with their fraction of the cache.
 2. For int8 (models/kernels/int8.py) tensors are read into host memory, then copied to the devices and quantized one by one. So
    the devices never contain more than one full tensor, and deltas are applied to the host's copy.
-3. A new version is fetched into host memory while the old one serves (`fetch`), and then takes the place of the old one tensor by tensor
+3. On one CPU device, matrices are output-major (cpu_weights.py), and those of layers may be in 4 bits.
+4. A new version is fetched into host memory while the old one serves (`fetch`), and then takes the place of the old one tensor by tensor
    (`put`), so there is never a second one on the devices. With several hosts, each fetches and puts its own shards.
 
-A server in int8 samples from another policy, close to the version that it names: a validator with the published weights
+A server that quantizes samples from another policy, close to the version that it names: a validator with the published weights
 rejects its proofs. `/v1/models` reports the quantization.
 """
 
@@ -22,12 +23,12 @@ import numpy as np
 from inference.engine import cpu_weights
 from models import config as config_lib
 from models import hf, transformer
-from models.kernels import int8
+from models.kernels import cpu_transposed, int8
 from sharding import broadcast, rules
 from sharding.download import source as source_lib
 from sharding.format import chunks
 
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
 
 
@@ -42,12 +43,20 @@ class Store:
     def __post_init__(self):
         if self.quantization not in QUANTIZATIONS:
             raise ValueError(f"quantize = {self.quantization!r} is unknown; choose one of {', '.join(QUANTIZATIONS)}")
+        if self.quantization == "int4" and not self.is_output_major:
+            found = "quantize = 'int4' is for a server on one CPU device whose layers are not stacked (scan_layers)"
+            raise ValueError(f"{found}; choose int8")
 
     @property
     def specs(self) -> transformer.Params:
         """The tree of `ParamSpec` (shape and type) of the weights as the server stores them, quantized or not."""
         plain = transformer.specs(self.model)
-        return int8.specs(plain) if self.quantization == "int8" else plain
+        return plain if self.quantization == "none" else int8.specs(plain)
+
+    @property
+    def is_output_major(self) -> bool:
+        """True if matrices are kept as `cpu_transposed.Transposed`."""
+        return cpu_weights.are_output_major(self.model, self.mesh)
 
     @property
     def shardings(self) -> transformer.Params:
@@ -68,20 +77,56 @@ class Store:
         """Returns full weights, of `load_shardings`, on the devices in the form that the server stores.
 
         Leaves may be jax arrays, numpy arrays, or staged ones of `broadcast.pull`. The arrays of `old` are deleted, each before
-        its successor is placed: the devices never hold two versions. After an error in between, they hold none.
+        its successor is placed: the devices never hold two versions. After an error in between, they hold none. Jax arrays are
+        deleted if the server keeps them in another form.
         """
         is_leaf = lambda x: rules.is_spec(x) or int8.is_quantized(x)  # noqa: E731
         specs, structure = jax.tree.flatten(self.specs, is_leaf=is_leaf)
         before = [None] * len(specs) if old is None else structure.flatten_up_to(old)
         loaded = []
-        for row in zip(specs, *map(structure.flatten_up_to, (params, self.shardings)), before, strict=True):
-            for array in jax.tree.leaves(row[-1]):
-                if array is not row[1]:
+        paths = [
+            tuple(key.key for key in path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_leaf)
+        ]
+        rows = zip(paths, specs, *map(structure.flatten_up_to, (params, self.shardings)), before, strict=True)
+        for path, spec, new, sharding, old_leaf in rows:
+            kept = {id(array) for array in jax.tree.leaves(new)}
+            for array in jax.tree.leaves(old_leaf):
+                if id(array) not in kept:
                     array.delete()
                     if self.mesh.devices.flat[0].platform == "cpu":
                         cpu_weights.trim_memory(array.nbytes)
-            loaded.append(_placed(*row[:-1]))
+            loaded.append(self._placed(path, spec, new, sharding))
         return structure.unflatten(jax.block_until_ready(loaded))
+
+    def _placed(self, path: tuple[str, ...], spec, weights, sharding):
+        if self.is_output_major and (made := self._output_major(path, weights, sharding)) is not None:
+            return made
+        if int8.is_quantized(spec):
+            full = jax.device_put(np.asarray(weights), sharding.values)
+            made = _quantize_to(spec.scale.shape, sharding)(full)
+            return jax.block_until_ready(made)  # before the next one is copied
+        if isinstance(weights, broadcast.Staged):
+            return weights.put()
+        return weights if getattr(weights, "sharding", None) == sharding else jax.device_put(weights, sharding)
+
+    def _output_major(self, path: tuple[str, ...], weights, sharding) -> cpu_transposed.Transposed | None:
+        """Returns a parameter as the server of a CPU keeps it, None if unchanged. Deletes the jax array that it was, unless it is shared."""
+        if isinstance(weights, cpu_transposed.Transposed):
+            return weights
+        num_inputs = cpu_transposed.num_input_dims(path, self.model.tie_embeddings)
+        if num_inputs is None:
+            return None
+        if isinstance(weights, broadcast.Staged):
+            array = weights.put()
+        else:
+            array = weights if isinstance(weights, jax.Array) else jax.device_put(weights, jax.tree.leaves(sharding)[0])
+        is_head, kind = path[-1] in (cpu_transposed.HEAD, int8.EMBEDDING), self.quantization
+        kind = "int8" if is_head and kind == "int4" else kind  # logits need more than 4 bits
+        made = jax.block_until_ready(cpu_transposed.transpose(array, num_inputs, kind))
+        if all(array is not leaf for leaf in jax.tree.leaves(made)):
+            array.delete()
+        return made
 
 
 def fetch(
@@ -91,6 +136,8 @@ def fetch(
 
     Raises its errors, and those of `check_params`.
     """
+    if base is not None:
+        base = dataclasses.replace(base, params=cpu_transposed.views(base.params))
     pulled = broadcast.pull(root, version, shardings=store.load_shardings, staged=True, base=base, **pins)
     check_params(pulled.params, store.model)
     return pulled
@@ -128,16 +175,7 @@ def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> N
 def load_folder(folder: str | pathlib.Path, store: Store, on_host: bool = False) -> transformer.Params:
     """Reads the weights of a Hugging Face folder onto the devices as `store` requires, or into this host's memory."""
     shardings = None if on_host else store.load_shardings
-    return hf.load(folder, shardings=shardings, on_host=shardings is None)[1]
-
-
-def _placed(spec, weights, sharding) -> jax.Array | int8.Quantized:
-    if int8.is_quantized(spec):
-        full = jax.device_put(np.asarray(weights), sharding.values)
-        return jax.block_until_ready(_quantize_to(spec.scale.shape, sharding)(full))  # before the next one is copied
-    if isinstance(weights, broadcast.Staged):
-        return weights.put()
-    return weights if getattr(weights, "sharding", None) == sharding else jax.device_put(weights, sharding)
+    return hf.load(folder, dtype=store.model.dtype, shardings=shardings, on_host=shardings is None)[1]
 
 
 @functools.cache

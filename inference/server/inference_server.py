@@ -36,6 +36,7 @@ from inference.scheduler import warmup
 from inference.server import schemas, weight_sources
 from models import config as config_lib
 from models import hf, hub, transformer
+from models.kernels import cpu_dtype
 from models.text import tokenizer as tokenizer_lib
 from sharding import accelerator, broadcast
 from sharding import mesh as mesh_lib
@@ -233,7 +234,7 @@ class InferenceServer:
             raise ValueError(f"{found}; publish them with that key, or start a server without --weights_key")
         version = self.scheduler.version + 1 if version is None else version
         self._check_order((0, version), rollback)
-        config = hf.read_config(folder)
+        config = hf.read_config(folder, dtype=self.engine.model.dtype)
         if config != self.engine.model:
             raise ValueError(f"{folder} has another model than this server; send the same model, or start a new server")
         with self._all_fetching(folder=str(folder)):
@@ -416,6 +417,8 @@ def prepare_pulled(
     `key` and `hosts` are those of `prepare`.
     """
     prepared = _prepared(config, store, tokenizer, pulled.params, pulled.version, hosts)
+    if store.load_shardings is not None:
+        pulled = dataclasses.replace(pulled, params=prepared.params)
     return dataclasses.replace(prepared, weights=source, key=key, have=pulled, sources=sources)
 
 
@@ -425,13 +428,22 @@ def prepare_model(
     *,
     mesh: dict[str, int] | None = None,
     quantize: str = "none",
+    dtype: str = "auto",
     chat_template_kwargs: Mapping | None = None,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> Prepared:
-    """Prepares a server of the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `prepare`."""
+    """Prepares a server of the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `prepare`.
+
+    `dtype` is that of weights and activations. "auto" is the folder's, but for a dense model on a CPU the one that is fastest there.
+    """
     cli.note(f"loading {folder}")
     folder = str(hub.folder(folder))
-    store = weights_lib.Store(hf.read_config(folder), host_mesh(mesh, config, hosts), quantize)
+    devices, model = host_mesh(mesh, config, hosts), hf.read_config(folder)
+    if dtype == "auto" and devices.size == 1 and devices.devices.flat[0].platform == "cpu" and not model.num_experts:
+        dtype, reason = cpu_dtype.fastest()
+        cli.note(reason)
+    model = hf.read_config(folder, dtype=None if dtype == "auto" else dtype)
+    store = weights_lib.Store(model, devices, quantize)
     tokenizer = tokenizer_lib.load(folder, variables=chat_template_kwargs)
     prepared = _prepared(config, store, tokenizer, weights_lib.load_folder(folder, store), 0, hosts)
     return dataclasses.replace(prepared, sources=[folder])

@@ -1,70 +1,108 @@
-"""Transposed (output-major) weights, by which a CPU multiplies a few rows faster.
+"""Transposed (output-major) weights: the form by which a CPU multiplies one row as well as a whole prompt.
 
-1. x @ kernel of 2 to 16 rows reads the kernel in pieces of a few columns, down all of its rows: a core then reads 8 GB/s from
-   memory, and 21 GB/s if it reads in order. A `Transposed` kernel is stored output-major, [N, K], and is the left operand:
-   it is read in order.
-2. The product is column-major, [N, R]. A barrier keeps XLA from transposing the operands back. Products of products, as in
-   a gated ffn, can stay column-major (models/layers.py).
+1. A matrix is stored as [N, K], so that memory is read in order. A Hugging Face file and a tied embedding have this form.
+2. XLA multiplies two rows and more by kernels for this CPU. A single row it would multiply by a loop of its own, which writes
+   bfloat16 and integers as float32 to memory first: so a single row is padded to two.
+3. Integers (int8, 4 bits) are multiplied by cpu_integers.py.
 
-Float32, 2 cores, 8 rows x 768 x 2304: 470 -> 356 microseconds; x 32000 (a tied head): 8,134 -> 4,537.
-
-With hundreds of rows a kernel is read once for many of them, and neither layout is faster for all shapes.
-
-Letters: K numbers summed over, N output channels, R rows.
+Letters: K numbers summed over, N output channels, R rows, V vocabulary, D model.
 """
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
-from models.kernels import int8
+from models.kernels import cpu_integers, int8
 
-MODULES = ("attn", "mlp", "shared")  # of dense layers
+MODULES, HEAD = {"attn", "mlp", "shared"}, "lm_head"  # whose matrices are transposed
+MIN_ROWS = 2
 
 
 @struct.dataclass
 class Transposed:
-    """A weight matrix [in..., out...], stored transposed (output-major), which a CPU multiplies with few rows faster."""
+    """A weight matrix [in..., out...], stored as [N, K]."""
 
-    kernel_NK: jax.Array
+    kernel_NK: Any  # jax.Array, int8.Quantized, or cpu_integers.Nibbles
+    in_shape: tuple[int, ...] = struct.field(pytree_node=False)  # of K
     out_shape: tuple[int, ...] = struct.field(pytree_node=False)  # of N
+    # True: it was [V, D] from the start, and rows of it are read, too.
+    is_embedding: bool = struct.field(pytree_node=False)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> "Transposed":
-        """Returns this matrix in another dtype."""
-        return Transposed(self.kernel_NK.astype(dtype), self.out_shape)
+        """Returns this matrix in another dtype, and integers unchanged."""
+        is_float = isinstance(self.kernel_NK, jax.Array)
+        return dataclasses.replace(self, kernel_NK=self.kernel_NK.astype(dtype)) if is_float else self
 
     def rows(self, x: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """Returns the product [B, T, out...] of x [B, T, in...] and this matrix, in the dtype of x if `dtype` is None."""
         B, T = x.shape[:2]
-        return columns(x.reshape(B * T, -1).T, self, dtype).T.reshape(B, T, *self.out_shape)
+        x_RK = x.reshape(B * T, -1)
+        is_float = isinstance(self.kernel_NK, jax.Array)
+        out_RN = (_product if is_float else cpu_integers.product)(x_RK, self.kernel_NK)
+        return out_RN.astype(dtype or x.dtype).reshape(B, T, *self.out_shape)
+
+    def channels(self, at: jax.Array | slice, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Returns the weights [..., K] of the output channels `at`, such as rows of an embedding; not of `Nibbles`."""
+        kernel_NK = self.kernel_NK
+        if isinstance(kernel_NK, int8.Quantized):
+            return (kernel_NK.values[at].astype(jnp.float32) * kernel_NK.scale[at]).astype(dtype)
+        return kernel_NK[at].astype(dtype)
+
+    def view(self) -> np.ndarray:
+        """Returns the parameter that this was made of, as a view of its memory; not of integers."""
+        kernel_NK = np.asarray(self.kernel_NK)
+        return kernel_NK if self.is_embedding else kernel_NK.T.reshape(*self.in_shape, *self.out_shape)
 
 
-def columns(x_KR: jax.Array, kernel: Transposed, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """Returns the product of `kernel` with R rows given as columns [K, R], as [N, R]; in the dtype of `x_KR` if None."""
-    out_NR = jax.lax.dot(kernel.kernel_NK, x_KR, preferred_element_type=jnp.float32)
-    return jax.lax.optimization_barrier(out_NR.astype(dtype or x_KR.dtype))
+def num_input_dims(path: tuple[str, ...], is_tied: bool) -> int | None:
+    """Returns the number of leading dims that the products with a parameter sum over; None if it keeps its form.
 
-
-def transpose(params: dict) -> dict:
-    """Returns `params` with the matrices of dense layers and the output head as `Transposed`; shares the other parameters.
-
-    Layers must not be stacked. A tied embedding is output-major already, and becomes the head without a copy.
+    Transposed are the matrices of dense layers, and the output head. A tied embedding [V, D] has the form already: 0.
     """
-
-    def one(path, leaf):
-        module, name = (key.key for key in path[-2:])
-        num_input_dims = int8.NUM_INPUT_DIMS.get(name) if module in MODULES else None
-        return _transpose(leaf, num_input_dims) if num_input_dims else leaf
-
-    table_VD = params["embed"]
-    head = _transpose(params["lm_head"], 1) if "lm_head" in params else Transposed(table_VD, table_VD.shape[:1])
-    return params | {"layers": jax.tree_util.tree_map_with_path(one, params["layers"]), "lm_head": head}
+    if path[-1] == int8.EMBEDDING:
+        return 0 if is_tied else None
+    is_matrix = path[-1] == HEAD or set(path[-2:-1]) & MODULES
+    return int8.NUM_INPUT_DIMS.get(path[-1]) if is_matrix else None
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _transpose(kernel: jax.Array, num_input_dims: int) -> Transposed:
-    out_shape = kernel.shape[num_input_dims:]
-    return Transposed(kernel.reshape(-1, math.prod(out_shape)).T, out_shape)
+def transpose(kernel: jax.Array, num_inputs: int, quantization: str = "none") -> Transposed:
+    """Returns a matrix whose first `num_inputs` dims are summed over as `Transposed`; if 0, one that is output-major already.
+
+    `quantization` is "none", "int8", or "int4". A matrix whose rows have no whole groups is in int8 instead of int4.
+    """
+    if not num_inputs and quantization == "none":
+        return Transposed(kernel, kernel.shape[1:], kernel.shape[:1], True)  # shared
+    return _transposed(kernel, num_inputs, quantization)
+
+
+def views(params: dict) -> dict:
+    """Returns parameters in their original shapes, as views of the memory of transposed ones."""
+    is_transposed = lambda x: isinstance(x, Transposed)  # noqa: E731
+    return jax.tree.map(lambda x: x.view() if is_transposed(x) else x, params, is_leaf=is_transposed)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _transposed(kernel, num_inputs, quantization) -> Transposed:
+    in_shape, out_shape = kernel.shape[:num_inputs], kernel.shape[num_inputs:]
+    if num_inputs:
+        kernel_NK = kernel.reshape(math.prod(in_shape), -1).T
+    else:
+        kernel_NK, in_shape, out_shape = kernel, kernel.shape[1:], kernel.shape[:1]
+    N, K = kernel_NK.shape
+    if quantization == "int4" and cpu_integers.fits(K):
+        kernel_NK = cpu_integers.to_nibbles(kernel_NK)
+    elif quantization != "none":
+        kernel_NK = int8.quantize(kernel_NK, (N, 1))
+    return Transposed(kernel_NK, in_shape, out_shape, not num_inputs)
+
+
+def _product(x_RK: jax.Array, kernel_NK: jax.Array) -> jax.Array:
+    padded_RK = jnp.pad(x_RK, ((0, max(MIN_ROWS - len(x_RK), 0)), (0, 0)))
+    dims = ((1,), (1,)), ((), ())
+    return jax.lax.dot_general(padded_RK, kernel_NK, dims, preferred_element_type=jnp.float32)[: len(x_RK)]

@@ -36,7 +36,7 @@ def enable(folder: str = "auto") -> None:
     settings: dict[str, bool | float | str] = {"jax_enable_compilation_cache": bool(folder)}
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         try:
-            path = _user_folder() if folder == "auto" else pathlib.Path(folder).absolute()
+            path = user_folder() if folder == "auto" else pathlib.Path(folder).absolute()
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             (path / ".lockfile").touch()  # jax locks this file to read, too
         except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
@@ -92,6 +92,17 @@ def memory() -> dict[str, dict[str, int]]:
     return dict(sorted(found.items(), key=lambda item: -item[1]["total"]))
 
 
+def user_folder() -> pathlib.Path:
+    """Returns the user's folder for programs of this kind of CPU, and for measurements of it. Raises RuntimeError without a home."""
+    home, info = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", pathlib.Path("/proc/cpuinfo")
+    kind = {platform.processor()}
+    if info.exists():
+        names = ("model name", "flags", "Features", "CPU part")
+        kind = {line for line in info.read_text().splitlines() if line.startswith(names)}
+    digest = hashlib.sha256("\n".join(sorted(kind)).encode()).hexdigest()
+    return pathlib.Path(home) / "intellax" / "compiled" / digest[:12]
+
+
 @functools.cache
 def _listen() -> None:
     jax.monitoring.register_event_duration_secs_listener(_record)
@@ -100,13 +111,3 @@ def _listen() -> None:
 def _record(event: str, duration_secs: float, **_) -> None:
     if event in _seconds:
         _seconds[event].append(duration_secs)
-
-
-def _user_folder() -> pathlib.Path:
-    home, info = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache", pathlib.Path("/proc/cpuinfo")
-    kind = {platform.processor()}
-    if info.exists():
-        names = ("model name", "flags", "Features", "CPU part")
-        kind = {line for line in info.read_text().splitlines() if line.startswith(names)}
-    digest = hashlib.sha256("\n".join(sorted(kind)).encode()).hexdigest()
-    return pathlib.Path(home) / "intellax" / "compiled" / digest[:12]

@@ -614,8 +614,9 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path, monkeypatch):
     for folder, params in zip(folders, trees, strict=True):
         hf.save(folder, MODEL, params)
         tokenizer_lib.byte_chatml().save(folder)
-    server = inference_server.prepare_model(str(folders[0]), CONFIG).run()
+    server = inference_server.prepare_model(str(folders[0]), CONFIG, dtype="float32").run()
     server.sources = list(map(str, folders))
+    trees = [server.store.load(tree) for tree in trees]
     plain = scheduler_lib.Scheduler(server.engine, trees[0], 0)
     request = server.request(schemas.SamplingParams(max_tokens=8, seed=1, ignore_eos=True), PROMPT)
     try:
@@ -638,6 +639,7 @@ def test_a_hugging_face_folder_is_served_and_updated(tmp_path, monkeypatch):
         (["--max_model_len", "1"], "--max_model_len = 1 is too small; choose 2 or more"),
         (["--watch", "nan"], "--watch = nan is too small; choose 0 or more"),
         (["--profile", "x"], "--profile and --profile_steps belong together; give both, or neither"),
+        (["--dtype", "float16"], "--dtype float16 is unknown; choose auto, float32 or bfloat16"),
         (["--grpc_port", "99999"], "--grpc_port = 99999 is not a port; choose 0 to 65535"),
         (["--weights_key", "ab"], "--weights_key applies to a broadcast"),
         (["--weights_floor", "f"], "--weights_floor f keeps signed heads; add --weights_key"),

@@ -14,13 +14,13 @@ from inference.engine import weights
 from inference.server import inference_server
 from models import config as config_lib
 from models import transformer
-from models.kernels import int8
+from models.kernels import cpu_transposed, int8
 from sharding import broadcast
 from sharding import mesh as mesh_lib
 from tests.support import tiny
 
 WIDE = dict(model_dim=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_dim=3072)
-# 438 and 219 MB; decoding in float32 keeps a transposed copy as well.
+# 438 and 219 MB.
 MODELS = {
     "float32": tiny.model(**WIDE, num_layers=8),
     "bfloat16": tiny.model(**WIDE, num_layers=8, dtype="bfloat16", param_dtype="bfloat16"),
@@ -72,17 +72,26 @@ def test_each_old_array_is_deleted_before_its_successor_is_placed(monkeypatch, k
     model = tiny.model()
     store = weights.Store(model, mesh_lib.create({}, jax.devices()[:1]), kind)
     old = store.load(tiny.params(model, 0))
-    leaves, place, counts = jax.tree.leaves(old, is_leaf=int8.is_quantized), weights._placed, []
+    is_leaf = lambda x: isinstance(x, cpu_transposed.Transposed | int8.Quantized)  # noqa: E731
+    leaves, place, counts = jax.tree.leaves(old, is_leaf=is_leaf), weights.Store._placed, []
 
     def counted(*row):
         counts.append(sum(jax.tree.leaves(leaf)[0].is_deleted() for leaf in leaves))
         return place(*row)
 
-    monkeypatch.setattr(weights, "_placed", counted)
+    monkeypatch.setattr(weights.Store, "_placed", counted)
     new = store.load(tiny.params(model, 1), old)
     assert counts == list(range(1, len(leaves) + 1))
     if kind == "none":
         assert not any(x.is_deleted() for x in jax.tree.leaves(store.load(new, new)))
+
+
+def test_a_jax_array_is_deleted_once_the_server_has_it_in_another_form():
+    model = tiny.model()
+    params = jax.tree.map(jax.numpy.asarray, tiny.params(model, 0))
+    weights.Store(model, mesh_lib.create({}, jax.devices()[:1])).load(params)
+    assert params["layers"]["000"]["mlp"]["up"].is_deleted()
+    assert not params["embed"].is_deleted() and not params["final_norm"].is_deleted()
 
 
 if __name__ == "__main__":

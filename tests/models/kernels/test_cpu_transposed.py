@@ -1,22 +1,23 @@
-"""Kernels by output: the products of numpy in float64, the same tokens from an engine, and no copy that is of other weights."""
+"""Output-major kernels: the products of numpy in float64, the same bits for any number of rows, the same tokens from an engine."""
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inference.engine import cpu_weights, weights
 from inference.engine import engine as engine_lib
+from inference.engine import weights
 from inference.scheduler import scheduler as scheduler_lib
 from models import layers, transformer
-from models.kernels import cpu_transposed, int8
+from models.kernels import cpu_integers, cpu_transposed, int8
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
 from tests.support import tiny
 
 MODEL = tiny.model()
+ONE = mesh_lib.create({}, devices=jax.local_devices()[:1])
 RNG = np.random.default_rng(3)
 
 
@@ -24,113 +25,132 @@ def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-def transposed(module, params):
-    tree = {"embed": normal(7, 4), "layers": {"000": {module: params}}}
-    return cpu_transposed.transpose(tree)["layers"]["000"][module]
+def numbers(kernel):
+    """Returns the numbers that a kernel's integers stand for, float64 [N, K], decoded by numpy."""
+    if isinstance(kernel, int8.Quantized):
+        return np.asarray(kernel.values, np.float64) * np.asarray(kernel.scale, np.float64)
+    if isinstance(kernel, cpu_integers.Nibbles):
+        packed, factors = np.asarray(kernel.bytes_NH), np.repeat(np.asarray(kernel.factors_2NG, np.float64), 32, axis=2)
+        halves = [((packed >> shift) % 16 - 8.0) * factors[n] for n, shift in enumerate((0, 4))]
+        return np.concatenate(halves, axis=1) * np.asarray(kernel.scale_N1, np.float64)
+    return np.asarray(kernel, np.float64)
 
 
-@pytest.mark.parametrize("num_in, num_out", [(1, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize("rows", [(1, 1), (5, 1), (2, 3)])
-def test_a_transposed_kernel_gives_the_same_product(num_in, num_out, rows):
-    x, kernel = normal(*rows, *(4, 6)[:num_in]), normal(*(4, 6)[:num_in], *(5, 3)[:num_out])
-    expected = np.tensordot(x.astype(np.float64), kernel.astype(np.float64), num_in)
-    name = "o" if num_in == 2 else "q"
-    made = transposed("attn", {name: jnp.asarray(kernel)})[name]
-    assert isinstance(made, cpu_transposed.Transposed)
-    assert made.kernel_NK.shape == (kernel[(0,) * num_in].size, x[0, 0].size)
+@pytest.mark.parametrize("quantization", weights.QUANTIZATIONS)
+@pytest.mark.parametrize("num_in, num_out, rows", [(1, 1, (1, 1)), (1, 2, (5, 1)), (2, 1, (2, 3))])
+def test_a_product_is_that_of_the_numbers_that_are_stored(num_in, num_out, rows, quantization):
+    x, kernel = normal(*rows, *(64, 2)[:num_in]), normal(*(64, 2)[:num_in], *(5, 3)[:num_out])
+    made = cpu_transposed.transpose(jnp.asarray(kernel), num_in, quantization)
+    stored = numbers(made.kernel_NK)
+    plain = kernel.reshape(x[0, 0].size, -1).T
+    step = {"none": 0, "int8": 0.5 / 127, "int4": 0.5 / 7}[quantization] * np.abs(plain).max(axis=1, keepdims=True)
+    assert (np.abs(stored - plain) <= 1.001 * step).all()
+    expected = (x.reshape(-1, x[0, 0].size).astype(np.float64) @ stored.T).reshape(*rows, *kernel.shape[num_in:])
     got = jax.jit(layers.project)(jnp.asarray(x), made)
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    # A product of integers rounds activations to multiples of at most 2 / 127 / 256 of a row's largest.
+    bound = 0 if quantization == "none" else np.abs(x).max() * 2 / 127 / 256 * np.abs(stored).sum(axis=1).max()
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 + bound)
     assert got.shape == expected.shape
+
+
+def test_4_bits_of_groups_of_very_different_size():
+    """A group's step is a seventh of its largest number, rounded up to a fifteenth of the row's largest step."""
+    kernel = normal(6, 128) * np.repeat([1, 1e-3, 0.2, 0], 32)
+    made = cpu_integers.to_nibbles(jnp.asarray(kernel, jnp.float32).at[5].set(0))
+    kernel[5] = 0
+    stored, tops = numbers(made).reshape(6, 4, 32), np.abs(kernel).reshape(6, 4, 32).max(axis=2, keepdims=True)
+    unit = tops.max(axis=1, keepdims=True) / 105
+    step = np.maximum(np.ceil(tops / 7 / np.where(unit > 0, unit, 1) - 1e-3), 1) * unit
+    assert (np.abs(stored - kernel.reshape(6, 4, 32)) <= 1.001 * step).all()
+    nearest = np.round(kernel.reshape(6, 4, 32) / np.where(step > 0, step, 1)) * step
+    assert np.square(stored - kernel.reshape(6, 4, 32)).sum() <= np.square(nearest - kernel.reshape(6, 4, 32)).sum()
 
 
 def test_in_bfloat16_it_is_summed_in_float32():
     x, kernel = np.full((1, 1, 300), 1.0), np.full((300, 2), 1.0)
     kernel[0] = 256.0  # a sum in bfloat16 would stay there
-    made = transposed("mlp", {"up": jnp.asarray(kernel, jnp.bfloat16)})["up"]
+    made = cpu_transposed.transpose(jnp.asarray(kernel, jnp.bfloat16), 1)
     got = layers.project(jnp.asarray(x, jnp.bfloat16), made)
     assert got.dtype == jnp.bfloat16 and (np.asarray(got, np.float32) == np.float32(jnp.bfloat16(555.0))).all()
     assert (made.rows(jnp.asarray(x, jnp.bfloat16), jnp.float32) == 555.0).all()
 
 
-@pytest.mark.parametrize("activation, bias", [("silu", False), ("silu", True), ("gelu", True)])
-def test_a_ffn_by_columns(activation, bias):
-    config = tiny.model(activation=activation, ffn_bias=bias)
-    params = tiny.params(config, 1)["layers"]["000"]["mlp"]
-    params = {name: param + normal(*param.shape) if "bias" in name else param for name, param in params.items()}
-    assert ("up_bias" in params) == bias
-    x = jnp.asarray(normal(3, 2, config.model_dim))
-    got = layers.ffn(x, transposed("mlp", jax.tree.map(jnp.asarray, params)), config)
-    np.testing.assert_allclose(got, layers.ffn(x, params, config), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("quantization", weights.QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_bit_of_a_row_depends_on_the_number_of_rows_or_its_place(dtype, quantization):
+    """Sizes of a real model: 576 inputs, and 1,536."""
+    for K, N in (576, 1536), (1536, 576):
+        kernel = jnp.asarray(normal(K, N) * K**-0.5, dtype)
+        made = cpu_transposed.transpose(kernel, 1, quantization)
+        x_1RK = jnp.asarray(normal(1, 200, K), dtype)
+        whole = np.asarray(made.rows(x_1RK, jnp.float32))
+        for rows in 1, 2, 3, 8, 16, 64:
+            for start in 0, 5:
+                part = slice(start, start + rows)
+                got = np.asarray(made.rows(x_1RK[:, part], jnp.float32))
+                np.testing.assert_array_equal(got, whole[:, part], err_msg=f"{rows} rows from {start}")
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_whole_tree(tied):
-    config = tiny.model(tie_embeddings=tied)
-    params = jax.tree.map(jnp.asarray, tiny.params(config, 2))
-    made = cpu_transposed.transpose(params)
-    assert made["embed"] is params["embed"] and made["final_norm"] is params["final_norm"]
-    assert (made["lm_head"].kernel_NK is params["embed"]) == tied
-    assert sorted(made["layers"]["001"]["mlp"]) == sorted(params["layers"]["001"]["mlp"])
-    assert made["layers"]["000"]["attn"]["q_norm"] is params["layers"]["000"]["attn"]["q_norm"]
+def test_one_row_is_not_widened_in_memory():
+    """The compiled program reads bfloat16 and integers where they are."""
+    for quantization, dtype in ("none", "bf16"), ("int8", "s8"):
+        made = cpu_transposed.transpose(jnp.zeros((576, 1536), jnp.bfloat16), 1, quantization)
+        text = jax.jit(made.rows).lower(jnp.zeros((1, 1, 576), jnp.bfloat16)).compile().as_text() or ""
+        assert f"{dtype}[1536,576]" in text
+        assert not any(f"{wide}[1536,576]" in text for wide in ("f32", "s32")), text
+
+
+@pytest.mark.parametrize("quantization", weights.QUANTIZATIONS)
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False, "ffn_bias": True, "qkv_bias": True}], ids=str)
+def test_the_whole_model(changes, quantization):
+    """The oracle is the model on plain arrays of the numbers that are stored."""
+    config = tiny.model(model_dim=64, ffn_dim=128, **changes)
+    params = jax.tree.map(lambda x: x + 0.1 * normal(*x.shape) if x.ndim == 1 else x, tiny.params(config, 2))
+    store = weights.Store(config, ONE, quantization)
+    made = store.load(params)
+
+    def plain(leaf, like):
+        if not isinstance(leaf, cpu_transposed.Transposed):
+            return int8.dense(leaf, jnp.float32)
+        matrix = numbers(leaf.kernel_NK)
+        return jnp.asarray((matrix if leaf.is_embedding else matrix.T).reshape(like.shape), jnp.float32)
+
+    is_leaf = lambda x: isinstance(x, cpu_transposed.Transposed | int8.Quantized)  # noqa: E731
+    stored = jax.tree.map(plain, made, params, is_leaf=is_leaf)
+    if quantization == "none":
+        jax.tree.map(np.testing.assert_array_equal, cpu_transposed.views(made), params)
     tokens = jnp.asarray(RNG.integers(0, 256, (2, 9)))
-    of = [transformer.logits(p, config, transformer.apply(p, config, tokens)[0]) for p in (params, made)]
-    assert of[1].dtype == jnp.float32
-    np.testing.assert_allclose(of[1], of[0], rtol=1e-4, atol=1e-4)
+    run = jax.jit(lambda p: transformer.logits(p, config, transformer.apply(p, config, tokens)[0]))
+    got, expected = run(made), run(stored)
+    assert got.dtype == jnp.float32
+    tolerance = {"none": 2e-5}.get(quantization, 1e-3)  # of integers: the activations have 15 bits
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Returns the number of times that weights were transposed."""
-    seen, real = [], cpu_transposed.transpose
-    monkeypatch.setattr(cpu_transposed, "transpose", lambda params: seen.append(params) or real(params))
-    return seen
+def test_4_bits_are_refused_elsewhere():
+    with pytest.raises(ValueError, match="quantize = 'int4' is for a server on one CPU device.*choose int8"):
+        weights.Store(tiny.model(scan_layers=True), ONE, "int4")
 
 
-def test_a_copy_is_kept_until_any_of_the_weights_is_another(calls):
-    params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 3))
-    keeper = cpu_weights.TransposedWeights(MODEL)
-    first = keeper.of(params)
-    assert keeper.of(dict(params)) is first and len(calls) == 1
-    attn = params["layers"]["001"]["attn"] | {"v": params["layers"]["001"]["attn"]["v"] + 1}
-    changed = params | {"layers": params["layers"] | {"001": params["layers"]["001"] | {"attn": attn}}}
-    made = keeper.of(changed)
-    assert len(calls) == 2
-    v = made["layers"]["001"]["attn"]["v"].kernel_NK
-    np.testing.assert_array_equal(v, np.asarray(attn["v"]).reshape(MODEL.model_dim, -1).T)
-
-
-def test_who_decodes_with_the_weights_as_they_are(calls, monkeypatch):
-    params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 3))
-    store = weights.Store(MODEL, mesh_lib.create({}, devices=jax.local_devices()[:1]), "int8")
-    integers = store.load(tiny.params(MODEL, 3))
-    assert isinstance(integers["embed"], int8.Quantized)
-    assert cpu_weights.TransposedWeights(MODEL).of(integers) is integers
-    stacked = tiny.model(scan_layers=True)
-    assert cpu_weights.TransposedWeights(stacked).of(params) is params
-    monkeypatch.setattr(cpu_weights, "MAX_BYTES", 1000)
-    assert cpu_weights.TransposedWeights(MODEL).of(params) is params
-    assert not calls
-
-
-def test_an_engine_decodes_by_them_and_by_new_ones_after_a_swap(calls, monkeypatch):
-    """The oracle is an engine that decodes with the weights as they are."""
-    params = [jax.tree.map(jnp.asarray, tiny.params(MODEL, seed)) for seed in (4, 5)]
+@functools.cache
+def completions(form: str):
+    params = jax.tree.map(jnp.asarray, tiny.params(MODEL, 4))
+    params = params if form == "plain" else weights.Store(MODEL, ONE, form).load(params)
     config = engine_lib.EngineConfig(num_slots=2, max_model_len=64, prefill_batch=2, steps_per_call=4)
-
-    def run():
-        made = engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml(), params[0])
-        scheduler = scheduler_lib.Scheduler(made, params[0], 0)
-        request = scheduler_lib.GenerateRequest(tuple(b"turned"), max_tokens=30, seed=1)
-        before = scheduler.submit(request).result(60)[0]
-        scheduler.update(params[1], 1).result(60)
-        after = scheduler.submit(dataclasses.replace(request, seed=2)).result(60)[0]
+    scheduler = scheduler_lib.Scheduler(
+        engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml(), params), params, 0
+    )
+    request = scheduler_lib.GenerateRequest(tuple(b"turned"), max_tokens=30, seed=1, prompt_logprobs=True)
+    try:
+        return scheduler.submit(request).result(60)[0]
+    finally:
         scheduler.close()
-        return before, after
 
-    got = run()
-    assert len(calls) == 2
-    monkeypatch.setattr(cpu_weights, "MAX_BYTES", 0)
-    for transposed_one, plain in zip(got, run(), strict=True):
-        assert transposed_one.tokens == plain.tokens
-        np.testing.assert_allclose(transposed_one.logprobs, plain.logprobs, rtol=1e-4, atol=1e-5)
-    assert got[0].tokens != got[1].tokens and len(calls) == 2
+
+def test_an_engine_generates_the_same_with_them():
+    """The oracle is an engine that has the weights as they were published."""
+    got, expected = completions("none"), completions("plain")
+    assert got.tokens == expected.tokens
+    for name in "logprobs", "prompt_logprobs":
+        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
+    assert completions("int4").tokens != expected.tokens

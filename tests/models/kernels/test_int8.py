@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from inference import serve
+from inference.engine import cpu_weights, weights
 from inference.engine import engine as engine_lib
-from inference.engine import weights
 from inference.proofs import toploc
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
@@ -40,6 +40,14 @@ ONE = mesh_lib.create({}, jax.devices()[:1])
 CONFIG = engine_lib.EngineConfig(8, 64, 2, 5, prefill_chunk=32)
 WAIT_S = 60
 TOKENS = np.random.default_rng(0).integers(0, 272, (2, 24)).astype(np.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_on_an_accelerator():
+    """The form of a CPU has its own tests (test_cpu_transposed.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_weights, "are_output_major", lambda *_: False)
+        yield
 
 
 @functools.cache
@@ -222,5 +230,5 @@ def test_a_server_in_int8_updates_and_says_what_it_is(tmp_path):
         assert sampled()["token_ids"] == before["token_ids"]
     finally:
         server.close()
-    with pytest.raises(ValueError, match="quantize = 'int4' is unknown; choose one of none, int8"):
-        inference_server.prepare(str(root), CONFIG, quantize="int4").run()
+    with pytest.raises(ValueError, match="quantize = 'int3' is unknown; choose one of none, int8, int4"):
+        inference_server.prepare(str(root), CONFIG, quantize="int3").run()

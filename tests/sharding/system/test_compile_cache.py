@@ -49,7 +49,7 @@ def test_a_later_process_reads_the_programs_of_an_earlier_one(tmp_path, monkeypa
     (tmp_path / "file").write_text("")
     assert start(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))[3] == "False"  # nowhere to keep them
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert str(compile_cache._user_folder()).startswith(f"{tmp_path}/x/intellax/compiled/")
+    assert str(compile_cache.user_folder()).startswith(f"{tmp_path}/x/intellax/compiled/")
 
 
 def test_each_kind_of_cpu_has_a_folder_of_its_own(monkeypatch):
@@ -58,7 +58,7 @@ def test_each_kind_of_cpu_has_a_folder_of_its_own(monkeypatch):
     for flags, clock in (("sse avx512f", 2500), ("sse avx512f", 800), ("sse", 2500)):
         text = f"model name\t: X\ncpu MHz\t\t: {clock}\nflags\t\t: {flags}\n"
         monkeypatch.setattr(compile_cache.pathlib.Path, "read_text", lambda path, text=text: text)
-        found.append(compile_cache._user_folder())
+        found.append(compile_cache.user_folder())
     assert found[0] == found[1] != found[2]
 
 

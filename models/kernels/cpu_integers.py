@@ -1,0 +1,94 @@
+"""Products of a CPU with matrices of integers: int8, or 4 bits with a factor per group of 32.
+
+1. XLA multiplies int8 by int8 into int32, exactly, and reads each weight once. Any other operand of a product would be widened in
+   memory first.
+2. So a row of activations is split into two rows of int8, x = s (high + low / 256), with an error of at most 1/32,000 of the row's
+   largest number. The product with both is that of the weights' integers, as on an accelerator (int8.py).
+3. A 4-bit weight is scale * factor * value, with a float32 scale per output channel, and per group of inputs a factor from 1
+   to 15. factor * value fits into int8. Both are multiplied tile by tile, in the core's cache, before the product of step 1.
+
+s is a power of two. So all but the last multiplication, by the scale, is exact, and no bit of a row depends on the number of rows.
+
+Letters: R rows, K numbers summed over, N output channels, G groups of half a row.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from models.kernels import int8
+
+GROUP = 32  # inputs with one factor
+MAX_FACTOR, MAX_VALUE = 15, 7
+LOW = 256  # so many steps of the low part are one of the high part
+OFFSET = 8  # makes values from -8 to 7 unsigned
+
+
+@struct.dataclass
+class Nibbles:
+    """A matrix [N, K] in 4 bits: two values per byte, of which the first is from the first half of the row, the second from the other."""
+
+    bytes_NH: jax.Array  # uint8, H = K / 2
+    factors_2NG: jax.Array  # int8
+    scale_N1: jax.Array  # float32
+
+    def halves(self) -> tuple[jax.Array, jax.Array]:
+        """Returns factor * value, int8 [N, K / 2], of the first and the second half of the inputs."""
+        N, H = self.bytes_NH.shape
+
+        def half(values_NH, factors_NG):
+            values_NGI = values_NH.astype(jnp.int8).reshape(N, -1, GROUP) - OFFSET
+            return (values_NGI * jnp.broadcast_to(factors_NG[..., None], values_NGI.shape)).reshape(N, H)
+
+        return half(self.bytes_NH & 15, self.factors_2NG[0]), half(self.bytes_NH >> 4, self.factors_2NG[1])
+
+
+def fits(num_inputs: int) -> bool:
+    """Returns True if rows of so many inputs can be `Nibbles`: whole groups in both halves."""
+    return num_inputs % (2 * GROUP) == 0
+
+
+def to_nibbles(kernel_NK: jax.Array) -> Nibbles:
+    """Returns a matrix in 4 bits. Of two factors, a group has the one with the smaller squared error."""
+    N, K = kernel_NK.shape
+    groups_N2GI = kernel_NK.astype(jnp.float32).reshape(N, 2, -1, GROUP)
+    top_N2G1 = jnp.abs(groups_N2GI).max(axis=-1, keepdims=True)
+    top_N = top_N2G1.max(axis=(1, 2, 3))
+    scale_N = jnp.where(top_N > 0, top_N / (MAX_FACTOR * MAX_VALUE), 1.0)
+    groups_N2GI /= scale_N[:, None, None, None]
+    enough_N2G1 = jnp.ceil(top_N2G1 / scale_N[:, None, None, None] / MAX_VALUE - 1e-4)
+
+    def rounded(factor_N2G1):
+        factor_N2G1 = jnp.clip(factor_N2G1, 1, MAX_FACTOR)
+        values_N2GI = jnp.clip(jnp.round(groups_N2GI / factor_N2G1), -OFFSET, MAX_VALUE)
+        error_N2G1 = jnp.square(values_N2GI * factor_N2G1 - groups_N2GI).sum(axis=-1, keepdims=True)
+        return factor_N2G1, values_N2GI, error_N2G1
+
+    one, other = rounded(enough_N2G1), rounded(enough_N2G1 - 1)
+    factor_N2G1, values_N2GI = (jnp.where(other[2] < one[2], b, a) for a, b in zip(one[:2], other[:2], strict=True))
+    first_NH, second_NH = ((values_N2GI + OFFSET).astype(jnp.uint8).reshape(N, 2, K // 2)[:, n] for n in range(2))
+    factors_2NG = factor_N2G1[..., 0].swapaxes(0, 1).astype(jnp.int8)
+    return Nibbles(first_NH | (second_NH << 4), factors_2NG, scale_N[:, None])
+
+
+def product(x_RK: jax.Array, kernel: int8.Quantized | Nibbles) -> jax.Array:
+    """Returns the product of rows and an output-major matrix of integers, float32 [R, N]."""
+    x_RK = x_RK.astype(jnp.float32)
+    R = len(x_RK)
+    top_R1 = jnp.abs(x_RK).max(axis=1, keepdims=True)
+    step_R1 = jnp.ldexp(jnp.float32(1), jnp.frexp(top_R1 / int8.LARGEST)[1])
+    steps_RK = x_RK / step_R1
+    high_RK = jnp.round(steps_RK)
+    low_RK = jnp.minimum(jnp.round((steps_RK - high_RK) * LOW), int8.LARGEST)
+    rows_SK = jnp.concatenate([high_RK, low_RK]).astype(jnp.int8)  # S = 2 R
+    if isinstance(kernel, Nibbles):
+        (first_SH, second_SH), (first_NH, second_NH) = jnp.split(rows_SK, 2, axis=1), kernel.halves()
+        out_SN, scale_N1 = _dot(first_SH, first_NH) + _dot(second_SH, second_NH), kernel.scale_N1
+    else:
+        out_SN, scale_N1 = _dot(rows_SK, kernel.values), kernel.scale
+    out_SN = out_SN.astype(jnp.float32)
+    return (out_SN[:R] + out_SN[R:] / LOW) * step_R1 * scale_N1.T
+
+
+def _dot(rows_SK: jax.Array, values_NK: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(rows_SK, values_NK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
