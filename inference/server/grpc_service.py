@@ -61,7 +61,7 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         is_text = request.WhichOneof("content") == "text_content"
         text, ids = request.text_content.text, request.token_content.token_ids
         generate = request_lib.GenerateRequest(
-            tokens=self._tokenizer.encode(text) if is_text else list(ids),
+            tokens=self._tokenizer.prompt_ids(text) if is_text else list(ids),
             max_tokens=request.max_tokens,
             seed=int.from_bytes(os.urandom(4), "little"),
             stop_ids=self._tokenizer.stop_ids,

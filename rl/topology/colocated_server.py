@@ -118,7 +118,7 @@ def start(
     del params  # with adapters, they are a copy of the whole model
     with contextlib.ExitStack() as stack:
         source = source_lib.open(str(weights), trusted_key=key)
-        parts = placed, source, experiment.engine, store, experiment.tokenizer
+        parts = placed, source, experiment.engine, store, dataclasses.replace(experiment.tokenizer, date=None)
         server = inference_server.prepare_pulled(*parts, key=key).run()
         del placed, parts  # the server's, until it has newer ones
         stack.callback(server.close)
