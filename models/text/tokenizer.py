@@ -270,7 +270,9 @@ class Tokenizer:
         return tuple(dict.fromkeys([*self.eos_ids, *(id for name in names for id in self.encode(name, special=True))]))
 
     def reads(self, variable: str) -> bool:
-        """Returns True if a chat template contains the name of a variable."""
+        """Returns True if a chat template contains the name of a variable, and it is not one that each rendering sets itself."""
+        if variable in ("messages", "tools", "add_generation_prompt"):
+            return False
         text = f"{self.chat_template}\n{self.tool_template}"
         return re.search(rf"\b{re.escape(variable)}\b", text) is not None
 

@@ -93,8 +93,8 @@ def resolve(
     for name in command_line.given():
         section, _, variable = name.partition(".")
         if section == "chat_template_kwargs" and not found.tokenizer.reads(variable):
-            remedy = f"remove it, or name a variable of the chat template of {config.tokenizer}"
-            raise ValueError(f"config.{name} has no effect here: the template has no {variable!r}; {remedy}")
+            problem = f"config.{name} has no effect here: the chat template of {config.tokenizer} has no variable {variable!r}"
+            raise ValueError(f"{problem}; remove it, or name another")
     return found
 
 

@@ -168,7 +168,9 @@ class Endpoint:
             choice |= {"finish_reason": sample.finish_reason, "logprobs": None}
             if body.logprobs is not None:
                 spelled = [entry["token"] for entry in _entries(tokenizer, body, sample)]
+                places = tokenizer.text_stream().offsets(sample.tokens)
                 choice["logprobs"] = {"tokens": spelled, "token_logprobs": sample.logprobs, "top_logprobs": None}
+                choice["logprobs"]["text_offset"] = places
             recorded = {"token_ids": sample.tokens, "prompt_token_ids": ids}
             choices.append(choice | (recorded if body.return_token_ids else {}))
         return _reply(body, "text_completion", choices, _usage(ids, samples))

@@ -227,7 +227,7 @@ def test_all_processes_render_with_the_variables_of_the_run(tmp_path, monkeypatc
     c.chat_template_kwargs.enable_thinkin = False
     for name in ("enable_thinking", "enable_thinkin"):
         monkeypatch.setattr(command_line, "given", lambda name=name: [f"chat_template_kwargs.{name}"])
-        context = pytest.raises(ValueError, match="the template has no 'enable_thinkin'; remove it")
+        context = pytest.raises(ValueError, match="has no variable 'enable_thinkin'; remove it")
         with contextlib.nullcontext() if name == "enable_thinking" else context:
             sizes.resolve(c)
 
