@@ -263,7 +263,8 @@ def main() -> None:
         mesh = layout.learner_mesh(exp.config)
         if exp.config.warmup.num_steps == 0:
             raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
-        with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
+        free = run_directory.FOR_ROLLOUTS if exp.config.warmup.data else ()
+        with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts, free) as workdir:
             progress, writer = metrics.of_host(workdir, hosts, run_directory.monitors(workdir, exp, hosts))
             params = train(exp, mesh, workdir, writer, progress, hosts)
             if hosts.broadcast(bool(checkpoint.complete_steps(workdir / "checkpoints"))):  # RL has begun

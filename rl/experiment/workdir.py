@@ -26,6 +26,18 @@ from sharding.system import atomic_file
 ORCHESTRATOR_LOCK = ".orchestrator.lock"
 # Entries of a workdir whose run has not begun; rl.launch makes some.
 UNCLAIMED = (".lock", ".hosts", "root.json", "launch", "logs", "keys", "weights.key")
+# Fields that supervised fine-tuning on `warmup.data` does not use.
+FOR_ROLLOUTS = (
+    "env.",
+    "envs.",
+    "rl.",
+    "sampling.",
+    "inference.",
+    "evaluation.",
+    "objective.",
+    "loss_options.",
+    "curriculum.",
+)
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
 READ_BY_RUNS = tuple(
     "evaluation. inference. sampling. trust. train. broadcast. retention. profile. rl.num_steps env.digest warmup.digest".split()
@@ -36,11 +48,15 @@ CODE_AND_DATA = {"env.digest", "env.num_tasks", "rl.digest", "rl.loss_function",
 
 @contextlib.contextmanager
 def open_workdir(
-    workdir: str | os.PathLike, experiment: experiment_lib.Experiment, hosts: hosts_lib.Hosts = hosts_lib.ALONE
+    workdir: str | os.PathLike,
+    experiment: experiment_lib.Experiment,
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+    free: tuple[str, ...] = (),
 ) -> Iterator[pathlib.Path]:
     """Creates or reopens the run's work directory, locks it during the block, and saves the config in it; yields its absolute path.
 
-    Of a directory in a bucket, this is the folder that is mirrored there (sharding/bucket/mirror.py).
+    Of a directory in a bucket, this is the folder that is mirrored there (sharding/bucket/mirror.py). Until RL begins, fields that begin
+    with one of `free` may differ from the config of the first start.
     Raises ValueError if the directory belongs to another config, another process uses it, or this host's config differs from
     that of host 0. Hosts other than the first do not access the directory.
     """
@@ -60,7 +76,7 @@ def open_workdir(
         problem = "is a file" if path.is_file() else f"cannot be created: {error.strerror}"
         raise ValueError(f"workdir {path} {problem}; give another --workdir") from error
     with _locked(path), bucket.mirrored(workdir, with_batches=experiment.config.retention.mode != "keep"):
-        _claim(path, experiment)
+        _claim(path, experiment, free)
         hosts.broadcast(experiment.config.to_json())
         yield path
 
@@ -240,12 +256,13 @@ def _locked(path: pathlib.Path, name: str = ".lock") -> Iterator[None]:
         yield
 
 
-def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment) -> None:
+def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tuple[str, ...]) -> None:
     """Saves the resolved config. Raises ValueError if the run has taken a step with another config, or `path` is not a run's."""
     file, steps = path / "config.json", path / "metrics.jsonl"
     leftovers = list(path.glob(atomic_file.LEFTOVERS))  # of a kill while a key or the config was written
-    if file.exists() and (steps.exists() and steps.stat().st_size or any(path.glob("checkpoints/[0-9]*"))):
-        _check_same(path, experiment)
+    has_rl = any(path.glob("checkpoints/[0-9]*"))
+    if file.exists() and (has_rl or steps.exists() and steps.stat().st_size):
+        _check_same(path, experiment, free=() if has_rl else free)
     elif not (file.exists() or (path / ORCHESTRATOR_LOCK).exists()) and any(
         p.name not in UNCLAIMED for p in {*path.iterdir()} - {*leftovers}
     ):

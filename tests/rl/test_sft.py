@@ -138,7 +138,12 @@ def test_a_resume_on_other_data_is_refused(tmp_path, change):
     data, workdir, exp = f"{folder},{file}", tmp_path / "run", lambda: experiment.resolve(config_of(warmup__data=data))
     with run_directory.open_workdir(workdir, exp()):
         (workdir / "metrics.jsonl").write_text("{}\n")
-    with run_directory.open_workdir(workdir, exp()):
+    other = config_of(warmup__data=data, sampling__max_tokens=9, inference__max_model_len=60, rl__num_steps=7)
+    with run_directory.open_workdir(workdir, experiment.resolve(other), free=run_directory.FOR_ROLLOUTS):
+        pass
+    with pytest.raises(ValueError, match="belongs to another config: inference.max_model_len was 60, now"):
+        run_directory.open_workdir(workdir, exp()).__enter__()
+    with run_directory.open_workdir(workdir, exp(), free=run_directory.FOR_ROLLOUTS):
         pass
     if change == "edited":
         file.write_text(file.read_text().replace("aaa", "aba"))
