@@ -16,6 +16,8 @@ from rl.batch import packing
 from rl.data import messages as messages_lib
 from rl.data import sources
 
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # {role in ShareGPT's form: ours}
+
 
 def tree(
     tokenizer: tokenizer_lib.Tokenizer,
@@ -66,7 +68,8 @@ def read(path: str) -> Sequence[dict]:
     """Returns the conversations of a file, or of the split "train" of a folder (rl/data/sources.py). Each is parsed when it is read.
 
     A row is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...] or absent}, or TRL's {"prompt": ..., "completion": ...}: two
-    lists of messages, or a user's text and the answer, which alone trains. Messages are in the format of OpenAI's API:
+    lists of messages, or a user's text and the answer, which alone trains; or ShareGPT's {"conversations": [{"from": ..., "value": ...}]}.
+    Messages are in the format of OpenAI's API:
     content as text parts or null, arguments of tool calls as a string. Tables fill absent fields of arguments and tools with nulls, which
     are left out; an argument that is null must be in such a string. Raises ValueError for a file that cannot be read; so does a
     row with another format, whose number the error names.
@@ -91,6 +94,8 @@ def parse(record: object) -> dict:
     if isinstance(record, dict) and record.get("messages") is None and "prompt" in record:
         given = _part(record, "prompt", "user")
         record = {**record, "messages": given + _part(record, "completion", "assistant")}
+    elif isinstance(record, dict) and record.get("messages") is None and isinstance(record.get("conversations"), list):
+        record = {**record, "messages": [*map(_of_sharegpt, record["conversations"])]}
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(messages, list) or not messages:
         found = "the row has no messages, nor a prompt with its completion"
@@ -99,6 +104,12 @@ def parse(record: object) -> dict:
         raise ValueError("tools is not a list; give function descriptions, or leave it out")
     parsed: dict = {"messages": messages_lib.parse(messages), "tools": record.get("tools")}
     return parsed | ({"num_given": len(given)} if given else {})
+
+
+def _of_sharegpt(message: object) -> object:
+    if not isinstance(message, dict) or "from" not in message:
+        return message
+    return {"role": SHAREGPT.get(str(message["from"]), message["from"]), "content": message.get("value")}
 
 
 def _part(record: dict, name: str, role: str) -> list:

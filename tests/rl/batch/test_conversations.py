@@ -157,6 +157,22 @@ def test_the_completion_of_a_pair_trains_alone(tmp_path, prompt, completion, rol
             conversations.read(write(tmp_path / "d.jsonl", [row | {name: value}]))[0]
 
 
+def test_rows_in_sharegpts_form_are_read(tmp_path):
+    turns = [
+        ("system", "Be brief."),
+        ("human", "2 + 2?"),
+        ("gpt", "4"),
+        ("tool", "four"),
+        ("gpt", "It is 4."),
+        ("human", "Thanks."),
+    ]
+    row = {"conversations": [{"from": role, "value": text} for role, text in turns], "id": 5}
+    assert conversations.read(write(tmp_path / "c.jsonl", [row]))[0]["messages"] == TURNS
+    for wrong in ([{"value": "x"}], [], ["x"], [{"from": [5], "value": "x"}]):
+        with pytest.raises(ValueError, match="conversation 1: (a message has no role|the row has no messages)"):
+            conversations.read(write(tmp_path / "d.jsonl", [{"conversations": wrong}]))[0]
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_fields_that_a_table_adds_do_not_train(tmp_path, suffix):
     """Each object of a column has the fields of all, with nulls; a null in JSON was written by its author."""
