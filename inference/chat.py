@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     source.add_argument(
         "--weights", help="a run's working directory, or the root of its weights; serves the newest version"
     )
-    source.add_argument("--model", help="a Hugging Face folder or hub ID")
+    source.add_argument("--model", help="a Hugging Face folder, a GGUF file, or a hub ID")
     source.add_argument("--url", help="URL of a running server")
     parser.add_argument("--system", help="system message of every conversation")
     parser.add_argument("--temperature", type=float, default=1.0)

@@ -240,7 +240,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     helps = "the weight broadcast: a directory, a run's working directory, a bucket URL, or the URLs of relays"
     add("--weights", nargs="+", help=helps)
-    add("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json) or hub ID")
+    add("--model", help="a Hugging Face folder (config.json, safetensors, tokenizer.json), a GGUF file, or a hub ID")
     add = parser.add_argument
     add("--weights_key", help="hex of the public key that must have signed the weights, or its root file")
     add("--weights_floor", metavar="FILE", help="keeps the newest signed head, also across restarts")

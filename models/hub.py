@@ -1,4 +1,4 @@
-"""Finds a checkpoint by its folder, its URL in a bucket, or its id on the Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION.
+"""Finds a checkpoint by its folder or GGUF file, its URL in a bucket, or its id on the Hugging Face hub: OWNER/NAME, or OWNER/NAME@REVISION.
 
 A repository can change, so `commits` names the commits that were downloaded, for the records of a run.
 
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from sharding.format import gguf_header
+
 WEIGHTS = ("*.safetensors", "*.json", "*.jinja")
 _COMMITS: dict[str, str] = {}  # {id: commit} of this process's downloads
 CONFIG = ("config.json",)
@@ -21,18 +23,18 @@ TOKENIZER = ("*token*.json", "generation_config.json", "config.json", "*.jinja")
 
 
 def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> pathlib.Path:
-    """Returns the local folder of a checkpoint. From a bucket or a Hugging Face repository, downloads `files` (glob patterns).
+    """Returns the local folder, or GGUF file, of a checkpoint. From a bucket or a Hugging Face repository, downloads `files` (glob patterns).
 
     Raises ValueError if `path_or_repo` is neither a folder, nor a bucket or repository that can be downloaded.
     """
     if is_url(path_or_repo):
         return _from_bucket(str(path_or_repo), tuple(files))
     path = pathlib.Path(path_or_repo)
-    if path.is_dir():
+    if path.is_dir() or gguf_header.is_gguf(path):
         return path
     if not is_id(path_or_repo):
         raise ValueError(
-            f"{path_or_repo} is not a folder; give a folder, gs:// or s3:// URL, or hub id like 'Qwen/Qwen3-0.6B'"
+            f"{path_or_repo} is not a folder; give a folder, a .gguf file, gs:// or s3:// URL, or hub id like 'Qwen/Qwen3-0.6B'"
         )
     import huggingface_hub  # a second of imports that a local checkpoint does not need
 
@@ -99,4 +101,5 @@ def _from_bucket(url: str, files: tuple[str, ...]) -> pathlib.Path:
 
 def is_id(text: str | os.PathLike) -> bool:
     """Returns True if `text` has the form OWNER/NAME of a Hugging Face repository id, rather than of a path."""
-    return isinstance(text, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1
+    is_name = isinstance(text, str) and not text.startswith((".", "/", "~")) and text.count("/") == 1
+    return is_name and not gguf_header.is_gguf(text)

@@ -26,8 +26,8 @@ from absl import flags
 
 from models import flops, hub
 from rl.experiment import experiment
-from rl.plan import sizes
 from rl.reporting import monitors
+from sharding import host_memory
 from sharding.bucket import storage
 from sharding.format import journal
 from sharding.system import bounded_reply, child_process, sandbox, sockets
@@ -109,7 +109,7 @@ def _packages() -> Result:
 
 
 def _machine() -> Iterator[Result]:
-    memory, cores = sizes.host_bytes(), len(os.sched_getaffinity(0)) if _is_linux() else os.cpu_count()
+    memory, cores = host_memory.total_bytes(), len(os.sched_getaffinity(0)) if _is_linux() else os.cpu_count()
     found, remedy = f"{cores} cores, {memory / 2**30:.1f} GiB", "a run of the quickstart needs 4 GiB"
     yield _result("machine", memory >= MIN_MEMORY_BYTES, found, remedy, WARNING)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -63,6 +63,18 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.timeout(0) if is_asked else pytest.mark.skip(reason="slow: run with -m slow"))
 
 
+@pytest.fixture(autouse=True)
+def real_model(request):
+    """Fetches the real model before a test that is marked `real`, and skips it where it cannot be fetched."""
+    if request.node.get_closest_marker("real"):
+        from tests.support import real_model
+
+        try:
+            real_model.gguf()
+        except real_model.Unavailable as error:
+            pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module")
 def compile_fast():
     """Sets LLVM to its lowest level, also in commands that the tests start: for programs that run a few times on tiny arrays.

@@ -41,7 +41,7 @@ from models.text import tokenizer as tokenizer_lib
 from sharding import accelerator, broadcast
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
-from sharding.format import head, manifest
+from sharding.format import gguf_header, head, manifest
 from sharding.multihost import hosts as hosts_lib
 from sharding.system import cli, role_metrics
 
@@ -123,7 +123,7 @@ class InferenceServer:
                 raise ValueError("this server has no weight broadcast to update from; send a weight_dir")
             if isinstance(root, str) and "://" not in root:
                 folder = pathlib.Path(root)
-                if (folder / "config.json").is_file():
+                if (folder / "config.json").is_file() or gguf_header.is_gguf(folder):
                     return self._update_from_model(folder, version, rollback)
                 if (own := re.fullmatch(r"v(\d{8,})", folder.name)) and (folder / "manifest.json").is_file():
                     if version not in (None, int(own[1])):

@@ -20,9 +20,11 @@ import numpy as np
 
 from models import config as config_lib
 from models import hf, hub, transformer
+from models.hf import checkpoint, tensor_names
 from models.hf import config as hf_config
-from models.hf import safetensors_file, tensor_check, tensor_names
+from models.text import tokenizer as tokenizer_lib
 from models.text import tokenizer_files
+from sharding.format import gguf_header
 from sharding.system import cli
 
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     convert = commands.add_parser("convert", help="write a copy of the checkpoint, optionally in another dtype")
     compare = commands.add_parser("compare", help="compare with another checkpoint, or with transformers' logits")
     for command in (inspect, convert, compare):
-        command.add_argument("dir", help="checkpoint folder or hub id")
+        command.add_argument("dir", help="checkpoint folder, GGUF file, or hub id")
     convert.add_argument("out", help="folder to write; must be new or empty")
     dtype_help = "dtype to write; the checkpoint's by default"
     convert.add_argument("--dtype", choices=config_lib.CHOICES["dtype"], help=dtype_help)
@@ -50,16 +52,15 @@ def _inspect(args) -> int:
         value = getattr(config, field.name)
         if field.name not in hf_config.COMPUTE_FIELDS and value != field.default:
             print(f"{field.name:24} {value}")
-    reader = safetensors_file.Reader(folder)
+    reader = checkpoint.open_reader(folder, config)
     counts = collections.Counter()
     for entry in reader.entries.values():
-        counts[str(entry.dtype)] += math.prod(entry.shape)
+        counts[getattr(entry, "kind", str(entry.dtype))] += math.prod(entry.shape)
     print(f"{'parameters':24} {transformer.num_params(config):,}")
     print(f"{'in the files':24} {', '.join(f'{count:,} {dtype}' for dtype, count in sorted(counts.items()))}")
     ignored = [name for name in reader.entries if tensor_names.is_ignored(name, config)]
     if ignored:
         print(f"{'ignored':24} {len(ignored)} tensors, such as {ignored[0]}")
-    tensor_check.check_files(reader, config, folder)
     print("all tensors are present, with the right shapes")
     return 0
 
@@ -68,8 +69,12 @@ def _convert(args) -> int:
     hf.check_new(pathlib.Path(args.out))
     folder = hub.folder(args.dir)
     config, params = hf.load(folder, dtype=args.dtype)
-    stored = json.loads((folder / "config.json").read_text("utf-8"))
-    hf.save(args.out, config, params, stored=stored, write_more=functools.partial(tokenizer_files.copy, folder))
+    if gguf_header.is_gguf(folder):
+        stored, write_more = {}, tokenizer_lib.load(folder).save
+    else:
+        stored = json.loads((folder / "config.json").read_text("utf-8"))
+        write_more = functools.partial(tokenizer_files.copy, folder)
+    hf.save(args.out, config, params, stored=stored, write_more=write_more)
     print(f"wrote {args.out}: {transformer.num_params(config):,} parameters in {config.param_dtype}")
     return 0
 

@@ -14,6 +14,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,9 @@ import numpy as np
 from models import config as config_lib
 from models import hub, transformer
 from models.hf import config as hf_config
-from models.hf import safetensors_file, tensor_check, tensor_names
-from sharding import rules
+from models.hf import gguf_config, safetensors_file, tensor_check, tensor_names
+from sharding import host_memory, rules
+from sharding.format import gguf_header
 from sharding.system import atomic_file
 
 MAX_FILE_BYTES = 5_000_000_000  # of one file of a saved checkpoint, as on the hub
@@ -50,8 +52,7 @@ def load(
     """
     folder = hub.folder(path_or_repo)
     config = read_config(folder, dtype=dtype, scan_layers=scan_layers)
-    reader = safetensors_file.Reader(folder)
-    tensor_check.check_files(reader, config, folder)
+    reader = open_reader(folder, config)
     sources = collections.defaultdict(list)
     for name, tensor in tensor_names.tensors(config).items():
         for part in tensor.parts:
@@ -59,6 +60,7 @@ def load(
 
     paths_and_specs, structure = jax.tree_util.tree_flatten_with_path(transformer.specs(config), is_leaf=rules.is_spec)
     layouts = [None] * len(paths_and_specs) if shardings is None else structure.flatten_up_to(shardings)
+    _check_memory(folder, config, [spec for _, spec in paths_and_specs], layouts, on_host)
     largest_first = sorted(range(len(layouts)), key=lambda n: -math.prod(paths_and_specs[n][1].shape))  # an even finish
 
     def place(n):
@@ -74,18 +76,33 @@ def read_config(
     path_or_repo: str | pathlib.Path, *, dtype: str | None = None, scan_layers: bool = False
 ) -> config_lib.ModelConfig:
     """Returns the model's config from a checkpoint's config.json, as `load` would. Raises ValueError if it is unsupported."""
-    path = hub.folder(path_or_repo, hub.CONFIG) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; give a checkpoint folder, with config.json and .safetensors files")
-    stored = atomic_file.read_json(path, dict)
+    path = hub.folder(path_or_repo, hub.CONFIG)
+    is_gguf = gguf_header.is_gguf(path)
+    if not is_gguf and not (path := path / "config.json").is_file():
+        raise ValueError(
+            f"{path} does not exist; give a checkpoint folder, with config.json and .safetensors files, or a .gguf file"
+        )
+    stored: Any = gguf_header.read(path) if is_gguf else atomic_file.read_json(path, dict)
     try:
-        config = hf_config.read(stored, scan_layers=scan_layers)
+        config = hf_config.read(gguf_config.entries(stored) if is_gguf else stored, scan_layers=scan_layers)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
         found = f"{path} lacks an entry, or has one of another type ({error!r})"
         raise ValueError(f"{found}; download it again") from error
     return config if dtype is None else dataclasses.replace(config, param_dtype=dtype, dtype=dtype)
+
+
+def open_reader(folder: pathlib.Path, config: config_lib.ModelConfig) -> tensor_check.Reader:
+    """Returns a reader of the tensors of a checkpoint's folder or GGUF file, by their names. Raises ValueError if they are not those of `config`."""
+    if gguf_header.is_gguf(folder):
+        from models.hf import gguf_file  # 0.3 s of imports that a folder does not need
+
+        reader = gguf_file.Reader(folder, config)
+    else:
+        reader = safetensors_file.Reader(folder)
+    tensor_check.check_files(reader, config, folder)
+    return reader
 
 
 def save(
@@ -130,8 +147,31 @@ def check_new(path: pathlib.Path) -> None:
         raise ValueError(f"{path} exists and is not an empty folder; give a folder that does not exist")
 
 
+def _check_memory(folder: pathlib.Path, config, specs: Sequence[rules.ParamSpec], layouts, on_host: bool) -> None:
+    """Raises ValueError if the parameters do not fit the free memory of the devices that hold them, or with `on_host` of this machine."""
+    shared = layouts[0]
+    devices = [] if on_host else [*shared.addressable_devices] if shared is not None else jax.local_devices()[:1]
+    stats = devices[0].memory_stats() if devices else None
+    if stats and "bytes_limit" in stats:
+        place, free = f"each {devices[0].device_kind}", stats["bytes_limit"] - stats["bytes_in_use"]
+    else:
+        place, free = "this machine", host_memory.available_bytes()
+    total, needed = 0, 0
+    for spec, layout in zip(specs, layouts, strict=True):
+        itemsize = jnp.dtype(spec.dtype).itemsize
+        total += math.prod(spec.shape) * itemsize
+        needed += math.prod(layout.shard_shape(spec.shape) if layout is not None else spec.shape) * itemsize
+    needed *= 1 if stats else max(len(devices), 1)
+    if needed > free:
+        fits = transformer.num_params(config) * free / needed
+        raise ValueError(
+            f"{folder} has {transformer.num_params(config) / 1e9:.3g} B parameters, {total / 1e9:.3g} GB in {config.param_dtype}, and "
+            f"{place} has {free / 1e9:.3g} GB free; use a model of at most {fits / 1e9:.2g} B parameters, or more memory"
+        )
+
+
 def _place(
-    reader: safetensors_file.Reader, spec: rules.ParamSpec, sources, sharding, on_host: bool
+    reader: tensor_check.Reader, spec: rules.ParamSpec, sources, sharding, on_host: bool
 ) -> jax.Array | np.ndarray:
     """Returns one parameter, read from its tensors `sources` (name, part), as a jax array in `sharding` (None: one device).
 

@@ -2,15 +2,32 @@
 
 import difflib
 import pathlib
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
 from models import config as config_lib
-from models.hf import safetensors_file, tensor_names
+from models.hf import tensor_names
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LISTED = 3  # names of a kind in an error; the rest are counted
 PIECE_BYTES = 8_000_000  # of each of two tensors that are compared at a time
+
+
+class Reader(Protocol):
+    """The tensors of a checkpoint by name: `entries` has their dtypes and shapes. `safetensors_file` and `gguf_file` have one each."""
+
+    @property
+    def entries(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Returns the tensor `name`, of which a mapped file is read when it is copied."""
+        ...
+
+    def forget(self, name: str, view: np.ndarray) -> None:
+        """Lets the system free the memory of `view`, a part of the tensor `name`, in the mapped file."""
+        ...
 
 
 def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], where: str) -> None:
@@ -40,11 +57,11 @@ def check(config: config_lib.ModelConfig, shapes: dict[str, tuple[int, ...]], wh
         if names:
             more = f"; and {len(names) - LISTED} more" * (len(names) > LISTED)
             kinds.append(f"{len(names)} {title} ({'; '.join(map(line, names[:LISTED]))}{more})")
-    found = f"{where} does not have the tensors of a {config.family} model with its config.json"
+    found = f"{where} does not have the tensors of a {config.family} model with its config"
     raise ValueError(f"{found}: {', '.join(kinds)}; correct either of them")
 
 
-def check_files(reader: safetensors_file.Reader, config: config_lib.ModelConfig, folder: pathlib.Path) -> None:
+def check_files(reader: Reader, config: config_lib.ModelConfig, folder: pathlib.Path) -> None:
     """Raises ValueError if a checkpoint cannot be loaded: wrong or quantized tensors, or a head that is wrongly tied."""
     check(config, {name: entry.shape for name, entry in reader.entries.items()}, str(folder))
     for name in tensor_names.tensors(config):
@@ -60,7 +77,7 @@ def check_files(reader: safetensors_file.Reader, config: config_lib.ModelConfig,
         )
 
 
-def _equal(reader: safetensors_file.Reader, *names: str) -> bool:
+def _equal(reader: Reader, *names: str) -> bool:
     """Returns True if the two tensors called `names` have equal numbers. Reads a piece of each at a time."""
     one, other = map(reader.tensor, names)
     step = max(1, PIECE_BYTES * len(one) // max(one.nbytes, 1))

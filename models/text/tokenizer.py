@@ -448,7 +448,7 @@ def byte_chatml() -> Tokenizer:
 
 
 def load(name_or_dir: str | os.PathLike, *, date: str | None = None, variables: Mapping | None = None) -> Tokenizer:
-    """Loads the tokenizer of a Hugging Face folder or hub ID; the name "byte_chatml" returns the built-in tokenizer.
+    """Loads the tokenizer of a Hugging Face folder, GGUF file, or hub ID; the name "byte_chatml" returns the built-in tokenizer.
 
     `date` (YYYY-MM-DD) is shown to chat templates instead of today's, and they get `variables`. Raises ValueError or FileNotFoundError, naming the
     file, if the folder's tokenizer is unusable.
@@ -462,8 +462,8 @@ def load(name_or_dir: str | os.PathLike, *, date: str | None = None, variables: 
 
 
 def located(name_or_dir: str) -> str:
-    """Returns the name by which any process of this machine finds the same tokenizer: a folder's absolute path, or a hub ID with its commit."""
-    if name_or_dir != "byte_chatml" and pathlib.Path(name_or_dir).is_dir():
+    """Returns the name by which any process of this machine finds the same tokenizer: the absolute path of a folder or file, or a hub ID with its commit."""
+    if name_or_dir != "byte_chatml" and pathlib.Path(name_or_dir).exists():
         return str(pathlib.Path(name_or_dir).absolute())
     return hub.pinned(name_or_dir)
 

@@ -14,6 +14,8 @@ import shutil
 import tokenizers
 
 from models import hub
+from models.text import gguf_tokenizer
+from sharding.format import gguf_header
 from sharding.system import atomic_file
 
 # Names of special tokens in tokenizer_config.json and in chat templates.
@@ -24,12 +26,14 @@ FILES = (*FILES, "generation_config.json")
 
 
 def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, str | None, list[int]]:
-    """Reads the tokenizer files of a checkpoint's folder, or downloads those of a hub ID first.
+    """Reads the tokenizer files of a checkpoint's folder, or its GGUF file, or downloads those of a hub ID first.
 
     Returns (the tokenizer, {one of NAMES: the token's text} with "eos_token" among them, the chat template, the template that
     replaces it when there are tools, the IDs that end a completion); None for a template that the checkpoint lacks. Raises
     FileNotFoundError for a missing file, and ValueError for a malformed one. Both name the file.
     """
+    if gguf_header.is_gguf(path):
+        return gguf_tokenizer.read(path)
     directory = pathlib.Path(path)
     if not directory.is_dir() and (hub.is_id(path) or hub.is_url(path)):
         directory = hub.folder(path, hub.TOKENIZER)

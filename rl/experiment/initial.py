@@ -46,7 +46,7 @@ def completed(
     is_own = lambda name, value: name in given or value != defaults[name]  # noqa: E731
     path, fields = config.init_from, json.loads(config.model.to_json())
     own = {n: v for n, v in fields.items() if n not in OWN and is_own(f"model.{n}", v)}
-    if not path or ("model_dim" in own and not needs_files and not pathlib.Path(path).is_dir()):
+    if not path or ("model_dim" in own and not needs_files and not pathlib.Path(path).exists()):
         return config
     try:
         found, tokenizer, variables = _read(path, config.model.scan_layers)

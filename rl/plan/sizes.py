@@ -11,13 +11,10 @@
 A run with a checkpoint keeps the sizes of its config.json, on any devices.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
 import operator
-import os
-import pathlib
 from collections.abc import Callable, Mapping
 
 import jax
@@ -30,7 +27,7 @@ from rl.experiment import workdir as run_directory
 from rl.plan import lowered_programs, roofline
 from rl.protocol import env_mix
 from rl.topology import layout
-from sharding import bucket, rules
+from sharding import bucket, host_memory, rules
 from sharding import mesh as mesh_lib
 
 GIB = 2**30
@@ -105,19 +102,10 @@ def present(config: config_dict.ConfigDict, *, has_engine: bool = True) -> Devic
     is_one = set(config.inference.mesh.values()) == {1} and not layout.is_colocated(config)  # a process of its own
     if has_engine and lowered_programs.has_engine(config):
         server = mesh_lib.create(axes, devices[:1] if is_one else devices)
-    free_bytes = host_bytes() / (2 * len(local))  # half for other programs
+    free_bytes = host_memory.total_bytes() / (2 * len(local))  # half for other programs
     memory_bytes = (local[0].memory_stats() or {}).get("bytes_limit", free_bytes)
     mesh, is_cpu = layout.learner_mesh(config), local[0].platform == "cpu"
     return Devices(mesh, server, memory_bytes, local[0].device_kind, is_cpu)
-
-
-def host_bytes(cgroup: str = "/sys/fs/cgroup") -> int:
-    """Returns the memory of this machine, or of the container that this process runs in."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of versions 2 and 1
-        with contextlib.suppress(OSError, ValueError):  # ValueError: "max", for no limit
-            found = min(found, int(pathlib.Path(cgroup, name).read_text()))
-    return found
 
 
 def planned(config: config_dict.ConfigDict, topology: str) -> Devices:

@@ -567,7 +567,7 @@ def test_missing_wrong_and_unknown_tensors_are_listed(folder):
     name, shape = "model.layers.0.self_attn.q_{}.weight", "[40, 40]"
     nearest = f"(nearest in the file: {name.format('projection')} {shape})"
     assert str(error.value) == (
-        f"{folder} does not have the tensors of a llama model with its config.json: "
+        f"{folder} does not have the tensors of a llama model with its config: "
         f"1 missing ({name.format('proj')} {shape} {nearest}), 1 of another shape (model.norm.weight [39], should be [40]), "
         f"1 unknown ({name.format('projection')} {shape}); correct either of them"
     )

@@ -93,18 +93,6 @@ def test_replays_on_the_accelerator_need_sizes_of_the_user():
     settled(config_of(trust__device="accelerator", inference__num_slots=8, train__rows=8))
 
 
-def test_a_container_has_the_memory_of_its_group(tmp_path):
-    whole = sizes.host_bytes(str(tmp_path))
-    (tmp_path / "memory").mkdir()
-    for name, text, expected in (
-        ("memory.max", "max\n", whole),
-        ("memory/memory.limit_in_bytes", "9223372036854771712\n", whole),
-        ("memory.max", "1000000\n", 1000000),
-    ):
-        (tmp_path / name).write_text(text)
-        assert sizes.host_bytes(str(tmp_path)) == expected
-
-
 def test_a_field_that_is_set_stays_and_limits_the_others():
     config, text = settled(config_of(train__rows=8, inference__max_model_len=500, sampling__max_tokens=400))
     assert config.train.rows == 8 and config.train.row_length == 512 and "train.rows" not in text
