@@ -5,7 +5,7 @@
 2. So a row of activations is split into two rows of int8, x = s (high + low / 256), with an error of at most 1/32,000 of the row's
    largest number. The product with both is that of the weights' integers, as on an accelerator (int8.py).
 3. A 4-bit weight is scale * factor * value, with a float32 scale per output channel, and per group of inputs a factor from 1
-   to 15. factor * value fits into int8. Both are multiplied tile by tile, in the core's cache, before the product of step 1.
+   to 15. factor * value fits into int8: they are multiplied before the product of step 1.
 
 s is a power of two. So all but the last multiplication, by the scale, is exact, and no bit of a row depends on the number of rows.
 
@@ -21,26 +21,24 @@ from models.kernels import int8
 GROUP = 32  # inputs with one factor
 MAX_FACTOR, MAX_VALUE = 15, 7
 LOW = 256  # so many steps of the low part are one of the high part
-OFFSET = 8  # makes values from -8 to 7 unsigned
 
 
 @struct.dataclass
 class Nibbles:
-    """A matrix [N, K] in 4 bits: two values per byte, of which the first is from the first half of the row, the second from the other."""
+    """A matrix [N, K] in 4 bits: a byte has a value of the first half of a row in its low bits, one of the second half in its high bits."""
 
-    bytes_NH: jax.Array  # uint8, H = K / 2
-    factors_2NG: jax.Array  # int8
+    bytes_NH: jax.Array  # int8, H = K / 2; values are signed
+    factors_N2G: jax.Array  # int8
     scale_N1: jax.Array  # float32
 
     def halves(self) -> tuple[jax.Array, jax.Array]:
-        """Returns factor * value, int8 [N, K / 2], of the first and the second half of the inputs."""
-        N, H = self.bytes_NH.shape
+        """Returns factor * value of the two halves of the rows, int8 [N, K / 2]. One program for both would take five times as long."""
 
         def half(values_NH, factors_NG):
-            values_NGI = values_NH.astype(jnp.int8).reshape(N, -1, GROUP) - OFFSET
-            return (values_NGI * jnp.broadcast_to(factors_NG[..., None], values_NGI.shape)).reshape(N, H)
+            values_NGI = (values_NH >> 4).reshape(len(values_NH), -1, GROUP)
+            return (values_NGI * jnp.broadcast_to(factors_NG[..., None], values_NGI.shape)).reshape(values_NH.shape)
 
-        return half(self.bytes_NH & 15, self.factors_2NG[0]), half(self.bytes_NH >> 4, self.factors_2NG[1])
+        return half(self.bytes_NH << 4, self.factors_N2G[:, 0]), half(self.bytes_NH, self.factors_N2G[:, 1])
 
 
 def fits(num_inputs: int) -> bool:
@@ -60,15 +58,14 @@ def to_nibbles(kernel_NK: jax.Array) -> Nibbles:
 
     def rounded(factor_N2G1):
         factor_N2G1 = jnp.clip(factor_N2G1, 1, MAX_FACTOR)
-        values_N2GI = jnp.clip(jnp.round(groups_N2GI / factor_N2G1), -OFFSET, MAX_VALUE)
+        values_N2GI = jnp.clip(jnp.round(groups_N2GI / factor_N2G1), -MAX_VALUE - 1, MAX_VALUE)
         error_N2G1 = jnp.square(values_N2GI * factor_N2G1 - groups_N2GI).sum(axis=-1, keepdims=True)
         return factor_N2G1, values_N2GI, error_N2G1
 
     one, other = rounded(enough_N2G1), rounded(enough_N2G1 - 1)
     factor_N2G1, values_N2GI = (jnp.where(other[2] < one[2], b, a) for a, b in zip(one[:2], other[:2], strict=True))
-    first_NH, second_NH = ((values_N2GI + OFFSET).astype(jnp.uint8).reshape(N, 2, K // 2)[:, n] for n in range(2))
-    factors_2NG = factor_N2G1[..., 0].swapaxes(0, 1).astype(jnp.int8)
-    return Nibbles(first_NH | (second_NH << 4), factors_2NG, scale_N[:, None])
+    first_NH, second_NH = (values_N2GI.astype(jnp.int8).reshape(N, 2, K // 2)[:, n] for n in range(2))
+    return Nibbles((first_NH & 15) | (second_NH << 4), factor_N2G1[..., 0].astype(jnp.int8), scale_N[:, None])
 
 
 def product(x_RK: jax.Array, kernel: int8.Quantized | Nibbles) -> jax.Array:

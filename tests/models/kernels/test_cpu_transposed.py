@@ -30,8 +30,9 @@ def numbers(kernel):
     if isinstance(kernel, int8.Quantized):
         return np.asarray(kernel.values, np.float64) * np.asarray(kernel.scale, np.float64)
     if isinstance(kernel, cpu_integers.Nibbles):
-        packed, factors = np.asarray(kernel.bytes_NH), np.repeat(np.asarray(kernel.factors_2NG, np.float64), 32, axis=2)
-        halves = [((packed >> shift) % 16 - 8.0) * factors[n] for n, shift in enumerate((0, 4))]
+        packed, factors = np.asarray(kernel.bytes_NH), np.repeat(np.asarray(kernel.factors_N2G, np.float64), 32, axis=2)
+        nibbles = (packed.astype(np.int32) % 16, packed.astype(np.int32) // 16 % 16)
+        halves = [np.where(x > 7, x - 16, x) * factors[:, n] for n, x in enumerate(nibbles)]
         return np.concatenate(halves, axis=1) * np.asarray(kernel.scale_N1, np.float64)
     return np.asarray(kernel, np.float64)
 
