@@ -156,6 +156,7 @@ def test_a_stream_puts_together_the_whole_answer(ask):
 REASONED = "<think>\nhmm, <b>\n</think>\n\nThe answer: é <tool"
 CALLED = 'See:\n<tool_call>\n{"name": "add", "arguments": {"a": [1, "é"]}}\n</tool_call>'
 TWICE = CALLED + '\n<tool_call>{"name": "add", "arguments": "{}"}</tool_call>'
+ODD = '<tool_call>{"name": "add", "parameters": {"a": "see </tool_call>\n{", "b": [NaN, 1e400], "c": "\\ud800"}}</tool_call>'
 BROKEN = "x <tool_call>{'name'}</tool_call> <tool_call>{"
 
 
@@ -165,6 +166,7 @@ BROKEN = "x <tool_call>{'name'}</tool_call> <tool_call>{"
         (REASONED, {"reasoning_content": "hmm, <b>", "content": "The answer: é <tool"}, []),
         (CALLED, {"content": "See:"}, [("add", {"a": [1, "é"]})]),
         (TWICE, {"content": "See:"}, [("add", {"a": [1, "é"]}), ("add", {})]),
+        (ODD, {"content": ""}, [("add", {"a": "see </tool_call>\n{", "b": [None, None], "c": "\ud800"})]),
         (BROKEN, {"content": BROKEN}, []),
         ("<think>cut off", {"reasoning_content": "cut off", "content": ""}, []),
     ],
