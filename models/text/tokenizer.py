@@ -75,10 +75,8 @@ class Tokenizer:
         """
         if special:
             return self._encode_rendered(text, escape="")
-        try:
-            return self.model.encode(text, add_special_tokens=False).ids
-        except TypeError as error:  # JSON may contain half a surrogate pair
-            raise ValueError(f"the text {text!r} is not valid Unicode; remove its lone surrogates") from error
+        _check_unicode(text)
+        return self.model.encode(text, add_special_tokens=False).ids
 
     def prompt_ids(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Returns the token IDs of a plain-text prompt, as transformers does.
@@ -89,11 +87,14 @@ class Tokenizer:
             that the text begins with are not doubled.
           parse_special: names of special tokens in the text become these tokens. False: they are text.
         """
-        self.encode(text)
+        _check_unicode(text)
         model = self._parsing_model if parse_special else self.model
-        plain, full = (model.encode(text, add_special_tokens=added).ids for added in (False, add_special_tokens))
-        added = next((at for at in range(len(full)) if full[at : at + len(plain)] == plain), 0)
-        return full[added:] if plain[:added] == full[:added] else full
+        ids = model.encode(text, add_special_tokens=add_special_tokens).ids
+        if not (add_special_tokens and ids and ids[0] in self.special_ids):
+            return ids
+        plain = model.encode(text, add_special_tokens=False).ids
+        added = next((at for at in range(len(ids)) if ids[at : at + len(plain)] == plain), 0)
+        return ids[added:] if plain[:added] == ids[:added] else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Returns the text of the token IDs. Invalid UTF-8 becomes U+FFFD; IDs past the vocabulary (padding of the model) are skipped."""
@@ -498,6 +499,13 @@ def _create(model: tokenizers.Tokenizer, named: dict[str, str], template, tool_t
     pad_id = specials[named.get("pad_token", named["eos_token"])]
     eos_ids = tuple(dict.fromkeys([eos_id, *eos_ids]))
     return Tokenizer(model, specials, template, pad_id, eos_id, eos_ids, named, tool_template)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON may contain half a surrogate pair
+        raise ValueError(f"the text {text!r} is not valid Unicode; remove its lone surrogates") from error
 
 
 def _with_reasoning(message: Mapping) -> Mapping:

@@ -442,7 +442,7 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="lone surrogates"):  # a lone surrogate, as JSON may carry
         TOK.render([{"role": "user", "content": "\ud800"}])
     with pytest.raises(ValueError, match="nested too deeply"):
-        TOK.render(CHAT, tools=[json.loads("[" * 900 + "]" * 900)])
+        TOK.render(CHAT, tools=[json.loads("[" * 2000 + "]" * 2000)])
     with pytest.raises(ValueError, match="Object of type date is not JSON serializable; make the value a string"):
         TOK.render([CHAT[1] | {"created": datetime.date(2026, 1, 1)}])
     with pytest.raises(ValueError, match="have all private-use characters"):
