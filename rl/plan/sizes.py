@@ -146,6 +146,7 @@ def settled(
         raise ValueError(f"{found}; set trust.device = 'cpu', or these sizes")
     _set_least(config, place, names)
     exp = resolve(config)
+    config.warmup.digest = exp.config.warmup.digest  # the data may be large
     if TENSOR in names and place.server_mesh is not None and not place.is_cpu:
         place = _with_parts(exp, config, place, devices, names)
     num_bytes = _grow(exp, config, place, names)
