@@ -19,6 +19,7 @@ from inference.server import web
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.envs.interface import environment
+from rl.envs.scoring import scorer as scorer_lib
 from rl.ledger import ledger
 from rl.protocol import curriculum, env_mix, lease, task_schedule
 from rl.retention import redaction
@@ -181,7 +182,8 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib
     """
     limit, first, found = config.inference.max_model_len, 16, envs.load_all(config)
     for key, env in found.items():
-        _note_echoes(env, min(first, env.num_tasks or first))
+        if env.score and env.num_tasks:
+            _note_echoes(env_mix.entries(config)[key], env, config)
         if 0 < env.num_held_out < (count := -(-config.evaluation.num_tasks // len(found))):
             field, rest = "evaluation.num_tasks", f"there are only {env.num_held_out}, which are taken several times"
             cli.note(
@@ -207,16 +209,17 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib
                 )
 
 
-def _note_echoes(env: environment.Environment, count: int) -> None:
-    """Warns of an environment that rewards a copy of the prompt. Only a pure one is tried, whose score is a function of texts."""
-    if env.score is None or env.kind != "pure":
-        return
-    num_echoed = 0
-    for index in range(count):
-        with contextlib.suppress(Exception):  # foreign code may raise anything; the run's scorer reports it
-            task = env.make_task(index, "train")
-            most = max(env.score(task, text)["reward"] for text in environment.echoes(task))
-            num_echoed += most > 0 and most >= env.score(task, task.answer)["reward"]
+def _note_echoes(entry: env_mix.Entry, env: environment.Environment, config: config_dict.FrozenConfigDict) -> None:
+    """Warns of rows whose prompt earns the reward as an answer, among the first ones."""
+    count, num_echoed = min(16, env.num_tasks), 0
+    limits = {"limit_s": scorer_lib.LIMIT_S, "max_failures": 1, "sandbox": config.trust.sandbox}
+    scorer = scorer_lib.Scorer(entry.name, dict(entry.options), config.seed, on_error=lambda line: None, **limits)
+    with contextlib.closing(scorer), contextlib.suppress(ValueError):  # of the environment, which the run reports
+        for task in (env.make_task(index, "train") for index in range(count)):
+            answer, *echoes = (
+                one.scores["reward"] for one in scorer.score(task, [task.answer, *environment.echoes(task)])
+            )
+            num_echoed += max(echoes) > 0 and max(echoes) >= answer
     if num_echoed:
         cli.note(environment.echo_warning(env.name, num_echoed, count))
 
