@@ -158,16 +158,11 @@ def divided(rows: Iterable, prompt_of: Callable[[Any], str], origin: str) -> dic
 
 
 def content_key(messages: Sequence[Mapping]) -> str:
-    """Returns the SHA-256 (hex) of a task's prompt: of its messages, without system messages.
+    """Returns the SHA-256 (hex) of a task's prompt: of the roles and texts of its messages, without system messages.
 
     A pass rate that was measured with another system prompt, or in another order of tasks, finds its task again by it.
     """
-    rest = lambda message: {name: value for name, value in message.items() if name not in ("role", "content")}  # noqa: E731
-    content = [
-        [message["role"], message["content"], *filter(None, [rest(message)])]
-        for message in messages
-        if message["role"] != "system"
-    ]
+    content = [[message["role"], message["content"]] for message in messages if message["role"] != "system"]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -81,10 +81,8 @@ class Numeral:
 
 def last(text: str) -> Numeral | None:
     """Returns the last number in a text, or None if there is none or its notation has no exact value."""
-    found = None
-    for found in _TOKEN.finditer(_plain(text)):  # noqa: B007
-        pass
-    return _numeral(found) if found else None
+    found = [*_TOKEN.finditer(_plain(text))]
+    return _numeral(found[-1]) if found else None
 
 
 def only(text: str) -> Numeral | None:

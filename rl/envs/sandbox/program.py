@@ -161,9 +161,6 @@ def _files() -> dict:
         def __fspath__(self):
             return self.path
 
-        def __repr__(self):
-            return f"<DirEntry {self.name!r}>"
-
         def stat(self, *, follow_symlinks=True):
             return fixed(self._entry.stat(follow_symlinks=follow_symlinks))
 
@@ -193,8 +190,6 @@ def _files() -> dict:
     found = {"listdir": lambda path=".": sorted(listdir(path)), "scandir": Entries}
     for name in ("stat", "lstat", "fstat"):
         found[name] = functools.partial(lambda real, *args, **options: fixed(real(*args, **options)), getattr(os, name))
-    for names in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks):
-        names |= {new for name, new in found.items() if getattr(os, name) in names}
     return found
 
 
