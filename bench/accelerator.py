@@ -27,7 +27,7 @@ from absl import flags
 from inference.engine import decode_state, engine, request, weights
 from models import transformer
 from rl.batch import packing
-from rl.experiment import experiment, initial
+from rl.experiment import command, experiment, initial
 from rl.experiment import flags as command_line
 from rl.learner import train_step
 from rl.plan import lowered_programs, roofline, sizes
@@ -171,4 +171,5 @@ def define_flags() -> None:
 
 if __name__ == "__main__":
     define_flags()
-    experiment.run(main, needs_workdir=False)
+    command.parse(needs_workdir=False)
+    command.run(main)

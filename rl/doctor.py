@@ -4,6 +4,14 @@ Each check prints one line, with the remedy if it fails. The exit code is 1 if a
 once. The only file written is a probe in the working directory, which is deleted.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from absl import flags
+
+    from rl.experiment import command
+
+    flags.DEFINE_string("workdir", "", "the working directory of the run to come, which may be in a bucket")
+    command.parse(needs_workdir=False)
+
 import asyncio
 import contextlib
 import dataclasses
@@ -19,13 +27,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import httpx
 from absl import flags
 
 from models import flops, hub
-from rl.experiment import experiment
+from rl.experiment import command, experiment, initial
+from rl.experiment import flags as command_line
+from rl.plan import sizes
 from rl.reporting import monitors
 from sharding import host_memory
 from sharding.bucket import storage
@@ -54,18 +64,21 @@ class Result:
     remedy: str = ""
 
 
-def check(config, workdir: str) -> Iterator[Result]:
-    """Yields the result of each check of this machine for a config."""
+def check(config, workdir: str, given: Collection[str] = ()) -> Iterator[Result]:
+    """Yields the result of each check of this machine for a config, of which the command line sets the fields `given`."""
     yield _python()
     yield _packages()
     yield from _machine()
-    yield _devices(config)
-    exp = None
+    devices, exp = _devices(config), None
+    yield devices
     try:
-        exp = experiment.resolve(config)
-        yield Result("config", OK, f"{config.env.name}, {config.topology.mode}")
+        config = initial.completed(config, given)
+        if devices.status != FAILED:  # the sizes depend on them
+            config, _ = sizes.settled(config, sizes.present, experiment.resolve)
+            exp = experiment.resolve(config)
+            yield Result("config", OK, f"{config.env.name}, {config.topology.mode}")
     except ValueError as error:
-        yield _failed("config", error)
+        yield from (_failed("config", ValueError(line)) for line in str(error).split("\nerror: "))
     yield from _ports(config.topology)
     if workdir:
         yield from _workdir(workdir, exp)
@@ -269,7 +282,7 @@ def _is_linux() -> bool:
 def main() -> None:
     """Runs the command; exits with code 1 if a check failed."""
     results = []
-    for one in check(flags.FLAGS.config, flags.FLAGS.workdir or ""):
+    for one in check(flags.FLAGS.config, flags.FLAGS.workdir or "", command_line.given()):
         results.append(one)
         lines = [f"{one.status:8}{one.check:18}{one.found}", *[f"{'':26}{one.remedy}"] * bool(one.remedy)]
         print("\n".join(re.sub(r"[^ -~]", "?", line) for line in lines), flush=True)  # a check may take a minute
@@ -280,5 +293,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("workdir", "", "the working directory of the run to come, which may be in a bucket")
-    experiment.run(main, needs_workdir=False)
+    command.run(main)

@@ -12,6 +12,23 @@
 4. Each sample is a row in `<workdir>/samples` (rl/evaluation/samples.py). `--sets` names the evaluation sets; default: that of `evaluation` itself.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    import sys
+
+    from absl import flags
+
+    from rl.evaluation import commands
+    from rl.experiment import command
+
+    if sys.argv[1:] and sys.argv[1] in commands.NAMES:
+        sys.exit(commands.main())
+    flags.DEFINE_list("sets", [], "evaluation sets to score, with commas; none: that of config.evaluation itself")
+    flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
+    flags.DEFINE_string(
+        "workdir", None, "directory of the run; without it, the checkpoint in config.init_from is scored"
+    )
+    command.parse(needs_workdir=False, is_complete=True)
+
 import collections
 import contextlib
 import dataclasses
@@ -34,7 +51,7 @@ from rl import report, rollout_system, sft
 from rl.evaluation import commands
 from rl.evaluation import samples as samples_lib
 from rl.evaluation import scores as scores_lib
-from rl.experiment import experiment, initial
+from rl.experiment import command, experiment, initial
 from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
 from rl.learner import train_step
@@ -273,11 +290,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1] in commands.NAMES:
-        sys.exit(commands.main())
-    flags.DEFINE_list("sets", [], "evaluation sets to score, with commas; none: that of config.evaluation itself")
-    flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
-    flags.DEFINE_string(
-        "workdir", None, "directory of the run; without it, the checkpoint in config.init_from is scored"
-    )
-    experiment.run(main, needs_workdir=False)
+    command.run(main)

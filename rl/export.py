@@ -8,6 +8,15 @@
    the tokenizer's files. The folder gets its name last.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from absl import flags
+
+    from rl.experiment import command
+
+    flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
+    flags.DEFINE_string("output", None, "a folder that does not exist yet", required=True)
+    command.parse()
+
 import json
 import pathlib
 
@@ -16,7 +25,7 @@ from absl import flags
 from models import hf, hub, transformer
 from models.text import tokenizer_files
 from rl import evaluate
-from rl.experiment import experiment, initial
+from rl.experiment import command, experiment, initial
 from rl.reporting import metrics
 from sharding import bucket, rules
 from sharding.system import atomic_file, cli
@@ -82,6 +91,4 @@ def _kept(exp: experiment.Experiment) -> tuple[dict, dict, pathlib.Path | None]:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
-    flags.DEFINE_string("output", None, "a folder that does not exist yet", required=True)
-    experiment.run(main)
+    command.run(main)

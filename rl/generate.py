@@ -14,6 +14,19 @@
 that the server has. A score is null if the scorer had no time.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from absl import flags
+
+    from rl.experiment import command
+
+    flags.DEFINE_multi_string("server", [], "URL of an inference server; may be repeated")
+    flags.DEFINE_integer("num_prompts", 0, "tasks of the data set; each has rl.samples_per_prompt responses")
+    flags.DEFINE_float("min_score", 0.0, "the lowest score of a response in sft.jsonl")
+    flags.DEFINE_bool("parquet", False, "write sft.parquet, too")
+    flags.DEFINE_integer("concurrency", 64, "groups in progress at the same time")
+    flags.DEFINE_float("give_up_s", 600.0, "seconds without an answer of a server")
+    command.parse(is_complete=True)
+
 import asyncio
 import dataclasses
 import hashlib
@@ -33,7 +46,7 @@ from rl.envs.native.genesys import schema
 from rl.envs.scoring import scorer as scorer_lib
 from rl.evaluation import samples as samples_lib
 from rl.evaluation import sampling as sampling_lib
-from rl.experiment import experiment
+from rl.experiment import command, experiment
 from rl.experiment import workdir as run_directory
 from rl.plan import sizes
 from rl.protocol import env_mix, task_schedule
@@ -267,10 +280,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_multi_string("server", [], "URL of an inference server; may be repeated")
-    flags.DEFINE_integer("num_prompts", 0, "tasks of the data set; each has rl.samples_per_prompt responses")
-    flags.DEFINE_float("min_score", 0.0, "the lowest score of a response in sft.jsonl")
-    flags.DEFINE_bool("parquet", False, "write sft.parquet, too")
-    flags.DEFINE_integer("concurrency", 64, "groups in progress at the same time")
-    flags.DEFINE_float("give_up_s", 600.0, "seconds without an answer of a server")
-    experiment.run(main)
+    command.run(main)

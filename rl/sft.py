@@ -13,6 +13,11 @@
 6. The command publishes that version, so that `inference.serve --weights WORKDIR` serves it; `rl.export` writes it as a folder.
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from rl.experiment import command
+
+    command.parse(is_complete=True)
+
 import dataclasses
 import pathlib
 import random
@@ -29,7 +34,7 @@ from rl import envs
 from rl.batch import conversations, host_feed, packing
 from rl.data import batches, sources
 from rl.envs.interface import environment
-from rl.experiment import experiment, initial
+from rl.experiment import command, experiment, initial
 from rl.experiment import workdir as run_directory
 from rl.learner import objective, optimizers, train_step
 from rl.plan import sizes
@@ -279,4 +284,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    experiment.run(main)
+    command.run(main)

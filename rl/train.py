@@ -13,6 +13,11 @@ With several hosts each runs the loop, and all take every step, publish and save
 system, the scores, and the files that people read; the others end when it ends (sharding/multihost/hosts.py).
 """
 
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from rl.experiment import command
+
+    command.parse(is_complete=True)
+
 import contextlib
 import dataclasses
 import functools
@@ -33,7 +38,8 @@ from inference.server import inference_server, metrics_routes
 from models import hub
 from rl import evaluate, live, report, rollout_system, sft
 from rl.batch import host_feed, packing
-from rl.experiment import experiment
+from rl.envs.hub import tryout
+from rl.experiment import command, experiment
 from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
 from rl.learner import optimizers, train_step
@@ -52,7 +58,7 @@ from sharding.format import journal
 from sharding.logs import run_logs
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import compile_cache, secret_file, sockets
+from sharding.system import cli, compile_cache, secret_file, sockets
 
 NOTICE_S = 0.2  # between two looks for a SIGTERM of any host
 
@@ -276,35 +282,47 @@ def _started(
 
 def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts) -> None:
     """Raises ValueError for mistakes in the config, before the working directory is created and minutes of warm-up are spent."""
-    config = exp.config
-    exp.rows(mesh)
-    config_rules.check_trainable(config)
-    rollout_system.check(exp, hosts)
-    monitors_lib.check(config.topology.monitors)
+    config, topology = exp.config, exp.config.topology
+    checks: list[Callable[[], object]] = [
+        lambda: exp.rows(mesh),
+        lambda: config_rules.check_trainable(config),
+        lambda: rollout_system.check(exp, hosts),
+        lambda: monitors_lib.check(topology.monitors),
+    ]
     if config.objective.reference_model:
-        reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)
+        checks += [lambda: reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)]
     if config.warmup.num_steps:
-        for path in config.warmup.data.split(","):
-            _check_file("warmup.data", path.strip(), "files or folders of conversations, with commas between them")
-    if not hosts.is_first:
-        return
-    config_rules.check_prompts(config, exp.tokenizer)
-    config_rules.check_tolerances(config)
-    config_rules.check_stakes(config)
-    if file := verifier.bands_file(config):
+        kind = "files or folders of conversations, with commas between them"
+        paths = config.warmup.data.split(",")
+        checks += [lambda path=path: _check_file("warmup.data", path.strip(), kind) for path in paths]
+    if hosts.is_first:
+        checks += [
+            lambda: config_rules.check_prompts(config, exp.tokenizer),
+            lambda: tryout.rehearse(config, exp.tokenizer, cli.note),
+            lambda: config_rules.check_tolerances(config),
+            lambda: config_rules.check_stakes(config),
+            lambda: _check_bands(verifier.bands_file(config)),
+            lambda: topology.orchestrator or sockets.listen(topology.host, topology.port).close(),
+            lambda: topology.metrics and metrics_routes.listen(topology.metrics).close(),
+        ]
+        if topology.mode == "remote":
+            checks += [lambda: sockets.listen(topology.relay_host, topology.relay_port).close()]
+        elif exp.server_mesh and not layout.is_colocated(config):
+            checks += [lambda: _check_server_mesh(exp)]
+    cli.fail_for(message for check in checks for message in cli.mistake(check))
+
+
+def _check_bands(file: pathlib.Path | None) -> None:
+    if file:
         _check_file("trust.bands", str(file), "the file that `python -m rl.validator calibrate` wrote")
         verifier.load_bands(file)
-    if not config.topology.orchestrator:
-        sockets.listen(config.topology.host, config.topology.port).close()
-    if config.topology.metrics:
-        metrics_routes.listen(config.topology.metrics).close()
-    if config.topology.mode == "remote":
-        sockets.listen(config.topology.relay_host, config.topology.relay_port).close()
-    elif exp.server_mesh and not layout.is_colocated(config):
-        try:
-            inference_server.host_mesh(exp.server_mesh, exp.engine)
-        except ValueError as error:
-            raise ValueError(f"inference.mesh: {error}") from None
+
+
+def _check_server_mesh(exp: experiment.Experiment) -> None:
+    try:
+        inference_server.host_mesh(exp.server_mesh, exp.engine)
+    except ValueError as error:
+        raise ValueError(f"inference.mesh: {error}") from None
 
 
 def _check_file(field: str, path: str, kind: str) -> None:
@@ -512,4 +530,4 @@ def _shown(values: dict[str, float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    experiment.run(main)
+    command.run(main)

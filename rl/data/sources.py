@@ -33,13 +33,8 @@ SPLITS = {  # {word in a path: split}
 
 def read(path: str | pathlib.Path) -> dict[str, Rows]:
     """Returns the rows of a file or folder by split; a file has one split, "train". Raises ValueError if there are none, or a file is malformed."""
-    if not str(path).strip():  # not the folder of this process
-        raise ValueError(f"the path of rows is {path!r}; give a file or a folder with rows ({', '.join(READERS)})")
+    check(path)
     path, found = pathlib.Path(path), collections.defaultdict(list)
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; give a file or a folder with rows ({', '.join(READERS)})")
-    if path.is_file() and path.suffix not in READERS:
-        raise ValueError(f"{path} is not a file of rows; use one that ends with {', '.join(READERS)}")
     for name, file in files(path).items():
         words = re.split("[^a-z]+", name.lower())
         found[next((SPLITS[word] for word in words if word in SPLITS), "train")].append(file)
@@ -47,6 +42,17 @@ def read(path: str | pathlib.Path) -> dict[str, Rows]:
     if not any(map(len, sources.values())):
         raise ValueError(f"{path} has no rows; give a file or a folder with rows ({', '.join(READERS)})")
     return sources
+
+
+def check(path: str | pathlib.Path) -> None:
+    """Raises ValueError if `path` does not exist, or is a file of another kind. Reads nothing."""
+    if not str(path).strip():  # not the folder of this process
+        raise ValueError(f"the path of rows is {path!r}; give a file or a folder with rows ({', '.join(READERS)})")
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give a file or a folder with rows ({', '.join(READERS)})")
+    if path.is_file() and path.suffix not in READERS:
+        raise ValueError(f"{path} is not a file of rows; use one that ends with {', '.join(READERS)}")
 
 
 def files(path: pathlib.Path) -> dict[str, pathlib.Path]:

@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--n", type=int, default=5, help="number of tasks")
     add("--split", choices=environment.SPLITS, default="train", help="which tasks")
     add("--seed", type=int, default=0, help="as config.seed")
-    add("--tokenizer", default="byte_chatml", help="as config.tokenizer, for the lengths")
+    helps = "a model, or as config.tokenizer, for the lengths (default: that of --config, else byte_chatml, a token per byte)"
+    add("--tokenizer", default="", help=helps)
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help="as config.trust.sandbox")
     add("--code", nargs="+", action="extend", default=[], metavar="FOLDER", help="folders to import your code from")
     hub_commands.add_check(commands)
@@ -59,17 +60,22 @@ def _run(args) -> int:
         raise ValueError(f"--n {args.n} is below 1; raise it")
     if bool(args.name) == bool(args.config):
         raise ValueError("give the name of an environment, or --config FILE, and not both")
-    tokenizer = tokenizer_lib.load(args.tokenizer, date="2026-01-01")
-    return _try_all(args, tokenizer) if args.config else _try(args, options, tokenizer)
+    return _try_all(args) if args.config else _try(args, options, _tokenizer(args.tokenizer or "byte_chatml"))
 
 
-def _try_all(args, tokenizer: tokenizer_lib.Tokenizer) -> int:
+def _tokenizer(name: str) -> tokenizer_lib.Tokenizer:
+    print(f"lengths are in tokens of {name}; --tokenizer MODEL measures those of another model")
+    return tokenizer_lib.load(name, date="2026-01-01")
+
+
+def _try_all(args) -> int:
     """Tries each environment of a config file, with the fields of its groups."""
     file, _, argument = args.config.partition(":")
     if not pathlib.Path(file).is_file():
         raise ValueError(f"config file {file} does not exist; choose one of configs/ or examples/")
     config = runpy.run_path(file)["get_config"](*[argument] * bool(argument))
     entries, order = env_mix.entries(config), env_mix.order(config)
+    tokenizer = _tokenizer(args.tokenizer or config.init_from or config.tokenizer)
     for key, entry in entries.items():
         names = ("samples_per_prompt", "temperature", "max_tokens", "advantage") if key else ()
         shown = "".join(f", {name} {getattr(entry, name)}" for name in names)

@@ -5,9 +5,9 @@ import io
 import pathlib
 import runpy
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from flax import traverse_util
 from ml_collections import config_dict
 
 FILE = pathlib.Path(__file__).resolve().parents[2] / "configs" / "base.py"
@@ -18,15 +18,24 @@ def config() -> config_dict.ConfigDict:
     return runpy.run_path(str(FILE))["get_config"]()
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested dicts as one flat dict with dotted names as keys; an empty dict is a value."""
+    found = {}
+    for name, value in tree.items():
+        is_section = isinstance(value, dict) and value
+        found |= flat(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
+    return found
+
+
 def names(config: config_dict.ConfigDict) -> list[str]:
     """Returns the dotted names of all fields and sections of a config."""
-    fields = traverse_util.flatten_dict(config.to_dict(), keep_empty_nodes=True)
-    return sorted({".".join(path[:end]) for path in fields for end in range(1, len(path) + 1)})
+    paths = [name.split(".") for name in flat(config.to_dict())]
+    return sorted({".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)})
 
 
 def listing() -> str:
     """Returns all fields for `--help`, a line each: `NAME = DEFAULT  # COMMENT`, in the order and with the headings of the file."""
-    values = traverse_util.flatten_dict(config().to_dict(), keep_empty_nodes=True, sep=".")
+    values = flat(config().to_dict())
     source = FILE.read_text()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
@@ -36,7 +45,7 @@ def listing() -> str:
         first, last = node.lineno, node.end_lineno or node.lineno
         lines += [f"  {comments.get(number, '')}".rstrip() for number in range(done + 1, first)]
         comment = "  ".join(comments[number] for number in range(first, last + 1) if number in comments)
-        own = [f"  {name} = {_literal(values[name])}" for name in fields if name in values]
+        own = [f"  {name} = {values[name]!r}" for name in fields if name in values]
         if len(own) == 1:
             lines.append(f"{own[0]}  {comment}".rstrip())
         else:  # a comment on several fields precedes them
@@ -63,7 +72,3 @@ def _statements(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, list[str]]]:
         elif isinstance(node, ast.Expr) and isinstance(call := node.value, ast.Call):
             assert isinstance(call.func, ast.Attribute)  # SECTION.update(...), or c.lock() without keywords
             yield node, [f"{name_of(call.func.value)}.{word.arg}".lstrip(".") for word in call.keywords]
-
-
-def _literal(value: object) -> str:
-    return "{}" if value is traverse_util.empty_node else repr(value)

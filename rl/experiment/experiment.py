@@ -1,30 +1,21 @@
-"""The first steps of every command of `rl`: parse the flags, resolve the config, and report mistakes.
+"""The steps of every command of `rl` after its flags were parsed (rl/experiment/command.py): join the hosts, and resolve the config.
 
-1. `run(main)` parses the flags and reports the mistakes of the user, which end a command.
-2. `joined` connects the hosts of the learner, if there are several (sharding/multihost/hosts.py).
-3. `resolve` derives values from the config, after the overrides, and checks it (rl/experiment/rules.py).
+1. `joined` connects the hosts of the learner, if there are several (sharding/multihost/hosts.py).
+2. `resolve` derives values from the config, after the overrides, and checks it (rl/experiment/rules.py).
 """
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import importlib.util
 import inspect
 import json
-import logging
-import os
 import pathlib
-import signal
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any
 
 import jax
-from absl import app, flags
-from flax import traverse_util
+from absl import flags
 from ml_collections import config_dict
 
 from inference.engine import engine as engine_lib
@@ -38,9 +29,7 @@ from rl.algorithms import losses
 from rl.batch import credit as credit_lib
 from rl.batch import packing, router_replay
 from rl.data import sources
-from rl.envs.recording import session
-from rl.experiment import base_fields
-from rl.experiment import flags as command_line
+from rl.experiment import base_fields, command
 from rl.experiment import rules as config_rules
 from rl.learner import lora as lora_lib
 from rl.learner import objective as objective_lib
@@ -48,11 +37,9 @@ from rl.learner import optimizers, train_step
 from rl.protocol import env_mix, user_code
 from sharding import bucket, rules
 from sharding.format import tree
-from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import cli, compile_cache
+from sharding.system import cli
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 MAX_CALLS = 64  # of an episode, without env.max_calls
 
 
@@ -147,68 +134,6 @@ class Experiment:
         return self.config.train.rows
 
 
-def run(main: Callable[[], None], *, needs_workdir: bool = True) -> None:
-    """Parses `--config`, `--workdir` (if needed), and the command's own flags, then calls `main`.
-
-    A user's mistake exits with one line on stderr and a non-zero code; an error raised inside a library keeps its traceback.
-    """
-    command_line.define(needs_workdir=needs_workdir)
-    quiet = (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "WARNING"))
-    for name, level in (*quiet, ("tuf", "WARNING")):
-        logging.getLogger(name).setLevel(level)  # otherwise a line per request, absent backend, and missing signature
-
-    def guarded(argv):
-        if len(argv) > 1:
-            raise ValueError(f"argument {argv[1]!r} is not a flag; write --config.FIELD=VALUE")
-        if flags.FLAGS.exit_with_parent:
-            cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _terminate)  # also where a run cannot save yet
-        compile_cache.enable(flags.FLAGS.config.topology.compile_cache)
-        main()
-
-    def parse(argv):
-        try:
-            return command_line.parse(argv)
-        except ValueError as error:
-            _fail(str(error), 2)
-
-    try:
-        app.run(guarded, flags_parser=parse)
-    except (KeyboardInterrupt, ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-        message, code, priority = explain(error)
-        if priority == failure.BUG:
-            raise
-        if os.environ.get("INTELLAX_TRACEBACK"):
-            traceback.print_exc()
-        _fail(message, code)
-
-
-# Errors of a disk or a path, which are not bugs even where a library raised them.
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-OUTSIDE = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-
-LESS_MEMORY = "lower inference.num_slots or train.rows, or set them to 0: chosen for the memory"
-
-
-def explain(error: BaseException) -> tuple[str, int, int]:
-    """Returns (message, exit code, priority) for an error that ends the command.
-
-    When several hosts fail, the error of the lowest priority number (sharding/multihost/failure.py) is reported as the cause.
-    """
-    if isinstance(error, failure.Terminated):
-        return str(error), 128 + signal.SIGTERM, failure.INTERRUPTED
-    if isinstance(error, KeyboardInterrupt):
-        return failure.INTERRUPTION, 130, failure.INTERRUPTED
-    first = f"{type(error).__name__}: {error}".splitlines()[0]  # XLA appends a table of allocations
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in first:
-        return f"{first}; {LESS_MEMORY}", 1, failure.MISTAKE
-    outside = isinstance(error, OSError) and error.errno in OUTSIDE
-    if isinstance(error, (ValueError, OSError)) and (outside or _raised_by_us(error)):
-        return str(error), 1, failure.MISTAKE
-    return first, 1, failure.BUG
-
-
 def joined() -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
     """Returns a context manager that connects the hosts which run this command together, as set in `config.topology`."""
     topology = flags.FLAGS.config.topology
@@ -218,7 +143,7 @@ def joined() -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
         process_id=topology.process_id,
         timeout_s=topology.join_s,
         workdir=bucket.local_folder(flags.FLAGS.workdir),
-        explain=explain,
+        explain=command.explain,
     )
 
 
@@ -237,41 +162,34 @@ def resolve(
     """
     config = config.copy_and_resolve_references()
     loss, functions = _own_loss(config), _own_rules(config)
-    _settle_envs(config, code, saved)
+    problems = cli.mistake(lambda: _settle_envs(config, code, saved))
+    problems += config_rules.mistakes(config, is_settled=not problems, has_rollouts=has_rollouts)
     if config.warmup.data and config.warmup.num_steps and not config.warmup.digest:
         config.warmup.digest = _data_digest(config.warmup.data) if saved is None else saved["warmup.digest"]
-    rl = config.rl
-    variables = config.chat_template_kwargs.to_dict()
-    tokenizer = tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date, variables=variables)
-    model = config_lib.ModelConfig(**config.model)
+    rl, variables = config.rl, config.chat_template_kwargs.to_dict()
+    problems += config_rules.unknown("rl.loss", rl.loss, losses.LOSSES if loss == rl.loss else config.loss_options)
+
+    def made(build: Callable[[], Any], prefix: str = "") -> Any:
+        """Returns the result of `build`, or None with a further problem, unless a rule has found it."""
+        try:
+            return build()
+        except ValueError as error:
+            message = f"{prefix}{error}"
+            if message.split(" ")[0] not in {problem.split(" ")[0] for problem in problems}:
+                problems.append(message)
+
+    tokenizer = made(lambda: tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date, variables=variables))
+    model = made(lambda: config_lib.ModelConfig(**config.model))
+    optimizer = made(lambda: optimizers.OptimizerConfig(**config.optimizer))
+    objective = made(lambda: objective_lib.Objective(**config.objective), "objective.")
+    lora = made(lambda: lora_lib.LoraConfig(**config.lora))
+    cli.fail_for(problems)
     if tokenizer.vocab_size > model.vocab_size:
         found = f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries"
         remedy = (
             "use the checkpoint's tokenizer" if config.init_from else f"set it to {-(-tokenizer.vocab_size // 16) * 16}"
         )
         raise ValueError(f"{found}; {remedy}")
-    for name, value, table in (
-        ("rl.loss", rl.loss, losses.LOSSES if loss == rl.loss else config.loss_options),
-        ("env.thinking", config.env.thinking, session.THINKING),
-        ("topology.mode", config.topology.mode, ("auto", "local", "colocated", "remote")),
-        ("broadcast.dtype", config.broadcast.dtype, ("", "float32", "bfloat16")),
-        ("trust.device", config.trust.device, ("auto", "accelerator", "cpu")),
-        ("trust.environments", config.trust.environments, envs.environment.KINDS),
-        ("trust.admission", config.trust.admission, ("", "open", "invited", "stake", "work")),
-        ("trust.pin_versions", config.trust.pin_versions, ("strangers", "all", "none")),
-    ):
-        if value not in table:
-            choices = ", ".join(x or repr(x) for x in table)
-            raise ValueError(f"{name} = {value!r} is unknown{cli.hint(value, table)}; choose one of {choices}")
-    config_rules.check_ranges(config)
-    optimizer = optimizers.OptimizerConfig(**config.optimizer)
-    found = config_rules.contradictions if has_rollouts else config_rules.contradictions_of_training
-    for message in found(config):
-        raise ValueError(message)
-    try:
-        objective = objective_lib.Objective(**config.objective)
-    except ValueError as error:  # begins with the field
-        raise ValueError(f"objective.{error}") from None
     loss_options = config.loss_options[rl.loss].to_dict()
     if not isinstance(loss, str):
         objective_lib.check_own(loss, loss_options)
@@ -295,7 +213,7 @@ def resolve(
         loss_options=loss_options,
         objective=objective,
         credit=_credit(config, functions, model, objective),
-        lora=lora_lib.LoraConfig(**config.lora),
+        lora=lora,
         tokenizer=tokenizer,
     )
 
@@ -458,20 +376,5 @@ def _defaults() -> dict:
 
 
 def flat(tree: dict) -> dict:
-    """Returns nested dicts as one flat dict with dotted names as keys."""
-    return traverse_util.flatten_dict(tree, sep=".")
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    file = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    # A function in a config file, wherever it is, is the user's: only its traceback shows where it failed.
-    return any(ROOT / package in file.parents for package in ("inference", "models", "rl", "sharding"))
-
-
-def _terminate(number: int, frame: object) -> NoReturn:
-    raise failure.Terminated()
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
+    """Returns nested dicts as one flat dict with dotted names as keys, without empty ones."""
+    return {name: value for name, value in base_fields.flat(tree).items() if value != {}}

@@ -11,13 +11,12 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import flags
 from ml_collections import config_dict, config_flags
 
-from rl import envs
 from rl.experiment import base_fields, rules
 from sharding.system import cli
 
@@ -45,8 +44,12 @@ def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS
         values.register_key_flag_for_module(sys.argv[0], values[name])  # --help lists those of the main module
 
 
-def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """Parses the command line; returns the program's name and the arguments that are not flags. A mistake is a ValueError of one line."""
+def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS, *, is_complete: bool = False) -> list[str]:
+    """Parses the command line; returns the program's name and the arguments that are not flags.
+
+    Raises ValueError with all mistakes in it, and in the config (`rules.mistakes`), a line for each; with `is_complete`, also of
+    environments, data, and checkpoints that do not exist.
+    """
     try:
         sys.path += _values(argv, "code")  # before the config file, which may need it
         rest = values(argv)
@@ -61,9 +64,16 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
         print(f"\nfields of the config, with their defaults in configs/base.py:\n{base_fields.listing()}")
         raise SystemExit(0) from None
     except Exception as error:
-        raise ValueError(_explained(error, argv, values["config"].parser)) from error  # pyright: ignore[reportArgumentType]
-    rules.check_overrides(values.config, given(values))
+        found, config = _mistakes(error, argv, values)
+        cli.fail_for([*found, *(_of_config(config, is_complete) if config else ())])
+    cli.fail_for([*rules.without_effect(values.config, given(values)), *_of_config(values.config, is_complete)])
     return rest
+
+
+def _of_config(config: config_dict.ConfigDict, is_complete: bool) -> Iterator[str]:
+    yield from rules.mistakes(config, is_settled=False)
+    if is_complete:
+        yield from rules.mistakes_outside(config)
 
 
 def given(values: flags.FlagValues = flags.FLAGS) -> list[str]:
@@ -92,6 +102,8 @@ def _read_config(read: Callable[[str], Any], path: str) -> Any:
 
     def value(field: str, name: str) -> Any:
         """Returns the value that the command line sets for a field of the environment `name`."""
+        from rl import envs  # here: it takes half a second
+
         text = _values(sys.argv, f"config.{field}")[-1]
         return text if ".options." in field and field.rpartition(".")[2] in envs.texts(name) else _literal(text)
 
@@ -135,6 +147,43 @@ def _literal(text: str) -> Any:
         if isinstance(value := ast.literal_eval(text), (bool, int, float, tuple)):
             return value
     return {"true": True, "false": False}.get(text, text)
+
+
+def _mistakes(
+    error: Exception, argv: list[str], values: flags.FlagValues
+) -> tuple[list[str], config_dict.ConfigDict | None]:
+    """Returns a line for each mistake of a command line that could not be parsed because of `error`, and the config that the rest of it sets.
+
+    The config is None if its file is the mistake.
+    """
+    first, files = _explained(error, argv, values["config"].parser), _values(argv, "config")  # pyright: ignore[reportArgumentType]
+    try:
+        config: Any = values["config"].parser.parse(files[-1])
+        fields = base_fields.flat(config.to_dict())
+    except Exception:  # of the user's file, or there is none; `first` is about it
+        return [first], None
+    found = []
+    known = [f"--{name}" for name in values] + [f"--config.{name}" for name in base_fields.names(config)]
+    for argument in argv[1:]:
+        name, is_set, text = argument.partition("=")
+        name = re.sub("^--?", "--", name)
+        field = name.removeprefix("--config.")
+        if not argument.startswith("-") or field.startswith(("env.options.", "envs.")):
+            continue
+        if name not in known and name.replace("--no", "--", 1) not in known:
+            near = cli.hint(f"--config.{name[2:]}", known) or cli.hint(name, known)
+            starts = [field[: match.start()] for match in re.finditer(r"\.|$", field)]
+            start = next((start for start in starts if f"--config.{start}" not in known), field)
+            is_field = name.startswith("--config.")
+            found += [_no_field(start, config) if is_field else f"flag {name} is unknown{near}; --help lists the flags"]
+        elif field in fields and is_set:
+            kind = type(fields[field])
+            try:
+                config.update_from_flattened_dict({field: kind(text) if kind in (int, float, str) else _literal(text)})
+            except (ValueError, TypeError) as wrong:
+                found.append(f"flag {name}={text}: {wrong}; correct it")
+    # absl stops at the first mistake, which is mostly one of those that were found.
+    return found or [first], config
 
 
 def _explained(error: Exception, argv: list[str], parser: flags.ArgumentParser) -> str:

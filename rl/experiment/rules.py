@@ -1,4 +1,4 @@
-"""The rules that a config must satisfy beyond the types of its fields.
+"""The rules that a config must satisfy beyond the types of its fields. Imports no JAX, and slow modules only where they are used.
 
 A config file may contain unused fields, such as options of losses that it does not use. A field on the command line may not be
 unused: a user who types it expects an effect.
@@ -6,24 +6,22 @@ unused: a user who types it expects an effect.
 
 import contextlib
 import math
+import pathlib
 import re
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flax import traverse_util
 from ml_collections import config_dict
 
 from inference.rollouts import kept_sets
-from inference.server import web
-from models.text import tokenizer as tokenizer_lib
-from rl import envs
-from rl.envs.interface import environment
-from rl.envs.scoring import scorer as scorer_lib
-from rl.ledger import ledger
-from rl.protocol import curriculum, env_mix, lease, task_schedule
-from rl.retention import redaction
+from rl.experiment import base_fields
+from rl.protocol import curriculum, env_mix, lease, task_schedule, user_code
 from sharding.system import cli, sockets
+
+if TYPE_CHECKING:
+    from models.text import tokenizer as tokenizer_lib
+    from rl.envs.interface import environment
 
 # Losses that correct the sampler's policy to the learner's old one.
 SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
@@ -67,37 +65,113 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 )
 
 
-def check_ranges(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError for the first config field that is out of its range or malformed."""
-    values: dict[str, Any] = traverse_util.flatten_dict(config.to_dict(), sep=".")
+CHOICES = {
+    "env.thinking": ("keep", "strip"),
+    "topology.mode": ("auto", "local", "colocated", "remote"),
+    "broadcast.dtype": ("", "float32", "bfloat16"),
+    "trust.device": ("auto", "accelerator", "cpu"),
+    "trust.environments": ("pure", "replayed", "recorded"),
+    "trust.admission": ("", "open", "invited", "stake", "work"),
+    "trust.pin_versions": ("strangers", "all", "none"),
+    "rl.batch": task_schedule.BATCHES,
+    "rl.curriculum": tuple(curriculum.KINDS),
+}
+# Fields that rl/plan/sizes.py chooses where they are 0 or "auto".
+OPEN = (
+    *("model.dtype", "model.param_dtype", "inference.max_model_len", "train.row_length", "rl.prompts_per_step"),
+    *("inference.num_slots", "train.rows", "inference.mesh.tensor"),
+)
+
+
+def mistakes(
+    config: config_dict.ConfigDict, *, is_settled: bool = True, has_rollouts: bool = True
+) -> Iterator[str]:
+    """Yields an error message for each rule that a config violates.
+
+    Unless `is_settled`, its environments, its checkpoint, and the devices have not been looked at, and rules on values that these decide are left out.
+    Without `has_rollouts`, as in rl.sft, fields that are for rollouts alone may contradict each other.
+    """
+    if found := cli.mistake(lambda: env_mix.order(config)):
+        yield from found
+        return  # no entry can be read
+    values: dict[str, Any] = base_fields.flat(config.to_dict())
+    is_open = {
+        name: not is_settled and values[name] in (0, "auto") for name in (*OPEN, "env.max_calls", "env.num_tasks")
+    }
+    yield from _out_of_range(config, {name: value for name, value in values.items() if not is_open.get(name)})
+    for name, table in CHOICES.items():
+        yield from unknown(name, values[name], table)
+    for check in (_check_profile, _check_warmup, _check_evaluation_sets, _check_addresses, _check_validators):
+        yield from cli.mistake(lambda check=check: check(config))
+    found_by = contradictions if has_rollouts else contradictions_of_training
+    if is_settled:
+        yield from found_by(config)
+        yield from cli.mistake(lambda: _check_settled(config)) if has_rollouts else ()
+        return
+    if not user_code.is_name(config.rl.loss) and config.rl.loss_function is None:
+        yield from unknown("rl.loss", config.rl.loss, config.loss_options)
+    for message in found_by(config):
+        is_of_model = config.init_from and re.search(r"\bmodel\b", message)
+        if not is_of_model and not any(name in message for name, undecided in is_open.items() if undecided):
+            yield message
+
+
+def mistakes_outside(config: config_dict.ConfigDict) -> Iterator[str]:
+    """Yields an error message for each environment, option of one, file of rows, and checkpoint that does not exist. Reads none of them."""
+    from rl import envs
+
+    path = config.init_from
+    if path.startswith((".", "/")) and not pathlib.Path(path).exists():
+        yield f"init_from: {path} does not exist; give a checkpoint, the working directory of a run, or a hub id like 'Qwen/Qwen3-0.6B'"
+
+    if cli.mistake(lambda: env_mix.entries(config)):
+        return  # `mistakes` reports it
+
+    def check(entry: env_mix.Entry) -> None:
+        with entry.naming_fields():
+            envs.check(*envs.locate(entry.name, entry.options))
+
+    for entry in env_mix.entries(config).values():
+        yield from cli.mistake(lambda entry=entry: check(entry))
+
+
+def unknown(name: str, value: Any, table: Iterable[str]) -> Iterator[str]:
+    """Yields an error message if the value of the field `name` is not in `table`."""
+    if value not in table:
+        choices = ", ".join(x or repr(x) for x in table)
+        yield f"{name} = {value!r} is unknown{cli.hint(value, table)}; choose one of {choices}"
+
+
+def _out_of_range(config: config_dict.ConfigDict, values: dict[str, Any]) -> Iterator[str]:
+    """Yields an error message for each number that is out of its range; `values` are the fields to check, by dotted name."""
     entries = env_mix.entries(config).values()
-    env_mix.order(config)
     of_envs = [
         (entry.field(own), name, getattr(entry, own)) for entry in entries for own, name in env_mix.FIELDS.items()
     ]
     for rule, is_within, names in RANGES:
-        own = [(name, values[name]) for name in names.split()]
+        own = [(name, values[name]) for name in names.split() if name in values]
         for name, value in own + [(shown, value) for shown, name, value in of_envs if name in names.split()]:
             if not is_within(value):
-                raise ValueError(f"{name} = {value} must be {rule}; set it to an allowed value")
-    for name, value in config.loss_options[config.rl.loss].items():
+                yield f"{name} = {value} must be {rule}; set it to an allowed value"
+    for name, value in config.loss_options.get(config.rl.loss, {}).items():
         if not value >= 0:
-            raise ValueError(f"loss_options.{config.rl.loss}.{name} = {value} must be at least 0; raise it")
-    if config.rl.batch not in task_schedule.BATCHES:
-        found = f"rl.batch = {config.rl.batch!r} is unknown"
-        raise ValueError(f"{found}; choose one of {', '.join(task_schedule.BATCHES)}")
-    if config.rl.curriculum not in curriculum.KINDS:
-        found = f"rl.curriculum = {config.rl.curriculum!r} is unknown"
-        raise ValueError(f"{found}; choose one of {', '.join(map(repr, curriculum.KINDS))}")
-    redaction.Rule(**config.retention.to_dict())
+            yield f"loss_options.{config.rl.loss}.{name} = {value} must be at least 0; raise it"
+
+
+def _check_profile(config: config_dict.ConfigDict) -> None:
     if steps := config.profile.steps:
         if len(steps) != 2 or not all(isinstance(one, int) for one in steps) or not 1 <= steps[0] <= steps[1]:
             raise ValueError(f"profile.steps = {steps} is not a range of steps; write (FIRST, LAST), from 1 on, or ()")
+
+
+def _check_warmup(config: config_dict.ConfigDict) -> None:
     if not all(path.strip() for path in config.warmup.data.split(",")) and config.warmup.data:
         raise ValueError(f"warmup.data = {config.warmup.data!r} has an empty path; remove a comma")
     if not all(weight > 0 for weight in config.warmup.weights):
         raise ValueError(f"warmup.weights = {config.warmup.weights} must be above 0; remove the file of a weight of 0")
-    _check_evaluation_sets(config.evaluation, [*config.envs])
+
+
+def _check_addresses(config: config_dict.ConfigDict) -> None:
     for name in ("servers", "control_servers"):
         for url in config.topology[name]:
             if not sockets.is_url(url):
@@ -110,6 +184,8 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
             if not re.fullmatch("[0-9a-f]{64}", str(key)):
                 raise ValueError(f"topology.{name} contains {key!r}, which is not a public key; write 64 hex digits")
 
+
+def _check_validators(config: config_dict.ConfigDict) -> None:
     keys = [validator.rpartition("#")[2] for validator in config.trust.validators]
     for validator, key in zip(config.trust.validators, keys, strict=True):
         if not (sockets.is_url(validator) and re.fullmatch("[0-9a-f]{64}", key)) or keys.count(key) > 1:
@@ -120,7 +196,20 @@ def check_ranges(config: config_dict.ConfigDict) -> None:
         raise ValueError(f"{found}; lower it, or name more validators")
 
 
-def _check_evaluation_sets(evaluation: config_dict.ConfigDict, envs: list[str]) -> None:
+def _check_settled(config: config_dict.ConfigDict) -> None:
+    """Raises ValueError for a submission of more bytes than a server takes, and for a wrong rule of retention."""
+    from inference.server import web
+    from rl.retention import redaction
+
+    redaction.Rule(**config.retention.to_dict())
+    if (num_bytes := _group_bytes(config)) > web.MAX_BODY_BYTES:
+        found = f"a group has up to {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} of a submission"
+        more = ", or sampling.top_k" if kept_sets.width(config.sampling, config.model.vocab_size) else ""
+        raise ValueError(f"{found}; lower rl.samples_per_prompt or inference.max_model_len{more}")
+
+
+def _check_evaluation_sets(config: config_dict.ConfigDict) -> None:
+    evaluation, envs = config.evaluation, [*config.envs]
     least = {"num_tasks": 1, "samples_per_task": 1, "temperature": 0.0, "every": 0}
     for name, fields in evaluation.sets.items():
         if not re.fullmatch("[a-z0-9_]+", name):
@@ -157,6 +246,8 @@ def check_tolerances(config: config_dict.ConfigDict) -> None:
 def check_stakes(config: config_dict.ConfigDict) -> None:
     """Raises ValueError if `trust.stake_ledger` is not a good ledger."""
     if file := config.trust.stake_ledger:
+        from rl.ledger import ledger
+
         try:
             ledger.Ledger(file).close()
         except (OSError, ValueError, sqlite3.Error) as error:
@@ -174,12 +265,14 @@ def check_trainable(config: config_dict.ConfigDict) -> None:
         raise ValueError(f"{found}; set sampling.top_k, too, or remove the filters")
 
 
-def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib.Tokenizer) -> None:
+def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: "tokenizer_lib.Tokenizer") -> None:
     """Raises ValueError for a task whose prompt leaves no room for a completion, or breaks a rule of the chat template: no worker could finish it.
 
     All tasks of a dataset are checked, and the first of others. A prompt so short that no chat template makes it too long is
     rendered only if no earlier one has the same roles in the same order.
     """
+    from rl import envs
+
     limit, first, found = config.inference.max_model_len, 16, envs.load_all(config)
     for key, env in found.items():
         if env.score and env.num_tasks:
@@ -209,8 +302,11 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: tokenizer_lib
                 )
 
 
-def _note_echoes(entry: env_mix.Entry, env: environment.Environment, config: config_dict.FrozenConfigDict) -> None:
+def _note_echoes(entry: env_mix.Entry, env: "environment.Environment", config: config_dict.FrozenConfigDict) -> None:
     """Warns of rows whose prompt earns the reward as an answer, among the first ones."""
+    from rl.envs.interface import environment
+    from rl.envs.scoring import scorer as scorer_lib
+
     count, num_echoed = min(16, env.num_tasks), 0
     limits = {"limit_s": scorer_lib.LIMIT_S, "max_failures": 1, "sandbox": config.trust.sandbox}
     scorer = scorer_lib.Scorer(entry.name, dict(entry.options), config.seed, on_error=lambda line: None, **limits)
@@ -224,12 +320,13 @@ def _note_echoes(entry: env_mix.Entry, env: environment.Environment, config: con
         cli.note(environment.echo_warning(env.name, num_echoed, count))
 
 
-def check_overrides(config: config_dict.ConfigDict, names: Iterable[str]) -> None:
-    """Raises ValueError, with the remedy, for the first field in `names` (set on the command line) that has no effect."""
+def without_effect(config: config_dict.ConfigDict, names: Iterable[str]) -> Iterator[str]:
+    """Yields an error message, with the remedy, for each field in `names` (set on the command line) that has no effect."""
     for name in names:
         for fields, is_unused, remedy in _unused(config, name):
             if is_unused and re.fullmatch(fields, name):
-                raise ValueError(f"config.{name} has no effect here; {remedy}")
+                yield f"config.{name} has no effect here; {remedy}"
+                break
 
 
 def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
@@ -303,10 +400,6 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "the model has no experts to balance; remove objective.router_balance_coef and objective.router_balance_rate"
     if c.train.router_replay and not model.num_experts:
         yield "train.router_replay = True, but the model has no router to replay (model.num_experts = 0); remove it"
-    if (num_bytes := _group_bytes(c)) > web.MAX_BODY_BYTES:
-        found = f"a group has up to {num_bytes} bytes, more than the {web.MAX_BODY_BYTES} of a submission"
-        more = ", or sampling.top_k" if kept_sets.width(c.sampling, model.vocab_size) else ""
-        yield f"{found}; lower rl.samples_per_prompt or inference.max_model_len{more}"
 
 
 def contradictions_of_training(c: config_dict.ConfigDict) -> Iterator[str]:

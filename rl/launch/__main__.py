@@ -17,7 +17,7 @@ import time
 
 from absl import flags
 
-from rl.experiment import experiment as experiment_lib
+from rl.experiment import command
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
 from rl.launch import cluster, ray_cluster, scripts
@@ -141,4 +141,5 @@ if __name__ == "__main__":
     helps = "gke: relays, servers, and workers as Deployments, which outlive restarts of the learner and can be scaled"
     flags.DEFINE_bool("elastic", False, helps)
     flags.DEFINE_multi_string("node_selector", [], "gke: LABEL=VALUE of nodes with an accelerator")
-    experiment_lib.run(main)
+    command.parse()
+    command.run(main)

@@ -17,7 +17,7 @@ import functools
 from absl import flags
 
 from inference.server import control_listener, metrics_routes, web
-from rl.experiment import experiment
+from rl.experiment import command
 from rl.experiment import workdir as run_directory
 from rl.orchestrator import assembly, orchestrator
 from rl.orchestrator.remote import host as host_lib
@@ -88,4 +88,5 @@ if __name__ == "__main__":
     flags.DEFINE_multi_string("control_hosts", [], "names that HOST:PORT is called by (Host header)")
     flags.DEFINE_string("weights", "", "directory or relay of the run's weights (default: WORKDIR/weights)")
     flags.DEFINE_string("metrics", "", "[HOST:]PORT that serves /metrics and /health")
-    experiment.run(main)
+    command.parse()
+    command.run(main)

@@ -7,7 +7,7 @@ import jax
 from absl import flags
 
 from models import flops
-from rl.experiment import experiment, initial
+from rl.experiment import command, initial
 from rl.experiment import flags as command_line
 from rl.plan import lowered_programs, plan, roofline, sizes
 from sharding.system import compile_cache
@@ -74,4 +74,5 @@ BEGUN = time.perf_counter()
 
 if __name__ == "__main__":
     define_flags()
-    experiment.run(main, needs_workdir=False)
+    command.parse(needs_workdir=False)
+    command.run(main)

@@ -23,6 +23,7 @@ from ml_collections import config_dict
 
 from rl.experiment import experiment, initial
 from rl.experiment import flags as command_line
+from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
 from rl.plan import lowered_programs, roofline
 from rl.protocol import env_mix
@@ -37,11 +38,7 @@ SHARE = 0.85  # of the memory: estimates err by less (tests/rl/plan/test_sizes.p
 # Tokens of a tile of the TPU's attention kernel, of which a row has whole ones: the largest of at most an eighth of a row.
 TILES = 128, 256, 512
 LEAST_PROMPT = 512  # tokens that a rollout may have before its completion
-FIELDS = (
-    *("model.dtype", "model.param_dtype", "inference.max_model_len", "train.row_length", "rl.prompts_per_step"),
-    *("inference.num_slots", "train.rows", "inference.mesh.tensor"),
-)
-TENSOR = FIELDS[-1]
+TENSOR = config_rules.OPEN[-1]
 # Tokens of a micro-batch per device beyond which matmuls gain nothing, on accelerators and on a CPU. There more of them leave the
 # caches: a step of 3,600 tokens in rows of 512 took 2.09, 1.76, 1.27, and 1.25 s of CPU time with 8, 4, 2, and 1 rows (4 M model).
 MOST_TOKENS = {False: 32768, True: 512}
@@ -177,7 +174,7 @@ def budget(
 
 
 def _open(config) -> list[str]:
-    return [name for name in FIELDS if operator.attrgetter(name)(config) in (0, "auto")]
+    return [name for name in config_rules.OPEN if operator.attrgetter(name)(config) in (0, "auto")]
 
 
 def _set_least(config, place: Devices, names: list[str]) -> None:

@@ -14,11 +14,12 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
-
-import grain
+from typing import TYPE_CHECKING, cast
 
 from rl.protocol import curriculum, env_mix, lease, noise_seed
+
+if TYPE_CHECKING:
+    import grain
 
 NUM_TASKS = 2**30  # of an environment without a number of tasks (env.num_tasks): more than any run needs
 BATCHES = ("prescribed", "first")  # values of rl.batch
@@ -155,7 +156,9 @@ def _tasks(config, groups: Iterable[int]) -> list[tuple[str, int]]:
     return [(env, int(cast(int, orders[env][position]))) for env, position in env_mix.places(config, groups)]
 
 
-def _task_order(seed: int, entry: env_mix.Entry) -> grain.MapDataset:
+def _task_order(seed: int, entry: env_mix.Entry) -> "grain.MapDataset":
+    import grain  # here: it takes seconds, and the rules of a config import this module
+
     if entry.key:  # else two of the same kind would take their tasks in the same order
         digest = hashlib.sha256(f"intellax/tasks/{seed}/{entry.key}".encode()).digest()
         seed = int.from_bytes(digest[:4], "little") % 2**31

@@ -20,7 +20,7 @@ import time
 
 from absl import flags
 
-from rl.experiment import experiment as experiment_lib
+from rl.experiment import command
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
 from rl.plan import sizes
@@ -135,4 +135,5 @@ if __name__ == "__main__":
     flags.DEFINE_integer("chaos", None, "seed of the faults; none without it")
     flags.DEFINE_float("minutes", None, f"minutes of faults, after which the run goes on (default: {MINUTES:g})")
     flags.DEFINE_bool("dry_run", False, "list the faults of --chaos, and start nothing")
-    experiment_lib.run(main)
+    command.parse()
+    command.run(main)

@@ -27,6 +27,7 @@ from inference.server import inference_server, web
 from inference.swarm import membership
 from models import config as config_lib
 from models import transformer
+from rl.experiment import command
 from rl.experiment import experiment as experiment_lib
 from rl.protocol import timeline
 from rl.topology import layout
@@ -89,7 +90,7 @@ class ColocatedServer:
         text = f"{type(error).__name__}: {error}".splitlines()[0]  # XLA appends a table of allocations
         remedy = "the same command resumes"
         if "RESOURCE_EXHAUSTED" in text:
-            remedy = experiment_lib.LESS_MEMORY
+            remedy = command.LESS_MEMORY
         return ValueError(f"the inference engine of this process ended: {text}; {remedy}")
 
     def _await(self, action: Callable[[], concurrent.futures.Future]) -> None:

@@ -5,10 +5,11 @@ import ast
 import contextlib
 import difflib
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 
@@ -89,9 +90,41 @@ def run(
         return 130
 
 
+def fail_for(mistakes: Iterable[str]) -> None:
+    """Raises ValueError with all `mistakes`, if there are any: each becomes a line "error: ..." of the command."""
+    if found := [*dict.fromkeys(mistakes)]:
+        raise ValueError("\nerror: ".join(found))
+
+
+def mistake(check: Callable[[], object]) -> list[str]:
+    """Returns the message of the ValueError that `check` raises, in a list, or []."""
+    try:
+        check()
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def note(line: str) -> None:
     """Prints a line for people to standard error."""
     print(line, file=sys.stderr, flush=True)
+
+
+async def run_until_signal(work: Callable[[Any], Awaitable[None]]) -> None:
+    """Awaits `work(stopping)`. The first SIGINT or SIGTERM sets the event, and the next one ends the process. Threads but the main one get none."""
+    import asyncio  # here: commands without it start faster
+
+    stopping, loop, numbers = asyncio.Event(), asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        stopping.set()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            loop.add_signal_handler(number, stop)
+    await work(stopping)
 
 
 def stop_at_eof(stop: Callable[[], object]) -> None:

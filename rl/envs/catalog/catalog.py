@@ -24,6 +24,7 @@ from rl.envs.native.retrieval import folding, search
 from rl.envs.packages import package as package_lib
 from rl.envs.wrappers import wrapping as wrapping_lib
 from rl.protocol import env_mix, user_code
+from sharding.system import cli
 
 OURS = ("rl.envs.", "rl.data.")  # modules that a digest covers
 GROUP = "intellax.environments"  # of entry points
@@ -78,17 +79,16 @@ def load(name: str, **options) -> environment.Environment:
     if wrapping:
         plain = lambda own: load(name, **own)  # noqa: E731
         return environment.checked(wrapping_lib.wrapped(plain, options, wrapping))
-    takes_variant = is_ours and any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
-    if is_ours and variant and not takes_variant:
-        raise ValueError(f"environment {name!r}: {kind} has no variants; write {kind!r}")
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if is_ours:
+        check(name, options)
+    elif not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         known = [parameter.name for parameter in parameters if parameter.name != "seed"]
-        environment.check_options(f"environment {kind if is_ours else name}", options.keys() - {"seed"}, known)
-        if not is_ours and "seed" not in inspect.signature(build).parameters:
+        environment.check_options(f"environment {name}", options.keys() - {"seed"}, known)
+        if "seed" not in inspect.signature(build).parameters:
             options.pop("seed", None)
     if is_ours:
         try:
-            return environment.checked(build(*[variant] * takes_variant, **options))
+            return environment.checked(build(*[variant] * _takes_variant(kind), **options))
         except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # an option of another type
             found = f"environment {name} cannot be built with {options}: {user_code.describe(error)}"
             raise ValueError(f"{found}; correct env.options") from error
@@ -99,6 +99,28 @@ def load(name: str, **options) -> environment.Environment:
     if not isinstance(made, environment.Environment):
         raise ValueError(f"environment {name} is {type(made).__name__}; return a rl.envs.environment.Environment")
     return environment.checked(dataclasses.replace(made, name=name))
+
+
+def check(name: str, options: dict) -> None:
+    """Raises ValueError for a variant, an option, or a file of rows that the shipped environment `name` does not have. Builds and reads nothing."""
+    kind, _, variant = name.partition(":")
+    if kind not in ENVS:
+        return
+    if variant and not _takes_variant(kind):
+        raise ValueError(f"environment {name!r}: {kind} has no variants; write {kind!r}")
+    parameters = inspect.signature(ENVS[kind].build).parameters.values()
+    (own, _), found = wrapping_lib.split(options, {parameter.name for parameter in parameters}), []
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        known = [parameter.name for parameter in parameters if parameter.name != "seed"]
+        found += cli.mistake(lambda: environment.check_options(f"environment {kind}", own.keys() - {"seed"}, known))
+    if ENVS[kind].files is sources.files and own.get("path"):
+        found += cli.mistake(lambda: sources.check(own["path"]))
+    cli.fail_for(found)
+
+
+def _takes_variant(kind: str) -> bool:
+    parameters = inspect.signature(ENVS[kind].build).parameters.values()
+    return any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
 
 
 def texts(name: str) -> set[str]:

@@ -16,7 +16,7 @@ from ml_collections import config_dict
 
 from configs import base, quickstart
 from rl import train
-from rl.experiment import base_fields, experiment, rules
+from rl.experiment import base_fields, command, experiment, rules
 from rl.experiment import flags as command_line
 from rl.experiment import workdir as run_directory
 from rl.plan import lowered_programs, sizes
@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 MISTAKES = {
     "field": (["--config.rl.num_stepz=3"], "no field 'rl.num_stepz' (did you mean rl.num_steps?)", 2),
     "type": (["--config.rl.num_steps=abc"], "--config.rl.num_steps=abc: invalid literal for int()", 2),
-    "argument": (["--config.seed=1", "extra"], "argument 'extra' is not a flag", 1),
+    "argument": (["--config.seed=1", "extra"], "argument 'extra' is not a flag", 2),
     "mesh": (["--config.mesh.fsdp=7"], "fsdp=7 x expert=1 x context=1 x tensor=1 does not fit", 1),
     "context": (
         ["--config.mesh.fsdp=4", "--config.mesh.context=2", "--config.train.row_length=161"],
@@ -50,6 +50,27 @@ def test_a_mistake_ends_in_one_line_and_leaves_nothing(tmp_path, name):
     assert result.returncode == code, result.stderr
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and message in result.stderr
     assert not (tmp_path / "w").exists()
+
+
+SLOW = {"jax", "flax", "optax", "orbax", "grain", "pyarrow", "fastapi", "tensorstore"}
+
+
+def test_all_mistakes_are_told_at_once_and_before_the_imports_that_take_seconds(tmp_path):
+    fields = ["optimizer.lr=1", "rl.num_steps=abc", "rl.max_lag=-1", "rl.loss=grpoo", "env.options.min_lenght=3"]
+    wrong = ["--rl.num_steps=3", "--workdr=x", *(f"--config.{field}" for field in fields)]
+    for arguments, number in (
+        (wrong, len(wrong)),
+        (wrong[4:], 3),
+        (["--config.env.name=dataset", "--config.env.options.path=/none.jsonl", "--config.init_from=/none"], 2),
+    ):
+        command = [sys.executable, "-X", "importtime", "-m", "rl.train", "--config=configs/quickstart.py"]
+        command += [f"--workdir={tmp_path}/w", *arguments]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        modules = {line.split("|")[-1].strip().partition(".")[0] for line in result.stderr.splitlines()}
+        lines = [line for line in result.stderr.splitlines() if not line.startswith("import time:")]
+        assert result.returncode == 2 and not modules & SLOW
+        assert len(lines) == number and all(line.startswith("error: ") for line in lines), lines
+        assert arguments is not wrong or "(did you mean --config.rl.num_steps?)" in lines[0]
 
 
 def test_a_python_without_jax_is_one_line():
@@ -485,16 +506,16 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
 def test_an_error_of_a_function_in_a_config_file_keeps_its_traceback(folder, code):
     with pytest.raises(ValueError) as caught:
         exec(compile("raise ValueError('boom')", ROOT / folder / "mine.py", "exec"))
-    assert experiment.explain(caught.value)[2] == code
+    assert command.explain(caught.value)[2] == code
 
 
 def test_memory_that_the_learner_lacks_is_one_line():
     """XLA appends a table of allocations. Its other errors are bugs."""
     text = "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"
-    message, code, priority = experiment.explain(jax.errors.JaxRuntimeError(f"{text}\n\ttable"))
+    message, code, priority = command.explain(jax.errors.JaxRuntimeError(f"{text}\n\ttable"))
     assert f"{text}; lower inference.num_slots or train.rows, " in message and "\n" not in message and code == 1
     assert priority == failure.MISTAKE
-    assert experiment.explain(jax.errors.JaxRuntimeError("INTERNAL: a"))[2] == failure.BUG
+    assert command.explain(jax.errors.JaxRuntimeError("INTERNAL: a"))[2] == failure.BUG
 
 
 def test_held_out_tasks_that_repeat_are_told(tmp_path, capsys):

@@ -11,7 +11,7 @@ import pytest
 
 from configs import base, finetune, presets
 from models.hf import config as hf_config
-from rl.experiment import experiment
+from rl.experiment import experiment, rules
 from rl.plan import lowered_programs, sizes
 from tests.rl.plan import test_plan
 from tests.support import tiny
@@ -47,7 +47,7 @@ def test_all_that_is_open_gets_a_value_that_is_printed():
     assert (config.inference.max_model_len, config.train.row_length, config.rl.prompts_per_step) == (2048, 2048, 32)
     assert (config.model.dtype, config.model.param_dtype) == ("bfloat16", "bfloat16")
     assert config.inference.num_slots == 256 and config.train.rows == 128  # all rollouts; 32,768 tokens a chip
-    for name in sizes.FIELDS:
+    for name in rules.OPEN:
         assert f"{name} = {operator.attrgetter(name)(config)}" in text
     assert re.match(r"chosen for 8 x v5e with 15.75 GiB: .*; about [\d.]+ GiB of each$", text)
     assert sizes.settled(config, None, None) == (config, "")  # nothing is open any more, and nothing is resolved again

@@ -265,13 +265,13 @@ def test_an_environment_that_cannot_score_anything_ends_in_one_line(orders, brok
     away = scorer.Scorer("orders", {"broken": broken}, 0, limit_s=1, on_error=REPORTED.append)
     with pytest.raises(ValueError) as caught:
         away.score(build().make_task(7, "held_out"), ["x"])
-    from rl.experiment import experiment
+    from rl.experiment import command
     from sharding.multihost import failure  # the children that run this file shall not import jax
 
     line = str(caught.value)
     assert line.startswith(f"environment orders cannot score held_out task 7, not even an empty completion: {report}")
     assert line.endswith("'reward' among them, for any text") and line.isprintable()
-    assert experiment.explain(caught.value) == (line, 1, failure.MISTAKE)  # one line, and no traceback
+    assert command.explain(caught.value) == (line, 1, failure.MISTAKE)  # one line, and no traceback
     assert not REPORTED
     away.close()
 

@@ -1,0 +1,103 @@
+"""The first and the last step of a command with a config: parse and check its flags, and report the mistakes of the user.
+
+1. `parse` runs before the imports of the command, which take seconds (JAX, Flax, Orbax): mistakes that need no model and no data are printed within
+   a second, all of them, a line each.
+2. `run` calls the command. A user's mistake exits with a line on standard error and a non-zero code; an error that a library raised keeps its traceback.
+"""
+
+import errno
+import logging
+import os
+import pathlib
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from absl import app, flags
+
+from rl.experiment import flags as command_line
+from sharding.multihost import failure
+from sharding.system import cli
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Errors of a disk or a path, which are not bugs even where a library raised them.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+OUTSIDE = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+LESS_MEMORY = "lower inference.num_slots or train.rows, or set them to 0: chosen for the memory"
+
+
+def parse(*, needs_workdir: bool = True, is_complete: bool = False) -> None:
+    """Parses `--config`, `--workdir` (if needed), and the flags that are defined; exits with code 2 and a line for each mistake.
+
+    With `is_complete`, environments, data, and checkpoints that do not exist are mistakes, too: the command needs them.
+    """
+    command_line.define(needs_workdir=needs_workdir)
+    app.define_help_flags()
+    try:
+        rest = command_line.parse(sys.argv, is_complete=is_complete)
+        cli.fail_for(f"argument {word!r} is not a flag; write --config.FIELD=VALUE" for word in rest[1:])
+    except ValueError as error:
+        _fail(str(error), 2)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Calls `main` after `parse`, with a cache of compiled programs, and reports its errors."""
+    from sharding.system import compile_cache  # imports JAX
+
+    quiet = (("httpx", "WARNING"), ("jax._src.distributed", "WARNING"), ("jax._src.xla_bridge", "WARNING"))
+    for name, level in (*quiet, ("tuf", "WARNING")):
+        logging.getLogger(name).setLevel(level)  # otherwise a line per request, absent backend, and missing signature
+
+    def guarded(argv):
+        if flags.FLAGS.exit_with_parent:
+            cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _terminate)  # also where a run cannot save yet
+        compile_cache.enable(flags.FLAGS.config.topology.compile_cache)
+        main()
+
+    try:
+        app.run(guarded, flags_parser=lambda argv: argv[:1])
+    except (KeyboardInterrupt, ValueError, OSError, RuntimeError) as error:
+        message, code, priority = explain(error)
+        if priority == failure.BUG:
+            raise
+        if os.environ.get("INTELLAX_TRACEBACK"):
+            traceback.print_exc()
+        _fail(message, code)
+
+
+def explain(error: BaseException) -> tuple[str, int, int]:
+    """Returns (message, exit code, priority) for an error that ends the command.
+
+    When several hosts fail, the error of the lowest priority number (sharding/multihost/failure.py) is reported as the cause.
+    """
+    if isinstance(error, failure.Terminated):
+        return str(error), 128 + signal.SIGTERM, failure.INTERRUPTED
+    if isinstance(error, KeyboardInterrupt):
+        return failure.INTERRUPTION, 130, failure.INTERRUPTED
+    first = f"{type(error).__name__}: {error}".splitlines()[0]  # XLA appends a table of allocations
+    if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" in first:
+        return f"{first}; {LESS_MEMORY}", 1, failure.MISTAKE
+    outside = isinstance(error, OSError) and error.errno in OUTSIDE
+    if isinstance(error, (ValueError, OSError)) and (outside or _raised_by_us(error)):
+        return str(error), 1, failure.MISTAKE
+    return first, 1, failure.BUG
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    file = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    # A function in a config file, wherever it is, is the user's: only its traceback shows where it failed.
+    return any(ROOT / package in file.parents for package in ("inference", "models", "rl", "sharding"))
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    raise failure.Terminated()
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
