@@ -25,9 +25,7 @@ import operator
 import os
 import random
 import re
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -111,8 +109,16 @@ class Worker:
         self.num_tokens = 0  # sampled
         self.episodes: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in EPISODES}
         self.metrics = role_metrics.RoleMetrics("worker", self._values, ("group", "submit"))
+        self.lines: collections.deque[str] = collections.deque(maxlen=8)  # errors to report with the next heartbeats
         self._groups: _Groups | None = None  # of the session now
         self._connection: signed_session.Connection | None = None
+
+    def report(self, line: str) -> None:
+        """Prints an error of an environment, and sends it to the orchestrator soon. Any thread may call it."""
+        cli.note(line)
+        self.lines.append(line)
+        if self._groups:
+            self._groups.wake()
 
     async def work(self, stopping: asyncio.Event | None = None) -> None:
         """Leases, generates, and submits groups; returns when the run ends. After `stopping` is set, hands back all groups and returns soon.
@@ -174,9 +180,9 @@ class Worker:
                 if lasting != described:  # else the environments and their scorers stay
                     for run in runs.values():
                         await run.close()
-                    runs, described = read_runs(description, self.sandbox, self.code), lasting
+                    runs, described = read_runs(description, self.sandbox, self.code, self.report), lasting
                     run = next(iter(runs.values()))
-                    proof = await self._find_work(session.run, run.work_bits)
+                    proof = await signed_session.find_work(self.key, session.run, run.work_bits)
                 signed = signed_session.SignedSession(
                     self._connection, self.key, session, proof, begun_us, _digest(description)
                 )
@@ -190,15 +196,6 @@ class Worker:
                     self._groups = None
                     cli.note(f"a new session of the orchestrator: {error.exceptions[0]}")
                     await asyncio.sleep(random.uniform(0.5, 2.0))  # others heard of it at the same moment
-
-    async def _find_work(self, run: str, num_bits: int) -> str:
-        if num_bits:
-            cli.note(f"a proof of work of this key takes about 2^{num_bits} hashes")
-        is_over = threading.Event()
-        try:  # in a thread: it may take days, and signals are heard meanwhile
-            return await asyncio.to_thread(lease.find_work, run, self.key.worker, num_bits, is_over.is_set)
-        finally:
-            is_over.set()
 
 
 class _Groups:
@@ -218,6 +215,11 @@ class _Groups:
         self._held: set[lease.Key] = set()  # leased, and neither answered nor given back
         self._finished: asyncio.Queue[tuple[lease.Key, list[rollout_lib.Rollout]]] = asyncio.Queue()
         self._num_failures, self._problem = 0, ""
+        self._news, self._loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def wake(self) -> None:
+        """Makes the next heartbeat immediate. Any thread may call it."""
+        self._loop.call_soon_threadsafe(self._news.set)
 
     def load(self) -> tuple[int, int]:
         """Returns (number of groups in progress, number of finished ones that wait to be submitted)."""
@@ -275,14 +277,18 @@ class _Groups:
     async def _beat(self) -> None:
         interval_s, is_first, before, sent_s = FIRST_PAUSE_S, True, self._worker.num_tokens, time.monotonic()
         while True:
-            await asyncio.sleep(interval_s * random.uniform(0.8, 1.2))
-            if not (self._held or is_first):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s * random.uniform(0.8, 1.2)):
+                    await self._news.wait()
+            self._news.clear()
+            if not (self._held or is_first or self._worker.lines):
                 continue  # the request that waits for work shows that this worker is there
             running, finished = self.load()
             tokens_per_s = (self._worker.num_tokens - before) / (time.monotonic() - sent_s)
             before, sent_s = self._worker.num_tokens, time.monotonic()
             load = registry.Load(running=running, waiting=finished, tokens_per_s=0.0 if is_first else tokens_per_s)
-            problem = sign_in.one_line(self._client.servers.problems() or self._problem)
+            line = self._worker.lines.popleft() if self._worker.lines else ""
+            problem = sign_in.one_line(line or self._client.servers.problems() or self._problem)
             report = registry.Report(self._own_server, load=load, problem=problem)
             reply = await self._signed.beat(report, [*map(list, self._held)])
             self._hear(reply)
@@ -291,6 +297,8 @@ class _Groups:
                 self._running[key].cancel()
                 self._held.discard(key)
             interval_s, is_first = float(reply["interval_s"]), False
+            if self._worker.lines:
+                self._news.set()
 
     def _hear(self, reply: dict) -> None:
         if reply.get("ended"):
@@ -312,7 +320,8 @@ class _Groups:
             if self._own_server:  # only its owner can make it follow the run
                 self._note_problem(group, error)
         except (ValueError, OSError, client_lib.Unavailable) as error:
-            self._note_problem(group, error)
+            is_of_env = isinstance(error, ValueError) and not str(error).startswith(registry.OF_ENVIRONMENT)
+            self._note_problem(group, f"{registry.OF_ENVIRONMENT}{run.env.name}: {error}" if is_of_env else error)
             self._num_failures += 1
             pause_s = min(VOID_PAUSE_S * 2 ** min(self._num_failures, 10), MAX_FAILURE_PAUSE_S)
         self._held.discard(_key(group))
@@ -320,10 +329,12 @@ class _Groups:
         await self._signed.lease(0, [list(_key(group))])
         await asyncio.sleep(pause_s)
 
-    def _note_problem(self, group: dict, error: Exception) -> None:
-        if str(error) != self._problem:
-            cli.note(f"group {'/'.join(map(str, _key(group)))} is given back: {error}")
-        self._problem = str(error)
+    def _note_problem(self, group: dict, problem: object) -> None:
+        if str(problem) != self._problem:
+            cli.note(f"group {'/'.join(map(str, _key(group)))} is given back: {problem}")
+            self._worker.lines.append(str(problem))
+            self._news.set()
+        self._problem = str(problem)
 
     async def _submit(self) -> None:
         """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""
@@ -425,10 +436,10 @@ def _digest(description: dict) -> str:
     return str(description["env"].get("digest", ""))
 
 
-def read_runs(body: dict, sandbox: str, code: user_code.Folders) -> dict[str, Run]:
+def read_runs(body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log = cli.note) -> dict[str, Run]:
     """Loads a run as `_read_run` does, with each of its environments by `Group.env`, {"": the only one} in most runs."""
     if not body.get("envs"):
-        return {"": _read_run(body, sandbox, code)}
+        return {"": _read_run(body, sandbox, code, on_error)}
     found = {}
     try:
         for key, own in body["envs"].items():
@@ -436,11 +447,11 @@ def read_runs(body: dict, sandbox: str, code: user_code.Folders) -> dict[str, Ru
             found[str(key)] = body | {"env": own | {"seed": body["env"]["seed"]}, "sampling": sampling}
     except (KeyError, TypeError, AttributeError) as error:
         raise signed_message.not_an_orchestrator(body) from error
-    runs = {key: _read_run(own, sandbox, code) for key, own in found.items()}
+    runs = {key: _read_run(own, sandbox, code, on_error) for key, own in found.items()}
     return {key: dataclasses.replace(run, env=dataclasses.replace(run.env, name=key)) for key, run in runs.items()}
 
 
-def _read_run(body: dict, sandbox: str, code: user_code.Folders) -> Run:
+def _read_run(body: dict, sandbox: str, code: user_code.Folders, on_error: scorer_lib.Log) -> Run:
     """Loads the run that a reply to `GET /run` describes. It names environments of this release, or ones in the folders `code` (None: anywhere).
 
     Raises ValueError for another reply, and for an environment whose code or data differ from those of the run.
@@ -465,7 +476,7 @@ def _read_run(body: dict, sandbox: str, code: user_code.Folders) -> Run:
     if expected:
         envs.check_digest(name, envs.digest(found, located), expected)
     env = dataclasses.replace(envs.load(found, seed=seed, **located), name=name)
-    own = {"limit_s": scorer_lib.LIMIT_S, "sandbox": sandbox, "digest": expected}
+    own = {"limit_s": scorer_lib.LIMIT_S, "sandbox": sandbox, "digest": expected, "on_error": on_error}
     loaded = tokenizer_lib.load(tokenizer, date=date, variables=variables)
     scorer = player = None
     if env.play is not None:
@@ -475,20 +486,6 @@ def _read_run(body: dict, sandbox: str, code: user_code.Folders) -> Run:
         scorer = scorer_lib.Scorer(found, located, seed, **own)
     described = env, scorer, seed, loaded, servers, sampling, router_replay, work_bits, keys, expected, player
     return Run(*described, vine=body.get("vine"))
-
-
-async def _work_until_signal(worker: Worker) -> None:
-    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
-
-    def stop() -> None:
-        stopping.set()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)  # the next one ends the process
-
-    if threading.current_thread() is threading.main_thread():  # not in tests
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop)
-    await worker.work(stopping)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -533,7 +530,7 @@ def main(argv: list[str] | None = None) -> int:
                 stack.enter_context(metrics_routes.serving(args.metrics, health, worker.metrics))
             print(f"worker {key.worker}, for the orchestrator at {args.orchestrator}", flush=True)
             stack.enter_context(status_line.printed(worker.progress))
-            asyncio.run(_work_until_signal(worker))
+            asyncio.run(cli.run_until_signal(worker.work))
     except (ValueError, OSError, ExceptionGroup) as error:
         while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause
             if error.split((ValueError, OSError, client_lib.Unavailable))[1]:

@@ -17,6 +17,7 @@ import os
 import pathlib
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
@@ -46,6 +47,9 @@ from sharding.multihost import hosts as hosts_lib
 from sharding.system import cli, role_metrics
 
 START_S = 3600.0  # how long to wait for the first version: a learner loads a large checkpoint before it
+RATE_S = (
+    4.0  # least time over which tokens are counted: a call of the engine makes many, and health is asked for each 5 s
+)
 NOTICE_S = 5.0  # and before a line about it is logged
 
 
@@ -72,6 +76,7 @@ class InferenceServer:
     run: str = ""  # the public key of the run for which it signs
     hosts: hosts_lib.Hosts = hosts_lib.ALONE  # those that its mesh spans; this is host 0
     on_version: Callable[[int], object] = lambda version: None  # called with each version that the engine has loaded
+    _counted: tuple[float, int, float] = (0.0, 0, 0.0)  # (time, tokens until then, tokens per second before it)
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     update_s: prometheus_client.Histogram = dataclasses.field(
         default_factory=lambda: role_metrics.latency("intellax:update", "Seconds per update of the weights.")
@@ -93,7 +98,17 @@ class InferenceServer:
             "preemptions": int(scheduler.stats["num_preemptions"]),
             "finished": int(scheduler.stats["requests"]),
             "capacity": min(config.num_slots, config.num_pages // config.pages_per_slot or config.num_slots),
+            "tokens_per_s": self._tokens_per_s(),
         }
+
+    def _tokens_per_s(self) -> float:
+        """Returns the tokens generated per second over the last `RATE_S` or more."""
+        (then_s, before, rate), now_s = self._counted, time.monotonic()
+        if now_s - then_s >= RATE_S:
+            tokens = int(self.scheduler.stats["tokens"])
+            rate = (tokens - before) / (now_s - then_s)
+            self._counted = now_s, tokens, rate  # one assignment: several threads ask
+        return rate
 
     def update(
         self,

@@ -13,7 +13,6 @@ from inference.server import inference_server
 from sharding.system import cli, sign_in
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
-RATE_S = 5.0  # least time over which tokens are counted: a call of the engine makes many
 
 
 def sign_in_server(
@@ -27,19 +26,14 @@ def sign_in_server(
     `notify` receives lines for people when the orchestrator is lost or found.
     """
     assert server.signer is not None
-    rate, num_tokens, counted_s = 0.0, server.scheduler.stats["tokens"], time.monotonic()
 
     def report() -> dict[str, Any]:
-        nonlocal rate, num_tokens, counted_s
-        scheduler, before, passed_s = server.scheduler, num_tokens, time.monotonic() - counted_s
+        scheduler = server.scheduler
         if not scheduler.is_alive:  # no beat: such a server must count as silent
             raise ValueError("the scheduler ended by an error; see its log, and start this server again")
-        if passed_s >= RATE_S:
-            num_tokens, counted_s = scheduler.stats["tokens"], counted_s + passed_s
-            rate = (num_tokens - before) / passed_s
         problem = "paused" if scheduler.is_paused else follower.problem
         policy = {"epoch": scheduler.epoch, "version": scheduler.version, "digest": server.policy_digest}
-        return {"url": url, "policy": policy, "load": server.load() | {"tokens_per_s": rate}, "problem": problem}
+        return {"url": url, "policy": policy, "load": server.load(), "problem": problem}
 
     def hear(reply: dict) -> None:
         server.run = node.run

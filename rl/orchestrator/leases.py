@@ -2,19 +2,21 @@
 
 1. A worker gets open groups, as many as its standing (rl/orchestrator/worker_health.py), its share of the work
    (rl/orchestrator/work_share.py), and the servers allow. If there are none, it gets copies of late ones.
-2. Heartbeats renew its leases. It may give groups back; those that it leaves, loses with its process, or holds too long open again.
+2. Heartbeats renew its leases. It may give groups back; those that it leaves, loses with its process, or holds too long open again. One that all
+   workers give back ends the run (rl/orchestrator/groups/give_backs.py).
 3. The end of a lease counts against the worker only if it could reach a server (rl/orchestrator/nodes.py).
 """
 
 import dataclasses
 import functools
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import prometheus_client
 
 from rl.orchestrator import nodes, shared
+from rl.orchestrator.groups import give_backs as give_backs_lib
 from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.groups.queue_entry import State
 from rl.protocol import registry, task_schedule
@@ -28,6 +30,8 @@ class Leases:
     nodes: nodes.Nodes
     config: Any  # the run's
     seconds: prometheus_client.Histogram  # of a lease without its wait for work
+    give_backs: give_backs_lib.GiveBacks
+    fail: Callable[[BaseException], None]  # ends the run
 
     def lease(
         self,
@@ -58,8 +62,8 @@ class Leases:
                     is_gone = 0 <= lease.group.version < self.shared.policy.version  # it is not served any more
                     is_void = is_gone or self.shared.queue.entries[key].is_submitted
                     self._expire(lease, now_s, "lease_void" if is_void else "lease_expired", blame=not is_void)
-                    if not is_void:
-                        self.shared.health.returned(key, now_s)
+                    self.shared.health.returned(key, now_s)
+                    self._note_cause(worker, key, now_s)
             self.shared.health.seen(worker, now_s)
             groups = [] if self.shared.is_ended else self._lease(worker, capacity, network, now_s, begun_us)
             if groups:
@@ -67,6 +71,15 @@ class Leases:
             for group in groups:
                 self.shared.ledger.leased(worker, *group.key, group.version, group.epoch)
             return groups
+
+    def _note_cause(self, worker: str, key: queue_entry.Key, now_s: float) -> None:
+        """Ends the run if all workers with a record give a group back for one and the same cause, which is not that of a server."""
+        if not self.shared.health.is_known(worker):
+            return
+        problems = self.nodes.problems("worker")
+        active = [one for one in problems if self.shared.health.is_known(one) and not self.shared.health.is_banned(one)]
+        if cause := self.give_backs.returned(worker, key, problems.get(worker, ""), active, now_s):
+            self.fail(ValueError(f"no worker can make group {'/'.join(map(str, key))}: {cause}"))
 
     def _lease(
         self, worker: str, capacity: int, network: str, now_s: float, begun_us: int
@@ -113,6 +126,8 @@ class Leases:
         with self.shared.changed:
             self.tick(now_s)  # a renewal after a pause is of this time
             self.shared.health.seen(key, now_s)
+            if self.shared.health.is_known(key):
+                self.give_backs.heard(key, report.problem)
             if not leaving:
                 return self.shared.queue.renew(
                     key, holding, lambda lease: self.shared.health.renewed_s(key, lease.since_s, now_s)

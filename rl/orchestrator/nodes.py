@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import math
+import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -68,6 +69,7 @@ class Nodes:
         self._ticked_s = math.inf  # the last tick of `run`
         self._bans: dict[str, str] = {}  # key -> why it is banned
         self._limits: dict[str, request_limit.State] = {}  # by key of a server
+        self._rates: dict[str, list[float]] = collections.defaultdict(list)  # tokens/s in beats since `load`, by key
         self.own_servers: frozenset[str] = frozenset()  # workers that use other servers than those of the run
         self._loop: asyncio.AbstractEventLoop | None = None
         self.announced = asyncio.Event()  # replaced at each announcement
@@ -136,6 +138,8 @@ class Nodes:
             node = self._registry.beat(key, role, now_s, report)
             if role == "worker" and bool(node and report.url) != (key in self.own_servers):
                 self.own_servers ^= {key}
+            if role == "server":
+                self._rates[key].append(report.load.tokens_per_s)
             if role == "server" and report.load.capacity:
                 self._observe(key, report.load, now_s)
         if role == "server":
@@ -218,6 +222,11 @@ class Nodes:
         """Returns the seconds between two heartbeats of a node; the more workers there are, the longer is that of a worker."""
         return self._registry.worker_interval_s if role == "worker" else self.heartbeat_s
 
+    def problems(self, role: str) -> dict[str, str]:
+        """Returns the problem that each healthy node of a role has reported, "" for none, by key."""
+        with self._lock:
+            return {node.key: node.report.problem for node in self._registry.healthy(role)}
+
     def num_silent_workers(self) -> int:
         """Returns the number of workers that are SUSPECT or DEAD."""
         with self._lock:
@@ -244,13 +253,23 @@ class Nodes:
         return collections.Counter(f"{role}_{'banned' if self.is_banned(key) else state}" for role, state, key in found)
 
     def load(self) -> dict[str, float]:
-        """Returns the load of all healthy servers as metrics of a train step, and the number of healthy nodes by role."""
+        """Returns the load of all healthy servers as metrics of a train step, and the number of healthy nodes by role.
+
+        Tokens per second are a mean over the heartbeats since the last call.
+        """
         with self._lock:
             healthy = {role: self._registry.healthy(role) for role in registry_lib.ROLES}
-        loads = [node.report.load for node in healthy["server"]]
+            rates, self._rates = self._rates, collections.defaultdict(list)
+        mean = lambda node: statistics.fmean(rates.get(node.key) or [node.report.load.tokens_per_s])  # noqa: E731
+        loads = [dataclasses.replace(node.report.load, tokens_per_s=mean(node)) for node in healthy["server"]]
         found = {f"machine/servers_{name}": float(sum(getattr(one, name) for one in loads)) for name in SUMS}
         found["machine/servers_kv_used"] = max((float(one.kv_used) for one in loads), default=0.0)
         return found | {f"machine/num_{role}s": float(len(nodes)) for role, nodes in healthy.items()}
+
+    def tokens_per_s(self) -> float:
+        """Returns the tokens per second that all healthy servers report now."""
+        with self._lock:
+            return sum(node.report.load.tokens_per_s for node in self._registry.healthy("server"))
 
     def notice(self) -> str:
         """Returns a line on all servers if workers can use none of them, else ""."""

@@ -15,6 +15,7 @@ learner's process and imports no environment: a task is only an index here.
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -34,8 +35,18 @@ from models.text import tokenizer as tokenizer_lib
 from rl.batch import credit as credit_lib
 from rl.batch import training_batch
 from rl.ledger import run_ledger, run_rules
-from rl.orchestrator import admission, leases, nodes, routes, shared, status, submissions, work_share, worker_health
-from rl.orchestrator.groups import batches, environment_counts, group_queue, queue_entry
+from rl.orchestrator import (
+    admission,
+    leases,
+    nodes,
+    routes,
+    shared,
+    status,
+    submissions,
+    work_share,
+    worker_health,
+)
+from rl.orchestrator.groups import batches, environment_counts, give_backs, group_queue, queue_entry
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import curriculum as curriculum_lib
 from rl.protocol import env_mix, task_schedule, timeline
@@ -45,7 +56,7 @@ from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, role_metrics, sockets
 
 STATES = "states.json"  # in the directory of the log: of the last two batches
-WAIT_NOTICE_S = 30.0
+WAIT_NOTICE_S, EVALUATION_NOTICE_S = 30.0, 10.0
 MAX_FAREWELL_S = 20.0
 EPISODE = ("max_calls", "max_episode_tokens", "thinking")
 SENT = ("name", "options", "digest", "max_tokens", *EPISODE)  # of each environment, if a run has several
@@ -125,6 +136,7 @@ class Orchestrator:
         self._recorded: dict[int, list[queue_entry.Entry]] = {}  # the ledger's last batch, maybe not returned yet
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._wanted: int | None = None  # the batch that the learner waits for
+        self._evaluating: dict[tuple[int, str], Callable[[], str]] = {}  # (version, set) -> its state for people
         self._failure: BaseException | None = None
         self._first_error, self._num_scored = (
             first_error,
@@ -133,7 +145,14 @@ class Orchestrator:
         self.metrics = role_metrics.RoleMetrics("orchestrator", self._metrics, LATENCIES)  # not for workers
         self.metrics.seconds["verdict"] = verdicts.seconds
         seconds = self.metrics.seconds["lease"]
-        self.leases = leases.Leases(shared=self._shared, nodes=self.nodes, config=config, seconds=seconds)
+        self.leases = leases.Leases(
+            shared=self._shared,
+            nodes=self.nodes,
+            config=config,
+            seconds=seconds,
+            give_backs=give_backs.GiveBacks(on_wait),
+            fail=self.fail,
+        )
         self._status = status.Status(self._shared, self.nodes, verdicts)
         self._log = row_log.RowLog(workdir / "rollouts" / "open", self.fail)
         self._submissions = submissions.Submissions(
@@ -260,12 +279,14 @@ class Orchestrator:
         keys, end_s = [group.key for group in groups], time.monotonic() + self._config.evaluation.hold_s
         newest = self._shared.policy
         policy = newest if newest.version == version else timeline.Policy(newest.epoch, version)
-        with self.nodes.holding(policy), self._changed:
+        with self.nodes.holding(policy), self._changed, contextlib.ExitStack() as stack:
             self._wait_for(lambda: self._shared.version >= version)
             self._queue.add(groups, behind=version + 1)  # the learner waits for that batch, and later ones may wait
-            notice_s = min(WAIT_NOTICE_S, self._config.evaluation.hold_s)
+            notice_s = min(EVALUATION_NOTICE_S, self._config.evaluation.hold_s)
+            self._evaluating[version, name] = functools.partial(self._evaluation, version, name, keys, time.monotonic())
+            stack.callback(self._evaluating.pop, (version, name))
             while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), notice_s):
-                self._on_wait(self._waiting("the evaluation", (self._queue.num_eligible(keys), len(keys))))
+                self._on_wait(self._evaluating[version, name]())
                 if time.monotonic() > end_s and self._shared.policy.version > version:
                     for key in keys:
                         self._queue.drop(key, "evaluation")
@@ -283,7 +304,8 @@ class Orchestrator:
     def waiting_for(self) -> str:
         """Returns why the learner waits, as a line for people, or "" if it does not."""
         with self._changed:
-            return self._waiting(f"batch {self._wanted}", self._batches.progress()) if self._wanted else ""
+            wanted = [self._waiting(f"batch {self._wanted}", self._batches.progress())] if self._wanted else []
+            return "; ".join([*(waiting() for waiting in self._evaluating.values()), *wanted])
 
     def table(self) -> list[dict[str, Any]]:
         """Returns a row per node for people, with the number of groups that a worker has leased or that are being checked."""
@@ -444,9 +466,20 @@ class Orchestrator:
             raise self._failure
         return bool(is_met)
 
-    def _waiting(self, name: str, progress: tuple[int, int]) -> str:
+    def _waiting(self, name: str, progress: tuple[int, int], left_s: float = 0.0) -> str:
         loading = self._shared.policy if self._shared.policy.version > self._shared.version else None
-        return self._status.waiting(name, progress, loading, time.monotonic())
+        return self._status.waiting(name, progress, loading, time.monotonic(), left_s)
+
+    def _evaluation(self, version: int, name: str, keys: list[queue_entry.Key], begun_s: float) -> str:
+        """Returns the state of an evaluation for people, with an estimate of its end: by its finished groups, else by its longest answers."""
+        done, taken_s = self._queue.num_eligible(keys), time.monotonic() - begun_s
+        if done:
+            left_s = taken_s * (len(keys) - done) / done
+        else:
+            most = sum(self._queue.entries[key].group.num_samples for key in keys) * env_mix.max_tokens(self._config)
+            left_s = max(0.0, most / (self.nodes.tokens_per_s() or math.inf) - taken_s)
+        label = f"the evaluation {name} of version {version}" if name else f"the evaluation of version {version}"
+        return self._waiting(label, (done, len(keys)), left_s)
 
     def _take_counts(self) -> dict[str, float]:
         with self._changed:

@@ -30,12 +30,19 @@ class Status:
         default_factory=lambda: {name: collections.Counter() for name in ENVIRONMENT_COUNTS}
     )
 
-    def waiting(self, name: str, progress: tuple[int, int], loading: timeline.Policy | None, now_s: float) -> str:
-        """Returns why the batch or evaluation `name` waits, which has the first of `progress` groups and needs the second."""
+    def waiting(
+        self, name: str, progress: tuple[int, int], loading: timeline.Policy | None, now_s: float, left_s: float = 0.0
+    ) -> str:
+        """Returns why the batch or evaluation `name` waits, which has the first of `progress` groups and needs the second.
+
+        `left_s` is an estimate of the seconds that it still needs; 0: none.
+        """
+        rate = self.nodes.tokens_per_s()
         count, banned, servers = self.shared.queue.count(), self.shared.health.num_banned(now_s), self.nodes.notice()
         num_silent = self.nodes.num_silent_workers()
         return (
-            f"{name} has {progress[0]} of {progress[1]} groups; "
+            f"{name} has {progress[0]} of {progress[1]} groups"
+            f"{f', {rate:.0f} tokens/s' if rate else ''}{f', about {left_s:.0f} s left' if left_s else ''}; "
             f"in the queue {count[State.OPEN]} wait for a worker, {count[State.LEASED]} are leased, "
             f"{count[State.SUBMITTED]} are being checked, {count[State.QUARANTINED]} wait for a verdict"
             f"{f'; the inference servers are loading policy {loading}' if loading and not servers else ''}"

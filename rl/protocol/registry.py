@@ -30,6 +30,7 @@ MAX_STRANGERS = 4096
 MAX_CHANGES = 4096  # kept until the next sweep
 MAX_URL = 256  # characters
 OWN_SERVER = "http://own.invalid"  # the URL of a worker that uses no server of the run
+OF_ENVIRONMENT = "environment "  # begins the problem of a worker that its environment causes, not a server or a disk
 
 
 class State(enum.Enum):

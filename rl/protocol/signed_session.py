@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -135,6 +136,17 @@ class SignedSession:
         signed_message.check_reply(self.session.run, reply, sent)
         _check_form(path[1:], reply.get("servers", []), url=str)
         return reply
+
+
+async def find_work(key: rollout_lib.WorkerKey, run: str, num_bits: int) -> str:
+    """Returns the proof of work of a key for a run, "" for 0 bits. It may take days; a cancellation ends it."""
+    if num_bits:
+        cli.note(f"a proof of work of this key takes about 2^{num_bits} hashes")
+    is_over = threading.Event()
+    try:  # in a thread: signals are heard meanwhile
+        return await asyncio.to_thread(lease.find_work, run, key.worker, num_bits, is_over.is_set)
+    finally:
+        is_over.set()
 
 
 def _check_form(kind: str, found: Any, **fields: Any) -> None:

@@ -26,7 +26,7 @@ from sharding.system import cli, signed_message, sockets
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 TIMEOUT_S = 10.0
 MAX_REPLY_BYTES = 2**24  # a row of 10,000 nodes takes 400 bytes
-MAX_PROBLEM = 200  # characters
+MAX_PROBLEM = 500  # characters
 MAX_REFUSAL = 2000  # bytes
 REPEAT_S = 60.0  # between two notices of the same problem
 _FAILURES = (OSError, ValueError, OverflowError, KeyError, TypeError)  # of a heartbeat
@@ -156,5 +156,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def one_line(problem: str) -> str:
-    """Returns an error as a report may have it: short, and without control characters."""
-    return "".join(c if c.isprintable() else " " for c in problem[:MAX_PROBLEM])
+    """Returns an error as a report may have it: short, with its remedy, which is at the end, and without control characters."""
+    if len(problem) > MAX_PROBLEM:
+        problem = f"{problem[:250]} ... {problem[5 + 250 - MAX_PROBLEM :]}"
+    return "".join(c if c.isprintable() else " " for c in problem)

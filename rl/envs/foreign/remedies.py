@@ -10,8 +10,19 @@ _NETWORK = re.compile(
 )
 
 
+_DATA = re.compile(
+    r"(?i)nltk[._ ]|resource \S+ not found|(file|directory)NotFoundError|no such file|\.download\(|can't find model"
+)
+_FETCHED = (
+    "it needs data that is not on this machine, and fetches none in a run: connect this machine and download it once "
+    "(for NLTK: python -m nltk.downloader NAME), or name a copy in env.options"
+)
+
+
 def of_load(error: str) -> str:
     """Returns the remedy for an error of an environment's loader."""
+    if _DATA.search(error):
+        return _FETCHED
     if _PACKAGE.search(error):
         return "install the package that it imports (python -m rl.envs install NAME --requirement ...)"
     if _NETWORK.search(error):
@@ -25,7 +36,9 @@ def of_load(error: str) -> str:
 
 
 def of_episode(error: str) -> str:
-    """Returns the remedy for an error in an episode, or "" if it shows no need of the network or of a key."""
+    """Returns the remedy for an error in an episode, or "" if it shows no need of data, the network, or a key."""
+    if _DATA.search(error):
+        return _FETCHED
     if _NETWORK.search(error) or _KEY.search(error):
         return (
             "an isolated episode reaches its model and nothing else: if the environment needs a service, install it with --kind recorded "

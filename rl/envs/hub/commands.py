@@ -7,6 +7,7 @@ the user.
 import json
 import pathlib
 import sys
+import time
 from importlib import metadata
 
 from inference.rollouts import rollout as rollout_lib
@@ -17,6 +18,7 @@ from rl.envs.hub import report as report_lib
 from rl.envs.packages import commands as package_commands
 from rl.envs.packages import package as package_lib
 from rl.ledger import environments
+from sharding.system import cli
 
 
 def add_check(commands) -> None:
@@ -65,7 +67,13 @@ def check(args, options: dict) -> int:
             raise ValueError(f"--{name} {getattr(args, name)} is below 1; raise it")
     sizes = {name: getattr(args, name) for name in ("tasks", "scored", "episodes", "timeout_s")}
     plan = trial.Plan(args.name, options, args.seed, **sizes)
-    report = admission.check(plan, floor=args.floor, code=tuple(args.code))
+    begun_s = time.monotonic()
+    report = admission.check(
+        plan,
+        floor=args.floor,
+        code=tuple(args.code),
+        on_stage=lambda stage: cli.note(f"{time.monotonic() - begun_s:6.1f} s  {stage}"),
+    )
     if args.key:
         report = report_lib.sign(report, rollout_lib.WorkerKey.load_or_create(args.key))
     if args.report:

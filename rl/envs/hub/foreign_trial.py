@@ -33,10 +33,10 @@ UNMEASURED += ["runtime.task_declaration_accuracy"]
 CPU_S = 10  # of an episode
 
 
-def run(plan: trial.Plan, surroundings: trial.Surroundings) -> dict:
-    """Returns the observations of a trial, or {"failed": reason, "stage": step}. Blocks."""
+def run(plan: trial.Plan, surroundings: trial.Surroundings, on_stage: Callable[[str], None]) -> dict:
+    """Returns the observations of a trial, or {"failed": reason, "stage": step}; calls `on_stage` with each step that begins. Blocks."""
     try:
-        return asyncio.run(asyncio.wait_for(_Trial(plan, surroundings).run(), plan.timeout_s))
+        return asyncio.run(asyncio.wait_for(_Trial(plan, surroundings, on_stage).run(), plan.timeout_s))
     except TimeoutError:
         return {"failed": "it took too long", "stage": "play episodes", "late": True}
     except (process_lib.Broken, process_lib.Died, ValueError) as error:
@@ -44,8 +44,8 @@ def run(plan: trial.Plan, surroundings: trial.Surroundings) -> dict:
 
 
 class _Trial:
-    def __init__(self, plan: trial.Plan, surroundings: trial.Surroundings):
-        self._plan, self._around = plan, surroundings
+    def __init__(self, plan: trial.Plan, surroundings: trial.Surroundings, on_stage: Callable[[str], None]):
+        self._plan, self._around, self._on_stage = plan, surroundings, on_stage
         self._env = catalog.load(plan.name, seed=plan.seed, **plan.options)
         self._tokenizer = tokenizer_lib.byte_chatml()
         self._replayed: list[str] = []  # differences
@@ -66,14 +66,17 @@ class _Trial:
         numbers = range(self._plan.scored)[:: self._around.order]
         texts = probes.TEXTS
         names = [*texts][:: self._around.order]
+        self._on_stage(f"load, and play {len(numbers)} tasks with {len(names)} fixed answers")
         attempts = {
             str(i): {name: await self._play(f"{i}, {name}", i, _always(texts[name])) for name in names} for i in numbers
         }
         seeds = [(i, seed) for i in numbers for seed in range(self._plan.episodes)]
+        self._on_stage(f"play {len(seeds)} episodes with random words")
         episodes = {f"{i}/{seed}": await self._play(f"{i}/{seed}", i, _words(seed)) for i, seed in seeds}
         found: dict[str, Any] = {"kind": self._env.kind, "name": self._env.name, "is_program": True}
         found |= {"attempts": attempts, "episodes": episodes, "attempts_again": {}, "episodes_again": {}, "remade": {}}
         if self._around.measures:
+            self._on_stage(f"play {len(seeds)} episodes at the same time")
             plays = [self._play(f"{i}/{seed}", i, _words(seed)) for i, seed in seeds]
             together = await asyncio.gather(*plays)
             found["episodes_together"] = dict(zip(episodes, together, strict=True))

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl.envs.catalog import catalog
@@ -89,7 +89,14 @@ SECOND = Surroundings(-1, 4242, "ELSE-13:45", "de_DE.UTF-8", "two", 4.2e6, sandb
 class Running:
     """A trial that was started. `result` waits for it."""
 
-    def __init__(self, plan: Plan, surroundings: Surroundings, code: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        plan: Plan,
+        surroundings: Surroundings,
+        code: tuple[str, ...] = (),
+        on_stage: Callable[[str], None] = lambda stage: None,
+    ):
+        self._on_stage = on_stage  # called with each step that begins
         self._folder = tempfile.TemporaryDirectory(prefix="intellax-check-")
         self._deadline_s = time.monotonic() + plan.timeout_s
         read, write = os.pipe()
@@ -150,8 +157,15 @@ class Running:
                     chunk = self._pipe.read(2**16)
                     if not chunk:
                         break
+                    self._on_stage_of(bytes(data[data.rfind(b"\n") + 1 :]) + chunk)
                     data += chunk
         return bytes(data).splitlines()
+
+    def _on_stage_of(self, data: bytes) -> None:
+        for line in data.split(b"\n")[:-1]:
+            with contextlib.suppress(ValueError, AttributeError, RecursionError):  # foreign code may write anything
+                if stage := json.loads(line).get("stage"):
+                    self._on_stage(str(stage)[:80])
 
 
 # ---- the child -------------------------------------------------------------------------------------------------------

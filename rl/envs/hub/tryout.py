@@ -1,18 +1,24 @@
-"""Plays episodes of an environment without a model's weights, and returns them as text, for `python -m rl.envs try`."""
+"""Plays episodes of an environment without a model's weights: as text for `python -m rl.envs try`, and before a run that needs them."""
 
 import asyncio
 import dataclasses
 import json
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from inference.swarm import sample as sample_lib
 from models.text import tokenizer as tokenizer_lib
+from rl.envs.catalog import catalog
+from rl.envs.foreign import host as foreign_host
 from rl.envs.host import host as host_lib
 from rl.envs.interface import environment, scripted_model
+from rl.envs.packages import package
 from rl.envs.recording import session as session_lib
+from rl.envs.scoring import scorer as scorer_lib
 
 LIMITS = session_lib.Limits(max_tokens=256, max_model_len=2**15, max_calls=16, max_episode_tokens=2**12)
+REHEARSAL_S = 60.0
 _CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
 
 
@@ -48,6 +54,52 @@ def play(
     return asyncio.run(run())
 
 
+def rehearse(config, tokenizer: tokenizer_lib.Tokenizer, on_line: Callable[[str], None]) -> None:
+    """Loads each environment of a run that is not ours and has episodes, and plays one of each split. Blocks for up to `REHEARSAL_S` each.
+
+    `on_line` gets lines for people. Raises ValueError if an environment cannot be loaded, or an episode ends before it asks the model: no
+    worker could do better.
+    """
+    for entry in catalog.located(config).values():
+        with entry.naming_fields():
+            env = catalog.load(entry.name, seed=config.seed, **entry.options)
+            kind = entry.name.partition(":")[0]
+            if env.play is not None and (kind not in catalog.ENVS or kind in package.FRAMEWORKS):
+                _rehearse_one(env, entry, config, tokenizer, on_line)
+
+
+def _rehearse_one(env, entry, config, tokenizer: tokenizer_lib.Tokenizer, on_line: Callable[[str], None]) -> None:
+    own = {"limit_s": scorer_lib.LIMIT_S, "sandbox": config.trust.sandbox, "on_error": lambda line: None}
+    length, begun_s = config.inference.max_model_len, time.monotonic()
+    limits = session_lib.Limits(entry.max_tokens, length, min(entry.max_calls or LIMITS.max_calls, LIMITS.max_calls))
+
+    async def run() -> None:
+        host = foreign_host.of_environment(env, entry.name, entry.options, config.seed, tokenizer, **own)
+        try:
+            for split in environment.SPLITS:
+                task = env.make_task(0, split)
+                found = await _episode(host, tokenizer, task, scripted_model.random_words, limits)
+                if not found.num_calls:
+                    long = f"it asked the model nothing; its prompt may exceed inference.max_model_len = {length}"
+                    raise ValueError(
+                        f"environment {entry.label}: no {split} episode can begin: {found.result.error or long}"
+                    )
+                if found.result.error:
+                    on_line(f"environment {entry.label}: an episode with random words failed: {found.result.error}")
+        finally:
+            await host.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), REHEARSAL_S))
+        on_line(
+            f"environment {entry.label}: loaded, and an episode of each split played, in {time.monotonic() - begun_s:.1f} s"
+        )
+    except TimeoutError:
+        on_line(
+            f"environment {entry.label}: no episode of each split ended in {REHEARSAL_S:.0f} s; the run goes on without this check"
+        )
+
+
 class _Session(session_lib.Session):
     """A session that knows the tools of the newest call."""
 
@@ -58,7 +110,9 @@ class _Session(session_lib.Session):
         return await super().ask(messages, tools=tools, **options)
 
 
-async def _episode(host, tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, policy) -> Episode:
+async def _episode(
+    host, tokenizer: tokenizer_lib.Tokenizer, task: environment.Task, policy, limits: session_lib.Limits = LIMITS
+) -> Episode:
     async def backend(call: session_lib.Call) -> sample_lib.Sample:
         message = policy((), session.tools, random.Random(f"{call.key}"))
         called = [one["function"] for one in message.get("tool_calls", ())]
@@ -67,7 +121,7 @@ async def _episode(host, tokenizer: tokenizer_lib.Tokenizer, task: environment.T
         ending = "stop" if tokens[-1] in tokenizer.stop_ids else "length"
         return sample_lib.Sample(tokens, [0.0] * len(tokens), [0] * len(tokens), 0, ending, b"")
 
-    session = _Session(tokenizer, backend, LIMITS, seed=0, sample=0)
+    session = _Session(tokenizer, backend, limits, seed=0, sample=0)
     result = await host.play(session, task.index, task.split)
     streams = [stream.tokens.tolist() for stream in session.streams]
     texts = [tokenizer.decode(tokens, skip_special=False) for tokens in streams]

@@ -24,6 +24,7 @@ from rl.experiment import experiment
 from rl.orchestrator import nodes, static_servers
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator.gate import request_rate
+from rl.orchestrator.groups import give_backs
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import lease as lease_lib
 from rl.protocol import registry, request_limit, task_schedule, timeline
@@ -392,6 +393,37 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
     assert len(worker.lease(6)) == 1  # two that another server does take no place
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(10.0)
     assert worker.beat()["servers"][0]["limit"] == 10
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_end"), [("environment toys cannot be loaded: task {}; correct it", True), ("no server {}", False)]
+)
+def test_groups_that_all_workers_give_back_for_one_cause_of_their_environment_end_the_run(
+    make, problem, is_end, monkeypatch
+):
+    """C15: the workers leased and gave back for ever, the cause in their logs alone."""
+    monkeypatch.setattr(give_backs, "PATIENCE_S", 0.5)
+    orchestrator, rounds = make(), 0
+    orchestrator.publish(timeline.Policy(0, 0))
+    orchestrator._share.room = lambda *args: 100
+    node, other = Node(orchestrator, KEY), Node(orchestrator, OTHER)
+    Node(orchestrator, STRANGER).beat(problem="environment of a stranger")
+    for one in (node, other):
+        one.beat(problem=problem.format(7))
+    while rounds < 4 and not orchestrator._failure:
+        for one in (node, other):
+            keys = [group.key for group in one.lease(6, wait_s=WAIT_S)]
+            one.lease(0, returned=keys)
+        rounds += 1
+    assert orchestrator.lines == [f"worker {KEY.worker[:16]}: {problem.format(7)}"]
+    if is_end:
+        with pytest.raises(
+            ValueError, match="no worker can make group train/.*: environment toys cannot be loaded: .*; correct"
+        ):
+            orchestrator.next_batch(1)
+        assert 2 <= rounds <= 4
+    else:
+        assert orchestrator._failure is None
 
 
 def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make, monkeypatch):

@@ -38,6 +38,7 @@ def load(target, options):
     if not any(hasattr(action, name) for name in ("model_fields", "__dataclass_fields__", "CallToolAction")):
         raise ValueError(f"the actions of {target} have no type; name their class as the option 'action'")
     given = {name: value for name, value in options.items() if name not in OWN}
+    inspect.signature(kind).bind(**given)  # a wrong option fails now, and not in each episode
     return lambda: kind(**given), action, own
 
 

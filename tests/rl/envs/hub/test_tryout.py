@@ -1,7 +1,15 @@
 """`rl.envs try` of environments of several turns shows each branch, its scores, and failures."""
 
 import pathlib
+import sys
 
+import pytest
+
+from configs import quickstart
+from models.text import tokenizer
+from rl.envs.hub import tryout
+from rl.envs.packages import installation
+from rl.envs.packages import package as package_lib
 from tests.support import commands
 
 BROKEN = """
@@ -34,3 +42,93 @@ def test_a_failed_episode_is_named_and_the_exit_code_is_1(capfd, tmp_path: pathl
     out = capfd.readouterr().out
     assert out.count("failed: ZeroDivisionError") == 2
     assert out.count("scores: reward 1") == 2
+
+
+STRANGE = """
+import dataclasses, json, pathlib, urllib.request
+
+class Sums:
+    def __init__(self, tasks):
+        self.tasks = tasks
+
+    def run(self, task, base_url):
+        body = {"model": "policy", "messages": [{"role": "user", "content": f"What is {task}?"}]}
+        headers = {"content-type": "application/json", "authorization": "Bearer x"}
+        request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+        json.loads(urllib.request.urlopen(request).read())
+        return {"reward": 1.0}
+
+class Late(Sums):
+    def run(self, task, base_url):
+        return {"reward": float(pathlib.Path("/no/answers.txt").read_text())}
+
+def sums(*, terms=2):
+    return Sums([f"{n} + {n}" for n in range(50)])
+
+def rows(*, path="/data/of/another/machine.json"):
+    return Sums(json.loads(pathlib.Path(path).read_text()))
+
+def equal(*, count=100):
+    return Sums(["the same game"] * count)
+
+def corpus():
+    raise LookupError("Resource brown not found. Please use the NLTK Downloader: nltk.download('brown')")
+
+def late():
+    return Late(["a", "b", "c"])
+
+@dataclasses.dataclass
+class Action:
+    message: str = ""
+
+@dataclasses.dataclass
+class Seen:
+    message: str
+    reward: float = 0.0
+    done: bool = False
+
+class Game:
+    def __init__(self, *, size: int = 3):
+        pass
+
+    def reset(self, seed=0):
+        return Seen("guess a number")
+
+    def step(self, action: Action):
+        return Seen("no", 1.0, True)
+"""
+REHEARSALS = {
+    "options": ("plain:strange:sums", {"term": 3}, "cannot be loaded: TypeError: .* 'term'.*; correct env.options"),
+    "options of a class": (
+        "openenv:strange:Game",
+        {"sizes": 3},
+        "unexpected keyword argument 'sizes'; correct env.opt",
+    ),
+    "data": ("plain:strange:rows", {}, "No such file.*; it needs data that is not on this machine"),
+    "corpus": ("plain:strange:corpus", {}, "Resource brown not found.* connect this machine and download it once"),
+    "data of an episode": ("plain:strange:late", {}, "no train episode can begin: FileNotFoundError.*; it needs data"),
+    "one task": (
+        "plain:strange:equal",
+        {"count": 1},
+        "no task is in the split .*; let the environment make more tasks",
+    ),
+    "equal prompts": ("plain:strange:equal", {}, ""),
+    "good": ("plain:strange:sums", {"terms": 3}, ""),
+    "a good class": ("openenv:strange:Game", {}, ""),
+}
+
+
+@pytest.mark.parametrize("case", REHEARSALS)
+def test_a_run_does_not_begin_with_an_environment_that_no_worker_could_play(case, tmp_path, monkeypatch):
+    name, options, problem = REHEARSALS[case]
+    monkeypatch.setenv(package_lib.FOLDER, str(tmp_path / "installed"))
+    (tmp_path / "strange.py").write_text(STRANGE)
+    installation.install(name, python=sys.executable, paths=[str(tmp_path)])
+    config, lines = quickstart.get_config(), []
+    config.env.name, config.env.options, config.inference.max_model_len = name, options, 512
+    if problem:
+        with pytest.raises(ValueError, match=problem):
+            tryout.rehearse(config, tokenizer.byte_chatml(), lines.append)
+    else:
+        tryout.rehearse(config, tokenizer.byte_chatml(), lines.append)
+        assert len(lines) == 1 and "loaded, and an episode of each split played, in " in lines[0]
