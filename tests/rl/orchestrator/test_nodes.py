@@ -19,6 +19,7 @@ import pytest
 
 from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
+from inference.server import inference_server
 from inference.swarm import membership
 from rl.experiment import experiment
 from rl.orchestrator import nodes, static_servers
@@ -415,7 +416,8 @@ def test_groups_that_all_workers_give_back_for_one_cause_of_their_environment_en
             keys = [group.key for group in one.lease(6, wait_s=WAIT_S)]
             one.lease(0, returned=keys)
         rounds += 1
-    assert orchestrator.lines == [f"worker {KEY.worker[:16]}: {problem.format(7)}"]
+    told = [line for line in orchestrator.lines if line.startswith("worker ")]
+    assert told == [f"worker {KEY.worker[:16]}: {problem.format(7)}"]
     if is_end:
         with pytest.raises(
             ValueError, match="no worker can make group train/.*: environment toys cannot be loaded: .*; correct"
@@ -509,14 +511,23 @@ def test_a_server_loads_and_reports_a_policy_long_before_its_next_heartbeat(make
     assert [row["state"] for row in orchestrator.nodes.table()] == ["gone"] and node._thread.is_alive()
 
 
-def test_the_speed_of_a_server_is_counted_over_seconds_since_it_signed_in(monkeypatch):
-    now_s, stub = [100.0], Stub()
-    monkeypatch.setattr(membership, "time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
-    node = membership.sign_in_server("http://o:1", stub, "http://s:1")
-    speeds = []
-    for now_s[0], stub.stats["tokens"] in ((100.1, 80), (110.0, 170), (110.1, 300), (115.0, 320)):
-        speeds.append(node.report()["load"]["tokens_per_s"])
+def test_the_speed_of_a_server_is_counted_over_seconds_and_averaged_over_a_step(make, monkeypatch):
+    """A local run's server signs in nowhere, and its metric was 0 in every step."""
+    now_s, stats = [100.0], {"tokens": 0}
+    monkeypatch.setattr(inference_server, "time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
+    server = types.SimpleNamespace(scheduler=types.SimpleNamespace(stats=stats), _counted=(100.0, 70, 0.0))
+    speeds, orchestrator = [], make()
+    for now_s[0], stats["tokens"] in ((100.1, 80), (110.0, 170), (110.1, 300), (115.0, 320)):
+        speeds.append(inference_server.InferenceServer._tokens_per_s(server))
     assert speeds == [0.0, 10.0, 10.0, 30.0]
+    table = orchestrator.nodes
+    for speed in speeds:
+        load = registry.Load(tokens_per_s=speed)
+        table.beat("http://s", "server", registry.Report("http://s", timeline.Policy(0, 0), load), time.monotonic())
+    assert [table.load()["machine/servers_tokens_per_s"] for _ in range(2)] == [
+        12.5,
+        30.0,
+    ] and table.tokens_per_s() == 30
 
 
 def test_a_server_that_signs_in_follows_the_policies_and_comes_back_after_a_restart(make, monkeypatch, capsys):
