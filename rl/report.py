@@ -1,4 +1,4 @@
-"""Draws the report of a run, `<workdir>/report.html`, and its trace (rl/reporting/timeline_trace.py), from its files.
+"""Draws the report of a run, `<workdir>/report.html`, its trace (rl/reporting/timeline_trace.py), and rollouts.html, from its files.
 
 Input: metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "scores": {"avg@1": 0.41, "num_tasks": 200},
 "samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally with "command" and
@@ -12,10 +12,7 @@ a model is hostile: it is escaped, and characters that are invisible or change t
 
 import collections
 import dataclasses
-import functools
-import html
 import itertools
-import json
 import math
 import os
 import pathlib
@@ -25,18 +22,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
 import markupsafe
+from ml_collections import config_dict
 
+from models.text import tokenizer as tokenizer_lib
 from rl.ledger import environments
-from rl.reporting import diagnostics, metrics, timeline_trace
+from rl.reporting import diagnostics, metrics, page, rollouts_page, timeline_trace
 from sharding import bucket
 from sharding.format import journal
 from sharding.system import atomic_file, cli
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # of the page: nothing runs, and nothing is loaded
 MAX_RUNS = 3  # in a comparison
-MAX_POINTS, MAX_SAMPLES, MAX_CHARS = 240, 8, 4000  # per line (then means of bins), per page, per text: below 1 MB
+MAX_GROUPS = 64  # of rollouts.html
+MAX_POINTS, MAX_SAMPLES = 240, 8  # per line (then means of bins), per page: below 1 MB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +97,30 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
     records = metrics.read(workdir / "metrics.jsonl")
     spans = timeline_trace.write(workdir, [record for record in records if record["phase"] == "rl"])
     reputations = environments.Reader(workdir / "ledger.db").reputations()
-    atomic_file.write(workdir / "report.html", render(workdir, records, reputations, spans).encode())
+    rollouts = _write_rollouts(workdir)
+    drawn = render(workdir, records, reputations, spans, rollouts=rollouts)
+    atomic_file.write(workdir / "report.html", drawn.encode())
     return workdir / "report.html"
+
+
+def _write_rollouts(workdir: pathlib.Path) -> bool:
+    """Draws `<workdir>/rollouts.html` of the last batch; returns False if the run has none, or its tokenizer is not here."""
+    saved = atomic_file.read_json(workdir / "config.json", dict).get("config", {})
+    if (
+        not isinstance(saved, dict)
+        or not {"tokenizer", "env"} <= saved.keys()
+        or not any((workdir / "rollouts").glob("step_*/*.parquet"))
+    ):
+        return False
+    try:
+        tokenizer = tokenizer_lib.load(saved["tokenizer"], date=saved.get("tokenizer_date"))
+    except (ValueError, OSError) as error:
+        cli.note(f"note: rollouts.html is left out: {error}")
+        return False
+    source = rollouts_page.Source(tokenizer.decode, rollouts_page.answers(config_dict.ConfigDict(saved)))
+    drawn = rollouts_page.of_step(workdir, source, most=MAX_GROUPS)
+    atomic_file.write(workdir / "rollouts.html", drawn.encode())
+    return True
 
 
 def render(
@@ -110,28 +130,38 @@ def render(
     spans: Sequence[timeline_trace.Span] = (),
     *,
     nodes: Sequence[Mapping[str, Any]] = (),
+    doing: str = "",
+    rollouts: bool = False,
     script: str = "",
-    policy: str = POLICY,
+    policy: str = page.POLICY,
 ) -> str:
-    """Returns the page of a run, `records` are its metrics. One that is live has the table of its `nodes`, and a `script` that the content security `policy` names."""
+    """Returns the page of a run; `records` are its metrics. Figures without data are left out until there is a step.
+
+    One that is live has the table of its `nodes`, a line on its present work (`doing`), and a `script` that the content security `policy`
+    names. With `rollouts`, it links rollouts.html.
+    """
     records = _of_sampler(records)
     steps = [record for record in records if record["phase"] == "rl"]
     evaluations = _evaluations(workdir / "evaluations.json")
     config = atomic_file.read_json(workdir / "config.json", dict)
     split = _time_split(records)
-    headline, lede = _headline(evaluations, steps, sum(split.values()))
-    return template("report.html").render(
+    figures = [_score_figure(evaluations), *filter(None, (_curve_figure(curve, records) for curve in CURVES))]
+    headline, lede = _headline(evaluations, records, sum(split.values()))
+    return page.template("report.html").render(
+        series=_series,
         name=workdir.resolve().name,
         headline=headline,
         advice=diagnostics.of_run(steps, _first_scores(evaluations)),
         lede=lede,
         tiles={label: _median(steps, name) for label, name in TILES.items()},
-        figures=[_score_figure(evaluations), *filter(None, (_curve_figure(curve, records) for curve in CURVES))],
+        figures=[one for one in figures if steps or one.get("steps")],
         split=split,
         shares=timeline_trace.shares(spans),
         samples=_samples(evaluations),
         environments=reputations,
         nodes=nodes,
+        doing=doing,
+        rollouts=rollouts,
         script=script,
         policy=policy,
         command=config.pop("command", None),
@@ -168,23 +198,11 @@ def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
     rows = {field: [one.get(field, "") for one in flat] for field in sorted(set().union(*flat))}
     differing = {field: values for field, values in rows.items() if len({*values}) > 1}
     of_page = {"name": ", ".join(names), "headline": "Comparison of runs", "figures": figures, "tiles": {}}
-    page = template("report.html").render(**of_page, runs=names, config=differing, policy=POLICY)
-    atomic_file.write(workdirs[0] / "comparison.html", page.encode())
+    drawn = page.template("report.html").render(
+        series=_series, **of_page, runs=names, config=differing, policy=page.POLICY
+    )
+    atomic_file.write(workdirs[0] / "comparison.html", drawn.encode())
     return workdirs[0] / "comparison.html"
-
-
-@functools.cache
-def template(name: str) -> jinja2.Template:
-    """Returns a template of this folder, which escapes all text."""
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"text": text, "pre": _pre, "number": _number, "seconds": metrics.format_seconds}
-    environment.filters["series"] = _series
-    return environment.from_string(_read(name))
-
-
-def style() -> str:
-    """Returns the style of the report, for other pages."""
-    return _read("report.html").partition("<style>")[2].partition("</style>")[0].strip()
 
 
 def _of_sampler(records):
@@ -198,25 +216,26 @@ def _fields(config, place=""):
         yield from _fields(value, f"{place}{name}.") if isinstance(value, dict) else [(f"{place}{name}", str(value))]
 
 
-def _read(name: str) -> str:
-    return pathlib.Path(__file__).with_name(name).read_text()
-
-
 def _evaluations(path):
     evaluations = atomic_file.read_json(path, list)
     for item in evaluations:
         shape = {"step": int, "scores": dict, "samples": list}
         if not (isinstance(item, dict) and all(isinstance(item.get(k), kind) for k, kind in shape.items())):
             raise ValueError(f"{path}: {str(item)[:60]!r} is not an evaluation with step, scores, samples; delete it")
-        item["scores"] = {name: score for name, score in item["scores"].items() if _finite(score)}
+        item["scores"] = {name: score for name, score in item["scores"].items() if page.finite(score)}
         item["num_tasks"] = item["scores"].pop("num_tasks", 0)
         item["samples"] = [sample for sample in item["samples"] if isinstance(sample, dict)]
     return [item for item in evaluations if item["scores"]]
 
 
-def _headline(evaluations, steps, seconds):
-    lede = f"{max((one['step'] for one in steps), default=0)} RL steps"
+def _headline(evaluations, records, seconds):
+    last = {record["phase"]: record["step"] for record in records}
+    is_supervised = "warm-up" in last and "rl" not in last
+    lede = f"{last['warm-up']} supervised steps" if is_supervised else f"{last.get('rl', 0)} RL steps"
     lede += f", {metrics.format_seconds(seconds)} of measured time" if seconds else ""
+    losses = [record["loss/total"] for record in records if page.finite(record.get("loss/total"))]
+    if not evaluations and is_supervised and losses:
+        return f"Loss <b>{losses[0]:.3f}</b> → <b>{losses[-1]:.3f}</b>", f"{lede}."
     if not evaluations:
         return "No held-out evaluation yet", f"{lede}."
     first, last = evaluations[0], evaluations[-1]
@@ -224,12 +243,12 @@ def _headline(evaluations, steps, seconds):
     lede += f", {metrics.format_value(last['num_tasks'])} held-out tasks" if last["num_tasks"] else ""
     before, after = first["scores"].get(name), last["scores"][name]
     if first is last or before is None:
-        return f"Held-out {text(name)} is <b>{after:.3f}</b>", f"One evaluation so far. {lede}."
+        return f"Held-out {page.text(name)} is <b>{after:.3f}</b>", f"One evaluation so far. {lede}."
     margin = math.hypot(_error(first, name), _error(last, name))
     verb, to = ("rose from", "to") if after > before + margin else ("did not change measurably:", "→")
     verb, to = ("fell from", "to") if after < before - margin else (verb, to)
     change = f"{after - before:+.3f}".replace("-", "−") + f" ± {margin:.3f} (95 %)" * bool(margin)
-    return f"Held-out {text(name)} {verb} <b>{before:.3f}</b> {to} <b>{after:.3f}</b>", f"{change} after {lede}."
+    return f"Held-out {page.text(name)} {verb} <b>{before:.3f}</b> {to} <b>{after:.3f}</b>", f"{change} after {lede}."
 
 
 def _first_scores(evaluations):
@@ -252,7 +271,7 @@ def _error(item, name):
 
 
 def _median(steps, name):
-    values = [one[name] for one in steps if _finite(one.get(name))]
+    values = [one[name] for one in steps if page.finite(one.get(name))]
     return statistics.median(values) if values else None
 
 
@@ -319,14 +338,14 @@ def _series(line, number, label, figure):
     Not by the template, which needs seven times as long.
     """
     X, Y, is_long, is_log = figure["X"], figure["Y"], len(line) >= 24, figure["curve"].log
-    lines, kind, name = {"raw": line} if is_long else {}, "hit" if is_long else "dot", text(label)
+    lines, kind, name = {"raw": line} if is_long else {}, "hit" if is_long else "dot", page.text(label)
     pieces = [
         f'<path class="{of} s{number}" d="M{"L".join(f"{X(x)} {Y(y)}" for x, y in points)}"/>'
         for of, points in (lines | {"mean": _moving_mean(line)}).items()
         if points
     ]
     for x, y in line:
-        title = f"step {x}: {name} {_number(10**y if is_log else y)}"
+        title = f"step {x}: {name} {page.number(10**y if is_log else y)}"
         pieces.append(f'<circle class="{kind} s{number}" cx="{X(x)}" cy="{Y(y)}" r="4"><title>{title}</title></circle>')
     return markupsafe.Markup("".join(pieces))
 
@@ -379,25 +398,6 @@ def _samples(evaluations):
     return rows
 
 
-def _pre(value, max_chars=MAX_CHARS):
-    whole = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
-    cut = f"<i>{len(whole) - max_chars} more characters</i>" if len(whole) > max_chars else ""
-    return markupsafe.Markup(f'<pre tabindex="0">{text(whole[:max_chars])}{cut}</pre>')
-
-
-def text(value: str) -> markupsafe.Markup:
-    """Returns hostile text for a page: escaped, and characters that are invisible or change the direction of the line by their code."""
-    return markupsafe.Markup(HIDDEN.sub(lambda match: f"<i>U+{ord(match[0]):04X}</i>", html.escape(value)))
-
-
-def _number(value):
-    return metrics.format_value(value) if _finite(value) else "–"
-
-
-def _finite(value):
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the command `python -m rl.report WORKDIR...`; returns its exit code."""
     parser = cli.Parser(prog="python -m rl.report", description=__doc__)
@@ -415,9 +415,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-# Control characters except tab and newline, zero-width and bidirectional marks, separators, surrogates, private use, tags, U+FFFD.
-_RANGES = "\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\uf8ff\ufeff"
-HIDDEN = re.compile(f"[{_RANGES}\ufff0-\uffff\U000e0000-\U0010ffff]")
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 if __name__ == "__main__":

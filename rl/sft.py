@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from models import transformer
-from rl import envs
+from rl import envs, report
 from rl.batch import conversations, host_feed, packing
 from rl.data import batches, sources
 from rl.envs.interface import environment
@@ -281,6 +281,8 @@ def main() -> None:
                 hosts.broadcast()
                 publisher.publish(params, 0, metadata=exp.broadcast_metadata)
             progress.say(f"checkpoint: {workdir / 'warmup'}; chat: python -m inference.chat --weights {workdir}")
+            if hosts.is_first:
+                progress.say(f"report: {report.write(workdir)}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from rl.orchestrator import assembly
 from rl.orchestrator.remote import client
 from rl.plan import sizes, utilization
 from rl.protocol import task_schedule, timeline
-from rl.reporting import diagnostics, metrics, start_clock
+from rl.reporting import diagnostics, metrics, rollouts_page, start_clock
 from rl.reporting import monitors as monitors_lib
 from rl.retention import redaction
 from rl.topology import colocated_server, layout
@@ -442,9 +442,9 @@ def _metrics_served(
     path = [""]
 
     def add_page(app) -> None:
-        path[0] = live.add(
-            app, workdir, address.rpartition(":")[0] or "127.0.0.1", nodes, exp.tokenizer.decode, exp.credit
-        )
+        host, answer = address.rpartition(":")[0] or "127.0.0.1", rollouts_page.answers(exp.config)
+        doing = lambda: orchestrator.waiting_for() or progress.doing()  # noqa: E731
+        path[0] = live.add(app, workdir, host, nodes, exp.tokenizer.decode, exp.credit, answer, doing)
 
     with metrics_routes.serving(address, health, learned.metrics, *here, add_more=add_page) as url:
         progress.say(f"page of the run: {url}{path[0]}")

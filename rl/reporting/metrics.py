@@ -198,6 +198,7 @@ class Progress:
             disable=not self._is_live,
         )
         self._note: tuple[str, float, rich.progress.TaskID] | None = None
+        self._doing = "", 0.0
         if self._is_live:
             atexit.register(self.stop)  # restores the cursor if a note was the last line shown
 
@@ -225,11 +226,17 @@ class Progress:
     def note(self, text: str) -> None:
         """Shows a text such as "compiling" until the next line. A terminal adds a timer, and finally prints the text with its time."""
         self.say(*([] if self._is_live else [text]))
+        self._doing = text, self._clock()
         if self._is_live:
             begun_s = self._clock()
             task = self._display.add_task(text, total=None, status=lambda: format_seconds(self._clock() - begun_s))
             self._note = (text, begun_s, task)
             self._display.start()
+
+    def doing(self) -> str:
+        """Returns the last note, with the seconds since then."""
+        text, begun_s = self._doing
+        return f"{text}, for {format_seconds(self._clock() - begun_s)}" if text else ""
 
     def say(self, *lines: str) -> None:
         """Prints lines above the progress bars. Ends the current note, if any."""

@@ -19,6 +19,7 @@ from inference.rollouts import parquet
 from inference.server import metrics_routes
 from rl import live
 from rl.batch import credit
+from rl.reporting import rollouts_page
 from rl.verification import checks
 from tests.support import browser, proxy, recorded_run
 from tests.support import rollouts as rollout_files
@@ -82,7 +83,8 @@ def serve(workdir):
 
         def start(host="127.0.0.1", num_nodes=1):
             paths, nodes, decode = [], lambda: [node()] * num_nodes, lambda ids: HOSTILE
-            more = lambda app: paths.append(live.add(app, workdir, host, nodes, decode, credit.Credit()))  # noqa: E731
+            lines = (lambda task: HOSTILE), (lambda: f"the evaluation {HOSTILE}")
+            more = lambda app: paths.append(live.add(app, workdir, host, nodes, decode, credit.Credit(), *lines))  # noqa: E731
             url = stack.enter_context(metrics_routes.serving("0", dict, add_more=more))
             return url, paths[0]
 
@@ -101,6 +103,7 @@ def test_the_page_shows_new_steps_and_runs_nothing_of_strangers(serve, workdir, 
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'"
     assert reply.headers["cache-control"] == "no-store" and "30 RL steps" in reply.text and "Nodes" in reply.text
+    assert "<b>Now:</b> the evaluation " in reply.text
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"phase": "rl", "step": 31, "rollout/reward": 0.9}) + "\n")
     assert "31 RL steps" in httpx.get(url + path).text
@@ -193,7 +196,9 @@ def test_viewers_wait_for_one_page_at_a_time_and_hold_up_nothing_else(serve, mon
     drawn, may_draw = [], threading.Event()
     monkeypatch.setattr(live, "CACHE_S", 0.0)
     monkeypatch.setattr(live, "MAX_SHARE", 1e9)
-    monkeypatch.setattr(live, "rollouts_page", lambda *args: drawn.append(may_draw.wait(WAIT_S)) or "drawn")
+    monkeypatch.setattr(
+        rollouts_page, "of_step", lambda *args, **options: drawn.append(may_draw.wait(WAIT_S)) or "drawn"
+    )
     url, path = serve()
     page = httpx.get(url + path).text
     with futures.ThreadPoolExecutor(live.MAX_WAITING + 6) as pool, httpx.Client(timeout=WAIT_S) as client:
@@ -232,9 +237,14 @@ def test_colors_follow_the_log_probabilities():
     mask = rollout.sampled_mask.copy()
     mask[start:-1], mask[-1] = True, False
     changed = dataclasses.replace(rollout, logprobs=logprobs, sampled_mask=mask)
+    calls = np.array([[start, start + 2], [start + 4, len(logprobs)]], np.int32)
+    mask = np.where(np.arange(len(mask)) < start + 2, mask, np.arange(len(mask)) >= start + 4)
+    turns = dataclasses.replace(changed, calls=calls, sampled_mask=mask)
+    text = "".join(rollouts_page.colored(turns, str, "logprob", logprobs))
+    assert re.findall('"who">(.*?)<', text) == ["model, turn 1", "environment", "model, turn 2"]
     found = [
         name
-        for piece in live.colored(changed, str, "logprob", logprobs)
+        for piece in rollouts_page.colored(changed, str, "logprob", logprobs)
         for name in re.findall('^<span class="(..?)"', str(piece))
     ]
     expected = [f"p{n % 5}" for n in range(len(logprobs) - start - 1)] + ["t"]
@@ -251,15 +261,19 @@ def test_a_group_has_its_advantages_its_verdicts_and_the_noise_of_its_tokens(tmp
     logprobs = first.logprobs.copy()
     logprobs[np.flatnonzero(first.sampled_mask)[0]] -= np.log(20 / noise[0])
     parquet.write(file, [dataclasses.replace(first, logprobs=np.minimum(logprobs, 0)), *rollouts[1:]])
-    page = lambda color: live.rollouts_page(tmp_path, 2, 0, str, credit.Credit("group_mean"), color)  # noqa: E731
-    shown = {color: page(color) for color in live.COLORS}
+    source = rollouts_page.Source(str, lambda task: "the answer", credit.Credit("group_mean").by_token, live.noise)
+    page = lambda color: rollouts_page.of_step(tmp_path, source, 2, 0, color)  # noqa: E731
+    shown = {color: page(color) for color in rollouts_page.COLORS}
     articles = re.findall("<article>(.*?)</article>", shown["advantage"], re.DOTALL)
     assert len(articles) == 4
     for text in articles:  # the rewards of a group are 0 and 1
         assert re.findall("reward (0|1)<.*?advantage ([-0-9.]+),", text, re.DOTALL) == [("0", "-0.500"), ("1", "0.500")]
         assert {*re.findall('<span class="(..?)"', text)} == {"a1", "a3"}
+        assert text.count("expected answer: <b>the answer</b>") == 1
         assert ("verdict ok of validator " in text) != ("no verdict in the ledger" in text)
     assert sum("verdict ok" in text for text in articles) >= 2  # all of the stranger
+    bins = re.findall(r'<th scope="row">([01])</th>.*?<td>(\d+)</td>', shown["noise"])
+    assert bins == [("0", "4"), ("1", "4")] and shown["noise"].count("<td>0.500</td><td>2</td>") == 4  # by task
     spans = re.findall('<span class="p0" title="1 tokens, claimed noise from -(.*?)">', shown["noise"])
     assert "20.00" in spans and "claimed noise beyond 7" in shown["noise"]
     assert page("logprob") == shown["logprob"] and "bytes of proofs" in shown["logprob"]

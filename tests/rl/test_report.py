@@ -10,8 +10,11 @@ import sys
 
 import pytest
 
+from configs import quickstart
 from rl import report
 from rl.reporting import metrics
+from rl.reporting import page as page_lib
+from tests.support import recorded_run
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" \x1b[31m \u202e\ud800\U000e0041 \x00"
 
@@ -48,14 +51,36 @@ def test_it_loads_nothing_and_escapes_everything(tmp_path):
     assert "&lt;script&gt;alert(&#x27;x&#x27;)" in page and "&quot;quoted&quot;" in page
     for name in ("U+001B", "U+202E", "U+D800", "U+E0041", "U+0000"):
         assert f"<i>{name}</i>" in page
-    assert not report.HIDDEN.search(page)
+    assert not page_lib.HIDDEN.search(page)
 
 
 def test_the_page_of_an_empty_run_names_the_missing_data(tmp_path):
     page = _draw(tmp_path)
     assert _parse(page).text("h1") == "No held-out evaluation yet"
-    needed = [curve for curve in report.CURVES if not curve.optional]
-    assert page.count("No data in this run") == len(needed) + 2 and "<svg" not in page
+    assert page.count("No data in this run") == 1 and "no step is complete" in page and "<svg" not in page
+
+
+def test_the_rollouts_of_the_last_batch_have_a_page_that_the_report_links(tmp_path):
+    recorded_run.write(tmp_path, 2, prompts_per_step=4, samples_per_prompt=2)
+    config = json.loads(quickstart.get_config().to_json_best_effort())
+    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
+    page = _draw(tmp_path)
+    rollouts = (tmp_path / "rollouts.html").read_text()
+    assert (
+        'href="rollouts.html"' in page and 'href="report.html"' in rollouts and not _parse(rollouts).tags & {"script"}
+    )
+    assert (
+        rollouts.count("<article>") == 4 and rollouts.count("expected answer: <b>") == 4 and "advantage" not in rollouts
+    )
+
+
+def test_a_supervised_run_has_its_losses_in_the_headline(tmp_path):
+    lines = [{"phase": "warm-up", "step": n, "loss/total": 3.0 - n, "time/step_s": 1.0} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = _draw(tmp_path)
+    assert (
+        _parse(page).text("h1") == "Loss 2.000 → 1.000" and "2 supervised steps" in page and page.count("<figure") == 1
+    )
 
 
 def test_the_mismatch_curve_is_against_the_sampler(tmp_path):
@@ -153,7 +178,7 @@ def test_runs_are_compared_by_their_curves_and_fields(tmp_path, capsys):
     assert capsys.readouterr().out == f"{path}\n"
     page = path.read_text()
     document = _parse(page)
-    assert not document.tags & {"script", "link", "img"} and not report.HIDDEN.search(page)
+    assert not document.tags & {"script", "link", "img"} and not page_lib.HIDDEN.search(page)
     assert page.count("<svg") == page.count("<figure") == len(report.CURVES) + 1
     assert "step 51: second" in page and "step 50: first 0.500" in page
     flat = [tmp_path / "a", tmp_path / "b"]
