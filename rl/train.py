@@ -141,7 +141,7 @@ def train(
                 bar.update(step, _shown(values))
                 if step == run.start + 1:
                     start_clock.mark("first step")
-                    run.progress.say(start_clock.summary())
+                    run.progress.say(start_clock.summary("first step"))
                 if line := adviser.after(step, values):
                     run.progress.say(line)
             if hosts.broadcast(hosts.is_terminating):  # since the last wait for a batch
@@ -208,6 +208,8 @@ def _started(
 
         warm_up = functools.partial(sft.train, exp, mesh, workdir, writer, progress, hosts, before_warm_up_step)
         reference = reference_lib.make(learner, warm_up, vocab_size=exp.tokenizer.vocab_size)
+        if not exp.config.warmup.num_steps:  # else when the warm-up has compiled its own
+            begin_to_compile()
         state, start, saved = _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress)
         start_clock.mark("state")
         compiled = begin_to_compile()
@@ -217,6 +219,7 @@ def _started(
             publisher.forget(start)  # then the manifests that anchor the ledger are gone
         hosts.broadcast()
         publish = functools.partial(_publish, exp, workdir, publisher, ledger)
+        progress.note("publishing the weights")
         params = train_step.policy(learner, state)
         policy, serve = publish(params, start), None
         start_clock.mark("publish")
@@ -258,7 +261,7 @@ def _started(
             progress.note("compiling the train step")
         compiled.result()
         start_clock.mark("train step")
-        progress.say(compile_cache.summary())
+        progress.say(start_clock.summary("ready"), compile_cache.summary())
         if evaluations and start == 0 and exp.config.init_from:  # the baseline, before the first step
             for version, score in evaluations.finished(wait=True):
                 checkpointer.score(version, score)
@@ -340,7 +343,12 @@ def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
             raise ValueError(f"{found}; raise rl.num_steps, or export an earlier checkpoint (python -m rl.export)")
         progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
         return state, step, host_state
-    state = train_step.init_state(jax.random.key(exp.config.seed), learner, warm_up())
+    if exp.config.init_from:
+        progress.note(f"loading {exp.config.init_from}")
+    params = warm_up()
+    progress.note("creating the train state")
+    state = train_step.init_state(jax.random.key(exp.config.seed), learner, params)
+    del params
     checkpointer.save(0, state, {"step": 0}, force=True)
     return state, 0, {}
 
@@ -523,7 +531,7 @@ def _shown(values: dict[str, float]) -> dict[str, float]:
         "entropy": "loss/entropy",
         "lag": "sync/lag",
         "tok/s": "time/tokens_per_s",
-        "accepted": "trust/num_accepted",
+        "arrived": "trust/num_accepted",  # since the step before, also for later batches
         "rejected": "trust/num_refused",
     }
     return {short: values[name] for short, name in names.items() if name in values}

@@ -145,7 +145,12 @@ def saved_config(path: pathlib.Path) -> dict:
         saved = experiment_lib.with_new_fields(json.loads((path / "config.json").read_text())["config"])
         experiment_lib.flat(saved)
         return saved
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:  # flax asserts that a tree is a dict
+    except json.JSONDecodeError as error:
+        found = (
+            f"{path / 'config.json'} is not a run's config (it is cut or damaged at line {error.lineno}: {error.msg})"
+        )
+        raise ValueError(f"{found}; put it back from a backup, or use another --workdir") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path / 'config.json'} is not a run's config ({error!r}); use another --workdir") from error
 
 

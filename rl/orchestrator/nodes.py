@@ -25,6 +25,7 @@ from typing import Any
 from rl.orchestrator import static_servers
 from rl.protocol import registry as registry_lib
 from rl.protocol import request_limit, timeline
+from rl.reporting import start_clock
 from sharding.system import sign_in
 
 TICK_S = 0.2
@@ -69,6 +70,7 @@ class Nodes:
         self._ticked_s = math.inf  # the last tick of `run`
         self._bans: dict[str, str] = {}  # key -> why it is banned
         self._limits: dict[str, request_limit.State] = {}  # by key of a server
+        self._has_tokens = False  # a server has generated some
         self._rates: dict[str, list[float]] = collections.defaultdict(list)  # tokens/s in beats since `load`, by key
         self.own_servers: frozenset[str] = frozenset()  # workers that use other servers than those of the run
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,6 +145,9 @@ class Nodes:
             if role == "server" and report.load.capacity:
                 self._observe(key, report.load, now_s)
         if role == "server":
+            if report.load.tokens_per_s and not self._has_tokens:
+                self._has_tokens = True
+                self.on_notice(f"first tokens {start_clock.age_s():.0f} s after the start")
             self._look(now_s)
 
     async def await_news(self, key: str, report: registry_lib.Report, is_over: Callable[[], bool]) -> None:

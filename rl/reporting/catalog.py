@@ -62,7 +62,7 @@ LINES = {
     "batch/num_streams_left_out": "streams beyond the room of the batch",
     "batch/num_*": "groups or deliveries that no batch took, by reason",
     "batch/length_*": "mean length of rollouts in dropped groups, and in those that wait for later batches",
-    "trust/num_*": "rollouts by outcome since the step before (docs/decisions/trust.md), and faults of validators",
+    "trust/num_*": "rollouts by outcome since the step before, also those of groups for later batches, so that accepted ones may be more than a batch has (docs/decisions/trust.md), and faults of validators",
     "held_out*": "score of an evaluation (phase evaluation...): avg_at_k, pass_at_k, and num_tasks",
     "time/wait_s": "seconds that the learner waits for the batch",
     "time/train_step_s": "seconds of the train step",

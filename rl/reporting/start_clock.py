@@ -16,21 +16,20 @@ _marked_s: float | None = None  # the age of this process at the last mark
 def mark(part: str) -> None:
     """Adds the seconds since the last mark, or since the start of this process, to `part`."""
     global _marked_s
-    age_s = _age_s()
-    _parts[part] = _parts.get(part, 0.0) + age_s - (_marked_s or 0.0)
-    _marked_s = age_s
+    now_s = age_s()
+    _parts[part] = _parts.get(part, 0.0) + now_s - (_marked_s or 0.0)
+    _marked_s = now_s
 
 
-def summary() -> str:
-    """Returns a line: the seconds until the last mark, those without training in the warm-up, and all parts in order."""
+def summary(event: str) -> str:
+    """Returns a line on the `event` of the last mark: the seconds until then, those without training in the warm-up, and all parts in order."""
     total_s = sum(_parts.values())
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in _parts.items())
-    return (
-        f"first step after {total_s:.1f} s, {total_s - _parts.get(WARM_UP, 0.0):.1f} s without warm-up steps: {parts}"
-    )
+    rest = f", {total_s - _parts[WARM_UP]:.1f} s without warm-up steps" if WARM_UP in _parts else ""
+    return f"{event} after {total_s:.1f} s{rest}: {parts}"
 
 
-def _age_s() -> float:
+def age_s() -> float:
     """Returns the seconds since the start of this process; where Linux's /proc is absent, since the import of this module."""
     try:
         fields = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()

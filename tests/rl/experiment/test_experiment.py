@@ -496,6 +496,18 @@ def test_a_run_describes_only_the_fields_that_differ_and_the_files_to_watch(tmp_
         assert str(tmp_path / name) in text
 
 
+def test_a_config_that_was_cut_is_named_with_its_fault(tmp_path):
+    with run_directory.open_workdir(tmp_path / "w", resolved()) as workdir:
+        (workdir / "metrics.jsonl").write_text('{"phase": "rl", "step": 1}\n')
+    text = (workdir / "config.json").read_text()
+    (workdir / "config.json").write_text(text[:400])
+    refused(
+        workdir,
+        resolved(),
+        r"config.json is not a run's config \(it is cut or damaged at line \d+: .*; put it back from",
+    )
+
+
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     refused(tmp_path, resolved(), "it is not a run")
