@@ -66,7 +66,9 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS, *, is_complet
     except Exception as error:
         found, config = _mistakes(error, argv, values)
         cli.fail_for([*found, *(_of_config(config, is_complete) if config else ())])
-    cli.fail_for([*rules.without_effect(values.config, given(values)), *_of_config(values.config, is_complete)])
+    folders = [f"--code={folder} is not a folder; correct it" for folder in values.code if not os.path.isdir(folder)]
+    unused = rules.without_effect(values.config, given(values))
+    cli.fail_for([*folders, *unused, *_of_config(values.config, is_complete)])
     return rest
 
 
@@ -178,10 +180,17 @@ def _mistakes(
             found += [_no_field(start, config) if is_field else f"flag {name} is unknown{near}; --help lists the flags"]
         elif field in fields and is_set:
             kind = type(fields[field])
+            if kind is bool and text.lower() not in ("true", "false", "1", "0"):
+                found.append(f"flag {name}={text}: it is neither true nor false; correct it")
+                continue
             try:
                 config.update_from_flattened_dict({field: kind(text) if kind in (int, float, str) else _literal(text)})
-            except (ValueError, TypeError) as wrong:
+            except ValueError as wrong:
                 found.append(f"flag {name}={text}: {wrong}; correct it")
+            except TypeError:
+                found.append(
+                    f"flag {name}={text}: it is not a {kind.__name__}; write it in Python's notation, as {fields[field]!r}"
+                )
     # absl stops at the first mistake, which is mostly one of those that were found.
     return found or [first], config
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ml_collections import config_dict
 
 from inference.rollouts import kept_sets
+from models import config as config_lib
+from rl.algorithms import advantages
 from rl.experiment import base_fields
 from rl.protocol import curriculum, env_mix, lease, task_schedule, user_code
 from sharding.system import cli, sockets
@@ -75,6 +77,17 @@ CHOICES = {
     "trust.pin_versions": ("strangers", "all", "none"),
     "rl.batch": task_schedule.BATCHES,
     "rl.curriculum": tuple(curriculum.KINDS),
+    "optimizer.name": ("adamw", "muon", "sgd", "sign"),
+    "optimizer.schedule": ("constant", "linear", "cosine"),
+}
+# {field with a path, or several with commas between them: a remedy for one that does not exist}
+FILES = {
+    "init_from": "give a checkpoint, the working directory of a run, or a hub id like 'Qwen/Qwen3-0.6B'",
+    "tokenizer": "give a checkpoint, or a hub id; '' with init_from takes that of the checkpoint",
+    "warmup.data": "set it to files or folders of conversations, with commas between them",
+    "objective.reference_model": "give a checkpoint",
+    "trust.bands": "set it to the file that `python -m rl.validator calibrate` wrote",
+    "trust.stake_ledger": "set it to the file of a ledger",
 }
 # Fields that rl/plan/sizes.py chooses where they are 0 or "auto".
 OPEN = (
@@ -101,6 +114,13 @@ def mistakes(
     yield from _out_of_range(config, {name: value for name, value in values.items() if not is_open.get(name)})
     for name, table in CHOICES.items():
         yield from unknown(name, values[name], table)
+    yield from unknown("rl.average", config.rl.average, advantages.AVERAGES)
+    for entry in env_mix.entries(config).values():
+        if not user_code.is_name(entry.advantage):
+            yield from unknown(entry.field("advantage"), entry.advantage, advantages.ADVANTAGES)
+        yield from unknown(entry.field("normalize"), entry.normalize, advantages.NORMALIZERS)
+        if "seed" in entry.options:
+            yield f"{entry.field('options')}.seed = {entry.options['seed']!r} is that of the run; remove it, and set seed"
     for check in (_check_profile, _check_warmup, _check_evaluation_sets, _check_addresses, _check_validators):
         yield from cli.mistake(lambda check=check: check(config))
     found_by = contradictions if has_rollouts else contradictions_of_training
@@ -110,6 +130,9 @@ def mistakes(
         return
     if not user_code.is_name(config.rl.loss) and config.rl.loss_function is None:
         yield from unknown("rl.loss", config.rl.loss, config.loss_options)
+    if not config.init_from:  # else its architecture is the checkpoint's
+        dtypes = {name: "float32" for name in ("dtype", "param_dtype") if is_open[f"model.{name}"]}
+        yield from cli.mistake(lambda: config_lib.ModelConfig(**config.model.to_dict() | dtypes))
     for message in found_by(config):
         is_of_model = config.init_from and re.search(r"\bmodel\b", message)
         if not is_of_model and not any(name in message for name, undecided in is_open.items() if undecided):
@@ -120,9 +143,11 @@ def mistakes_outside(config: config_dict.ConfigDict) -> Iterator[str]:
     """Yields an error message for each environment, option of one, file of rows, and checkpoint that does not exist. Reads none of them."""
     from rl import envs
 
-    path = config.init_from
-    if path.startswith((".", "/")) and not pathlib.Path(path).exists():
-        yield f"init_from: {path} does not exist; give a checkpoint, the working directory of a run, or a hub id like 'Qwen/Qwen3-0.6B'"
+    values = base_fields.flat(config.to_dict())
+    for name, remedy in FILES.items():
+        for path in filter(None, map(str.strip, values[name].split(","))):
+            if path.startswith((".", "/")) and not pathlib.Path(path).exists():
+                yield f"{name} = {path!r} does not exist; {remedy}"
 
     if cli.mistake(lambda: env_mix.entries(config)):
         return  # `mistakes` reports it
