@@ -60,9 +60,11 @@ class Leases:
             for key in returned:
                 if lease := self.shared.queue.give_back(key, worker):
                     is_gone = 0 <= lease.group.version < self.shared.policy.version  # it is not served any more
-                    is_void = is_gone or self.shared.queue.entries[key].is_submitted
+                    is_done = self.shared.queue.entries[key].is_submitted
+                    is_void = is_gone or is_done
                     self._expire(lease, now_s, "lease_void" if is_void else "lease_expired", blame=not is_void)
-                    self.shared.health.returned(key, now_s)
+                    if not is_done:
+                        self.shared.health.returned(key, now_s)
                     self._note_cause(worker, key, now_s)
             self.shared.health.seen(worker, now_s)
             groups = [] if self.shared.is_ended else self._lease(worker, capacity, network, now_s, begun_us)
