@@ -16,7 +16,7 @@
 if __name__ == "__main__":  # before the imports below, which take seconds
     from rl.experiment import command
 
-    command.parse(is_complete=True)
+    command.parse(is_complete=True, has_rollouts=False)
 
 import dataclasses
 import pathlib

@@ -44,7 +44,13 @@ def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS
         values.register_key_flag_for_module(sys.argv[0], values[name])  # --help lists those of the main module
 
 
-def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS, *, is_complete: bool = False) -> list[str]:
+def parse(
+    argv: list[str],
+    values: flags.FlagValues = flags.FLAGS,
+    *,
+    is_complete: bool = False,
+    has_rollouts: bool = True,
+) -> list[str]:
     """Parses the command line; returns the program's name and the arguments that are not flags.
 
     Raises ValueError with all mistakes in it, and in the config (`rules.mistakes`), a line for each; with `is_complete`, also of
@@ -65,15 +71,15 @@ def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS, *, is_complet
         raise SystemExit(0) from None
     except Exception as error:
         found, config = _mistakes(error, argv, values)
-        cli.fail_for([*found, *(_of_config(config, is_complete) if config else ())])
+        cli.fail_for([*found, *(_of_config(config, is_complete, has_rollouts) if config else ())])
     folders = [f"--code={folder} is not a folder; correct it" for folder in values.code if not os.path.isdir(folder)]
     unused = rules.without_effect(values.config, given(values))
-    cli.fail_for([*folders, *unused, *_of_config(values.config, is_complete)])
+    cli.fail_for([*folders, *unused, *_of_config(values.config, is_complete, has_rollouts)])
     return rest
 
 
-def _of_config(config: config_dict.ConfigDict, is_complete: bool) -> Iterator[str]:
-    yield from rules.mistakes(config, is_settled=False)
+def _of_config(config: config_dict.ConfigDict, is_complete: bool, has_rollouts: bool) -> Iterator[str]:
+    yield from rules.mistakes(config, is_settled=False, has_rollouts=has_rollouts)
     if is_complete:
         yield from rules.mistakes_outside(config)
 

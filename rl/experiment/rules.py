@@ -96,9 +96,7 @@ OPEN = (
 )
 
 
-def mistakes(
-    config: config_dict.ConfigDict, *, is_settled: bool = True, has_rollouts: bool = True
-) -> Iterator[str]:
+def mistakes(config: config_dict.ConfigDict, *, is_settled: bool = True, has_rollouts: bool = True) -> Iterator[str]:
     """Yields an error message for each rule that a config violates.
 
     Unless `is_settled`, its environments, its checkpoint, and the devices have not been looked at, and rules on values that these decide are left out.
