@@ -343,8 +343,7 @@ def _restore_or_warm_up(exp, workdir, learner, checkpointer, warm_up, progress):
             raise ValueError(f"{found}; raise rl.num_steps, or export an earlier checkpoint (python -m rl.export)")
         progress.say(f"resuming after step {step} from {workdir / 'checkpoints'}")
         return state, step, host_state
-    if exp.config.init_from:
-        progress.note(f"loading {exp.config.init_from}")
+    progress.note(f"loading {exp.config.init_from}" if exp.config.init_from else "preparing the warm-up")
     params = warm_up()
     progress.note("creating the train state")
     state = train_step.init_state(jax.random.key(exp.config.seed), learner, params)
