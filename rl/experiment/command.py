@@ -29,15 +29,15 @@ OUTSIDE = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, er
 LESS_MEMORY = "lower inference.num_slots or train.rows, or set them to 0: chosen for the memory"
 
 
-def parse(*, needs_workdir: bool = True, **checks: bool) -> None:
+def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts: bool = True) -> None:
     """Parses `--config`, `--workdir` (if needed), and the flags that are defined; exits with code 2 and a line for each mistake.
 
-    `checks` are those of `flags.parse`.
+    `is_complete` and `has_rollouts` are those of `flags.parse`.
     """
     command_line.define(needs_workdir=needs_workdir)
     app.define_help_flags()
     try:
-        rest = command_line.parse(sys.argv, **checks)
+        rest = command_line.parse(sys.argv, is_complete=is_complete, has_rollouts=has_rollouts)
         cli.fail_for(f"argument {word!r} is not a flag; write --config.FIELD=VALUE" for word in rest[1:])
     except ValueError as error:
         _fail(str(error), 2)
