@@ -87,7 +87,7 @@ def test_a_checkpoint_is_scored_without_a_run(folder, tmp_path):
     ("fields", "words"),
     [
         ({}, "error: the prompt of task 0 .* this tokenizer has no chat template; put a chat_template.jinja next to"),
-        ({"init_from": "/nowhere"}, "error: init_from: /nowhere is not a folder; give a folder, gs"),
+        ({"init_from": "/nowhere"}, "error: init_from: /nowhere is not a folder; give a folder, a .gguf file"),
         (
             {"model.num_layers": 3},
             "error: model.num_layers = 3 but .* has 2: its parameters do not fit; leave these fields out",

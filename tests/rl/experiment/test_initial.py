@@ -127,7 +127,7 @@ def test_a_wrong_folder_is_answered_in_one_line(tmp_path, text, words):
     with pytest.raises(ValueError, match=words) as error:
         completed(tmp_path)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="init_from: /nowhere is not a folder; give a folder, gs"):
+    with pytest.raises(ValueError, match="init_from: /nowhere is not a folder; give a folder, a .gguf file"):
         completed("/nowhere")
 
 
