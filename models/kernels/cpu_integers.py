@@ -4,8 +4,8 @@
    memory first.
 2. So a row of activations is split into two rows of int8, x = s (high + low / 256), with an error of at most 1/32,000 of the row's
    largest number. The product with both is that of the weights' integers, as on an accelerator (int8.py).
-3. A 4-bit weight is scale * factor * value, with a float32 scale per output channel, and per group of inputs a factor from 1
-   to 15. factor * value fits into int8: they are multiplied before the product of step 1.
+3. A 4-bit weight is scale * factor * value, with a float32 scale per output channel, and per group of inputs a factor of
+   1 to 15, or -1 to -15. factor * value fits into int8: they are multiplied before the product of step 1.
 
 s is a power of two. So all but the last multiplication, by the scale, is exact, and no bit of a row depends on the number of rows.
 
@@ -19,7 +19,8 @@ from flax import struct
 from models.kernels import int8
 
 GROUP = 32  # inputs with one factor
-MAX_FACTOR, MAX_VALUE = 15, 7
+MAX_FACTOR = 15
+LOWEST = -8  # values are from -8 to 7; a group whose largest number is positive has a negative factor
 LOW = 256  # so many steps of the low part are one of the high part
 
 
@@ -47,23 +48,26 @@ def fits(num_inputs: int) -> bool:
 
 
 def to_nibbles(kernel_NK: jax.Array) -> Nibbles:
-    """Returns a matrix in 4 bits. Of two factors, a group has the one with the smaller squared error."""
+    """Returns a matrix in 4 bits. Each group has, of six factors, the one with the smallest squared error."""
     N, K = kernel_NK.shape
     groups_N2GI = kernel_NK.astype(jnp.float32).reshape(N, 2, -1, GROUP)
     top_N2G1 = jnp.abs(groups_N2GI).max(axis=-1, keepdims=True)
     top_N = top_N2G1.max(axis=(1, 2, 3))
-    scale_N = jnp.where(top_N > 0, top_N / (MAX_FACTOR * MAX_VALUE), 1.0)
+    scale_N = jnp.where(top_N > 0, top_N / (MAX_FACTOR * -LOWEST), 1.0)
     groups_N2GI /= scale_N[:, None, None, None]
-    enough_N2G1 = jnp.ceil(top_N2G1 / scale_N[:, None, None, None] / MAX_VALUE - 1e-4)
+    enough_N2G1 = jnp.ceil(top_N2G1 / scale_N[:, None, None, None] / -LOWEST - 1e-4)
 
-    def rounded(factor_N2G1):
-        factor_N2G1 = jnp.clip(factor_N2G1, 1, MAX_FACTOR)
-        values_N2GI = jnp.clip(jnp.round(groups_N2GI / factor_N2G1), -MAX_VALUE - 1, MAX_VALUE)
+    def rounded(step, sign):
+        factor_N2G1 = sign * jnp.clip(enough_N2G1 + step, 1, MAX_FACTOR)
+        values_N2GI = jnp.clip(jnp.round(groups_N2GI / factor_N2G1), LOWEST, -LOWEST - 1)
         error_N2G1 = jnp.square(values_N2GI * factor_N2G1 - groups_N2GI).sum(axis=-1, keepdims=True)
-        return factor_N2G1, values_N2GI, error_N2G1
+        return error_N2G1, factor_N2G1, values_N2GI
 
-    one, other = rounded(enough_N2G1), rounded(enough_N2G1 - 1)
-    factor_N2G1, values_N2GI = (jnp.where(other[2] < one[2], b, a) for a, b in zip(one[:2], other[:2], strict=True))
+    best = rounded(0, 1)
+    for step, sign in (0, -1), (-1, 1), (-1, -1), (1, 1), (1, -1):
+        other = rounded(step, sign)
+        best = tuple(jnp.where(other[0] < best[0], x, y) for x, y in zip(other, best, strict=True))
+    _, factor_N2G1, values_N2GI = best
     first_NH, second_NH = (values_N2GI.astype(jnp.int8).reshape(N, 2, K // 2)[:, n] for n in range(2))
     return Nibbles((first_NH & 15) | (second_NH << 4), factor_N2G1[..., 0].astype(jnp.int8), scale_N[:, None])
 
