@@ -8,12 +8,12 @@
 2. The validator checks the rollouts as those of one worker. Printed per cheat: the fraction of rollouts rejected on their own,
    the number of rollouts until the worker is caught, median and worst over starting points, and the reasons.
 3. Regimes: "float32" replays in the dtype that generated, so a token is right or wrong; "bfloat16" likewise, where decode
-   and prefill round differently; "mixed" generates in bfloat16 and replays in float32. Limits and bands are those of configs/bands.
+   and prefill round differently; "mixed" generates in bfloat16 and replays in float32. Limits and bands are measured on honest rollouts.
 4. Honest rollouts run first, and must all pass: a rejection or a flag is a false alarm, and the exit code is 1. Cheats with experts use an
    MoE model, in a run with router replay, with honest rollouts and limits of its own.
 5. Forgers without a model also run among honest workers, and none of their groups is replayed.
 
-`--run DIR` writes the working directory of the run instead, for `python -m rl.validator calibrate`.
+`--model FOLDER` plays the cheats of bench/pretrained_cheats.py with a pretrained model instead. `--run DIR` writes the working directory of the run instead, for `python -m rl.validator calibrate`.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from bench import pretrained_cheats
 from rl.verification import sequential_test
 from sharding.system import cli
 from tests.support import cheats, doubles
@@ -36,11 +37,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--cheats", nargs="+", default=names, help=f"ways to cheat (default: all of {', '.join(names)})"
     )
-    regimes = list(cheats.REGIMES)
+    regimes = [*cheats.REGIMES, *pretrained_cheats.REGIMES]
     parser.add_argument("--regimes", nargs="+", choices=regimes, default=["float32", "mixed"], help="dtypes")
+    parser.add_argument("--model", help="folder of a pretrained model; regimes are then bf16-f32 and so on")
+    parser.add_argument(
+        "--gsm8k", default="", help="with --model: folder of GSM8K's two files, whose questions are asked, too"
+    )
+    parser.add_argument(
+        "--cache", type=pathlib.Path, default=pathlib.Path("runs/cheats"), help="with --model: kept rollouts"
+    )
     parser.add_argument("--run", type=pathlib.Path, help="write the run to this directory, and end")
     parser.add_argument("--mixture", action="store_true", help="with --run: of the MoE model")
     args = parser.parse_args(argv)
+    if args.model:
+        return pretrained_cheats.main(args)
     if args.run:
         args.run.mkdir(parents=True, exist_ok=True)
         cheats.write_run(args.run, args.mixture)
@@ -69,7 +79,7 @@ def _play(plays: Sequence[tuple[str, bool, str]], args: argparse.Namespace) -> i
         eta = f"eta {spent / number * (len(plays) - number):.0f} s" if number else ""
         print(f"\r{number}/{len(plays)} {regime} {name} {eta}".ljust(78), end="", file=sys.stderr, flush=True)
         if is_honest := name.startswith("honest"):
-            limits = cheats.shipped(regime, mixture)
+            limits = cheats.measured(regime, mixture)
             table += [f"{regime}: {limits[0]}", f"  {limits[1]}"]
             table += [f"  an honest worker is flagged with probability <= {sequential_test.ALPHA:.0e}"]
             table += [f"  {'cheat':<24}{'rollouts':>9}{'refused':>9}{'until: median':>15}{'worst':>7}  reasons"]

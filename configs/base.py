@@ -259,8 +259,8 @@ def get_config() -> config_dict.ConfigDict:
     # or "recorded": then no validator repeats its episodes, and their prompts and rewards are not verified.
     tr.environments = "replayed"
     tr.sandbox = "auto"  # scorers run without files and network; "require": refuse a machine that cannot; "off"
-    # JSON file of `python -m rl.validator calibrate`, or a name in configs/bands; "auto": the one there for dense or MoE models
-    # ("mixture") in model.dtype; "": the limits above, and no sequential tests of replays.
+    # "auto": limits that the run measures on its own first rollouts (WORKDIR/bands.json, rl/verification/run_bands.py); or a JSON file
+    # of `python -m rl.validator calibrate`; "": the limits above, and no sequential tests of replays.
     tr.bands = "auto"
 
     # Held-out evaluation: greedy at temperature 0.

@@ -52,7 +52,7 @@ from rl.reporting import diagnostics, metrics, rollouts_page, start_clock
 from rl.reporting import monitors as monitors_lib
 from rl.retention import redaction
 from rl.topology import colocated_server, layout
-from rl.verification import verifier
+from rl.verification import run_bands
 from sharding import broadcast, checkpoint, profiler
 from sharding.format import journal
 from sharding.logs import run_logs
@@ -304,7 +304,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
             lambda: tryout.rehearse(config, exp.tokenizer, cli.note),
             lambda: config_rules.check_tolerances(config),
             lambda: config_rules.check_stakes(config),
-            lambda: _check_bands(verifier.bands_file(config)),
+            lambda: _check_bands(config.trust.bands),
             lambda: topology.orchestrator or sockets.listen(topology.host, topology.port).close(),
             lambda: topology.metrics and metrics_routes.listen(topology.metrics).close(),
         ]
@@ -315,10 +315,10 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     cli.fail_for(message for check in checks for message in cli.mistake(check))
 
 
-def _check_bands(file: pathlib.Path | None) -> None:
-    if file:
-        _check_file("trust.bands", str(file), "the file that `python -m rl.validator calibrate` wrote")
-        verifier.load_bands(file)
+def _check_bands(file: str) -> None:
+    if file not in ("", run_bands.AUTO):
+        _check_file("trust.bands", file, "the file that `python -m rl.validator calibrate` wrote")
+        run_bands.load(file)
 
 
 def _check_server_mesh(exp: experiment.Experiment) -> None:

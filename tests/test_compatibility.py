@@ -41,7 +41,7 @@ from rl.reporting import metrics
 from rl.validator import calibrate
 from rl.validator import service as validator_service
 from rl.validator import state as validator_state
-from rl.verification import evidence_log, sequential_test, verifier
+from rl.verification import evidence_log, run_bands, sequential_test, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
@@ -132,7 +132,7 @@ def test_rollouts_pass_the_validator_again(tmp_path, workdir, names):
 def make_validator(workdir, bands=None):
     """Returns a validator of a run, as `rl.validator serve` makes it, and the experiment."""
     exp = calibrate.load_experiment(str(workdir))
-    tolerance, limits = verifier.load_bands(bands) if bands else (rules_lib.Tolerance.of(exp.config.trust), None)
+    tolerance, limits = run_bands.load(bands) if bands else (rules_lib.Tolerance.of(exp.config.trust), None)
     rules = dataclasses.replace(verifier.rules_of(exp.config, exp.tokenizer), tolerance=tolerance)
     weights = verifier.published(str(workdir / "weights"))
     return verifier.Validator(exp.model, weights, rules, evidence_log.EvidenceLog(limits)), exp
@@ -282,7 +282,7 @@ def test_validator_state(judged):
         assert [[name, is_group, list(job)] for (name, is_group), job in state.names.items()] == expected["names"]
         assert sorted(state.unsettled) == expected["unsettled"] and state.tests() == expected["records"]
         assert state.seen.newest == expected["newest_seen"]
-    tolerance, bands = verifier.load_bands(judged / "bands.json")
+    tolerance, bands = run_bands.load(judged / "bands.json")
     limits = dict(expected["tolerance"])
     proofs = toploc.Thresholds(**limits.pop("proofs"))
     assert tolerance == rules_lib.Tolerance(**limits, proofs=proofs)

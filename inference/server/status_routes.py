@@ -6,6 +6,7 @@ Names and formats are those of OpenAI (/v1/models) and prime-rl, whose administr
 from collections.abc import Iterator
 
 import fastapi
+import jax
 from fastapi import responses
 from prometheus_client import core, registry
 
@@ -47,6 +48,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
             "load": server.load(),
             "waiting_for": waiting_for(server),
             "stats": dict(scheduler.stats),
+            "numerics": numerics(server),
         }
         return responses.JSONResponse(body, status_code=200 if alive else 503)
 
@@ -56,6 +58,12 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
         return responses.JSONResponse({"status": "ok" if alive else "dead"}, status_code=200 if alive else 503)
 
     metrics_routes.add(app, _Collector(server))
+
+
+def numerics(server: inference_server.InferenceServer) -> str:
+    """Returns the causes of a server's rounding, as a line for people: data types, device, and version of jax."""
+    types = [server.engine.model.dtype, server.store.quantization, server.engine.config.page_dtype]
+    return f"{' '.join(filter(None, types))} on {jax.devices()[0].device_kind}, jax {jax.__version__}"
 
 
 def waiting_for(server: inference_server.InferenceServer) -> str:

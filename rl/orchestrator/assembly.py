@@ -1,7 +1,6 @@
 """Assembles the orchestrator of a run with its validator, ledger, and keys, for the learner's process or one of its own."""
 
 import contextlib
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from rl.orchestrator import orchestrator
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import task_schedule
 from rl.topology import layout
-from rl.verification import checks, evidence_log, verifier
+from rl.verification import checks, evidence_log, run_bands, verifier
 from sharding import mesh as mesh_lib
 from sharding.system import secret_file
 
@@ -38,7 +37,6 @@ def make(
 ) -> orchestrator.Orchestrator:
     """Returns the orchestrator of a run with the validator in this process; neither serves yet."""
     config, key = experiment.config, run_directory.signing_key(workdir)
-    tolerance, bands = verifier.bands_of(config)
     errors: list[str] = []  # of scorers
 
     def on_error(line: str) -> None:
@@ -46,18 +44,33 @@ def make(
         on_wait(line)
 
     rules = verifier.rules_of(config, experiment.tokenizer, on_error, stack, key.worker)
-    rules = dataclasses.replace(rules, tolerance=tolerance)
-    server_keys = list(config.topology.server_keys)
+    own_servers = []
     num_parts = num_hosts if layout.is_colocated(config) else 1  # hosts that have a server and workers of this run
     if config.topology.mode != "remote":
-        server_keys += [rollout_lib.WorkerKey.load(server_key(workdir, host)).worker for host in range(num_parts)]
-    options = {"servers": server_keys, "count_once": True, "on_flagged": on_wait}
-    evidence = evidence_log.EvidenceLog.of(config, bands, **options)
+        own_servers = [rollout_lib.WorkerKey.load(server_key(workdir, host)).worker for host in range(num_parts)]
+    server_keys = [*config.topology.server_keys, *own_servers]
+    own_workers = [
+        rollout_lib.WorkerKey.load(file).worker
+        for host in range(num_parts)
+        for file in worker_keys(config, workdir, host)
+    ]
+    own = {*own_workers, *own_servers}
+    bands = run_bands.RunBands.of(config, workdir, own=own, on_note=on_wait)
+
+    def on_flagged(node: str, line: str) -> None:
+        validator_is = f"{config.model.dtype} on {jax.devices()[0].device_kind}, jax {jax.__version__}"
+        on_wait(f"{line}; the validator computes in {validator_is}; {rollouts.nodes.numerics()}")
+        rollouts.doubt(node)
+
+    options = {"servers": server_keys, "own": own, "count_once": True, "on_flagged": on_flagged}
+    evidence = evidence_log.EvidenceLog.of(
+        config, bands.bands, convicts=bands.file is None or bool(bands.bands), **options
+    )
     # A resumed run makes late groups of earlier steps again.
     num_kept = 0 if task_schedule.is_fixed(config.rl) else task_schedule.num_open_steps(config)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions
     params = verifier.published(str(weights), keep=keep, key=run_directory.trusted_key(workdir))
-    validator = verifier.Validator(experiment.model, params, rules, evidence)
+    validator = verifier.Validator(experiment.model, params, rules, evidence, bands)
     rollouts = orchestrator.Orchestrator(
         config,
         workdir,
@@ -69,11 +82,8 @@ def make(
         evidence=lambda step: evidence.state(step - num_kept),
         on_verified=evidence.add_verified,
         secret=run_directory.secret(workdir, config.seed),
-        invited=[
-            rollout_lib.WorkerKey.load(file).worker
-            for host in range(num_parts)
-            for file in worker_keys(config, workdir, host)
-        ],
+        invited=own_workers,
+        is_measuring=lambda: not config.trust.validators and bands.is_measuring,
         stake=_stakes(config.trust.stake_ledger, stack),
         ledger=ledger,
         server_keys=server_keys,

@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+import httpx
+
 from rl.orchestrator import static_servers
 from rl.protocol import registry as registry_lib
 from rl.protocol import request_limit, timeline
@@ -31,6 +33,7 @@ from sharding.system import sign_in
 TICK_S = 0.2
 STOPPED_S = 1.0  # without a tick: this process was stopped, or starved
 HOLD, MAX_HOLD_S = 0.8, 5.0  # of an interval, and seconds, that the reply to a server's heartbeat waits for a policy
+MAX_ASKED = 3  # servers that are asked for their data types
 MAX_LINE = 2000  # characters of a line that lists nodes
 LEASE_BEATS = 16.0  # least heartbeats per lease of a known worker, so four per lease of a newcomer
 MAX_BEATS_PER_S = 40.0  # of all workers
@@ -165,6 +168,18 @@ class Nodes:
         """Records that a call of ours to a node failed."""
         with self._lock:
             self._registry.fault(key, time.monotonic(), problem)
+
+    def numerics(self) -> str:
+        """Returns data types, device, and version of jax of each server, by its own account, as a line for people. Blocks for some seconds at most."""
+        with self._lock:
+            urls = [node.report.url for node in self._serving()][:MAX_ASKED]
+        found = []
+        for url in urls:
+            try:
+                found.append(f"server {url} computes in {httpx.get(f'{url}/health', timeout=2.0).json()['numerics']}")
+            except (httpx.HTTPError, ValueError, KeyError, TypeError):
+                found.append(f"server {url} does not report its data types")
+        return "; ".join(found)
 
     def banned(self, key: str, reason: str) -> None:
         """Records why a key is banned, for people."""

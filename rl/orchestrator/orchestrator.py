@@ -68,7 +68,7 @@ class Orchestrator:
 
     Rollouts are kept in `workdir`; `credit` turns rewards into advantages. `key` is the run's, which signs replies to workers;
     `invited` are public keys of workers to trust in addition to `topology.workers`, `server_keys` those of inference servers in
-    addition to `topology.server_keys`; `stake` returns a key's stake in the ledger.
+    addition to `topology.server_keys`; strangers wait while `is_measuring`; `stake` returns a key's stake in the ledger.
     `verdicts` replays groups; `check_group_without_weights` runs in a few threads, which workers share in turns. `evidence` returns the
     validator's evidence against workers as of a step (plain JSON), to be saved with the checkpoint. `secret` decides which groups are
     verified: workers must not know it. `on_verified` is called with each group that a verdict accepted. Events go to `ledger`, if
@@ -88,6 +88,7 @@ class Orchestrator:
         evidence: Callable[[int], dict] = lambda step: {},
         secret: bytes,
         invited: Collection[str] = (),
+        is_measuring: Callable[[], bool] = lambda: False,
         stake: Callable[[str], int] = lambda worker: 0,
         ledger: run_ledger.RunLedger | run_ledger.NoLedger | None = None,
         server_keys: Collection[str] = (),
@@ -107,7 +108,9 @@ class Orchestrator:
         self._admission = admission.Admission(admission.Policy.of(config), key.worker, invited, stake)
         attempts, lease_s = config.trust.max_attempts, config.topology.lease_s
         rates = {"min_rate": config.trust.min_rate, "invited_rate": config.trust.invited_rate}
-        self._health = worker_health.WorkerHealth(attempts, lease_s, invited=invited, **rates)
+        self._health = worker_health.WorkerHealth(
+            attempts, lease_s, invited=invited, is_measuring=is_measuring, **rates
+        )
         registered = {*server_keys, *config.topology.server_keys}
         self._servers = worker_health.WorkerHealth(attempts, lease_s, invited=registered, **rates)  # of those that sign
         self._share = work_share.WorkShare(lease_s)
@@ -294,6 +297,10 @@ class Orchestrator:
             taken = self._queue.take(keys)
             self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
         return [*map(self._rewarded, taken)]
+
+    def doubt(self, node: str) -> None:
+        """Has each group that a worker or server answers for replayed from now on, without blame."""
+        self._submissions.doubt(node)
 
     def fail(self, error: BaseException) -> None:
         """Makes waiting and later calls of the learner raise `error`, such as the death of a child process."""

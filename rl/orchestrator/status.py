@@ -12,7 +12,7 @@ from rl.protocol import timeline
 from sharding.system import role_metrics
 
 COUNTS = """accepted called_back refused checked stale lease_expired lease_void lease_returned unleased spare given_up void_epoch
-    server_faults undecided unanswered unverified trained_unverified_of_cheats""".split()
+    server_faults undecided unanswered newcomer unverified trained_unverified_of_cheats""".split()
 ENVIRONMENT_COUNTS = ("groups", "signal", "rollouts", "errors")
 MAX_WORKERS = 32  # that have metrics of their own
 

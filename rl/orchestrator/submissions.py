@@ -346,7 +346,7 @@ class Submissions:
             entry = self.shared.queue.entries.get(key)
             if entry is None or entry.state is not State.QUARANTINED or entry.digest != digest:
                 return
-            if verdict.reason in verdict_case.VOID:
+            if verdict.reason in verdict_case.NO_BLAME:
                 self.shared.counts[verdict.reason] += len(entry.rollouts)
                 return self._void(self.shared.queue.requeue(key))
             self.shared.counts["checked"] += len(entry.rollouts)
@@ -421,14 +421,25 @@ class Submissions:
         self.shared.changed.notify_all()
         return f"refused: void: the inference server is at fault: {verdict}"
 
-    def _distrust(self, role: str, health: worker_health.WorkerHealth, key: str) -> None:
-        """Quarantines all groups of a caught node that passed without a verdict, and names the steps that trained on such groups."""
+    def doubt(self, key: str) -> None:
+        """Has all groups of a worker or server replayed from now on, without blame: those, too, that passed without a verdict."""
+        with self.shared.changed:
+            health = self.shared.servers if key in self.shared.servers.invited else self.shared.health
+            health.doubt(key)
+            self._recall(health, key)
+
+    def _recall(self, health: worker_health.WorkerHealth, key: str) -> None:
+        """Quarantines all groups of a node that passed without a verdict, and that no batch has taken. The caller has the lock."""
         for entry in self.shared.queue.recall(lambda entry: (health, key) in self.answering(entry)):
             self.shared.counts["called_back"] += len(entry.rollouts)  # maybe accepted before the counts were last taken
             if entry.oldest_version < self.shared.batches.oldest:  # no validator may have the weights any more
                 self._void(self.shared.batches.void(entry.group.key))
             else:
                 self.verdicts.ask(entry.group.key, entry.rollouts, entry.digest)
+
+    def _distrust(self, role: str, health: worker_health.WorkerHealth, key: str) -> None:
+        """Takes the trust in a caught node back, and names the steps that trained on groups of it that nobody verified."""
+        self._recall(health, key)
         num_groups, steps = health.reveal(key)
         if num_groups:
             if health is self.shared.health:

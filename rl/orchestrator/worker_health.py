@@ -67,7 +67,8 @@ class _Place:
 class WorkerHealth:
     """The marks of each worker. One that is known or banned is active if it requested work in the last `lease_s` seconds.
 
-    `invited` are the public keys (hex) that config or launcher invited.
+    `invited` are the public keys (hex) that config or launcher invited. While `is_measuring`, replays of their rollouts are
+    measured (rl/verification/run_bands.py). If one of them is active, a stranger waits for that, and all of theirs are replayed.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class WorkerHealth:
         min_rate: float,
         invited_rate: float,
         invited: Collection[str] = (),
+        is_measuring: Callable[[], bool] = lambda: False,
     ):
         self.max_rejections, self._lease_s = max_rejections, lease_s
         self.rates = {"min_rate": min_rate, "invited_rate": invited_rate}
         self._min_rate, self._given = min_rate, check_rate.HALF_AT * (1 / invited_rate - 1)
         self.invited = frozenset(invited)  # public keys in hex
+        self._is_measuring, self._is_stranger_waiting = is_measuring, False
         self._workers: dict[str, _Worker] = collections.defaultdict(_Worker)
         # Times by worker, the latest last: those of the last `lease_s`.
         self._seen_s: _Times = collections.OrderedDict()  # of known and banned workers that are active
@@ -130,6 +133,9 @@ class WorkerHealth:
         if self.is_banned(worker):
             return 0
         one = self._of(worker)
+        if worker not in self.invited and self._is_measuring() and self._is_invited_active(now_s):
+            self._is_stranger_waiting = True
+            return 0
         if worker in self.invited:
             halvings = one.num_halvings if self.has_others(worker, now_s) else 0
             return max(1, num_unfinished >> halvings) - len(held(worker))
@@ -213,7 +219,8 @@ class WorkerHealth:
     def rate(self, worker: str) -> float:
         """Returns the probability with which a group of this worker must be verified before it is trained on."""
         one = self._of(worker)
-        if one.is_suspect or self.is_banned(worker):
+        is_needed = self._is_stranger_waiting and worker in self.invited and self._is_measuring()
+        if one.is_suspect or self.is_banned(worker) or is_needed:
             return 1.0
         record = one.num_verified + (self._given if worker in self.invited else 0)
         return check_rate.rate(check_rate.reputation(record), self._min_rate)
@@ -238,6 +245,10 @@ class WorkerHealth:
         if self.is_stranger(worker):
             self._lost[key] = worker, now_s + self._lease_s
             self._set_record(worker, 0)
+
+    def doubt(self, worker: str) -> None:
+        """Has each group of this worker verified from now on, without blame."""
+        self._workers[worker].is_suspect = True
 
     def reveal(self, worker: str) -> tuple[int, list[int]]:
         """Returns (number of unverified groups of this worker that were trained on, their steps), and forgets both: to be named once."""
@@ -271,6 +282,9 @@ class WorkerHealth:
         """Returns True if a known worker other than this one is active and not banned."""
         others = (name for name, seen_s in self._seen_s.items() if name != worker and now_s - seen_s <= self._lease_s)
         return any(self.is_known(name) and not self.is_banned(name) for name in others)
+
+    def _is_invited_active(self, now_s: float) -> bool:
+        return any(name in self.invited and now_s - at_s <= self._lease_s for name, at_s in self._seen_s.items())
 
     def _of(self, worker: str) -> _Worker:
         """Returns the marks of a worker to read; a key without marks leaves no trace."""

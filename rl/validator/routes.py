@@ -29,7 +29,7 @@ from rl.validator import judge as judge_lib
 from rl.validator import service as validator_service
 from rl.validator import state as validator_state
 from rl.validator import status as validator_status
-from rl.verification import evidence_log, verifier
+from rl.verification import evidence_log, run_bands, verifier
 from sharding import broadcast, bucket
 from sharding.system import cli, role_metrics, sign_in, signed_message, sockets
 
@@ -129,18 +129,22 @@ def serve(args: argparse.Namespace) -> int:
         raise ValueError(
             f"the run's public key is {run!r}; give 64 hex digits with --run, or a --workdir with weights.key"
         )
-    tolerance, bands = verifier.bands_of(config, args.bands)
     with contextlib.ExitStack() as stack:
         trusted = run_directory.root_file(workdir) or run
         pull = verifier.published(weights, keep=config.rl.max_lag + 2, key=trusted)
         rules = verifier.rules_of(config, experiment.tokenizer, stack=stack, run=run, code=args.code)
-        rules = dataclasses.replace(rules, tolerance=tolerance)
         keep_steps = task_schedule.num_open_steps(config) + 7
 
         def make_validator(*, count_once: bool = False) -> verifier.Validator:
-            options = {"count_once": count_once, "on_flagged": functools.partial(print, flush=True)}
-            evidence = evidence_log.EvidenceLog.of(config, bands, **options)
-            return verifier.Validator(experiment.model, pull, rules, evidence)
+            note = functools.partial(print, flush=True)
+            # Those of the run's own servers and workers, if it is on this machine.
+            keys = sorted((workdir / "keys").glob("[sw]*.key")) if config.topology.mode != "remote" else ()
+            own = [rollout_lib.WorkerKey.load(file).worker for file in keys]
+            bands = run_bands.RunBands.of(config, workdir, own=own, file=args.bands or "", on_note=note)
+            options = {"count_once": count_once, "on_flagged": lambda node, line: note(line)}
+            convicts = bands.file is None or bool(bands.bands)
+            evidence = evidence_log.EvidenceLog.of(config, bands.bands, convicts=convicts, **options)
+            return verifier.Validator(experiment.model, pull, rules, evidence, bands)
 
         key = own_key(args.key or run_directory.worker_key_file(workdir, "validator"))
         memory = workdir / f"evidence-{key.worker[:16]}.json"

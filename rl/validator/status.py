@@ -113,7 +113,7 @@ def is_offense(reason: str) -> bool:
     Honest workers may repeat a task (an expired lease, a stale batch), score faster than the validator, or write too large files:
     such work is neither paid nor penalized.
     """
-    return not reason.startswith(("duplicate", "unscored", TOO_MANY))
+    return not reason.startswith(("duplicate", "unscored", "newcomer", TOO_MANY))
 
 
 def with_units(file: Status, units: int) -> Status:

@@ -442,10 +442,26 @@ def kept(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
 
 def logprob(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if no claimed log-probability, but for flips, differs from the replayed one by more than the tolerance, or a verdict that rejects."""
-    error_N, limit = np.abs(one.error_N), rules.tolerance.logprob
+    scale_N = sequential_test.scales(one.doubt_N, rules.tolerance.floor)
+    error_N, limit = np.abs(one.error_N) / scale_N, rules.tolerance.logprob
     wrong = int((~(error_N <= limit)).sum())
-    detail = f"claimed and replayed differ by {error_N.max():.3g}, more than {limit}"
+    at = int(np.nan_to_num(error_N, nan=np.inf).argmax())
+    detail = f"claimed and replayed differ by {np.abs(one.error_N)[at]:.3g}, more than {limit * scale_N[at]:.3g}"
     return _accept_if(wrong <= most_flips(one, rules), "logprob", detail)
+
+
+def deviation(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
+    """Returns OK if the errors and ties of one rollout together are those of honest work, or a verdict that rejects. OK without bands.
+
+    Many tokens that err a little are as improbable as one that errs much. An honest rollout is rejected with a probability of CHANCE.
+    """
+    if rules.bands is None or one.rollout.temperature == 0 or most_flips(one, rules):
+        return OK
+    for name, odds in sequential_test.alone(rules.bands, one.evidence).items():
+        if odds > -math.log(CHANCE):
+            reason = {"error": "logprob", "ties": "sampling"}[name]
+            return Verdict(reason, f"its tokens deviate more than honest ones do together, e^{odds:.1f} to 1")
+    return OK
 
 
 def most_flips(one: replay.Replayed, rules: rules_lib.Rules) -> int:
@@ -499,24 +515,7 @@ def _misses(gap: np.ndarray, limit: float) -> tuple[np.ndarray, int]:
     return gap, int((gap > limit).sum())
 
 
-WITH_WEIGHTS = (routing, kept, sampling, logprob, stopping, shape, proof)
-
-
-def evidence(one: replay.Replayed) -> sequential_test.Evidence:
-    """Returns the contribution of an accepted rollout to the sequential test of its worker: differences from the replay."""
-    k = min(128, one.hidden_ND.size)
-    proofs = [(r.exp_mismatches / k + min(r.mantissa_mean, 128) / 128) / 2 for r in one.proofs]
-    return sequential_test.Evidence(
-        margin=float(np.minimum(one.margin_N, 1).mean()),
-        logprob=float(np.minimum(np.abs(one.error_N), 1).mean()),
-        proof=float(np.mean(proofs)),
-        shape=one.tilt_K if one.rollout.temperature > 0 else np.zeros(len(one.tilt_K)),
-        reward=one.rollout.reward,
-        token_N=one.rollout.tokens[one.positions_N],
-        error_N=one.error_N,
-        gap_N=np.where(one.margin_N > 0, one.margin_N, one.lead_N),
-        is_second_N=one.margin_N > 0,
-    )
+WITH_WEIGHTS = (routing, kept, sampling, logprob, stopping, shape, proof, deviation)
 
 
 def _accept_if(condition: bool, reason: str, detail: str) -> Verdict:

@@ -1,7 +1,12 @@
 """The evidence against all workers of a run: one sequential test per worker, fed with every checked rollout.
 
-A registered server that vouches for a group (rl/verification/responsibility.py) has a test of its own in place of the worker's. Its
-flag is for people and refuses nothing: workers choose which samples they hand in with its signature, after they have seen them.
+1. A registered server that vouches for a group (rl/verification/responsibility.py) has a test of its own in place of the worker's. Its
+   flag is for people and refuses nothing: workers choose which samples they hand in with its signature, after they have seen them.
+2. The same holds for the run's own workers, and for all of them until the differences of honest replays are measured for this model
+   (rl/verification/run_bands.py): a flag then means that numbers differ. All groups of such a node are replayed.
+3. A key costs nothing, so a cheat could use a fresh one before its test has seen enough. So all workers that were not invited share one
+   more test (NEWCOMERS) for their first PROBATION rollouts. It convicts no key. After its alarm, the groups of newcomers are
+   evidence only: they are refused without blame ("newcomer") until the worker's own test has seen PROBATION rollouts.
 """
 
 import collections
@@ -9,9 +14,14 @@ import dataclasses
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import numpy as np
+
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import task_schedule
 from rl.verification import checks, peers, responsibility, seen_set, sequential_test
+
+NEWCOMERS = "newcomers"  # the name of their common test; no public key
+PROBATION = 64  # replayed rollouts of a worker that was not invited
 
 
 class EvidenceLog:
@@ -22,8 +32,11 @@ class EvidenceLog:
       count_once: ignore a sample that was added before. An orchestrator repeats a group that became stale, was rejected for
         another member, or was lost in a restart; its sampling noise, and so its evidence, is the same.
       servers: public keys of the servers that answer for the samples they sign.
+      own: public keys of the run's own workers, which no test convicts.
+      invited: public keys of workers that are not newcomers.
+      convicts: False until the bands are measured: flags are for people only.
       open_steps: steps after which the groups of a step are over (`task_schedule.num_open_steps`).
-      on_flagged: called with a line for people on each server that is flagged.
+      on_flagged: called with the key of a node that is flagged but not convicted (or NEWCOMERS), and a line for people.
     """
 
     def __init__(
@@ -32,12 +45,18 @@ class EvidenceLog:
         *,
         count_once: bool = False,
         servers: Collection[str] = (),
+        own: Collection[str] = (),
+        invited: Collection[str] = (),
+        convicts: bool = True,
         open_steps: int = peers.OPEN_STEPS,
-        on_flagged: Callable[[str], None] = lambda line: None,
+        on_flagged: Callable[[str, str], None] = lambda key, line: None,
     ):
-        self._bands, self._count_once, self._servers = bands, count_once, servers
+        self._bands, self._count_once, self._servers = bands, count_once, frozenset(servers)
+        self._own, self._invited, self._convicts = frozenset(own), frozenset((*own, *invited)), convicts
         self._lock = threading.Lock()
-        self._open_steps, self._on_flagged, self._told = open_steps, on_flagged, set()
+        self._open_steps, self._on_flagged = open_steps, on_flagged
+        self._told: set[str] = set()
+        self._to_tell: list[tuple[str, str]] = []  # (key, line), to pass on without the lock
         self._seen = self._nothing_seen()
         self._peers = peers.Peers(open_steps)
         self.tests: dict[str, sequential_test.SequentialTest] = {}
@@ -47,8 +66,16 @@ class EvidenceLog:
         cls, config, bands: sequential_test.Bands | None, *, servers: Collection[str] = (), **options
     ) -> "EvidenceLog":
         """Returns the log of a run by its resolved config: of `servers` in addition to `topology.server_keys`; `options` as above."""
-        answering = frozenset({*config.topology.server_keys, *servers})
-        return cls(bands, servers=answering, open_steps=task_schedule.num_open_steps(config), **options)
+        answering, invited = frozenset({*config.topology.server_keys, *servers}), config.topology.workers
+        open_steps = task_schedule.num_open_steps(config)
+        return cls(bands, servers=answering, invited=invited, open_steps=open_steps, **options)
+
+    def set_bands(self, bands: sequential_test.Bands) -> None:
+        """Tests replays against these bands from now on, and convicts by them."""
+        with self._lock:
+            self._bands, self._convicts = bands, True
+            for test in self.tests.values():
+                test.bands = bands
 
     def add_claims(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[checks.Verdict]:
         """Adds the claimed log-probabilities of whole groups to their workers' tests. Returns "statistics" for rollouts of a flagged cheat, else OK."""
@@ -60,13 +87,17 @@ class EvidenceLog:
                 self._peers.add(group)
                 for worker, ratio_K in self._peers.bets(step):
                     self._test(worker).add_peers(ratio_K)
-        out = []
-        for rollout, y_N in zip(rollouts, checks.exponential_noise(rollouts), strict=True):
-            ratio_K = sequential_test.claims_ratio(y_N) * (rollout.temperature > 0)
-            with self._lock:
-                if self._mark("claims", rollout):
-                    self._test(rollout.worker).add_claims(ratio_K)
-                out.append(self._verdict(rollout.worker))
+        noise = zip(rollouts, checks.exponential_noise(rollouts), strict=True)
+        ratios = {id(r): sequential_test.claims_ratio(y_N) * (r.temperature > 0) for r, y_N in noise}
+        with self._lock:
+            for (_, _, worker), group in groups.items():
+                new = [rollout for rollout in group if self._mark("claims", rollout)]
+                if new:
+                    ratio_K = np.sum([ratios[id(rollout)] for rollout in new], axis=0)
+                    for test in self._tests_of(worker):
+                        test.add_claims(ratio_K, len(new))
+            out = [self._verdict(rollout.worker) for rollout in rollouts]
+        self._tell_all()
         return out
 
     def add_verified(self, rollouts: Sequence[rollout_lib.Rollout]) -> None:
@@ -81,7 +112,10 @@ class EvidenceLog:
         with self._lock:
             new = [evidence for rollout, evidence in group if self._mark("replay", rollout)]
             if self._bands is not None and new:
-                self._test(worker).add(new)
+                for test in self._tests_of(worker):
+                    test.add(new)
+            elif self._bands is not None and self._is_alarm():
+                self._test(worker).count_again(len(group))  # it has no other work, and its probation must end
 
     def attributed(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[rollout_lib.Rollout]:
         """Returns the rollouts with the node that answers for each as its `worker`: the one server of its whole group, or its worker."""
@@ -95,14 +129,30 @@ class EvidenceLog:
         return [dataclasses.replace(r, worker=server) if server else r for r, server in named]
 
     def verdict(self, worker: str) -> checks.Verdict:
-        """Returns "statistics" if the worker is flagged as a cheat, else OK."""
+        """Returns the verdict on an accepted replay: "statistics" if its worker is flagged as a cheat, "newcomer" on probation, else OK."""
         with self._lock:
-            return self._verdict(worker)
+            found, is_alarm = self._verdict(worker), self._is_alarm()
+            if found.accepted and is_alarm and self._convicts and self._is_newcomer(worker):
+                deviation = f"new workers deviate together: {self.tests[NEWCOMERS].flag}"
+                line = (
+                    f"{deviation}; the first {PROBATION} rollouts of a new worker are evidence only, and train nothing"
+                )
+                self._tell(NEWCOMERS, line)
+                found = checks.Verdict("newcomer", f"{deviation}, and this one has too few rollouts to tell")
+        self._tell_all()
+        return found
+
+    def notify(self, worker: str, found: str) -> None:
+        """Reports that a rollout of one of the run's own nodes differs from its replay by `found`, once."""
+        with self._lock:
+            self._tell_differs(worker, found)
+        self._tell_all()
 
     def states(self, workers: Iterable[str]) -> dict[str, dict]:
         """Returns {worker: its sequential test as plain JSON} of these workers, for `restore`. Workers without a test are left out."""
         with self._lock:
-            return {worker: self.tests[worker].state() for worker in workers if worker in self.tests}
+            names = {*workers, NEWCOMERS}
+            return {name: self.tests[name].state() for name in sorted(names) if name in self.tests}
 
     def forget(self, workers: Iterable[str]) -> None:
         """Removes the sequential tests of these workers; their evidence starts again from nothing."""
@@ -143,12 +193,44 @@ class EvidenceLog:
     def _test(self, worker: str) -> sequential_test.SequentialTest:
         return self.tests.setdefault(worker, sequential_test.SequentialTest(self._bands))
 
+    def _tests_of(self, worker: str) -> list[sequential_test.SequentialTest]:
+        """Returns the test of a worker, and before it that of all newcomers if it is one."""
+        names = [NEWCOMERS, worker] if self._is_newcomer(worker) else [worker]
+        return [self._test(name) for name in names]
+
+    def _is_alarm(self) -> bool:
+        return NEWCOMERS in self.tests and self.tests[NEWCOMERS].flag is not None
+
+    def _is_newcomer(self, worker: str) -> bool:
+        is_named = worker in self._invited or worker in self._servers
+        return not is_named and (worker not in self.tests or self.tests[worker].num_rollouts < PROBATION)
+
     def _verdict(self, worker: str) -> checks.Verdict:
         flag = self.tests[worker].flag if worker in self.tests else None
-        if worker in self._servers:
-            if flag and worker not in self._told:
-                self._told.add(worker)
-                found = f"server {worker[:16]} or the workers that use it may cheat, by statistics over their groups: {flag}"
-                self._on_flagged(f"{found}; replay samples that you request from it, or remove its key")
+        if not flag:
             return checks.OK
-        return checks.Verdict("statistics", flag) if flag else checks.OK
+        if worker in self._servers - self._own:
+            found = (
+                f"server {worker[:16]} or the workers that use it may cheat, by statistics over their groups: {flag}"
+            )
+            self._tell(worker, f"{found}; replay samples that you request from it, or remove its key")
+        elif worker in self._own or not self._convicts:
+            self._tell_differs(worker, f"by statistics: {flag}")
+        else:
+            return checks.Verdict("statistics", flag)
+        return checks.OK
+
+    def _tell_differs(self, worker: str, found: str) -> None:
+        line = f"rollouts that {worker[:16]} answers for differ from their replay more than honest ones did: {found}"
+        self._tell(worker, f"{line}; this bans no worker, and each of its groups is replayed from now on")
+
+    def _tell(self, key: str, line: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self._to_tell.append((key, line))
+
+    def _tell_all(self) -> None:
+        with self._lock:
+            told, self._to_tell = self._to_tell, []
+        for key, line in told:
+            self._on_flagged(key, line)

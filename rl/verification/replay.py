@@ -69,6 +69,28 @@ class Replayed:
         """The claimed minus the replayed log-probability of each sampled token, [N]."""
         return self.rollout.logprobs[self.positions_N] - self.logp_N
 
+    @property
+    def doubt_N(self) -> np.ndarray:
+        """1 - probability of each token in the replay, [N]."""
+        return -np.expm1(np.minimum(self.logp_N.astype(np.float64), 0))
+
+    @property
+    def evidence(self) -> sequential_test.Evidence:
+        """The contribution of an accepted rollout to the sequential test of its worker: differences from the replay."""
+        k = min(128, self.hidden_ND.size)
+        proofs = [(r.exp_mismatches / k + min(r.mantissa_mean, 128) / 128) / 2 for r in self.proofs]
+        return sequential_test.Evidence(
+            margin=float(np.minimum(self.margin_N, 1).mean()),
+            proof=float(np.mean(proofs)),
+            shape=self.tilt_K if self.rollout.temperature > 0 else np.zeros(len(self.tilt_K)),
+            reward=self.rollout.reward,
+            token_N=self.rollout.tokens[self.positions_N],
+            error_N=self.error_N,
+            doubt_N=self.doubt_N,
+            gap_N=np.where(self.margin_N > 0, self.margin_N, self.lead_N),
+            is_second_N=self.margin_N > 0,
+        )
+
 
 @struct.dataclass
 class _Targets:

@@ -11,6 +11,7 @@ from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from rl.batch import router_replay
 from rl.protocol import env_mix, task_schedule
+from rl.verification import sequential_test
 
 MAX_REPLAY_ROWS = 64  # rollouts that callers replay together
 # Fields that each environment has.
@@ -24,9 +25,10 @@ class Tolerance:
 
     margin: float  # nats by which the noised logit of a claimed token may be below the largest
     max_wrong_tokens: int  # tokens of a rollout that may exceed `margin`, besides flips
-    logprob: float  # nats between claimed and replayed log-probability
+    logprob: float  # between claimed and replayed log-probability, in units of its scale (`floor`)
     proofs: toploc.Thresholds = toploc.PAPER
     routing: float = 0.02  # nats by which a claimed expert's router logit may be below the best one left out
+    floor: float = 1.0  # of that scale (`sequential_test.scales`); 1: nats, for all tokens
     flips: float = 0.0  # share of tokens with another expert in the replay, in MoE rollouts that name no experts
 
     @classmethod
@@ -59,6 +61,7 @@ class Rules:
     filters: dict[str, float]  # top_k, top_p, min_p
     tolerance: Tolerance
     experts: router_replay.RouterReplay  # the experts of the model
+    bands: sequential_test.Bands | None = None  # of honest replays; None: not measured
     env_digest: str = ""  # of the environment's code and data; "": not compared
     max_turns: int = 1  # calls of an episode, which bound its branches, too
     run: str = ""  # the public key of the run, which servers sign

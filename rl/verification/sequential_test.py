@@ -14,7 +14,7 @@ A cheat that moves each token a little passes every limit on a single rollout. I
    errors with honest E exp(a x) <= exp(a^2 / 2) multiplies it by exp(a x - a^2 / 2), a in SLOPES, upward, downward, and by their mean.
    The sum of absolute errors in excess of its band is bet on likewise, upward: other weights make all errors a little larger.
 6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. The bets are
-   on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits, or chooses among tokens. The rare
+   on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits; or in a share of all ties: it chooses. The rare
    third token that is drawn counts by its own gap, and a group gains MAX_TIES nats at most: where the size of errors
    differs between prompts, the mean of this bet may exceed 1, and the guarantee is one by simulation (docs/decisions/trust.md).
 7. Claims are compared with those of other workers in the same step (rl/verification/peers.py), without a replay.
@@ -22,16 +22,20 @@ A cheat that moves each token a little passes every limit on a single rollout. I
    converged, and repeats one completion, would multiply its bets on one error. So a group makes one bet per stream on a mean, or on a sum,
    divided by the largest standard deviation that any dependence within contexts can give it (`deviation`), and a context makes one bet on
    ties. `shape` counts every draw: its band has room for errors that samples share.
-9. Several bets run in parallel; their average is an e-process again. After EPOCH rollouts it starts again with a stricter threshold
-   (alpha 6 / (pi k)^2 in epoch k), so that long honesty does not pay for later cheating. Summed over streams and epochs, an
+9. A worker may be honest for long and then cheat. So each bet runs from every starting point in parallel: the k-th addition starts one with the
+   capital w_k = START_SPAN / ((k + START_SPAN - 1) (k + START_SPAN)), and these sum to 1 (an e-detector). The sum S of all their
+   capital needs one number: S_n = (S_(n-1) + w_n) bet_n. Proof of the bound: S_n plus the capital of the starts to come is a
+   non-negative supermartingale for an honest worker, and begins at 1. Honesty gives no credit: a start at the
+   65th group has e^-6.0 of the capital, the first one e^-2.8.
+10. Several bets run in parallel; their average is an e-process again. Each of the streams has ALPHA / their number, so an
    honest worker is flagged with probability at most ALPHA in its whole life.
 
 The guarantee needs correct bands, and an honest worker whose means exceed them will be flagged. They must hold for the tokens of
-every group given all before, so a run whose policy hardly changes needs more prompts than each worker has groups in an epoch. Errors in
-different contexts must be independent, and sub-Gaussian with the measured scale. `python -m rl.validator calibrate` measures bands over
+every group given all before. Errors in different contexts must be independent, and sub-Gaussian with the measured scale. `python -m rl.validator calibrate` measures bands over
 rollouts and over groups, with room to spare.
 
-Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); margins as in Token-DiFR (arXiv 2511.20621).
+Sources: Ville 1939; betting as in Waudby-Smith and Ramdas (JRSS-B 2024); e-detectors as in Shin, Ramdas, and Rinaldo (arXiv 2203.03532);
+margins as in Token-DiFR (arXiv 2511.20621).
 """
 
 import dataclasses
@@ -41,14 +45,15 @@ from collections.abc import Sequence
 import numpy as np
 
 ALPHA = 5e-5  # probability of ever flagging an honest worker
-EPOCH = 1024  # rollouts
+START_SPAN = 16  # groups: starts among the first so many have about equal capital
 BETS = (0.9, 0.5, 0.1)  # large ones find large cheats soon, small ones survive noisy honesty
 TILTS = (0.5, 0.9, 1.1, 4.0)  # exponents: hotter, a tenth hotter, a tenth colder, nearly greedy
 RATES = (0.5, 0.95, 1.05, 2.0)  # of an exponential: claims too low by 0.7 nats or 0.05, too high by as much
-SLOPES = (0.5, 1.0, 2.0)  # of the bets on sums of errors, per honest standard deviation
-MAX_SCALED = 5.0  # standard deviations that the errors of one rollout or group count at most
+SLOPES = (0.5, 1.0, 2.0, 4.0)  # of the bets on sums of errors, per honest standard deviation
+MAX_SCALED = 8.0  # standard deviations that the errors of one rollout or group count at most
 TIE_WIDTHS = 12  # classes of ties; the widest is from `Bands.tie_span` down, each further one 2^0.5 as wide
 TIE_SHIFTS = (2, 4, 8, 12)  # classes
+TIE_EXTRA = (0.03, 0.1, 0.3)  # share of all ties that a cheat is bet to decide against the policy, of any width
 TIE_MOST = 0.9  # share of the narrowest ties that a cheat is bet to decide against the policy
 MAX_TIES = 5.0  # nats that the ties of one group gain at most, since its prompt may be a hard one
 # The kind of thing that adds to a stream; each kind is counted on its own.
@@ -72,20 +77,28 @@ class Bands:
     """Tolerance bands: largest mean replay differences of honest workers, calibrated for one pair of backends (worker, validator)."""
 
     margin: float  # mean over tokens of min(margin, 1), nats
-    logprob: float  # mean over tokens of min(|claimed - replayed|, 1), nats
+    logprob: float  # mean over tokens of min(|error|, 1), in units of `scales`
     proof: float  # mean over chunks of (exponent mismatches / k + mantissa mean / 128) / 2
-    shape: float  # nats per token by which rounding may favor a tempered distribution
+    shape: float  # nats per token by which rounding may favor the most tempered distribution
     # Files of earlier versions lack the rest, and these defaults test nothing.
-    scatter: float = math.inf  # standard deviation of a rollout's summed absolute errors, per root of its tokens
+    floor: float = 1.0  # of the scale of an error; 1: all tokens have the same scale
+    scatter: float = math.inf  # standard deviation of a group's summed absolute errors, per root of its tokens
+    alone: float = math.inf  # the same of a single rollout
     bias: float = 1.0  # |mean over tokens of `signs`|
     spread: float = math.inf  # standard deviation of a rollout's summed signs, per root of its tokens
     tie_span: float = 0.0  # nats: the widest gap between the two best tokens that counts as a tie
     # Largest share of ties, by class from the widest, in which the second is drawn.
     ties: tuple[float, ...] = (1.0,) * TIE_WIDTHS
 
-    def signs(self, error_N: np.ndarray) -> np.ndarray:
+    def errors(self, one: "Evidence") -> np.ndarray:
+        """Returns the absolute error of each token, in units of its scale, limited to 1; NaN counts as 1."""
+        error_N = np.abs(one.error_N) / scales(one.doubt_N, self.floor)
+        return np.where(error_N < 1, error_N, 1)
+
+    def signs(self, one: "Evidence") -> np.ndarray:
         """Returns signed errors in units of the honest mean, limited to [-1, 1]: a few large ones must not hide many small ones."""
-        return np.clip(np.nan_to_num(error_N, nan=1.0) / self.logprob, -1, 1)
+        error_N = np.nan_to_num(one.error_N, nan=np.inf) / scales(one.doubt_N, self.floor)
+        return np.clip(error_N / self.logprob, -1, 1)
 
     def classes(self, gap_N: np.ndarray) -> np.ndarray:
         """Returns the class of the tie of each token, from 0, the widest; -1 if the gap between its best tokens is wider than a tie."""
@@ -100,12 +113,12 @@ class Evidence:
     """The contribution of one replayed rollout to its worker's test; `shape` [K] is the log-likelihood ratio per exponent in TILTS."""
 
     margin: float
-    logprob: float
     proof: float
     shape: np.ndarray
     reward: float
     token_N: np.ndarray  # sampled
     error_N: np.ndarray  # claimed minus replayed log-probability of each token
+    doubt_N: np.ndarray  # 1 - probability of the token, in the replay
     gap_N: np.ndarray  # nats between the two best tokens, or between the best and the drawn one
     is_second_N: np.ndarray  # the drawn token is not the best
 
@@ -122,11 +135,12 @@ class SequentialTest:
     Without bands, only `add_claims` and `add_peers` may be called.
     """
 
-    def __init__(self, bands: Bands | None, *, alpha: float = ALPHA, epoch: int = EPOCH):
-        self._bands, self._alpha, self._epoch_length = bands, alpha, epoch
+    def __init__(self, bands: Bands | None, *, alpha: float = ALPHA):
+        self.bands, self._alpha = bands, alpha
         self._counts = dict.fromkeys(STREAMS.values(), 0)  # by kind
+        self._starts = dict.fromkeys(STREAMS.values(), 0)  # additions, by kind
         self.flag: str | None = None  # "stream: numbers" once the evidence suffices; stays
-        self._log_evidence = dict.fromkeys(STREAMS, np.zeros(1))
+        self._log_evidence = dict.fromkeys(STREAMS, np.full(1, -MAX_LOG_EVIDENCE))
 
     @property
     def num_rollouts(self) -> int:
@@ -135,26 +149,18 @@ class SequentialTest:
 
     def add(self, group: Sequence[Evidence]) -> str | None:
         """Adds the evidence of replayed samples of one group. Returns the flag: None, or why the worker counts as a cheat."""
-        assert (bands := self._bands) is not None
-        counts = np.array([one.num_tokens for one in group])
-        context_N = contexts([one.token_N for one in group])
-        gains = {name: _mean_gains(group, name, getattr(bands, name)) for name in ("margin", "logprob", "proof")}
-        gains["shape"] = np.sum([one.shape - bands.shape * one.num_tokens for one in group], axis=0)
-        gains["ties"] = _tie_gains(bands, group, context_N)
-        signs = np.array([bands.signs(one.error_N).sum() for one in group])
-        weights = advantages([one.reward for one in group], counts)
-        root, scale = deviation(context_N), deviation(context_N, np.repeat(weights, counts))
-        total = sum(one.logprob * one.num_tokens for one in group)
-        gains["error"] = _slope_gains(total, bands.logprob * counts.sum(), bands.scatter * root)
-        gains["bias"] = _signed_gains(float(signs.sum()), bands.bias * counts.sum(), bands.spread * root)
-        favored, allowed = float(weights @ signs), float(bands.bias * np.abs(weights) @ counts)
-        gains["advantage"] = _signed_gains(favored, allowed, bands.spread * scale)
+        assert self.bands is not None
+        gains = group_gains(self.bands, group)
         self._add("rollouts", gains, len(group))
         return self.flag
 
-    def add_claims(self, ratio_K: np.ndarray) -> str | None:
-        """Adds one rollout's `claims_ratio`, which needs no replay. Returns the flag: None, or why the worker counts as a cheat."""
-        self._add("claims", {"claims": ratio_K})
+    def count_again(self, num: int) -> None:
+        """Counts `num` replayed rollouts that were added before."""
+        self._counts["rollouts"] += num
+
+    def add_claims(self, ratio_K: np.ndarray, num: int = 1) -> str | None:
+        """Adds the sum of the `claims_ratio` of `num` rollouts, which need no replay. Returns the flag: None, or why the worker counts as a cheat."""
+        self._add("claims", {"claims": ratio_K}, num)
         return self.flag
 
     def add_peers(self, ratio_K: np.ndarray) -> str | None:
@@ -164,23 +170,22 @@ class SequentialTest:
 
     def _add(self, kind: str, gains: dict[str, np.ndarray], num: int = 1) -> None:
         """Adds log gains to the statistics that they are named for; all come from `num` things of this kind (a value of STREAMS)."""
-        last = self._counts[kind] + num
-        epoch = (last - 1) // self._epoch_length
-        is_new = epoch > (self._counts[kind] - 1) // self._epoch_length
-        limit = math.log(len(STREAMS) / self._alpha * math.pi**2 / 6 * (epoch + 1) ** 2)
+        self._counts[kind] += num
+        self._starts[kind] += 1
+        start = log_start(self._starts[kind])
+        limit = math.log(len(STREAMS) / self._alpha)
         for name, gain_K in gains.items():
-            total_K = gain_K if is_new else self._log_evidence[name] + gain_K
+            total_K = np.logaddexp(self._log_evidence[name], start) + gain_K
             self._log_evidence[name] = np.clip(total_K, -MAX_LOG_EVIDENCE, MAX_LOG_EVIDENCE)
             found = log_mean_exp(self._log_evidence[name])
             if found >= limit and self.flag is None:
-                self.flag = f"{name}: e^{found:.1f} to 1 after {last} {kind}, e^{limit:.1f} is enough"
-        self._counts[kind] = last
+                self.flag = f"{name}: e^{found:.1f} to 1 after {self._counts[kind]} {kind}, e^{limit:.1f} is enough"
 
     def state(self) -> dict:
         """Returns the counts, the flag, and the evidence of this test as plain JSON, for `restored`."""
         evidence = {name: values.tolist() for name, values in self._log_evidence.items()}
         counts = {f"num_{kind}": count for kind, count in self._counts.items()}
-        return counts | {"accused": self.flag, "log_wealth": evidence}
+        return counts | {"starts": dict(self._starts), "accused": self.flag, "log_wealth": evidence}
 
     @classmethod
     def restored(cls, bands: Bands | None, state: dict) -> "SequentialTest":
@@ -191,13 +196,55 @@ class SequentialTest:
         test = cls(bands)
         test.flag = state["accused"]
         test._counts = {kind: state.get(f"num_{kind}", 0) for kind in test._counts}
+        test._starts = dict(test._counts) | state.get("starts", {})
         test._log_evidence |= {name: np.array(values, np.float64) for name, values in state["log_wealth"].items()}
         return test
 
 
-def _mean_gains(group: Sequence[Evidence], name: str, m: float) -> np.ndarray:
+def log_start(n: int) -> float:
+    """Returns the log of the capital that bets have which start with addition n (1-based)."""
+    return math.log(START_SPAN / ((n + START_SPAN - 1) * (n + START_SPAN)))
+
+
+def scales(doubt_N: np.ndarray, floor: float) -> np.ndarray:
+    """Returns the scale of the error of each token's log-probability: logits that err alike move a likely token's by (1 - p) as much."""
+    return np.minimum(doubt_N + floor, 1)
+
+
+def group_gains(bands: Bands, group: Sequence[Evidence]) -> dict[str, np.ndarray]:
+    """Returns the log bets of each stream on the replayed samples of one group."""
+    counts = np.array([one.num_tokens for one in group])
+    context_N = contexts([one.token_N for one in group])
+    errors = np.array([bands.errors(one).sum() for one in group])
+    means = {name: np.array([getattr(one, name) for one in group]) for name in ("margin", "proof")}
+    gains = {name: _mean_gains(x_S, getattr(bands, name)) for name, x_S in means.items()}
+    gains["logprob"] = _mean_gains(errors / np.maximum(counts, 1), bands.logprob)
+    # Rounding that moves log p by r moves the log of a ratio by (b - 1) r.
+    allowed_K = bands.shape * ((np.array(TILTS) - 1) / (max(TILTS) - 1)) ** 2
+    gains["shape"] = np.sum([one.shape - allowed_K * one.num_tokens for one in group], axis=0)
+    gains["ties"] = np.minimum(_tie_gains(bands, group, context_N), MAX_TIES)
+    signs = np.array([bands.signs(one).sum() for one in group])
+    weights = advantages([one.reward for one in group], counts)
+    root, scale = deviation(context_N), deviation(context_N, np.repeat(weights, counts))
+    gains["error"] = _slope_gains(errors.sum(), bands.logprob * counts.sum(), bands.scatter * root)
+    gains["bias"] = _signed_gains(float(signs.sum()), bands.bias * counts.sum(), bands.spread * root)
+    favored, allowed = float(weights @ signs), float(bands.bias * np.abs(weights) @ counts)
+    gains["advantage"] = _signed_gains(favored, allowed, bands.spread * scale)
+    return gains
+
+
+def alone(bands: Bands, one: Evidence) -> dict[str, float]:
+    """Returns the log odds, by stream, that one rollout's errors and ties are not honest; each e^odds has a mean of at most 1 if they are."""
+    allowed, scale = bands.logprob * one.num_tokens, bands.alone * math.sqrt(one.num_tokens)
+    errors, ties = (
+        _slope_gains(bands.errors(one).sum(), allowed, scale),
+        _tie_gains(bands, [one], np.arange(one.num_tokens)),
+    )
+    return {"error": log_mean_exp(errors), "ties": log_mean_exp(ties)}
+
+
+def _mean_gains(x_S: np.ndarray, m: float) -> np.ndarray:
     """Returns log bets [len(BETS)] that the mean of a group exceeds `m`: one bet, since its samples may share their errors."""
-    x_S = np.array([getattr(one, name) for one in group])
     mean = np.where(x_S < 1, x_S, 1).mean()  # NaN counts as 1: it would stop the bets for ever
     return np.log1p(np.array(BETS) * (mean - m) / m)
 
@@ -217,10 +264,9 @@ def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
 
 
 def _tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -> np.ndarray:
-    """Returns log bets [len(TIE_SHIFTS)] that second-best tokens were drawn as if the ties were narrower than they are.
+    """Returns log bets that second-best tokens were drawn as if ties were narrower (TIE_SHIFTS), or in a share of all of them (TIE_EXTRA).
 
-    Ties after the same tokens share one bet on their mean, since they share the rounding errors that decide them. A group gains
-    MAX_TIES at most.
+    Ties after the same tokens share one bet on their mean, since they share the rounding errors that decide them.
     """
     class_N = np.concatenate([bands.classes(one.gap_N) for one in group])
     is_tie_N = class_N >= 0
@@ -229,11 +275,12 @@ def _tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -
     honest_M = shares[class_M]
     _, place_M, num_C = np.unique(context_N[is_tie_N], return_inverse=True, return_counts=True)
     gains = []
-    for shift in TIE_SHIFTS:
-        cheat_M = np.maximum(shares[class_M + shift], honest_M)
+    bets = [np.maximum(shares[class_M + shift], honest_M) for shift in TIE_SHIFTS]
+    bets += [honest_M + extra * (1 - honest_M) for extra in TIE_EXTRA]
+    for cheat_M in bets:
         ratio_M = np.where(is_second_M, cheat_M / honest_M, (1 - cheat_M) / (1 - honest_M))
         gains.append(np.log(np.bincount(place_M, ratio_M) / num_C).sum())
-    return np.minimum(gains, MAX_TIES)
+    return np.array(gains)
 
 
 def contexts(completions: Sequence[np.ndarray]) -> np.ndarray:

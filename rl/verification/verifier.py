@@ -12,8 +12,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import json
-import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inference.proofs import toploc
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
 from models import transformer
@@ -31,7 +28,7 @@ from rl.envs.interface import environment
 from rl.envs.recording import session
 from rl.envs.scoring import scorer
 from rl.protocol import env_mix, task_schedule
-from rl.verification import checks, episodes, evidence_log, sequential_test
+from rl.verification import checks, episodes, evidence_log, run_bands, sequential_test
 from rl.verification import replay as replay_lib
 from rl.verification import rules as rules_lib
 from sharding import broadcast
@@ -39,7 +36,6 @@ from sharding import mesh as mesh_lib
 from sharding.format import head
 from sharding.system import cli
 
-SHIPPED_BANDS = pathlib.Path(__file__).parents[2] / "configs" / "bands"
 MAX_SCORERS = 4  # processes that score at the same time, in case some are slow
 
 
@@ -55,6 +51,7 @@ class Validator:
       weights: function (version, epoch) -> params; raises ValueError or OSError for a policy that is not available.
       rules: the rules of the run.
       evidence: sequential tests per worker, to which accepted rollouts are added; by default they take claims only.
+      bands: limits and bands of the run, which it measures here; None: those of `rules`.
     """
 
     def __init__(
@@ -63,9 +60,12 @@ class Validator:
         weights: Callable[[int, int], transformer.Params],
         rules: rules_lib.Rules,
         evidence: evidence_log.EvidenceLog | None = None,
+        bands: run_bands.RunBands | None = None,
     ):
-        self.model, self._weights = model, weights
+        self.model, self._weights, self._bands = model, weights, bands
         self.rules, self.evidence = rules, evidence or evidence_log.EvidenceLog(None)
+        if bands:
+            self.rules = dataclasses.replace(rules, tolerance=bands.tolerance, bands=bands.bands)
 
     def check_without_weights(
         self,
@@ -153,13 +153,18 @@ class Validator:
         found = iter(self.check_with_weights([rollout for group in groups for rollout in group]))
         return [checks.first_rejection([next(found) for _ in group]) for group in groups]
 
-    def replay(self, rollouts: Sequence[rollout_lib.Rollout]) -> list[replay_lib.Replayed]:
-        """Replays rollouts and returns the recomputed values and proof results of each, without verdicts. Raises WeightsUnavailable."""
+    def replay(
+        self, rollouts: Sequence[rollout_lib.Rollout], rules: rules_lib.Rules | None = None
+    ) -> list[replay_lib.Replayed]:
+        """Replays rollouts and returns the recomputed values and proof results of each, without verdicts. Raises WeightsUnavailable.
+
+        Proofs are compared by `rules`, by default those of the run.
+        """
         out: dict[int, replay_lib.Replayed] = {}
         for epoch in sorted({rollout.epoch for rollout in rollouts}):
             rows = [row for row, rollout in enumerate(rollouts) if rollout.epoch == epoch]
             load = functools.partial(self._load, epoch)
-            found = replay_lib.replay(self.model, load, self.rules, [rollouts[row] for row in rows])
+            found = replay_lib.replay(self.model, load, rules or self.rules, [rollouts[row] for row in rows])
             out |= zip(rows, found, strict=True)
         return [out[row] for row in range(len(rollouts))]
 
@@ -179,8 +184,24 @@ class Validator:
             if len(rollouts) == 1:
                 return [(checks.Verdict("weights", f"a version that it names is not available ({error})"), None)]
             return [self._check_batch([rollout])[0] for rollout in rollouts]  # one bad claim must not fail the others
-        judged = [(checks.first_failure(checks.WITH_WEIGHTS, one, self.rules), one) for one in replayed]
-        return [(verdict, checks.evidence(one) if verdict.accepted else None) for verdict, one in judged]
+        judged = [self._judge(one) for one in replayed]
+        if self._bands and self._bands.add([one for verdict, one in judged if verdict.accepted]):
+            assert self._bands.bands is not None
+            self.rules = dataclasses.replace(self.rules, tolerance=self._bands.tolerance, bands=self._bands.bands)
+            self.evidence.set_bands(self._bands.bands)
+        return [(verdict, one.evidence if verdict.accepted else None) for verdict, one in judged]
+
+    def _judge(self, one: replay_lib.Replayed) -> tuple[checks.Verdict, replay_lib.Replayed]:
+        """Returns the verdict on one rollout alone. The run's own nodes are judged by the loosest limits if they break others."""
+        verdict = checks.first_failure(checks.WITH_WEIGHTS, one, self.rules)
+        if verdict.accepted or not self._bands or one.rollout.worker not in self._bands.own:
+            return verdict, one
+        loose = dataclasses.replace(self.rules, tolerance=self._bands.loosest, bands=None)
+        (again,) = self.replay([one.rollout], loose)
+        found = checks.first_failure(checks.WITH_WEIGHTS, again, loose)
+        if found.accepted:
+            self.evidence.notify(one.rollout.worker, str(verdict))
+        return found, again
 
 
 def _whole_episodes(
@@ -313,52 +334,3 @@ def recomputed(scored: Sequence[scorer.Scored]) -> list[rules_lib.Recomputed]:
         out.append(rules_lib.Recomputed(one.scores, is_slow or num_slow >= scorer.MAX_FAILURES, not one.in_time))
         num_slow += is_slow
     return out
-
-
-def bands_file(config) -> pathlib.Path | None:
-    """Returns the bands file that `trust.bands` names, or None. "auto" is the one shipped for this family and dtype."""
-    name = config.trust.bands
-    if name == "auto":
-        family, dtype = "mixture" if config.model.num_experts else "dense", config.model.dtype
-        name = f"{family}-{dtype}-{dtype}"
-    return _bands_path(name) if name else None
-
-
-def bands_of(
-    config, file: str | pathlib.Path | None = None
-) -> tuple[rules_lib.Tolerance, sequential_test.Bands | None]:
-    """Returns tolerance and bands of a file, by default that of `trust.bands`; without one, the config's tolerance and None."""
-    file = file or bands_file(config)
-    return load_bands(file) if file else (rules_lib.Tolerance.of(config.trust), None)
-
-
-def _bands_path(name: str | pathlib.Path) -> pathlib.Path:
-    shipped = SHIPPED_BANDS / f"{name}.json"
-    return shipped if shipped.is_file() else pathlib.Path(name)
-
-
-def load_bands(path: str | pathlib.Path) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
-    """Reads a file of `python -m rl.validator calibrate`, or the shipped one of this name. Raises ValueError for a missing or malformed one."""
-    try:
-        body = json.loads(_bands_path(path).read_text())
-        tolerance = dict(body["tolerance"])
-        proofs = toploc.Thresholds(**tolerance.pop("proofs"))
-        bands = sequential_test.Bands(**body["bands"])
-        bands = dataclasses.replace(bands, ties=tuple(bands.ties))
-        limits = [bands.margin, bands.logprob, bands.proof, bands.shape, bands.bias, *bands.ties]
-        values = [*tolerance.values(), *vars(proofs).values(), *limits, bands.tie_span]
-        if not all(isinstance(value, int | float) and 0 <= value < 1e9 for value in values):
-            raise ValueError("a limit in the bands file is not a number from 0 to 1e9")
-        if not (min(*limits, bands.spread, bands.scatter) > 0 and len(bands.ties) == sequential_test.TIE_WIDTHS):
-            raise ValueError(f"the tolerance bands are not numbers above 0, and {sequential_test.TIE_WIDTHS} for ties")
-        return rules_lib.Tolerance(**tolerance, proofs=proofs), bands
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not a bands file: {error}; write one with rl.validator calibrate") from error
-
-
-def save_bands(
-    path: str | pathlib.Path, tolerance: rules_lib.Tolerance, bands: sequential_test.Bands, measured: dict
-) -> None:
-    """Writes tolerance and bands to a JSON file for `load_bands`. `measured` is stored for people to read, and ignored by `load_bands`."""
-    body = {"tolerance": dataclasses.asdict(tolerance), "bands": dataclasses.asdict(bands), "measured": measured}
-    pathlib.Path(path).write_text(json.dumps(body, indent=1) + "\n")

@@ -26,7 +26,7 @@ from rl.experiment import workdir as run_directory
 from rl.protocol import task_schedule
 from rl.reporting import metrics
 from rl.validator import calibrate
-from rl.verification import evidence_log, verifier
+from rl.verification import evidence_log, run_bands, verifier
 from tests.support import groups, serving, tiny_run
 
 TASK = environment.Task("reverse_text", 0, "train", (), "")
@@ -89,13 +89,14 @@ def test_a_data_set_survives_twenty_kills_and_its_proofs_verify(tmp_path):
 
     exp = calibrate.load_experiment(str(output), ())
     key = run_directory.public_key(source)
-    tolerance, bands = verifier.bands_of(exp.config)
     rules = verifier.rules_of(exp.config, exp.tokenizer, run=key or "")
+    bands = run_bands.RunBands.of(exp.config, output)
     validator = verifier.Validator(
         exp.model,
         verifier.published(str(source / "weights"), keep=2, key=key),
-        dataclasses.replace(rules, tolerance=tolerance),
-        evidence_log.EvidenceLog.of(exp.config, bands),
+        rules,
+        evidence_log.EvidenceLog.of(exp.config, bands.bands),
+        bands,
     )
     order = [
         group.group for step in range(1, NUM_PROMPTS // 4 + 1) for group in task_schedule.train_groups(exp.config, step)

@@ -17,7 +17,7 @@ from rl.batch import router_replay
 from rl.experiment import experiment
 from rl.protocol import task_schedule
 from rl.validator import calibrate
-from rl.verification import checks, verifier
+from rl.verification import checks, measurement, verifier
 from rl.verification import rules as rules_lib
 from tests.support import claims, groups, tiny, tiny_run
 
@@ -78,10 +78,11 @@ def test_honest_claims_of_every_variant_pass_at_the_default_limits():
         assert all(rollout.routed_experts is not None for rollout in rollouts)
         measured[name] = calibrate.measure(validator, rollouts)
         if name != "bfloat16":
-            assert measured[name].num_refused == 0 and measured[name].routing < 1e-3, measured
-    assert 1e-3 < measured["bfloat16"].routing < 0.2, measured
-    tolerance, _ = calibrate.limits(list(measured.values()))
-    assert tolerance.routing == calibrate.TOKEN_SAFETY * measured["bfloat16"].routing
+            assert all(verdict.accepted for verdict in validator.check_with_weights(rollouts)), name
+            assert measured[name].routing < 1e-3, name
+    assert 1e-3 < measured["bfloat16"].routing < 0.2
+    tolerance, _ = measurement.limits(list(measured.values()))
+    assert tolerance.routing == measurement.ROUTING_SAFETY * measured["bfloat16"].routing
 
 
 @pytest.mark.slow

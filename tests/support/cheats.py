@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
-from rl.verification import checks, evidence_log, sequential_test, verifier
+from rl.verification import checks, evidence_log, measurement, sequential_test
 from rl.verification import rules as rules_lib
 from sharding import broadcast
 from tests.support import doubles, forgeries
@@ -59,7 +60,7 @@ def play(
         found = dict.fromkeys(range(len(batch)))
         for i, one in zip(good, validator.replay([batch[i] for i in good]) if good else [], strict=True):
             verdicts[i] = checks.first_failure(checks.WITH_WEIGHTS, one, validator.rules)
-            found[i] = checks.evidence(one) if verdicts[i].accepted else None
+            found[i] = one.evidence if verdicts[i].accepted else None
         alone += verdicts
         evidence += found.values()
     starts = range(0, max(len(rollouts) - 64, 1), GROUP)
@@ -80,12 +81,12 @@ def _until(rollouts, alone, evidence, bands: sequential_test.Bands) -> float:
     for n, (rollout, verdict, one) in enumerate(zip(rollouts, alone, evidence, strict=True), start=1):
         if not verdict.accepted:
             return n
-        test.add_claims(
-            sequential_test.claims_ratio(checks.exponential_noise([rollout])[0]) * (rollout.temperature > 0)
-        )
-        group.append(one)
+        group.append((rollout, one))
         if n % GROUP == 0:
-            test.add(group)
+            noise = zip(checks.exponential_noise([r for r, _ in group]), group, strict=True)
+            ratios = [sequential_test.claims_ratio(y_N) * (r.temperature > 0) for y_N, (r, _) in noise]
+            test.add_claims(np.sum(ratios, axis=0), GROUP)
+            test.add([evidence for _, evidence in group])
             group = []
         if test.flag:
             return n
@@ -129,7 +130,16 @@ def write_run(workdir: pathlib.Path, mixture: bool = False) -> None:
     broadcast.publish(doubles.weights(0, mixture), 4, str(workdir / "weights"))
 
 
-def shipped(regime: str, mixture: bool = False) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
-    """Returns the limits that ship for a regime."""
-    sampler, replayed = REGIMES[regime]
-    return verifier.load_bands(f"{'mixture' if mixture else 'dense'}-{sampler}-{replayed}")
+@functools.cache
+def measured(regime: str, mixture: bool = False, count: int = 256) -> tuple[rules_lib.Tolerance, sequential_test.Bands]:
+    """Returns the limits that a run measures on `count` honest rollouts of its own workers."""
+    dtype, replay_dtype = REGIMES[regime]
+    first, found, step = doubles.honest_mixture if mixture else doubles.honest, measurement.Measured(), 1001
+    validator = doubles.make_validator(dtype=replay_dtype, mixture=mixture)
+    while found.num_rollouts < count:
+        rollouts = first(doubles.Double(step, dtype, 16, mixture))
+        step += 2
+        for start in range(0, len(rollouts), rules_lib.MAX_REPLAY_ROWS):
+            for one in validator.replay(rollouts[start : start + rules_lib.MAX_REPLAY_ROWS]):
+                found.add(one)
+    return measurement.limits([found])

@@ -22,7 +22,7 @@ from models import transformer
 from rl.experiment import experiment as experiment_lib
 from rl.protocol import task_schedule
 from rl.validator import calibrate
-from rl.verification import evidence_log, verifier
+from rl.verification import evidence_log, measurement, verifier
 from rl.verification import rules as rules_lib
 from tests.support import proofs as proofs_lib
 from tests.support import tiny
@@ -31,7 +31,7 @@ NODE = rollout_lib.WorkerKey.generate()
 DRIFT = 3e-3  # relative change of every weight from one version to the next; RL moves bfloat16 weights by about a step
 MAX_TOKENS = 48
 FLOAT32 = rules_lib.Tolerance(margin=1e-3, max_wrong_tokens=0, logprob=1e-3)
-EXACT = calibrate.FLOORS
+EXACT = measurement.FLOORS
 MIXTURE = dict(num_experts=8, experts_per_token=2, expert_ffn_dim=16)
 
 

@@ -18,7 +18,9 @@ MAX_DOUBTS = 8  # of rejections by "statistics" alone: more than these, and than
 MAX_FAILURES = 3  # of a validator that is up, on one group alone
 UNDECIDED = checks.Verdict("undecided", "the validators contradict each other")
 UNANSWERED = checks.Verdict("unanswered", "too many validators fail on this group alone")
-VOID = (UNDECIDED.reason, UNANSWERED.reason)  # no fault of the worker, so no validator may give these reasons
+VOID = (UNDECIDED.reason, UNANSWERED.reason)  # no validator may give these reasons
+OF_MANY = ("statistics", "newcomer")  # reasons that rest on all groups that a validator happened to see
+NO_BLAME = (*VOID, "newcomer")  # no fault of the worker: the group is made again
 
 
 @dataclasses.dataclass

@@ -257,7 +257,9 @@ class VerdictCollector:
         if max(votes.values()) >= self.quorum:
             accepted = votes[True] >= self.quorum
             agreeing = [one for one in case.verdicts.values() if one.accepted == accepted]
-            decision = min(agreeing, key=lambda one: one.reason == "statistics")  # better one that others could check
+            decision = min(
+                agreeing, key=lambda one: one.reason in verdict_case.OF_MANY
+            )  # better one that others could check
             for one in case.order:
                 if one.key in case.verdicts:
                     self._compare(case, one, decision)
@@ -282,8 +284,8 @@ class VerdictCollector:
         """Counts a verdict against its validator if the quorum decided otherwise; evidence that others may lack weighs less, or nothing."""
         verdict = case.verdicts[validator.key]
         validator.num_decided += 1
-        if verdict.accepted != decision.accepted and decision.reason != "statistics":
-            if verdict.reason == "statistics":
+        if verdict.accepted != decision.accepted and decision.reason not in verdict_case.OF_MANY:
+            if verdict.reason in verdict_case.OF_MANY:
                 validator.num_doubts += 1
             else:
                 self._counts["validator_contradictions"] += 1

@@ -644,15 +644,32 @@ def test_a_caught_workers_work_that_no_batch_may_have_is_not_asked_about(make):
     assert orchestrator._queue.drops["stale"] == 1 and orchestrator._failure is None
 
 
-def test_a_group_on_which_validators_contradict_each_other_is_void(make):
-    orchestrator = make(check=lambda rollouts: verdict_case.UNDECIDED, trust__min_rate=1.0)
+@pytest.mark.parametrize("verdict", [verdict_case.UNDECIDED, checks.Verdict("newcomer", "on probation")])
+def test_a_group_that_is_void_by_its_verdict_is_no_fault_of_its_worker(make, verdict):
+    orchestrator = make(check=lambda rollouts: verdict, trust__min_rate=1.0)
     publish(orchestrator, 0)
     group = lease(orchestrator)[0]
     assert submit(orchestrator, answers(group)) == "quarantined"
     checked(orchestrator)
     assert lease(orchestrator) == [group] and orchestrator._health.state()["workers"] == {}  # no fault of the worker
     counts = orchestrator._take_counts()
-    assert counts["trust/num_undecided"] == 2 and counts["trust/num_refused"] == counts["trust/num_accepted"] == 0
+    assert counts[f"trust/num_{verdict.reason}"] == 2
+    assert counts["trust/num_refused"] == counts["trust/num_accepted"] == 0
+
+
+def test_a_doubt_has_all_groups_of_a_node_replayed_without_blame(make):
+    """The run's own worker differs from the replay: it goes on, and nothing of it is trusted unseen."""
+    orchestrator = make(hooks={"drawn": set()})
+    publish(orchestrator, 0)
+    groups = lease(orchestrator)
+    assert submit(orchestrator, answers(groups[0])) == "accepted"
+    orchestrator.doubt(KEY.worker)
+    checked(orchestrator)
+    assert submit(orchestrator, answers(groups[1])) == "quarantined"
+    checked(orchestrator)
+    counts = orchestrator._take_counts()
+    assert counts["trust/num_called_back"] == 2 and counts["trust/num_checked"] == 4
+    assert counts["trust/num_refused"] == 0 and not orchestrator._health.is_banned(KEY.worker)
 
 
 def test_nothing_unverified_reaches_a_batch_while_validators_are_silent(make, monkeypatch):

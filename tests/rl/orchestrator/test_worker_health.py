@@ -144,3 +144,25 @@ def test_a_group_that_comes_back_rests_longer_each_time():
         health.returned(KEY, 100.0)
         assert health.may_lease("good", KEY, 100.0 + pause_s)
         assert not pause_s or not health.may_lease("good", KEY, 99.9 + pause_s)
+
+
+def test_strangers_wait_while_the_rollouts_of_an_invited_worker_are_measured():
+    """Only while one is active: a run must not wait for a worker that does not come."""
+    is_measuring = True
+    health = worker_health.WorkerHealth(
+        3, 10.0, min_rate=0.05, invited_rate=0.125, invited=["friend"], is_measuring=lambda: is_measuring
+    )
+    assert room(health, "new", 0, 16, 0.0) == 1 and health.rate("friend") == 0.125
+    health.seen("friend", 0.0)
+    assert room(health, "new", 0, 16, 9.0) == 0 and room(health, "friend", 0, 16, 9.0) == 16
+    assert room(health, "new", 0, 16, 11.0) == 1
+    assert health.rate("friend") == 1  # a stranger asked for work
+    is_measuring = False
+    assert room(health, "new", 0, 16, 9.0) == 1 and health.rate("friend") == 0.125
+
+
+def test_a_doubt_costs_the_trust_and_counts_for_no_ban():
+    health = make(invited_rate=0.125)
+    for _ in range(9):
+        health.doubt("friend")
+    assert health.rate("friend") == 1 and not health.is_banned("friend")

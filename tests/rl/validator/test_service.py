@@ -71,7 +71,7 @@ class Validator(verifier.Validator):
         results = [toploc.ProofResult(True, "ok", 0, 0.0, 0.0, 0)]
         margin_N, zeros = np.full(5, self.margin), np.zeros(len(sequential_test.TILTS))
         values = np.arange(3, 8), margin_N, np.ones(5), np.full(5, -0.5), zeros, np.zeros((5, 32))
-        evidence = checks.evidence(replay.Replayed(rollout, *values, proofs=results))
+        evidence = replay.Replayed(rollout, *values, proofs=results).evidence
         self.evidence.add_replays([(rollout, evidence)])
         return self.evidence.verdict(rollout.worker)
 

@@ -23,7 +23,7 @@ from rl.verification import checks, sequential_test
 from tests.rl.validator import test_service as stand
 from tests.support import ledgers
 
-FLAGRANT = sequential_test.Evidence(0.3, 0.0, 0.0, 0.0, 0.0, *[np.zeros(0)] * 4)  # of margin, against a band of 0.1
+FLAGRANT = sequential_test.Evidence(0.3, 0.0, 0.0, 0.0, *[np.zeros(0)] * 5)  # of margin, against a band of 0.1
 MANY = dataclasses.replace(stand.RULES, groups=lambda step: [stand.prescribed(step, g) for g in range(400)])
 
 

@@ -1,6 +1,6 @@
 """Every double of tests/support/doubles.py and forgeries.py against the real validator: honest rollouts pass, each cheat is caught soon.
 
-Fast: two groups each, on the backend that generated. Slow: 128 rollouts each, also across bfloat16 and float32, with the shipped bands.
+Fast: two groups each, on the backend that generated. Slow: 128 rollouts each, also across bfloat16 and float32, with measured bands.
 """
 
 import re
@@ -70,7 +70,7 @@ def test_honest_rollouts_pass(honest):
     ],
 )
 def test_each_cheat_is_caught(name):
-    caught = cheats.play(cheats.CHEATS[name], 16, *cheats.shipped("float32"), prompts=2)
+    caught = cheats.play(cheats.CHEATS[name], 16, *cheats.measured("float32"), prompts=2)
     assert set(caught.reasons) <= REASONS.get(name, REPLAYED), caught
     if name in HARMLESS:
         assert caught.rate == 0, caught
@@ -107,7 +107,7 @@ WITHIN_ROUNDING |= {f"claims_0.0009_{side}" for side in ("up", "down", "random",
 def test_no_false_alarm_in_4096_and_every_cheat_within_48_rollouts(regime, first):
     assert sequential_test.ALPHA < 1e-4
     mixture = first in doubles.MIXTURES
-    limits = cheats.shipped(regime, mixture)
+    limits = cheats.measured(regime, mixture)
     passed = cheats.play(first, 512 if mixture else 4096, *limits, regime)
     assert passed.rate == 0 and passed.worst_until == float("inf"), passed
     for name, cheat in cheats.CHEATS.items():

@@ -382,7 +382,7 @@ def test_a_greedy_rollout_is_no_evidence_on_the_shape():
     one = scored(margin_N=np.array([0, 0.5, 5]), tilt_K=np.arange(4.0))
     results = proofs_lib.verify(one.hidden_ND, proofs_lib.build(one.hidden_ND), thresholds=RULES.tolerance.proofs)
     drawn, greedy = (
-        checks.evidence(dataclasses.replace(one, rollout=make(temperature=temperature), proofs=results))
+        dataclasses.replace(one, rollout=make(temperature=temperature), proofs=results).evidence
         for temperature in (1.0, 0.0)
     )
     assert drawn.shape.tolist() == [0, 1, 2, 3] and greedy.shape.tolist() == [0, 0, 0, 0]
@@ -435,8 +435,10 @@ NOTHING = np.zeros(len(sequential_test.TILTS))
 
 
 def evidence(margin=0.0, logprob=0.0, proof=0.0, shape=NOTHING, num_tokens=32, reward=0.0):
-    tokens = np.arange(num_tokens), np.zeros(num_tokens), np.ones(num_tokens), np.zeros(num_tokens, bool)
-    return sequential_test.Evidence(margin, logprob, proof, shape, reward, *tokens)  # no errors, no ties
+    """Returns evidence without ties; each token errs by `logprob`, half of them upward."""
+    error_N = np.where(np.arange(num_tokens) % 2, logprob, -logprob)
+    tokens = np.arange(num_tokens), error_N, np.ones(num_tokens), np.ones(num_tokens), np.zeros(num_tokens, bool)
+    return sequential_test.Evidence(margin, proof, shape, reward, *tokens)
 
 
 def until(record, draw, limit=2000):
@@ -449,15 +451,18 @@ def until(record, draw, limit=2000):
 
 @pytest.mark.parametrize("stream", ["margin", "logprob", "proof"])
 def test_wealth_is_the_average_of_products(stream):
-    """Compares with a calculation by hand: rollouts above the band, with no number (it counts as 1), and at 0."""
+    """Compares with a calculation by hand: rollouts above the band, with no number (it counts as 1), and at 0; bets start at each of them."""
     record, m = sequential_test.SequentialTest(BANDS), getattr(BANDS, stream)
     for x in (3 * m, np.nan, 0.0):
         record.add([evidence(**{"margin": 0.01, "logprob": 0.01, "proof": 0.05} | {stream: x})])
-    expected = np.mean([(1 + f * 2) * (1 + f * (1 - m) / m) * (1 - f) for f in sequential_test.BETS])
+    bets = [[1 + f * 2, 1 + f * (1 - m) / m, 1 - f] for f in sequential_test.BETS]
+    capital = [16 / (16 * 17), 16 / (17 * 18), 16 / (18 * 19)]
+    expected = np.mean([sum(w * math.prod(own[k:]) for k, w in enumerate(capital)) for own in bets])
     log_mean = {name: sequential_test.log_mean_exp(np.array(v)) for name, v in record.state()["log_wealth"].items()}
     assert log_mean[stream] == pytest.approx(math.log(expected), rel=1e-12)
     others = {"margin", "logprob", "proof"} - {stream}
-    assert all(log_mean[name] == pytest.approx(0, abs=1e-12) for name in others)  # at the band: no news
+    # At the band: no news.
+    assert all(log_mean[name] == pytest.approx(math.log(sum(capital)), abs=1e-12) for name in others)
 
 
 @pytest.mark.parametrize(
@@ -469,7 +474,7 @@ def test_honest_nodes_are_accused_no_more_often_than_promised(alpha, num_lives):
     rng = np.random.default_rng(0)
     accused = 0
     for _ in range(num_lives):
-        record = sequential_test.SequentialTest(BANDS, alpha=alpha, epoch=20)
+        record = sequential_test.SequentialTest(BANDS, alpha=alpha)
         until(record, lambda: evidence(0.2 * (rng.random() < 0.05), 2e-2 * rng.random(), 0.1 * rng.random()), 50)
         accused += record.flag is not None
     # The bound is alpha; 4 standard errors above it.
@@ -506,12 +511,16 @@ MEASURED = dataclasses.replace(
 )
 
 
+CAP = sequential_test.MAX_SCALED
+
+
 def log_bets(test, name):
-    return test.state()["log_wealth"][name]
+    """Returns the log bets of a test's first addition."""
+    return [value - sequential_test.log_start(1) for value in test.state()["log_wealth"][name]]
 
 
 def two_sided(total, allowed, scale):
-    up, down = (min(5, (side * total - allowed) / scale) for side in (1, -1))
+    up, down = (min(CAP, (side * total - allowed) / scale) for side in (1, -1))
     out = [[a * x - a * a / 2 for a in sequential_test.SLOPES] for x in (up, down)]
     return [*out[0], *out[1], *(math.log((math.exp(u) + math.exp(d)) / 2) for u, d in zip(*out, strict=True))]
 
@@ -522,19 +531,18 @@ def test_signed_errors_are_bet_on_in_all_directions(shift):
     errors = [np.random.default_rng(i).normal(shift, 0.01, n) for i, n in enumerate((5, 40, 200))]
     signs = [[max(-1.0, min(1.0, (0.01 if math.isnan(e) else e) / 0.01)) for e in error_N] for error_N in errors]
     test = sequential_test.SequentialTest(MEASURED)
-    logprob = shift if math.isnan(shift) else 0.02
-    test.add([dataclasses.replace(evidence(num_tokens=40, logprob=logprob), error_N=errors[1])])
+    test.add([dataclasses.replace(evidence(num_tokens=40), error_N=errors[1])])
     np.testing.assert_allclose(
         log_bets(test, "bias"), two_sided(sum(signs[1]), 0.05 * 40, 0.8 * math.sqrt(40)), rtol=1e-9
     )
-    excess = min(5, (logprob - 0.01) * 40 / (0.02 * math.sqrt(40)))  # 5 if it is no number
+    total = sum(1 if math.isnan(e) else abs(e) for e in errors[1])  # 1 if it is NaN
+    excess = min(CAP, (total - 0.01 * 40) / (0.02 * math.sqrt(40)))
     np.testing.assert_allclose(log_bets(test, "error"), [a * excess - a * a / 2 for a in sequential_test.SLOPES])
     assert not any(log_bets(test, "advantage"))  # one sample has none
 
 
 def in_group(tokens, error_N, reward=0.0, **values):
-    logprob = np.abs(error_N).mean()
-    one = evidence(**{"logprob": logprob, "num_tokens": len(tokens), "reward": reward} | values)
+    one = evidence(**{"num_tokens": len(tokens), "reward": reward} | values)
     return dataclasses.replace(one, token_N=np.array(tokens), error_N=np.array(error_N))
 
 
@@ -559,7 +567,7 @@ def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_token
     signs = [sum(max(-1.0, min(1.0, e / 0.01)) for e in error_N) for error_N in errors]
     num_tokens, total = 18, sum(abs(e) for error_N in errors for e in error_N)
     np.testing.assert_allclose(log_bets(test, "bias"), two_sided(sum(signs), 0.05 * 18, 0.8 * scale([1] * 6)))
-    excess = min(5, (total - 0.01 * num_tokens) / (0.02 * scale([1] * 6)))
+    excess = min(CAP, (total - 0.01 * num_tokens) / (0.02 * scale([1] * 6)))
     np.testing.assert_allclose(log_bets(test, "error"), [a * excess - a * a / 2 for a in sequential_test.SLOPES])
     # An advantage counts from the mean of all tokens, so that a shift of all errors alike favors none.
     per_token = sum(r * len(text) for r, text in zip(rewards, texts, strict=True)) / num_tokens
@@ -568,14 +576,14 @@ def test_the_sums_of_a_group_are_bet_on_for_the_worst_dependence_of_shared_token
     allowed = 0.05 * sum(abs(w) * len(text) for w, text in zip(weights, texts, strict=True))
     expected = two_sided(favored, allowed, 0.8 * scale(weights))
     np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-9)
+    test = sequential_test.SequentialTest(MEASURED)
     test.add(
         [
             in_group(text, error_N, 1 + 1e-6 * (n == 1))
             for n, (text, error_N) in enumerate(zip(texts, errors, strict=True))
         ]
     )
-    # No advantage beyond the tolerance of claims, no bet.
-    np.testing.assert_allclose(log_bets(test, "advantage"), expected, rtol=1e-9)
+    assert not any(log_bets(test, "advantage"))  # none beyond the tolerance of claims, no bet
 
 
 def test_a_group_makes_one_bet_on_its_mean_differences_and_counts_every_draw():
@@ -584,16 +592,8 @@ def test_a_group_makes_one_bet_on_its_mean_differences_and_counts_every_draw():
     test.add([in_group(text, nothing, margin=m, shape=NOTHING + 1) for text, m in zip(texts, margins, strict=True)])
     expected = [math.log1p(f * (1.05 / 4 / 0.01 - 1)) for f in sequential_test.BETS]  # NaN counts as 1
     np.testing.assert_allclose(log_bets(test, "margin"), expected)
-    np.testing.assert_allclose(log_bets(test, "shape"), 4 - 8 * BANDS.shape)
-
-
-@pytest.mark.parametrize("epoch, num_kept", [(6, 1), (7, 1), (8, 1), (9, 3), (12, 3)])
-def test_a_group_that_ends_in_the_next_epoch_begins_it(epoch, num_kept):
-    test = sequential_test.SequentialTest(BANDS, epoch=epoch)
-    for _ in range(3):
-        test.add([evidence(margin=0.01, shape=NOTHING + 1)] * 3)
-    assert test.num_rollouts == 9
-    np.testing.assert_allclose(log_bets(test, "shape"), 3 * num_kept * (1 - 32 * BANDS.shape))
+    allowed = [8 * BANDS.shape * ((b - 1) / 3) ** 2 for b in sequential_test.TILTS]  # rounding moves q / p by (b - 1) r
+    np.testing.assert_allclose(log_bets(test, "shape"), [4 - x for x in allowed])
 
 
 @pytest.mark.parametrize("repeats", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16))])
@@ -632,8 +632,11 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
     test.add(group)
     ties = MEASURED.ties
 
-    def odds(k, is_second, shift):
-        cheat = max(ties[k], ties[k + shift] if k + shift < 12 else 0.9)
+    def odds(k, is_second, bet):
+        if isinstance(bet, float):
+            cheat = ties[k] + bet * (1 - ties[k])
+        else:
+            cheat = max(ties[k], ties[k + bet] if k + bet < 12 else 0.9)
         return cheat / ties[k] if is_second else (1 - cheat) / (1 - ties[k])
 
     # 0.2 to 0.141 is class 0, down to 0.1 class 1; 0.3 is wider than a tie, and 1e-9 is in the last class. One bet per context:
@@ -641,7 +644,7 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
     contexts = [[(0, True), (1, False)], [(1, False), (1, True)], [(1, True), (1, False)], [(11, True)]]
     expected = [
         min(5, sum(math.log(np.mean([odds(k, is_second, s) for k, is_second in own])) for own in contexts))
-        for s in sequential_test.TIE_SHIFTS
+        for s in (*sequential_test.TIE_SHIFTS, *sequential_test.TIE_EXTRA)
     ]
     np.testing.assert_allclose(log_bets(test, "ties"), expected, rtol=1e-9)
     for name, shift, limit in (("honest", 0, None), ("noisy", 2, 400), ("chooses", 11, 60)):
@@ -661,16 +664,49 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
 def test_streams_of_later_versions_start_empty_in_a_state_of_an_earlier_one():
     old = {"num_rollouts": 7, "num_claims": 9, "accused": None, "log_wealth": {"margin": [0.5, 0.1, 0.0]}}
     test = sequential_test.SequentialTest.restored(MEASURED, old)
-    assert test.num_rollouts == 7 and log_bets(test, "margin") == [0.5, 0.1, 0.0]
+    assert test.num_rollouts == 7 and test.state()["log_wealth"]["margin"] == [0.5, 0.1, 0.0]
     assert test.add([evidence()]) is None
     assert sequential_test.SequentialTest.restored(MEASURED, test.state()).state() == test.state()
 
 
-def test_a_cheat_after_long_honesty_is_found_as_soon_as_a_fresh_one():
-    fresh = until(sequential_test.SequentialTest(BANDS, epoch=100), lambda: evidence(margin=0.05))
-    old = sequential_test.SequentialTest(BANDS, epoch=100)
-    assert until(old, lambda: evidence(margin=0.0), 1000) is None
-    assert until(old, lambda: evidence(margin=0.05)) <= fresh + 6  # the threshold of the 11th epoch
+@pytest.mark.parametrize(("shift", "fresh"), [(0.0025, 11), (0.003, 6), (0.006, 2.2)])
+def test_a_cheat_after_512_honest_rollouts_is_found_in_at_most_1_3_times_the_rollouts_of_a_fresh_one(shift, fresh):
+    """Claims err along the advantage in groups of 8 rollouts, over 100 lives. A test that ran since the beginning took 7 times as many."""
+    # Mutation seen to fail here: the capital of the first start alone.
+    rng = np.random.default_rng(5)
+
+    def gains(favor):
+        texts = [[n, *range(63)] for n in range(8)]
+        errors = [rng.choice([-0.008, 0.008], 64) + favor * (n % 2 - 0.5) for n in range(8)]
+        group = [in_group(text, error_N, n % 2) for n, (text, error_N) in enumerate(zip(texts, errors, strict=True))]
+        return {"advantage": sequential_test.group_gains(MEASURED, group)["advantage"]}
+
+    honest, cheating, num_groups = [gains(0.0) for _ in range(100)], [gains(shift) for _ in range(100)], {0: [], 64: []}
+    for num_honest, found in num_groups.items():
+        for seed in range(100):
+            draw, test = np.random.default_rng(seed), sequential_test.SequentialTest(MEASURED)
+            for i in draw.integers(0, 100, num_honest):
+                test._add("rollouts", honest[i], 8)
+            while not test.flag:
+                test._add("rollouts", cheating[draw.integers(100)], 8)
+            found.append(test.num_rollouts // 8 - num_honest)
+    early, late = map(np.mean, num_groups.values())
+    assert early <= fresh and late <= 1.3 * early, (early, late)
+
+
+def test_bets_from_every_starting_point_are_still_fair():
+    """A cheat's evidence may begin anywhere, and an honest worker's crosses the threshold with probability alpha at most."""
+    # Mutation seen to fail here: a capital of 1 for each starting point.
+    rng, num_lives, alpha = np.random.default_rng(7), 200, 0.5
+    accused = 0
+    for _ in range(num_lives):
+        test, y_N = (
+            sequential_test.SequentialTest(None, alpha=alpha * len(sequential_test.STREAMS)),
+            rng.exponential(size=(200, 8)),
+        )
+        accused += any(test.add_claims(sequential_test.claims_ratio(one)) for one in y_N)
+    assert 0.05 * num_lives <= accused <= num_lives * alpha, accused
+    assert sum(math.exp(sequential_test.log_start(n)) for n in range(1, 10**5)) == pytest.approx(1, abs=1e-3)
 
 
 # ---- claims against the noise ---------------------------------------------------------------------------------------
@@ -770,22 +806,19 @@ def test_claims_that_are_all_a_little_wrong_are_rejected_in_one_rollout(shift):
         assert checks.claimed_logprobs([drawn(seed, num_tokens=600)]) == [checks.OK]
 
 
-@pytest.mark.parametrize("epoch", [1, 2, 5])
-def test_each_epoch_has_its_own_stricter_threshold(epoch):
-    """alpha 6 / (pi k)^2 per epoch k sums to alpha; an equal part of it for each stream."""
-    # Mutation seen to fail here: the factor pi^2 / 6 * epoch^2 left out of the limit.
-    limit = math.log(len(sequential_test.STREAMS) / 0.05) + math.log(math.pi**2 / 6) + 2 * math.log(epoch)
-    for add, none in (("shape", 4 * [0.0]), ("claims", 4 * [0.0])):
-        for change, is_flagged in ((-0.01, False), (0.01, True)):
-            test = sequential_test.SequentialTest(BANDS, alpha=0.05, epoch=10)
-
-            def feed(values, test=test, add=add):
-                values = np.array(values)
-                return test.add([evidence(shape=values)]) if add == "shape" else test.add_claims(values)
-
-            for _ in range(10 * (epoch - 1)):
-                assert feed(none) is None
-            assert (feed(4 * [limit + change]) is not None) == is_flagged
+@pytest.mark.parametrize("num_before", [0, 9, 99])
+def test_an_equal_part_of_alpha_is_for_each_stream(num_before):
+    """Counts the capital of n starts after n bets of 1."""
+    # Mutation seen to fail here: a limit of log(1 / alpha).
+    n = num_before + 1
+    limit = math.log(len(sequential_test.STREAMS) / 0.05) - math.log(
+        sum(16 / ((k + 15) * (k + 16)) for k in range(1, n + 1))
+    )
+    for change, is_flagged in ((-0.01, False), (0.01, True)):
+        test = sequential_test.SequentialTest(BANDS, alpha=0.05)
+        for _ in range(num_before):
+            assert test.add_claims(np.zeros(4)) is None
+        assert (test.add_claims(np.full(4, limit + change)) is not None) == is_flagged
 
 
 def test_an_accusation_names_its_stream_and_stays():

@@ -1,0 +1,159 @@
+"""Measurement: limits and bands fit the honest rollouts that they are derived from, and hold for others."""
+
+import collections
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from inference.proofs import toploc
+from rl.verification import measurement, sequential_test
+from tests.support import proofs
+
+
+@pytest.mark.parametrize(("num_massive", "limits"), [(4, toploc.PAPER), (0, toploc.LOOSEST), (4, toploc.LOOSEST)])
+def test_limits_that_accept_proofs_of_other_texts_are_refused(num_massive, limits):
+    """Massive channels, four of them, let the published limits accept the proof of one text for another."""
+    rng, chunks = np.random.default_rng(0), []
+    for _ in range(8):
+        hidden_TD = rng.standard_normal((32, 256))
+        hidden_TD[:, :num_massive] = 60 * (1 + 0.15 * rng.standard_normal((32, num_massive)))
+        hidden_TD = hidden_TD.astype(toploc.jnp.bfloat16)
+        chunks.append((hidden_TD, proofs.build(hidden_TD)[0]))
+    measured = [measurement.Measured(chunks={(n,): one for n, one in enumerate(chunks)})]
+    if limits == toploc.PAPER or not num_massive:
+        assert measurement.check_other_texts(limits, measured) == 7
+        return
+    with pytest.raises(ValueError, match="accept [67] of 7 proofs of other texts; replay in the dtype"):
+        measurement.check_other_texts(limits, measured)
+
+
+def test_scales_and_ties_hold_for_the_rollouts_they_were_measured_on():
+    """A scale bounds the mean of every bet; shares of ties come from errors where none was seen, and elsewhere from counts."""
+    rng = np.random.default_rng(1)
+    for x in (rng.normal(0, 3, 500), rng.standard_t(3, 500), np.full(500, -0.5)):
+        scale = measurement._scale(x)
+        bets = [
+            np.exp(a * np.minimum(x / scale, sequential_test.MAX_SCALED) - a * a / 2) for a in sequential_test.SLOPES
+        ]
+        assert np.mean(bets, axis=1).max() <= 1 and scale < 12
+    bands = dataclasses.replace(measurement.FLOORS, tie_span=0.1)
+    error_N, gap_N = rng.normal(0, 0.01, 4000), rng.uniform(0, 1, 4000)
+    is_second_N = gap_N < np.abs(rng.normal(0, 0.01 * 2**0.5, 4000)) * rng.choice([0, 1], 4000)
+    one = sequential_test.Evidence(0, 0, np.zeros(4), 0.0, np.zeros(4000), error_N, gap_N, gap_N, is_second_N)
+
+    def variant(one):
+        return measurement.Measured(by_group={(0, 0): [one]})
+
+    shares = measurement._ties(bands, [variant(one)])
+    assert shares[0] == measurement.LEAST_TIES and shares[-1] >= 0.5 and shares[2] < shares[6] < shares[10]
+    for k, share in enumerate(shares):
+        seen = is_second_N[bands.classes(gap_N) == k]
+        assert share >= seen.sum() / max(len(seen), 50)
+    quiet = measurement._ties(
+        bands, [variant(dataclasses.replace(one, error_N=np.zeros(4000), is_second_N=gap_N < 0.05))]
+    )
+    assert quiet[0] == measurement.LEAST_TIES and min(quiet[2:4]) == 1.0  # 0.05 is the border of classes 1 and 2
+
+
+def test_bands_on_sums_are_those_by_hand():
+    """Three groups with copies, of other lengths; one rollout alone errs much, and downward."""
+    rng, quiet = np.random.default_rng(5), np.zeros(4)
+    texts = [[(1, 2), (1, 2), (3, 4, 5)], [(1,), (2, 3), (2, 4)], [(7, 8, 9), (7, 8, 1), (6,)]]
+    rewards = (1.0, 0.0, 0.25)
+    errors = [[rng.exponential(0.002, len(text)) - 0.001 for text in group] for group in texts]
+    errors[0][2] -= 0.02
+    groups = [
+        [
+            sequential_test.Evidence(
+                0, 0, quiet, r, np.array(t), e, quiet[: len(t)] + 1, quiet[: len(t)], quiet[: len(t)] > 0
+            )
+            for t, e, r in zip(*group, rewards, strict=True)
+        ]
+        for group in zip(texts, errors, strict=True)
+    ]
+    signs = [[np.clip(e / 0.0125, -1, 1).sum() for e in group] for group in errors]
+    mean = sum(map(sum, signs)) / 19
+
+    def deviation(texts, weights):
+        sums = collections.Counter()
+        for text, weight in zip(texts, weights, strict=True):
+            sums.update({text[:n]: abs(weight) for n in range(len(text))})
+        return math.sqrt(sum(value**2 for value in sums.values()))
+
+    over, lean, favored, squares = {1: [], 3: []}, {1: [], 3: []}, [], 0.0
+    for text, error, sign in zip(texts, errors, signs, strict=True):
+        lengths = list(map(len, text))
+        squares += (sum(sign) - mean * sum(lengths)) ** 2
+        for size in (1, 3):
+            for first in range(0, 3, size):
+                part = slice(first, first + size)
+                root = deviation(text[part], [1] * size)
+                over[size].append((sum(np.abs(e).sum() for e in error[part]) - 0.01 * sum(lengths[part])) / root)
+                lean[size].append((sum(sign[part]) - mean * sum(lengths[part])) / root)
+        per_token = np.dot(rewards, lengths) / sum(lengths)
+        weights = [reward - per_token for reward in rewards]
+        favored.append(sum(w * (s - mean * n) for w, s, n in zip(weights, sign, lengths, strict=True)))
+        favored[-1] /= deviation(text, weights)
+    expected = {
+        "scatter": measurement._scale(*map(np.array, over.values())),
+        "alone": measurement._scale(np.array(over[1])),
+        "bias": 1.25 * (abs(mean) + 4 * math.sqrt(squares) / 19),
+        "spread": measurement._scale(
+            *(side * np.array(x) for side in (1, -1) for x in (*lean.values(), favored, np.zeros(9)))
+        ),
+    }
+    bands = dataclasses.replace(measurement.FLOORS, logprob=0.0125)
+    assert measurement._sums(bands, groups) == pytest.approx(expected)
+    for n, group in enumerate(groups):
+        assert measurement._scaled(bands, mean, group) == pytest.approx((over[3][n], lean[3][n], favored[n]))
+    _, found = measurement.limits([measurement.Measured(by_group=dict(enumerate(groups)))])
+    square = np.mean(np.concatenate(sum(errors, [])) ** 2)
+    assert found.shape == pytest.approx(measurement.SHAPE_SAFETY * 16 * square)
+
+
+@pytest.mark.parametrize("easier", [0.0, 0.5])
+def test_bands_on_sums_hold_where_some_prompts_are_easier_than_others(easier):
+    """All samples of a prompt err less or more, so that a group is no sum of independent rollouts. The bets are those of the test itself."""
+    rng = np.random.default_rng(2)
+
+    def group():
+        rate, lean = 0.01 * rng.lognormal(-(easier**2) / 2, easier), easier * rng.normal(0, 0.5)
+        for first in range(8):
+            error_N = rng.exponential(rate, 100) * rng.choice([-1, 1], 100, p=[0.5 - lean / 4, 0.5 + lean / 4])
+            token_N, quiet = np.array([first, *range(99)]), np.zeros(100)
+            fields = token_N, error_N, quiet + 1, quiet + 1, quiet.astype(bool)
+            yield sequential_test.Evidence(0, 0, np.zeros(4), first % 2, *fields)
+
+    bands = dataclasses.replace(measurement.FLOORS, logprob=measurement.BAND_SAFETY * 0.01)
+    bands = dataclasses.replace(bands, **measurement._sums(bands, [list(group()) for _ in range(64)]))
+    gains = {"error": [], "bias": [], "advantage": []}
+    for _ in range(200):
+        test = sequential_test.SequentialTest(bands)
+        test.add(list(group()))
+        for name, found in gains.items():
+            found.append(np.array(test.state()["log_wealth"][name]) - sequential_test.log_start(1))
+    # Mutation seen to fail here: scales of rollouts alone.
+    means = {name: np.exp(found).mean(axis=0).max() for name, found in gains.items()}
+    assert max(means.values()) <= 1, means
+
+
+@pytest.mark.parametrize("draw", ["normal", "laplace", "logistic"])
+def test_a_limit_is_beyond_honest_tokens_and_not_far_beyond(draw):
+    """Extrapolates from 8,192 honest tokens: a normal tail ends soon, an exponential one late."""
+    # Mutation seen to fail here: a shape of 1 for all.
+    rng = np.random.default_rng(0)
+    sample = np.abs(getattr(rng, draw)(size=8192))
+    exact = {"normal": 6.8, "laplace": 25.3, "logistic": 26.0}[draw]  # is exceeded by 1e-11
+    assert 0.8 * exact <= measurement.tail_limit(sample, sample) <= 1.5 * exact
+
+
+@pytest.mark.parametrize(("noise", "rounding", "expected"), [(0.05, 0.0, 1e-3), (1e-5, 2e-6, 0.2)])
+def test_errors_are_measured_in_units_that_fit_their_growth_with_uncertainty(noise, rounding, expected):
+    """Models errors of SmolLM2: in bfloat16 they vanish with 1 - p, in float32 the rounding of large logits stays."""
+    rng = np.random.default_rng(3)
+    doubt_N = np.where(rng.random(8192) < 0.5, 10 ** rng.uniform(-6, -2, 8192), rng.uniform(0.01, 1, 8192))
+    error_N = noise * doubt_N * rng.laplace(size=8192) + rounding * rng.normal(size=8192)
+    floor = measurement._floor(error_N, doubt_N)
+    assert floor <= expected if rounding == 0 else expected / 3 <= floor <= 3 * expected, floor
