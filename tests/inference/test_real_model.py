@@ -7,6 +7,7 @@ from tests.support import real_model, serving
 
 
 @pytest.mark.real
+@pytest.mark.usefixtures("compile_fast")
 def test_a_gguf_file_is_served_with_default_flags_and_answers(tmp_path):
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body = {"model": "policy", "messages": question, "max_tokens": 16, "temperature": 0}
