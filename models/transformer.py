@@ -141,6 +141,41 @@ def extend(
     return _run(params, config, tokens_BT, positions_BT, cache, attend_cached, experts_LBTX=experts_LBTX)
 
 
+def embed(params: Params, config: config_lib.ModelConfig, tokens_BT: jax.Array, positions_BT: jax.Array):
+    """Returns the input of the first layer: embeddings [B, T, D], and the rotary tables {True for sliding layers: rotation}."""
+    kinds = {config.is_sliding(index) for index in range(config.num_layers)}
+    rotations = {sliding: layers.rotation(config, positions_BT, sliding=sliding) for sliding in kinds}
+    table_VD = params["embed"]
+    if isinstance(table_VD, cpu_transposed.Transposed):
+        x_BTD = table_VD.channels(tokens_BT, config.dtype)
+    else:
+        is_int8 = isinstance(table_VD, int8.Quantized)
+        x_BTD = _rows(table_VD.values if is_int8 else table_VD, tokens_BT, config.dtype)
+        x_BTD = int8.scaled(x_BTD, table_VD.scale[tokens_BT]) if is_int8 else x_BTD
+    if config.scale_embeddings:
+        x_BTD *= jnp.asarray(config.model_dim**0.5, x_BTD.dtype)
+    return rules.constrain(x_BTD, "batch", "sequence", None), rotations
+
+
+def extend_layer(
+    params: Params, config: config_lib.ModelConfig, x_BTD: jax.Array, rotation, entry, attend_cached, *, sliding: bool
+):
+    """Runs one layer of `extend`, with its parameters and its entry of the cache; returns (x_BTD, new entry, routing or None)."""
+
+    def attend(*qkv, **options):
+        nonlocal entry
+        out_BTHV, entry = attend_cached(entry, *qkv, **options)
+        return out_BTHV
+
+    x_BTD, routing = blocks.run(params, config, x_BTD, attend, rotation, sliding=sliding, absorbed=True)
+    return x_BTD, entry, routing
+
+
+def normed(params: Params, config: config_lib.ModelConfig, x_BTD: jax.Array) -> jax.Array:
+    """Returns the hidden states after the final norm, from the result of the last layer."""
+    return layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps, config.norm)
+
+
 def precision(config: config_lib.ModelConfig) -> contextlib.AbstractContextManager:
     """Returns a context in which jax traces products of float32, forward and backward, as ones of float32 if that is the model's dtype.
 
@@ -201,19 +236,6 @@ def restacked(params: Params, old: config_lib.ModelConfig, new: config_lib.Model
     return params | {"layers": {key: layer for key, (layer,) in together.items()}}
 
 
-def _embed(params, config, tokens_BT):
-    table_VD = params["embed"]
-    if isinstance(table_VD, cpu_transposed.Transposed):
-        x_BTD = table_VD.channels(tokens_BT, config.dtype)
-    else:
-        is_int8 = isinstance(table_VD, int8.Quantized)
-        x_BTD = _rows(table_VD.values if is_int8 else table_VD, tokens_BT, config.dtype)
-        x_BTD = int8.scaled(x_BTD, table_VD.scale[tokens_BT]) if is_int8 else x_BTD
-    if config.scale_embeddings:
-        x_BTD *= jnp.asarray(config.model_dim**0.5, x_BTD.dtype)
-    return rules.constrain(x_BTD, "batch", "sequence", None)
-
-
 def _rows(table_VD, tokens_BT, dtype) -> jax.Array:
     """Returns rows of the embedding table; over `fsdp`, devices exchange rows, or the table if it has fewer entries than tokens.
 
@@ -240,9 +262,7 @@ def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *
     `attend` has the signature of `attend_cached` (see `extend`). For the learner `cache` and its entries are None, and latent
     attention runs over heads instead of latents.
     """
-    kinds = {config.is_sliding(index) for index in range(config.num_layers)}
-    rotations = {sliding: layers.rotation(config, positions_BT, sliding=sliding) for sliding in kinds}
-    x_BTD = _embed(params, config, tokens_BT)
+    x_BTD, rotations = embed(params, config, tokens_BT, positions_BT)
 
     def block(block_params, x_BTD, entry, experts_BTX, sliding):
         def attend_entry(*qkv, **options):
@@ -297,7 +317,7 @@ def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *
         for indices, routing in zip(unit.values(), out, strict=True):
             for n, index in enumerate(indices):
                 routings[index] = jax.tree.map(lambda x, n=n: x[n], routing) if config.scan_layers else routing
-    hidden_BTD = layers.rms_norm(x_BTD, params["final_norm"], config.norm_eps, config.norm)
+    hidden_BTD = normed(params, config, x_BTD)
     of_moe_layers = [routings[index] for index in moe_layers]
     routing = jax.tree.map(lambda *x: jnp.stack(x), *of_moe_layers) if of_moe_layers else None
     return hidden_BTD, tuple(new_cache), routing

@@ -9,10 +9,13 @@ Letters: B slots, P prompts of a prefill, T bucket or chunk length, K steps per 
 token, N slots of a call, k values of a proof.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import struct
 
 from inference.engine import cpu_decode_attention, decode_state, kv_cache, paged_cache, routed_experts, sampler
 from inference.engine import request as request_lib
@@ -63,18 +66,26 @@ def resized(cache, size):
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def empty_slots(model, num_slots, capacity, num_pages=0, page_dtype=""):
     """Returns a `DecodeState` of `num_slots` unused slots: of `capacity` positions each, or of `num_pages` pages together."""
-    zeros_B = jnp.zeros((num_slots,), jnp.int32)
-    create = cpu_decode_attention.create if cpu_decode_attention.fits(model) else kv_cache.create
-    state = decode_state.DecodeState(
-        cache=paged_cache.create(model, num_pages, page_dtype) if num_pages else create(model, num_slots, capacity),
+    if num_pages:
+        cache = paged_cache.create(model, num_pages, page_dtype)
+    else:
+        create = cpu_decode_attention.create if cpu_decode_attention.fits(model) else kv_cache.create
+        cache = create(model, num_slots, capacity)
+    return decode_state.placed(unused_slots(model, num_slots, cache))
+
+
+def unused_slots(model, num_slots, cache) -> decode_state.DecodeState:
+    """Returns a `DecodeState` of `num_slots` unused slots with their cache."""
+    zeros_B = np.zeros((num_slots,), np.int32)
+    return decode_state.DecodeState(
+        cache=cache,
         token=zeros_B,
         position=zeros_B,
         generated=zeros_B,
-        active=jnp.zeros((num_slots,), bool),
+        active=np.zeros((num_slots,), bool),
         request=decode_state.request_arrays((), num_slots),
         ring=window.create(num_slots, model.model_dim),
     )
-    return decode_state.placed(state)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -92,19 +103,35 @@ def score(model, params, tokens_BT):
     return logprobs.token_logprobs(params, model, hidden_BTD, tokens_BT, ones_BT)[0][0]
 
 
-@functools.partial(jax.jit, donate_argnums=3)
 def insert(prefix, rows_N, request, state, slots_N):
     """Copies prompt `rows_N[n]` of `prefix` into slot `slots_N[n]` and activates it; skips slots out of range; returns the state.
 
-    Keys and values of a cache in pages stay: `insert_pages` copies those.
+    Keys and values are copied entry by entry. Those of a cache in pages stay: `insert_pages` copies them.
     """
+    cache = state.cache
+    if not isinstance(cache, paged_cache.PagedCache):
+        pairs = zip(prefix.cache, cache, strict=True)
+        cache = tuple(_insert_entry(source, rows_N, target, slots_N) for source, target in pairs)
+    state, prefix = state.replace(cache=()), prefix.replace(cache=(), request=None)
+    if isinstance(prefix.last_token, np.ndarray):  # then no program depends on the number of prompts
+        prefix = prefix.replace(last_token=prefix.last_token[rows_N], length=prefix.length[rows_N])
+        rows_N = np.arange(len(rows_N))
+    return _insert_rows(prefix, rows_N, request, state, slots_N).replace(cache=cache)
+
+
+@functools.partial(jax.jit, donate_argnums=2)
+def _insert_entry(source, rows_N, target, slots_N):
+    return decode_state.placed((kv_cache.copy_rows(source, rows_N, target, slots_N),))[0]
+
+
+@functools.partial(jax.jit, donate_argnums=3)
+def _insert_rows(prefix, rows_N, request, state, slots_N):
+    """Does as `insert` with all but keys and values."""
 
     def put(target, values):
         return target.at[slots_N].set(values, mode="drop")
 
-    is_paged = isinstance(state.cache, paged_cache.PagedCache)
     new = state.replace(
-        cache=state.cache if is_paged else kv_cache.copy_rows(prefix.cache, rows_N, state.cache, slots_N),
         token=put(state.token, prefix.last_token[rows_N]),
         position=put(state.position, prefix.length[rows_N] - 1),
         generated=put(state.generated, 0),
@@ -137,12 +164,6 @@ def write_row(state, row, slot):
     return decode_state.placed(new.replace(cache=state.cache))
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def read_slot(state, slot, size):
-    """Returns a copy of the first `size` keys and values of one slot of a CPU, as a cache of one prompt."""
-    return tuple(cpu_decode_attention.read_row(blocks, slot, size) for blocks in state.cache)
-
-
 @jax.jit
 def read_pages(state, pages_M):
     """Returns copies of pages (paged_cache.py)."""
@@ -167,79 +188,85 @@ def top_values(state, slot_N, window_N, rows_N):
     return window.top_values(state.ring, slot_N, window_N, rows_N)
 
 
+@struct.dataclass
+class Outputs:
+    """The outputs of the steps of a decode call so far, and the state of its slots at the start."""
+
+    step: jax.Array  # int32, the number of steps
+    generated: jax.Array  # int32 [B], at the start
+    active: jax.Array  # bool [B], at the start
+    tokens: jax.Array  # int32 [B, K]
+    valid: jax.Array  # int32 [B, K]
+    logps: jax.Array  # float32 [B, K]
+    extras: tuple[
+        jax.Array, ...
+    ]  # raw logp [B, K], top ids and top logp [B, K, MAX_TOP]; zeros unless a slot requests them
+    experts: jax.Array | None  # [B, K, L, X] of the tokens that were run, if they are recorded
+    kept: jax.Array | None  # [B, K, num_kept] entries of the vocabulary that the filters kept, if they are recorded
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4), donate_argnums=8)
 @transformer.precise
 def generate(model, num_steps, max_len, routed, num_kept, params, limit, table_BW, state):
     """Runs up to `limit` of `num_steps` = K decode steps; stops early when no slot is active.
 
     `table_BW` has the pages of each slot, room for the keys of these steps included; None if the cache is not in pages.
-
-    Returns (state, data, extras, proofs, experts, kept). Columns of data: K tokens, K valid, number of generated tokens, K logp.
-    Extras: (raw logp [B, K], top ids and top logp [B, K, MAX_TOP]), zeros unless a slot requests them. Proofs: the top values
-    (indices, bits) [B, 2, k] of finished proof windows. Experts: [B, K, L, X] of the tokens that were run, or None. Kept: [B, K, num_kept]
-    entries of the vocabulary that the filters kept, or None.
+    Returns (state, *results of `results`).
     """
-    B = state.token.shape[0]
-    num_top = min(request_lib.MAX_TOP, model.vocab_size)
-    start = state
 
     def more(carry):
-        step, state, *_ = carry
-        return (step < jnp.minimum(num_steps, limit)) & jnp.any(state.active)
+        state, outputs = carry
+        return (outputs.step < jnp.minimum(num_steps, limit)) & jnp.any(state.active)
 
     def one(carry):
-        step, state, tokens, valid, logps, extras, experts, kept = carry
-        new_state, logits_BV, logp_BV, token_B, logp_B, routing = _step(model, max_len, params, table_BW, state)
-        return (
-            step + 1,
-            new_state,
-            tokens.at[:, step].set(jnp.where(state.active, token_B, 0)),
-            valid.at[:, step].set(state.active.astype(jnp.int32)),
-            logps.at[:, step].set(jnp.where(state.active, logp_B, 0.0)),
-            _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top),
-            experts.at[:, step].set(routed_experts.compact(routing, model)[:, 0]) if routed else None,
-            kept.at[:, step].set(sampler.kept(logp_BV, num_kept)) if num_kept else None,
-        )
+        state, outputs = carry
+        attend, is_paged = attend_at(model, state, table_BW), isinstance(state.cache, paged_cache.PagedCache)
+        cache = state.cache.entries if is_paged else state.cache
+        tokens = state.token[:, None], state.position[:, None]
+        hidden_B1D, cache, routing = transformer.extend(params, model, *tokens, cache, attend)
+        state = state.replace(cache=paged_cache.PagedCache(cache) if is_paged else cache)
+        return sampled(model, max_len, num_kept, params, state, outputs, hidden_B1D, routing)
 
-    blank = jnp.zeros((B, num_steps), jnp.int32)
-    zeros = jnp.zeros((B, num_steps), jnp.float32)
-    wide = (B, num_steps, num_top)
-    extras = (zeros, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
-    shape = (B, num_steps, routed_experts.num_moe_layers(model), model.experts_per_token)
-    experts = jnp.zeros(shape, routed_experts.dtype(model)) if routed else None
-    kept = jnp.zeros((B, num_steps, num_kept), jnp.int32) if num_kept else None
-    carry = (jnp.int32(0), decode_state.placed(state), blank, blank, zeros, extras, experts, kept)
-    _, state, tokens, valid, logps, extras, experts, kept = jax.lax.while_loop(more, one, carry)
-    bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
-    is_finished_B2, *windows = window.finished(start.generated, state.generated, start.active & ~state.active)
-    proofs = window.reduce(state.ring, is_finished_B2 & state.request.want_proof[:, None], *windows)
-    data = jnp.concatenate([tokens, valid, state.generated[:, None], bits], axis=1)
-    return state, data, extras, proofs, experts, kept
+    carry = decode_state.placed(state), no_outputs(model, num_steps, routed, num_kept, state)
+    state, outputs = jax.lax.while_loop(more, one, carry)
+    return state, *results(state, outputs)
 
 
-@jax.jit
-def join(results):
-    """Concatenates the results of `generate` for several sub-batches, without the states, along the slot axis."""
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *results)
-
-
-def _step(model, max_len, params, table_BW, state):
-    """Decodes one token per active slot; returns (new state, logits [B, V], log-probs [B, V], tokens, their log-probs, routing)."""
-    # At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py). There, such a
-    # slot keeps its keys, which the next turn of a conversation may reuse.
-    position_B, is_paged = jnp.where(state.active, state.position, 0), isinstance(state.cache, paged_cache.PagedCache)
-    is_cpu = not is_paged and isinstance(state.cache[0], cpu_decode_attention.Blocks)
-    writes_B1 = state.active[:, None] if is_cpu else None
-    hidden_B1D, cache, routing = transformer.extend(
-        params,
-        model,
-        state.token[:, None],
-        state.position[:, None],
-        state.cache.entries if is_paged else state.cache,
-        paged_cache.attend_at(position_B, state.active, table_BW)
-        if is_paged
-        else kv_cache.attend_at(position_B, write_BT=writes_B1, implementation=model.attention),
+def no_outputs(model, num_steps, routed, num_kept, state) -> Outputs:
+    """Returns the outputs of a decode call of up to `num_steps` steps before its first one."""
+    B, num_top = len(state.token), min(request_lib.MAX_TOP, model.vocab_size)
+    blank, zeros = jnp.zeros((B, num_steps), jnp.int32), jnp.zeros((B, num_steps), jnp.float32)
+    wide = B, num_steps, num_top
+    shape = B, num_steps, routed_experts.num_moe_layers(model), model.experts_per_token
+    generated, active = (jnp.copy(x) for x in (state.generated, state.active))  # the state is donated
+    return Outputs(
+        *(jnp.int32(0), generated, active, blank, blank, zeros),
+        extras=(zeros, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32)),
+        experts=jnp.zeros(shape, routed_experts.dtype(model)) if routed else None,
+        kept=jnp.zeros((B, num_steps, num_kept), jnp.int32) if num_kept else None,
     )
+
+
+def attend_at(model, state, table_BW):
+    """Returns the attention function of a decode step in `state`."""
+    position_B, writes_B1 = places(state)
+    if isinstance(state.cache, paged_cache.PagedCache):
+        return paged_cache.attend_at(position_B, state.active, table_BW)
+    writes_B1 = writes_B1 if isinstance(state.cache[0], cpu_decode_attention.Blocks) else None
+    return kv_cache.attend_at(position_B, write_BT=writes_B1, implementation=model.attention)
+
+
+def places(state) -> tuple[jax.Array, jax.Array]:
+    """Returns the position at which each slot attends in a decode step, [B], and whether it writes its key there, [B, 1].
+
+    At 0 where a slot is not in use: the CPU reads keys up to the latest position (cpu_decode_attention.py). There, such a slot
+    keeps its keys, which the next turn of a conversation may reuse.
+    """
+    return jnp.where(state.active, state.position, 0), state.active[:, None]
+
+
+def sampled(model, max_len, num_kept, params, state, outputs: Outputs, hidden_B1D, routing):
+    """Samples the next token of each active slot from the hidden states of a step; returns the new state and outputs."""
     logits_BV = transformer.logits(params, model, hidden_B1D)[:, 0]
     is_early_B = state.active & (state.generated < state.request.min_tokens)
     banned_BN = jnp.where(is_early_B[:, None], state.request.stop_ids, -1)
@@ -250,17 +277,49 @@ def _step(model, max_len, params, table_BW, state):
     full_B = (generated >= state.request.max_tokens) | (state.position + 2 >= max_len)
     goes_on_B = active & ~stopped_B & ~full_B
     new_state = state.replace(
-        cache=paged_cache.PagedCache(cache) if is_paged else cache,
         token=jnp.where(active, token_B, state.token),
         position=state.position + goes_on_B,
         generated=generated,
         active=goes_on_B,
         ring=window.write(state.ring, hidden_B1D[:, 0], state.generated, active),
     )
-    return decode_state.placed(new_state), logits_BV, logp_BV, token_B, logp_B, routing
+    step, experts, kept = outputs.step, outputs.experts, outputs.kept
+    new_outputs = dataclasses.replace(
+        outputs,
+        step=step + 1,
+        tokens=outputs.tokens.at[:, step].set(jnp.where(active, token_B, 0)),
+        valid=outputs.valid.at[:, step].set(active.astype(jnp.int32)),
+        logps=outputs.logps.at[:, step].set(jnp.where(active, logp_B, 0.0)),
+        extras=_extras(outputs.extras, step, logits_BV, logp_BV, token_B, state),
+        experts=None if experts is None else experts.at[:, step].set(routed_experts.compact(routing, model)[:, 0]),
+        kept=None if kept is None else kept.at[:, step].set(sampler.kept(logp_BV, num_kept)),
+    )
+    return decode_state.placed(new_state), new_outputs
 
 
-def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):
+def results(state, outputs: Outputs, has_proofs: bool = True):
+    """Returns (data, extras, proofs, experts, kept) of a decode call. Columns of data: K tokens, K valid, number of generated tokens, K logp.
+
+    Proofs: the top values (indices, bits) [B, 2, k] of finished proof windows; zeros if `has_proofs` is False. The others are
+    those of `outputs`.
+    """
+    bits = jax.lax.bitcast_convert_type(outputs.logps, jnp.int32)
+    ended_B = outputs.active & ~state.active
+    is_finished_B2, *windows = window.finished(outputs.generated, state.generated, ended_B)
+    is_wanted_B2 = is_finished_B2 & state.request.want_proof[:, None]
+    is_wanted_B2 = is_wanted_B2 if has_proofs else jnp.zeros_like(is_wanted_B2)
+    proofs = window.reduce(state.ring, is_wanted_B2, *windows)
+    data = jnp.concatenate([outputs.tokens, outputs.valid, state.generated[:, None], bits], axis=1)
+    return data, outputs.extras, proofs, outputs.experts, outputs.kept
+
+
+@jax.jit
+def join(results):
+    """Concatenates the results of `generate` for several sub-batches, without the states, along the slot axis."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *results)
+
+
+def _extras(extras, step, logits_BV, logp_BV, token_B, state):
     """Returns `extras` with this step's raw and top log-probabilities; skips the work if no active slot requests them."""
 
     def raw(values, logits_BV, logp_BV):
@@ -268,7 +327,7 @@ def _extras(extras, step, logits_BV, logp_BV, token_B, state, num_top):
         return values.at[:, step].set(jnp.take_along_axis(raw_BV, token_B[:, None], axis=-1)[:, 0])
 
     def top(values, logits_BV, logp_BV):
-        logps, ids = jax.lax.top_k(logp_BV, num_top)
+        logps, ids = jax.lax.top_k(logp_BV, extras[1].shape[-1])
         return values[0].at[:, step].set(ids), values[1].at[:, step].set(logps)
 
     def either(want_B, compute, values):

@@ -12,6 +12,8 @@ exp(-1e30) = 0. Used where `fits` is True (docs/decisions/kept.md has the times)
 Letters: N blocks, B sequences, K key heads, S positions of a block, H query heads, G = H / K, C head dim (of values: V).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -39,11 +41,18 @@ def fits(config: config_lib.ModelConfig) -> bool:
     return mesh_lib.platform() == "cpu" and is_alone and not config.is_latent and not config.scan_layers
 
 
-def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) -> tuple[Blocks, ...]:
-    """Returns one `Blocks` of zeros per layer, with at least `capacity` positions per sequence."""
+def division(capacity: int) -> tuple[int, int]:
+    """Returns (number of blocks, positions of a block) for at least `capacity` positions per sequence."""
     num_blocks = -(-capacity // MAX_BLOCK)
-    block = -(-capacity // (num_blocks * MULTIPLE)) * MULTIPLE
-    shape = num_blocks, num_sequences, config.num_kv_heads
+    return num_blocks, -(-capacity // (num_blocks * MULTIPLE)) * MULTIPLE
+
+
+def create(
+    config: config_lib.ModelConfig, num_sequences: int, capacity: int, num_blocks: int = 0
+) -> tuple[Blocks, ...]:
+    """Returns one `Blocks` of zeros per layer, with the first `num_blocks` of the blocks for `capacity` positions (0: all)."""
+    most, block = division(capacity)
+    shape = num_blocks or most, num_sequences, config.num_kv_heads
     return tuple(
         Blocks(
             jnp.zeros((*shape, config.head_dim, block), config.dtype),
@@ -54,30 +63,47 @@ def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) ->
 
 
 def copy_rows(k_PKTC: jax.Array, v_PKTV: jax.Array, rows_B: jax.Array, blocks: Blocks, slots_B: jax.Array) -> Blocks:
-    """Copies keys and values of prompts `rows_B` into sequences `slots_B` of a layer's blocks; skips slots out of range."""
-    S = blocks.values_NBKSV.shape[3]
+    """Copies keys and values of prompts `rows_B` into sequences `slots_B` of a layer's blocks; skips slots out of range.
 
-    def copy(target, x_PKTC, is_transposed):
-        x_BKTC = x_PKTC[rows_B]
-        B, K, T, C = x_BKTC.shape
-        whole, rest = divmod(T, S)
-        pieces = [jnp.moveaxis(x_BKTC[:, :, : whole * S].reshape(B, K, whole, S, C), 2, 0), x_BKTC[:, :, whole * S :]]
-        where = [(slice(whole), slots_B), (whole, slots_B, slice(None), slice(rest))]
-        if is_transposed:
-            pieces, where[1] = [x.swapaxes(-1, -2) for x in pieces], (*where[1][:3], slice(None), slice(rest))
-        for at, piece in zip(where, pieces, strict=True):
-            target = target.at[at].set(piece, mode="drop") if piece.size else target
-        return target
+    Padding past the last block is not copied.
+    """
+    N, B, _, S, _ = blocks.values_NBKSV.shape
+    order = jnp.nonzero(slots_B < B, size=len(slots_B), fill_value=0)[0]
 
-    return Blocks(copy(blocks.keys_NBKCS, k_PKTC, True), copy(blocks.values_NBKSV, v_PKTV, False))
+    def copy(n, x_PKTC):
+        """Returns the pieces of a prompt: whole blocks, and the beginning of one."""
+        x_KTC = jax.lax.dynamic_index_in_dim(x_PKTC, rows_B[order[n]], keepdims=False)[:, : N * S]
+        K, T, C = x_KTC.shape
+        whole = T // S
+        pieces = [jnp.moveaxis(x_KTC[:, : whole * S].reshape(K, whole, S, C), 1, 0), x_KTC[None, :, whole * S :]]
+        return [(at, piece[:, None]) for at, piece in zip((0, whole), pieces, strict=True) if piece.size]
+
+    def insert(n, blocks):
+        def put(target, at, piece):
+            return jax.lax.dynamic_update_slice(target, piece, (at, slots_B[order[n]], 0, 0, 0))
+
+        keys, values = blocks.keys_NBKCS, blocks.values_NBKSV
+        for at, piece in copy(n, k_PKTC):
+            keys = put(keys, at, piece.swapaxes(-1, -2))
+        for at, piece in copy(n, v_PKTV):
+            values = put(values, at, piece)
+        return Blocks(keys, values)
+
+    # A loop of updates in place: XLA's scatter on a CPU copies the whole cache.
+    return jax.lax.fori_loop(0, jnp.sum(slots_B < B), insert, blocks)
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def read_row(blocks: Blocks, slot: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Returns copies of one sequence's first `size` keys and values, [1, K, size, C] each, as `copy_rows` takes them."""
+    """Returns copies of one sequence's first `size` keys and values, [1, K, size, C] each, as `copy_rows` takes them.
+
+    Positions past the last block are zeros.
+    """
     k_NKSC, v_NKSV = blocks.keys_NBKCS[:, slot].swapaxes(-1, -2), blocks.values_NBKSV[:, slot]
 
     def joined(x_NKSC: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x_NKSC, 0, 1).reshape(1, x_NKSC.shape[1], -1, x_NKSC.shape[-1])[:, :, :size]
+        x_1KTC = jnp.moveaxis(x_NKSC, 0, 1).reshape(1, x_NKSC.shape[1], -1, x_NKSC.shape[-1])[:, :, :size]
+        return jnp.pad(x_1KTC, [(0, 0), (0, 0), (0, size - x_1KTC.shape[2]), (0, 0)])
 
     return joined(k_NKSC), joined(v_NKSV)
 

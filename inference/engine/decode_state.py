@@ -6,6 +6,7 @@ program states this layout of its results (`placed`), so that they enter the nex
 Letters: B slots, P prompts of a prefill.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -50,10 +51,10 @@ class DecodeState:
     """The slots of one decode call, as arrays. `token` is the next token to run, at `position`; a slot decodes while `active`."""
 
     cache: kv_cache.Cache | paged_cache.PagedCache
-    token: jax.Array  # int32 [B]
-    position: jax.Array  # int32 [B]
-    generated: jax.Array  # int32 [B], new tokens so far
-    active: jax.Array  # bool [B]
+    token: Array  # int32 [B]
+    position: Array  # int32 [B]
+    generated: Array  # int32 [B], new tokens so far
+    active: Array  # bool [B]
     request: Request
     ring: jax.Array  # last hidden states by new token (inference/proofs/window.py)
 
@@ -112,3 +113,20 @@ def request_arrays(requests: Sequence[request_lib.GenerateRequest], size: int) -
         want_raw=column(lambda r: r.raw_logprobs, False, bool),
         want_top=column(lambda r: r.top_logprobs > 0, False, bool),
     )
+
+
+def is_plain(request: Request, active_B: np.ndarray) -> bool:
+    """Returns True if no active sequence has a filter, a bias, a least number of tokens, or wants more than tokens, log-probabilities, and proofs."""
+    sampling = request.sampling
+    filters_B = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0) | (request.min_tokens > 0)
+    biased_B = np.asarray(sampling.allows_biased_only) | (np.asarray(sampling.bias_ids) >= 0).any(axis=1)
+    return not (active_B & (filters_B | biased_B | request.want_raw | request.want_top)).any()
+
+
+def plain(request: Request) -> Request:
+    """Returns a request of which `is_plain` holds, as constants, so that a program does not contain the other cases."""
+    zeros_B = np.zeros(request.min_tokens.shape, np.int32)
+    filters = {"top_k": zeros_B, "top_p": zeros_B + np.float32(1), "min_p": zeros_B.astype(np.float32)}
+    sampling = dataclasses.replace(request.sampling, **filters, bias_ids=None, bias=None, allows_biased_only=None)
+    wants = {"want_raw": zeros_B > 0, "want_top": zeros_B > 0}
+    return dataclasses.replace(request, sampling=sampling, min_tokens=zeros_B, **wants)

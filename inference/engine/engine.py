@@ -10,7 +10,8 @@
 With `num_pages`, slots share pages of keys and values (paged_cache.py). The caller decides which pages a slot has, copies prompts
 into them (`insert_pages`), and may move a sequence to host memory (`swap_out`) and into other pages and another slot (`swap_in`).
 
-All programs (compiled_steps.py) have fixed shapes, and a row's result does not depend on the other rows. Weights are an
+All programs (compiled_steps.py) have fixed shapes, and a row's result does not depend on the other rows. For a large model on a
+CPU the number of slots, and of their positions, follows the load (cpu_layers.py, `resized`). Weights are an
 argument of each call, so they can change while sequences run. On a mesh each call runs over all devices; one that spans several hosts needs the
 same calls on each (inference/follower/replay.py).
 
@@ -22,6 +23,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,7 @@ from flax import struct
 from inference.engine import (
     compiled_steps,
     cpu_decode_attention,
+    cpu_layers,
     cpu_sub_batches,
     decode_state,
     kv_cache,
@@ -191,17 +194,25 @@ class Engine(engine_api.Engine):
         if config.routed_experts and not routed_experts.num_moe_layers(model):
             raise ValueError("experts cannot be recorded: the model has none; leave routed_experts out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
-        self._initial_params, self._options = params, (model, config.routed_experts)
+        self._initial_params = params
+        # On a CPU, layers are called one by one, however the weights are stored.
         # On other devices, a slot without a sequence does not keep its keys.
-        self.can_read_slots = not config.num_pages and self._run(cpu_decode_attention.fits, model)
+        unstacked = dataclasses.replace(model, scan_layers=False)
+        self.can_read_slots = not config.num_pages and self._run(cpu_decode_attention.fits, unstacked)
+        self._model = unstacked if self.can_read_slots else model  # as the programs run it
+        self._layers = cpu_layers.UnstackedWeights(model if self.can_read_slots else unstacked)
+        self._options = self._model, config.routed_experts
+        # True if the decode state has as many slots as the load needs. Then `generate` blocks.
+        self.follows_load = self.can_read_slots and cpu_layers.fits(unstacked)
+        self._steps = cpu_layers if self.follows_load else compiled_steps
         self._replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self._concurrently = cpu_sub_batches.ConcurrentDecoder()
 
     # The methods that our scheduler calls.
 
     def prefill_batch(self, params: transformer.Params, tokens_PT, length_P) -> decode_state.Prefix:
-        """Returns the keys and values of P = config.prefill_batch prompts, int32 [P, T] padded to one bucket, lengths [P]."""
-        prefix = self._run(compiled_steps.prefill, *self._options, params, tokens_PT, length_P)
+        """Returns the keys and values of P prompts, int32 [P, T] padded to one bucket, lengths [P]. P is one of `prefill_sizes`."""
+        prefix = self._run(self._steps.prefill, *self._options, self._layers.of(params), tokens_PT, length_P)
         return dataclasses.replace(prefix, experts=self._readable(prefix.experts))
 
     def prefill_chunk(
@@ -224,12 +235,12 @@ class Engine(engine_api.Engine):
         elif is_shared or jax.tree.leaves(cache)[0].shape[-2] != size:
             cache = self._run(compiled_steps.resized, cache, size)
         arrays = tokens_1T, np.array([start], np.int32), cache
-        new_cache, experts = self._run(compiled_steps.prefill_chunk, *self._options, params, *arrays)
+        new_cache, experts = self._run(self._steps.prefill_chunk, *self._options, self._layers.of(params), *arrays)
         return new_cache, self._readable(experts)
 
     def empty_prefix(self, size: int | None = None) -> kv_cache.Cache:
         """Returns an empty key-value cache with room for `size` tokens; None for the longest prompt."""
-        return self._on_mesh(self._run(compiled_steps.empty_prefix, self.model, 1, size or self.config.capacity))
+        return self._on_mesh(self._run(compiled_steps.empty_prefix, self._model, 1, size or self.config.capacity))
 
     def read_slot(self, state: State, slot: int, num_tokens: int) -> kv_cache.Cache:
         """Returns a copy of the keys and values of the first `num_tokens` tokens in a slot, as a cache of `prefill_chunk`.
@@ -237,8 +248,8 @@ class Engine(engine_api.Engine):
         Only an engine with `can_read_slots` has this. The sequence may have ended, if no other was inserted since.
         """
         part, own_slot = divmod(slot, len(state[0].token))
-        size = self.config.num_keys(num_tokens)
-        return self._on_mesh(self._run(compiled_steps.read_slot, state[part], np.int32(own_slot), size))
+        at = np.int32(own_slot), self.config.num_keys(num_tokens)
+        return self._on_mesh(tuple(cpu_decode_attention.read_row(blocks, *at) for blocks in _blocks(state[part])))
 
     def prompt_logprobs(self, params: transformer.Params, tokens_1T) -> np.ndarray:
         """Returns float32 [T]: the log-probability at temperature 1 of each prompt token; 0 for the first token. Blocks.
@@ -309,7 +320,47 @@ class Engine(engine_api.Engine):
     def init_slots(self, num_slots: int) -> decode_state.DecodeState:
         """Returns an unused `DecodeState` of `num_slots` slots, which are decoded in one call."""
         sizes = num_slots, self.config.capacity, self.config.num_pages, self.config.page_dtype
-        return self._on_mesh(self._run(compiled_steps.empty_slots, self.model, *sizes))
+        return self._on_mesh(self._run(compiled_steps.empty_slots, self._model, *sizes))
+
+    @property
+    def insert_sizes(self) -> tuple[int, ...]:
+        """The numbers of slots that one `insert_batch` call can fill, in ascending order: few, as each has a compiled program."""
+        most = self.config.num_slots
+        return (most,) if self.follows_load else self.config.insert_sizes
+
+    @property
+    def slot_sizes(self) -> tuple[int, ...]:
+        """The numbers of slots for which programs are compiled: those of a state that follows the load, or else of an insertion."""
+        return cpu_layers.sizes(self.config.num_slots) if self.follows_load else self.config.insert_sizes
+
+    @property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """The numbers of prompts that a call of `prefill_batch` can have, in ascending order."""
+        most = self.config.prefill_batch
+        return tuple(sorted({1, -(-most // 4), most})) if self.follows_load else (most,)
+
+    def sizes(self, state: State) -> tuple[int, int]:
+        """Returns the numbers of slots of a state and of their positions."""
+        if not self.follows_load:
+            return self.config.num_slots, self.config.capacity
+        values = _blocks(state[0])[0].values_NBKSV
+        return values.shape[1], values.shape[0] * values.shape[3]
+
+    def fitting(self, num_slots: int, num_positions: int) -> tuple[int, int]:
+        """Returns the smallest sizes of a state for so many sequences, of so many tokens at most."""
+        if not self.follows_load:
+            return self.config.num_slots, self.config.capacity
+        num_blocks, block = cpu_decode_attention.division(self.config.capacity)
+        slots = next(size for size in self.slot_sizes if size >= num_slots)
+        blocks = next(size for size in cpu_layers.sizes(num_blocks) if size * block >= num_positions)
+        return slots, blocks * block
+
+    def resized(self, state: State, slots: Sequence[int], sizes: tuple[int, int]) -> State:
+        """Returns a state of other sizes, which `fitting` returned, with slot `slots[i]` of `state` as slot i. Deletes `state`."""
+        (part,) = state
+        _, block = cpu_decode_attention.division(self.config.capacity)
+        rows = np.array([*slots, *[len(part.token)] * (sizes[0] - len(slots))], np.int32)
+        return (self._on_mesh(cpu_layers.resized(self._model, part, rows, sizes[1] // block)),)
 
     # JetStream's contract.
 
@@ -318,9 +369,12 @@ class Engine(engine_api.Engine):
         return self._initial_params
 
     def init_decode_state(self, *args, **kwargs) -> State:
-        """Returns the state of all slots, with none in use."""
+        """Returns the state of all slots, with none in use. For a state that follows the load: of one slot."""
         num_slots, is_paged = self.config.num_slots, bool(self.config.num_pages)
-        num_parts = 1 if is_paged else self._run(cpu_sub_batches.count, self.model, num_slots)
+        if self.follows_load:
+            num_slots, _ = self.fitting(1, 1)
+            return (self._on_mesh(cpu_layers.empty_slots(self._model, num_slots, self.config.capacity, 1)),)
+        num_parts = 1 if is_paged else self._run(cpu_sub_batches.count, self._model, num_slots)
         return tuple(self.init_slots(num_slots // num_parts) for _ in range(num_parts))
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> decode_state.Prefix:
@@ -346,16 +400,16 @@ class Engine(engine_api.Engine):
     def generate(
         self, params: transformer.Params, decode_state: State, limit: int | None = None, table=None
     ) -> tuple[State, Result]:
-        """Starts one decode call for all slots, of at most `limit` steps if given; returns (new state, result) without blocking.
+        """Starts one decode call for all slots, of at most `limit` steps if given; returns (new state, result), without blocking unless `follows_load`.
 
         A cache in pages needs `table`, int32 [B, W]: the pages of each slot, with room for the new tokens. None if no slot is active.
         """
         K = self.config.steps_per_call
         if table is None and self.config.num_pages:
             table = np.zeros((self.config.num_slots, self.config.pages_per_slot), np.int32)
-        options = self.model, K, self.config.max_model_len, self.config.routed_experts, self.num_kept
-        arrays = params, np.int32(K if limit is None else limit), table
-        generate = functools.partial(compiled_steps.generate, *options, *arrays)
+        options = self._model, K, self.config.max_model_len, self.config.routed_experts, self.num_kept
+        arrays = self._layers.of(params), np.int32(K if limit is None else limit), table
+        generate = functools.partial(self._steps.generate, *options, *arrays)
         done = self._run(self._concurrently, generate, decode_state)
         results = [result for _, *result in done]
         joined = compiled_steps.join(results) if len(results) > 1 else results[0]
@@ -433,6 +487,10 @@ def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
             f"inference.num_slots = {config.num_slots} does not divide over the {shards} batch shards of the mesh "
             f"(data x fsdp x expert); set it to a multiple of {shards}"
         )
+
+
+def _blocks(state: decode_state.DecodeState) -> tuple[cpu_decode_attention.Blocks, ...]:
+    return cast(tuple[cpu_decode_attention.Blocks, ...], state.cache)
 
 
 def moved(tree, memory: str):

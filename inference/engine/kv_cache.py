@@ -27,12 +27,13 @@ Entry = tuple[jax.Array, jax.Array] | cpu_decode_attention.Blocks
 Cache = tuple[Entry, ...]
 
 
-def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int) -> Cache:
-    """Returns a key-value cache of zeros with `capacity` positions per sequence."""
+def create(config: config_lib.ModelConfig, num_sequences: int, capacity: int, num_layers: int = 0) -> Cache:
+    """Returns a key-value cache of zeros with `capacity` positions per sequence, for the first layers alone if `num_layers` is given."""
     heads, k_dim, v_dim = config.num_kv_heads, config.head_dim, config.v_dim
     if config.is_latent:
         heads, k_dim, v_dim = 1, config.kv_latent_dim + config.rope_dim, 0
     stacks = [(len(layers),) if config.scan_layers else () for layers in transformer.stacks(config).values()]
+    stacks = stacks[:num_layers] if num_layers else stacks
 
     def zeros(stack, dim):
         return jnp.zeros((*stack, num_sequences, heads, capacity, dim), config.dtype)
@@ -75,20 +76,17 @@ def attend_at(start_B: jax.Array, *, write_BT: jax.Array | None = None, implemen
     return attend
 
 
-def copy_rows(source: Cache, source_rows: jax.Array, target: Cache, target_rows: jax.Array) -> Cache:
-    """Copies the sequences in rows `source_rows` to rows `target_rows` of `target`; skips rows out of range; returns the target."""
+def copy_rows(source: Entry, source_rows: jax.Array, target: Entry, target_rows: jax.Array) -> Entry:
+    """Copies the sequences in rows `source_rows` of an entry to rows `target_rows` of `target`; skips rows out of range; returns the target."""
 
     def copy(a, b):
         stack = (slice(None),) * (a.ndim - 4)
         return b.at[(*stack, target_rows, slice(None), slice(a.shape[-2]))].set(a[(*stack, source_rows)], mode="drop")
 
-    def copy_layer(old: Entry, new: Entry) -> Entry:
-        assert not isinstance(old, cpu_decode_attention.Blocks)
-        if isinstance(new, cpu_decode_attention.Blocks):
-            return cpu_decode_attention.copy_rows(*old, source_rows, new, target_rows)
-        return copy(old[0], new[0]), copy(old[1], new[1])
-
-    return tuple(copy_layer(old, new) for old, new in zip(source, target, strict=True))
+    assert not isinstance(source, cpu_decode_attention.Blocks)
+    if isinstance(target, cpu_decode_attention.Blocks):
+        return cpu_decode_attention.copy_rows(*source, source_rows, target, target_rows)
+    return copy(source[0], target[0]), copy(source[1], target[1])
 
 
 def _update(entry, k_BTKC, v_BTKC, start_B, position_BT, write_BT):

@@ -4,7 +4,7 @@
    (`sharding.rules`), but key heads that do not divide over `tensor` stay whole, with their fraction of the cache.
 2. For int8 (models/kernels/int8.py) tensors are read into host memory, then copied to the devices and quantized one by one. So
    the devices never contain more than one full tensor, and deltas are applied to the host's copy.
-3. On one CPU device, matrices are output-major (cpu_weights.py), and those of layers may be in 4 bits.
+3. On one CPU device, matrices are output-major (models/kernels/cpu_transposed.py), and those of layers may be in 4 bits.
 4. A new version is fetched into host memory while the old one serves (`fetch`), and then takes the place of the old one tensor by tensor
    (`put`), so there is never a second one on the devices. With several hosts, each fetches and puts its own shards.
 
@@ -12,15 +12,16 @@ A server that quantizes samples from another policy, close to the version that i
 rejects its proofs. `/v1/models` reports the quantization.
 """
 
+import ctypes
 import dataclasses
 import functools
+import gc
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inference.engine import cpu_weights
 from models import config as config_lib
 from models import hf, transformer
 from models.kernels import cpu_transposed, int8
@@ -29,6 +30,7 @@ from sharding.download import source as source_lib
 from sharding.format import chunks
 
 QUANTIZATIONS = ("none", "int8", "int4")
+MIN_TRIM_BYTES = 2**20
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
 
 
@@ -56,7 +58,7 @@ class Store:
     @property
     def is_output_major(self) -> bool:
         """True if matrices are kept as `cpu_transposed.Transposed`."""
-        return cpu_weights.are_output_major(self.model, self.mesh)
+        return are_output_major(self.model, self.mesh)
 
     @property
     def shardings(self) -> transformer.Params:
@@ -95,7 +97,7 @@ class Store:
                 if id(array) not in kept:
                     array.delete()
                     if self.mesh.devices.flat[0].platform == "cpu":
-                        cpu_weights.trim_memory(array.nbytes)
+                        trim_memory(array.nbytes)
             loaded.append(self._placed(path, spec, new, sharding))
         return structure.unflatten(jax.block_until_ready(loaded))
 
@@ -176,6 +178,22 @@ def load_folder(folder: str | pathlib.Path, store: Store, on_host: bool = False)
     """Reads the weights of a Hugging Face folder onto the devices as `store` requires, or into this host's memory."""
     shardings = None if on_host else store.load_shardings
     return hf.load(folder, dtype=store.model.dtype, shardings=shardings, on_host=shardings is None)[1]
+
+
+def are_output_major(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> bool:
+    """Returns True if a server on `mesh` keeps its matrices as `Transposed`: on one CPU device, and unless layers are stacked."""
+    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and not model.scan_layers
+
+
+def trim_memory(num_bytes: int) -> None:
+    """Returns memory to the operating system after `num_bytes` were freed on a CPU; does nothing for a few.
+
+    JAX drops its references to numpy arrays in garbage collections, and malloc keeps pieces that the next weights may not fit.
+    """
+    if num_bytes >= MIN_TRIM_BYTES:
+        gc.collect(0)
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+            trim(0)
 
 
 @functools.cache

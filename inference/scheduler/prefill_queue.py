@@ -195,9 +195,10 @@ class PrefillQueue:
             else:
                 rest.append(group)
         if bucket is not None:
-            length_P = np.ones((P,), np.int32)
+            size = next(size for size in self._engine.prefill_sizes if size >= len(rows))
+            length_P = np.ones((size,), np.int32)
             length_P[: len(rows)] = [len(tokens) for tokens in rows]
-            prefix = self._engine.prefill_batch(self._params, _pad(list(rows), P, bucket), length_P)
+            prefix = self._engine.prefill_batch(self._params, _pad(list(rows), size, bucket), length_P)
             self._stats["prefill_calls"] += 1
             for row, (tokens, groups) in enumerate(rows.items()):
                 self._prefixes.add(tokens, prefix, row)

@@ -34,7 +34,7 @@ import prometheus_client
 from inference.engine import cpu_sub_batches, decode_state
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
-from inference.scheduler import arrivals, paging, prefill_queue, prefix_cache, step_output
+from inference.scheduler import arrivals, paging, prefill_queue, prefix_cache, state_size, step_output
 from inference.scheduler import sequence as sequence_lib
 from inference.scheduler import slots as slots_lib
 from models import transformer
@@ -123,6 +123,7 @@ class Scheduler:
             prefix_cache_bytes,
             lambda slot, num_tokens: engine.read_slot(self._state, slot, num_tokens),
         )
+        self._size = state_size.StateSize(engine, self.slots, self.prefixes)
         self._waiting = prefill_queue.PrefillQueue(engine, self.prefixes, self.stats)
         self._waiting.set_weights(params, version, epoch)
         self._state = engine.init_decode_state() if state is None else state
@@ -286,6 +287,8 @@ class Scheduler:
             return True
         try:
             self._waiting.begin_step()
+            if self._engine.follows_load:  # its calls block, and the state that the output refers to may be replaced
+                self._publish()
             self._start_sequences()
             if self.slots.running:
                 self._decode()
@@ -429,9 +432,11 @@ class Scheduler:
             if self.paging is not None:
                 self.paging.admit(slot, sequence.group)
             started[id(sequence.group.prefix)].append((slot, sequence))
+        if num_new := sum(map(len, started.values())):
+            self._state = self._size.grown(self._state, num_new)
         for pairs in started.values():
             slots, sequences = zip(*pairs, strict=True)
-            size = next(size for size in self._engine.config.insert_sizes if size >= len(slots))
+            size = next(size for size in self._engine.insert_sizes if size >= len(slots))
             prefix, rows = sequences[0].group.prefix, [sequence.group.row for sequence in sequences]
             if self.paging is not None:
                 self._state = self.paging.insert(prefix, self._state, [*zip(slots, rows, strict=True)])
@@ -448,6 +453,7 @@ class Scheduler:
 
     def _decode(self) -> None:
         """Runs one decode call; publishes the output of the previous call meanwhile, then collects the output of this call."""
+        self._state = self._size.grown(self._size.shrunk(self._state))
         begun = time.perf_counter()
         is_likely = self._arrivals.is_next_likely(time.monotonic())
         steps_per_call, is_waiting = self._engine.config.steps_per_call, bool(self._waiting or self.paging)

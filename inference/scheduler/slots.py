@@ -53,6 +53,12 @@ class Slots:
         sequence.group.num_running -= 1
         self._sequences[slot] = None
 
+    def move(self, slot: int, to: int) -> None:
+        """Moves a sequence to a free slot."""
+        sequence, self._sequences[slot] = self._sequences[slot], None
+        assert sequence is not None
+        self.put(to, sequence)
+
     def clear(self) -> None:
         """Frees all slots; does not change the counts of their requests."""
         self._sequences = [None] * len(self._sequences)

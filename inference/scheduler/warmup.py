@@ -16,7 +16,12 @@ from models import transformer
 
 
 def compile_largest(engine: engine_lib.Engine, params: transformer.Params) -> cpu_sub_batches.State:
-    """Compiles the slowest programs (prefill of the shortest bucket, and decode); returns a decode state with no slot in use."""
+    """Compiles the slowest programs (prefill of the shortest bucket, and decode); returns a decode state with no slot in use.
+
+    Where the state follows the load, it has one slot, and no program is slow.
+    """
+    if engine.follows_load:
+        return engine.init_decode_state()
     tokens_PT = np.zeros((engine.config.prefill_batch, engine.config.buckets[0]), np.int32)
     length_P = np.ones((engine.config.prefill_batch,), np.int32)
     with concurrent.futures.ThreadPoolExecutor(1) as other:
@@ -26,13 +31,18 @@ def compile_largest(engine: engine_lib.Engine, params: transformer.Params) -> cp
     return state
 
 
-def requests(config: engine_lib.EngineConfig, *, every_length: bool) -> Iterator[request_lib.GenerateRequest]:
+def requests(engine: engine_lib.Engine, *, every_length: bool) -> Iterator[request_lib.GenerateRequest]:
     """Yields warm-up requests, one per program that the engine is to compile; each must end before the next is sent."""
+    config = engine.config
     longest = config.max_model_len - 1  # leaves room for one new token
-    lengths = [min(bucket, longest) for bucket in config.buckets] if every_length else [min(8, longest)]
+    lengths = (
+        [min(bucket, longest) for bucket in config.buckets]
+        if every_length
+        else [min(64 if engine.follows_load else 8, longest)]
+    )
     if every_length and longest > config.prefill_chunk:
         for count in config.key_counts[:-1]:  # after it, a short chunk and a whole one
             lengths += [count + 1, min(count + config.prefill_chunk, longest)]
     for length in dict.fromkeys(lengths):
-        for size in config.insert_sizes:
+        for size in engine.slot_sizes if every_length or not engine.follows_load else (1,):
             yield request_lib.GenerateRequest((0,) * length, max_tokens=1, num_samples=size, proofs=True)

@@ -342,7 +342,7 @@ class Prepared:
         state = warmup.compile_largest(self.engine, self.params)
         options["epoch"] = (self.have and self.have.epoch) or 0
         scheduler = scheduler_lib.Scheduler(self.engine, self.params, self.version, state=state, **options)
-        for request in warmup.requests(self.engine.config, every_length=every_length):
+        for request in warmup.requests(self.engine, every_length=every_length):
             scheduler.submit(request).result()
         scheduler.forget_counts().result()
         own = {name: getattr(self, name) for name in ("key", "have", "sources", "hosts")}
@@ -495,7 +495,7 @@ def _compile(source, key, config: engine_lib.EngineConfig, store: weights_lib.St
     """Compiles the programs of a server, which JAX keeps: runs one on parameters of zeros. For further lengths only until a version exists."""
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), transformer.abstract(store.model))
     server = _prepared(config, store, tokenizer, zeros, 0, hosts_lib.ALONE).run()
-    for request in warmup.requests(config, every_length=True):
+    for request in warmup.requests(server.engine, every_length=True):
         try:
             broadcast.wait_for(source, 0, timeout_s=0, key=key)
             break

@@ -328,7 +328,9 @@ def test_prefill_then_decode_equals_apply(name, scanned):
     for b in range(2):
         np.testing.assert_allclose(hidden[b, : start_B[b]], whole[b, : start_B[b]], rtol=0, atol=1e-5)
     slots = np.array([2, 0])
-    cache = jax.jit(kv_cache.copy_rows)(prefix, np.array([0, 1]), dirty(3, 20), slots)
+    copy = jax.jit(kv_cache.copy_rows)
+    pairs = zip(prefix, dirty(3, 20), strict=True)
+    cache = tuple(copy(old, np.array([0, 1]), new, slots) for old, new in pairs)
     assert cache[0][0].shape[-2] == 20
     token_B1, position_B = np.zeros((3, 1), np.int32), np.zeros(3, np.int32)
     for step in range(5):

@@ -140,7 +140,7 @@ def test_copy_rows_skips_rows_out_of_range():
     source = np.tile(np.arange(1, 3).reshape(2, 1, 1, 1), (1, 2, 4, 3))  # rows of ones and of twos, [B, K, S, C]
     target = jnp.zeros((3, 2, 6, 3), jnp.int32)
     rows, slots = np.array([1, 0, 0]), np.array([2, 0, 3])
-    ((keys, _),) = jax.jit(kv_cache.copy_rows)(((source, source),), rows, ((target, target),), slots)
+    (keys, _) = jax.jit(kv_cache.copy_rows)((source, source), rows, (target, target), slots)
     np.testing.assert_array_equal(keys[:, 0, :, 0], [[1, 1, 1, 1, 0, 0], [0] * 6, [2, 2, 2, 2, 0, 0]])
 
 

@@ -150,14 +150,14 @@ def test_calls_between_generates_leave_the_layout_alone():
     engine, placed = make("mixed", expert=2, tensor=2, data=2)
     scheduler = scheduler_lib.Scheduler(engine, placed, 0)
     scheduler.submit(ASKS[1]).result(WAIT_S)
-    compiled = compiled_steps.generate._cache_size(), compiled_steps.insert._cache_size()
+    compiled = compiled_steps.generate._cache_size(), compiled_steps._insert_entry._cache_size()
     again = jax.device_put(params("mixed", 1), weights.Store(MIXED, engine.mesh).shardings)
     long = scheduler.submit(dataclasses.replace(ASKS[1], max_tokens=26))
     scheduler.update(again, 1).result(WAIT_S)
     long.cancel()
     scheduler.submit(ASKS[1]).result(WAIT_S)
     scheduler.submit(dataclasses.replace(ASKS[1], stop_texts=("e",))).result(WAIT_S)
-    assert (compiled_steps.generate._cache_size(), compiled_steps.insert._cache_size()) == compiled
+    assert (compiled_steps.generate._cache_size(), compiled_steps._insert_entry._cache_size()) == compiled
     scheduler.close()
 
 

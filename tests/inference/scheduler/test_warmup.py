@@ -14,7 +14,7 @@ from tests.support import tiny
 
 MODEL = tiny.model(num_layers=1, head_dim=24)  # of its own: nothing is compiled for it yet
 CONFIG = engine_lib.EngineConfig(num_slots=10, max_model_len=128, prefill_batch=2, steps_per_call=3, prefill_chunk=32)
-PROGRAMS = ("prefill", "prefill_chunk", "insert", "generate", "deactivate")
+PROGRAMS = ("prefill", "prefill_chunk", "_insert_entry", "_insert_rows", "generate", "deactivate")
 WAIT_S = 120
 
 
@@ -29,7 +29,7 @@ def test_no_request_compiles_after_a_warm_up(every_length, caplog):
     engine = engine_lib.Engine(MODEL, CONFIG, tokenizer_lib.byte_chatml(), params, mesh)
     with jax.log_compiles():
         scheduler = scheduler_lib.Scheduler(engine, params, 0, state=warmup.compile_largest(engine, params))
-        for request in warmup.requests(CONFIG, every_length=every_length):
+        for request in warmup.requests(engine, every_length=every_length):
             scheduler.submit(request).result(WAIT_S)
     compiled = sum("Compiling jit(generate)" in message for message in caplog.messages)
     assert compiled == (not every_length)  # once, though the first state comes from another program

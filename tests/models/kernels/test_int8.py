@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from inference import serve
-from inference.engine import cpu_weights, weights
 from inference.engine import engine as engine_lib
+from inference.engine import weights
 from inference.proofs import toploc
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server
@@ -46,7 +46,7 @@ TOKENS = np.random.default_rng(0).integers(0, 272, (2, 24)).astype(np.int32)
 def as_on_an_accelerator():
     """The form of a CPU has its own tests (test_cpu_transposed.py)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_weights, "are_output_major", lambda *_: False)
+        patch.setattr(weights, "are_output_major", lambda *_: False)
         yield
 
 

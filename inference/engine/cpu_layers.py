@@ -1,0 +1,187 @@
+"""The compiled steps of a large model on a CPU: programs of one layer, which Python calls layer after layer.
+
+1. A program of all 30 layers compiles for 10 s, and each number of slots and prompts needs its own. That of one layer compiles for half a
+   second, once for all layers that are alike. The 32 calls of a step cost 1.5 ms, and reading 270 MB of weights costs 20.
+2. So a decode state has as many slots and positions as the load needs, and `resized` gives it more or fewer.
+3. `prefill`, `prefill_chunk`, and `generate` have the arguments and results of compiled_steps.py. `generate` blocks until the
+   step before its last one has ended, because it stops early when no slot is active.
+
+4. `UnstackedWeights` divides stacks of layers (`ModelConfig.scan_layers`): a scan copies each layer's weights before it multiplies with
+   them. So an engine on a CPU never scans, however the learner or the checkpoint stores the layers. A layer is a view, not a copy.
+
+A product of another number of rows may round differently, so a sequence's last bits depend on how many others run.
+
+Letters: those of compiled_steps.py, and S positions of a block.
+"""
+
+import dataclasses
+import functools
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from inference.engine import (
+    compiled_steps,
+    cpu_decode_attention,
+    cpu_sub_batches,
+    decode_state,
+    kv_cache,
+    routed_experts,
+)
+from models import config as config_lib
+from models import transformer
+
+GROWTH = 2  # from one number of slots, or blocks, to the next
+
+
+def fits(model: config_lib.ModelConfig) -> bool:
+    """Returns True for a model on one CPU device, of unstacked layers, whose weights are too large for a CPU's caches."""
+    return cpu_decode_attention.fits(model) and transformer.num_bytes(model) > cpu_sub_batches.MAX_WEIGHTS_BYTES
+
+
+def sizes(most: int) -> tuple[int, ...]:
+    """Returns the numbers of slots, or of blocks, that a state can have, in ascending order."""
+    return *(GROWTH**n for n in range(most.bit_length()) if GROWTH**n < most), most
+
+
+def empty_slots(model, num_slots, capacity, num_blocks) -> decode_state.DecodeState:
+    """Returns a `DecodeState` of unused slots, with room for the first `num_blocks` blocks of `capacity` positions."""
+    cache = jax.eval_shape(lambda: cpu_decode_attention.create(model, num_slots, capacity, num_blocks))
+    cache = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), cache)
+    return jax.tree.map(jnp.array, compiled_steps.unused_slots(model, num_slots, cache))  # copies: the state is donated
+
+
+def resized(model, state: decode_state.DecodeState, slots: np.ndarray, num_blocks: int) -> decode_state.DecodeState:
+    """Returns a state of other sizes: slot i is slot `slots[i]` of `state`, or unused if that is out of range. Deletes `state`.
+
+    Copies on the host, since a program for each pair of sizes would take longer to compile.
+    """
+    own = slots < len(state.token)
+
+    def moved(x, new, at=()):
+        old = np.asarray(x)
+        new[(*at, own)] = old[(*at, slots[own])]
+        x.delete()
+        return jnp.array(new)
+
+    def resized_blocks(x):
+        new = np.zeros((num_blocks, len(slots), *x.shape[2:]), x.dtype)
+        return moved(x, new, (slice(min(num_blocks, len(x))),))
+
+    unused = jax.tree.map(np.array, compiled_steps.unused_slots(model, len(slots), ()))
+    rows = jax.tree.map(moved, dataclasses.replace(state, cache=()), unused)
+    return dataclasses.replace(rows, cache=jax.tree.map(resized_blocks, state.cache))
+
+
+def prefill(model, routed, params, tokens_PT, length_P) -> decode_state.Prefix:
+    """Does as `compiled_steps.prefill`."""
+    cache, experts = prefill_chunk(
+        model, routed, params, tokens_PT, np.zeros_like(length_P), (None,) * model.num_layers
+    )
+    length_P = np.asarray(length_P)
+    last_P = np.take_along_axis(np.asarray(tokens_PT), length_P[:, None] - 1, axis=1)[:, 0]
+    return decode_state.Prefix(cache, last_P, length_P, experts)
+
+
+def prefill_chunk(model, routed, params, tokens_PT, start_P, cache):
+    """Does as `compiled_steps.prefill_chunk`. Entries of None in `cache` become caches for these tokens alone."""
+    x_PTD, rotations = _embed(model, params["embed"], tokens_PT, start_P)
+    _, cache, routings = _layers(model, params, x_PTD, rotations, cache, start_P, None)
+    return cache, (_experts(model, routings),) if routed else ()
+
+
+def generate(model, num_steps, max_len, routed, num_kept, params, limit, table_BW, state):
+    """Does as `compiled_steps.generate`, for a cache that is not in pages. Blocks, but not for the last step."""
+    assert table_BW is None
+    cache, state = state.cache, state.replace(cache=())
+    ends = {name: params[name] for name in ("embed", "lm_head", "final_norm") if name in params}
+    request, active = jax.device_get((state.request, state.active))
+    has_proofs, is_plain = (active & request.want_proof).any(), decode_state.is_plain(request, active)
+    outputs, going = _no_outputs(model, num_steps, routed, num_kept, state), []
+    while len(going) < min(num_steps, limit) and (len(going) < 2 or going[-2]):
+        x_B1D, rotations, *where = _begin(model, params["embed"], state)
+        x_B1D, cache, routings = _layers(model, params, x_B1D, rotations, cache, *where)
+        routings = routings if routed else ()
+        options = model, max_len, num_kept, is_plain
+        state, outputs, is_any_left = _end(*options, ends, state, outputs, x_B1D, routings)
+        going.append(is_any_left)
+    return state.replace(cache=cache), *_results(state, outputs, has_proofs)
+
+
+def _layers(model, params, x_BTD, rotations, cache, start_B, write_BT):
+    """Runs all layers; returns (x_BTD, new cache, routings of the MoE layers)."""
+    entries, routings = [], []
+    for index, entry in enumerate(cache):
+        sliding = model.is_sliding(index)
+        layer = params["layers"][f"{index:03d}"]
+        x_BTD, entry, routing = _layer(model, sliding, layer, x_BTD, entry, rotations[sliding], start_B, write_BT)
+        entries.append(entry)
+        routings += [] if routing is None else [routing]
+    return x_BTD, tuple(entries), tuple(routings)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
+def _layer(model, sliding, params, x_BTD, entry, rotation, start_B, write_BT):
+    if entry is None:
+        (entry,) = kv_cache.create(model, *x_BTD.shape[:2], num_layers=1)
+    attend = kv_cache.attend_at(start_B, write_BT=write_BT, implementation=model.attention)
+    with transformer.precision(model):
+        return transformer.extend_layer(params, model, x_BTD, rotation, entry, attend, sliding=sliding)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(model, table, tokens_BT, start_B):
+    positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+    return transformer.embed({"embed": table}, model, tokens_BT, positions_BT)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _begin(model, table, state):
+    """Returns the embeddings of a decode step, the rotary tables, and where the layers attend and write."""
+    x_and_rotations = transformer.embed({"embed": table}, model, state.token[:, None], state.position[:, None])
+    return *x_and_rotations, *compiled_steps.places(state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+def _end(model, max_len, num_kept, is_plain, params, state, outputs, x_B1D, routings):
+    """Samples; returns the new state and outputs, and whether a slot is still active."""
+    request = state.request
+    if is_plain:  # compiles in a third of the time
+        state = state.replace(request=decode_state.plain(request))
+    with transformer.precision(model):
+        hidden_B1D = transformer.normed(params, model, x_B1D)
+        routing = jax.tree.map(lambda *x: jnp.stack(x), *routings) if routings else None
+        state, outputs = compiled_steps.sampled(model, max_len, num_kept, params, state, outputs, hidden_B1D, routing)
+    return state.replace(request=request), outputs, jnp.any(state.active)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _experts(model, routings):
+    return routed_experts.compact(jax.tree.map(lambda *x: jnp.stack(x), *routings), model)
+
+
+_no_outputs = jax.jit(compiled_steps.no_outputs, static_argnums=(0, 1, 2, 3))
+_results = jax.jit(compiled_steps.results, static_argnums=2)
+
+
+class UnstackedWeights:
+    """Divides stacks of layers; keeps only the result for the weights that were given last."""
+
+    def __init__(self, model: config_lib.ModelConfig):
+        self._model, self._apart = model, dataclasses.replace(model, scan_layers=False)
+        self._kept: tuple[list[weakref.ref], transformer.Params] = [], {}  # the stacks, and their layers
+
+    def of(self, params: transformer.Params) -> transformer.Params:
+        """Returns `params` with a tree for each layer; `params` themselves if layers are not stacked."""
+        if not self._model.scan_layers:
+            return params
+        leaves = jax.tree.leaves(params)
+        sources, made = self._kept
+        # Compared leaf by leaf: two versions may share some.
+        if len(sources) != len(leaves) or any(s() is not leaf for s, leaf in zip(sources, leaves, strict=True)):
+            views = transformer.restacked(jax.tree.map(np.asarray, params), self._model, self._apart)
+            made = params | {"layers": jax.tree.map(jax.device_put, views["layers"])}
+            self._kept = [weakref.ref(leaf) for leaf in leaves], made
+        return made

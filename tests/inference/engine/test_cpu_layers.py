@@ -1,0 +1,150 @@
+"""Programs of one layer, and decode states that follow the load: completions are those of the program of all layers.
+
+Products of other numbers of rows may round otherwise, so log-probabilities have a float32 tolerance.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inference.engine import cpu_layers, cpu_sub_batches, weights
+from inference.engine import engine as engine_lib
+from inference.scheduler import scheduler as scheduler_lib
+from models import transformer
+from models.text import tokenizer as tokenizer_lib
+from sharding import mesh as mesh_lib
+from tests.support import tiny
+
+MODEL = tiny.model(num_layers=4, window=24, layer_pattern="SF")
+CONFIG = engine_lib.EngineConfig(
+    num_slots=8, max_model_len=176, prefill_batch=6, steps_per_call=4, prefill_chunk=32, kept_tokens=20
+)
+WAIT_S = 300  # a hang fails; compiling on a loaded machine does not
+HELLO = tuple(b"hello")
+Ask = functools.partial(scheduler_lib.GenerateRequest, max_tokens=20)
+pytestmark = pytest.mark.usefixtures("several_blocks")
+LONG = Ask(tuple(range(70)), seed=5, max_tokens=50)
+REQUESTS = [
+    *(Ask(tuple(b"one %d" % n), seed=n, max_tokens=6 + 9 * n, proofs=n % 2 == 0) for n in range(4)),
+    Ask(HELLO, seed=10, top_k=20, top_p=0.8, min_p=0.01, temperature=1.3, kept_tokens=True),
+    Ask(HELLO, seed=11, num_samples=3, raw_logprobs=True, top_logprobs=3, logit_bias=((104, 3.0),), min_tokens=9),
+    Ask(HELLO, seed=12, stop_texts=("e",), proofs=True),
+    LONG,
+]
+
+
+@pytest.fixture
+def layered(monkeypatch):
+    monkeypatch.setattr(cpu_sub_batches, "MAX_WEIGHTS_BYTES", 0)
+
+
+class Recording(engine_lib.Engine):
+    """An engine that records the sizes of the state of each decode call."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.used = []
+
+    def generate(self, params, decode_state, *args):
+        self.used.append(self.sizes(decode_state))
+        return super().generate(params, decode_state, *args)
+
+
+def engine(model=MODEL, **changes):
+    single = dataclasses.replace(model, scan_layers=False)
+    store = weights.Store(single, mesh_lib.create({}, devices=jax.local_devices()[:1]))
+    params = store.load(tiny.params(single, 5))  # output-major, as a server keeps them
+    return Recording(model, dataclasses.replace(CONFIG, **changes), tokenizer_lib.byte_chatml(), params)
+
+
+def complete(made, requests, params=None):
+    """Returns the completions of requests submitted together."""
+    scheduler = scheduler_lib.Scheduler(made, made.load_params() if params is None else params, 0)
+    futures = [scheduler.submit(request) for request in requests]
+    results = [sample for future in futures for sample in future.result(WAIT_S)]
+    scheduler.close()
+    return results
+
+
+def assert_close(got, wanted):
+    for a, b in zip(got, wanted, strict=True):
+        assert (a.tokens, a.finish_reason, len(a.proofs), a.kept) == (b.tokens, b.finish_reason, len(b.proofs), b.kept)
+        for x, y in ((a.logprobs, b.logprobs), (a.raw_logprobs, b.raw_logprobs)):
+            np.testing.assert_allclose(x, y, rtol=0, atol=2e-5)  # float32, sums over 32 to 64 numbers in another order
+        assert [[token for token, _ in row] for row in a.top] == [[token for token, _ in row] for row in b.top]
+
+
+@pytest.fixture
+def wanted():
+    return complete(engine(), REQUESTS)
+
+
+def test_completions_are_those_of_the_program_of_all_layers(wanted, layered):
+    """Together, while the state grows and shrinks, and one after the other in states of few slots."""
+    made = engine()
+    assert made.follows_load
+    assert_close(complete(made, REQUESTS), wanted)
+    slots, positions = zip(*made.used, strict=True)
+    assert max(slots) == 8 and slots[-1] == 1 and max(positions) == 128 and min(positions) < 128
+    made.used.clear()
+    one_by_one = [sample for request in REQUESTS[-3:] for sample in complete(made, [request])]
+    assert_close(one_by_one, wanted[-len(one_by_one) :])
+    assert {slots for slots, _ in made.used} == {1, 4} and (1, 32) in made.used
+
+
+def test_layers_in_stacks_are_views_and_give_the_same_bits(layered):
+    scanned, made = engine(dataclasses.replace(MODEL, scan_layers=True)), engine()
+    params = jax.device_put(tiny.params(MODEL, 5))
+    layers = [params["layers"][f"{index:03d}"] for index in range(4)]
+    stacks = transformer.stacks(scanned.model)
+    stacked = {key: jax.tree.map(lambda *x: np.stack(x), *(layers[n] for n in at)) for key, at in stacks.items()}
+    stacked = jax.device_put(params | {"layers": stacked})
+    assert len(stacks) == 2
+    assert complete(scanned, [LONG], stacked) == complete(made, [LONG], params)
+    (at, *_), view = stacks.values(), scanned._layers.of(stacked)["layers"]
+    kernel = stacked["layers"]["000"]["mlp"]["gate"]
+    last = view[f"{at[-1]:03d}"]["mlp"]["gate"]
+    assert last.unsafe_buffer_pointer() - kernel.unsafe_buffer_pointer() == (len(at) - 1) * last.nbytes
+
+
+def test_experts_and_long_prompts(layered, monkeypatch):
+    mixture = tiny.model(num_layers=2, num_experts=5, experts_per_token=2, expert_ffn_dim=16, first_dense_layers=1)
+    requests = [Ask(HELLO, seed=seed, routed_experts=True) for seed in range(3)] + [
+        dataclasses.replace(LONG, routed_experts=True)
+    ]
+    got = complete(engine(mixture, routed_experts=True), requests)
+    monkeypatch.setattr(cpu_layers, "fits", lambda model: False)
+    wanted = complete(engine(mixture, routed_experts=True), requests)
+    assert_close(got, wanted)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(a.experts, b.experts)
+
+
+def test_a_conversation_goes_on_after_the_state_shrank(layered):
+    """A sequence that ended in a slot that is given up, or moved, is copied, and read again by its next turn."""
+    made = engine()
+    scheduler = scheduler_lib.Scheduler(made, made.load_params() or {}, 0)
+    first = [Ask(tuple(b"turn %d" % n), seed=n, max_tokens=60 if n == 3 else 28) for n in range(4)]
+    ended = [future.result(WAIT_S)[0] for future in map(scheduler.submit, first)]
+    turns = [(*request.tokens, *done.tokens, 32, 33) for request, done in zip(first, ended, strict=True)]
+    later = [scheduler.submit(Ask(turn, seed=9, max_tokens=8)).result(WAIT_S)[0] for turn in turns]
+    scheduler.close()
+    assert all(done.num_cached >= 16 for done in later)
+    fresh = [complete(made, [Ask(turn, seed=9, max_tokens=8)])[0] for turn in turns]
+    assert [done.num_cached for done in fresh] == [0] * 4
+    assert_close(later, fresh)
+
+
+def test_sizes_of_an_unused_state(layered):
+    """A new state has room for one short sequence, and copies into it leave its memory in place."""
+    made = engine()
+    state = made.init_decode_state()
+    assert made.sizes(state) == (1, 32) and made.fitting(3, 33) == (4, 64) and made.fitting(8, 176) == (8, 192)
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state[0].cache)]
+    prefix = made.prefill(params=made.load_params(), padded_tokens=jnp.arange(16), true_length=9)
+    state = made.insert(prefix, state, 0)
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state[0].cache)] == before
