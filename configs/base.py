@@ -100,7 +100,7 @@ def get_config() -> config_dict.ConfigDict:
     # Reinforcement learning.
     c.rl = r = config_dict.ConfigDict()
     r.num_steps = 100
-    r.prompts_per_step = 32  # P: groups in a batch; 0: as many as make 256 rollouts
+    r.prompts_per_step = 32  # P: groups in a batch; 0: as many as make 256 rollouts, 64 on a CPU
     r.samples_per_prompt = 8  # G: rollouts in a group
     r.loss = "two_sided_clip"  # a name of rl.algorithms.losses.LOSSES, or your own "module:function"
     r.loss_function = config_dict.placeholder(object)  # a config file's own function; rl.loss then names its options
@@ -217,7 +217,7 @@ def get_config() -> config_dict.ConfigDict:
     # How rollouts are sampled.
     c.sampling = s = config_dict.ConfigDict()
     s.update(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)  # top_k = 0: off
-    s.max_tokens = 16  # of a completion
+    s.max_tokens = 16  # of a completion; 0: 1024 on accelerators, 64 on a CPU
 
     # The inference server. Its programs are compiled for these sizes. Slots of 0 are chosen as rows of 0 are, and a length of 0
     # is twice sampling.max_tokens, or less if the model was trained for fewer positions.
@@ -265,7 +265,7 @@ def get_config() -> config_dict.ConfigDict:
 
     # Held-out evaluation: greedy at temperature 0.
     c.evaluation = e = config_dict.ConfigDict()
-    e.num_tasks = 200
+    e.num_tasks = 200  # 0: 100 on accelerators, 64 on a CPU
     e.samples_per_task = 1  # k of avg@k and pass@k
     e.temperature = 0.0
     e.every = 0  # RL steps between evaluations; 0: only before and after

@@ -91,7 +91,8 @@ FILES = {
 }
 # Fields that rl/plan/sizes.py chooses where they are 0 or "auto".
 OPEN = (
-    *("model.dtype", "model.param_dtype", "inference.max_model_len", "train.row_length", "rl.prompts_per_step"),
+    *("model.dtype", "model.param_dtype", "sampling.max_tokens", "rl.prompts_per_step", "evaluation.num_tasks"),
+    *("inference.max_model_len", "train.row_length"),
     *("inference.num_slots", "train.rows", "inference.mesh.tensor"),
 )
 
@@ -173,7 +174,11 @@ def _out_of_range(config: config_dict.ConfigDict, values: dict[str, Any]) -> Ite
     ]
     for rule, is_within, names in RANGES:
         own = [(name, values[name]) for name in names.split() if name in values]
-        for name, value in own + [(shown, value) for shown, name, value in of_envs if name in names.split()]:
+        # An environment without a length of its own has the run's, which may be open.
+        others = [
+            (shown, value) for shown, name, value in of_envs if name in names.split() and (name in values or value)
+        ]
+        for name, value in own + others:
             if not is_within(value):
                 yield f"{name} = {value} must be {rule}; set it to an allowed value"
     for name, value in config.loss_options.get(config.rl.loss, {}).items():

@@ -1,7 +1,9 @@
 """Chooses the sizes that a config leaves open (0, or "auto" for a dtype), for the memory of the devices of learner and engine.
 
-1. `inference.max_model_len` is twice `sampling.max_tokens`, or 512 tokens more than it, but at most the positions that the model was trained for.
-   `train.row_length` is that, in whole tiles of the attention kernel. `rl.prompts_per_step` makes a batch of `ROLLOUTS`.
+1. The kind of device decides `sampling.max_tokens`, `evaluation.num_tasks`, and `rl.prompts_per_step`, which makes a batch of rollouts
+   (`BY_KIND`): on a CPU a small real model takes a step in less than a minute.
+   `inference.max_model_len` is twice `sampling.max_tokens`, or 512 tokens more than it, but at most the positions that the model was trained for.
+   `train.row_length` is that, in whole tiles of the attention kernel.
 2. `inference.num_slots` and `train.rows` double in turn while all fits by the plan's own estimates
    (rl/plan/lowered_programs.py): train state, weights of the engine, and the larger of a train step and the slots. On devices of
    their own, learner and engine grow apart. The slots of servers elsewhere are not chosen: their memory is not known here.
@@ -32,13 +34,14 @@ from sharding import bucket, host_memory, rules
 from sharding import mesh as mesh_lib
 
 GIB = 2**30
-ROLLOUTS = 256  # of a batch: with fewer, gradients are noisy
+# Of an accelerator, and of a CPU. Rollouts are those of a batch: with fewer, gradients are noisy.
+BY_KIND = {"rollouts": (256, 64), "sampling.max_tokens": (1024, 64), "evaluation.num_tasks": (100, 64)}
 LEAST_SLOTS, MOST_SLOTS = 8, 512  # per batch shard of the engine; in all
 SHARE = 0.85  # of the memory: estimates err by less (tests/rl/plan/test_sizes.py), and memory fragments
 # Tokens of a tile of the TPU's attention kernel, of which a row has whole ones: the largest of at most an eighth of a row.
 TILES = 128, 256, 512
 LEAST_PROMPT = 512  # tokens that a rollout may have before its completion
-TENSOR = config_rules.OPEN[-1]
+TENSOR = "inference.mesh.tensor"
 # Tokens of a micro-batch per device beyond which matmuls gain nothing, on accelerators and on a CPU. There more of them leave the
 # caches: a step of 3,600 tokens in rows of 512 took 2.09, 1.76, 1.27, and 1.25 s of CPU time with 8, 4, 2, and 1 rows (4 M model).
 MOST_TOKENS = {False: 32768, True: 512}
@@ -122,7 +125,7 @@ def settled(
     *,
     has_rollouts: bool = True,
 ) -> tuple[config_dict.ConfigDict, str]:
-    """Returns (a copy of the config with a value for each open field, a line about them, "" if none was open).
+    """Returns (a copy of the config with a value for each open field, a line for each reason of a choice, "" if none was open).
 
     `devices` and `resolve` (`experiment.resolve`, or the plan's) are called if a field is open. Raises ValueError if the slots of
     servers elsewhere are open, or if the smallest sizes do not fit the memory.
@@ -147,9 +150,19 @@ def settled(
     if TENSOR in names and place.server_mesh is not None and not place.is_cpu:
         place = _with_parts(exp, config, place, devices, names)
     num_bytes = _grow(exp, config, place, names)
-    values = ", ".join(f"{name} = {operator.attrgetter(name)(config)}" for name in names)
-    where = f"{place.mesh.size} x {place.kind} with {place.memory_bytes / GIB:.2f} GiB"
-    return config, f"chosen for {where}: {values}; about {num_bytes / GIB:.2f} GiB of each"
+    values = {name: operator.attrgetter(name)(config) for name in names}
+    lengths, memory = {"inference.max_model_len", "train.row_length"}, {"inference.num_slots", "train.rows", TENSOR}
+    size = f"{place.mesh.size} x {place.memory_bytes / GIB:.2f} GiB, about {num_bytes / GIB:.2f} of each in use"
+    reasons = (
+        (f"{place.mesh.size} x {place.kind}", values.keys() - lengths - memory),
+        (f"prompts and completions of at most {config.inference.max_model_len} tokens", lengths),
+        (size, memory),
+    )
+    lines = []
+    for reason, fields in reasons:
+        chosen = ", ".join(f"{name} = {value}" for name, value in values.items() if name in fields)
+        lines += [f"chosen for {reason}: {chosen}"] if chosen else []
+    return config, "\n".join(lines)
 
 
 def budget(
@@ -179,6 +192,9 @@ def _open(config) -> list[str]:
 
 def _set_least(config, place: Devices, names: list[str]) -> None:
     """Sets those of the fields `names` that do not depend on the memory, and the least values of slots and rows."""
+    by_kind = {name: values[place.is_cpu] for name, values in BY_KIND.items()}
+    num_rollouts = by_kind.pop("rollouts")
+    config.update_from_flattened_dict({name: value for name, value in by_kind.items() if name in names})
     dtype, longest = "float32" if place.is_cpu else "bfloat16", env_mix.max_tokens(config)
     wanted = longest + max(longest, LEAST_PROMPT)
     length = config.inference.max_model_len or min(wanted, config.model.max_positions or wanted)
@@ -188,7 +204,7 @@ def _set_least(config, place: Devices, names: list[str]) -> None:
         "model.param_dtype": dtype if config.lora.rank else "float32",
         "inference.max_model_len": length,
         "train.row_length": -(-length // tile) * tile,
-        "rl.prompts_per_step": math.ceil(ROLLOUTS / env_mix.mean_samples(config)),
+        "rl.prompts_per_step": math.ceil(num_rollouts / env_mix.mean_samples(config)),
         "inference.num_slots": LEAST_SLOTS * rules.num_batch_shards(place.server_mesh or place.mesh),
         "train.rows": rules.num_batch_shards(place.mesh),
     }

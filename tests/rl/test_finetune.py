@@ -59,7 +59,7 @@ def test_a_folder_trains_after_its_baseline(folder, tmp_path):
     """Its score stands before the first step, and the sizes that follow from the memory are those of config.json."""
     done = run("rl.train", folder, f"--workdir={tmp_path / 'w'}")
     assert done.returncode == 0, done.stderr
-    chosen = re.search(r"^chosen for .*: (.*); about", done.stdout, re.MULTILINE)[1]
+    chosen = ", ".join(re.findall(r"^chosen for .*: (.*)", done.stdout, re.MULTILINE))
     saved = json.loads((tmp_path / "w" / "config.json").read_text())["config"]
     for name, value in (part.split(" = ") for part in chosen.split(", ")):
         assert str(experiment.flat(saved)[name]) == value
