@@ -84,22 +84,27 @@ def test_a_checkpoint_is_scored_without_a_run(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "code", "words"),  # 2: found before anything is loaded
     [
-        ({}, "error: the prompt of task 0 .* this tokenizer has no chat template; put a chat_template.jinja next to"),
-        ({"init_from": "/nowhere"}, "error: init_from: /nowhere is not a folder; give a folder, a .gguf file"),
+        (
+            {},
+            1,
+            "error: the prompt of task 0 .* this tokenizer has no chat template; put a chat_template.jinja next to",
+        ),
+        ({"init_from": "/nowhere"}, 2, "error: init_from = '/nowhere' does not exist; give a checkpoint"),
         (
             {"model.num_layers": 3},
+            1,
             "error: model.num_layers = 3 but .* has 2: its parameters do not fit; leave these fields out",
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(folder, tmp_path, fields, words):
+def test_a_mistake_is_one_line_and_leaves_nothing(folder, tmp_path, fields, code, words):
     bare = shutil.copytree(folder, tmp_path / "bare")
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     (bare / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
     done = commands.forked("rl.train", *options_of(bare, f"--workdir={tmp_path / 'w'}", **fields))
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and re.match(words, done.stderr), done.stderr
+    assert done.returncode == code and done.stderr.count("\n") == 1 and re.match(words, done.stderr), done.stderr
     assert not (tmp_path / "w").exists()
 
 
