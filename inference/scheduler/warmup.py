@@ -44,5 +44,7 @@ def requests(engine: engine_lib.Engine, *, every_length: bool) -> Iterator[reque
         for count in config.key_counts[:-1]:  # after it, a short chunk and a whole one
             lengths += [count + 1, min(count + config.prefill_chunk, longest)]
     for length in dict.fromkeys(lengths):
-        for size in engine.slot_sizes if every_length or not engine.follows_load else (1,):
+        # With long prompts in all slots, a state that follows the load would take the memory of its whole capacity.
+        is_any_size = not engine.follows_load or (every_length and length == lengths[0])
+        for size in engine.slot_sizes if is_any_size else (1,):
             yield request_lib.GenerateRequest((0,) * length, max_tokens=1, num_samples=size, proofs=True)
