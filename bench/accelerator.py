@@ -25,7 +25,7 @@ import numpy as np
 from absl import flags
 
 from inference.engine import decode_state, engine, request, weights
-from models import transformer
+from models import lora, transformer
 from rl.batch import packing
 from rl.experiment import command, experiment, initial
 from rl.experiment import flags as command_line
@@ -58,7 +58,7 @@ def main() -> None:
         print(
             "a toy: the rates of this device are unknown, so there are no bounds, and no figure is one of an accelerator"
         )
-    store = weights.Store(exp.published_model, server_mesh)
+    store = weights.Store(exp.published_model, server_mesh, lora=exp.lora or None)
     params, programs = None, {}
     if {"train", "swap"} & set(names):
         learner = exp.learner(place.mesh)
@@ -68,18 +68,19 @@ def main() -> None:
             programs["train"] = lowered_programs.train_program(exp, place.mesh)
             timing, state = timed("train", lambda state: step(state, taken)[0], state)
             report(programs["train"], timing, chip)
-        timing, params = timed(
-            "swap", lambda _: handover.place(train_step.policy(learner, state), store.abstract), None
-        )
+        tree = lora.published(train_step.policy(learner, state))
+        timing, params = timed("swap", lambda _: handover.place(tree, store.abstract), None)
         if "swap" in names:
             moved = 2 * transformer.num_bytes(exp.published_model) / server_mesh.size
             bound = f", at least {moved / chip.memory_bytes_per_s:.3g} s (memory)" if chip else ""
             print(f"swap: {moved / 2e9:.3g} GB per device\n  {timing.median_s:.3g} s{bound}", flush=True)
     if {"prefill", "decode"} & set(names):
-        state = None  # frees the learner's memory
+        state = tree = None  # frees the learner's memory
         if params is None:
-            create = jax.jit(transformer.init, static_argnums=1, out_shardings=store.shardings)
-            params = create(jax.random.key(0), exp.published_model)
+            learner = exp.learner(server_mesh)
+            params = lora.published(train_step.policy(learner, train_step.init_state(jax.random.key(0), learner)))
+            params = handover.place(params, store.abstract)
+        params = lora.restored(params, store.lora)
         server = engine.Engine(exp.published_model, exp.engine, exp.tokenizer, mesh=server_mesh)
         for name in ("prefill", "decode"):
             if name in names:

@@ -190,7 +190,7 @@ def get_config() -> config_dict.ConfigDict:
     b.router_balance_coef = 0.0  # auxiliary loss that balances the experts (Switch Transformer)
     b.router_balance_rate = 0.0  # step of the routers' correction by load (DeepSeek-V3: 0.001)
 
-    # Low-rank adapters (rl/learner/lora.py): with a rank above 0, RL trains only them, and so does the warm-up of a checkpoint
+    # Low-rank adapters (models/lora.py): with a rank above 0, RL trains only them, and so does the warm-up of a checkpoint
     # (`init_from`). `targets`: ends of parameter names; q, k and v stand for all projections of latent attention that make them.
     c.lora = config_dict.ConfigDict(dict(rank=0, alpha=32.0, targets=("q", "k", "v", "o", "gate", "up", "down")))
 

@@ -17,6 +17,7 @@ from jax.nn import initializers
 
 from models import config as config_lib
 from models import layers, moe
+from models.kernels import adapted
 from sharding import rules
 
 Params = dict
@@ -110,17 +111,26 @@ def _latent_attention(params, config, h_BTD, attend, rotation, sliding, absorbed
     k_BT1P = layers.rotate(k_BT1P, rotation, interleaved=config.rope_interleaved)
     options = _options(params, config, sliding)
     if absorbed:
-        q_BTHR = jnp.einsum("BTHN,RHN->BTHR", q_BTHC[..., :N], params["k_up"].astype(dtype))
+        q_BTHR = _absorb("BTHN,RHN->BTHR", "BTHN,Rr,rHN->BTHR", q_BTHC[..., :N], params["k_up"])
         k_BT1C = jnp.concatenate([latent_BTR[:, :, None], k_BT1P], axis=-1)
         q_BTHC = jnp.concatenate([q_BTHR, q_BTHP], axis=-1)
         out_BTHR = attend(q_BTHC, k_BT1C, k_BT1C[..., :0], value_dim=config.kv_latent_dim, **options)
-        return jnp.einsum("BTHR,RHV->BTHV", out_BTHR, params["v_up"].astype(dtype))
+        return _absorb("BTHR,RHV->BTHV", "BTHR,Rr,rHV->BTHV", out_BTHR, params["v_up"])
     k_BTHN, v_BTHV = (
         layers.project(latent_BTR, layers.weight(params[name], dtype, config)) for name in ("k_up", "v_up")
     )
     k_BTHP = jnp.broadcast_to(k_BT1P, (*k_BTHN.shape[:3], k_BT1P.shape[-1]))
     q_BTHC = jnp.concatenate([q_BTHC[..., :N], q_BTHP], axis=-1)
     return attend(q_BTHC, jnp.concatenate([k_BTHN, k_BTHP], axis=-1), v_BTHV, **options)
+
+
+def _absorb(equation: str, low_equation: str, x, kernel) -> jax.Array:
+    """Returns the product of x and an up-projection; its adapter, if it has one, is multiplied by `low_equation`, in float32."""
+    if not isinstance(kernel, adapted.Adapted):
+        return jnp.einsum(equation, x, kernel.astype(x.dtype))
+    base = jnp.einsum(equation, x, kernel.base.astype(x.dtype), preferred_element_type=jnp.float32)
+    low = x.astype(jnp.float32), kernel.a, kernel.b
+    return (base + kernel.scale * jnp.einsum(low_equation, *low, precision=adapted.PRECISION)).astype(x.dtype)
 
 
 def _project(params, config, name: str, x) -> jax.Array:

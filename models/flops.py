@@ -55,9 +55,10 @@ class ModelFlops:
     multiplied: int  # those a token is multiplied with: the output head, but not the embedding table, which is a lookup
     head: int  # those of the output head, included in `multiplied`
     last: int  # those of each layer's last matmul, included in `multiplied`, whose product no gradient needs
+    is_frozen: bool = False  # True: adapters train alone, and no gradient of these parameters is computed
 
     @classmethod
-    def of(cls, config: config_lib.ModelConfig) -> "ModelFlops":
+    def of(cls, config: config_lib.ModelConfig, *, is_frozen: bool = False) -> "ModelFlops":
         """Returns the counts for the model of `config`. Of routed experts, only the chosen ones count as multiplied."""
         held = multiplied = last = 0
         for name, spec, is_lookup in _specs(config):
@@ -70,7 +71,7 @@ class ModelFlops:
             multiplied += size
             # The products of experts are needed: they are multiplied with the router's weights.
             last += size * (name == "down" and "experts" not in spec.logical_axes and not config.post_norms)
-        return cls(config, held, multiplied, config.vocab_size * config.model_dim, last)
+        return cls(config, held, multiplied, config.vocab_size * config.model_dim, last, is_frozen)
 
     @property
     def per_key(self) -> int:
@@ -101,8 +102,11 @@ class ModelFlops:
         return layers + 2 * self.head * rows.num_tokens
 
     def model_flops(self, rows: PackedRows) -> float:
-        """Returns the FLOPs of a train step that MFU counts: three forward passes, no recomputation and no padding."""
-        return 3 * self.forward_flops(rows)
+        """Returns the FLOPs of a train step that MFU counts: three forward passes, no recomputation and no padding.
+
+        Frozen parameters have no gradient, and adapters next to them count as nothing.
+        """
+        return 3 * self.forward_flops(rows) - self.is_frozen * 2 * self.multiplied * rows.num_tokens
 
     def kernel_flops(self, rows: PackedRows) -> float:
         """Returns the FLOPs of the attention kernel's forward pass, which works through all keys of the blocks that it visits."""
@@ -124,7 +128,8 @@ class ModelFlops:
         again = 1 if self.config.remat in ("block", "attention", "offload") else 0
         layers = (3 + again) * 2 * (self.multiplied - self.head) - again * 2 * self.last
         attention = 1 + (self.config.remat not in ("none", "attention")) + 2.5
-        return rows.num_columns * (layers + 4 * 2 * self.head) + attention * self.kernel_flops(rows)
+        layers += 4 * 2 * self.head - self.is_frozen * 2 * self.multiplied
+        return rows.num_columns * layers + attention * self.kernel_flops(rows)
 
     def read_parameters(self, num_tokens: int) -> float:
         """Returns the expected number of parameters that a forward pass of `num_tokens` tokens reads from memory.

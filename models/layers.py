@@ -13,13 +13,13 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from models import config as config_lib
-from models.kernels import cpu_transposed, int8
+from models.kernels import adapted, cpu_transposed, int8
 from sharding import fsdp, rules
 from sharding import mesh as mesh_lib
 
 SAVED = "projection"  # the name of matmul results, which rematerialization "dots" keeps
 Rotation = tuple[jax.Array, jax.Array]  # cos and sin, float32 [B, T, 1, R]
-Kernel = jax.Array | int8.Quantized | cpu_transposed.Transposed
+Kernel = jax.Array | int8.Quantized | cpu_transposed.Transposed | adapted.Adapted
 
 
 def weight(param, dtype: jax.typing.DTypeLike, config: config_lib.ModelConfig) -> Any:
@@ -33,31 +33,43 @@ def project(x: jax.Array, kernel: Kernel, model: int = 0) -> jax.Array:
     The kernel is cast to the dtype of x. Several devices sum its gradient in the dtype that it has. They keep B and T apart, which
     may be split, because merging would gather the rows. One device multiplies two matrices.
     """
+    if not isinstance(kernel, adapted.Adapted):
+        return checkpoint_name(_multiply(x, kernel, model=model), SAVED)
+    # No axis of a mesh need split A or B: they are small.
+    return checkpoint_name(adapted.product(functools.partial(_multiply, model=model), _multiply, x, kernel), SAVED)
+
+
+def _multiply(x: jax.Array, kernel: Any, *, dtype=None, model: int | None = None) -> jax.Array:
+    """Returns the product of `project` in `dtype` (None: of x), for a kernel without an adapter; `model` None: `fsdp` splits it in no known dim."""
+    dtype = dtype or x.dtype
     if isinstance(kernel, cpu_transposed.Transposed):
-        return kernel.rows(x)
+        return kernel.rows(x, dtype)
     if isinstance(kernel, int8.Quantized):
-        return int8.scaled(project(x, kernel.values.astype(x.dtype), model), kernel.scale[(0,) * (x.ndim - 2)])
+        product = _multiply(x, kernel.values.astype(x.dtype), dtype=dtype, model=model)
+        return int8.scaled(product, kernel.scale[(0,) * (x.ndim - 2)])
     if rules.several_devices() is not None:
-        product = functools.partial(_gathered_product, model=model % kernel.ndim) if fsdp.near() > 1 else _product
-        return checkpoint_name(product(x, kernel, 2), SAVED)
+        if model is not None and fsdp.near() > 1:
+            return _gathered_product(x, kernel, 2, dtype, model % kernel.ndim)
+        return _product(x, kernel, 2, dtype)
     rows, out = x.shape[:2], kernel.shape[x.ndim - 2 :]
     matrices = x.reshape(math.prod(rows), -1), kernel.astype(x.dtype).reshape(-1, math.prod(out))
-    flat = _product(*matrices, 1) if mesh_lib.platform() == "cpu" else jnp.matmul(*matrices)
-    return checkpoint_name(flat, SAVED).reshape(*rows, *out)
+    is_cpu = mesh_lib.platform() == "cpu"
+    flat = _product(*matrices, 1, dtype) if is_cpu else jnp.matmul(*matrices, preferred_element_type=dtype)
+    return flat.reshape(*rows, *out)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x, kernel, lead: int):
-    """Multiplies over all dims of x but the first `lead`; its gradient is written out for the order of its operands alone.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(x, kernel, lead: int, dtype):
+    """Multiplies over all dims of x but the first `lead`, to `dtype`; its gradient is written out for the order of its operands alone.
 
     JAX's own rule puts the cotangent first and transposes the result, of which XLA on a CPU makes transposed copies of
     [B, T, F]. A gated ffn of 6144 tokens, D 256, F 1024, forward and backward: 760 ms of CPU time with JAX's rule, 350 ms
     with this one (2 cores, loaded, in turns).
     """
-    return _contract(x, kernel.astype(x.dtype), range(lead, x.ndim), range(x.ndim - lead))
+    return _contract(x, kernel.astype(x.dtype), range(lead, x.ndim), range(x.ndim - lead), dtype)
 
 
-def _product_backward(lead: int, saved, out):
+def _product_backward(lead: int, dtype, saved, out):
     x, kernel = saved
     d_x = _contract(out, kernel.astype(x.dtype), range(lead, out.ndim), range(x.ndim - lead, kernel.ndim))
     if lead == 1:  # a copy of the transposed x: 640 rows times 1024 x 256 at 185 instead of 115 GFLOP/s
@@ -70,16 +82,16 @@ def _contract(a, b, dims_a, dims_b, dtype=None) -> jax.Array:
     return jax.lax.dot_general(a, b, dims, preferred_element_type=dtype)
 
 
-_product.defvjp(lambda x, kernel, lead: (_product(x, kernel, lead), (x, kernel)), _product_backward)
+_product.defvjp(lambda x, kernel, *how: (_product(x, kernel, *how), (x, kernel)), _product_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _gathered_product(x, kernel, lead: int, model: int):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _gathered_product(x, kernel, lead: int, dtype, model: int):
     """Returns `_product`, with the kernel gathered, and its gradient summed, by the steps of sharding/fsdp.py."""
-    return _product(x, fsdp.whole(kernel.astype(x.dtype), model), lead)
+    return _product(x, fsdp.whole(kernel.astype(x.dtype), model), lead, dtype)
 
 
-def _gathered_backward(lead: int, model: int, saved, out):
+def _gathered_backward(lead: int, dtype, model: int, saved, out):
     x, kernel = saved
     whole = fsdp.whole(kernel.astype(x.dtype), model)
     d_x = _contract(out, whole, range(lead, out.ndim), range(x.ndim - lead, kernel.ndim))
@@ -87,9 +99,7 @@ def _gathered_backward(lead: int, model: int, saved, out):
     return d_x, fsdp.summed(lambda x, out: _contract(x, out, rows, rows, kernel.dtype), x, out, model, kernel.ndim)
 
 
-_gathered_product.defvjp(
-    lambda x, kernel, lead, model: (_gathered_product(x, kernel, lead, model), (x, kernel)), _gathered_backward
-)
+_gathered_product.defvjp(lambda x, kernel, *how: (_gathered_product(x, kernel, *how), (x, kernel)), _gathered_backward)
 
 
 def _recomputed(function):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from models import config as config_lib
 from models import layers, moe_experts
+from models.kernels import adapted
 
 
 class Routing(NamedTuple):
@@ -57,7 +58,7 @@ def route(
     valid_BT: jax.Array | None = None,
 ) -> Routing:
     """Returns the experts that the router chooses for each token, and their weights in float32 (arXiv 2412.19437, 2.1.2)."""
-    x_BTD, router_DE = x_BTD.astype(jnp.float32), params["router"].astype(jnp.float32)
+    x_BTD, router_DE = x_BTD.astype(jnp.float32), adapted.dense(params["router"], jnp.float32).astype(jnp.float32)
     highest = jax.lax.Precision.HIGHEST  # a TPU would round both to bfloat16
     logits_BTE = jnp.einsum("BTD,DE->BTE", x_BTD, router_DE, precision=highest)
     if "router_bias" in params:

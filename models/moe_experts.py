@@ -15,6 +15,7 @@ Letters: B sequences, T tokens, N = B T, D model, E experts, X experts per token
 R rows of a round, P devices of the expert axis.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from jax.sharding import PartitionSpec
 
 from models import config as config_lib
 from models import layers
-from models.kernels import gpu_grouped_matmul, int8
+from models.kernels import adapted, gpu_grouped_matmul, int8
 from sharding import fsdp, rules
 from sharding import mesh as mesh_lib
 
@@ -80,7 +81,8 @@ def left_in_stack(params: dict) -> dict:
     mesh = rules.several_devices()
     if mesh is not None and mesh.shape["fsdp"] > 1:
         return {}
-    return {name: x for name, x in params.items() if name in ("gate", "up", "down") and isinstance(x, jax.Array)}
+    plain = {name for name, x in params.items() if isinstance(adapted.base_of(x), jax.Array)}
+    return {name: params[name] for name in ("gate", "up", "down") if name in plain}
 
 
 def run(
@@ -96,7 +98,7 @@ def run(
         params = {name: param.astype(x_BTD.dtype) for name, param in params.items()}
         return _by_chunks(functools.partial(_run_all, params=params, config=config), x_BTD, weights_BTX, experts_BTX)
     tokens = PartitionSpec(rules.RULES["batch"], rules.RULES["sequence"], None)
-    specs = {name: jax.tree.map(functools.partial(_partition, mesh, name, x.shape), x) for name, x in params.items()}
+    specs = {name: _partitions(mesh, AXES[name], x) for name, x in params.items()}
     run_local = functools.partial(_run_local, config=config)
     in_specs = (tokens, tokens, tokens, specs)
     sharded = jax.shard_map(run_local, in_specs=in_specs, out_specs=tokens, check_vma=False)
@@ -112,9 +114,10 @@ def grouped_matmul(
     inside_A: jax.Array | None,
     config: config_lib.ModelConfig,
     *,
+    dtype: jax.typing.DTypeLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns rows[a] @ kernel[expert of row a] for rows sorted by expert; `group_sizes_E` has the rows per expert.
+    """Returns rows[a] @ kernel[expert of row a] for rows sorted by expert, in `dtype` (None: theirs); `group_sizes_E` has the rows per expert.
 
     Rows after the last group, where `inside_A` is False (None: no such rows), give zero and get a zero gradient. Both passes
     are masked by selection: a product with zero would keep NaN. `interpret` runs the kernel of a TPU or a GPU on a CPU.
@@ -124,6 +127,7 @@ def grouped_matmul(
         return x if inside_A is None else jnp.where(inside_A[:, None], x, 0)
 
     (A, D), (E, _, F), which = rows_AD.shape, kernel_EDF.shape, config.grouped_matmul
+    dtype = dtype or rows_AD.dtype
     if which == "auto":
         which = {"tpu": "megablox", "gpu": "triton", "cuda": "triton"}.get(mesh_lib.platform(), "ragged_dot")
     offset = None
@@ -133,17 +137,18 @@ def grouped_matmul(
         else:
             kernel_EDF = kernel_EDF.sliced
     if which == "ragged_dot" or (which == "triton" and (D % 16 or F % 16)):
-        return checkpoint_name(mask(jax.lax.ragged_dot(mask(rows_AD), kernel_EDF, group_sizes_E)), layers.SAVED)
+        out_AF = jax.lax.ragged_dot(mask(rows_AD), kernel_EDF, group_sizes_E, preferred_element_type=dtype)
+        return checkpoint_name(mask(out_AF), layers.SAVED)
     if which == "triton":
         tile = gpu_grouped_matmul.tile_of(A, E)
     else:
         tile = max(rows for rows in TILES if rows == min(TILES) or A >= rows * E)
     padded_AD = jnp.pad(mask(rows_AD), ((0, -A % tile), (0, 0)))
     if which == "triton":
-        out_AF: Any = gpu_grouped_matmul.grouped_matmul(padded_AD, kernel_EDF, group_sizes_E, interpret)
+        out_AF: Any = gpu_grouped_matmul.grouped_matmul(padded_AD, kernel_EDF, group_sizes_E, interpret, dtype)
     else:
         out_AF = megablox.gmm(
-            padded_AD, kernel_EDF, group_sizes_E, rows_AD.dtype, _tiling(tile), offset, None, False, interpret
+            padded_AD, kernel_EDF, group_sizes_E, dtype, _tiling(tile), offset, None, False, interpret
         )
     return checkpoint_name(mask(out_AF[:A]), layers.SAVED)
 
@@ -249,12 +254,22 @@ def _ffn(rows_AD, group_A, group_sizes, params, config, *, all_inside: bool) -> 
     inside_A = None if all_inside else group_A < num_local
     local_A = jnp.minimum(group_A, num_local - 1)
 
-    def project(rows, name):
-        kernel = params[name]
+    def multiply(rows, kernel, group_sizes, inside_A, local_A, dtype=None, config=config):
         is_int8 = isinstance(kernel, int8.Quantized)
         values = kernel.values.astype(rows.dtype) if is_int8 else kernel
-        out = grouped_matmul(rows, values, group_sizes, inside_A, config)
-        out = int8.scaled(out, kernel.scale[:, 0][local_A]) if is_int8 else out
+        out = grouped_matmul(rows, values, group_sizes, inside_A, config, dtype=dtype)
+        return int8.scaled(out, kernel.scale[:, 0][local_A]) if is_int8 else out
+
+    # The tiles of a TPU's or a GPU's kernel would be padding for the most part.
+    multiply_low = functools.partial(multiply, config=dataclasses.replace(config, grouped_matmul="ragged_dot"))
+
+    def project(rows, name):
+        kernel, groups = params[name], (group_sizes, inside_A, local_A)
+        if isinstance(kernel, adapted.Adapted):
+            product = adapted.product(multiply, multiply_low, rows, kernel, *groups)
+            out = checkpoint_name(product, layers.SAVED)
+        else:
+            out = multiply(rows, kernel, *groups)
         if f"{name}_bias" not in params:
             return out
         bias_AF = params[f"{name}_bias"][local_A]
@@ -291,9 +306,18 @@ def _run_local(x_BTD, weights_BTX, experts_BTX, params, *, config) -> jax.Array:
     return jax.lax.psum_scatter(partial_BTD, "expert", scatter_dimension=0, tiled=True)
 
 
-def _partition(mesh, name: str, shape: tuple[int, ...], x) -> PartitionSpec:
+def _partitions(mesh, axes: tuple[str, ...], param):
+    """Returns the tree of the layouts of a parameter with these logical dims; A and B of an adapter share all but one."""
+    if isinstance(param, adapted.Adapted):
+        of = functools.partial(_partitions, mesh)
+        a, b = of((*axes[:2], "rank"), param.a), of((axes[0], "rank", axes[2]), param.b)
+        return dataclasses.replace(param, base=of(axes, param.base), a=a, b=b)
+    return jax.tree.map(functools.partial(_partition, mesh, axes, param.shape), param)
+
+
+def _partition(mesh, axes: tuple[str, ...], shape: tuple[int, ...], x) -> PartitionSpec:
     """Returns the layout of a parameter of `shape`, or of its int8 scales, whose summed dims have size 1."""
-    spec = rules.partition(mesh, shape, AXES[name])
+    spec = rules.partition(mesh, shape, axes)
     if x.ndim != len(shape):  # of an `InStack`: the stack, and the number of the layer
         return PartitionSpec(None, *spec) if x.ndim else PartitionSpec()
     return PartitionSpec(*(of_dim if n == m else None for of_dim, n, m in zip(spec, x.shape, shape, strict=True)))
@@ -301,9 +325,13 @@ def _partition(mesh, name: str, shape: tuple[int, ...], x) -> PartitionSpec:
 
 def _gather_model_dim(name: str, param, dtype):
     """Returns a parameter, `Quantized` or in `dtype`, with its model dim gathered from the devices of the `fsdp` axis."""
-    if "model" not in AXES[name] or isinstance(param, InStack):
+    if "model" not in AXES[name] or isinstance(adapted.base_of(param), InStack):
         return param.astype(dtype)
     dim = AXES[name].index("model")
+    if isinstance(param, adapted.Adapted):  # the model dim is of the inputs or of the outputs
+        low = "a" if dim == 1 else "b"
+        whole = {low: fsdp.gather_as(jnp.float32, dim, getattr(param, low))}
+        return dataclasses.replace(param, base=_gather_model_dim(name, param.base, dtype), **whole)
     if isinstance(param, jax.Array):
         return fsdp.gather_as(dtype, dim, param)
     gather = functools.partial(fsdp.gather, dim=dim)

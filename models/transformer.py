@@ -297,7 +297,7 @@ def _run(params, config, tokens_BT, positions_BT, cache: tuple | None, attend, *
             for key, block_params, stacks, entry, experts_BTX in rows:
                 entry = entry if n is None else (*entry, n)
                 if stacks and n is not None:
-                    kernels = {name: moe_experts.InStack(stack, n) for name, stack in stacks.items()}
+                    kernels = jax.tree.map(functools.partial(moe_experts.InStack, layer=n), stacks)
                     block_params = block_params | {"moe": block_params["moe"] | kernels}
                 is_sliding = config.is_sliding(int(key))
                 x_BTD, entry, routing = run_block(block_params, x_BTD, entry, experts_BTX, is_sliding)

@@ -191,7 +191,7 @@ def open_checkpoint(
 ) -> Iterator[tuple[experiment.Experiment, pathlib.Path, int, transformer.Params]]:
     """Yields (experiment, work directory, step, the model's parameters) of the checkpoint that the command line names.
 
-    `--step` is a number, "newest", or "best": the checkpoint with the highest held-out score. LoRA adapters are merged into the
+    `--step` is a number, "newest", or "best": the checkpoint with the highest held-out score. LoRA adapters are attached to the
     parameters. Before the first step of RL, the checkpoint is that of supervised fine-tuning (rl/sft.py), as step 0. The work
     directory stays locked during the block. Unless `needs_envs`, code and data of environments need not exist. Raises ValueError for
     another `--step` or another config, and FileNotFoundError
@@ -265,7 +265,8 @@ def main() -> None:
         weights, key = pathlib.Path(scratch) / "weights", run_directory.signing_key(workdir)
         key.save(pathlib.Path(scratch) / "weights.key")  # where the rollout system reads it
         options = broadcast.PublishOptions(key=key.private, dtype=exp.published_dtypes)
-        broadcast.publish(params, step, str(weights), options, metadata=exp.broadcast_metadata)
+        tree, metadata = exp.published(params)
+        broadcast.publish(tree, step, str(weights), options, metadata=metadata)
         entry = broadcast.entry_of(weights, step, key=key.worker)
         assert entry is not None  # just signed
         policy = timeline.Policy(entry.epoch, step, entry.sha256)

@@ -2,7 +2,8 @@
 
     python -m rl.export --config=configs/quickstart.py --workdir=runs/quickstart --step=best --output=exported
 
-1. The checkpoint is restored onto the config's mesh; adapters are merged (rl/learner/lora.py).
+1. The checkpoint is restored onto the config's mesh; adapters are merged (models/lora.py).
+   With --adapter_only they are written alone, in PEFT's format (models/hf/adapter_file.py).
 2. `models.hf.save` writes config.json and safetensors with hub-style names; the same parameters give the same bytes.
 3. All that training does not change is that of the checkpoint in `init_from`: entries of config.json and generation_config.json, and
    the tokenizer's files. The folder gets its name last.
@@ -15,6 +16,9 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
     flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
     flags.DEFINE_string("output", None, "a folder that does not exist yet", required=True)
+    flags.DEFINE_bool(
+        "adapter_only", False, "write only the adapters, as PEFT and vLLM load them next to the base model"
+    )
     command.parse()
 
 import json
@@ -22,7 +26,8 @@ import pathlib
 
 from absl import flags
 
-from models import hf, hub, transformer
+from models import hf, hub, lora, transformer
+from models.hf import adapter_file
 from models.text import tokenizer_files
 from rl import evaluate
 from rl.experiment import command, experiment, initial
@@ -42,8 +47,12 @@ def main() -> None:
         )
     hf.check_new(output)
     with evaluate.open_checkpoint(needs_envs=False) as (exp, workdir, step, params):
-        save(output, exp, params)
-    metrics.Progress().say(f"version {step} of {workdir} is in {output}: python -m inference.chat --model {output}")
+        if flags.FLAGS.adapter_only:
+            adapter_file.save(output, exp.model, params, exp.lora, exp.config.init_from)
+        else:
+            save(output, exp, params)
+    use = "load it next to its base model" if flags.FLAGS.adapter_only else f"python -m inference.chat --model {output}"
+    metrics.Progress().say(f"version {step} of {workdir} is in {output}: {use}")
 
 
 def save(output: pathlib.Path, exp: experiment.Experiment, params: transformer.Params) -> None:
@@ -57,7 +66,8 @@ def save(output: pathlib.Path, exp: experiment.Experiment, params: transformer.P
         else:
             exp.tokenizer.save(folder)
 
-    params = rules.cast(params, transformer.specs(exp.model))  # from float32, in which they train
+    # From float32, in which all parameters train.
+    params = rules.cast(lora.merge(params), transformer.specs(exp.model))
     hf.save(output, exp.model, params, stored=stored, write_more=write_more)
 
 

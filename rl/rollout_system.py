@@ -78,9 +78,10 @@ def begin(
     control, run = stack.enter_context(sockets.private_path()), run_directory.signing_key(workdir).worker
     options = ["--control", control, "--key", str(assembly.server_key(workdir)), "--run", run]
     logs = run_directory.logs(workdir)
-    expected = logs.path / "expected.json"
-    atomic_file.write(expected, json.dumps(experiment.broadcast_metadata).encode())
-    options += ["--expected", str(expected)]
+    if not any(weights.glob("v*")):
+        expected = logs.path / "expected.json"
+        atomic_file.write(expected, json.dumps(experiment.broadcast_metadata).encode())
+        options += ["--expected", str(expected)]
     start = lambda name, command: stack.enter_context(child_process.ChildProcess(name, command, logs))  # noqa: E731
     child, file = _begin(start, assembly.SERVER, [*server_command(experiment, workdir, weights), *options], workdir)
     return Begun(child, control, file, _start_workers(experiment, workdir, "-", start))

@@ -57,7 +57,7 @@ def train(
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
     before_step: Callable[[], object] = lambda: None,
 ) -> transformer.Params:
-    """Runs or resumes the warm-up (supervised fine-tuning before RL) and returns the model's parameters. All hosts must call it.
+    """Runs or resumes the warm-up (supervised fine-tuning before RL) and returns the policy's parameters. All hosts must call it.
 
     `before_step` is called before each step; an error of it ends the warm-up.
     """
@@ -279,7 +279,8 @@ def main() -> None:
                 if hosts.is_first:
                     publisher.forget(0)
                 hosts.broadcast()
-                publisher.publish(params, 0, metadata=exp.broadcast_metadata)
+                tree, metadata = exp.published(params)
+                publisher.publish(tree, 0, metadata=metadata)
             progress.say(f"checkpoint: {workdir / 'warmup'}; chat: python -m inference.chat --weights {workdir}")
             if hosts.is_first:
                 progress.say(f"report: {report.write(workdir)}")

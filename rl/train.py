@@ -136,7 +136,9 @@ def train(
                         adviser.scored(version, score)
                 times |= {"time/step_s": time.perf_counter() - begun, "time/unix": time.time()}
                 values = _metrics(values | {"optimizer/learning_rate": rate}, batch, times)
-                values |= utilization.of_step(values, exp.model, mesh.size, mesh.local_devices)
+                values |= utilization.of_step(
+                    values, exp.model, mesh.size, mesh.local_devices, is_frozen=bool(exp.lora)
+                )
                 run.writer.write(step, "rl", values)
                 bar.update(step, _shown(values))
                 if step == run.start + 1:
@@ -392,8 +394,8 @@ def _publish(
     exp, workdir: pathlib.Path, publisher: broadcast.Publisher, ledger, params, version: int
 ) -> timeline.Policy:
     """Publishes a policy version with the ledger's head in its signed metadata, and records its manifest; returns the policy."""
-    anchor = {"ledger": ledger.head()} if ledger else {}
-    epoch = publisher.publish(params, version, metadata=exp.broadcast_metadata | anchor).epoch or 0
+    anchor, (tree, metadata) = {"ledger": ledger.head()} if ledger else {}, exp.published(params)
+    epoch = publisher.publish(tree, version, metadata=metadata | anchor).epoch or 0
     if not ledger:  # not the first host
         return timeline.Policy(epoch, version)
     data = (workdir / "weights" / journal.dirname(version) / "manifest.json").read_bytes()

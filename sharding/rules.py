@@ -60,6 +60,17 @@ def is_matrix(spec: ParamSpec) -> bool:
     return len(dims) > 1 and any(axis not in VECTORS for axis in dims)
 
 
+def matrix_dims(spec: ParamSpec) -> tuple[int, int]:
+    """Returns the positions of a kernel's first input and first output dim: (0, 1) for a query kernel [D, H, C], which maps D to H x C.
+
+    Dims before the inputs count copies (layers, experts). If the axis `model` is last, it is the only output: the output kernel
+    [H, C, D] gives (0, 2).
+    """
+    inputs = sum(axis in COPIES for axis in spec.logical_axes)
+    assert not set(spec.logical_axes[inputs:]) & set(COPIES), spec  # copies lead
+    return inputs, len(spec.shape) - 1 if spec.logical_axes[-1] == "model" else inputs + 1
+
+
 def shardings(specs, mesh: jax.sharding.Mesh):
     """Returns a tree of `NamedSharding` on `mesh`, one per `ParamSpec` of the tree `specs`.
 

@@ -8,6 +8,9 @@
 4. A new version is fetched into host memory while the old one serves (`fetch`), and then takes the place of the old one tensor by tensor
    (`put`), so there is never a second one on the devices. With several hosts, each fetches and puts its own shards.
 
+5. A policy with adapters (models/lora.py) is kept as base and adapters, and attached for the engine. Versions share the base: a new one
+   brings the adapters alone, and the base stays where it is.
+
 A server that quantizes samples from another policy, close to the version that it names: a validator with the published weights
 rejects its proofs. `/v1/models` reports the quantization.
 """
@@ -24,6 +27,7 @@ import numpy as np
 
 from models import config as config_lib
 from models import hf, transformer
+from models import lora as lora_lib
 from models.kernels import cpu_transposed, int8
 from sharding import broadcast, rules
 from sharding.download import source as source_lib
@@ -41,6 +45,7 @@ class Store:
     model: config_lib.ModelConfig
     mesh: jax.sharding.Mesh
     quantization: str = "none"
+    lora: lora_lib.LoraConfig | None = None  # None: the policy has no adapters
 
     def __post_init__(self):
         if self.quantization not in QUANTIZATIONS:
@@ -51,9 +56,16 @@ class Store:
 
     @property
     def specs(self) -> transformer.Params:
-        """The tree of `ParamSpec` (shape and type) of the weights as the server stores them, quantized or not."""
-        plain = transformer.specs(self.model)
-        return plain if self.quantization == "none" else int8.specs(plain)
+        """The tree of `ParamSpec` (shape and type) of the weights as the server stores them, quantized or not, in the form that is published."""
+        if self.quantization == "none":
+            return self.plain_specs
+        model = int8.specs(transformer.specs(self.model))
+        return self.plain_specs | {lora_lib.BASE: model} if self.lora else model
+
+    @property
+    def plain_specs(self) -> transformer.Params:
+        """The tree of `ParamSpec` of the weights as they are published."""
+        return lora_lib.published_specs(transformer.specs(self.model), self.lora)
 
     @property
     def is_output_major(self) -> bool:
@@ -75,23 +87,34 @@ class Store:
         """The tree of `ShapeDtypeStruct` of the weights as stored, with their shardings."""
         return jax.tree.map(lambda x, s: x.update(sharding=s), rules.abstract(self.specs), self.shardings)
 
-    def load(self, params: transformer.Params, old: transformer.Params | None = None) -> transformer.Params:
-        """Returns full weights, of `load_shardings`, on the devices in the form that the server stores.
+    def load(
+        self,
+        params: transformer.Params,
+        old: transformer.Params | None = None,
+        before: transformer.Params | None = None,
+    ) -> transformer.Params:
+        """Returns full weights, of `load_shardings`, on the devices in the form that the engine takes.
 
         Leaves may be jax arrays, numpy arrays, or staged ones of `broadcast.pull`. The arrays of `old` are deleted, each before
-        its successor is placed: the devices never hold two versions. After an error in between, they hold none. Jax arrays are
-        deleted if the server keeps them in another form.
+        its successor is placed: the devices never hold two versions. After an error in between, they hold none. Those stay whose
+        leaf in `params` is that in `before`, the weights that `old` was loaded from. Jax arrays are deleted if the server keeps them
+        in another form.
         """
         is_leaf = lambda x: rules.is_spec(x) or int8.is_quantized(x)  # noqa: E731
         specs, structure = jax.tree.flatten(self.specs, is_leaf=is_leaf)
-        before = [None] * len(specs) if old is None else structure.flatten_up_to(old)
+        none = [None] * len(specs)
+        olds = none if old is None else structure.flatten_up_to(lora_lib.published(old))
+        sources = none if before is None or old is None else structure.flatten_up_to(before)
         loaded = []
         paths = [
             tuple(key.key for key in path)
             for path, _ in jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_leaf)
         ]
-        rows = zip(paths, specs, *map(structure.flatten_up_to, (params, self.shardings)), before, strict=True)
-        for path, spec, new, sharding, old_leaf in rows:
+        rows = zip(paths, specs, *map(structure.flatten_up_to, (params, self.shardings)), olds, sources, strict=True)
+        for path, spec, new, sharding, old_leaf, source in rows:
+            if new is source:
+                loaded.append(old_leaf)
+                continue
             kept = {id(array) for array in jax.tree.leaves(new)}
             for array in jax.tree.leaves(old_leaf):
                 if id(array) not in kept:
@@ -99,7 +122,7 @@ class Store:
                     if self.mesh.devices.flat[0].platform == "cpu":
                         trim_memory(array.nbytes)
             loaded.append(self._placed(path, spec, new, sharding))
-        return structure.unflatten(jax.block_until_ready(loaded))
+        return lora_lib.restored(structure.unflatten(jax.block_until_ready(loaded)), self.lora)
 
     def _placed(self, path: tuple[str, ...], spec, weights, sharding):
         if self.is_output_major and (made := self._output_major(path, weights, sharding)) is not None:
@@ -138,32 +161,58 @@ def fetch(
 
     Raises its errors, and those of `check_params`.
     """
-    if base is not None:
-        base = dataclasses.replace(base, params=cpu_transposed.views(base.params))
-    pulled = broadcast.pull(root, version, shardings=store.load_shardings, staged=True, base=base, **pins)
-    check_params(pulled.params, store.model)
-    return pulled
+    shown = base and dataclasses.replace(base, params=cpu_transposed.views(base.params))
+    pulled = broadcast.pull(root, version, shardings=store.load_shardings, staged=True, base=shown, **pins)
+    if (found := lora_lib.of_metadata(pulled.metadata)) != store.lora:
+        text = f"version {version} has adapters {found}, and this server runs {store.lora}"
+        raise ValueError(f"{text}; start a new server for it")
+    check_params(pulled.params, store, shown)
+    if base is None or shown is None:
+        return pulled
+    # Leaves that `pull` returned again are those of the base, not views of them.
+    is_leaf = lambda x: isinstance(x, cpu_transposed.Transposed)  # noqa: E731
+    pairs = zip(jax.tree.leaves(shown.params), jax.tree.leaves(base.params, is_leaf=is_leaf), strict=True)
+    own = {id(view): leaf for view, leaf in pairs}
+    return dataclasses.replace(pulled, params=jax.tree.map(lambda leaf: own.get(id(leaf), leaf), pulled.params))
 
 
 def put(
-    store: Store, params: transformer.Params, pulled: broadcast.Pulled | None, old: transformer.Params
+    store: Store,
+    params: transformer.Params,
+    pulled: broadcast.Pulled | None,
+    old: transformer.Params,
+    have: broadcast.Pulled | None,
 ) -> tuple[transformer.Params, broadcast.Pulled | None]:
-    """Returns fetched weights on the devices, in place of `old`, which is deleted, and `pulled` as the base of deltas to come."""
-    loaded = store.load(params, old)
-    if pulled is not None and store.load_shardings is not None:
-        pulled = dataclasses.replace(pulled, params=loaded)
-    return loaded, pulled
+    """Returns fetched weights on the devices, in place of `old`, which is deleted, and `pulled` as the base of deltas to come.
+
+    `have` is the version that `old` was loaded from, None for weights of another origin.
+    """
+    loaded = store.load(params, old, have and have.params)
+    return loaded, pulled and as_base(store, pulled, loaded)
 
 
-def check_params(params: transformer.Params, model: config_lib.ModelConfig) -> None:
-    """Raises ValueError, naming the first wrong tensor, if `params` do not fit the model, or have a number that is not finite."""
-    expected, given = _types_by_path(transformer.abstract(model)), _types_by_path(params)
+def as_base(store: Store, pulled: broadcast.Pulled, loaded: transformer.Params) -> broadcast.Pulled:
+    """Returns the version `pulled` as the base of later ones: with the arrays that were loaded, or the host's if these are quantized."""
+    if store.load_shardings is None:
+        return pulled.locked()
+    return dataclasses.replace(pulled, params=lora_lib.published(loaded))
+
+
+def check_params(params: transformer.Params, store: Store, have: broadcast.Pulled | None = None) -> None:
+    """Raises ValueError, naming the first wrong tensor, if the published `params` do not fit the store, or have a number that is not finite.
+
+    Leaves of `have` were checked before.
+    """
+    expected, given = _types_by_path(rules.abstract(store.plain_specs)), _types_by_path(params)
     for path in sorted(expected.keys() | given.keys()):
         if given.get(path) != expected.get(path):
             found = f"the new weights have {path} as {given.get(path, 'no tensor')}"
             found += f", and the model that serves needs {expected.get(path, 'none')}"
             raise ValueError(f"{found}; publish weights of that model")
+    known = {id(leaf) for leaf in jax.tree.leaves(have.params)} if have else ()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if id(leaf) in known:
+            continue
         if isinstance(leaf, broadcast.Staged):
             is_finite = leaf.is_finite
         else:

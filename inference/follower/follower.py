@@ -61,7 +61,7 @@ class Follower:
         self._fetched = None
         if folder:
             params = weights_lib.load_folder(pathlib.Path(folder), self.store, on_host=True)
-            weights_lib.check_params(params, self.store.model)
+            weights_lib.check_params(params, self.store)
             self._fetched = params, None
             return
         root = self.weights if source is None else source
@@ -75,5 +75,5 @@ class Follower:
     def _swap(self, old: transformer.Params) -> transformer.Params:
         assert self._fetched is not None
         fetched, self._fetched = self._fetched, None
-        params, self.have = weights_lib.put(self.store, *fetched, old)
+        params, self.have = weights_lib.put(self.store, *fetched, old, self.have)
         return params

@@ -37,9 +37,10 @@ from inference.scheduler import warmup
 from inference.server import schemas, weight_sources
 from models import config as config_lib
 from models import hf, hub, transformer
+from models import lora as lora_lib
 from models.kernels import cpu_dtype
 from models.text import tokenizer as tokenizer_lib
-from sharding import accelerator, broadcast
+from sharding import accelerator, broadcast, rules
 from sharding import mesh as mesh_lib
 from sharding.download import source as source_lib
 from sharding.format import gguf_header, head, manifest
@@ -254,7 +255,7 @@ class InferenceServer:
             raise ValueError(f"{folder} has another model than this server; send the same model, or start a new server")
         with self._all_fetching(folder=str(folder)):
             params = weights_lib.load_folder(folder, self.store, on_host=True)
-            weights_lib.check_params(params, self.engine.model)
+            weights_lib.check_params(params, self.store)
         return self._swap(params, version)
 
     def _order(self, weights: broadcast.Pulled | manifest.Manifest | None, is_proved: bool = False) -> tuple[int, int]:
@@ -310,7 +311,7 @@ class InferenceServer:
             nonlocal pulled
             engine = self.engine
             with engine.sent("swap") if isinstance(engine, replay.LeadingEngine) else contextlib.nullcontext():
-                loaded, pulled = weights_lib.put(self.store, params, pulled, old)
+                loaded, pulled = weights_lib.put(self.store, params, pulled, old, self.have)
             return loaded
 
         version = self.scheduler.update(load, version, epoch).result()
@@ -432,9 +433,8 @@ def prepare_pulled(
     `key` and `hosts` are those of `prepare`.
     """
     prepared = _prepared(config, store, tokenizer, pulled.params, pulled.version, hosts)
-    if store.load_shardings is not None:
-        pulled = dataclasses.replace(pulled, params=prepared.params)
-    return dataclasses.replace(prepared, weights=source, key=key, have=pulled, sources=sources)
+    have = weights_lib.as_base(store, pulled, prepared.params)
+    return dataclasses.replace(prepared, weights=source, key=key, have=have, sources=sources)
 
 
 def prepare_model(
@@ -486,14 +486,13 @@ def _sizes(metadata: dict, config, mesh, quantize: str, hosts) -> tuple[engine_l
     if not isinstance(config, engine_lib.EngineConfig):
         published = metadata.get("engine")
         config = config(published if isinstance(published, dict) else {})
-    return config, weights_lib.Store(
-        config_lib.ModelConfig(**metadata["model"]), host_mesh(mesh, config, hosts), quantize
-    )
+    model, lora = config_lib.ModelConfig(**metadata["model"]), lora_lib.of_metadata(metadata)
+    return config, weights_lib.Store(model, host_mesh(mesh, config, hosts), quantize, lora)
 
 
 def _compile(source, key, config: engine_lib.EngineConfig, store: weights_lib.Store, tokenizer) -> None:
     """Compiles the programs of a server, which JAX keeps: runs one on parameters of zeros. For further lengths only until a version exists."""
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), transformer.abstract(store.model))
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), rules.abstract(store.plain_specs))
     server = _prepared(config, store, tokenizer, zeros, 0, hosts_lib.ALONE).run()
     for request in warmup.requests(server.engine, every_length=True):
         try:
@@ -512,7 +511,7 @@ def _prepared(
     if tokenizer.vocab_size > store.model.vocab_size:
         found = f"the tokenizer has {tokenizer.vocab_size} entries, and the model only {store.model.vocab_size}"
         raise ValueError(f"{found}; use tokenizer.json and config.json of the same checkpoint")
-    weights_lib.check_params(params, store.model)
+    weights_lib.check_params(params, store)
     params = store.load(params)
     make = functools.partial(replay.LeadingEngine, hosts) if hosts.count > 1 and hosts.is_first else engine_lib.Engine
     return Prepared(make(store.model, config, tokenizer, params, store.mesh), params, version, store, hosts)

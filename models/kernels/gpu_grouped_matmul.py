@@ -26,17 +26,23 @@ def tile_of(num_rows: int, num_groups: int) -> int:
     return 128 if num_rows >= 64 * num_groups else 16
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped_matmul(rows_AD: jax.Array, kernel_EDF: jax.Array, sizes_E: jax.Array, interpret: bool = False) -> jax.Array:
-    """Returns rows[a] @ kernel[group of row a], [A, F]; the rows are sorted by group, and `sizes_E` counts those of each.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped_matmul(
+    rows_AD: jax.Array,
+    kernel_EDF: jax.Array,
+    sizes_E: jax.Array,
+    interpret: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """Returns rows[a] @ kernel[group of row a], [A, F], in `dtype` (None: of the rows); the rows are sorted by group, and `sizes_E` counts those of each.
 
     A is a multiple of `tile_of(A, E)`, D and F of 16. Rows after the last group give undefined results, and their gradients are undefined.
     `interpret` runs the kernels on a CPU.
     """
-    return _product(rows_AD, kernel_EDF, sizes_E, interpret, is_transposed=False)
+    return _product(rows_AD, kernel_EDF, sizes_E, interpret, dtype, is_transposed=False)
 
 
-def _product(rows_AD, kernel, sizes_E, interpret: bool, *, is_transposed: bool) -> jax.Array:
+def _product(rows_AD, kernel, sizes_E, interpret: bool, dtype=None, *, is_transposed: bool) -> jax.Array:
     """Returns the products with `kernel` [E, D, F], or with [E, F, D] if it is transposed."""
     A, D = rows_AD.shape
     E, F = kernel.shape[0], kernel.shape[1 if is_transposed else 2]
@@ -57,13 +63,13 @@ def _product(rows_AD, kernel, sizes_E, interpret: bool, *, is_transposed: bool) 
         is_own_RF = jnp.broadcast_to(((index_R >= first) & (index_R < end))[:, None], total_RF.shape)
         triton.store(out_ref.at[own, columns], total_RF.astype(out_ref.dtype), mask=is_own_RF)
 
-    out_shape = jax.ShapeDtypeStruct((A, F), rows_AD.dtype)
+    out_shape = jax.ShapeDtypeStruct((A, F), dtype or rows_AD.dtype)
     grid = tiles[0].shape[0], F // width
     call = gpu_attention.kernel_call(grouped_product, (size, *LAUNCH), grid, out_shape, interpret)
     return call(rows_AD, kernel, tiles)
 
 
-def _backward(interpret: bool, saved, d_out_AF):
+def _backward(interpret: bool, dtype, saved, d_out_AF):
     rows_AD, kernel_EDF, sizes_E = saved
     (A, D), (E, _, F) = rows_AD.shape, kernel_EDF.shape
     size, width = tile_of(A, E), _divisor(F, 64)
@@ -96,7 +102,7 @@ def _backward(interpret: bool, saved, d_out_AF):
 
 
 grouped_matmul.defvjp(
-    lambda rows, kernel, sizes, interpret: (grouped_matmul(rows, kernel, sizes, interpret), (rows, kernel, sizes)),
+    lambda rows, kernel, sizes, *how: (grouped_matmul(rows, kernel, sizes, *how), (rows, kernel, sizes)),
     _backward,
 )
 

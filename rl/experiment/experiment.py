@@ -22,6 +22,7 @@ from inference.engine import engine as engine_lib
 from inference.engine import paged_cache
 from inference.rollouts import kept_sets
 from models import config as config_lib
+from models import lora as lora_lib
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
@@ -31,7 +32,6 @@ from rl.batch import packing, router_replay
 from rl.data import sources
 from rl.experiment import base_fields, command
 from rl.experiment import rules as config_rules
-from rl.learner import lora as lora_lib
 from rl.learner import objective as objective_lib
 from rl.learner import optimizers, train_step
 from rl.protocol import env_mix, user_code
@@ -74,9 +74,11 @@ class Experiment:
 
     @property
     def published_dtypes(self) -> dict[str, str]:
-        """The dtype in which each tensor is published, by its name: some are float32 at any `param_dtype`."""
-        leaves, _ = tree.flatten(transformer.abstract(self.published_model), lambda name, leaf: None)
-        return {name: leaf.dtype.name for name, leaf in leaves.items()}
+        """The dtype in which each tensor is published, by its name, with or without adapters: some are float32 at any `param_dtype`."""
+        specs = transformer.specs(self.published_model)
+        trees = [lora_lib.published_specs(specs, lora) for lora in {None, self.lora or None}]
+        leaves = [tree.flatten(rules.abstract(one), lambda name, leaf: None)[0] for one in trees]
+        return {name: leaf.dtype.name for found in leaves for name, leaf in found.items()}
 
     @property
     def num_kept_versions(self) -> int:
@@ -91,7 +93,13 @@ class Experiment:
         tokenizer, is_remote = self.config.tokenizer, self.config.topology.mode == "remote"
         tokenizer = tokenizer if is_remote else tokenizer_lib.located(tokenizer)
         variables = {"chat_template_kwargs": dict(self.tokenizer.variables)} if self.tokenizer.variables else {}
-        return {"model": model, "tokenizer": tokenizer, "engine": dataclasses.asdict(self.engine)} | variables
+        lora = {"lora": dataclasses.asdict(self.lora)} if self.lora else {}
+        return {"model": model, "tokenizer": tokenizer, "engine": dataclasses.asdict(self.engine)} | variables | lora
+
+    def published(self, params: transformer.Params) -> tuple[transformer.Params, dict]:
+        """Returns (tree, metadata) in which a policy is published; it may have no adapters yet."""
+        tree, metadata = lora_lib.published(params), self.broadcast_metadata
+        return tree, metadata if lora_lib.BASE in tree else {n: x for n, x in metadata.items() if n != "lora"}
 
     def layout(self, mesh: jax.sharding.Mesh, num_streams: int, **fields) -> packing.Layout:
         """Returns the size of batches of `num_streams` token sequences, packed into rows; `fields` are others of `packing.Layout`."""

@@ -1,6 +1,7 @@
 """Completes a config from the checkpoint in `init_from`, and loads it: a Hugging Face folder, the ID of one, or a run's working directory.
 
-A working directory of rl.sft or rl.train stands for the newest policy that it published, with adapters merged. A run that starts from
+A working directory of rl.sft or rl.train stands for the newest policy that it published. Its adapters go on training if the config has
+the same `lora`, and are merged otherwise. A run that starts from
 it records the version, and its resumes load the same one: that policy may be the reference of a KL penalty.
 
 1. The fields of `model` are those of the checkpoint, except `OWN`: dtypes, rematerialization, kernels. No config.json has them.
@@ -11,7 +12,6 @@ it records the version, and its resumes load the same one: that policy may be th
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 from collections.abc import Collection, Mapping
@@ -20,7 +20,7 @@ import jax
 from ml_collections import config_dict
 
 from models import config as config_lib
-from models import hf, hub, transformer
+from models import hf, hub, lora, transformer
 from models.hf import config as hf_config
 from rl.experiment import experiment
 from rl.experiment import workdir as run_directory
@@ -82,14 +82,21 @@ def load(
     if not (weights := _weights(path)):
         return reference.load(path, exp.model, mesh)
     pin = hosts.broadcast(_pin(path, weights, workdir) if hosts.is_first else None)
-    published = _published(broadcast.read_manifest(weights, pin["version"]).metadata)
-    shardings = rules.shardings(transformer.specs(published), mesh)
-    params = broadcast.pull(weights, pin["version"], shardings=shardings).params
-    if published.scan_layers != exp.model.scan_layers:
-        restack = functools.partial(transformer.restacked, old=published, new=exp.model)
-        shardings = rules.shardings(transformer.specs(exp.model), mesh)
-        params = jax.jit(restack, out_shardings=shardings, donate_argnums=0)(params)
-    return rules.cast(params, transformer.specs(exp.model))
+    metadata, specs = broadcast.read_manifest(weights, pin["version"]).metadata, transformer.specs(exp.model)
+    published, adapters = _published(metadata), lora.of_metadata(metadata)
+    layout = rules.shardings(lora.published_specs(transformer.specs(published), adapters), mesh)
+    params = lora.restored(broadcast.pull(weights, pin["version"], shardings=layout).params, adapters)
+
+    def converted(params):
+        if published.scan_layers != exp.model.scan_layers:
+            params = transformer.restacked(params, old=published, new=exp.model)
+        params = rules.cast(params, specs)  # before a merge, which rounds to it
+        return params if adapters == exp.lora else lora.merge(params)
+
+    layout = rules.shardings(specs, mesh)
+    if adapters == exp.lora:
+        layout = lora.attach(layout, rules.shardings(lora.specs(specs, exp.lora), mesh), exp.lora)
+    return jax.jit(converted, out_shardings=layout, donate_argnums=0)(params)
 
 
 def checkpoint(path: str) -> pathlib.Path | None:

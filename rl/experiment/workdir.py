@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 
 from inference.rollouts import rollout as rollout_lib
-from models import hub
+from models import hub, lora
 from rl.experiment import experiment as experiment_lib
 from rl.ledger import run_ledger
 from rl.protocol import env_mix
@@ -192,7 +192,8 @@ def publisher(
     fields, keep = experiment.config.broadcast, experiment.num_kept_versions
     own = {"key": signing_key(workdir, hosts).private, "dtype": experiment.published_dtypes}
     options = broadcast.PublishOptions(keep=keep, head_s=fields.head_s, root_file=root_file(workdir), **own)
-    return broadcast.Publisher(str(workdir / "weights"), options, snapshot_every=fields.snapshot_every)
+    more = {"snapshot_every": fields.snapshot_every, "fixed": lora.BASE}
+    return broadcast.Publisher(str(workdir / "weights"), options, **more)
 
 
 def open_ledger(workdir: pathlib.Path, checkpoint_head: str | None, *, any_step: bool = False) -> run_ledger.RunLedger:

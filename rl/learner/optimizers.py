@@ -125,17 +125,6 @@ def is_hidden_matrix(spec: rules.ParamSpec) -> bool:
     return rules.is_matrix(spec) and "vocab" not in spec.logical_axes
 
 
-def matrix_dims(spec: rules.ParamSpec) -> tuple[int, int]:
-    """Returns the positions of a kernel's first input and first output dim: (0, 1) for a query kernel [D, H, C], which maps D to H x C.
-
-    Dims before the inputs count copies (layers, experts). If the axis `model` is last, it is the only output: the output kernel
-    [H, C, D] gives (0, 2).
-    """
-    inputs = sum(axis in rules.COPIES for axis in spec.logical_axes)
-    assert not set(spec.logical_axes[inputs:]) & set(rules.COPIES), spec  # copies lead
-    return inputs, len(spec.shape) - 1 if spec.logical_axes[-1] == "model" else inputs + 1
-
-
 def scale_by_muon(specs, beta: float, moment_dtype: str) -> optax.GradientTransformation:
     """Returns Muon's rule: Nesterov momentum, orthogonalized matrix by matrix (Jordan 2024), scaled to the size of AdamW's.
 
@@ -205,7 +194,7 @@ def _orthogonalize_tree(tree, specs):
 
 def _as_stack(x: jax.Array, spec: rules.ParamSpec) -> tuple[jax.Array, _Layout]:
     """Returns the matrices of a parameter as a stack [E, N, R, C], and its layout. Rows are the dim `model`, if there is one."""
-    (first, split), mesh = matrix_dims(spec), rules.several_devices()
+    (first, split), mesh = rules.matrix_dims(spec), rules.several_devices()
     num_experts = x.shape[first - 1] if rules.EXPERTS in spec.logical_axes else 1
     shape = -1, num_experts, math.prod(x.shape[first:split]), math.prod(x.shape[split:])
     axes = [()] * x.ndim if mesh is None else rules.dim_axes(mesh, x.shape, spec.logical_axes)
@@ -218,7 +207,7 @@ def _as_stack(x: jax.Array, spec: rules.ParamSpec) -> tuple[jax.Array, _Layout]:
 
 
 def _is_transposed(spec: rules.ParamSpec) -> bool:
-    return "model" in spec.logical_axes[matrix_dims(spec)[1] :]
+    return "model" in spec.logical_axes[rules.matrix_dims(spec)[1] :]
 
 
 def _orthogonalize_spread(x_ENRC, layout: _Layout):

@@ -20,8 +20,8 @@ from flax import struct
 
 from models import config as config_lib
 from models import logprobs, moe, transformer
+from models import lora as lora_lib
 from rl.batch import packing, router_replay
-from rl.learner import lora as lora_lib
 from rl.learner import objective as objective_lib
 from rl.learner import optimizers
 from sharding import rules
@@ -55,7 +55,7 @@ class Learner:
 class TrainState(struct.PyTreeNode):
     """The state that training updates: the parameters that train, the optimizer state, and the number of batches consumed (int32).
 
-    With LoRA (rl/learner/lora.py) `params` are the adapters and `frozen` the model's own parameters, in its `param_dtype`; else
+    With LoRA (models/lora.py) `params` are the adapters and `frozen` the model's own parameters, in its `param_dtype`; else
     `frozen` is empty. `params` and moments are float32.
     """
 
@@ -186,7 +186,10 @@ def trained_specs(model: config_lib.ModelConfig, lora: lora_lib.LoraConfig | Non
 
 
 def init_state(key: jax.Array, learner: Learner, params: transformer.Params | None = None) -> TrainState:
-    """Returns the train state of step 0, sharded over the mesh, with the model parameters `params`, or random ones from `key`."""
+    """Returns the train state of step 0, sharded over the mesh, with the model parameters `params`, or random ones from `key`.
+
+    Adapters that `params` have go on training.
+    """
 
     # A program that runs once: on a CPU, LLVM takes half the time for it at level 1, and the numbers are the same.
     is_cpu = learner.mesh.devices.flat[0].platform == "cpu"
@@ -197,8 +200,9 @@ def init_state(key: jax.Array, learner: Learner, params: transformer.Params | No
         trained, frozen = transformer.init(key, learner.model) if params is None else params, {}
         specs = trained_specs(learner.model, learner.lora)
         if learner.lora:
-            frozen = rules.cast(trained, transformer.specs(learner.model))
-            trained = lora_lib.init(jax.random.fold_in(key, 1), specs)
+            base, trained = lora_lib.detach(trained)
+            frozen = rules.cast(base, transformer.specs(learner.model))
+            trained = trained or lora_lib.init(jax.random.fold_in(key, 1), specs)
         trained = rules.cast(trained, specs)
         return TrainState(jnp.zeros((), jnp.int32), trained, learner.optimizer.init(trained), frozen)
 
@@ -234,19 +238,14 @@ def abstract_state(learner: Learner) -> TrainState:
 
 
 def policy(learner: Learner, state: TrainState) -> transformer.Params:
-    """Returns the whole model's parameters in a train state, adapters merged, to be published, saved or exported."""
-    if not learner.lora:
-        return state.params
-    shardings = rules.shardings(transformer.specs(learner.model), learner.mesh)
-    merge = jax.jit(_whole, static_argnums=0, out_shardings=shardings)  # jax caches the program
-    with jax.set_mesh(learner.mesh):
-        return merge(learner, state.params, state.frozen)
+    """Returns the whole model's parameters in a train state, adapters next to their kernels: the policy that the learner computes with."""
+    return _whole(learner, state.params, state.frozen)
 
 
 def _whole(learner: Learner, params, frozen) -> transformer.Params:
     if not learner.lora:
         return params
-    return lora_lib.merge(frozen, params, transformer.specs(learner.model), learner.lora)
+    return lora_lib.attach(frozen, params, learner.lora)
 
 
 def _shardings(learner: Learner) -> TrainState:

@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from ml_collections import config_dict
 
 from inference.engine import decode_state, engine, kv_cache, paged_cache, weights
-from models import flops, moe_experts, transformer
+from models import flops, lora, moe_experts, transformer
 from rl.batch import packing
 from rl.experiment import experiment
 from rl.learner import reference, train_step
@@ -148,7 +148,7 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
     step, state = train_step.jit_train_step(learner), train_step.abstract_state(learner)
     batch, packed = abstract_batch(exp, mesh)
     rows, T = batch.tokens.shape[1:]
-    num_micro_batches, work = len(packed.sequences) // rows, flops.ModelFlops.of(model)
+    num_micro_batches, work = len(packed.sequences) // rows, flops.ModelFlops.of(model, is_frozen=bool(exp.lora))
     num_steps = min(exp.objective.optimizer_steps, num_micro_batches)
     is_scored = exp.objective.old_logprobs == "learner"  # all but the micro-batches of the first optimizer step
     num_scored = is_scored * (num_micro_batches - math.ceil(num_micro_batches / num_steps))
@@ -157,8 +157,7 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
     if exp.objective.needs_reference:  # it stays in memory next to the policy
         other = reference.model_of(exp.objective, model, exp.tokenizer.vocab_size)
         held["reference"] = bytes_per_chip(transformer.abstract(other, mesh))
-    # The adapted model, and the gradient of its kernels, from which those of the adapters follow.
-    merged, trained = bytes_per_chip(state.frozen), bytes_per_chip(state.params)
+    trained = bytes_per_chip(state.params)
     # Without collectives the compiler keeps a second gradient, and the parameters in other layouts and dtypes, over all turns.
     copies = 3 * trained if mesh.size == 1 else 0.0  # as compiled for one v5e and v6e
     num_saved = 0 if model.remat == "offload" else model.num_layers
@@ -169,9 +168,8 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
         lower=lambda: _lower(mesh, step, state, batch),
         held=held,
         needed={
-            "gradients": trained + merged,
+            "gradients": trained,
             "copies": copies,
-            "merged parameters": merged,
             "saved layer inputs": _local_tokens(mesh, rows, T)
             * (model.model_dim + (model.remat == "attention") * model.num_heads * model.v_dim)
             * num_saved
@@ -322,7 +320,8 @@ def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine
     engine.check_mesh(exp.engine, mesh)
     if exp.engine.num_pages:
         paged_cache.check(model, mesh)
-    params = _sharded(transformer.abstract(model), weights.Store(model, mesh).shardings)
+    store = weights.Store(model, mesh, lora=exp.lora or None)
+    params = lora.restored(store.abstract, store.lora)
     return engine.Engine(model, exp.engine, exp.tokenizer), params
 
 

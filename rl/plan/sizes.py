@@ -177,10 +177,8 @@ def budget(
     weights, slots = decode["parameters"], sum(decode.values()) - decode["parameters"]
     turns = {name: size + programs[name].passing_bytes for name, size in workspaces.items()}
     served = {f"{name} with slots": turns.pop(name) + slots for name in lowered_programs.SERVER if name in turns}
-    # A new version is on the devices before the engine stops to use the old one. While it is made, the slots are not there, but with
-    # adapters the merged parameters of the learner are.
-    merged = train.needed.get("merged parameters", 0.0)
-    turns |= {"new version": weights + max(merged, *served.values())}
+    # A new version is on the devices before the engine stops to use the old one. (One with adapters takes less.)
+    turns |= {"new version": weights + max(served.values())}
     largest = max(turns, key=turns.__getitem__)
     state = sum(train.held.values()) - train.passing_bytes
     return {"train state": state, "weights of the engine": weights, largest: turns[largest]}

@@ -15,9 +15,17 @@ from rl.plan import roofline
 
 
 def of_step(
-    values: Mapping[str, float], model: config_lib.ModelConfig, num_devices: int, local_devices: Sequence[Any]
+    values: Mapping[str, float],
+    model: config_lib.ModelConfig,
+    num_devices: int,
+    local_devices: Sequence[Any],
+    *,
+    is_frozen: bool = False,
 ) -> dict[str, float]:
-    """Returns the metrics `machine/...` of a train step from its other metrics. All `num_devices` are like the local ones."""
+    """Returns the metrics `machine/...` of a train step from its other metrics. All `num_devices` are like the local ones.
+
+    `is_frozen`: adapters train alone.
+    """
     found = {
         "machine/learner_busy_frac": 1 - min(values["time/wait_s"] / max(values["time/step_s"], 1e-9), 1.0),
         "machine/memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES,
@@ -28,7 +36,8 @@ def of_step(
     chip = roofline.of_device(local_devices[0].device_kind)
     if chip and (num_tokens := values.get("batch/num_row_tokens", 0.0)):
         length = max(round(values["batch/sequence_length"]), 1)
-        work = flops.ModelFlops.of(model).model_flops(flops.PackedRows(length, [(length,)])) * num_tokens / length
+        rows, counted = flops.PackedRows(length, [(length,)]), flops.ModelFlops.of(model, is_frozen=is_frozen)
+        work = counted.model_flops(rows) * num_tokens / length
         found["machine/mfu"] = work / (num_devices * chip.flops_per_s * max(values["time/train_step_s"], 1e-9))
     return {name: float(value) for name, value in found.items()}
 

@@ -26,7 +26,8 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server, web
 from inference.swarm import membership
 from models import config as config_lib
-from models import transformer
+from models import lora, transformer
+from models.kernels import cpu_transposed
 from rl.experiment import command
 from rl.experiment import experiment as experiment_lib
 from rl.protocol import timeline
@@ -45,7 +46,7 @@ class ColocatedServer:
     hosts: hosts_lib.Hosts
     is_shared: bool  # True if the learner uses the engine's devices, too
     server: inference_server.InferenceServer
-    targets: Any  # the shapes, dtypes, and shardings of the engine's parameters
+    targets: Any  # the shapes, dtypes, and shardings of the published parameters on the engine's devices
     orchestrator: str = ""  # its URL, from `join`
 
     def join(
@@ -69,9 +70,15 @@ class ColocatedServer:
         digest, offer = self.hosts.broadcast(policy.digest), concurrent.futures.Future()
         self.server.offered = digest, offer  # before the first host can name the policy: it waits for all in `place`
         try:
-            placed = _placed(params, policy, digest, self.targets)
+            have = self.server.have
+            base = have.params.get(lora.BASE) if have else None
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(base)):  # by a rollback
+                base = None
+            placed = _placed(params, policy, digest, self.targets, base)
             # The check has collectives. In the thread of an update, next to a train step on the same devices, it could block both.
-            weights_lib.check_params(placed.params, self.server.engine.model)
+            shown = cpu_transposed.views(placed.params)
+            checked = None if base is None else dataclasses.replace(placed, params=shown[lora.BASE])
+            weights_lib.check_params(shown, self.server.store, checked)
         except BaseException as error:
             offer.set_exception(error)  # or an update would wait for it
             raise
@@ -113,10 +120,11 @@ def start(
 
     `params` are on the learner's mesh, and `policy` is published in the directory `weights`, signed by `key`.
     """
-    mesh, metadata = layout.engine_mesh(experiment), experiment.broadcast_metadata
-    store = weights_lib.Store(config_lib.ModelConfig(**metadata["model"]), mesh)
+    mesh, metadata = layout.engine_mesh(experiment), experiment.published(params)[1]
+    model, adapters = config_lib.ModelConfig(**metadata["model"]), lora.of_metadata(metadata)
+    store = weights_lib.Store(model, mesh, lora=adapters)
     placed = _placed(params, policy, hosts.broadcast(policy.digest), store.abstract)
-    del params  # with adapters, they are a copy of the whole model
+    del params
     with contextlib.ExitStack() as stack:
         source = source_lib.open(str(weights), trusted_key=key)
         parts = placed, source, experiment.engine, store, dataclasses.replace(experiment.tokenizer, date=None)
@@ -130,7 +138,9 @@ def start(
         yield ColocatedServer(sockets.address(sock), hosts, is_shared, server, store.abstract)
 
 
-def _placed(params, policy: timeline.Policy, digest: str, targets) -> broadcast.Pulled:
-    """Returns `params` on the engine's devices, as if pulled from the published version."""
-    placed = handover.place(params, targets)
+def _placed(params, policy: timeline.Policy, digest: str, targets, base=None) -> broadcast.Pulled:
+    """Returns `params` on the engine's devices, as if pulled from the published version; `base`, if given, is on them already."""
+    tree, base = lora.published(params), {} if base is None else {lora.BASE: base}
+    own = {name: part for name, part in tree.items() if name not in base}
+    placed = handover.place(own, {name: targets[name] for name in own}) | base
     return broadcast.Pulled(policy.version, placed, {}, "", epoch=policy.epoch, sha256=digest)

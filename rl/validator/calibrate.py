@@ -25,10 +25,11 @@ from ml_collections import config_dict
 
 from inference.engine import engine as engine_lib
 from inference.engine import routed_experts
+from inference.engine import weights as weights_lib
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.swarm import sample as sample_lib
-from models import transformer
+from models import lora, transformer
 from rl import envs, worker
 from rl.algorithms import advantages
 from rl.envs.scoring import scorer
@@ -37,7 +38,7 @@ from rl.experiment import workdir as run_directory
 from rl.protocol import env_mix, task_schedule
 from rl.verification import measurement, run_bands, verifier
 from rl.verification import rules as rules_lib
-from sharding import broadcast, bucket, rules
+from sharding import broadcast, bucket
 from sharding import mesh as mesh_lib
 
 DTYPES = ("float32", "bfloat16")
@@ -211,7 +212,8 @@ def variant_rollouts(
         if jax.device_count() < num_devices:
             return None
         mesh = mesh_lib.create(axes, devices=jax.devices()[:num_devices])
-        params = jax.device_put(params, rules.shardings(transformer.specs(exp.model), mesh))
+        adapters = exp.lora if lora.detach(params)[1] else None
+        params = weights_lib.Store(exp.model, mesh, lora=adapters).load(lora.published(params))
     groups: list[task_schedule.Group] = []
     while sum(group.num_samples for group in groups) < count:
         groups += task_schedule.train_groups(exp.config, step)

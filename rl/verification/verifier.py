@@ -21,7 +21,7 @@ import numpy as np
 
 from inference.rollouts import rollout as rollout_lib
 from models import config as config_lib
-from models import transformer
+from models import lora, transformer
 from rl import envs
 from rl.envs.foreign import host as foreign_host
 from rl.envs.interface import environment
@@ -223,7 +223,7 @@ def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[.
     `key` must have signed the version (None: no signature needed, and epochs are not compared). The function caches `keep`
     versions, until a resumed run has published one again. Threads that call it take turns.
     """
-    cached: dict[int, tuple[head.Entry | None, transformer.Params]] = {}
+    cached: dict[int, tuple[head.Entry | None, broadcast.Pulled]] = {}
     lock = threading.Lock()
 
     def weights(version: int, epoch: int | None = None) -> transformer.Params:
@@ -238,10 +238,15 @@ def published(root: str, *, keep: int = 4, key: str | None = None) -> Callable[.
             if version not in cached:
                 while len(cached) >= keep:  # before the pull: no more than `keep` versions are ever in memory
                     del cached[min(cached)]
-                pulled = broadcast.pull(root, version, key=key, digest="" if entry is None else entry.sha256)
-                cached[version] = entry, jax.tree.map(jnp.asarray, pulled.params) if is_cpu else pulled.params
+                base = cached[max(cached)][1] if cached else None  # versions share tensors that do not change
+                digest = "" if entry is None else entry.sha256
+                pulled = broadcast.pull(root, version, base=base, key=key, digest=digest)
+                params = jax.tree.map(jnp.asarray, pulled.params) if is_cpu else pulled.params
+                cached[version] = entry, dataclasses.replace(pulled, params=params).locked()
+            pulled = cached[version][1]
+            params = lora.restored(pulled.params, lora.of_metadata(pulled.metadata))
             # The memory of an accelerator is the learner's: it has a version only during a replay.
-            return cached[version][1] if is_cpu else jax.tree.map(jnp.asarray, cached[version][1])
+            return params if is_cpu else jax.tree.map(jnp.asarray, params)
 
     return weights
 

@@ -44,6 +44,21 @@ class Pulled:
     run: str = ""
     epoch: int | None = None  # None: published without a signed head
     sha256: str = ""  # of the manifest: the digest by which a policy is named
+    tensors: tuple[manifest.Tensor, ...] = ()  # those of `params`, with the digests of their chunks; (): not known
+
+    def unchanged(self, target: manifest.Manifest) -> dict[str, Any]:
+        """Returns those leaves, by name, whose tensors are the same in the version of manifest `target`, and that nothing may have overwritten."""
+        ours, theirs = _contents(self.tensors), _contents(target.tensors)
+        leaves = tree.flatten(self.params, chunks.check_array)[0] if self.tensors else {}
+        is_safe = lambda leaf: not (isinstance(leaf, np.ndarray) and leaf.flags.writeable)  # noqa: E731
+        return {name: x for name, x in leaves.items() if is_safe(x) and name in theirs and ours[name] == theirs[name]}
+
+    def locked(self) -> "Pulled":
+        """Makes numpy arrays read-only, so that a later `pull` may return them again, and returns this version."""
+        for leaf in tree.flatten(self.params, chunks.check_array)[0].values():
+            if isinstance(leaf, np.ndarray):
+                leaf.setflags(write=False)
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,6 +293,12 @@ class _Reader:
             self._done_bytes += num_bytes
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
+
+
+def _contents(tensors: Sequence[manifest.Tensor]) -> dict[str, tuple]:
+    """Returns all that decides the values of each tensor, by its name."""
+    chunks_of = {t.name: t.chunks for t in tensors}
+    return {t.name: (t.dtype, t.shape, t.chunk, chunks_of[t.tied_to or t.name]) for t in tensors}
 
 
 def _check_continues(later: manifest.Manifest, earlier: manifest.Manifest) -> None:

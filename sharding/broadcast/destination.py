@@ -6,6 +6,7 @@ Nothing is synced to disk (docs/decisions/broadcast.md).
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -118,6 +119,17 @@ class Directory:
             for part in parts:
                 file.write(part)
 
+    def link(self, version: int, path: str) -> None:
+        """Makes the file `path` of another version a file of this one, without a copy where the file system has hard links."""
+        old, new = self._root / journal.dirname(version) / path, self._directory / path
+        new.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(old, new)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP):
+                raise
+            shutil.copyfile(old, new)
+
     def note(self, entry: journal.Object) -> None:
         """Adds a finished object to the version's journal, objects.jsonl. Does nothing on a host that has not called `begin`."""
         if self._journal is not None:
@@ -168,6 +180,11 @@ class Bucket:
     def put(self, path: str, parts: Sequence[Buffer]) -> None:
         """Writes the joined `parts` as the file `path` of this version."""
         self._store.write(f"{self._name}/{path}", b"".join(parts)).result()
+
+    def link(self, version: int, path: str) -> None:
+        """Copies the file `path` of another version to this one."""
+        data = self._store.read(f"{journal.dirname(version)}/{path}").result().value
+        self._store.write(f"{self._name}/{path}", data).result()
 
     def get(self, path: str, limit: int | None = None) -> bytes:
         """Returns the bytes of the file `path` of this version, at most the first `limit`; all if None."""

@@ -38,7 +38,10 @@ class HostCopy:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A version to be written: a snapshot if `writes_arrays`; deltas if `before` is given, the manifest of the base version."""
+    """A version to be written: a snapshot if `writes_arrays`; deltas if `before` is given, the manifest of the base version.
+
+    The arrays of `fixed` tensors are not read: they are those of the snapshot of manifest `same`, whose files this version links.
+    """
 
     version: int
     leaves: dict[str, Any]
@@ -47,6 +50,8 @@ class Plan:
     metadata: dict
     before: manifest.Manifest | None = None
     writes_arrays: bool = True
+    fixed: frozenset[str] = frozenset()  # names of tensors that never change
+    same: manifest.Manifest | None = None  # None: no earlier version has the fixed ones
 
 
 @dataclasses.dataclass
@@ -88,9 +93,15 @@ def blank_tensor(name: str, leaf: Any, dtype: str | Mapping[str, str] | None, ti
 
 def write_chunks(out: destination.Directory | destination.Bucket, plan: Plan, copy: HostCopy | None) -> HostPart:
     """Writes this host's chunks of a version to `out`, and returns what it wrote. `copy`, if given, receives their bytes."""
-    untied = [t for t in plan.tensors if t.tied_to is None]
+    untied, is_first = [t for t in plan.tensors if t.tied_to is None], jax.process_index() == 0
     writer = _Writer(out, plan, copy, HostPart({t.name: [] for t in untied}, []))
-    if jax.process_index() == 0 and plan.writes_arrays:
+    if plan.same is not None:
+        if is_first:
+            for t in plan.same.tensors:
+                if t.name in plan.fixed and t.tied_to is None:
+                    writer.link(plan.same.version, t)
+        untied = [t for t in untied if t.name not in plan.fixed]
+    if is_first and plan.writes_arrays:
         for t in untied:
             writer.put(f"tensors/{t.name}/zarr.json", manifest.zarr_json(t))
     with futures.ThreadPoolExecutor(assemble.NUM_THREADS, "weights") as pool:
@@ -137,15 +148,22 @@ class _Writer:
         checksum, digest = chunks.encoded_digest(values)
         if self.plan.writes_arrays:
             self.out.put(path, [values.data, checksum])
-        patch = None
-        if self.plan.before is not None and self.copy is not None:
+        patch, is_fixed = None, t.name in self.plan.fixed
+        if self.plan.before is not None and self.copy is not None and not is_fixed:
             patch = delta.encode(self.copy.chunk(t, number), values, manifest.ITEM_BYTES[t.dtype])
-        if self.copy is not None:
+        if self.copy is not None and not is_fixed:
             if (t.name, number) in self.copy.chunks:
                 np.copyto(self.copy.chunks[t.name, number], values)
             else:
                 self.copy.chunks[t.name, number] = values.copy()
         return t.name, number, journal.Object(path, len(values) + len(checksum), digest), patch
+
+    def link(self, version: int, t: manifest.Tensor) -> None:
+        """Adds a fixed tensor: its chunks in the snapshot `version`, whose files become files of this version if it is one, too."""
+        self.part.chunks[t.name] = [(number, digest, None) for number, digest in enumerate(t.chunks)]
+        for entry in t.objects() if self.plan.writes_arrays else ():
+            self.out.link(version, entry.path)
+            self.note(entry)
 
     def add(self, name: str, number: int, entry: journal.Object, patch: bytes | None) -> None:
         if self.plan.writes_arrays:

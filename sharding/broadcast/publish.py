@@ -67,14 +67,25 @@ class Publisher:
 
     Keeps a copy of the last version in host memory (each host its own shards), from which the next deltas are computed. With
     `snapshot_every=1` keeps no copy and writes snapshots only. Within a `with` block, the head is signed again before it expires.
+
+    Tensors below `fixed`, a name in the tree, never change: only the first version that this publisher writes reads and stores them,
+    later snapshots link its files, and no copy of them is kept.
     """
 
-    def __init__(self, root: str | os.PathLike, options: PublishOptions = PublishOptions(), *, snapshot_every: int = 1):
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        options: PublishOptions = PublishOptions(),
+        *,
+        snapshot_every: int = 1,
+        fixed: str = "",
+    ):
         if snapshot_every < 1:
             raise ValueError(f"snapshot_every={snapshot_every} must be at least 1: pass 1 for snapshots only")
         self._root, self._options, self._snapshot_every = root, options, snapshot_every
         self._copy: encode.HostCopy | None = None
         self._num_deltas = 0  # since the last snapshot
+        self._fixed, self._same = fixed, None
         self._heads = _head_writer(root, options, head_s=options.head_s, is_run=True)
         self._ended = threading.Event()
         self._refresher = threading.Thread(target=self._refresh, name="head", daemon=True)
@@ -105,13 +116,27 @@ class Publisher:
         copy = self._copy or (encode.HostCopy() if self._snapshot_every > 1 else None)
         self._copy = None  # after an error it may be partly the new version: not kept
         snapshot = self._num_deltas + 1 >= self._snapshot_every
-        plan = _plan(params, version, self._options, metadata)
+        plan = self._with_fixed(_plan(params, version, self._options, metadata))
         written = _publish(plan, self._root, self._options, self._heads, copy=copy, snapshot=snapshot)
         if copy is not None:
             copy.written = written
         self._copy = copy
         self._num_deltas = 0 if written.base is None else self._num_deltas + 1
+        if written.base is None:
+            self._same = written
         return written
+
+    def _with_fixed(self, plan: encode.Plan) -> encode.Plan:
+        """Returns `plan` with its fixed tensors as they are in the last snapshot, unless that is gone."""
+        fixed = frozenset(t.name for t in plan.tensors if self._fixed and t.name.startswith(f"{self._fixed}/"))
+        same = self._same
+        if same is None or same.version not in _versions(self._root):
+            return dataclasses.replace(plan, fixed=fixed)
+        blank = {t.name: dataclasses.replace(t, chunks=(), deltas=None) for t in same.tensors}
+        if bad := sorted(t.name for t in plan.tensors if t.name in fixed and blank.get(t.name) != t):
+            text = f"fixed tensor {bad[0]!r} has another shape, dtype or tie than in version {same.version}"
+            raise ValueError(f"{text}: create a new Publisher")
+        return dataclasses.replace(plan, fixed=fixed, same=same)
 
     def _refresh(self) -> None:
         while not self._ended.wait(self._options.head_s / 4):

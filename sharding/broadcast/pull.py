@@ -47,7 +47,8 @@ def pull(
       shardings: a tree like the params, with a Sharding, or a ShapeDtypeStruct with a sharding, per leaf. The shape and dtype of
         a ShapeDtypeStruct are checked. Only the regions of this process's devices are read.
       staged: with `shardings`, returns `placement.Staged` leaves, which the caller puts on the devices one by one.
-      base: an earlier result of `pull`. Deltas from that version are read if they are fewer bytes than a snapshot.
+      base: an earlier result of `pull`. Tensors that have not changed since are its own leaves, unless these are numpy arrays that can be
+        written to. Of the others, deltas from that version are read if they are fewer bytes than a snapshot.
       key: the publisher's; None accepts any key, and unsigned manifests.
       run: the name of the run that must have published the version; None accepts any.
       epoch: the epoch of the version, since a resumed run publishes some numbers again, with other weights; None accepts any.
@@ -64,6 +65,8 @@ def pull(
         text = f"version {target.version} is of run {target.run!r}, not of {run!r}: use the right run's source or name"
         journal.require(run in (None, target.run), text)
 
+        kept = {} if base is None else base.unchanged(target)
+
         def read(plan: assemble.Plan) -> list[tuple[assemble.TensorRequest, Any]]:
             limit = None
             if shardings is None:
@@ -72,6 +75,7 @@ def pull(
                 requests, place, limit = placement.staged(target, shardings)
             else:
                 requests, place = placement.on_devices(target, shardings)
+            requests = [request for request in requests if not kept.keys() >= set(request.names)]
             return list(assemble.read(opened, plan, requests, place, in_flight_bytes=limit))
 
         plan = assemble.make_plan(opened, target, base)
@@ -81,8 +85,10 @@ def pull(
             if plan.snapshot is not None:
                 raise
             found = read(assemble.make_plan(opened, target))
-    params = tree.unflatten({name: leaf for request, leaf in found for name in request.names}, target.containers)
-    return assemble.Pulled(target.version, params, target.metadata, target.digest, target.run, target.epoch, sha256)
+    leaves = kept | {name: leaf for request, leaf in found for name in request.names}
+    params = tree.unflatten(leaves, target.containers)
+    about = target.metadata, target.digest, target.run, target.epoch, sha256, target.tensors
+    return assemble.Pulled(target.version, params, *about)
 
 
 def verify(

@@ -92,6 +92,13 @@ class Tensor:
         for index in itertools.product(*map(range, grid)):
             yield f"tensors/{self.name}/{'.'.join(['c', *map(str, index)])}", self._region(index)
 
+    def objects(self) -> Iterator[journal.Object]:
+        """Yields the files that store an untied tensor in a snapshot."""
+        data = zarr_json(self)
+        yield journal.Object(f"tensors/{self.name}/zarr.json", len(data), digests.of(data))
+        for (path, _), digest in zip(self.chunk_regions(), self.chunks, strict=True):
+            yield journal.Object(path, self.chunk_bytes + CRC_BYTES, digest)
+
     def region(self, number: int) -> tuple[slice, ...]:
         """Returns the slices, one per dim, of the array that chunk `number` contains; chunks are counted row-major."""
         index = []
@@ -357,10 +364,7 @@ def _check_objects(m: Manifest) -> None:
             _require(same, f"tensor {t.name!r} is tied to {t.tied_to[:200]!r}, not {rule}")
             continue
         if "zarr3" in m.encodings:
-            data = zarr_json(t)
-            expected.append(journal.Object(f"tensors/{t.name}/zarr.json", len(data), digests.of(data)))
-            for (path, _), chunk_digest in zip(t.chunk_regions(), t.chunks, strict=True):
-                expected.append(journal.Object(path, t.chunk_bytes + CRC_BYTES, chunk_digest))
+            expected += t.objects()
         for index, offset, size in filter(None, t.deltas or ()):
             inside = index < len(m.objects) and offset + size <= m.objects[index].size
             text = f"a delta of tensor {t.name!r} at {[index, offset, size]} is outside every object of deltas"

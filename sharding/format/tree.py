@@ -15,9 +15,10 @@ def flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any
     A name joins the keys by "/". Recorded containers are lists, tuples, empty dicts and Nones, which names of leaves do
     not determine. Calls `check(name, leaf)`, which raises for a bad leaf. Raises ValueError for a key that is not allowed.
     """
-    leaves, containers = {}, {}
+    containers = {}
 
-    def visit(node: Any, name: str) -> None:
+    # It refers to itself: leaves that were its variable would be kept until a garbage collection.
+    def visit(node: Any, name: str, leaves: dict) -> None:
         kind = type(node)
         if node is None:
             containers[name] = "none"
@@ -32,7 +33,7 @@ def flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any
             containers[name] = kind.__name__
         if kind in (dict, list, tuple):
             for key, child in node.items() if kind is dict else enumerate(node):
-                visit(child, f"{name}/{key}" if name else str(key))
+                visit(child, f"{name}/{key}" if name else str(key), leaves)
         else:
             if not name:
                 raise ValueError(f"params is a {kind.__name__}, not a tree of arrays: wrap it in a dict")
@@ -41,7 +42,8 @@ def flatten(tree: Any, check: Callable[[str, Any], None]) -> tuple[dict[str, Any
             check(name, node)
             leaves[name] = node
 
-    visit(tree, "")
+    leaves = {}
+    visit(tree, "", leaves)
     return leaves, containers
 
 

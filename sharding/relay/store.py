@@ -19,6 +19,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from sharding.format import digests, journal
 from sharding.format import head as head_lib
@@ -154,13 +155,23 @@ class Store:
         with self.lock:
             return sorted(n for n, version in self.versions.items() if version.manifest is None)
 
+    def same(self, number: int, entry: journal.Object) -> pathlib.Path | None:
+        """Returns the file of this very object in a version other than `number`, or None if none has it."""
+        with self.lock:
+            for n, version in self.versions.items():
+                if n != number and version.objects.get(entry.path) == entry:
+                    return version.directory / entry.path
+        return None
+
     def num_removals(self, number: int) -> int:
         """Returns how many versions of that number were removed; see `add`."""
         with self.lock:
             return self._num_removals[number]
 
-    def add(self, number: int, entry: journal.Object, data: bytes | memoryview | None, num_removals: int) -> None:
-        """Makes a verified object available to clients; first writes `data`, unless None. Raises OSError if the disk is full.
+    def add(
+        self, number: int, entry: journal.Object, data: bytes | memoryview | pathlib.Path | None, num_removals: int
+    ) -> None:
+        """Makes a verified object available to clients; first writes `data`, or links that file, unless None. Raises OSError if the disk is full.
 
         Raises NotNeeded if the version is complete or `num_removals`, that of the time at which the download began, has grown: the
         number may stand for another version by now.
@@ -217,13 +228,17 @@ class Store:
             yield
 
     def _write(
-        self, version: Version, name: str, data: bytes | memoryview, entry: journal.Object | None = None
+        self,
+        version: Version,
+        name: str,
+        data: Any,
+        entry: journal.Object | None = None,
     ) -> None:
         """Writes a file that appears complete or not at all, and exposes `entry` with it.
 
         Raises OSError if `max_bytes` would be exceeded, or if `version` is complete or removed.
         """
-        path, reserved = version.directory / name, len(data)
+        path, reserved = version.directory / name, entry.size if entry else len(data)
         with self._growing(version):
             used = self.num_bytes + self._reserved_bytes
             if self.max_bytes is not None and used + reserved > self.max_bytes:
@@ -233,7 +248,10 @@ class Store:
             self._reserved_bytes += reserved
         try:
             with atomic_file.staged(path) as temporary:
-                temporary.write_bytes(data)
+                if isinstance(data, pathlib.Path):
+                    os.link(data, temporary)
+                else:
+                    temporary.write_bytes(data)
                 with self._growing(version):  # one lock for both, so that the entry is always that of the file
                     replaced = version.objects.pop(entry.path, None) if entry else None
                     self.num_bytes -= replaced.size if replaced else 0

@@ -278,6 +278,11 @@ class Upstream:
         return future
 
     def _copy(self, number: int, entry: journal.Object, makes_room: bool, num_removals: int) -> None:
+        if not self._store.in_place and (same := self._store.same(number, entry)) is not None:
+            with contextlib.suppress(OSError):  # that version was removed meanwhile, or the disk has no hard links
+                self._store.add(number, entry, same, num_removals)
+                self._log.count("linked_objects")
+                return
         data = None if self._store.in_place else self._buffer(entry.size)
         if data is not None:
             self.source.read(number, entry, [data])

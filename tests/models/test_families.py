@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from inference.engine import kv_cache
-from models import attention, layers, transformer
+from models import attention, layers, lora, transformer
 from models import config as config_lib
-from models.kernels import cpu_attention, splash_attention
+from models.kernels import adapted, cpu_attention, splash_attention
 from sharding import mesh as mesh_lib
 from sharding import rules
 from tests.support import stacking, tiny
@@ -157,13 +157,17 @@ def assert_same(got, want, what):
     jax.tree_util.tree_map_with_path(same, jax.tree.map(np.asarray, got), want)
 
 
-def on_mesh(name, sizes, **changes):
+def on_mesh(name, sizes, adapters=None, **changes):
     config, mesh = dataclasses.replace(FAMILIES[name], **changes), mesh_lib.create(sizes)
-    params = params_of(name)
+    params, specs = params_of(name), transformer.specs(config)
+    layout = rules.shardings(specs, mesh)
+    if adapters:
+        params, specs = adapted_params(name)[0], lora.specs(specs, adapters)
+        layout = lora.attach(layout, rules.shardings(specs, mesh), adapters)
     if config.scan_layers:
         params = stacking.stack(params, config)
     rows = {key: jax.device_put(x, rules.batch_sharding(mesh, 2)) for key, x in packed_rows().items()}
-    params = jax.device_put(params, rules.shardings(transformer.specs(config), mesh))
+    params = jax.device_put(params, layout)
     with jax.set_mesh(mesh):
         compiled = run.lower(params, config, rows, WEIGHT_BTV).compile()
         return compiled, compiled(params, rows, WEIGHT_BTV), config
@@ -193,6 +197,95 @@ def test_eight_devices_equal_one(name, mesh, scanned, capfd):
     # A layer's at a time, never the tree; a whole stack would be two layers' parameters in one gather.
     largest = max(x.size for x in jax.tree.leaves(params_of(name)))
     assert max(gathered(compiled.as_text()), default=0) <= largest
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+
+def adapters_of(name):
+    more = ("router",) if FAMILIES[name].num_experts else ()
+    return lora.LoraConfig(rank=2, alpha=6.0, targets=(*lora.KERNELS, *more))
+
+
+def change_of(kernel):
+    """s A B by numpy: a product of two matrices per expert."""
+    experts = [len(kernel.a)] if kernel.a.ndim + kernel.b.ndim > kernel.base.ndim + 2 else []
+    a, b = kernel.a.reshape(*experts, -1, 2), kernel.b.reshape(*experts, 2, -1)
+    return (3.0 * a.astype(np.float64) @ b).reshape(kernel.base.shape), (*experts, a.shape[-2], b.shape[-1])
+
+
+@functools.cache
+def adapted_params(name):
+    """(parameters with adapters next to them, the same ones merged by numpy)."""
+    rng, config = np.random.default_rng(11), adapters_of(name)
+    specs = lora.specs(transformer.specs(FAMILIES[name]), config)
+    drawn = jax.tree.map(
+        lambda spec: (rng.standard_normal(spec.shape) * 0.2).astype(np.float32), specs, is_leaf=rules.is_spec
+    )
+    attached = lora.attach(params_of(name), drawn, config)
+
+    def merge(kernel):
+        return (kernel.base + change_of(kernel)[0]).astype(np.float32) if adapted.is_adapted(kernel) else kernel
+
+    return attached, jax.tree.map(merge, attached, is_leaf=adapted.is_adapted)
+
+
+ADAPTED = [("deepseek_v3", None, False), ("glm4_moe", "expert4_fsdp2", True), ("qwen2", "data2_fsdp2_tensor2", False)]
+ADAPTED += [(name, mesh, False) for name in FAMILIES for mesh in ("expert4_fsdp2", "fsdp2_tensor4")]
+
+
+@pytest.mark.parametrize(("name", "mesh", "scanned"), slow_but(ADAPTED, *ADAPTED[:3]))
+def test_adapters_next_to_kernels_equal_merged_ones(name, mesh, scanned):
+    """Values and gradients, against the model of W + s A B and its gradient pulled back by numpy. The kernels get none."""
+    attached, merged = adapted_params(name)
+    *wanted, d_merged = jax.tree.map(np.asarray, run(merged, FAMILIES[name], packed_rows(), WEIGHT_BTV))
+    changes = dict(scan_layers=True, remat="dots") if scanned else {}
+    if mesh is None:
+        config, (*values, grads) = FAMILIES[name], run(attached, FAMILIES[name], packed_rows(), WEIGHT_BTV)
+    else:
+        _, (*values, grads), config = on_mesh(name, MESHES[mesh], adapters_of(name), **changes)
+    for what, a, b in zip(("logits", "load", "loss"), values, wanted, strict=True):
+        assert_same(a, b, what)
+
+    def pulled_back(kernel, d_kernel):
+        if not adapted.is_adapted(kernel):
+            return d_kernel
+        *experts, rows, columns = change_of(kernel)[1]
+        a, b = kernel.a.reshape(*experts, rows, 2), kernel.b.reshape(*experts, 2, columns)
+        d = 3.0 * d_kernel.astype(np.float64).reshape(*experts, rows, columns)
+        d_a, d_b = d @ b.swapaxes(-1, -2), a.swapaxes(-1, -2) @ d
+        return kernel.replace(
+            base=np.zeros_like(d_kernel), a=d_a.reshape(kernel.a.shape), b=d_b.reshape(kernel.b.shape)
+        )
+
+    grads = stacking.unstack(grads, config) if scanned else grads
+    want = jax.tree.map(pulled_back, attached, d_merged, is_leaf=adapted.is_adapted)
+    if config.num_experts:  # routers are merged, and their own gradients computed
+        for tree in (grads, want):
+            for layer in tree["layers"].values():
+                if "moe" in layer:
+                    layer["moe"]["router"] = layer["moe"]["router"].replace(base=0.0)
+    assert_same(grads, want, "gradient")
+
+
+def test_a_step_of_adapters_skips_the_gradient_of_kernels():
+    """Operations of the compiled gradient of kernels alone: those of their own gradient, a third of the products, are gone."""
+    name = "llama"
+    attached, merged = adapted_params(name)
+    rows, config = packed_rows()["tokens_BT"], FAMILIES[name]
+
+    def flops(function, trained):
+        gradient = jax.grad(lambda trained: transformer.apply(function(trained), config, rows)[0].sum())
+        return jax.jit(gradient).lower(trained).compile().cost_analysis()["flops"]
+
+    params, adapters = lora.detach(attached)
+    full, beside = (
+        flops(lambda params: params, merged),
+        flops(lambda x: lora.attach(params, x, adapters_of(name)), adapters),
+    )
+    products = 2 * rows.size * sum(x.size for x in jax.tree.leaves(params["layers"]) if x.ndim > 1)
+    low = 2 * rows.size * sum(x.size for x in jax.tree.leaves(adapters))
+    assert full - beside > 0.9 * (products - 4 * low), (full, beside, products, low)
 
 
 def gathered(hlo):
@@ -309,11 +402,15 @@ CACHED = [(name, scanned) for name in ("deepseek_v3", "gpt_oss", "gemma3", "glm4
 
 @pytest.mark.parametrize(("name", "scanned"), slow_but(CACHED, ("deepseek_v3", False), ("gpt_oss", True)))
 def test_prefill_then_decode_equals_apply(name, scanned):
-    """Two sequences of different lengths decode together, over a cache of rows that were copied from a prefill's."""
+    """Two sequences of different lengths decode together, over a cache of rows that were copied from a prefill's.
+
+    Adapters are next to their kernels here, and merged in the oracle.
+    """
     config = dataclasses.replace(FAMILIES[name], scan_layers=scanned)
-    params = stacking.stack(params_of(name), config) if scanned else params_of(name)
+    params, merged = adapted_params(name)
+    params = stacking.stack(params, config) if scanned else params
     tokens_BT, start_B = packed_rows()["tokens_BT"][:2], np.array([9, 6], np.int32)
-    whole, _ = jax.jit(transformer.apply, static_argnums=1)(params_of(name), FAMILIES[name], tokens_BT)
+    whole, _ = jax.jit(transformer.apply, static_argnums=1)(merged, FAMILIES[name], tokens_BT)
 
     @jax.jit
     def extend(params, tokens_BT, start_B, cache):

@@ -13,7 +13,7 @@ from absl import flags
 
 from configs import base, quickstart
 from inference import chat
-from models import hf, transformer
+from models import hf, lora, transformer
 from models.text import tokenizer
 from rl import envs, sft
 from rl.batch import conversations as conversations_lib
@@ -309,7 +309,7 @@ def test_adapters_take_the_projected_step_of_all_parameters(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, state.frozen, before)
     adapters = jax.tree_util.tree_leaves_with_path(state.params)
     a_of = {path[:-1]: np.float64(a) for path, a in adapters if path[-1].key == "a"}
-    full, found = (dict(jax.tree_util.tree_leaves_with_path(moved[rank])) for rank in (0, 2))
+    full, found = (dict(jax.tree_util.tree_leaves_with_path(lora.merge(moved[rank]))) for rank in (0, 2))
     for path, W in jax.tree_util.tree_leaves_with_path(before):
         if path not in a_of:
             np.testing.assert_array_equal(found[path], W)

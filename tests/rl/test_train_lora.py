@@ -1,5 +1,6 @@
-"""Adapters through the whole walk: RL trains them alone, servers get the merged model, a resume repeats, an export loads."""
+"""Adapters through the whole walk: RL trains and publishes them alone, servers run them, a resume repeats, an export loads."""
 
+import contextlib
 import subprocess
 
 import jax
@@ -7,11 +8,12 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from models import hf
+from models import hf, lora
 from rl.experiment import experiment
-from rl.learner import lora, train_step
+from rl.learner import train_step
 from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
+from sharding.download import source
 from tests.support import small_learner, tiny_run
 
 pytestmark = pytest.mark.slow
@@ -29,24 +31,33 @@ def test_adapters_train_publish_resume_and_export(tmp_path):
     for line in tiny_run.curve(straight):  # servers ran the weights of the step
         assert line["loss/mismatch_kl"] < 1e-6 and line["trust/num_refused"] == 0
 
-    base, last = (leaves(broadcast.pull(straight / "weights", version).params) for version in (0, 4))
     state = saved_state(resumed / "checkpoints", step=4)
-    frozen, adapters = leaves(state.frozen), leaves(state.params)
-    assert_same(frozen, base)  # b began at 0, so that version 0 is the base; and the base stayed
-    assert {name.rpartition("/")[2] for name in base if not np.array_equal(base[name], last[name])} == set(
-        small_learner.PRODUCTS
-    )
+    frozen, adapters, first = leaves(state.frozen), leaves(state.params), None
+    for workdir in (straight, resumed):
+        with contextlib.closing(source.open(workdir / "weights")) as opened:
+            for version in (3, 4):
+                before = opened.stats().get("num_bytes", 0)
+                first = broadcast.pull(opened, version, base=first).locked()
+                assert_same(leaves(first.params["base"]), frozen)
+                if (workdir, version) != (straight, 3):  # once for both runs, and through the resume
+                    assert opened.stats()["num_bytes"] - before < 2 * sum(x.nbytes for x in adapters.values())
+            assert_same(leaves(first.params["adapters"]), adapters)
+    exported = {}
     for name, kernel in frozen.items():
         if (kind := name.rpartition("/")[2]) in small_learner.PRODUCTS:
             a, b = (adapters[f"{name}/{part}"].astype(np.float64) for part in "ab")
+            assert a.any() and b.any()
             kernel = kernel + 8.0 / 4 * np.einsum(small_learner.PRODUCTS[kind], a, b)
-        np.testing.assert_allclose(last[name], kernel, atol=1e-6, err_msg=name)  # one float32 sum of size 1
+        exported[name] = kernel
 
     argv = [*tiny_run.command(resumed, module="rl.export", rl__num_steps=4, **FIELDS), "--step=newest"]
     argv.append(f"--output={tmp_path / 'exported'}")
     result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
-    assert_same(leaves(hf.load(tmp_path / "exported")[1]), last)
+    found = leaves(hf.load(tmp_path / "exported")[1])
+    assert found.keys() == exported.keys()
+    for name, kernel in exported.items():
+        np.testing.assert_allclose(found[name], kernel, atol=1e-6, err_msg=name)  # one float32 sum of size 1
 
 
 def saved_state(directory, step):

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import layers
+from models.kernels import adapted
 from rl.batch import packing
 from rl.learner import train_step
 from rl.plan import hlo
@@ -105,3 +106,29 @@ def test_a_train_step_sums_matrices_in_float32_if_told_so(monkeypatch, config, s
         program = jax.jit(functools.partial(train_step.train_step, learner)).lower(state, batch).as_text()
         found = re.findall(r'"stablehlo.reduce_scatter".*?-> tensor<[\dx]*(\w+)>', program, re.DOTALL)
         assert len(found) > 4 and ("bf16" in found) == (reduce_dtype == "auto")
+
+
+def test_adapters_next_to_a_kernel_that_is_gathered_in_two_steps(monkeypatch):
+    """Values and gradients by numpy, for the kernel's model dim on either side."""
+    monkeypatch.setattr(fsdp, "near", lambda: 2)
+    mesh, rng = mesh_lib.create({"fsdp": 8}), np.random.default_rng(0)
+    place = lambda x, *spec: jax.device_put(x.astype(np.float32), NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    x, weight = rng.standard_normal((8, 3, 16)), rng.standard_normal((8, 3, 8))
+    base, a, b = rng.standard_normal((16, 8)), rng.standard_normal((16, 2)), rng.standard_normal((2, 8))
+    for model, spec in ((0, ("fsdp",)), (-1, (None, "fsdp"))):
+
+        @jax.jit
+        def run(x, base, a, b, model=model):
+            def loss(x, base, a, b):
+                out = layers.project(x, adapted.Adapted(base, a, b, 3.0), model)
+                return jnp.sum(out * weight), out
+
+            return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(x, base, a, b)
+
+        with jax.set_mesh(mesh):
+            grads, out = run(place(x, "fsdp"), place(base, *spec), place(a), place(b))
+        np.testing.assert_allclose(out, x @ (base + 3 * a @ b), atol=1e-4)  # float32 sums of 16 products of size 10
+        d_merged = np.einsum("btd,btf->df", x, weight)
+        wanted = weight @ (base + 3 * a @ b).T, 0 * base, 3 * d_merged @ b.T, 3 * a.T @ d_merged
+        for got, want in zip(grads, wanted, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-3)

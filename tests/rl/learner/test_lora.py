@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from models import transformer
+from models import lora, transformer
 from rl.batch import packing
-from rl.learner import lora, objective, train_step
+from rl.learner import objective, train_step
 from sharding import mesh as mesh_lib
 from sharding import rules
 from tests.support import small_learner, tiny
@@ -40,7 +40,7 @@ def leaves(tree):
 def test_merge_adds_the_product_at_every_target():
     """Compares with a loop over experts, inputs, outputs and ranks for each way a kernel is laid out."""
     params, adapters = draw(SPECS, 0), draw(lora.specs(SPECS, CONFIG), 1)
-    merged = leaves(lora.merge(params, adapters, SPECS, CONFIG))
+    merged = leaves(lora.merge(lora.attach(params, adapters, CONFIG)))
     product, changed = small_learner.PRODUCTS, 0
     for where, before in leaves(params).items():
         name = where.split("'")[-2]
@@ -56,15 +56,15 @@ def test_merge_adds_the_product_at_every_target():
         changed += 1
     assert changed == 2 * 4 + 2 * 3 and np.abs(change).max() > 0.01
     narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
-    summed = lora.merge(jax.tree.map(lambda x: x.astype(jnp.float32), narrow), adapters, SPECS, CONFIG)
-    for where, x in leaves(lora.merge(narrow, adapters, SPECS, CONFIG)).items():  # one rounding, of the sum
+    summed = lora.merge(lora.attach(jax.tree.map(lambda x: x.astype(jnp.float32), narrow), adapters, CONFIG))
+    for where, x in leaves(lora.merge(lora.attach(narrow, adapters, CONFIG))).items():  # one rounding, of the sum
         np.testing.assert_array_equal(x, leaves(summed)[where].astype(jnp.bfloat16))
 
 
 def test_a_fresh_adapter_changes_no_bit():
     params = draw(SPECS, 0)
     adapters = lora.init(jax.random.key(0), lora.specs(SPECS, CONFIG))
-    merged = lora.merge(params, adapters, SPECS, CONFIG)
+    merged = lora.merge(lora.attach(params, adapters, CONFIG))
     jax.tree.map(np.testing.assert_array_equal, merged, params)
     for where, x in leaves(adapters).items():
         assert x.any() == where.endswith("['a']")
@@ -139,7 +139,7 @@ def test_the_same_step_trains_adapters_alone(model, sizes):
     assert small_learner.kinds(train_step.abstract_state(learner)) == small_learner.kinds(state)
     layout = jax.tree.map(lambda x: x.sharding, state.params)
     state = state.replace(params=jax.device_put(start, layout))
-    merged = jax.tree.map(np.asarray, train_step.policy(learner, state))
+    merged = jax.tree.map(np.asarray, lora.merge(train_step.policy(learner, state)))
     after, metrics = train_step.jit_train_step(learner)(state, batch)
     jax.tree.map(np.testing.assert_array_equal, after.frozen, base)
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import hf
+from models import hf, lora
 from rl.batch import packing
-from rl.learner import lora, optimizers, reference, train_step
+from rl.learner import optimizers, reference, train_step
 from tests.support import small_learner as small
 
 pytestmark = pytest.mark.usefixtures("compile_fast")

@@ -74,7 +74,7 @@ def test_the_engine_uses_the_learners_own_arrays(tmp_path, monkeypatch, num_roll
             with pytest.raises(concurrent.futures.TimeoutError):
                 during.result(0.3)
         params, policy = published(1)
-        assert first() is None  # merged adapters would stay on the devices
+        assert first() is None  # a second copy of the parameters would stay on the devices
         colocated.hand_over(params, policy)
         colocated.reclaim()
         step(params)

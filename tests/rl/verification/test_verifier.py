@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 import time
-import types
 import weakref
 from concurrent import futures
 
@@ -495,12 +494,13 @@ def test_threads_pull_published_weights_in_turn(monkeypatch):
     """Verdicts and rollout files have a thread each: two pulls at a time would be more versions in memory than are kept."""
     running, most = [], []
 
-    def pull(root, version, *, key, digest):
+    def pull(root, version, *, base, key, digest):
+        assert base is None  # no version is kept during a pull
         running.append(version)
         most.append(len(running))
         time.sleep(0.02)
         running.remove(version)
-        return types.SimpleNamespace(params={"w": np.full(1, version)})
+        return broadcast.Pulled(version, {"w": np.full(1, version)}, {}, "")
 
     monkeypatch.setattr(broadcast, "pull", pull)
     monkeypatch.setattr(broadcast, "entry_of", lambda root, version, *, key: None)

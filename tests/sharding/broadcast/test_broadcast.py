@@ -1,6 +1,7 @@
 """Weights cross process borders bit for bit, whole or not at all, and every tampering is named."""
 
 import collections
+import contextlib
 import dataclasses
 import errno
 import json
@@ -846,6 +847,39 @@ def test_bucket(tmp_path, rng):
     assert broadcast.latest(root) == 3
     with pytest.raises(ValueError, match="version 3 exists"):
         broadcast.publish(params, 3, root)
+
+
+@pytest.mark.parametrize("snapshot_every", [1, 3])
+def test_fixed_tensors_are_read_written_and_fetched_once(tmp_path, rng, snapshot_every):
+    """Each version is whole for a reader that joins, and has the digest of one that was written whole."""
+    key = ed25519.Ed25519PrivateKey.generate()
+    public, options = key.public_key().public_bytes_raw().hex(), broadcast.PublishOptions(key=key, keep=3)
+    publisher = broadcast.Publisher(tmp_path / "pub", options, snapshot_every=snapshot_every, fixed="base")
+    tree = {"base": {"w": rng.standard_normal((300, 256)).astype(np.float32)}, "own": np.zeros((16, 16), np.float32)}
+    with (
+        proxy.running(tmp_path / "pub") as origin,
+        proxy.running(origin.url, tmp_path / "relay", trusted_key=public) as relay,
+    ):
+        have, mirrored = None, [0]
+        for version in range(7):
+            if version == 5:  # a resume: its publisher reads the base again, and readers and relays do not
+                publisher = broadcast.Publisher(tmp_path / "pub", options, snapshot_every=snapshot_every, fixed="base")
+                publisher.forget(version)
+            tree = tree | {"own": rng.standard_normal((16, 16)).astype(np.float32)}
+            written = publisher.publish(tree, version)
+            assert written.digest == broadcast.publish(tree, version, tmp_path / "whole").digest
+            assert broadcast.wait_for(relay.url, version, timeout_s=30) == version
+            with contextlib.closing(source.open(relay.url, trusted_key=public)) as opened:
+                have = broadcast.pull(opened, version, base=have, key=public).locked()
+                fetched = opened.stats()["num_bytes"]
+            mirrored.append(relay.mirror.log.counters["bytes"])
+            assert (fetched > 300_000) == (mirrored[-1] - mirrored[-2] > 300_000) == (version == 0)
+            for place in (tmp_path / "pub", relay.url):
+                trees.assert_same(broadcast.pull(place, version, key=public).params, tree)
+    for folder in ("pub", "relay"):
+        assert len({file.stat().st_ino for file in (tmp_path / folder).glob("v*/tensors/base/w/c.*")}) <= 4  # not 3 x 2
+    with pytest.raises(ValueError, match="fixed tensor 'base/w' has another shape"):
+        publisher.publish(tree | {"base": {"w": np.zeros(3, np.float32)}}, 7)
 
 
 def test_through_two_relays_with_deltas(tmp_path, rng):

@@ -2,11 +2,12 @@
 
 1. `specs` describes an (a, b) pair for each targeted kernel, in the same form as the model's own parameters: the pair is
    drawn, sharded, optimized and saved by the same code.
-2. `merge` returns the whole model's parameters with the adapters added. The learner differentiates through it, and its
-   result is published and exported: inference servers run exactly the weights that the learner computed with.
+2. `attach` puts the adapters next to their kernels (models/kernels/adapted.py): learner, server, and validator run this tree.
+3. `published` returns a policy as it is broadcast: {"base", "adapters"}. Versions share the base, so that each is as many bytes as the
+   adapters. `restored` is its inverse.
+4. `merge` adds the adapters to the kernels, for export.
 
-Left out: A and B applied next to W. It would save the gradient of W (a third of a step), but define every matmul in `models` a
-second time. No dropout either: an inference server has none.
+Left out: dropout, because an inference server has none.
 """
 
 import collections
@@ -16,10 +17,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from rl.learner import optimizers
+from models.kernels import adapted
 from sharding import rules
 
+BASE = "base"  # the name of the part of a published policy that no version changes
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")
+# Matrices that no product of activations multiplies by as they are: a row is looked up, or the head is shared with it.
+TABLES = ("embed", "lm_head")
 # The kernels that a target stands for in latent attention (MLA), which has none of its name.
 LATENT = {"q": ("q_down", "q_up"), "k": ("kv_down", "k_rope", "k_up"), "v": ("kv_down", "v_up")}
 
@@ -42,6 +46,11 @@ class LoraConfig:
 
     def __bool__(self) -> bool:
         return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """The factor on A B."""
+        return self.alpha / self.rank
 
 
 def specs(model_specs: dict, config: LoraConfig) -> dict:
@@ -66,6 +75,8 @@ def specs(model_specs: dict, config: LoraConfig) -> dict:
         elif name in targets:
             axes = tree.logical_axes
             raise ValueError(f"lora.targets has {name!r}, which is not a matrix: its dims are {axes}; remove it")
+        if name in targets and name in TABLES:
+            raise ValueError(f"lora.targets has {name!r}, a table of tokens, next to which no adapter runs; remove it")
         if name in targets and config.rank > (most := _full_rank(tree)):
             found = f"lora.rank = {config.rank} exceeds the rank {most} of the kernel {name!r}, of shape {tree.shape}"
             raise ValueError(f"{found}; lower it, or leave the kernel out of lora.targets")
@@ -85,45 +96,77 @@ def init(key: jax.Array, adapter_specs: dict) -> dict:
     for index, spec in enumerate(leaves):
         alike[spec.shape, spec.dtype, spec.logical_axes].append(index)
     drawn = {}
-    for indices in (
-        alike.values()
-    ):  # in a loop: a program with 420 draws takes a minute to compile, and a batched one rounds otherwise
+    # In a loop: a program with 420 draws takes a minute to compile, and a batched one rounds otherwise.
+    for indices in alike.values():
         spec = leaves[indices[0]]
         draw = lambda index, spec=spec: spec.init(jax.random.fold_in(key, index), spec.shape, spec.dtype)  # noqa: E731
         drawn |= zip(indices, jax.lax.map(draw, jnp.asarray(indices, jnp.uint32)), strict=True)
     return jax.tree.unflatten(structure, [drawn[index] for index in range(len(leaves))])
 
 
-def merge(params: dict, adapters: dict, model_specs: dict, config: LoraConfig) -> dict:
-    """Merges adapters into a model's parameters: W becomes W + (alpha / rank) A B, summed in float32, returned in W's dtype."""
+def attach(params: dict, adapters: dict, config: LoraConfig) -> dict:
+    """Returns a model's parameters with each adapted kernel replaced by an `Adapted` one. Leaves may also be specs or shardings."""
+    if not isinstance(params, dict):
+        return adapted.Adapted(params, adapters["a"], adapters["b"], config.scale)
+    return params | {name: attach(params[name], adapter, config) for name, adapter in adapters.items()}
 
-    def add(tree, adapter, spec):
-        if adapter is None:
-            return tree
-        if not rules.is_spec(spec):
-            return {key: add(child, adapter.get(key), spec[key]) for key, child in tree.items()}
-        num_copies = math.prod(spec.shape[: optimizers.matrix_dims(spec)[0]])
-        a_NIR = adapter["a"].reshape(num_copies, -1, config.rank).astype(jnp.float32)
-        b_NRO = adapter["b"].reshape(num_copies, config.rank, -1).astype(jnp.float32)
-        change = jnp.einsum("NIR,NRO->NIO", a_NIR, b_NRO).reshape(spec.shape)
-        return (tree.astype(jnp.float32) + config.alpha / config.rank * change).astype(tree.dtype)
 
-    return add(params, adapters, model_specs)
+def detach(params: dict) -> tuple[dict, dict]:
+    """Returns (parameters, adapters) of a tree that `attach` returned; without adapters, the second is empty."""
+    pairs = jax.tree_util.tree_leaves_with_path(params, is_leaf=adapted.is_adapted)
+    adapters: dict = {}
+    for path, kernel in pairs:
+        if adapted.is_adapted(kernel):
+            place = adapters
+            for part in path:
+                place = place.setdefault(part.key, {})
+            place |= {"a": kernel.a, "b": kernel.b}
+    return jax.tree.map(adapted.base_of, params, is_leaf=adapted.is_adapted), adapters
+
+
+def published(params: dict) -> dict:
+    """Returns the tree in which a policy is published: {BASE: parameters, "adapters": adapters}, or `params` itself without adapters."""
+    base, adapters = detach(params)
+    return {BASE: base, "adapters": adapters} if adapters else params
+
+
+def published_specs(model_specs: dict, config: LoraConfig | None) -> dict:
+    """Returns the `ParamSpec` tree of a published policy with the adapters of `config`, if there are any."""
+    return {BASE: model_specs, "adapters": specs(model_specs, config)} if config else model_specs
+
+
+def restored(tree: dict, config: LoraConfig | None) -> dict:
+    """Returns the parameters of the published `tree`, with the adapters of `config` attached, if there are any."""
+    return attach(tree[BASE], tree["adapters"], config) if config else tree
+
+
+def of_metadata(metadata: dict) -> LoraConfig | None:
+    """Returns the adapters that the metadata of a published policy describes, or None. Raises ValueError if they are malformed."""
+    fields = metadata.get("lora")
+    try:
+        return LoraConfig(**fields | {"targets": tuple(fields["targets"])}) if fields else None
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"the published lora = {str(fields)[:200]} is malformed ({error}); publish it again") from None
+
+
+def merge(params: dict) -> dict:
+    """Merges attached adapters: W becomes W + (alpha / rank) A B, summed in float32, returned in W's dtype."""
+    return jax.tree.map(adapted.dense, params, is_leaf=adapted.is_adapted)
 
 
 def _full_rank(spec: rules.ParamSpec) -> int:
-    first, split = optimizers.matrix_dims(spec)
+    first, split = rules.matrix_dims(spec)
     return min(math.prod(spec.shape[first:split]), math.prod(spec.shape[split:]))
 
 
 def _adapter(spec: rules.ParamSpec, rank: int) -> dict:
-    (first, split), shape, axes = optimizers.matrix_dims(spec), spec.shape, spec.logical_axes
+    (first, split), shape, axes = rules.matrix_dims(spec), spec.shape, spec.logical_axes
 
     def normal(key, shape, dtype):
         return (jax.random.normal(key, shape) * math.prod(spec.shape[first:split]) ** -0.5).astype(dtype)
 
     b_shape, b_axes = (*shape[:first], rank, *shape[split:]), (*axes[:first], "rank", *axes[split:])
     return {
-        "a": rules.ParamSpec((*shape[:split], rank), spec.dtype, (*axes[:split], "rank"), normal),
-        "b": rules.ParamSpec(b_shape, spec.dtype, b_axes, jax.nn.initializers.zeros),
+        "a": rules.ParamSpec((*shape[:split], rank), "float32", (*axes[:split], "rank"), normal),
+        "b": rules.ParamSpec(b_shape, "float32", b_axes, jax.nn.initializers.zeros),
     }

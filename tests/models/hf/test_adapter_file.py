@@ -1,0 +1,68 @@
+"""Adapters in PEFT's format, against the files of the base and of the merged model: W + (alpha / r) B A, tensor by tensor."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import hf, lora, transformer
+from models.hf import adapter_file
+from sharding import rules
+from tests.support import tiny
+
+CONFIG = lora.LoraConfig(rank=2, alpha=6.0)
+EXPERTS = dict(num_experts=4, experts_per_token=2, expert_ffn_dim=32, first_dense_layers=1)
+
+
+def adapted(model, config=CONFIG):
+    rng, specs = np.random.default_rng(3), lora.specs(transformer.specs(model), config)
+    drawn = jax.tree.map(
+        lambda spec: (rng.standard_normal(spec.shape) * 0.2).astype(np.float32), specs, is_leaf=rules.is_spec
+    )
+    return lora.attach(jax.tree.map(jnp.asarray, tiny.params(model, 0)), drawn, config)
+
+
+def tensors(file):
+    """The float32 tensors of a safetensors file, read by its specification."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = {name: entry for name, entry in json.loads(data[8:start]).items() if name != "__metadata__"}
+    assert {entry["dtype"] for entry in header.values()} == {"F32"}
+    ends = {name: slice(*(start + at for at in entry["data_offsets"])) for name, entry in header.items()}
+    return {name: np.frombuffer(data[at], "<f4").reshape(header[name]["shape"]) for name, at in ends.items()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"scan_layers": True}, {"tie_embeddings": False}])
+def test_the_merged_checkpoint_is_the_base_and_the_adapters(tmp_path, changes):
+    model = tiny.model(**changes)
+    params = adapted(model)
+    hf.save(tmp_path / "base", model, lora.detach(params)[0])
+    hf.save(tmp_path / "merged", model, lora.merge(params))
+    adapter_file.save(tmp_path / "adapter", model, params, CONFIG, "hub/base")
+    base, merged = (tensors(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    found = tensors(tmp_path / "adapter" / adapter_file.FILE)
+    config = json.loads((tmp_path / "adapter" / adapter_file.CONFIG).read_text())
+    changed = {name for name in base if not np.array_equal(base[name], merged[name])}
+    assert len(changed) == 2 * 7 and len(found) == 2 * len(changed)
+    for name in changed:
+        a, b = (found[f"base_model.model.{name.removesuffix('.weight')}.lora_{which}.weight"] for which in "AB")
+        assert a.dtype == b.dtype == np.float32 and len(a) == config["r"]
+        product = config["lora_alpha"] / config["r"] * b.astype(np.float64) @ a
+        np.testing.assert_allclose(merged[name], base[name] + product, atol=1e-6)  # one float32 sum of size 1
+    assert config["target_modules"] == sorted({name.split(".")[-2] for name in changed})
+    assert config["base_model_name_or_path"] == "hub/base" and config["peft_type"] == "LORA"
+
+
+def test_adapters_without_names_in_the_format_are_refused(tmp_path):
+    latent = dict(kv_latent_dim=16, rope_dim=4, head_dim=12, num_kv_heads=4, qk_norm=False)
+    for model in (tiny.model(**latent), tiny.model(**EXPERTS)):
+        with pytest.raises(ValueError, match="PEFT has no adapter; export the merged model"):
+            adapter_file.save(tmp_path / "out", model, adapted(model), CONFIG, "base")
+    with pytest.raises(ValueError, match="has no adapters"):
+        adapter_file.save(tmp_path / "out", tiny.model(), tiny.params(tiny.model(), 0), CONFIG, "base")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    with pytest.raises(ValueError, match="not an empty folder"):
+        adapter_file.save(tmp_path / "out", tiny.model(), adapted(tiny.model()), CONFIG, "base")
