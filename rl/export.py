@@ -82,12 +82,14 @@ def _kept(exp: experiment.Experiment) -> tuple[dict, dict, pathlib.Path | None]:
         cli.note(f"note: config.json has only the fields of the model, because init_from cannot be read: {error}")
         base = None
     name = exp.config.tokenizer
-    is_folder = name != "byte_chatml" and (pathlib.Path(name).is_dir() or hub.is_id(name) or hub.is_url(name))
-    tokenizer = hub.folder(name, hub.TOKENIZER) if is_folder else None
+    tokenizer = None if name == "byte_chatml" else hub.folder(name, hub.TOKENIZER)
+    tokenizer = tokenizer if tokenizer and tokenizer.is_dir() else None  # not a GGUF file
     files = ("config.json", "generation_config.json")
     stored, generation = (atomic_file.read_json(base / file, dict) if base else {} for file in files)
     ids = {"eos_token_id": [*exp.tokenizer.stop_ids], "pad_token_id": exp.tokenizer.pad_id}
     if not (base and tokenizer and base.samefile(tokenizer)):
+        begin = exp.tokenizer.specials.get(exp.tokenizer.named.get("bos_token", ""))
+        ids |= {} if begin is None else {"bos_token_id": begin}
         stored, generation = (
             {key: value for key, value in one.items() if key not in TOKEN_IDS} | ids for one in (stored, generation)
         )
