@@ -18,6 +18,7 @@ llama.cpp of 1.5 (64); seconds to the score at most 0.45 of TRL's, peak memory a
 """
 
 import asyncio
+import atexit
 import collections
 import contextlib
 import json
@@ -58,6 +59,7 @@ class Side:
             self.process = subprocess.Popen(
                 [*map(str, command)], cwd=ROOT, env=environment, start_new_session=True, text=True, **pipes
             )
+        atexit.register(self.end)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
@@ -180,7 +182,7 @@ def decode(args, model: pathlib.Path, scratch: pathlib.Path) -> dict:
                 prompts = [f"{' '.join(rng.choices(WORDS, k=20))} Tell a story about {n} cats." for n in range(count)]
                 for name, side in sides.items():
                     seconds = side.run(prompts, args.new_tokens)
-                    _note(f"{count} requests, turn {turn}: {name} {count * args.new_tokens / seconds:.0f} tokens/s")
+                    _note(f"{count} requests, turn {turn}: {name} {count * args.new_tokens / seconds:.3g} tokens/s")
                     if turn:
                         rates[count][name].append(count * args.new_tokens / seconds)
         starts = {name: round(side.start_s, 1) for name, side in sides.items()}
@@ -333,6 +335,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results" / "real.json")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sides end, too
     from tests.support import real_model  # imports jax, which --help does not need
 
     model, args.gguf = args.model or real_model.folder(), args.gguf or (real_model.gguf() if args.llama else None)
