@@ -25,6 +25,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -256,7 +257,7 @@ def _peer_training(command: list, scratch: pathlib.Path) -> dict[str, float]:
     side = Side(command, scratch)
     side.process.wait()
     side.check(side.process.returncode == 0)
-    lines = [json.loads(line) for line in side.log.read_text().splitlines() if line.startswith('{"')]
+    lines = [json.loads(text) for text in re.findall(r'\{"[^{}]*\}', side.log.read_text())]  # between progress bars
     ends = [line["seconds"] for line in lines if "reward" in line]
     steps = [line["step_s"] for line in lines if "step_s" in line] or [
         b - a for a, b in zip([0, *ends], ends, strict=False)
