@@ -197,7 +197,7 @@ def open_checkpoint(
     another `--step` or another config, and FileNotFoundError
     if the checkpoint does not exist.
     """
-    exp = sizes.resolve(flags.FLAGS.config, needs_envs=needs_envs)
+    exp = sizes.resolve(flags.FLAGS.config, needs_envs=needs_envs, has_rollouts=needs_envs)
     try:
         mesh = layout.learner_mesh(exp.config)
     except ValueError as error:
