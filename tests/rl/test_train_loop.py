@@ -138,6 +138,11 @@ def test_the_logged_rate_is_that_of_the_optimizer_and_a_finished_run_is_not_scor
     assert checkpoint.best_step(tmp_path / "w" / "checkpoints") == 2
 
 
+def events_of(path):
+    with ledger_lib.Ledger(path) as ledger:
+        return [entry.event for entry in ledger.entries()]
+
+
 def test_a_killed_run_resumes_from_its_bucket_on_an_empty_machine(run_main, tmp_path, monkeypatch, capfd):
     """The kill is during step 2, when the bucket has the checkpoint of step 1."""
     monkeypatch.setattr(mirror, "EVERY_S", 0.05)
@@ -165,7 +170,7 @@ def test_a_killed_run_resumes_from_its_bucket_on_an_empty_machine(run_main, tmp_
             run_main(plain_loss, url, **{"checkpoint.every": 1})
     folder = bucket.fetched(url)
     assert [folder.relative_to(tmp_path).parts[0], *killed[0].relative_to(tmp_path).parts[:1]] == ["second", "first"]
-    events = [entry.event for entry in ledger_lib.Ledger(folder / "ledger.db").entries()]
+    events = events_of(folder / "ledger.db")
     assert [event.fields["step"] for event in events if event.kind == "resume"] == [0, 1]
     assert tiny_run.curve(folder) == tiny_run.curve(tmp_path / "w")
     assert policy(folder) == policy(tmp_path / "w")
@@ -251,7 +256,7 @@ def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
 
     path = tmp_path / "w" / "ledger.db"
     run_main(own_loss)
-    events = [entry.event for entry in ledger_lib.Ledger(path).entries()]
+    events = events_of(path)
     assert [e.fields["step"] for e in events if e.kind == "batch"] == [1, 2]
     manifests = [path.parent / "weights" / f"v{version:08d}" / "manifest.json" for version in range(3)]
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in manifests]
@@ -270,7 +275,7 @@ def test_a_resume_finds_an_older_copy_of_the_ledger(run_main, tmp_path):
     shutil.copy(tmp_path / "newest.db", path)
     run_main(own_loss)
     assert ledgers.verify(path, head=heads[-1]).error is None
-    assert ledger_lib.Ledger(path).entries()[-1].event.kind == "publish"  # version 2 again, after a resume
+    assert events_of(path)[-1].kind == "publish"  # version 2 again, after a resume
 
 
 @pytest.mark.parametrize(("spoiled", "value"), [("loss/total", jnp.nan), ("loss/own", jnp.inf)])
