@@ -548,9 +548,10 @@ def folder(tmp_path):
 
 
 def rewrite(folder, change):
-    """Passes the tensors through `change(name -> array)` and writes them back."""
+    """Passes the tensors through `change(name -> array)` and writes them back, in one file."""
     reader = safetensors_file.Reader(folder)
     tensors = change({name: np.array(reader.tensor(name)) for name in reader.entries})
+    (folder / safetensors_file.INDEX).unlink(missing_ok=True)
     lazy = {name: (x.dtype, x.shape, lambda x=x: x) for name, x in tensors.items()}
     safetensors_file.write(folder / "model.safetensors", lazy)
 
