@@ -107,7 +107,7 @@ def test_prompts_are_copied_into_blocks(length):
     rng = np.random.default_rng(length)
     k, v = (rng.standard_normal((2, 3, length, 4)).astype(np.float32) for _ in range(2))
     old = cpu_decode_attention.Blocks(jnp.full((NUM_BLOCKS, 4, 3, 4, S), 7.0), jnp.full((NUM_BLOCKS, 4, 3, S, 4), 7.0))
-    new = kv_cache.copy_rows((k, v), np.array([1, 0, 0]), old, np.array([3, 0, 4]))
+    new = kv_cache.copy_rows((k, v), jnp.array([1, 0, 0]), old, jnp.array([3, 0, 4]))
     keys = np.moveaxis(np.asarray(new.keys_NBKCS), 0, 2).swapaxes(3, 4).reshape(4, 3, -1, 4)
     values = np.moveaxis(np.asarray(new.values_NBKSV), 0, 2).reshape(4, 3, -1, 4)
     for got, wanted in ((keys, k), (values, v)):
