@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from inference import serve
 from inference.engine import weights as weights_lib
 from inference.server import control_listener, guard, inference_server, web, weight_sources
-from models import hf
+from models import hf, transformer
 from sharding import broadcast
 from sharding.download import source
 from sharding.system import sockets
@@ -301,7 +301,7 @@ def test_without_a_key_numbers_alone_decide(tmp_path, monkeypatch):
     scheduler = types.SimpleNamespace(
         version=1, update=lambda _, version, epoch: types.SimpleNamespace(result=lambda: version)
     )
-    store = types.SimpleNamespace(load_shardings=None, model=MODEL)
+    store = types.SimpleNamespace(load_shardings=None, lora=None, plain_specs=transformer.specs(MODEL))
     weights = source.open(publish(tmp_path, 2))
     server = inference_server.InferenceServer(weights, scheduler, types.SimpleNamespace(model=MODEL), store)
     assert server.update(2, epoch=7) == server.have.version == 2

@@ -14,7 +14,9 @@ from rl.protocol import registry
 def test_the_load_counts_preemptions_and_the_longest_sequences_that_fit(num_pages, capacity):
     config = engine_lib.EngineConfig(8, 256, 4, 8, prefill_chunk=128, num_pages=num_pages)
     slots = slots_lib.Slots(config.num_slots, config.max_model_len, config.num_positions)
-    scheduler = types.SimpleNamespace(slots=slots, num_pending=0, stats={"requests": 5, "num_preemptions": 2})
+    scheduler = types.SimpleNamespace(
+        slots=slots, num_pending=0, stats={"requests": 5, "num_preemptions": 2, "tokens": 0}
+    )
     engine = types.SimpleNamespace(config=config)
     server = inference_server.InferenceServer(None, scheduler, engine, None)
     assert registry.Load(**server.load()) == registry.Load(preemptions=2, finished=5, capacity=capacity)
