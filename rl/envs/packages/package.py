@@ -145,8 +145,8 @@ def _code(package: Package) -> tuple[list[tuple[str, pathlib.Path]], list[str]]:
     """Returns (files of an environment by name, `name==version` of the packages that it requires)."""
     module = package.target.partition(":")[0].partition(".")[0]
     places = [pathlib.Path(place) for place in (*package.paths, *package.folders)]
-    named = ((one.metadata["Name"], one) for one in metadata.distributions(path=[*package.folders]))
-    found = {_plain(name): one for name, one in named if name}
+    every = metadata.distributions(path=[*package.folders])
+    found = {_plain(one.metadata["Name"]): one for one in every if "Name" in one.metadata}
     owner = next((one for one in found.values() if _provides(one, module)), None)
     required = [
         re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in [*package.requirements, *(owner and owner.requires or ())]
