@@ -181,10 +181,13 @@ class Engine(engine_api.Engine):
         tokenizer: tokenizer_lib.Tokenizer,
         params: transformer.Params | None = None,
         mesh: jax.sharding.Mesh | None = None,
+        *,
+        for_cpu: bool = True,
     ):
         """Creates an engine on `mesh`. None uses the process's first device.
 
-        `load_params` returns `params`, weights laid out on the mesh. Raises ValueError if the sizes do not fit the mesh, or if
+        `load_params` returns `params`, weights laid out on the mesh. With `for_cpu` = False it has the programs of accelerators also
+        on a CPU, to compile them there for another device. Raises ValueError if the sizes do not fit the mesh, or if
         `config.routed_experts` is set for a model without experts.
         """
         mesh = mesh_lib.create({}, devices=jax.local_devices()[:1]) if mesh is None else mesh
@@ -198,7 +201,7 @@ class Engine(engine_api.Engine):
         # On a CPU, layers are called one by one, however the weights are stored.
         # On other devices, a slot without a sequence does not keep its keys.
         unstacked = dataclasses.replace(model, scan_layers=False)
-        self.can_read_slots = not config.num_pages and self._run(cpu_decode_attention.fits, unstacked)
+        self.can_read_slots = for_cpu and not config.num_pages and self._run(cpu_decode_attention.fits, unstacked)
         self._model = unstacked if self.can_read_slots else model  # as the programs run it
         self._layers = cpu_layers.UnstackedWeights(model if self.can_read_slots else unstacked)
         self._options = self._model, config.routed_experts

@@ -322,7 +322,7 @@ def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine
         paged_cache.check(model, mesh)
     store = weights.Store(model, mesh, lora=exp.lora or None)
     params = lora.restored(store.abstract, store.lora)
-    return engine.Engine(model, exp.engine, exp.tokenizer), params
+    return engine.Engine(model, exp.engine, exp.tokenizer, for_cpu=False), params
 
 
 def _placed(tree, mesh: jax.sharding.Mesh):

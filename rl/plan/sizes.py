@@ -178,7 +178,7 @@ def budget(
     turns = {name: size + programs[name].passing_bytes for name, size in workspaces.items()}
     served = {f"{name} with slots": turns.pop(name) + slots for name in lowered_programs.SERVER if name in turns}
     # A new version is on the devices before the engine stops to use the old one. (One with adapters takes less.)
-    turns |= {"new version": weights + max(served.values())}
+    turns |= {"new version": weights + max(0.0, *served.values())}
     largest = max(turns, key=turns.__getitem__)
     state = sum(train.held.values()) - train.passing_bytes
     return {"train state": state, "weights of the engine": weights, largest: turns[largest]}

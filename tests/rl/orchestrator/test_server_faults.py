@@ -274,7 +274,7 @@ def test_evidence_is_against_the_server_that_signed_the_whole_group():
     log.add_claims(group)
     assert [*log.tests] == [HONEST.worker]
     log.add_claims([group[0], *mixed(group)[1:]])
-    assert [*log.tests] == [HONEST.worker, WORKER.worker]
+    assert [*log.tests] == [HONEST.worker, evidence_log.NEWCOMERS, WORKER.worker]
     assert responsibility.server_of(group, [LIAR.worker]) == ""
 
 
@@ -282,7 +282,7 @@ def test_a_worker_that_chooses_which_samples_it_hands_in_signed_bars_no_server()
     """Attack: the signature of the server is left out, but where its noise happens to look bad."""
     config = experiment.resolve(quickstart.get_config()).config
     rng, lines = np.random.default_rng(0), []
-    log = evidence_log.EvidenceLog(None, servers=[HONEST.worker], on_flagged=lines.append)
+    log = evidence_log.EvidenceLog(None, servers=[HONEST.worker], on_flagged=lambda key, line: lines.append(line))
     group = dataclasses.replace(task_schedule.train_groups(config, 1)[0], num_samples=1)
     for number in range(600):
         (rollout,) = answers(dataclasses.replace(group, seed=number), logprobs=np.zeros(5, np.float32))

@@ -9,6 +9,7 @@ import pytest
 from rl.protocol import registry
 from rl.protocol.registry import State
 from rl.protocol.timeline import Policy
+from sharding.system import sign_in
 
 BEAT_S = 10.0
 
@@ -174,7 +175,7 @@ def test_reports_are_read_as_they_were_written_and_no_other_value_is():
     # Attacks: a worker that opens them ends, a reply with one cannot be encoded for any worker, and a terminal obeys one.
     odd = "http://", "http://[", "http://\0", "http://h:99999", "http://h\ud800", "http://h/\x1b[2J", "http://h/a b"
     bad += [body | {"url": url} for url in odd]
-    bad += [body | {"problem": text} for text in (None, "x" * 201, "two\nlines", "\x1b[2J")]
+    bad += [body | {"problem": text} for text in (None, "x" * (sign_in.MAX_PROBLEM + 1), "two\nlines", "\x1b[2J")]
     bad += [body | {"policy": policy} for policy in (3, {}, {"epoch": -1, "version": 0, "digest": ""})]
     values = (-1, True, None, "3", float("nan"), float("inf"), 10**13)
     names = [field.name for field in dataclasses.fields(registry.Load)]
