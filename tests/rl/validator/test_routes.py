@@ -210,4 +210,4 @@ def test_an_interrupted_service_ends_in_order(tmp_path, monkeypatch, number):
     service._state.close()
     with contextlib.suppress(AttributeError):  # the false pull returns nothing with params
         service._validator._weights(3)
-    assert pulled == [(("http://relay:1", 3), {"key": key, "digest": ""})]
+    assert pulled == [(("http://relay:1", 3), {"base": None, "key": key, "digest": ""})]
