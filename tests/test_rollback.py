@@ -124,7 +124,7 @@ class Readers:
         options = dict(trusted_key=str(self.trusted), options=OPTIONS, keep=3)
         self.relay.enter_context(proxy.running(self.urls, self.directory / "mirror", **options))
         opened, have = self.open(self.directory / "floor"), self.server and self.server.have
-        store = types.SimpleNamespace(model=None, lora=None, load_shardings=None, load=lambda params, old: params)
+        store = types.SimpleNamespace(model=None, lora=None, load_shardings=None, load=lambda params, *old: params)
         engine = types.SimpleNamespace(model=None)
         self.server = inference_server.InferenceServer(opened, self.scheduler, engine, store, "", opened.trusted, have)
 

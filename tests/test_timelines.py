@@ -40,7 +40,7 @@ def any_params(monkeypatch):
 def server_of(urls, key):
     """A server whose engine takes all weights, with this key or verifier or without one."""
     opened = source.open(urls, trusted_key=key, options=OPTIONS)
-    store = types.SimpleNamespace(model=None, lora=None, load_shardings=None, load=lambda params, old: params)
+    store = types.SimpleNamespace(model=None, lora=None, load_shardings=None, load=lambda params, *old: params)
     engine = types.SimpleNamespace(model=None)
     return inference_server.InferenceServer(opened, Scheduler(), engine, store, "", opened.trusted)
 
