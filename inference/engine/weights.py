@@ -170,8 +170,9 @@ def fetch(
     if base is None or shown is None:
         return pulled
     # Leaves that `pull` returned again are those of the base, not views of them.
-    is_leaf = lambda x: isinstance(x, cpu_transposed.Transposed)  # noqa: E731
-    pairs = zip(jax.tree.leaves(shown.params), jax.tree.leaves(base.params, is_leaf=is_leaf), strict=True)
+    pairs = zip(
+        jax.tree.leaves(shown.params), jax.tree.leaves(base.params, is_leaf=cpu_transposed.is_transposed), strict=True
+    )
     own = {id(view): leaf for view, leaf in pairs}
     return dataclasses.replace(pulled, params=jax.tree.map(lambda leaf: own.get(id(leaf), leaf), pulled.params))
 

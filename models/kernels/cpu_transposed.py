@@ -81,9 +81,13 @@ def transpose(kernel: jax.Array, num_inputs: int, quantization: str = "none") ->
     return _transposed(kernel, num_inputs, quantization)
 
 
+def is_transposed(leaf: object) -> bool:
+    """Returns True for a `Transposed` matrix."""
+    return isinstance(leaf, Transposed)
+
+
 def views(params: dict) -> dict:
     """Returns parameters in their original shapes, as views of the memory of transposed ones."""
-    is_transposed = lambda x: isinstance(x, Transposed)  # noqa: E731
     return jax.tree.map(lambda x: x.view() if is_transposed(x) else x, params, is_leaf=is_transposed)
 
 
