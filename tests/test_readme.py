@@ -1,4 +1,4 @@
-"""Runs the README's two commands as they are written.
+"""Runs the README's commands as they are written.
 
 `.ci/run` does their installation in a fresh environment. The quickstart runs in tests/rl/test_train.py with few steps, and here as it is.
 """
@@ -20,8 +20,9 @@ def commands() -> list[str]:
     return re.findall(r"```bash\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def test_there_are_two_commands_of_one_line():
-    quickstart, tests = commands()
+def test_there_are_two_commands_of_one_line_and_a_real_run():
+    quickstart, real, tests = commands()
+    assert "--config=configs/finetune.py" in real
     for command in (quickstart, tests):
         assert "\n" not in command
         install = command.split(" && ")[2]

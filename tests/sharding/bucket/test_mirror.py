@@ -399,8 +399,8 @@ def test_a_cache_that_is_emptied_during_the_run_does_not_empty_the_bucket(tmp_pa
             write(folder, name, b"1")
         mirror._MIRRORS[folder]._wake.set()
         proxy.wait_until(lambda: "checkpoints/2/a" in mirror._MIRRORS[folder]._files, 10.0, "the first state")
-        shutil.rmtree(folder / "logs")  # no run needs it
         shutil.rmtree(folder / "checkpoints")
+        shutil.rmtree(folder / "logs")  # no run needs it, but the whole folder is going
         proxy.wait_until(lambda: "checkpoints disappeared" in capsys.readouterr().err, 10.0, "the notice")
         (folder / "weights.key").unlink()
         proxy.wait_until(lambda: "checkpoints, weights.key dis" in capsys.readouterr().err, 10.0, "another notice")
