@@ -316,25 +316,26 @@ class _Groups:
             self._worker.add(rollouts)
             return self._finished.put_nowait((_key(group), rollouts))
         except client_lib.VersionGone as error:  # a newer one replaced it, which this group may not use
-            pause_s = VOID_PAUSE_S  # the next one may have the same fate
+            pause_s, problem = VOID_PAUSE_S, ""  # the next one may have the same fate
             if self._own_server:  # only its owner can make it follow the run
-                self._note_problem(group, error)
+                self._note_problem(group, problem := str(error))
         except (ValueError, OSError, client_lib.Unavailable) as error:
             is_of_env = isinstance(error, ValueError) and not str(error).startswith(registry.OF_ENVIRONMENT)
-            self._note_problem(group, f"{registry.OF_ENVIRONMENT}{run.env.name}: {error}" if is_of_env else error)
+            problem = f"{registry.OF_ENVIRONMENT}{run.env.name}: {error}" if is_of_env else str(error)
+            self._note_problem(group, problem)
             self._num_failures += 1
             pause_s = min(VOID_PAUSE_S * 2 ** min(self._num_failures, 10), MAX_FAILURE_PAUSE_S)
         self._held.discard(_key(group))
         self._worker.counts["returned"] += 1
-        await self._signed.lease(0, [list(_key(group))])
+        await self._signed.lease(0, [list(_key(group))], problem=sign_in.one_line(problem))
         await asyncio.sleep(pause_s)
 
-    def _note_problem(self, group: dict, problem: object) -> None:
-        if str(problem) != self._problem:
+    def _note_problem(self, group: dict, problem: str) -> None:
+        if problem != self._problem:
             cli.note(f"group {'/'.join(map(str, _key(group)))} is given back: {problem}")
-            self._worker.lines.append(str(problem))
+            self._worker.lines.append(problem)
             self._news.set()
-        self._problem = str(problem)
+        self._problem = problem
 
     async def _submit(self) -> None:
         """Submits finished groups for ever, several in one file up to a size, because the cost of a file is mostly fixed."""

@@ -2,8 +2,8 @@
 
 1. A worker gets open groups, as many as its standing (rl/orchestrator/worker_health.py), its share of the work
    (rl/orchestrator/work_share.py), and the servers allow. If there are none, it gets copies of late ones.
-2. Heartbeats renew its leases. It may give groups back; those that it leaves, loses with its process, or holds too long open again. One that all
-   workers give back ends the run (rl/orchestrator/groups/give_backs.py).
+2. Heartbeats renew its leases. It may give groups back; those that it leaves, loses with its process, or holds too long open again. An environment
+   of which no worker can make a group is given up (rl/orchestrator/groups/give_backs.py).
 3. The end of a lease counts against the worker only if it could reach a server (rl/orchestrator/nodes.py).
 """
 
@@ -31,7 +31,7 @@ class Leases:
     config: Any  # the run's
     seconds: prometheus_client.Histogram  # of a lease without its wait for work
     give_backs: give_backs_lib.GiveBacks
-    fail: Callable[[BaseException], None]  # ends the run
+    give_up: Callable[[str, str], None]  # (environment, cause): nobody can make a group of it
 
     def lease(
         self,
@@ -42,11 +42,12 @@ class Leases:
         *,
         begun_us: int = 0,
         holding: Collection[queue_entry.Key] | None = None,
+        problem: str = "",
     ) -> list[task_schedule.Group]:
         """Leases up to `capacity` groups to `worker`; returns them, or [] if the worker may get none. Reopens expired leases.
 
-        `network` is that of the worker's connection. `returned` are keys of groups that the worker holds and will not finish.
-        `begun_us` is the start of its process, which holds none of the groups that an earlier one leased. `holding` are the groups that
+        `network` is that of the worker's connection. `returned` are keys of groups that the worker holds and will not finish,
+        because of `problem`. `begun_us` is the start of its process, which holds none of the groups that an earlier one leased. `holding` are the groups that
         its request lists as held; None for a request of an earlier release, which lists none.
         """
         now_s = time.monotonic()
@@ -58,6 +59,7 @@ class Leases:
             known = None if holding is None else {*holding, *returned}
             self._take_back(worker, self.shared.queue.orphans(worker, begun_us, known), now_s)
             for key in returned:
+                env = self.shared.queue.entries[key].group.env if key in self.shared.queue.entries else ""
                 if lease := self.shared.queue.give_back(key, worker):
                     is_gone = 0 <= lease.group.version < self.shared.policy.version  # it is not served any more
                     is_done = self.shared.queue.entries[key].is_submitted
@@ -65,7 +67,8 @@ class Leases:
                     self._expire(lease, now_s, "lease_void" if is_void else "lease_expired", blame=not is_void)
                     if not is_done:
                         self.shared.health.returned(key, now_s)
-                    self._note_cause(worker, key, now_s)
+                    if self.shared.health.is_known(worker):
+                        self._note_cause(worker, env, key, problem, now_s)
             self.shared.health.seen(worker, now_s)
             groups = [] if self.shared.is_ended else self._lease(worker, capacity, network, now_s, begun_us)
             if groups:
@@ -74,14 +77,12 @@ class Leases:
                 self.shared.ledger.leased(worker, *group.key, group.version, group.epoch)
             return groups
 
-    def _note_cause(self, worker: str, key: queue_entry.Key, now_s: float) -> None:
-        """Ends the run if all workers with a record give a group back for one and the same cause, which is not that of a server."""
-        if not self.shared.health.is_known(worker):
-            return
-        problems = self.nodes.problems("worker")
-        active = [one for one in problems if self.shared.health.is_known(one) and not self.shared.health.is_banned(one)]
-        if cause := self.give_backs.returned(worker, key, problems.get(worker, ""), active, now_s):
-            self.fail(ValueError(f"no worker can make group {'/'.join(map(str, key))}: {cause}"))
+    def _note_cause(self, worker: str, env: str, key: queue_entry.Key, problem: str, now_s: float) -> None:
+        """Gives an environment up if all workers with a record give its groups back for one and the same cause."""
+        workers, health = self.nodes.healthy("worker"), self.shared.health
+        active = [one for one in workers if health.is_known(one) and not health.is_banned(one)]
+        if self.give_backs.is_hopeless(worker, env, key, problem, active, now_s):
+            self.give_up(env, problem)
 
     def _lease(
         self, worker: str, capacity: int, network: str, now_s: float, begun_us: int

@@ -242,10 +242,10 @@ class Nodes:
         """Returns the seconds between two heartbeats of a node; the more workers there are, the longer is that of a worker."""
         return self._registry.worker_interval_s if role == "worker" else self.heartbeat_s
 
-    def problems(self, role: str) -> dict[str, str]:
-        """Returns the problem that each healthy node of a role has reported, "" for none, by key."""
+    def healthy(self, role: str) -> list[str]:
+        """Returns the keys of the healthy nodes of a role."""
         with self._lock:
-            return {node.key: node.report.problem for node in self._registry.healthy(role)}
+            return [node.key for node in self._registry.healthy(role)]
 
     def num_silent_workers(self) -> int:
         """Returns the number of workers that are SUSPECT or DEAD."""

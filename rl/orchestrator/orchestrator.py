@@ -140,6 +140,7 @@ class Orchestrator:
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._wanted: int | None = None  # the batch that the learner waits for
         self._evaluating: dict[tuple[int, str], Callable[[], str]] = {}  # (version, set) -> its state for people
+        self._left_out: set[str] = set()  # environments of which no worker can make a group
         self._failure: BaseException | None = None
         self._first_error, self._num_scored = (
             first_error,
@@ -154,7 +155,7 @@ class Orchestrator:
             config=config,
             seconds=seconds,
             give_backs=give_backs.GiveBacks(on_wait),
-            fail=self.fail,
+            give_up=self._give_up,
         )
         self._status = status.Status(self._shared, self.nodes, verdicts)
         self._log = row_log.RowLog(workdir / "rollouts" / "open", self.fail)
@@ -168,6 +169,7 @@ class Orchestrator:
             verdicts=verdicts,
             secret=secret,
             on_verified=on_verified,
+            on_delivered=self.leases.give_backs.finished,
             on_caught=on_wait,
             on_banned=self.nodes.banned,
             fail=self.fail,
@@ -278,23 +280,26 @@ class Orchestrator:
         Returns a list of rollouts per task. Training goes on meanwhile. A server keeps this version for up to `evaluation.hold_s`;
         after this time the evaluation is given up as soon as there is a newer one, and the result is [].
         """
-        groups = task_schedule.held_out_groups(self._config, version, name)
-        keys, end_s = [group.key for group in groups], time.monotonic() + self._config.evaluation.hold_s
+        groups, end_s = task_schedule.held_out_groups(self._config, version, name), time.monotonic()
+        end_s += self._config.evaluation.hold_s
         newest = self._shared.policy
         policy = newest if newest.version == version else timeline.Policy(newest.epoch, version)
         with self.nodes.holding(policy), self._changed, contextlib.ExitStack() as stack:
             self._wait_for(lambda: self._shared.version >= version)
+            groups = [group for group in groups if group.env not in self._left_out]
+            keys = [group.key for group in groups]
             self._queue.add(groups, behind=version + 1)  # the learner waits for that batch, and later ones may wait
             notice_s = min(EVALUATION_NOTICE_S, self._config.evaluation.hold_s)
             self._evaluating[version, name] = functools.partial(self._evaluation, version, name, keys, time.monotonic())
             stack.callback(self._evaluating.pop, (version, name))
-            while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(keys), notice_s):
+            left = lambda: [key for key in keys if key in self._queue.entries]  # noqa: E731  # an environment may be left out
+            while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(left()), notice_s):
                 self._on_wait(self._evaluating[version, name]())
                 if time.monotonic() > end_s and self._shared.policy.version > version:
-                    for key in keys:
+                    for key in left():
                         self._queue.drop(key, "evaluation")
                     return []
-            taken = self._queue.take(keys)
+            taken = self._queue.take(left())
             self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
         return [*map(self._rewarded, taken)]
 
@@ -390,6 +395,22 @@ class Orchestrator:
             self._batches.load(policy.version)
             self._changed.notify_all()
 
+    def _give_up(self, env: str, cause: str) -> None:
+        """Leaves out an environment of which no worker can make a group, or ends the run if less than half is left. The caller has the lock."""
+        order, gone = env_mix.order(self._config), {*self._left_out, env}
+        if self._curriculum or 2 * sum(map(order.count, gone)) > len(order):
+            self.fail(ValueError(f"no worker can make a group: {cause}"))
+        elif env not in self._left_out:
+            self._left_out = gone
+            part = f"{env}, {order.count(env) / len(order):.0%} of the groups"
+            self._on_wait(f"left out from now on: {part}. The others go on; a resume tries it again. The reason: {cause}")
+            self._batches.leave_out(env)
+            held_out = [key for key, e in self._queue.entries.items() if key[0] == "held_out" and e.group.env == env]
+            for key in held_out:
+                if not self._queue.entries[key].is_submitted:
+                    self._queue.drop(key, "left_out")
+            self._changed.notify_all()
+
     def _record_batch(
         self, step: int, taken: list[queue_entry.Entry], flat: list[queue_entry.Entry]
     ) -> concurrent.futures.Future:
@@ -483,7 +504,8 @@ class Orchestrator:
         if done:
             left_s = taken_s * (len(keys) - done) / done
         else:
-            most = sum(self._queue.entries[key].group.num_samples for key in keys) * env_mix.max_tokens(self._config)
+            entries = [self._queue.entries[key] for key in keys if key in self._queue.entries]
+            most = sum(entry.group.num_samples for entry in entries) * env_mix.max_tokens(self._config)
             left_s = max(0.0, most / (self.nodes.tokens_per_s() or math.inf) - taken_s)
         label = f"the evaluation {name} of version {version}" if name else f"the evaluation of version {version}"
         return self._waiting(label, (done, len(keys)), left_s)

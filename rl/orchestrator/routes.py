@@ -82,7 +82,7 @@ def make_app(
             differs = f"your environment {name} has the digest {found[:16]}, and that of the run {digest[:16]}"
             raise ValueError(f"{differs}; get the run's release, code, and data")
         returned, holding = ([tuple(key) for key in message.get(name, ())] for name in ("returned", "holding"))
-        begun = {"begun_us": message.get("begun_us", 0)}
+        begun = {"begun_us": message.get("begun_us", 0), "problem": message.get("problem", "")}
         attempt = functools.partial(orchestrator.leases.lease, worker, message["capacity"], network, **begun)
         groups = attempt(returned, holding=holding if "holding" in message else None)
         if message["capacity"] and (wait_s := message.get("wait_s", 0)) and not groups:

@@ -116,6 +116,7 @@ class Submissions:
     verdicts: verdict_collector.VerdictCollector  # replays groups
     secret: bytes  # decides which groups are verified; workers must not know it
     on_verified: Callable[[Sequence[rollout_lib.Rollout]], None]  # called with each group that a verdict accepted
+    on_delivered: Callable[[str], None]  # called with the environment of a group that was delivered
     on_caught: Callable[[str], None]  # called with a line for people on the steps that a caught worker spoiled
     on_banned: Callable[[str, str], None]  # called with the key of a node that gets no more work, and the reason
     fail: Callable[[BaseException], None]  # ends the run
@@ -231,6 +232,7 @@ class Submissions:
             self.shared.health.lost(holder, key, time.monotonic(), blame=False)
             return _known(VOID)
         if fate is queue_entry.Delivery.TAKEN:
+            self.on_delivered(self.shared.queue.entries[key].group.env)
             return self._screen(self.shared.queue.entries[key], rows, jobs, blame=self.is_withheld)
         self.shared.counts["spare"] += len(rollouts)
         return _known("spare")  # also for a duplicate: the reply must not reveal whether the group passed

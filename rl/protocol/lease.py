@@ -24,7 +24,7 @@ from typing import Any
 
 from inference.rollouts import rollout as rollout_lib
 from rl.protocol import registry
-from sharding.system import signed_message
+from sharding.system import sign_in, signed_message
 
 MAX_CAPACITY = 4096
 MAX_RETURNED = 64
@@ -186,7 +186,7 @@ def _is_key(value: Any) -> bool:
 
 
 _is_index = _is_int(0, 2**63 - 1)
-OPTIONAL = {"wait_s", "begun_us", "holding", "env_digest"}  # absent in requests of earlier releases
+OPTIONAL = {"wait_s", "begun_us", "holding", "env_digest", "problem"}  # absent in requests of earlier releases
 # {kind: {field: (its test, the rule in words)}}; "request": of every kind. The kinds differ in their fields, so that a
 # signature for one is none for another.
 _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
@@ -202,6 +202,10 @@ _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
         "returned": (
             _are_keys(MAX_RETURNED),
             f"at most {MAX_RETURNED} keys [split, step, group] of groups that will not be finished",
+        ),
+        "problem": (
+            lambda value: isinstance(value, str) and len(value) <= sign_in.MAX_PROBLEM and value.isprintable(),
+            f"the reason for `returned`, a line of at most {sign_in.MAX_PROBLEM} letters",
         ),
         "work": (_is_hex("0,32"), "the proof of work in hex, or an empty string"),
         "wait_s": (

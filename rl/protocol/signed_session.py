@@ -93,14 +93,15 @@ class SignedSession:
     begun_us: int = 0
     env_digest: str = ""  # of this worker's environment, if the run has named one
 
-    async def lease(self, capacity: int, returned: Sequence = (), wait_s: float = 0.0, **holding: list) -> dict:
+    async def lease(self, capacity: int, returned: Sequence = (), wait_s: float = 0.0, **optional) -> dict:
         """Returns the reply with the leased `groups`, after up to `wait_s` if there are none. Raises the errors of `exchange`.
 
-        With `holding`, keys of the groups that this worker holds, it loses all others: their reply did not arrive.
+        With `holding`, keys of the groups that this worker holds, it loses all others: their reply did not arrive. `problem` is the
+        reason for `returned`.
         """
         fields = {"capacity": capacity, "returned": [*returned], "wait_s": wait_s, "begun_us": self.begun_us}
         fields |= {"env_digest": self.env_digest} if self.env_digest else {}
-        reply = await self._ask("/lease", **fields, **holding)
+        reply = await self._ask("/lease", **fields, **optional)
         _check_form("lease", [reply], groups=list)
         _check_form("lease", reply["groups"], **GROUP)
         return reply

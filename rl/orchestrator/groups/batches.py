@@ -14,7 +14,9 @@ them once the weights of their versions are gone.
 3. With `refill`, a group without a signal (all advantages are zero) is dropped ("flat"), and the next of the order takes its place, for
    at most refill * P of them per batch. In a "prescribed" batch the earlier groups still come first, however slow they are.
    With a curriculum, each step has numbers of its own for the groups that replace others, so that its tasks depend on no later step.
-4. With `tokens_per_step`, a batch ends with the group that brings its sampled tokens to this number; P is then the most groups of a batch.
+4. Once an environment is left out (`leave_out`), no group of it opens any more. Later groups take their places, but if each batch has the
+   groups of its step, it is smaller. A resume tries the environment again.
+5. With `tokens_per_step`, a batch ends with the group that brings its sampled tokens to this number; P is then the most groups of a batch.
 """
 
 import collections
@@ -82,6 +84,9 @@ class Batches:
         self._of_step: collections.Counter[int] = collections.Counter()  # the same for each step of a curriculum
         self._again: list[int] = []  # numbers to open before further ones, after a resume
         self._waiting: dict[Key, None] = {}  # opened, and neither taken nor dropped, in order
+        self._left_out: set[str] = set()  # environments
+        self._missing: set[tuple[int, int]] = set()  # (step, group) of these, in batches to come with the groups of their step
+        self._is_fixed = task_schedule.is_fixed(rule)
         self._flat: dict[Key, str] = {}  # eligible groups without a signal, with their digest
         self._taken: collections.Counter[int] = collections.Counter()  # groups by batch that the servers' version lacks
         self._hole: Key | None = None  # the group for which the last `collect` waited
@@ -101,6 +106,20 @@ class Batches:
         if self._rule.max_flat and key in self._waiting and not self._signals(key):
             self._open()
 
+    def leave_out(self, env: str) -> None:
+        """Drops the groups of an environment that have no rollouts, and opens no more of it."""
+        self._left_out.add(env)
+        for key in [*self._waiting]:
+            entry = self._queue.entries[key]
+            if entry.group.env == env and not entry.is_submitted:
+                if self._is_fixed:
+                    self._missing.add(key[1:])
+                    self._forget(key)
+                    self._queue.drop(key, "left_out")
+                else:
+                    self._drop(key, "left_out")
+        self._open()
+
     @property
     def oldest(self) -> int:
         """The oldest version that the next batch may have."""
@@ -119,11 +138,17 @@ class Batches:
         return entry
 
     def collect(self, step: int) -> list[queue_entry.Entry] | None:
-        """Takes batch `step`, the one after the last; returns its entries in order, or None if it is not complete."""
+        """Takes batch `step`, the one after the last; returns its entries in order, or None if it is not complete.
+
+        Raises ValueError if all of its groups are of environments that were left out.
+        """
         assert step == self.step + 1, (step, self.step)
         if self._hole in self._waiting and self._queue.num_eligible([self._hole]) == 0:
             return None
-        if not self._rule.tokens_per_step and self._queue.count()[State.ELIGIBLE] < self._rule.prompts_per_step:
+        if not (wanted := self._wanted(step)):
+            found = f"all groups of batch {step} are of {', '.join(sorted(self._left_out))}, which no worker can make"
+            raise ValueError(f"{found}; raise rl.prompts_per_step, or remove envs.{min(self._left_out)}")
+        if not self._rule.tokens_per_step and self._queue.count()[State.ELIGIBLE] < wanted:
             return None
         waits = self._rule.batch == "prescribed"
         taken: list[Key] = []
@@ -143,7 +168,7 @@ class Batches:
             else:
                 taken.append(key)
                 num_tokens += sum(entry.lengths)
-                if len(taken) == self._rule.prompts_per_step or 0 < self._rule.tokens_per_step <= num_tokens:
+                if len(taken) == wanted or 0 < self._rule.tokens_per_step <= num_tokens:
                     return self._take(step, taken, flat, stale)
         self._drop_stale(stale)
         self._open()
@@ -151,7 +176,7 @@ class Batches:
 
     def progress(self) -> tuple[int, int]:
         """Returns (number of eligible groups that the next batch could use, number that it needs at most), for people."""
-        most = self._rule.prompts_per_step
+        most = self._wanted(self.step + 1)
         candidates = [*self._waiting][: most if self._rule.batch == "prescribed" else None]
         return min(self._queue.num_eligible(candidates), most), most
 
@@ -182,7 +207,8 @@ class Batches:
 
     def state(self) -> dict:
         """Returns the position in the order as plain JSON, for `restore`: groups on their way are opened again after a resume."""
-        return {"num_opened": self._num_opened, "waiting": [number for _, _, number in self._waiting] + self._again}
+        waiting = [number for *_, number in (*self._waiting, *self._missing)]
+        return {"num_opened": self._num_opened, "waiting": waiting + self._again}
 
     def restore(self, step: int, state: dict | None) -> None:
         """Continues after batch `step`, before any group is open.
@@ -204,10 +230,10 @@ class Batches:
         self.step, self._taken[step] = step, len(numbers)
         if self._rule.curriculum:  # the groups of later steps open as ever
             return
-        gone = {*numbers, *dropped}
-        on_their_way = {*self._again, *range(self._num_opened, max(gone) + 1)}
-        self._num_opened = max(self._num_opened, max(gone) + 1)
-        self._again = sorted(on_their_way - gone)
+        gone, first = {*numbers, *dropped}, step * self._rule.prompts_per_step if self._is_fixed else 0
+        num_opened = max(self._num_opened, max(gone) + 1, first)
+        on_their_way = {*self._again, *range(self._num_opened, num_opened)} - gone
+        self._num_opened, self._again = num_opened, sorted(number for number in on_their_way if number >= first)
 
     def reopen(self, kept: Collection[int], version: int) -> None:
         """Opens the groups up to the last number in `kept` again, before servers have a policy; `version` is the oldest that they may have."""
@@ -235,7 +261,8 @@ class Batches:
             self._forget(key)
         self.step = step
         if step > self._version:
-            self._taken[step] = len(taken)
+            self._taken[step] = len(taken) + sum(of == step for of, _ in self._missing)
+        self._missing = {one for one in self._missing if one[0] > step}
         entries = self._queue.take(taken)
         for key in [key for key in self._waiting if self._rule.curriculum and key[1] <= step]:
             self._drop(key, "late")  # it replaced a group that has a signal after all
@@ -288,14 +315,16 @@ class Batches:
             return
         num_batches = min(self._version + 1 + rule.max_lag, rule.num_steps) - min(self._version, self.step)
         needed = math.ceil(num_batches * rule.prompts_per_step * fractions.Fraction(str(rule.oversampling)))
-        num_flat = min(len(self._flat), rule.max_flat)
-        count = needed - (len(self._waiting) + self._taken.total() - num_flat)
-        if count <= 0:
-            return
-        numbers, self._again = self._again[:count], self._again[count:]
-        fresh = range(self._num_opened, self._num_opened + count - len(numbers))
-        self._num_opened = fresh.stop
-        self._add([*numbers, *fresh], self._version)
+        needed += min(len(self._flat), rule.max_flat) - self._taken.total()
+        while (count := needed - len(self._waiting) - len(self._missing)) > 0:  # more than once if some are left out
+            numbers, self._again = self._again[:count], self._again[count:]
+            fresh = range(self._num_opened, self._num_opened + count - len(numbers))
+            self._num_opened = fresh.stop
+            self._add([*numbers, *fresh], self._version)
+
+    def _wanted(self, step: int) -> int:
+        """Returns the number of groups that batch `step` needs at most."""
+        return self._rule.prompts_per_step - sum(of == step for of, _ in self._missing)
 
     def _fresh(self, step: int, count: int) -> range:
         """Returns the numbers of the first `count` groups of a step that were not opened yet, and counts them as opened."""
@@ -310,6 +339,9 @@ class Batches:
         return sorted(key for key in self._waiting if key[1] == step)
 
     def _add(self, numbers: Sequence[int], version: int) -> None:
-        groups = self._make_groups(numbers, version)
+        prescribed = self._make_groups(numbers, version)
+        groups = [group for group in prescribed if group.env not in self._left_out]
+        if self._is_fixed:
+            self._missing.update(group.key[1:] for group in prescribed if group.env in self._left_out)
         self._queue.add(groups)
         self._waiting.update(dict.fromkeys(group.key for group in groups))

@@ -1,10 +1,11 @@
-"""Recognizes groups that no worker can make, such as those of an environment whose options are wrong: the run would wait for them for ever.
+"""Recognizes environments of which no worker can make a group, such as one whose options are wrong: the run would wait for them for ever.
 
-1. A worker that gives a group back has reported the cause before (`registry.Report.problem`). Causes of environments begin with
-   registry.OF_ENVIRONMENT; those of servers, networks, and disks do not, and pass.
+1. A worker that gives a group back names the cause. Causes of environments begin with registry.OF_ENVIRONMENT; those of servers,
+   networks, and disks do not, and pass.
 2. The first time that a worker with a record reports a cause, a line for people names it.
-3. A group that was given back `LEAST` times in `PATIENCE_S` or more, by each active worker (or by `WORKERS` of them) with one and the same cause,
-   is hopeless.
+3. An environment is hopeless if groups of it were given back `LEAST` times, by each active worker (or by `WORKERS` of them) with one
+   and the same cause, for `PATIENCE_S` without a finished group. One that worked before may be away for longer (`AWAY_S`); so long a
+   single group of it may fail, too.
 """
 
 import collections
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection
 from rl.orchestrator.groups import queue_entry
 from rl.protocol import registry
 
-LEAST, PATIENCE_S = 4, 8.0  # a service that an environment asks may be away for a moment
+LEAST, PATIENCE_S, AWAY_S = 4, 8.0, 300.0  # a service that an environment asks may be away for a moment, or start again
 WORKERS = 5
 MAX_CAUSES = 20  # that are printed
 
@@ -26,10 +27,11 @@ class GiveBacks:
 
     on_notice: Callable[[str], None]
     _printed: set[str] = dataclasses.field(default_factory=set)
-    # (group, normalized cause) -> (the first time, worker -> times)
-    _times: dict[tuple[queue_entry.Key, str], tuple[float, collections.Counter[str]]] = dataclasses.field(
+    # (environment or group, normalized cause) -> (the first time, worker -> times)
+    _times: dict[tuple[str | queue_entry.Key, str], tuple[float, collections.Counter[str]]] = dataclasses.field(
         default_factory=dict
     )
+    _worked: set[str] = dataclasses.field(default_factory=set)  # environments of finished groups
 
     def heard(self, worker: str, problem: str) -> None:
         """Prints the problem that a worker reports, if it is new."""
@@ -37,15 +39,24 @@ class GiveBacks:
             self._printed.add(_plain(problem))
             self.on_notice(f"worker {worker[:16]}: {problem}")
 
-    def returned(self, worker: str, key: queue_entry.Key, problem: str, active: Collection[str], now_s: float) -> str:
-        """Records a give-back; returns the cause if the group is hopeless, else "". `active` are the workers that may lease it."""
+    def finished(self, env: str) -> None:
+        """Records that a worker has made a group of an environment."""
+        self._worked.add(env)
+        self._times = {name: found for name, found in self._times.items() if name[0] != env}
+
+    def is_hopeless(
+        self, worker: str, env: str, key: queue_entry.Key, problem: str, active: Collection[str], now_s: float
+    ) -> bool:
+        """Records that a group was given back; returns True if its environment is hopeless. `active` are the workers that may lease it."""
         if not problem.startswith(registry.OF_ENVIRONMENT):
-            return ""
-        first_s, found = self._times.setdefault((key, _plain(problem)), (now_s, collections.Counter()))
-        found[worker] += 1
-        is_everywhere = not set(active) - found.keys() or len(found) >= WORKERS
-        is_long = found.total() >= LEAST and now_s - first_s >= PATIENCE_S
-        return problem if is_everywhere and is_long else ""
+            return False
+        patience_s, is_over = AWAY_S if env in self._worked else PATIENCE_S, False
+        for name in (env, key):
+            first_s, found = self._times.setdefault((name, _plain(problem)), (now_s, collections.Counter()))
+            found[worker] += 1
+            is_everywhere = not set(active) - found.keys() or len(found) >= WORKERS
+            is_over |= is_everywhere and found.total() >= LEAST and now_s - first_s >= patience_s
+        return is_over
 
 
 def _plain(problem: str) -> str:

@@ -414,13 +414,13 @@ def test_groups_that_all_workers_give_back_for_one_cause_of_their_environment_en
     while rounds < 4 and not orchestrator._failure:
         for one in (node, other):
             keys = [group.key for group in one.lease(6, wait_s=WAIT_S)]
-            one.lease(0, returned=keys)
+            one.lease(0, returned=keys, problem=problem.format(rounds))
         rounds += 1
     told = [line for line in orchestrator.lines if line.startswith("worker ")]
     assert told == [f"worker {KEY.worker[:16]}: {problem.format(7)}"]
     if is_end:
         with pytest.raises(
-            ValueError, match="no worker can make group train/.*: environment toys cannot be loaded: .*; correct"
+            ValueError, match="no worker can make a group: environment toys cannot be loaded: .*; correct"
         ):
             orchestrator.next_batch(1)
         assert 2 <= rounds <= 4

@@ -7,11 +7,13 @@ recomputed from their definition.
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import gc
 import hashlib
 import hmac
 import json
 import math
+import re
 import threading
 import time
 
@@ -30,7 +32,7 @@ from rl.ledger import environments, run_ledger, task_ranges
 from rl.ledger import events as ledger_events
 from rl.orchestrator import orchestrator as orchestrator_lib
 from rl.orchestrator import shared, submissions
-from rl.orchestrator.groups import queue_entry
+from rl.orchestrator.groups import give_backs, queue_entry
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import lease as lease_lib
 from rl.protocol import noise_seed, task_schedule, timeline
@@ -964,6 +966,59 @@ def test_samples_for_which_the_scorer_raised_are_left_out_of_the_batch(make, fai
     assert batch.metrics["rollout/score_error_frac"] == len(failed) / 6
     noted = f"batch 1 leaves out {len(failed)} of 6 samples, for which the scorer failed (rl.score_errors); the first error: KeyError"
     assert any(noted in line for line in lines) == (rule != "zero")
+
+
+def test_an_environment_that_no_worker_can_make_is_left_out_of_a_mixture(make, tmp_path, monkeypatch):
+    """The run ended; the batches of the others go on, a resume tries it again, and more than half of a run is not left out."""
+    monkeypatch.setattr(give_backs, "PATIENCE_S", 0.0)
+    mixture = {f"envs__{key}": {"name": "reverse_text", "ratio": ratio} for key, ratio in (("good", 2.0), ("bad", 1.0))}
+
+    def work(orchestrator, version, fails):
+        """Makes all groups but those of `fails`; returns the environments of the groups of each step."""
+        found = collections.defaultdict(list)
+        for _ in range(6):
+            for group in lease(orchestrator):
+                found[group.step if group.split == "train" else "held_out"].append(group.env)
+                if group.env == fails:
+                    problem = f"environment {fails}: task {group.index} has no data"
+                    orchestrator.leases.lease(KEY.worker, 0, returned=[group.key], problem=problem)
+                else:
+                    task = rollout_lib.TaskRef(group.env, group.index, group.group, 0)
+                    assert submit(orchestrator, answers(group, version, task=task)) == "accepted"
+        return {step: {*names} for step, names in found.items()}
+
+    for number, (refill, sizes) in enumerate([(0.0, [2, 2]), (1.0, [3, 3])]):
+        lines, is_any = [], refill > 0
+        with run_ledger.RunLedger(tmp_path / f"ledger{number}.db", RUN, RUN.worker, any_step=is_any) as ledger:
+            ledger.resumed(0)
+            hooks, options = {"on_wait": lines.append, "ledger": ledger}, {"rl__refill": refill, "rl__max_lag": 0}
+            orchestrator = make(hooks=hooks, **mixture, **options)
+            publish(orchestrator, 0)
+            evaluated = later(orchestrator.evaluate, 0)
+            proxy.wait_until(functools.partial(held_out_is_open, orchestrator))
+            assert work(orchestrator, 0, "bad")[1] == {"good", "bad"}
+            assert [group[0].task.env for group in evaluated.result(WAIT_S)] == ["good"]
+            assert len(orchestrator.next_batch(1).groups) == sizes[0]
+            state = orchestrator.state(1)
+            publish(orchestrator, 1)
+            assert {"good"} == set().union(*work(orchestrator, 1, "bad").values())
+            batch = orchestrator.next_batch(2)
+            assert [group[0].task.env for group in batch.groups] == ["good"] * sizes[1]
+            told = [line for line in lines if line.startswith("left out from now on: bad, 33% of the groups")]
+            assert len(told) == 1 and re.search(r"The reason: environment bad: task \d+ has no data$", told[0])
+            assert orchestrator._failure is None
+            ledger.flush()
+            ledger.resumed(1)
+            again = make(hooks=hooks, **mixture, **options)
+            again.resume(1, state)
+            publish(again, 1)
+            assert "bad" in set().union(*work(again, 1, "").values())
+            assert len(again.next_batch(2).groups) == 3
+    orchestrator = make(**mixture)
+    publish(orchestrator, 0)
+    work(orchestrator, 0, "good")
+    with pytest.raises(ValueError, match="no worker can make a group: environment good: task .* has no data"):
+        orchestrator.next_batch(1)
 
 
 def test_a_run_whose_scorer_fails_for_most_samples_ends_with_the_first_error(make):
