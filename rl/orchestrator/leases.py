@@ -19,7 +19,7 @@ from rl.orchestrator import nodes, shared
 from rl.orchestrator.groups import give_backs as give_backs_lib
 from rl.orchestrator.groups import queue_entry
 from rl.orchestrator.groups.queue_entry import State
-from rl.protocol import registry, task_schedule
+from rl.protocol import env_mix, registry, task_schedule
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -31,7 +31,8 @@ class Leases:
     config: Any  # the run's
     seconds: prometheus_client.Histogram  # of a lease without its wait for work
     give_backs: give_backs_lib.GiveBacks
-    give_up: Callable[[str, str], None]  # (environment, cause): nobody can make a group of it
+    fail: Callable[[BaseException], None]  # ends the run
+    left_out: set[str] = dataclasses.field(default_factory=set)  # environments of which no worker can make a group
 
     def lease(
         self,
@@ -81,8 +82,25 @@ class Leases:
         """Gives an environment up if all workers with a record give its groups back for one and the same cause."""
         workers, health = self.nodes.healthy("worker"), self.shared.health
         active = [one for one in workers if health.is_known(one) and not health.is_banned(one)]
-        if self.give_backs.is_hopeless(worker, env, key, problem, active, now_s):
-            self.give_up(env, problem)
+        if self.give_backs.is_hopeless(worker, env, key, problem, active, now_s) and env not in self.left_out:
+            self._give_up(env, problem)
+
+    def _give_up(self, env: str, cause: str) -> None:
+        """Leaves an environment out of the run, or ends the run if less than half of its groups would remain. The caller has the lock."""
+        order, gone, entries = env_mix.order(self.config), {*self.left_out, env}, self.shared.queue.entries
+        if self.config.rl.curriculum or 2 * sum(map(order.count, gone)) > len(order):
+            self.fail(ValueError(f"no worker can make a group: {cause}"))
+            return
+        self.left_out = gone
+        part = f"{env}, {order.count(env) / len(order):.0%} of the groups"
+        line = f"left out from now on: {part}. The others go on; a resume tries it again. The reason: {cause}"
+        self.give_backs.on_notice(line)
+        self.shared.batches.leave_out(env)
+        held_out = [key for key, one in entries.items() if key[0] == "held_out" and one.group.env == env]
+        for key in held_out:
+            if not entries[key].is_submitted:
+                self.shared.queue.drop(key, "left_out")
+        self.shared.changed.notify_all()
 
     def _lease(
         self, worker: str, capacity: int, network: str, now_s: float, begun_us: int

@@ -140,7 +140,6 @@ class Orchestrator:
         self._states: dict[int, dict] = {}  # of the last two batches, as of their hand-off
         self._wanted: int | None = None  # the batch that the learner waits for
         self._evaluating: dict[tuple[int, str], Callable[[], str]] = {}  # (version, set) -> its state for people
-        self._left_out: set[str] = set()  # environments of which no worker can make a group
         self._failure: BaseException | None = None
         self._first_error, self._num_scored = (
             first_error,
@@ -155,7 +154,7 @@ class Orchestrator:
             config=config,
             seconds=seconds,
             give_backs=give_backs.GiveBacks(on_wait),
-            give_up=self._give_up,
+            fail=self.fail,
         )
         self._status = status.Status(self._shared, self.nodes, verdicts)
         self._log = row_log.RowLog(workdir / "rollouts" / "open", self.fail)
@@ -286,7 +285,7 @@ class Orchestrator:
         policy = newest if newest.version == version else timeline.Policy(newest.epoch, version)
         with self.nodes.holding(policy), self._changed, contextlib.ExitStack() as stack:
             self._wait_for(lambda: self._shared.version >= version)
-            groups = [group for group in groups if group.env not in self._left_out]
+            groups = [group for group in groups if group.env not in self.leases.left_out]
             keys = [group.key for group in groups]
             self._queue.add(groups, behind=version + 1)  # the learner waits for that batch, and later ones may wait
             notice_s = min(EVALUATION_NOTICE_S, self._config.evaluation.hold_s)
@@ -393,22 +392,6 @@ class Orchestrator:
             if policy == self._shared.policy:
                 self.metrics.seconds["update"].observe(time.monotonic() - self._published_s)
             self._batches.load(policy.version)
-            self._changed.notify_all()
-
-    def _give_up(self, env: str, cause: str) -> None:
-        """Leaves out an environment of which no worker can make a group, or ends the run if less than half is left. The caller has the lock."""
-        order, gone = env_mix.order(self._config), {*self._left_out, env}
-        if self._curriculum or 2 * sum(map(order.count, gone)) > len(order):
-            self.fail(ValueError(f"no worker can make a group: {cause}"))
-        elif env not in self._left_out:
-            self._left_out = gone
-            part = f"{env}, {order.count(env) / len(order):.0%} of the groups"
-            self._on_wait(f"left out from now on: {part}. The others go on; a resume tries it again. The reason: {cause}")
-            self._batches.leave_out(env)
-            held_out = [key for key, e in self._queue.entries.items() if key[0] == "held_out" and e.group.env == env]
-            for key in held_out:
-                if not self._queue.entries[key].is_submitted:
-                    self._queue.drop(key, "left_out")
             self._changed.notify_all()
 
     def _record_batch(
