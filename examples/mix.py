@@ -1,7 +1,8 @@
 """A mix of environments: does one policy learn two tasks from one stream of batches?
 
     python -m rl.train --config=examples/mix.py --workdir=runs/mix
-    python -m rl.train --config=examples/mix.py:DIRECTORY --workdir=runs/mix_gsm8k --config.init_from=Qwen/Qwen3-0.6B
+    python -m rl.train --config=examples/mix.py:DIRECTORY --workdir=runs/mix_gsm8k --config.init_from=Qwen/Qwen3-0.6B \
+        --config.chat_template_kwargs.enable_thinking=False
 
 The model and the warm-up are those of the quickstart (configs/quickstart.py). Two of three groups are of reversing letters, with 8 samples
 each, and one is of reversing digits, with 12 samples and its own advantage. With a DIRECTORY that has the files of GSM8K (train.jsonl and

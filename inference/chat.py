@@ -109,6 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--system", help="system message of every conversation")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max_tokens", type=int, default=512)
+    helps = "JSON of variables for the chat template, as in chat_template_kwargs of a request"
+    parser.add_argument("--chat_template_kwargs", type=json.loads, default={}, metavar="JSON", help=helps)
     parser.add_argument("--max_model_len", type=int, default=1024, help="maximum context length of a started server")
     parser.add_argument(
         "--api_key_file", help="file with the API key of the server at --url (default: $INTELLAX_API_KEY)"
@@ -116,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--api_key", help="the key itself, which every user of this machine can then read (ps)")
     args = parser.parse_args(argv)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+    options |= {"chat_template_kwargs": args.chat_template_kwargs} if args.chat_template_kwargs else {}
     url = args.url
     try:
         key = secret_file.choose(args.api_key, args.api_key_file, "INTELLAX_API_KEY")
