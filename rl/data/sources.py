@@ -142,7 +142,7 @@ class _Lines(Sequence):
     def __getitem__(self, index: int) -> Row:
         number, begin, end = self._spans[index].tolist()
         try:
-            return _object(json.loads(self._bytes[begin:end]))
+            return _object(json.loads(self._bytes[begin:end], object_pairs_hook=_fields))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self._path}, line {number} is not a JSON object: {error}; correct the line") from None
 
@@ -163,14 +163,23 @@ def _read_file(path: pathlib.Path) -> Rows:
     try:
         return READERS[path.suffix](path)
     except (OSError, ValueError, csv.Error, RecursionError) as error:  # pyarrow's own errors are ValueErrors, too
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}; correct the file") from error
+        remedy = "save it as UTF-8" if isinstance(error, UnicodeError) else "correct the file"
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}; {remedy}") from error
 
 
 def _read_json(path: pathlib.Path) -> Rows:
     with open(path, "rb") as file:
         if file.read(256).removeprefix(codecs.BOM_UTF8).lstrip()[:1] != b"[":
             return _Lines(path)
-    return [_object(row) for row in json.loads(path.read_bytes())]
+    return [_object(row) for row in json.loads(path.read_bytes(), object_pairs_hook=_fields)]
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        name = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"an object has the field {name!r} twice; remove one")
+    return fields
 
 
 def _read_csv(path: pathlib.Path) -> Rows:
@@ -178,6 +187,8 @@ def _read_csv(path: pathlib.Path) -> Rows:
         reader = csv.DictReader(file, strict=True)
         if twice := [name for name, count in collections.Counter(reader.fieldnames).items() if count > 1]:
             raise ValueError(f"two columns have the name {twice[0]!r}; rename one")
+        if len(reader.fieldnames or ()) == 1 and (sign := next((x for x in ";\t" if x in reader.fieldnames[0]), "")):
+            raise ValueError(f"its fields are separated by {sign!r} in place of commas")
         rows = list(reader)
     if bad := next((number for number, row in enumerate(rows, 1) if None in row or None in row.values()), None):
         raise ValueError(f"row {bad} does not have the {len(reader.fieldnames or ())} fields of the first line")

@@ -9,6 +9,8 @@
 All rows are looked at when the environment is built, so that a malformed one ends a run before it begins.
 """
 
+import contextlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,6 +78,11 @@ def build(
 def _messages(value: Any) -> tuple[dict, ...]:
     """Returns the messages of a prompt. Raises ValueError for other values than a text and a list of messages."""
     given = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if (
+        isinstance(value, str) and value.startswith("[{") and '"role"' in value
+    ):  # a list in a column of texts, as CSV has
+        with contextlib.suppress(ValueError, RecursionError):
+            given = json.loads(value)
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         raise ValueError(f"the prompt is {str(value)[:80]!r}; write a text, or messages with role and content")
     messages = tuple(messages_lib.parse(given)) if given else ()
@@ -100,7 +107,8 @@ def _divide(splits: Mapping[str, sources.Rows], held_out: str, read, path: str) 
                 prompts[split].append(environment.prompt_text(read(rows[number])[0]))
                 prompts[split][-1].encode()
             except ValueError as error:
-                raise ValueError(f"{path}, {split} row {number + 1}: {error}") from None
+                remedy = "; remove the character" * isinstance(error, UnicodeError)
+                raise ValueError(f"{path}, {split} row {number + 1}: {error}{remedy}") from None
     if name:
         return splits["train"], splits[name]
     found = environment.splits_of(prompts["train"], path)

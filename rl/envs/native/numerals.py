@@ -3,7 +3,8 @@
 1. `_plain` rewrites LaTeX, Markdown, and Unicode: 9{,}500 -> 9,500, \\frac{1}{2} or ½ -> 1/2, 10⁵ -> 10^5, **5** -> 5, –5 -> -5.
 2. `_TOKEN` finds the numbers: 1,000, 12 500, -$3.5, 1/2, 1 1/2, 2^3, 3*10^5, 5 million, 50%. Digits of a name or a unit (CO2, m^2, x_1,
    COVID-19) are none. A minus sign after a digit or a bracket is an operator.
-3. Notation that stands for something other than one number is found, too, without a value: 3:45, 1,2,3, 3-5, (3, 4), \\sqrt{2}, 2\\pi.
+3. Notation that stands for something other than one number is found, too, without a value: 3:45, 1,2,3, 3-5, (3, 4), \\sqrt{2}, 2\\pi,
+   and of 3 + 5 or "3 or 5" the last part has none.
 4. `expected` is stricter than `last`: the answer of a task must be one number and no expression, time, or date.
 """
 
@@ -64,6 +65,9 @@ _TIME = re.compile(rf"^(?:[ap]\.?m\b|o'clock|h\d)|\b(?:{_MONTHS})\b", re.ASCII |
 _EXPRESSION = re.compile(r"[+*^=<>≤≥±≈∞…]|\.\.|(?:^|\s)-(?:\s|$)|-$|(?<![A-Za-z])[xyz](?![A-Za-z])|\\[a-z]", re.ASCII)
 
 
+_JOINED = re.compile(r"\s*(?:[-+*/]|or)\s*", re.IGNORECASE)  # between two numbers: neither is the answer
+
+
 @dataclasses.dataclass(frozen=True)
 class Numeral:
     """A number as it was written."""
@@ -80,9 +84,15 @@ class Numeral:
 
 
 def last(text: str) -> Numeral | None:
-    """Returns the last number in a text, or None if there is none or its notation has no exact value."""
-    found = [*_TOKEN.finditer(_plain(text))]
-    return _numeral(found[-1]) if found else None
+    """Returns the number in the last \\boxed{} of a text, else its last number.
+
+    None if there is none, its notation has no exact value, or it is a part of an expression or a choice: 3 - 5, 5 or 6.
+    """
+    boxed = last_boxed(text)
+    text = _plain(text if boxed is None else boxed)
+    found = [*_TOKEN.finditer(text)]
+    is_part = len(found) > 1 and _JOINED.fullmatch(text, found[-2].end(), found[-1].start())
+    return _numeral(found[-1]) if found and not is_part else None
 
 
 def only(text: str) -> Numeral | None:

@@ -3,7 +3,7 @@
 | name | 1 if |
 |---|---|
 | exact | the completion is the answer, without white space around it |
-| number | the last number of the completion equals the answer, which is one number, in any notation: 1,000 = 1000.0 = 1e3, 1/2 = 0.5 (rl/envs/native/numerals.py) |
+| number | the number in the last \\boxed{} of the completion, else its last number, equals the answer, which is one number, in any notation: 1,000 = 1000.0 = 1e3, 1/2 = 0.5 (rl/envs/native/numerals.py) |
 | regex | the last match of `pattern` in the completion (its first group, if it has one) is the answer |
 | math | the last expression of the completion, best in \\boxed{}, is equal to the answer (math-verify) |
 | boxed | the expression in the last \\boxed{} of the completion is equal to the answer (math-verify) |
