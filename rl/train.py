@@ -53,7 +53,7 @@ from rl.reporting import monitors as monitors_lib
 from rl.retention import redaction
 from rl.topology import colocated_server, layout
 from rl.verification import run_bands
-from sharding import broadcast, checkpoint, profiler
+from sharding import broadcast, bucket, checkpoint, profiler
 from sharding.format import journal
 from sharding.logs import run_logs
 from sharding.multihost import failure
@@ -69,7 +69,8 @@ def main() -> None:
     with experiment.joined() as hosts:
         exp = sizes.resolve(flags.FLAGS.config)
         mesh = layout.learner_mesh(exp.config)
-        _check(exp, mesh, hosts)
+        workdir = bucket.local_folder(flags.FLAGS.workdir)
+        _check(exp, mesh, hosts, is_begun=any(workdir.glob("checkpoints/[0-9]*")))
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             if hosts.is_first:
                 run_directory.record_downloads(workdir, hub.commits())
@@ -285,8 +286,13 @@ def _started(
         )
 
 
-def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts) -> None:
-    """Raises ValueError for mistakes in the config, before the working directory is created and minutes of warm-up are spent."""
+def _check(
+    exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts, *, is_begun: bool = False
+) -> None:
+    """Raises ValueError for mistakes in the config, before the working directory is created and minutes of warm-up are spent.
+
+    A mixture that `is_begun` may have left out an environment that works no more, and is not rehearsed.
+    """
     config, topology = exp.config, exp.config.topology
     checks: list[Callable[[], object]] = [
         lambda: exp.rows(mesh),
@@ -303,7 +309,7 @@ def _check(exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib
     if hosts.is_first:
         checks += [
             lambda: config_rules.check_prompts(config, exp.tokenizer),
-            lambda: tryout.rehearse(config, exp.tokenizer, cli.note),
+            lambda: (is_begun and config.envs) or tryout.rehearse(config, exp.tokenizer, cli.note),
             lambda: config_rules.check_tolerances(config),
             lambda: config_rules.check_stakes(config),
             lambda: _check_bands(config.trust.bands),

@@ -227,7 +227,10 @@ def resolve(
 
 
 def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None, saved: dict | None) -> None:
-    """Sets the digest, and the numbers of tasks and of calls of an episode, of each environment that can be found, or is in `saved`."""
+    """Sets the digest, and the numbers of tasks and of calls of an episode, of each environment that can be found, or is in `saved`.
+
+    Its evaluation sets have at most as many tasks as it holds out.
+    """
     for entry in env_mix.entries(config).values():
         if saved is not None:
             section = config.envs[entry.key] if entry.key else config.env
@@ -251,6 +254,13 @@ def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None, sav
                 env = envs.load(name, seed=config.seed, **options)
                 section.num_tasks = entry.num_tasks or env.num_tasks
                 section.max_calls = 1 if has_one_call or env.play is None else entry.max_calls or MAX_CALLS
+                for one in (
+                    config.evaluation,
+                    *config.evaluation.sets.values(),
+                ):  # a task twice has the same greedy answer
+                    count, of = getattr(one, "num_tasks", 0), getattr(one, "env", "")
+                    if env.num_held_out and of == entry.key and isinstance(count, int) and count > env.num_held_out:
+                        one.num_tasks = env.num_held_out
     if config.envs:
         config.env.digest = env_mix.digest(config)
 

@@ -4,7 +4,6 @@ A config file may contain unused fields, such as options of losses that it does 
 unused: a user who types it expects an effect.
 """
 
-import contextlib
 import math
 import pathlib
 import re
@@ -23,7 +22,6 @@ from sharding.system import cli, sockets
 
 if TYPE_CHECKING:
     from models.text import tokenizer as tokenizer_lib
-    from rl.envs.interface import environment
 
 # Losses that correct the sampler's policy to the learner's old one.
 SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
@@ -303,8 +301,6 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: "tokenizer_li
 
     limit, first, found = config.inference.max_model_len, 16, envs.load_all(config)
     for key, env in found.items():
-        if env.score and env.num_tasks:
-            _note_echoes(env_mix.entries(config)[key], env, config)
         if 0 < env.num_held_out < (count := -(-config.evaluation.num_tasks // len(found))):
             field, rest = "evaluation.num_tasks", f"there are only {env.num_held_out}, which are taken several times"
             cli.note(
@@ -328,24 +324,6 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: "tokenizer_li
                 raise ValueError(
                     f"{found} has no room for an answer; raise it (and train.row_length), or shorten the task"
                 )
-
-
-def _note_echoes(entry: env_mix.Entry, env: "environment.Environment", config: config_dict.FrozenConfigDict) -> None:
-    """Warns of rows whose prompt earns the reward as an answer, among the first ones."""
-    from rl.envs.interface import environment
-    from rl.envs.scoring import scorer as scorer_lib
-
-    count, num_echoed = min(16, env.num_tasks), 0
-    limits = {"limit_s": scorer_lib.LIMIT_S, "max_failures": 1, "sandbox": config.trust.sandbox}
-    scorer = scorer_lib.Scorer(entry.name, dict(entry.options), config.seed, on_error=lambda line: None, **limits)
-    with contextlib.closing(scorer), contextlib.suppress(ValueError):  # of the environment, which the run reports
-        for task in (env.make_task(index, "train") for index in range(count)):
-            answer, *echoes = (
-                one.scores["reward"] for one in scorer.score(task, [task.answer, *environment.echoes(task)])
-            )
-            num_echoed += max(echoes) > 0 and max(echoes) >= answer
-    if num_echoed:
-        cli.note(environment.echo_warning(env.name, num_echoed, count))
 
 
 def without_effect(config: config_dict.ConfigDict, names: Iterable[str]) -> Iterator[str]:

@@ -147,6 +147,8 @@ def settled(
     _set_least(config, place, names)
     exp = resolve(config)
     config.warmup.digest = exp.config.warmup.digest  # the data may be large
+    if "evaluation.num_tasks" in names:  # the environment may hold out fewer
+        config.evaluation.num_tasks = exp.config.evaluation.num_tasks
     if TENSOR in names and place.server_mesh is not None and not place.is_cpu:
         place = _with_parts(exp, config, place, devices, names)
     num_bytes = _grow(exp, config, place, names)

@@ -1,6 +1,7 @@
 """Plays episodes of an environment without a model's weights: as text for `python -m rl.envs try`, and before a run that needs them."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import random
@@ -55,20 +56,37 @@ def play(
 
 
 def rehearse(config, tokenizer: tokenizer_lib.Tokenizer, on_line: Callable[[str], None]) -> None:
-    """Loads each environment of a run that is not ours and has episodes, and plays one of each split. Blocks for up to `REHEARSAL_S` each.
+    """Loads each environment of a run that is not ours or has rows, and plays one of each split, or scores a few completions.
 
-    `on_line` gets lines for people. Raises ValueError if an environment cannot be loaded, or an episode ends before it asks the model: no
-    worker could do better.
+    Blocks for up to `REHEARSAL_S` each. `on_line` gets lines for people. Raises ValueError if an environment cannot be loaded, an
+    episode ends before it asks the model, or an empty completion cannot be scored: no worker could do better.
     """
     for entry in catalog.located(config).values():
         with entry.naming_fields():
             env = catalog.load(entry.name, seed=config.seed, **entry.options)
             kind = entry.name.partition(":")[0]
-            if env.play is not None and (kind not in catalog.ENVS or kind in package.FRAMEWORKS):
-                _rehearse_one(env, entry, config, tokenizer, on_line)
+            is_ours = kind in catalog.ENVS and kind not in package.FRAMEWORKS
+            if env.play is not None and not is_ours:
+                _rehearse_episodes(env, entry, config, tokenizer, on_line)
+            elif env.score is not None and (env.num_tasks or not is_ours):
+                _rehearse_scorer(env, entry, config, on_line)
 
 
-def _rehearse_one(env, entry, config, tokenizer: tokenizer_lib.Tokenizer, on_line: Callable[[str], None]) -> None:
+def _rehearse_scorer(env: environment.Environment, entry, config, on_line: Callable[[str], None]) -> None:
+    """Scores answers, an empty completion, and the prompts of the first rows, and warns of rows whose prompt earns the reward."""
+    count, num_echoed = min(16, env.num_tasks or 1), 0
+    limits = {"limit_s": scorer_lib.LIMIT_S, "max_failures": 1, "sandbox": config.trust.sandbox}
+    scorer = scorer_lib.Scorer(entry.name, entry.options, config.seed, on_error=on_line, **limits)
+    with contextlib.closing(scorer):
+        for task in (env.make_task(index, "train") for index in range(count)):
+            texts = [task.answer, "", *environment.echoes(task)]
+            answer, _, *echoes = (one.scores["reward"] for one in scorer.score(task, texts))
+            num_echoed += max(echoes) > 0 and max(echoes) >= answer
+    if num_echoed and env.num_tasks:
+        on_line(environment.echo_warning(entry.label, num_echoed, count))
+
+
+def _rehearse_episodes(env, entry, config, tokenizer: tokenizer_lib.Tokenizer, on_line: Callable[[str], None]) -> None:
     own = {"limit_s": scorer_lib.LIMIT_S, "sandbox": config.trust.sandbox, "on_error": lambda line: None}
     length, begun_s = config.inference.max_model_len, time.monotonic()
     limits = session_lib.Limits(entry.max_tokens, length, min(entry.max_calls or LIMITS.max_calls, LIMITS.max_calls))

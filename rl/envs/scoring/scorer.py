@@ -239,14 +239,17 @@ def main(config_json: str) -> int:
             raise ValueError("its code or data has changed since the run began")
         made.append(catalog.load(name, seed=config["seed"], **options))
 
+    def describe(error: BaseException) -> str:
+        return "scoring an empty completion: " * len(made) + user_code.describe(error)
+
     return limited_process.serve(
         config,
         load=load,
-        rehearse=lambda: _score_of(made[0])(make_task(0, "train"), ""),
+        rehearse=lambda: numbers(_score_of(made[0])(make_task(0, "train"), "")),
         answer=answer,
         max_growth_bytes=MAX_GROWTH_BYTES,
         patience_s=2 * CLOCK_FACTOR * config["limit_s"],
-        describe=user_code.describe,
+        describe=describe,
     )
 
 

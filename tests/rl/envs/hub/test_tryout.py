@@ -118,6 +118,45 @@ REHEARSALS = {
 }
 
 
+SCORES = {
+    "float('yes' in completion)": "",
+    "float(completion.split()[0] == 'yes')": r"did not start: scoring an empty completion: IndexError: .*\(judge_\d+.py:\d+\); fix",
+    "1 / 0": "did not start: scoring an empty completion: ZeroDivisionError: ",
+    "float('nan')": "did not start: scoring an empty completion: ValueError: score returned reward = nan; return fin",
+    "float(open('/etc/hosts').read() == completion)": "in the sandbox, without files .*: PermissionError: ",
+    "float(completion) if completion else 0.0": None,  # noted, and no error
+}
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("name", ["{}:build", "dataset"])
+def test_a_run_does_not_begin_with_a_scorer_that_fails_for_an_empty_completion(score, name, tmp_path):
+    """It was heard of after the warm-up, and the run ended minutes later."""
+    judge = tmp_path / f"judge_{abs(hash(tmp_path))}.py"  # a process has one module of a name
+    judge.write_text(f"""
+from rl.envs import environment
+
+def build(*, seed=0):
+    def make_task(index, split):
+        return environment.Task("judge", index, split, ({{"role": "user", "content": f"{{split}} {{index}}"}},), answer="yes")
+    return environment.Environment("judge", make_task, lambda task, completion: {{"reward": reward(completion, {{}})}})
+
+def reward(completion, row):
+    return {score}
+""")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "row {n}", "answer": "yes"}}\n' for n in range(40)))
+    config, lines = quickstart.get_config(), []
+    config.env.name, config.env.options = name.format(judge), {}
+    if name == "dataset":
+        config.env.options = {"path": f"{tmp_path}/rows.jsonl", "reward": f"{judge}:reward"}
+    if SCORES[score]:
+        with pytest.raises(ValueError, match=SCORES[score]):
+            tryout.rehearse(config, tokenizer.byte_chatml(), lines.append)
+    else:
+        tryout.rehearse(config, tokenizer.byte_chatml(), lines.append)
+        assert [("could not score a completion" in line) for line in lines] == [True] * (SCORES[score] is None)
+
+
 @pytest.mark.parametrize("case", REHEARSALS)
 def test_a_run_does_not_begin_with_an_environment_that_no_worker_could_play(case, tmp_path, monkeypatch):
     name, options, problem = REHEARSALS[case]
