@@ -2,6 +2,7 @@
 
     python -m inference.serve --weights runs/quickstart/weights --port 8100
     python -m inference.serve --model path/to/a/hugging_face_folder --mesh tensor=4,data=-1
+    python -m inference.serve --model path/to/the/base --adapter sums=path/to/an/adapter
 
 1. Loads the newest version of a broadcast, once there is one, or a Hugging Face folder, onto one device or a `--mesh` of all
    devices of this host, or of several (`--coordinator`; docs/operations.md). Compiles, before there is a version if its metadata is `--expected`, then listens.
@@ -13,7 +14,8 @@ Two listeners, because who may generate may not replace the policy:
 - data (`--host`, `--port`, and `--grpc_port`): generate_routes (/inference/v1/generate), openai_routes
   (/v1/chat/completions[/tokens], /v1/completions, /tokenize, /detokenize), status_routes (/v1/models, /health, /liveness,
   /metrics). `--api_key_file` names the key that clients must send.
-- control (`--control`): control_routes (/update_weights, /pause, /resume), and status_routes. By default a unix socket that
+- control (`--control`): control_routes (/update_weights, /pause, /resume; with `--allow_adapter_loading` /v1/load_lora_adapter and
+  /v1/unload_lora_adapter), and status_routes. By default a unix socket that
   only this user can open, printed at the start: `curl --unix-socket PATH -X POST http://control/pause`. For another machine:
   `--control HOST:PORT --control_token_file FILE`. prime-rl: `client.admin_base_url`, and the token in `client.api_key_var`.
 """
@@ -71,13 +73,13 @@ SIZES = {
     "kept_tokens": 0,  # record up to so many tokens that filters kept, for training under top-k or top-p
 }
 # Settings in which the hosts of a server agree.
-SHARED = ("weights", "model", "weights_key", "mesh", "quantize", "dtype", *SIZES)
+SHARED = ("weights", "model", "adapter", "weights_key", "mesh", "quantize", "dtype", *SIZES)
 JOIN_S = 300.0  # how long hosts wait for each other at the start
 MAX_BODY_BYTES = 8 * 2**20  # half a million token IDs; parsed, a body takes about twenty times its size
 # {exception: (status, type of OpenAI's error object, headers)}
 ERRORS = {
     ValueError: (400, "invalid_request_error", None),
-    inference_server.UnknownModel: (404, "model_not_found", None),
+    inference_server.UnknownModel: (404, "NotFoundError", None),  # vLLM's name
     fastapi.exceptions.RequestValidationError: (400, "invalid_request_error", None),  # of the query string
     broadcast.CorruptSource: (500, "weights_error", None),
     OSError: (500, "weights_error", None),
@@ -280,6 +282,17 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--quantize", default="none", help=helps)
     helps = "of the weights and activations of --model: float32 or bfloat16 (default: the folder's, on a CPU the faster one)"
     add("--dtype", default="auto", help=helps)
+    helps = "an adapter (LoRA) in a folder that PEFT or rl.export --adapter_only wrote; requests name it as their model. May be repeated"
+    add("--adapter", action="append", default=[], metavar="NAME=FOLDER", help=helps)
+    add(
+        "--max_adapters",
+        type=int,
+        default=0,
+        help="adapters at a time (default: those given, or 4 if more may be loaded)",
+    )
+    add("--max_adapter_rank", type=int, default=16, help="the highest rank of an adapter")
+    helps = "control clients may load and unload adapters (/v1/load_lora_adapter), from any folder that this process can read"
+    add("--allow_adapter_loading", action="store_true", help=helps)
     add("--warm_up", action="store_true", help="compile for prompts of every length before listening")
     add("--watch", type=float, default=0.0, metavar="SECONDS", help="poll for newer weights at this interval")
     add("--profile", default="", metavar="FOLDER", help="record the engine's work for xprof there, in --profile_steps")
@@ -316,6 +329,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.dtype != "auto" and args.weights:
         found = f"--dtype {args.dtype} is for --model, and published weights keep the dtype of their run"
         raise ValueError(f"{found}; leave it out")
+    if args.weights and (args.adapter or args.allow_adapter_loading):
+        raise ValueError("--adapter runs next to --model, and published weights have their own; leave one of them out")
     if args.model and (args.weights_key or args.watch):
         name = "weights_key" if args.weights_key else "watch"
         raise ValueError(f"--{name} applies to a broadcast, and --model is a folder; leave it out, or serve --weights")
@@ -347,6 +362,7 @@ def _start(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_server
     options = {"max_queue": args.max_queue, "prefix_cache_bytes": args.prefix_cache_mib * 2**20}
     server = _prepare(args, hosts).run(every_length=args.warm_up, **options)
     server.model_name, server.sources = args.served_model_name, [*server.sources, *args.weights_allow]
+    server.allows_adapters = args.allow_adapter_loading
     return server
 
 
@@ -361,11 +377,25 @@ def _prepare(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_serv
     options["chat_template_kwargs"] = _object("--chat_template_kwargs", args.chat_template_kwargs)
     args.weights = _sources(args)
     if not args.weights:
+        num = args.max_adapters or (4 if args.allow_adapter_loading else 0)
+        options |= {"adapters": _adapters(args), "max_adapters": num, "max_adapter_rank": args.max_adapter_rank}
         return inference_server.prepare_model(args.model, make_config({}), dtype=args.dtype, **options)
     key = head.HeadVerifier(args.weights_key, args.weights_floor) if args.weights_floor else args.weights_key
     wait_s = math.inf if args.exit_with_parent else None  # a parent knows how long to wait
     options["expected"] = args.expected and atomic_file.read_json(pathlib.Path(args.expected), dict)
     return inference_server.prepare(args.weights, make_config, key=key, wait_s=wait_s, **options)
+
+
+def _adapters(args: argparse.Namespace) -> dict[str, str]:
+    """Returns the folders of --adapter by name. Raises ValueError for one without a name, or with one that is taken."""
+    found = {}
+    for text in args.adapter:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder) or name in found or name == args.served_model_name:
+            rule = "NAME=FOLDER with a name of its own"
+            raise ValueError(f"--adapter {text} is not {rule}; write for example --adapter sums=path/to/folder")
+        found[name] = folder
+    return found
 
 
 def _object(name: str, text: str) -> dict:

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): trains A and B of W + (alpha / rank) A B while W stays fixed.
 
 1. `specs` describes an (a, b) pair for each targeted kernel, in the same form as the model's own parameters: the pair is
-   drawn, sharded, optimized and saved by the same code.
+   drawn, sharded, optimized and saved by the same code. It is float32; the policy has it with 11 bits of mantissa (`rounded`).
 2. `attach` puts the adapters next to their kernels (models/kernels/adapted.py): learner, server, and validator run this tree.
 3. `published` returns a policy as it is broadcast: {"base", "adapters"}. Versions share the base, so that each is as many bytes as the
    adapters. `restored` is its inverse.
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from models.kernels import adapted
 from sharding import rules
 
+MANTISSA_BITS = 11  # of adapters in use, of the 23 of float32: a relative error of at most 2^-12
 BASE = "base"  # the name of the part of a published policy that no version changes
 KERNELS = ("q", "k", "v", "o", "gate", "up", "down")
 # Matrices that no product of activations multiplies by as they are: a row is looked up, or the head is shared with it.
@@ -104,11 +105,25 @@ def init(key: jax.Array, adapter_specs: dict) -> dict:
     return jax.tree.unflatten(structure, [drawn[index] for index in range(len(leaves))])
 
 
-def attach(params: dict, adapters: dict, config: LoraConfig) -> dict:
-    """Returns a model's parameters with each adapted kernel replaced by an `Adapted` one. Leaves may also be specs or shardings."""
+@jax.jit
+def rounded(adapters: dict) -> dict:
+    """Returns trained adapters as the policy has them: with `MANTISSA_BITS`. The gradient passes through unchanged, so small steps add up.
+
+    A step of AdamW changes all the low bits of A and of B. With fewer of them, a version is less than half as many bytes.
+    """
+
+    def of(x):
+        low = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=MANTISSA_BITS)
+        return x + jax.lax.stop_gradient(low - x)  # exactly `low`: both differences are of close numbers
+
+    return jax.tree.map(of, adapters)
+
+
+def attach(params: dict, adapters: dict, config: LoraConfig, mask: jax.Array | None = None) -> dict:
+    """Returns a model's parameters with each adapted kernel replaced by an `Adapted` one with `mask`. Leaves may also be specs or shardings."""
     if not isinstance(params, dict):
-        return adapted.Adapted(params, adapters["a"], adapters["b"], config.scale)
-    return params | {name: attach(params[name], adapter, config) for name, adapter in adapters.items()}
+        return adapted.Adapted(params, adapters["a"], adapters["b"], config.scale, mask)
+    return params | {name: attach(params[name], adapter, config, mask) for name, adapter in adapters.items()}
 
 
 def detach(params: dict) -> tuple[dict, dict]:

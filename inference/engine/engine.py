@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from inference.adapters import adapter_set
 from inference.engine import (
     compiled_steps,
     cpu_decode_attention,
@@ -183,8 +184,9 @@ class Engine(engine_api.Engine):
         mesh: jax.sharding.Mesh | None = None,
         *,
         for_cpu: bool = True,
+        adapters: adapter_set.AdapterSet | None = None,
     ):
-        """Creates an engine on `mesh`. None uses the process's first device.
+        """Creates an engine on `mesh`. None uses the process's first device. `adapters` are those that requests may name.
 
         `load_params` returns `params`, weights laid out on the mesh. With `for_cpu` = False it has the programs of accelerators also
         on a CPU, to compile them there for another device. Raises ValueError if the sizes do not fit the mesh, or if
@@ -197,6 +199,7 @@ class Engine(engine_api.Engine):
         if config.routed_experts and not routed_experts.num_moe_layers(model):
             raise ValueError("experts cannot be recorded: the model has none; leave routed_experts out")
         self.model, self.config, self.tokenizer, self._mesh = model, config, tokenizer, mesh
+        self.adapters = adapters
         self._initial_params = params
         # On a CPU, layers are called one by one, however the weights are stored.
         # On other devices, a slot without a sequence does not keep its keys.
@@ -212,6 +215,10 @@ class Engine(engine_api.Engine):
         self._concurrently = cpu_sub_batches.ConcurrentDecoder()
 
     # The methods that our scheduler calls.
+
+    def choose(self, params: transformer.Params, numbers: Sequence[int]) -> transformer.Params:
+        """Returns the weights for a call whose sequence i uses the adapter `numbers[i]`: `params` themselves without adapters."""
+        return params if self.adapters is None else self.adapters.choose(params, numbers)
 
     def prefill_batch(self, params: transformer.Params, tokens_PT, length_P) -> decode_state.Prefix:
         """Returns the keys and values of P prompts, int32 [P, T] padded to one bucket, lengths [P]. P is one of `prefill_sizes`."""
@@ -377,7 +384,7 @@ class Engine(engine_api.Engine):
         if self.follows_load:
             num_slots, _ = self.fitting(1, 1)
             return (self._on_mesh(cpu_layers.empty_slots(self._model, num_slots, self.config.capacity, 1)),)
-        num_parts = 1 if is_paged else self._run(cpu_sub_batches.count, self._model, num_slots)
+        num_parts = 1 if is_paged or self.adapters else self._run(cpu_sub_batches.count, self._model, num_slots)
         return tuple(self.init_slots(num_slots // num_parts) for _ in range(num_parts))
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> decode_state.Prefix:

@@ -40,6 +40,7 @@ class GenerateRequest:
     policy_version: int = -1  # the only one that may generate; -1: any, also several in turn
     policy_epoch: int = -1  # of every version that may generate; -1: any
     oldest_prefix_version: int = -1  # of keys of the prompt that may be reused; -1: only those of the version in use
+    adapter: int = -1  # a number of `Engine.adapters`; -1: none, the model itself
 
     def check(self, vocab: int, max_len: int) -> None:
         """Raises ValueError if this request is invalid for a model with `vocab` tokens and a context of `max_len` positions."""

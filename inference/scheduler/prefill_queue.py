@@ -140,16 +140,17 @@ class PrefillQueue:
             prompt = group.prefix.experts, group.row, len(group.request.tokens)
             experts = (routed_experts.of_sequence(*prompt, sequence.experts)[None],)
         tokens = [*group.request.tokens, *sequence.completion.tokens][:-1]  # the last one was not run
-        self._prefixes.add_sequence(tokens, slot, group.num_prefilled, runs, experts)
+        self._prefixes.add_sequence(tokens, slot, group.num_prefilled, runs, experts, group.request.adapter)
 
     def _prefill_chunks(self) -> None:
         """Prefills chunks of the prompt in progress, until it is ready or the budget is spent."""
         while self._long is not None and self._budget > 0:
             long, size = self._long, self._long.sizes.pop(0)
-            tokens, start = long.group.request.tokens, long.num_done
+            tokens, start, adapter = long.group.request.tokens, long.num_done, long.group.request.adapter
             padded = _pad([tokens[start : start + size]], 1, size)
             how = {"is_shared": long.is_shared}
-            long.cache, experts = self._engine.prefill_chunk(self._params, padded, start, long.cache, **how)
+            params = self._engine.choose(self._params, [adapter])
+            long.cache, experts = self._engine.prefill_chunk(params, padded, start, long.cache, **how)
             long.experts, long.is_shared = long.experts + experts, False
             long.num_done = min(start + size, len(tokens))
             self._budget -= size
@@ -157,7 +158,7 @@ class PrefillQueue:
             if not long.sizes:
                 prefix = prefix_cache.of_one_prompt(tokens, long.cache, long.experts)
                 if long.num_prefilled == len(tokens):
-                    self._prefixes.add(tokens, prefix, 0)
+                    self._prefixes.add(tokens, prefix, 0, adapter)
                 self._make_ready(long.group, prefix, 0, long.num_cached, long.num_prefilled, long.runs)
                 self._long = None
 
@@ -170,17 +171,18 @@ class PrefillQueue:
         """Prefills the oldest prompts of one length bucket; returns False if no request became ready."""
         config, P = self._engine.config, self._engine.config.prefill_batch
         bucket, rest = None, collections.deque()
-        rows: dict[tuple[int, ...], list[sequence_lib.SequenceGroup]] = {}  # prompt -> the requests that share its row
+        # (adapter, prompt) -> the requests that share a row
+        rows: dict[tuple[int, tuple[int, ...]], list[sequence_lib.SequenceGroup]] = {}
         num_ready = len(self._ready)
         self._prefill_chunks()
         for at, group in enumerate(self._waiting):
-            tokens = tuple(group.request.tokens)
+            adapter, tokens = prompt = group.request.adapter, tuple(group.request.tokens)
             is_long = len(tokens) > config.prefill_chunk
             if len(rows) == P or at >= 4 * P or (is_long and self._long):  # the queue may be thousands long
                 rest.append(group)
                 continue
             oldest = max(group.request.policy_version, group.request.oldest_prefix_version)
-            found = self._prefixes.find(tokens, self._version if oldest < 0 else oldest)
+            found = self._prefixes.find(tokens, self._version if oldest < 0 else oldest, adapter)
             if is_long or (found and not found.is_prompt):
                 if self._long:
                     rest.append(group)
@@ -188,20 +190,23 @@ class PrefillQueue:
                     self._start_long(group, found)
             elif found:
                 self._make_ready(group, found.prefix, found.row, found.num_tokens)
-            elif tokens in rows:
-                rows[tokens].append(group)
+            elif prompt in rows:
+                rows[prompt].append(group)
             elif bucket in (None, own := config.bucket(len(tokens))):
-                bucket, rows[tokens] = own, [group]
+                bucket, rows[prompt] = own, [group]
             else:
                 rest.append(group)
         if bucket is not None:
             size = next(size for size in self._engine.prefill_sizes if size >= len(rows))
             length_P = np.ones((size,), np.int32)
-            length_P[: len(rows)] = [len(tokens) for tokens in rows]
-            prefix = self._engine.prefill_batch(self._params, _pad(list(rows), size, bucket), length_P)
+            length_P[: len(rows)] = [len(tokens) for _, tokens in rows]
+            adapters = [*(adapter for adapter, _ in rows), *[-1] * (size - len(rows))]
+            params = self._engine.choose(self._params, adapters)
+            tokens_PT = _pad([tokens for _, tokens in rows], size, bucket)
+            prefix = self._engine.prefill_batch(params, tokens_PT, length_P)
             self._stats["prefill_calls"] += 1
-            for row, (tokens, groups) in enumerate(rows.items()):
-                self._prefixes.add(tokens, prefix, row)
+            for row, ((adapter, tokens), groups) in enumerate(rows.items()):
+                self._prefixes.add(tokens, prefix, row, adapter)
                 for group in groups:
                     self._make_ready(group, prefix, row, 0 if group is groups[0] else len(tokens))
         self._waiting = rest  # last: if the engine raises, the requests are still here, and are failed with all others
@@ -240,13 +245,14 @@ class PrefillQueue:
         tokens = group.request.tokens
         group.num_prefilled = len(tokens) if num_prefilled is None else num_prefilled
         group.prefix_runs = tuple(run for run in runs if run[1] != self._version)
-        group.prompt_key = self._num_weights, tuple(tokens)
+        group.prompt_key = self._num_weights, group.request.adapter, tuple(tokens)
         self._stats["prefix_queries"] += len(tokens)
         self._stats["prefix_hits"] += num_cached
         self._stats["prompt_tokens"] += len(tokens) - num_cached
         if group.request.prompt_logprobs:
             tokens_1T = _pad([tokens], 1, self._engine.config.bucket(len(tokens)))
-            group.prompt_logprobs = self._engine.prompt_logprobs(self._params, tokens_1T)[: len(tokens)].tolist()
+            params = self._engine.choose(self._params, [group.request.adapter])
+            group.prompt_logprobs = self._engine.prompt_logprobs(params, tokens_1T)[: len(tokens)].tolist()
         self._ready.append(group)
 
 

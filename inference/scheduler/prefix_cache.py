@@ -1,7 +1,7 @@
 """The prefix cache: keys and values of prompts and of finished sequences, reused by later prompts that start with the same tokens.
 
 1. A prompt is cut into chunks of `prefill_chunk` tokens. Each prefix of whole chunks, and the whole prompt, has a key: a hash
-   of its tokens. `add` stores a prefilled prompt under the keys of all its prefixes.
+   of its tokens and its adapter. `add` stores a prefilled prompt under the keys of all its prefixes.
 2. `add_sequence` notes a sequence that ended, for the next turn of its conversation. Its keys are of blocks of `BLOCK` tokens, and
    only of those that reach into sampled tokens. It is copied out of its slot when it is found, or when the slot gets another
    sequence (`take`); but of sequences that nothing continues, only the first few are copied.
@@ -78,9 +78,9 @@ class PrefixCache:
         self._lost: dict[bytes, None] = {}  # keys of residents that were not copied, oldest first
         self._num_copies = COPIES  # that may still be made
 
-    def find(self, tokens: Sequence[int], oldest: int = 0) -> Found | None:
-        """Returns the longest cached prefix of the prompt `tokens` whose keys are of version `oldest` or newer, or None."""
-        kinds = self._block_keys(tokens), self._prompt_keys(tokens)
+    def find(self, tokens: Sequence[int], oldest: int = 0, adapter: int = -1) -> Found | None:
+        """Returns the longest cached prefix of the prompt `tokens` whose keys are of `adapter`, and of version `oldest` or newer, or None."""
+        kinds = self._block_keys(tokens, adapter), self._prompt_keys(tokens, adapter)
         for *_, key in sorted(((end, kind, key) for kind in (0, 1) for end, key in kinds[kind]), reverse=True):
             if key in self._slots and _allows(self._residents[self._slots[key]].runs, oldest):
                 self._copy(self._slots[key])
@@ -93,9 +93,9 @@ class PrefixCache:
                 return found
         return None
 
-    def add(self, tokens: Sequence[int], prefix: decode_state.Prefix, row: int) -> None:
+    def add(self, tokens: Sequence[int], prefix: decode_state.Prefix, row: int, adapter: int = -1) -> None:
         """Adds a prefilled prompt, which is in row `row` of `prefix`; does nothing if `prefix` is larger than the cache."""
-        self._add(self._prompt_keys(tokens), prefix, row, len(tokens), ())
+        self._add(self._prompt_keys(tokens, adapter), prefix, row, len(tokens), ())
 
     def add_sequence(
         self,
@@ -104,9 +104,10 @@ class PrefixCache:
         num_prefilled: int,
         runs: Runs,
         experts: tuple[decode_state.Array, ...] = (),
+        adapter: int = -1,
     ) -> None:
         """Adds the sequence of these tokens, which ended in `slot`. They may be sampled from `num_prefilled` on. `runs` are of its keys."""
-        keys = [key for key in self._block_keys(tokens) if num_prefilled < key[0]]
+        keys = [key for key in self._block_keys(tokens, adapter) if num_prefilled < key[0]]
         if keys and self.max_bytes > 0:
             self._residents[slot] = _Resident(tokens, num_prefilled, runs, experts, keys)
             self._slots |= dict.fromkeys((key for _, key in keys), slot)
@@ -163,11 +164,11 @@ class PrefixCache:
             self._found[key] = Found(num_tokens, prefix, row, num_prefilled, cut_runs(runs, num_tokens))
             self._entries[id(prefix)][1].add(key)
 
-    def _prompt_keys(self, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
-        return _keys(tokens, self._chunk, b"batched" if len(tokens) <= self._chunk else b"chunked")
+    def _prompt_keys(self, tokens: Sequence[int], adapter: int) -> list[tuple[int, bytes]]:
+        return _keys(tokens, self._chunk, "batched" if len(tokens) <= self._chunk else "chunked", adapter)
 
-    def _block_keys(self, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
-        return _keys(tokens[: len(tokens) // BLOCK * BLOCK], BLOCK, b"sequence")
+    def _block_keys(self, tokens: Sequence[int], adapter: int) -> list[tuple[int, bytes]]:
+        return _keys(tokens[: len(tokens) // BLOCK * BLOCK], BLOCK, "sequence", adapter)
 
     def _evict(self, owner: int) -> None:
         num_bytes, keys = self._entries.pop(owner)
@@ -203,9 +204,9 @@ def of_one_prompt(
     return decode_state.Prefix(cache, np.array([tokens[-1]], np.int32), np.array([len(tokens)], np.int32), experts)
 
 
-def _keys(tokens: Sequence[int], size: int, kind: bytes) -> list[tuple[int, bytes]]:
+def _keys(tokens: Sequence[int], size: int, kind: str, adapter: int) -> list[tuple[int, bytes]]:
     """Returns (length, key) of each prefix of whole parts of `size` tokens, and of all tokens; shortest first."""
-    data, running, keys = np.asarray(tokens, "<i4"), hashlib.blake2b(kind, digest_size=16), []
+    data, running, keys = np.asarray(tokens, "<i4"), hashlib.blake2b(f"{kind} {adapter}".encode(), digest_size=16), []
     for start in range(0, len(data), size):
         end = min(start + size, len(data))
         running.update(data[start:end].tobytes())

@@ -31,6 +31,7 @@ import jax
 import numpy as np
 import prometheus_client
 
+from inference.adapters import adapter_set
 from inference.engine import cpu_sub_batches, decode_state
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
@@ -193,6 +194,10 @@ class Scheduler:
         """Continues decoding after `release`, bit for bit as without it. Returns a future that is set once the memory is taken."""
         return self._send(self._reclaim)
 
+    def between_calls(self, action: Callable[[set[int]], object]) -> concurrent.futures.Future:
+        """Calls `action` with the numbers of the adapters that requests use; returns a future that is set then, also to its ValueError or KeyError."""
+        return self._send(lambda: action({group.request.adapter for group in self._groups()}))
+
     def forget_counts(self) -> concurrent.futures.Future:
         """Sets the metrics of requests back to 0, as after a warm-up. Returns a future that is set once this is done."""
         return self._send(self._set_counts_to_0)
@@ -222,7 +227,7 @@ class Scheduler:
         """True until the scheduler's thread has ended, by `close` or by an error."""
         return self._thread.is_alive()
 
-    def _send(self, action: Callable[[], None]) -> concurrent.futures.Future:
+    def _send(self, action: Callable[[], object]) -> concurrent.futures.Future:
         """Queues `action` for the scheduler's thread; returns a future of the policy version after the action."""
         done: concurrent.futures.Future = concurrent.futures.Future()
         self._put((action, done))
@@ -322,6 +327,10 @@ class Scheduler:
                 if is_gone or request.policy_epoch not in (-1, newest.epoch):
                     sequence_lib.fail(message.future, _gone(request, newest))
                     continue
+                adapters = self._engine.adapters
+                if request.adapter >= 0 and (adapters is None or request.adapter not in adapters.numbers.values()):
+                    sequence_lib.fail(message.future, ValueError("the adapter was unloaded; name another model"))
+                    continue
                 self._waiting.add(message)
                 window_s = self._arrivals.add(message.request.num_samples, time.monotonic())
                 wait_s = window_s if is_idle and not self.is_paused else 0.0
@@ -330,6 +339,9 @@ class Scheduler:
                 if done.set_running_or_notify_cancel():  # not cancelled meanwhile
                     try:
                         action()
+                    except (ValueError, KeyError) as error:
+                        done.set_exception(error)
+                        continue
                     except jax.errors.JaxRuntimeError as error:  # no memory for the decode state
                         done.set_exception(error)
                         raise
@@ -464,7 +476,11 @@ class Scheduler:
                 self.stats["num_preemptions"] += len(preempted)
                 self._deactivate(preempted)
             table = (self.paging.table,)
-        self._state, result = self._engine.generate(self._params, self._state, num_steps, *table)
+        numbers = [adapter_set.NONE] * self._engine.sizes(self._state)[0]
+        for slot, sequence in self.slots.running:
+            numbers[slot] = sequence.group.request.adapter
+        params = self._engine.choose(self._params, numbers)
+        self._state, result = self._engine.generate(params, self._state, num_steps, *table)
         self._publish()
         values = self._engine.read(result)
         self.stats["generate_calls"] += 1

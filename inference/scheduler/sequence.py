@@ -31,8 +31,8 @@ class SequenceGroup:
     completions: dict[int, request_lib.Completion] = dataclasses.field(default_factory=dict)  # finished, by sample
     prefix: decode_state.Prefix = dataclasses.field(init=False)
     row: int = 0
-    # The number of the weights and the tokens: equal for two prompts if their keys and values are equal, bit for bit.
-    prompt_key: tuple[int, tuple[int, ...]] | None = None
+    # The number of the weights, the adapter, and the tokens: equal for two prompts if their keys and values are equal, bit for bit.
+    prompt_key: tuple[int, int, tuple[int, ...]] | None = None
     prompt_version: int = 0
     prompt_logprobs: list[float] | None = None
     num_cached: int = 0

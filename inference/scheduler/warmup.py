@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from inference.adapters import adapter_set
 from inference.engine import cpu_sub_batches
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
@@ -25,8 +26,12 @@ def compile_largest(engine: engine_lib.Engine, params: transformer.Params) -> cp
     tokens_PT = np.zeros((engine.config.prefill_batch, engine.config.buckets[0]), np.int32)
     length_P = np.ones((engine.config.prefill_batch,), np.int32)
     with concurrent.futures.ThreadPoolExecutor(1) as other:
-        prefilled = other.submit(engine.prefill_batch, params, tokens_PT, length_P)
-        state, _ = engine.generate(params, engine.init_decode_state())  # no slot is active, so no step runs
+        none = adapter_set.NONE
+        prefilled = other.submit(
+            engine.prefill_batch, engine.choose(params, [none] * len(length_P)), tokens_PT, length_P
+        )
+        chosen = engine.choose(params, [none] * engine.config.num_slots)
+        state, _ = engine.generate(chosen, engine.init_decode_state())  # no slot is active, so no step runs
         prefilled.result()
     return state
 

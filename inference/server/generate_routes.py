@@ -32,10 +32,10 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
     @app.post("/inference/v1/generate")
     async def generate(http: fastapi.Request):
         body = await web.read_schema(http, schemas.Generate, max_body_bytes)
-        server.check_model(body.model)
+        adapter = server.adapter_of(body.model)
         sampling = body.sampling_params.model_copy(update=_replay_fields(body))
         num_top = 0 if sampling.logprobs in (None, 0, 1) else sampling.logprobs
-        request = server.request(sampling, body.token_ids, top_logprobs=num_top)
+        request = server.request(sampling, body.token_ids, top_logprobs=num_top, adapter=adapter)
         future = asyncio.wrap_future(server.scheduler.submit(request))
         completions = await web.run_until_disconnect(http, future)  # a disconnect frees the slots
         start = sampling.routed_experts_prompt_start

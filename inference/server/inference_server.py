@@ -24,6 +24,7 @@ import jax
 import numpy as np
 import prometheus_client
 
+from inference.adapters import adapter_set
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
 from inference.engine import routed_experts
@@ -55,7 +56,7 @@ NOTICE_S = 5.0  # and before a line about it is logged
 
 
 class UnknownModel(ValueError):
-    """Raised for a request to another model than the server's."""
+    """Raised for a request to another model than the server's and its adapters."""
 
 
 @dataclasses.dataclass
@@ -76,6 +77,7 @@ class InferenceServer:
     signer: rollout_lib.WorkerKey | None = None  # signs the samples of replies; None: nobody does
     run: str = ""  # the public key of the run for which it signs
     hosts: hosts_lib.Hosts = hosts_lib.ALONE  # those that its mesh spans; this is host 0
+    allows_adapters: bool = False  # control clients may load and unload adapters
     on_version: Callable[[int], object] = lambda version: None  # called with each version that the engine has loaded
     _counted: tuple[float, int, float] = (0.0, 0, 0.0)  # (time, tokens until then, tokens per second before it)
     update_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
@@ -178,11 +180,19 @@ class InferenceServer:
             self._check_order(self._order(pulled, is_proved), rollback, is_proved)
             return self._swap(pulled.params, pulled.version, pulled)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises UnknownModel if a request names another model than this server's."""
-        if name not in (None, self.model_name):
-            found = f"model {name[:64]!r} does not exist on this server"
-            raise UnknownModel(f"{found}; send {self.model_name!r}, which GET /v1/models lists, or leave model out")
+    @property
+    def adapters(self) -> dict[str, int]:
+        """The numbers of the adapters that requests may name as their model."""
+        return {} if self.engine.adapters is None else self.engine.adapters.numbers
+
+    def adapter_of(self, name: str | None) -> int:
+        """Returns the number of the adapter that a request names as its model; -1 for the model itself. Raises UnknownModel for other names."""
+        if name in (None, self.model_name):
+            return adapter_set.NONE
+        if (number := self.adapters.get(name)) is None:
+            remedy = f"send {self.model_name!r} or another that GET /v1/models lists, or leave model out"
+            raise UnknownModel(f"The model `{name[:64]}` does not exist. Please {remedy}.")
+        return number
 
     def request(self, sampling: schemas.Sampling, tokens: Sequence[int], **extra) -> request_lib.GenerateRequest:
         """Returns the scheduler's request to complete the prompt `tokens`. Raises ValueError for fields of `sampling` out of range.
@@ -225,7 +235,7 @@ class InferenceServer:
     def vouch(self, request: request_lib.GenerateRequest, completion: request_lib.Completion, index: int) -> bytes:
         """Returns the signature of sample `index` of a request; b"" without a key, and for a sample that no replay can check."""
         own_stops = set(request.stop_ids) == set(self.engine.tokenizer.stop_ids)
-        is_plain = request.proofs and own_stops and not request.stop_texts
+        is_plain = request.proofs and own_stops and not request.stop_texts and request.adapter == adapter_set.NONE
         if self.signer is None or not is_plain:
             return b""
         answer = {field.name: getattr(completion, field.name) for field in dataclasses.fields(attestation.Answer)}
@@ -446,10 +456,14 @@ def prepare_model(
     dtype: str = "auto",
     chat_template_kwargs: Mapping | None = None,
     hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+    adapters: Mapping[str, str] = {},
+    max_adapters: int = 0,
+    max_adapter_rank: int = 16,
 ) -> Prepared:
     """Prepares a server of the weights of a Hugging Face folder or hub ID, as version 0. Other arguments are those of `prepare`.
 
     `dtype` is that of weights and activations. "auto" is the folder's, but for a dense model on a CPU the one that is fastest there.
+    `adapters` has folders by name, to which others may be added up to `max_adapters`. Raises ValueError if one does not fit the model.
     """
     cli.note(f"loading {folder}")
     folder = str(hub.folder(folder))
@@ -458,9 +472,13 @@ def prepare_model(
         dtype, reason = cpu_dtype.fastest()
         cli.note(reason)
     model = hf.read_config(folder, dtype=None if dtype == "auto" else dtype)
-    store = weights_lib.Store(model, devices, quantize)
+    store, own = weights_lib.Store(model, devices, quantize), None
+    if num := max(len(adapters), max_adapters):
+        own = adapter_set.AdapterSet(model, devices, num, max_adapter_rank)
+        for name, path in adapters.items():
+            own.load(name, path, own.read(name, path))
     tokenizer = tokenizer_lib.load(folder, variables=chat_template_kwargs)
-    prepared = _prepared(config, store, tokenizer, weights_lib.load_folder(folder, store), 0, hosts)
+    prepared = _prepared(config, store, tokenizer, weights_lib.load_folder(folder, store), 0, hosts, own)
     return dataclasses.replace(prepared, sources=[folder])
 
 
@@ -506,12 +524,20 @@ def _compile(source, key, config: engine_lib.EngineConfig, store: weights_lib.St
 
 
 def _prepared(
-    config, store: weights_lib.Store, tokenizer: tokenizer_lib.Tokenizer, params, version: int, hosts: hosts_lib.Hosts
+    config,
+    store: weights_lib.Store,
+    tokenizer: tokenizer_lib.Tokenizer,
+    params,
+    version: int,
+    hosts: hosts_lib.Hosts,
+    adapters: adapter_set.AdapterSet | None = None,
 ) -> Prepared:
     if tokenizer.vocab_size > store.model.vocab_size:
         found = f"the tokenizer has {tokenizer.vocab_size} entries, and the model only {store.model.vocab_size}"
         raise ValueError(f"{found}; use tokenizer.json and config.json of the same checkpoint")
     weights_lib.check_params(params, store)
     params = store.load(params)
-    make = functools.partial(replay.LeadingEngine, hosts) if hosts.count > 1 and hosts.is_first else engine_lib.Engine
+    make = functools.partial(engine_lib.Engine, adapters=adapters)
+    if hosts.count > 1 and hosts.is_first:
+        make = functools.partial(replay.LeadingEngine, hosts)
     return Prepared(make(store.model, config, tokenizer, params, store.mesh), params, version, store, hosts)

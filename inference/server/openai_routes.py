@@ -52,7 +52,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
     @app.post("/tokenize")
     async def tokenize(http: fastapi.Request):
         body = await web.read_schema(http, schemas.Tokenize, max_body_bytes)
-        server.check_model(body.model)
+        server.adapter_of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ValueError("the request has both or neither of prompt and messages; send one of them")
         tokens = (
@@ -65,7 +65,7 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
     @app.post("/detokenize")
     async def detokenize(http: fastapi.Request):
         body = await web.read_schema(http, schemas.Detokenize, max_body_bytes)
-        server.check_model(body.model)
+        server.adapter_of(body.model)
         vocab_size = server.engine.model.vocab_size
         if bad := [token for token in body.tokens if not 0 <= token < vocab_size]:
             raise ValueError(f"token ID {bad[0]} is outside the vocabulary; send 0 to {vocab_size - 1}")
@@ -249,14 +249,14 @@ async def _reply(
             raise ValueError(f"{name} = {value} is not supported in a stream; send stream = false")
     if body.return_routed_experts is None and (body.stream or not body.return_token_ids):
         body = body.model_copy(update={"return_routed_experts": False})
-    server.check_model(body.model)
-    requests = [server.request(body, tokens, top_logprobs=top_logprobs) for tokens in prompts]
+    options = {"top_logprobs": top_logprobs, "adapter": server.adapter_of(body.model)}
+    requests = [server.request(body, tokens, **options) for tokens in prompts]
     make_format = functools.partial(format_type, server.engine.tokenizer, body)  # called for accepted requests
     head = {
         "id": f"{format_type.prefix}-{body.request_id or uuid.uuid4().hex}",
         "object": format_type.chunk_kind if body.stream else format_type.kind,
         "created": int(time.time()),
-        "model": server.model_name,
+        "model": body.model or server.model_name,
         "seed": requests[0].seed,
     }
     if body.stream:

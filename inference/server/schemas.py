@@ -403,6 +403,22 @@ class UpdateWeights(Body):
     rollback: bool = False  # true allows an older version than the one in use
 
 
+class UnloadAdapter(Body):
+    """The body of POST /v1/unload_lora_adapter."""
+
+    unsupported = {"lora_int_id": _only(remedy="send lora_name alone")}
+
+    lora_name: Annotated[str, pydantic.Field(min_length=1)]
+
+
+class LoadAdapter(UnloadAdapter):
+    """The body of POST /v1/load_lora_adapter: a name for requests, and a folder that PEFT wrote."""
+
+    unsupported = {"load_inplace": _only(False, remedy="unload the adapter first")}
+
+    lora_path: Annotated[str, pydantic.Field(min_length=1)]
+
+
 def describe(error: pydantic.ValidationError) -> str:
     """Returns the first mistake in a request body as one line: the field, the rule, the value."""
     first = error.errors(include_url=False, include_context=False)[0]

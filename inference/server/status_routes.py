@@ -31,7 +31,16 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
             "quantization": server.store.quantization,
             "page_dtype": server.engine.config.page_dtype or server.engine.model.dtype,
         }
-        return {"object": "list", "data": [card]}
+        adapters = server.engine.adapters
+        cards = (
+            [
+                card | {"id": name, "root": folder, "parent": card["id"]}
+                for name, folder in dict(adapters.folders).items()
+            ]
+            if adapters
+            else []
+        )
+        return {"object": "list", "data": [card, *cards]}
 
     @app.get("/health")
     async def health():

@@ -1,21 +1,32 @@
-"""Writes the adapters of a policy as a folder that PEFT, vLLM, and transformers load next to their base model.
+"""Reads and writes adapters in PEFT's format: folders that PEFT, vLLM, and transformers load next to their base model.
 
-1. Each adapted kernel has two tensors, `lora_A` [r, in] and `lora_B` [out, r], float32, named as the kernel in a checkpoint.
+1. Each adapted kernel has two tensors, `lora_A` [r, in] and `lora_B` [out, r], named as the kernel in a checkpoint. We write float32.
 2. adapter_config.json names the base model, the rank, and alpha.
 
 Left out: kernels that a checkpoint joins in one tensor, such as those of latent attention, and experts. Export these merged.
 """
 
 import json
+import math
 import pathlib
+from typing import Any
 
 import numpy as np
 
 from models import config as config_lib
 from models import lora, transformer
 from models.hf import checkpoint, safetensors_file, tensor_names
+from models.kernels import cpu_transposed
+from sharding import rules
+from sharding.format import chunks
+from sharding.system import atomic_file
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
+# Fields of PEFT's config that change the product, with the values that do not.
+PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False, "fan_in_fan_out": False}
+EMPTY = """modules_to_save alpha_pattern trainable_token_indices target_parameters layer_replication alora_invocation_tokens
+    use_qalora use_bdlora""".split()
 
 
 def save(
@@ -43,9 +54,9 @@ def save(
                 found = f"the kernel {'.'.join(kernel)} is only a part of the tensor {name}"
                 raise ValueError(f"{found}, next to which PEFT has no adapter; export the merged model instead")
             own_a, own_b = (x[part.index] if part.index else x for x in (a, b))
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = np.ascontiguousarray(own_a.reshape(-1, adapters.rank).T)
-            tensors[f"{module}.lora_B.weight"] = np.ascontiguousarray(own_b.reshape(adapters.rank, -1).T)
+            module = f"{PREFIX}{name.removesuffix('.weight')}"
+            tensors[module + ENDS[0]] = np.ascontiguousarray(own_a.reshape(-1, adapters.rank).T)
+            tensors[module + ENDS[1]] = np.ascontiguousarray(own_b.reshape(adapters.rank, -1).T)
     if not tensors:
         raise ValueError("the policy has no adapters; export the whole model, or set lora.rank as in the run")
     fields = {
@@ -64,3 +75,50 @@ def save(
     lazy = {name: (x.dtype, x.shape, lambda x=x: x) for name, x in sorted(tensors.items())}
     safetensors_file.write(path / FILE, lazy)
     (path / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def load(path: str | pathlib.Path, model: config_lib.ModelConfig) -> dict[tensor_names.Path, dict[str, np.ndarray]]:
+    """Reads the adapters in a folder. Returns {"a": A, "b": s B}, float32, by the path of each kernel of `model`, whose layers are not stacked.
+
+    Raises ValueError, in one line, if the folder does not have plain LoRA adapters for this model.
+    """
+    path = pathlib.Path(path)
+    if not (path / CONFIG).is_file() or not (path / FILE).is_file():
+        raise ValueError(
+            f"{path} has no {CONFIG} and {FILE}; give a folder that PEFT or rl.export --adapter_only wrote"
+        )
+    fields: Any = atomic_file.read_json(path / CONFIG, dict)
+    wrong = {n: fields[n] for n, value in PLAIN.items() if fields.get(n, value) != value}
+    wrong |= {n: fields[n] for n in EMPTY if fields.get(n)}
+    alpha = fields.get("lora_alpha")
+    if wrong or type(alpha) not in (int, float) or not math.isfinite(alpha):
+        name, value = next(iter(wrong.items()), ("lora_alpha", alpha))
+        found = f"{path / CONFIG} has {name} = {str(value)[:80]}, and only plain LoRA runs next to the base"
+        raise ValueError(f"{found}; merge the adapter into a checkpoint")
+    reader, adapters = safetensors_file.Reader(path), {}
+    known, specs = tensor_names.tensors(model), tensor_names.leaves(transformer.specs(model))
+    left = set(reader.entries)
+    for name in sorted(name for name in left if name.endswith(ENDS[0])):
+        pair, kernel = (name, name.removesuffix(ENDS[0]) + ENDS[1]), name.removeprefix(PREFIX).removesuffix(ENDS[0])
+        tensor = known.get(f"{kernel}.weight", tensor_names.Tensor((), ()))
+        parts = tensor.parts if len(tensor.shape) == 2 else ()
+        if len(parts) != 1 or not cpu_transposed.MODULES.intersection(parts[0].path[-2:-1]):
+            found = f"{path / FILE} has {name}, and this {model.family} model has no matrix of that name that an adapter runs next to"
+            raise ValueError(f"{found}; train adapters of its layers' projections")
+        shapes = [list(reader.entries[n].shape) if n in left else None for n in pair]
+        rank = min(shapes[0] or [0])
+        if not rank or shapes != [[rank, tensor.shape[1]], [tensor.shape[0], rank]]:
+            found = f"{path / FILE} has lora_A {shapes[0]} and lora_B {shapes[1]} for {kernel}, which is {list(tensor.shape)} here"
+            raise ValueError(f"{found}; give an adapter of this base model")
+        a, b = (np.asarray(reader.tensor(n), np.float32) for n in pair)
+        if not (chunks.is_finite(a) and chunks.is_finite(b)):
+            raise ValueError(f"{path / FILE} has NaN or infinity for {kernel}; train it again")
+        left -= {*pair}
+        scale, shape = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank), specs[parts[0].path].shape
+        _, split = rules.matrix_dims(specs[parts[0].path])
+        a, b = a.T.reshape(*shape[:split], rank), (np.float32(scale) * b).T.reshape(rank, *shape[split:])
+        adapters[parts[0].path] = {"a": a, "b": b}
+    if left or not adapters:
+        found = f"the tensor {min(left)}" if left else f"no tensor *{ENDS[0]}"
+        raise ValueError(f"{path / FILE} has {found}; only pairs of lora_A and lora_B can be read, as PEFT writes them")
+    return adapters

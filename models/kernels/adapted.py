@@ -5,6 +5,7 @@
 2. W may be of any kind: a plain array, quantized, or transposed (models/layers.py multiplies by it). Its gradient is not computed,
    which saves a third of a train step's products.
 3. Learner, server, and validator use this one definition. `dense` adds A B to W, for export alone.
+4. Several adapters may stand next to each other in r, of which each sequence uses one, or none (`mask`): a server's.
 
 Letters: D inputs and F outputs of a matrix (each may be several dims), r rank.
 """
@@ -32,6 +33,7 @@ class Adapted:
     a: Any
     b: Any
     scale: float = struct.field(pytree_node=False)  # s, alpha / rank
+    mask: Any = None  # bool [B, r], which of the products x A each sequence uses; None: all. Has no gradient
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,7 +61,7 @@ def product(multiply: Callable, multiply_low: Callable, x: jax.Array, kernel: Ad
     `multiply(x, matrix, *context, dtype)` returns the product of x and the base in `dtype`; `multiply_low` does so for A and B,
     with x in float32.
     """
-    return _product(multiply, multiply_low, kernel.scale, x, kernel.base, kernel.a, kernel.b, context)
+    return _product(multiply, multiply_low, kernel.scale, x, kernel.base, kernel.a, kernel.b, context, kernel.mask)
 
 
 def dense(kernel: Any, dtype: jax.typing.DTypeLike | None = None) -> Any:
@@ -75,25 +77,27 @@ def dense(kernel: Any, dtype: jax.typing.DTypeLike | None = None) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _product(multiply, multiply_low, scale, x, base, a, b, context):
-    change = _change(multiply_low, scale, x, a, b, context)
+def _product(multiply, multiply_low, scale, x, base, a, b, context, mask):
+    change = _change(multiply_low, scale, x, a, b, context, mask)
     return (multiply(x, base, *context, dtype=jnp.float32) + change).astype(x.dtype)
 
 
-def _change(multiply_low, scale, x, a, b, context):
+def _change(multiply_low, scale, x, a, b, context, mask):
     with jax.default_matmul_precision(PRECISION):
         inner = multiply_low(x.astype(jnp.float32), a, *context, dtype=jnp.float32)
+        if mask is not None:
+            inner = jnp.where(mask[:, None], inner, 0.0)
         return scale * multiply_low(inner, b, *context, dtype=jnp.float32)
 
 
 def _backward(multiply, multiply_low, scale, saved, out):
     """Returns the gradients, computed from x: x A is small, and quicker to compute again than to keep."""
-    x, base, a, b, context = saved
+    x, base, a, b, context, mask = saved
     _, pull = jax.vjp(lambda x: multiply(x, base, *context, dtype=x.dtype), x)
-    _, pull_low = jax.vjp(lambda x, a, b: _change(multiply_low, scale, x, a, b, context), x, a, b)
+    _, pull_low = jax.vjp(lambda x, a, b: _change(multiply_low, scale, x, a, b, context, mask), x, a, b)
     with jax.default_matmul_precision(PRECISION):
         d_x_low, d_a, d_b = pull_low(out.astype(jnp.float32))
-    return pull(out)[0] + d_x_low, None, d_a, d_b, None
+    return pull(out)[0] + d_x_low, None, d_a, d_b, None, None
 
 
 _product.defvjp(lambda *args: (_product(*args), args[3:]), _backward)

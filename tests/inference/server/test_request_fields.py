@@ -155,10 +155,8 @@ def test_a_distribution_that_no_replay_knows_gets_no_proofs(ask, change):
 def test_another_model_is_404(ask):
     for path, body, _ in ROUTES.values():
         response = ask(path, body | {"model": "gpt-6"})
-        assert response.status_code == 404 and response.json()["error"]["type"] == "model_not_found"
-        assert response.json()["error"]["message"].startswith(
-            "model 'gpt-6' does not exist on this server; send 'policy'"
-        )
+        assert response.status_code == 404 and response.json()["error"]["type"] == "NotFoundError"
+        assert response.json()["error"]["message"].startswith("The model `gpt-6` does not exist. ")
     assert ask("/detokenize", {"tokens": [1], "model": "gpt-6"}).status_code == 404
 
 

@@ -1,14 +1,17 @@
 """Adapters in PEFT's format, against the files of the base and of the merged model: W + (alpha / r) B A, tensor by tensor."""
 
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from inference.adapters import adapter_set
 from models import hf, lora, transformer
 from models.hf import adapter_file
+from sharding import mesh as mesh_lib
 from sharding import rules
 from tests.support import tiny
 
@@ -66,3 +69,19 @@ def test_adapters_without_names_in_the_format_are_refused(tmp_path):
     (tmp_path / "out" / "file").touch()
     with pytest.raises(ValueError, match="not an empty folder"):
         adapter_file.save(tmp_path / "out", tiny.model(), adapted(tiny.model()), CONFIG, "base")
+
+
+@pytest.mark.parametrize("name", ["linear", "rslora"])
+def test_folders_of_peft_give_its_logits(name):
+    """The oracle is PEFT in torch (tests/fixtures/peft)."""
+    folder = pathlib.Path(__file__).parents[2] / "fixtures" / "peft"
+    want, (model, params) = np.load(folder / "logits.npz"), hf.load(folder / "base")
+    for adapters in ((), (1,)):
+        if adapters:
+            served = adapter_set.AdapterSet(model, mesh_lib.create({}, jax.devices()[:1]), 2, 4)
+            number = served.load(name, "", served.read(name, str(folder / name)))
+            params = served.choose(params, [number, adapter_set.NONE])
+        hidden, _ = transformer.apply(params, model, want["tokens"])
+        logits = np.asarray(transformer.logits(params, model, hidden))
+        np.testing.assert_allclose(logits[1], want["base"][1], atol=2e-5 * np.abs(logits).max())
+        np.testing.assert_allclose(logits[0], want[name if adapters else "base"][0], atol=2e-5 * np.abs(logits).max())
