@@ -25,7 +25,8 @@ def get_config() -> config_dict.ConfigDict:
     # param_dtype is of the base of adapters, and of an exported checkpoint: parameters that train are float32. dtype: "bfloat16" on
     # accelerators. "auto": that, and "float32" on a CPU and for parameters that train (rl/plan/sizes.py)
     m.update(param_dtype="float32", dtype="float32")
-    m.remat = "none"  # recomputed in the backward pass: "block" (each layer), "dots" (all but matmuls), "attention" (all but it), "offload"
+    # Recomputed in the backward pass: "block" (each layer), "dots" (all but matmuls), "attention" (all but it), "offload"; "auto": chosen
+    m.remat = "none"
     m.family = "qwen3"  # the model family whose tensor names a saved checkpoint has
     m.max_positions = 0  # positions the model was trained for; 0: unknown
     # Blocks.
@@ -109,9 +110,8 @@ def get_config() -> config_dict.ConfigDict:
     r.metrics = ()  # your own "module:function", each (groups of rollouts) -> {name: number}, for metrics own/NAME
     r.digest = ""  # derived: hashes of the code of your own advantage and metrics
     r.normalize = "none"  # advantages over the whole batch: a name of rl.algorithms.advantages.NORMALIZERS
-    r.average = (
-        "tokens"  # or "samples", "prompts" (rl.algorithms.advantages.AVERAGES): units of equal weight in the loss
-    )
+    # The units of equal weight in the loss: tokens of groups with a signal, "batch" (of all groups), "samples", or "prompts"
+    r.average = "tokens"
     # "turn": the rewards turn_1, turn_2, ... of an environment each count for their turn and those before it; "episode": for all turns
     r.credit = "episode"
     # "vine": values of states inside completions (VinePPO, c.vine), for an environment of one call, with rl.advantage = "rloo" and max_lag = 0
@@ -208,7 +208,7 @@ def get_config() -> config_dict.ConfigDict:
     o.name = "adamw"  # or "muon", "sgd", "sign" (rl/learner/optimizers.py)
     o.momentum = 0.95  # of muon and sgd
     o.schedule = "constant"  # after the warm-up; or "linear", "cosine" down to final_rate
-    o.total_steps = 0  # optimizer steps of the run, for a falling rate
+    o.total_steps = 0  # optimizer steps after which a falling rate is at its end; 0: those of the run
     o.decay_steps = 0  # of "linear": the number of steps at the end; 0: all after the warm-up
     o.final_rate = 0.0  # fraction of learning_rate at which a falling rate ends
     o.moment_dtype = "float32"  # of first moments and momenta: or "bfloat16"

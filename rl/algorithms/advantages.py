@@ -5,7 +5,7 @@ Numpy in, numpy out: advantages are assigned on the host, before packing, and th
 1. reward shaping, if configured: `overlong_penalty`.
 2. `ADVANTAGES[name](rewards_G)`, group by group.
 3. `NORMALIZERS[name](advantages)` over all groups of the batch.
-4. `AVERAGES[name](lengths)`: factors on the advantage that turn the losses' mean over tokens into one over samples or prompts.
+4. `AVERAGES[name](lengths, num_tokens)`: factors on the advantage that turn the losses' mean over tokens into another mean.
    Every clip and mask depends on the sign of A alone, so a factor on A is a weight on the token.
 
 Letters: P groups (prompts) of a batch, G samples of a group.
@@ -85,24 +85,34 @@ def batch_std(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
 NORMALIZERS = {"none": list, "batch_std": batch_std}
 
 
-def over_tokens(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Advantage factors of 1: every token weighs the same (DAPO). `lengths`: trained tokens of each sample, P arrays [G]."""
+def over_tokens(lengths: Sequence[np.ndarray], num_tokens: int) -> list[np.ndarray]:
+    """Advantage factors of 1: every token weighs the same (INTELLECT-2). `lengths`: trained tokens of each sample, P arrays [G]."""
     return [np.ones(len(length_G)) for length_G in lengths]
 
 
-def over_samples(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
+def over_batch(lengths: Sequence[np.ndarray], num_tokens: int) -> list[np.ndarray]:
+    """Advantage factors N / num_tokens, with those of groups without a signal: steps get smaller as such groups get more (DAPO in verl and TRL).
+
+    N are the tokens of `lengths`, which have a signal. Without this factor, the last groups with a signal move a policy that has
+    converged as far as a whole batch did, and its entropy collapses.
+    """
+    share = sum(map(np.sum, lengths)) / max(num_tokens, 1)
+    return [np.full(len(length_G), share) for length_G in lengths]
+
+
+def over_samples(lengths: Sequence[np.ndarray], num_tokens: int) -> list[np.ndarray]:
     """Advantage factors N / (samples x length), N the batch's tokens: every sample weighs the same, long or short (GRPO)."""
-    num_tokens, num_samples = sum(map(np.sum, lengths)), sum(map(len, lengths))
-    return [num_tokens / (num_samples * np.maximum(length_G, 1)) for length_G in lengths]
+    N, num_samples = sum(map(np.sum, lengths)), sum(map(len, lengths))
+    return [N / (num_samples * np.maximum(length_G, 1)) for length_G in lengths]
 
 
-def over_prompts(lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
+def over_prompts(lengths: Sequence[np.ndarray], num_tokens: int) -> list[np.ndarray]:
     """Advantage factors N / (P x tokens of the group): each of P prompts weighs the same (ScaleRL's "prompt average")."""
-    num_tokens, P = sum(map(np.sum, lengths)), len(lengths)
-    return [np.full(len(length_G), num_tokens / (P * max(length_G.sum(), 1))) for length_G in lengths]
+    N, P = sum(map(np.sum, lengths)), len(lengths)
+    return [np.full(len(length_G), N / (P * max(length_G.sum(), 1))) for length_G in lengths]
 
 
-AVERAGES = {"tokens": over_tokens, "samples": over_samples, "prompts": over_prompts}
+AVERAGES = {"tokens": over_tokens, "batch": over_batch, "samples": over_samples, "prompts": over_prompts}
 
 
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int) -> np.ndarray:

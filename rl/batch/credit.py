@@ -1,7 +1,8 @@
 """Turns groups of rollouts into the trees that the learner packs: advantages, and the tokens that each component trains.
 
 1. Rewards are shaped (`overlong_buffer`) and turned into advantages by the tables of rl/algorithms/advantages.py, in order.
-2. A group whose advantages are all zero is left out of the policy loss and its token count, as in INTELLECT-2.
+2. A group whose advantages are all zero is left out of the policy loss and its token count, as in INTELLECT-2. With the average "batch"
+   its tokens count.
 3. `teacher_coef` weighs the distillation of the samples (rl/algorithms/divergences.py); for it, those groups stay in the batch.
 4. `credit` "episode" gives all turns of an episode its advantage. "turn" compares, for each turn, the sum of the rewards from it on (the
    components "turn_1", "turn_2", ...) with those of the group's other episodes that have this turn. Rollouts that do not train, such as
@@ -88,7 +89,9 @@ class Credit:
         advantages_P = self._normalized(groups, episodes, lengths)
         is_flat = [_is_flat(advantage_G) for advantage_G in advantages_P]
         taught = [i for i, flat in enumerate(is_flat) if not flat]  # groups that train the policy
-        factors = dict(zip(taught, advantages.AVERAGES[self.average]([lengths[i] for i in taught]), strict=True))
+        num_tokens = int(sum(map(np.sum, lengths)))
+        weights = advantages.AVERAGES[self.average]([lengths[i] for i in taught], num_tokens)
+        factors = dict(zip(taught, weights, strict=True))
         trees = []
         for i, (group, rule) in enumerate(zip(episodes, rules, strict=True)):
             if i in factors or self.teacher_coef:

@@ -169,6 +169,10 @@ def resolve(
     `has_rollouts`, as in rl.sft, fields that are for rollouts alone may contradict each other.
     """
     config = config.copy_and_resolve_references()
+    rate = config.optimizer
+    if rate.schedule != "constant" and not rate.total_steps:
+        num_updates = config.rl.num_steps * config.objective.optimizer_steps
+        rate.total_steps = max(num_updates, rate.warmup_steps + rate.decay_steps + 1)
     loss, functions = _own_loss(config), _own_rules(config)
     problems = cli.mistake(lambda: _settle_envs(config, code, saved))
     problems += config_rules.mistakes(config, is_settled=not problems, has_rollouts=has_rollouts)

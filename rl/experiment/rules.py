@@ -89,7 +89,14 @@ FILES = {
 }
 # Fields that rl/plan/sizes.py chooses where they are 0 or "auto".
 OPEN = (
-    *("model.dtype", "model.param_dtype", "sampling.max_tokens", "rl.prompts_per_step", "evaluation.num_tasks"),
+    *(
+        "model.dtype",
+        "model.param_dtype",
+        "model.remat",
+        "sampling.max_tokens",
+        "rl.prompts_per_step",
+        "evaluation.num_tasks",
+    ),
     *("inference.max_model_len", "train.row_length"),
     *("inference.num_slots", "train.rows", "inference.mesh.tensor"),
 )
@@ -128,8 +135,9 @@ def mistakes(config: config_dict.ConfigDict, *, is_settled: bool = True, has_rol
     if not user_code.is_name(config.rl.loss) and config.rl.loss_function is None:
         yield from unknown("rl.loss", config.rl.loss, config.loss_options)
     if not config.init_from:  # else its architecture is the checkpoint's
-        dtypes = {name: "float32" for name in ("dtype", "param_dtype") if is_open[f"model.{name}"]}
-        yield from cli.mistake(lambda: config_lib.ModelConfig(**config.model.to_dict() | dtypes))
+        least = {"dtype": "float32", "param_dtype": "float32", "remat": "none"}
+        chosen = {name: value for name, value in least.items() if is_open[f"model.{name}"]}
+        yield from cli.mistake(lambda: config_lib.ModelConfig(**config.model.to_dict() | chosen))
     for message in found_by(config):
         is_of_model = config.init_from and re.search(r"\bmodel\b", message)
         if not is_of_model and not any(name in message for name, undecided in is_open.items() if undecided):

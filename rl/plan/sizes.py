@@ -1,4 +1,4 @@
-"""Chooses the sizes that a config leaves open (0, or "auto" for a dtype), for the memory of the devices of learner and engine.
+"""Chooses the sizes that a config leaves open (0, or "auto" for a name), for the memory of the devices of learner and engine.
 
 1. The kind of device decides `sampling.max_tokens`, `evaluation.num_tasks`, and `rl.prompts_per_step`, which makes a batch of rollouts
    (`BY_KIND`): on a CPU a small real model takes a step in less than a minute.
@@ -8,7 +8,9 @@
    (rl/plan/lowered_programs.py): train state, weights of the engine, and the larger of a train step and the slots. On devices of
    their own, learner and engine grow apart. The slots of servers elsewhere are not chosen: their memory is not known here.
 3. `inference.mesh.tensor` is the smallest power of 2 with which the smallest sizes fit: each of its shards has a part of the weights.
-4. The dtypes of `model` are bfloat16 on accelerators and float32 on a CPU. Parameters that train are float32.
+4. The dtypes of `model` are bfloat16 on accelerators and float32 on a CPU. Parameters that train are float32. Accelerators compute
+   layers again in the backward pass (`model.remat` "block"), and a CPU does so only where its memory is too small: a step there takes
+   a third less time without.
 
 A run with a checkpoint keeps the sizes of its config.json, on any devices.
 """
@@ -146,6 +148,9 @@ def settled(
         raise ValueError(f"{found}; set trust.device = 'cpu', or these sizes")
     _set_least(config, place, names)
     exp = resolve(config)
+    if "model.remat" in names and place.is_cpu and _estimate(exp, config, place) > SHARE * place.memory_bytes:
+        config.model.remat = "block"
+        exp = resolve(config)
     config.warmup.digest = exp.config.warmup.digest  # the data may be large
     if "evaluation.num_tasks" in names:  # the environment may hold out fewer
         config.evaluation.num_tasks = exp.config.evaluation.num_tasks
@@ -202,6 +207,7 @@ def _set_least(config, place: Devices, names: list[str]) -> None:
     values = {
         "model.dtype": dtype,
         "model.param_dtype": dtype if config.lora.rank else "float32",
+        "model.remat": "none" if place.is_cpu else "block",
         "inference.max_model_len": length,
         "train.row_length": -(-length // tile) * tile,
         "rl.prompts_per_step": math.ceil(num_rollouts / env_mix.mean_samples(config)),

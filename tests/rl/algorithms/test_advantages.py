@@ -80,14 +80,15 @@ def test_averages_turn_a_token_mean_into_a_sample_or_prompt_mean():
     N, samples = 16, [v for group in values for v in group]
 
     def by_tokens(name):
-        factors = advantages.AVERAGES[name](lengths)
+        factors = advantages.AVERAGES[name](lengths, 20)
         return sum((f * n * v).sum() for f, n, v in zip(factors, lengths, values, strict=True)) / N
 
     assert by_tokens("tokens") == pytest.approx((1.5 + 2 + 5 - 5 + 8) / 16)
+    assert by_tokens("batch") == pytest.approx((1.5 + 2 + 5 - 5 + 8) / 20)  # 4 tokens are in a group without a signal
     assert by_tokens("samples") == pytest.approx(statistics.mean(samples))
     assert by_tokens("prompts") == pytest.approx(statistics.mean([(1.5 + 2) / 4, (5 - 5 + 8) / 12]))
     for name in advantages.AVERAGES:
-        factors = advantages.AVERAGES[name]([np.array([0, 4]), np.array([0])])
+        factors = advantages.AVERAGES[name]([np.array([0, 4]), np.array([0])], 4)
         assert all((f > 0).all() for f in factors)  # no division by 0
 
 

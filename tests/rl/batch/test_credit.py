@@ -260,7 +260,7 @@ def of_env(group, env, first_token):
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-@pytest.mark.parametrize("average", ["tokens", "samples", "prompts"])
+@pytest.mark.parametrize("average", ["tokens", "batch", "samples", "prompts"])
 def test_each_environment_of_a_batch_has_its_own_rules(average, share_prompts):
     """Loops over tokens: two environments with other advantages, normalizations, penalties, weights, and credit; "c" has turns."""
     turns = [[1.0, 2.0], [4.0, 0.5], [0.0, 5.0]]
@@ -304,6 +304,7 @@ def test_each_environment_of_a_batch_has_its_own_rules(average, share_prompts):
             length = lengths[id(group)][g]
             factor = {
                 "tokens": 1.0,
+                "batch": num_tokens / sum(map(sum, lengths.values())),
                 "samples": num_tokens / (num_samples * length),
                 "prompts": num_tokens / (len(trained_groups) * sum(lengths[id(group)])),
             }[average]

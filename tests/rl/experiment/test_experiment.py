@@ -191,7 +191,7 @@ def test_help_lists_every_field_with_its_default_and_comment():
     assert shown == {"loss_options.cross_entropy": "{}"}
     for line in (  # alone; of a value in parentheses
         "rl.prompts_per_step = 32  # P: groups in a batch",
-        'rl.average = \'tokens\'  # or "samples", "prompts"',
+        "rl.score_errors = 'leave out'  # samples for which",
     ):
         assert any(found.startswith(line) for found in lines), line
     assert "  # 0: those samples are worth 0" not in base_fields.listing().splitlines()
@@ -353,6 +353,14 @@ OAPL = {"rl__loss": "oapl", "rl__advantage": "optimal"}
 def test_what_no_single_field_can_check(changes, message):
     with pytest.raises(ValueError, match=message):
         resolved(**changes)
+
+
+def test_a_falling_rate_ends_with_the_run():
+    steps = dict(rl__num_steps=30, objective__optimizer_steps=2, optimizer__schedule="linear")
+    assert resolved(**steps).optimizer.total_steps == 60
+    assert resolved(**steps, optimizer__total_steps=80).optimizer.total_steps == 80
+    assert resolved(**steps | {"rl__num_steps": 0}).optimizer.total_steps == 11  # beyond the warm-up
+    assert resolved(rl__num_steps=30).optimizer.total_steps == 0
 
 
 def test_filters_must_leave_a_set_that_a_rollout_can_name():

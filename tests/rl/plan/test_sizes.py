@@ -56,6 +56,13 @@ def test_all_that_is_open_gets_a_value_that_is_printed():
     assert sizes.settled(config, None, None) == (config, "")  # nothing is open any more, and nothing is resolved again
 
 
+@pytest.mark.parametrize(("memory_gib", "remat"), [(96, "none"), (30, "block")])
+def test_a_cpu_computes_layers_again_only_for_want_of_memory(memory_gib, remat):
+    fields = {"inference__max_model_len": 8192, "train__row_length": 8192}
+    config, _ = settled(config_of(**fields), memory_gib=memory_gib, topology="v5e:1x1", is_cpu=True)
+    assert (config.model.dtype, config.model.remat) == ("float32", remat)
+
+
 def test_more_memory_never_means_less_and_less_memory_fits():
     """One chip, all parameters: 0.6 B with moments, gradients, and copies need 17 GiB, and the sizes take the rest."""
     found = []
