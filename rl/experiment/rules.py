@@ -36,8 +36,9 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "optimizer.eps optimizer.clip_norm objective.entropy_coef objective.kl_coef objective.policy_coef objective.teacher_coef "
         "objective.router_balance_coef objective.router_balance_rate sampling.top_k trust.margin trust.max_wrong_tokens "
         "trust.quorum trust.routing_margin trust.logprob_tolerance trust.min_stake evaluation.every evaluation.temperature "
-        "mesh.rollout_devices checkpoint.every_minutes vine.max_states vine.token_ratio plan.median_length inference.num_pages",
+        "mesh.rollout_devices checkpoint.every_minutes vine.max_states vine.token_ratio plan.median_length",
     ),
+    ("at least 0, or -1 (chosen)", lambda v: v >= -1, "inference.num_pages"),
     (
         "at least 1",
         lambda v: 1 <= v < math.inf,
@@ -393,7 +394,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
     if c.evaluation.samples_per_task > 1 and c.evaluation.temperature == 0:
         yield "evaluation.samples_per_task is above 1, but samples at temperature 0 are equal; raise evaluation.temperature"
     steps, num_updates = c.optimizer.total_steps, c.rl.num_steps * objective.optimizer_steps
-    if c.optimizer.schedule != "constant" and steps < num_updates:
+    if c.optimizer.schedule != "constant" and 0 < steps < num_updates:
         yield f"optimizer.total_steps = {steps} leaves the rate at its floor for the rest of the run; set it to {num_updates}"
     if c.trust.admission == "stake" and not c.trust.stake_ledger:
         yield "trust.admission = 'stake' needs a ledger with stakes; set trust.stake_ledger to its file"
