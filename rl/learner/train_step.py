@@ -245,7 +245,7 @@ def policy(learner: Learner, state: TrainState) -> transformer.Params:
 def _whole(learner: Learner, params, frozen) -> transformer.Params:
     if not learner.lora:
         return params
-    return lora_lib.attach(frozen, params, learner.lora)
+    return lora_lib.attach(frozen, lora_lib.rounded(params), learner.lora)
 
 
 def _shardings(learner: Learner) -> TrainState:

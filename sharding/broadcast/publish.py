@@ -66,7 +66,7 @@ class Publisher:
     """Publishes the weights of a run: a complete snapshot every `snapshot_every` versions, and deltas in between.
 
     Keeps a copy of the last version in host memory (each host its own shards), from which the next deltas are computed. With
-    `snapshot_every=1` keeps no copy and writes snapshots only. Within a `with` block, the head is signed again before it expires.
+    `snapshot_every=1` writes all snapshots, and without `fixed` tensors no deltas, and keeps no copy. Within a `with` block, the head is signed again before it expires.
 
     Tensors below `fixed`, a name in the tree, never change: only the first version that this publisher writes reads and stores them,
     later snapshots link its files, and no copy of them is kept.
@@ -113,10 +113,11 @@ class Publisher:
 
     def publish(self, params: Any, version: int, *, metadata: dict | None = None) -> Manifest:
         """Publishes the parameter tree `params` as `version`, and returns its manifest. Raises ValueError or OSError."""
-        copy = self._copy or (encode.HostCopy() if self._snapshot_every > 1 else None)
+        plan = self._with_fixed(_plan(params, version, self._options, metadata))
+        has_deltas = self._snapshot_every > 1 or plan.fixed
+        copy = self._copy or (encode.HostCopy() if has_deltas else None)
         self._copy = None  # after an error it may be partly the new version: not kept
         snapshot = self._num_deltas + 1 >= self._snapshot_every
-        plan = self._with_fixed(_plan(params, version, self._options, metadata))
         written = _publish(plan, self._root, self._options, self._heads, copy=copy, snapshot=snapshot)
         if copy is not None:
             copy.written = written

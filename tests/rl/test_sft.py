@@ -283,7 +283,7 @@ def test_a_run_starts_from_a_hugging_face_folder(tmp_path):
 
 @pytest.mark.slow
 def test_adapters_take_the_projected_step_of_all_parameters(tmp_path):
-    """One step of SGD from b = 0 changes W by s^2 a a^T dW for a step dW of full training, and s = alpha / rank. The base stays."""
+    """One step of SGD from b = 0 changes W by s^2 a r^T dW for a step dW of full training, s = alpha / rank, and r, a as it is in use. The base stays."""
     model = tiny.model(num_layers=1)
     hf.save(tmp_path / "base", model, tiny.params(model, 0), write_more=tokenizer.byte_chatml().save)
     data = write(tmp_path / "c.jsonl", [conversation(c * 3) for c in "abcd"])
@@ -307,20 +307,26 @@ def test_adapters_take_the_projected_step_of_all_parameters(tmp_path):
     assert exp.lora.rank == 2 and state.params.keys() == {"layers"}
     before = hf.load(tmp_path / "base")[1]
     jax.tree.map(np.testing.assert_array_equal, state.frozen, before)
-    adapters = jax.tree_util.tree_leaves_with_path(state.params)
-    a_of = {path[:-1]: np.float64(a) for path, a in adapters if path[-1].key == "a"}
-    full, found = (dict(jax.tree_util.tree_leaves_with_path(lora.merge(moved[rank]))) for rank in (0, 2))
+    in_use = lora.rounded(state.params)
+    jax.tree.map(np.testing.assert_array_equal, lora.detach(moved[2])[1], in_use)
+    jax.tree.map(lambda x, r: np.testing.assert_allclose(r, x, rtol=2**-12), state.params, in_use)
+    trained, used = (
+        {path[:-1]: np.float64(a) for path, a in jax.tree_util.tree_leaves_with_path(tree) if path[-1].key == "a"}
+        for tree in (state.params, in_use)
+    )
+    masters = lora.merge(lora.attach(before, state.params, exp.lora))
+    full, found = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (moved[0], masters))
     for path, W in jax.tree_util.tree_leaves_with_path(before):
-        if path not in a_of:
+        if path not in trained:
             np.testing.assert_array_equal(found[path], W)
             continue
-        a_IR = a_of[path].reshape(-1, 2)
+        a_IR, used_IR = (of[path].reshape(-1, 2) for of in (trained, used))
         dW_IO = (np.float64(full[path]) - W).reshape(len(a_IR), -1)
-        expected = 9.0 * (a_IR @ (a_IR.T @ dW_IO)).reshape(W.shape)
+        expected = 9.0 * (a_IR @ (used_IR.T @ dW_IO)).reshape(W.shape)
         assert np.abs(expected).max() > 1e-3
         # dW is a difference of two float32 of size 1: an ulp of 6e-8 each, times 9 a a^T of norm 10.
         np.testing.assert_allclose(np.float64(found[path]) - W, expected, atol=5e-6, err_msg=str(path))
-    assert len(a_of) == 7
+    assert len(trained) == 7
 
 
 # ---- in and out ------------------------------------------------------------------------------------------------------

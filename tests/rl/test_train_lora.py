@@ -32,7 +32,7 @@ def test_adapters_train_publish_resume_and_export(tmp_path):
         assert line["loss/mismatch_kl"] < 1e-6 and line["trust/num_refused"] == 0
 
     state = saved_state(resumed / "checkpoints", step=4)
-    frozen, adapters, first = leaves(state.frozen), leaves(state.params), None
+    frozen, adapters, first = leaves(state.frozen), leaves(lora.rounded(state.params)), None
     for workdir in (straight, resumed):
         with contextlib.closing(source.open(workdir / "weights")) as opened:
             for version in (3, 4):
