@@ -52,6 +52,16 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
     return path
 
 
+def config_file(path: pathlib.Path) -> pathlib.Path:
+    """Returns the config.json in the folder of a checkpoint. Raises ValueError if there is none."""
+    if not (file := path / "config.json").is_file():
+        needed = "give a checkpoint folder, with config.json and .safetensors files, or a .gguf file"
+        if (path / "adapter_config.json").is_file():
+            raise ValueError(f"{path} has adapters alone; merge them into their checkpoint (peft: merge_and_unload)")
+        raise ValueError(f"{file} does not exist; {needed}")
+    return file
+
+
 def commits() -> dict[str, str]:
     """Returns {id: commit} of the repositories that this process has downloaded or found in its cache."""
     return dict(_COMMITS)

@@ -78,10 +78,7 @@ def read_config(
     """Returns the model's config from a checkpoint's config.json, as `load` would. Raises ValueError if it is unsupported."""
     path = hub.folder(path_or_repo, hub.CONFIG)
     is_gguf = gguf_header.is_gguf(path)
-    if not is_gguf and not (path := path / "config.json").is_file():
-        raise ValueError(
-            f"{path} does not exist; give a checkpoint folder, with config.json and .safetensors files, or a .gguf file"
-        )
+    path = path if is_gguf else hub.config_file(path)
     stored: Any = gguf_header.read(path) if is_gguf else atomic_file.read_json(path, dict)
     try:
         config = hf_config.read(gguf_config.entries(stored) if is_gguf else stored, scan_layers=scan_layers)

@@ -86,6 +86,7 @@ def _try_all(args) -> int:
 
 
 def _try(args, options: dict, tokenizer: tokenizer_lib.Tokenizer) -> int:
+    envs.locate(args.name, options)  # raises for an option that is none
     env = envs.load(args.name, seed=args.seed, **options)
     count = min(args.n, env.num_tasks or args.n)  # then the tasks repeat
     tasks = [env.make_task(index, args.split) for index in range(count)]

@@ -15,10 +15,12 @@ from ml_collections import config_dict
 
 from inference.rollouts import kept_sets
 from models import config as config_lib
+from models import hub
 from rl.algorithms import advantages
 from rl.experiment import base_fields
 from rl.protocol import curriculum, env_mix, lease, task_schedule, user_code
-from sharding.system import cli, sockets
+from sharding.format import gguf_header
+from sharding.system import atomic_file, cli, sockets
 
 if TYPE_CHECKING:
     from models.text import tokenizer as tokenizer_lib
@@ -124,8 +126,6 @@ def mistakes(config: config_dict.ConfigDict, *, is_settled: bool = True, has_rol
         if not user_code.is_name(entry.advantage):
             yield from unknown(entry.field("advantage"), entry.advantage, advantages.ADVANTAGES)
         yield from unknown(entry.field("normalize"), entry.normalize, advantages.NORMALIZERS)
-        if "seed" in entry.options:
-            yield f"{entry.field('options')}.seed = {entry.options['seed']!r} is that of the run; remove it, and set seed"
     for check in (_check_profile, _check_warmup, _check_evaluation_sets, _check_addresses, _check_validators):
         yield from cli.mistake(lambda check=check: check(config))
     found_by = contradictions if has_rollouts else contradictions_of_training
@@ -154,7 +154,10 @@ def mistakes_outside(config: config_dict.ConfigDict) -> Iterator[str]:
         for path in filter(None, map(str.strip, values[name].split(","))):
             if path.startswith((".", "/")) and not pathlib.Path(path).exists():
                 yield f"{name} = {path!r} does not exist; {remedy}"
-
+    folder = pathlib.Path(config.init_from)
+    if config.init_from and folder.exists() and not (folder / "weights").exists() and not gguf_header.is_gguf(folder):
+        read = lambda: atomic_file.read_json(hub.config_file(folder), dict)  # noqa: E731
+        yield from (f"init_from: {problem}" for problem in cli.mistake(read))
     if cli.mistake(lambda: env_mix.entries(config)):
         return  # `mistakes` reports it
 

@@ -285,6 +285,7 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tupl
 def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tuple[str, ...] = ()) -> None:
     """Raises ValueError if a field differs from the saved config, unless a resume may change it or it begins with one of `free`."""
     if names := [name for name in differences(path, experiment) if not env_mix.run_field(name).startswith(free)]:
+        names.sort(key=lambda name: env_mix.run_field(name) in CODE_AND_DATA)  # stable; people set no digests
         if {*map(env_mix.run_field, names)} <= CODE_AND_DATA:
             found = f"workdir {path}: code or data of the run ({', '.join(names)}) changed since its first start"
             raise ValueError(

@@ -66,7 +66,7 @@ ENVS = {
 } | {name: Shipped(build) for name, build in package_lib.BUILDERS.items()}
 
 
-def load(name: str, **options) -> environment.Environment:
+def load(name: str, /, **options) -> environment.Environment:
     """Builds the environment `name` (the module docstring has the forms), with `options` as keyword arguments of its builder.
 
     Every environment also takes the options of rl/envs/wrappers/wrapping.py. Raises ValueError for a name or an option that does not exist, for code that fails, and for options that the builder rejects.
@@ -115,12 +115,14 @@ def check(name: str, options: dict) -> None:
         found += cli.mistake(lambda: environment.check_options(f"environment {kind}", own.keys() - {"seed"}, known))
     if ENVS[kind].files is sources.files and own.get("path"):
         found += cli.mistake(lambda: sources.check(own["path"]))
+    if kind == "dataset" and not _reward(kind, own):
+        found += cli.mistake(lambda: rewards.make(str(own.get("reward", "exact")), str(own.get("pattern", ""))))
     cli.fail_for(found)
 
 
 def _takes_variant(kind: str) -> bool:
     parameters = inspect.signature(ENVS[kind].build).parameters.values()
-    return any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+    return any(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
 
 
 def texts(name: str) -> set[str]:
@@ -134,8 +136,11 @@ def locate(name: str, options: dict, folders: user_code.Folders = None) -> tuple
     """Returns name and options with absolute paths for code and data, as `load` takes them in any process of this machine.
 
     Options named `path`, or with that ending, are data. With `folders`, code and data of the user come from there only: the names
-    of a stranger's run must not choose files of this machine. Installed entry points are free. Raises ValueError if a file is missing.
+    of a stranger's run must not choose files of this machine. Installed entry points are free. Raises ValueError if a file is missing,
+    and for an option `seed`, which is the run's.
     """
+    if "seed" in options:
+        raise ValueError(f"env.options.seed = {options['seed']!r} is that of the run; remove it, and set seed")
     kind, located = name.partition(":")[0], name
     if kind not in ENVS:
         entries = [*metadata.entry_points(group=GROUP, name=name)]

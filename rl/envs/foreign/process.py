@@ -127,7 +127,11 @@ class ForeignProcess:
                 pass
             finally:
                 self._writer.close()  # ends the episodes
-                await asyncio.shield(_end(process))
+                ending = asyncio.ensure_future(_end(process))
+                try:
+                    await asyncio.shield(ending)
+                finally:  # `close` may cancel this while the process ends by itself
+                    await ending
                 kind = Died if ready.done() else Broken
                 problem = kind(f"environment {self._package.name} ended its process, with status {process.returncode}")
                 for waiting in [ready, *self._waiting.values()]:

@@ -99,7 +99,7 @@ def find(name: str) -> Package:
     return found
 
 
-def build(framework: str, target: str, *, seed: int = 0, **options: Any) -> environment.Environment:
+def build(framework: str, target: str, /, *, seed: int = 0, **options: Any) -> environment.Environment:
     """Builds the environment FRAMEWORK:TARGET. `options` go to its own loader, in its own process, which also makes its tasks."""
     name = f"{framework}:{target}"
     package = find(name)

@@ -61,7 +61,15 @@ def test_all_mistakes_are_told_at_once_and_before_the_imports_that_take_seconds(
     for arguments, number in (
         (wrong, len(wrong)),
         (wrong[4:], 3),
-        (["--config.env.name=dataset", "--config.env.options.path=/none.jsonl", "--config.init_from=/none"], 2),
+        (
+            [
+                "--config.env.name=dataset",
+                "--config.env.options.path=/none.jsonl",
+                "--config.env.options.reward=numbr",
+                "--config.init_from=/none",
+            ],
+            3,
+        ),
     ):
         command = [sys.executable, "-X", "importtime", "-m", "rl.train", "--config=configs/quickstart.py"]
         command += [f"--workdir={tmp_path}/w", *arguments]

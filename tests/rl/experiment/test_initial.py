@@ -21,7 +21,7 @@ from models import hf, transformer
 from models.text import chat_template
 from models.text import tokenizer as tokenizer_lib
 from rl import generate, sft, worker
-from rl.experiment import experiment, initial, workdir
+from rl.experiment import experiment, initial, rules, workdir
 from rl.experiment import flags as command_line
 from rl.orchestrator import admission, orchestrator
 from rl.plan import sizes
@@ -127,6 +127,14 @@ def test_a_wrong_folder_is_answered_in_one_line(tmp_path, text, words):
     with pytest.raises(ValueError, match=words) as error:
         completed(tmp_path)
     assert "\n" not in str(error.value)
+    config = quickstart.get_config()
+    config.init_from = str(tmp_path)
+    found = [*rules.mistakes_outside(config)]  # before JAX is imported
+    assert found == [str(error.value)] * ("mamba" not in words)
+    (tmp_path / "config.json").unlink(missing_ok=True)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="init_from: .* has adapters alone; merge them into their checkpoint"):
+        completed(tmp_path)
     with pytest.raises(ValueError, match="init_from: /nowhere is not a folder; give a folder, a .gguf file"):
         completed("/nowhere")
 

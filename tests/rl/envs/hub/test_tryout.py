@@ -62,6 +62,9 @@ class Late(Sums):
     def run(self, task, base_url):
         return {"reward": float(pathlib.Path("/no/answers.txt").read_text())}
 
+def named(*, name, target="x", framework="y"):
+    return Sums([f"{name} {target} {framework} {n}" for n in range(50)])
+
 def sums(*, terms=2):
     return Sums([f"{n} + {n}" for n in range(50)])
 
@@ -112,6 +115,8 @@ REHEARSALS = {
         {"count": 1},
         "no task is in the split .*; let the environment make more tasks",
     ),
+    "seed": ("plain:strange:sums", {"seed": 3}, "env.options.seed = 3 is that of the run; remove it"),
+    "options of any name": ("plain:strange:named", {"name": "a", "target": "b", "framework": "c"}, ""),
     "equal prompts": ("plain:strange:equal", {}, ""),
     "good": ("plain:strange:sums", {"terms": 3}, ""),
     "a good class": ("openenv:strange:Game", {}, ""),

@@ -216,7 +216,7 @@ def rehearsed(config):
 
 
 def test_a_prompt_that_answers_itself_is_noted(tmp_path, capsys):
-    rows = [{"question": f"Is it {i} or {i + 1}?", "result": i + i % 2} for i in range(32)]
+    rows = [{"question": f"Is it {i}, or rather {i + 1}?", "result": i + i % 2} for i in range(32)]
     path = write(tmp_path / "x.jsonl", rows)
     config = base.get_config()
     config.env.name, config.env.options = "dataset", {"path": str(path), "reward": "number"} | OPTIONS
