@@ -68,7 +68,8 @@ class WorkerHealth:
     """The marks of each worker. One that is known or banned is active if it requested work in the last `lease_s` seconds.
 
     `invited` are the public keys (hex) that config or launcher invited. While `is_measuring`, replays of their rollouts are
-    measured (rl/verification/run_bands.py). If one of them is active, a stranger waits for that, and all of theirs are replayed.
+    measured (rl/verification/run_bands.py). If one of them is active, a stranger waits for that, and all of theirs are replayed. Where none
+    is, strangers work, and each of their groups is replayed.
     """
 
     def __init__(
@@ -219,7 +220,8 @@ class WorkerHealth:
     def rate(self, worker: str) -> float:
         """Returns the probability with which a group of this worker must be verified before it is trained on."""
         one = self._of(worker)
-        is_needed = self._is_stranger_waiting and worker in self.invited and self._is_measuring()
+        # Limits are loose until then, so that no replay under them earns a stranger trust.
+        is_needed = (self._is_stranger_waiting or self.is_stranger(worker)) and self._is_measuring()
         if one.is_suspect or self.is_banned(worker) or is_needed:
             return 1.0
         record = one.num_verified + (self._given if worker in self.invited else 0)

@@ -157,8 +157,11 @@ def test_strangers_wait_while_the_rollouts_of_an_invited_worker_are_measured():
     assert room(health, "new", 0, 16, 9.0) == 0 and room(health, "friend", 0, 16, 9.0) == 16
     assert room(health, "new", 0, 16, 11.0) == 1
     assert health.rate("friend") == 1  # a stranger asked for work
+    for _ in range(32):
+        health.verified("new")
+    assert health.rate("new") == 1  # limits are loose meanwhile, so that no trust is earned yet
     is_measuring = False
-    assert room(health, "new", 0, 16, 9.0) == 1 and health.rate("friend") == 0.125
+    assert room(health, "new", 0, 16, 9.0) == 1 and health.rate("friend") == 0.125 and health.rate("new") == 0.5
 
 
 def test_a_doubt_costs_the_trust_and_counts_for_no_ban():

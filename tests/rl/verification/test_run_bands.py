@@ -47,6 +47,9 @@ def of_stranger(rollouts):
 
 
 def test_a_run_measures_its_own_first_groups_and_a_resume_judges_by_the_same(make, tmp_path):
+    killed, validator, *_ = make()
+    assert all(verdict.accepted for verdict in validator.check_with_weights(honest()[:8]))
+    assert killed.is_measuring and killed.measured.num_rollouts == 8  # a kill here loses them, and nothing else
     bands, validator, lines, flagged = make()
     assert bands.is_measuring and bands.tolerance.logprob == 1e-3 and not (tmp_path / run_bands.FILE).exists()
     assert all(verdict.accepted for verdict in validator.check_with_weights(of_stranger(honest())))
@@ -79,6 +82,22 @@ def test_statistics_do_not_end_a_run_by_its_own_workers(make):
     assert node == doubles.NODE.worker and "differ from their replay more than honest ones did: " in line
     assert "this bans no worker, and each of its groups is replayed" in line
     assert not any(verdict.accepted for verdict in validator.check_with_weights(of_stranger(other)))
+
+
+def test_a_stranger_that_hands_in_before_the_measurement_is_reported_and_convicted_only_by_it(make):
+    """Claims that err within the loose limits of the dtype, and by more than honest ones of this model."""
+    bands, validator, _, flagged = make()
+    biased = [
+        rollout_lib.sign(dataclasses.replace(r, logprobs=r.logprobs - 9e-4 * r.sampled_mask.astype("f4")), STRANGER)
+        for r in honest()
+    ]
+    forged = [
+        rollout_lib.sign(dataclasses.replace(r, proofs=biased[i - 1].proofs), STRANGER) for i, r in enumerate(biased)
+    ]
+    assert {verdict.reason for verdict in validator.check_with_weights(biased)} == {"ok"} and bands.is_measuring
+    assert not any(verdict.accepted for verdict in validator.check_with_weights(forged))  # no limit is that loose
+    assert all(verdict.accepted for verdict in validator.check_with_weights(honest()))
+    assert {verdict.reason for verdict in validator.check_with_weights(biased)} == {"logprob"} and not flagged
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
