@@ -149,7 +149,7 @@ def test_a_limit_is_beyond_honest_tokens_and_not_far_beyond(draw):
     assert 0.8 * exact <= measurement.tail_limit(sample, sample) <= 1.5 * exact
 
 
-@pytest.mark.parametrize(("noise", "rounding", "expected"), [(0.05, 0.0, 1e-3), (1e-5, 2e-6, 0.2)])
+@pytest.mark.parametrize(("noise", "rounding", "expected"), [(0.05, 0.0, 1e-2), (1e-5, 2e-6, 0.2)])
 def test_errors_are_measured_in_units_that_fit_their_growth_with_uncertainty(noise, rounding, expected):
     """Models errors of SmolLM2: in bfloat16 they vanish with 1 - p, in float32 the rounding of large logits stays."""
     rng = np.random.default_rng(3)
