@@ -31,11 +31,13 @@ from tests.support import cheats, doubles
 def main(argv: list[str] | None = None) -> int:
     """Prints a table per regime; returns the exit code: 1 after a false alarm."""
     parser = cli.Parser(prog="python -m bench.cheats", description=__doc__)
-    parser.add_argument("--rollouts", type=int, default=128, help="number of rollouts per cheat")
+    parser.add_argument(
+        "--rollouts", type=int, default=128, help="number of rollouts per cheat; 0 with --model: honest ones alone"
+    )
     parser.add_argument("--honest", type=int, default=2048, help="number of honest rollouts per regime")
     names = list(cheats.CHEATS)
     parser.add_argument(
-        "--cheats", nargs="+", default=names, help=f"ways to cheat (default: all of {', '.join(names)})"
+        "--cheats", nargs="+", default=[], help=f"ways to cheat (default: all; without --model of {', '.join(names)})"
     )
     regimes = [*cheats.REGIMES, *pretrained_cheats.REGIMES]
     parser.add_argument("--regimes", nargs="+", choices=regimes, default=["float32", "mixed"], help="dtypes")
@@ -55,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         args.run.mkdir(parents=True, exist_ok=True)
         cheats.write_run(args.run, args.mixture)
         return 0
+    args.cheats = args.cheats or names
     if unknown := [name for name in args.cheats if name not in cheats.CHEATS]:
         parser.error(f"--cheats {unknown[0]!r} is not a cheat; choose among {', '.join(cheats.CHEATS)}")
     plays = [
