@@ -45,7 +45,7 @@ class AdapterSet:
     def read(self, name: str, folder: str) -> dict:
         """Returns the adapters in a folder for `load`. Raises ValueError in one line if they are not for this model, or of too high a rank."""
         if not pathlib.Path(folder).is_dir():
-            raise FileNotFoundError(f"adapter {name!r}: the folder {folder} does not exist; give one that PEFT wrote")
+            raise ValueError(f"adapter {name!r}: the folder {folder} does not exist; give one that PEFT wrote")
         try:
             read = adapter_file.load(folder, self.model)
         except ValueError as error:

@@ -32,7 +32,7 @@ SIZES = {
     **{"warmup.num_steps": NUM_STEPS, "warmup.learning_rate": 2e-5, "warmup.rate_steps": 0, "warmup.tasks_per_step": 2},
     **{"inference.max_model_len": 128, "train.row_length": 128, "train.rows": 1, "inference.num_slots": 4},
     **{"sampling.max_tokens": 16, "rl.prompts_per_step": 4, "evaluation.num_tasks": 4, "inference.mesh.tensor": 1},
-    "model.scan_layers": False,
+    **{"model.scan_layers": False, "model.remat": "none"},
 }
 ENGINE = engine_lib.EngineConfig(num_slots=4, max_model_len=128, prefill_batch=4, steps_per_call=8)
 QUESTIONS = ("Where does the Rhine end?", "What is a sonnet?")
