@@ -267,6 +267,8 @@ def _claim(path: pathlib.Path, experiment: experiment_lib.Experiment, free: tupl
     file, steps = path / "config.json", path / "metrics.jsonl"
     leftovers = list(path.glob(atomic_file.LEFTOVERS))  # of a kill while a key or the config was written
     has_rl = any(path.glob("checkpoints/[0-9]*"))
+    if file.exists():
+        saved_config(path)  # that of a checkpoint's folder is not replaced
     if file.exists() and (has_rl or steps.exists() and steps.stat().st_size):
         _check_same(path, experiment, free=() if has_rl else free)
     elif not (file.exists() or (path / ORCHESTRATOR_LOCK).exists()) and any(

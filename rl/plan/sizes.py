@@ -152,11 +152,11 @@ def settled(
         config.model.remat = "block"
         exp = resolve(config)
     config.warmup.digest = exp.config.warmup.digest  # the data may be large
-    if "evaluation.num_tasks" in names:  # the environment may hold out fewer
-        config.evaluation.num_tasks = exp.config.evaluation.num_tasks
     if TENSOR in names and place.server_mesh is not None and not place.is_cpu:
         place = _with_parts(exp, config, place, devices, names)
     num_bytes = _grow(exp, config, place, names)
+    if "evaluation.num_tasks" in names:  # the environment may hold out fewer
+        config.evaluation.num_tasks = exp.config.evaluation.num_tasks
     values = {name: operator.attrgetter(name)(config) for name in names}
     lengths, memory = {"inference.max_model_len", "train.row_length"}, {"inference.num_slots", "train.rows", TENSOR}
     size = f"{place.mesh.size} x {place.memory_bytes / GIB:.2f} GiB, about {num_bytes / GIB:.2f} of each in use"

@@ -528,6 +528,9 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     refused(tmp_path, resolved(), "it is not a run")
     refused(tmp_path / "thesis.tex", resolved(), "is a file")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # of a checkpoint; the run's took its place
+    refused(tmp_path, resolved(), "config.json is not a run's config .*; use another --workdir")
+    assert "llama" in (tmp_path / "config.json").read_text()
 
 
 @pytest.mark.parametrize(("folder", "code"), [("rl", failure.MISTAKE), ("configs", failure.BUG), ("runs", failure.BUG)])

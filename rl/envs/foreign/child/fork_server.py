@@ -160,8 +160,7 @@ class _Server:
             arguments = self._env, task, request["base_url"]
             text = json.dumps({"done": self._adapter["run"](*arguments)})
         except BaseException as error:  # foreign code may raise anything
-            traceback.print_exc()
-            text = json.dumps({"failed": _describe(error)})
+            text = json.dumps({"failed": _describe(error) + _place(error)})
         with open(pipe, "w", encoding="utf-8") as file:
             file.write(text)
         os._exit(0)
@@ -234,6 +233,14 @@ def _parsed(reply: bytearray) -> dict | None:
 def _describe(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return "".join(char for char in text if char.isprintable())[:MAX_ERROR]
+
+
+def _place(error: BaseException) -> str:
+    """Returns the file and line of an error, those of the environment's own code if it has any."""
+    frames = [*traceback.extract_tb(error.__traceback__)]
+    libraries = (sys.prefix, sys.base_prefix, "<frozen", os.path.dirname(__file__))
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
+    return f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""
 
 
 if __name__ == "__main__":

@@ -109,7 +109,11 @@ REHEARSALS = {
     ),
     "data": ("plain:strange:rows", {}, "No such file.*; it needs data that is not on this machine"),
     "corpus": ("plain:strange:corpus", {}, "Resource brown not found.* connect this machine and download it once"),
-    "data of an episode": ("plain:strange:late", {}, "no train episode can begin: FileNotFoundError.*; it needs data"),
+    "data of an episode": (
+        "plain:strange:late",
+        {},
+        r"no train episode can begin: FileNotFoundError.*answers.txt. \(strange.py:\d+\); it needs data",
+    ),
     "one task": (
         "plain:strange:equal",
         {"count": 1},

@@ -347,7 +347,12 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path, monkeypat
             {},
             r"row 1: the answer \['1', '2'\] is not a text or a number; set",
         ),
-        (r'{"question": "\ud800", "result": "b"}', {}, "x.jsonl, train row 1: 'utf-8' codec can't encode"),
+        (
+            r'{"question": "\ud800", "result": "b"}',
+            {},
+            "x.jsonl, train row 1: 'utf-8' codec can't encode .*; remove the character",
+        ),
+        ('{"question": "a", "result": "b", "result": "c"}', {}, "line 1 .*has the field 'result' twice; remove one"),
         ('{"question": "a", "result": NaN}', {}, "row 1: the answer is NaN, a missing number; correct it"),
         ('{"question": "a", "result": "3:45"}', {"reward": "number"}, "row 1: the answer '3:45' is .*reward = 'exact'"),
         ('{"question": "a", "result": "(3, 4)"}', {"reward": "number"}, "row 1: the answer .* is .*reward = 'math'"),
@@ -391,6 +396,14 @@ def test_a_mistake_is_one_line(tmp_path, content, options, words):
     assert "\n" not in str(error.value)
 
 
+def test_messages_in_a_column_of_texts_are_messages(tmp_path):
+    """A table of CSV has no other place for them; the model saw the brackets of JSON."""
+    rows = [{"question": json.dumps([{"role": "user", "content": f"Q{i}"}]), "result": str(i)} for i in range(40)]
+    env = load(write(tmp_path / "x.jsonl", [*rows, {"question": '[{"role"', "result": "no JSON"}]))
+    texts = {env.make_task(i, "train").messages[0]["content"] for i in range(env.num_tasks)}
+    assert texts < {*(f"Q{i}" for i in range(40)), '[{"role"'} and len(texts) > 20
+
+
 def test_a_mark_of_the_byte_order_is_no_part_of_the_first_row(tmp_path):
     rows = [{"a": "1"}, {"a": "2"}]
     for name, text in (
@@ -410,12 +423,15 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_first_row(tmp_path):
         ("x.csv", "a,b,a\n1,2,3\n", "x.csv cannot be read: two columns have the name 'a'; rename one"),
         ("x.csv", "a,b\n1,2,3\n", "x.csv cannot be read: row 1 does not have the 2 fields of the first line; correct"),
         ("x.csv", 'a,b\n"1"x,2\n', "x.csv cannot be read: .* expected after"),
+        ("x.csv", "a;b\n1;2\n", "x.csv cannot be read: its fields are separated by ';' in place of commas; correct"),
+        ("x.csv", "a,b\n\udcff,2\n", "x.csv cannot be read: 'utf-8' codec can't decode .*; save it as UTF-8"),
         ("x.json", "[1", "x.json cannot be read: Expecting"),
+        ("x.json", '[{"a": 1, "a": 2}]', "x.json cannot be read: an object has the field 'a' twice; remove one"),
         pytest.param("x.json", "[" * 10**5, "x.json cannot be read: maximum recursion", id="nested"),
         ("x.parquet", "a", "x.parquet cannot be read: .*; correct the file"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, words):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, errors="surrogateescape")
     with pytest.raises(ValueError, match=words):
         sources.read(tmp_path / name)
