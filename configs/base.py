@@ -226,7 +226,8 @@ def get_config() -> config_dict.ConfigDict:
     i.prefill_chunk = 512  # longer prompts are prefilled this many tokens at a time
     i.steps_per_call = 8
     # Pages of 64 tokens in the cache of keys and values, of which each slot takes as many as its tokens fill: for accelerators, where
-    # they hold more sequences than slots of whole length (docs/decisions/inference.md). 0: each slot has room for max_model_len.
+    # they hold more sequences than slots of whole length (docs/decisions/inference.md). 0: each slot has room for max_model_len. -1: on a
+    # TPU as many pages as these slots would fill, so that a step reads the pages in use alone; elsewhere 0.
     i.num_pages = 0
     # Mesh axes of the run's own server. In topology.mode "local" over the devices of its host; all 1: one device. In "colocated"
     # over the engine's devices, of which `data` takes those that the others leave; `tensor` of 0: the least that fits the memory.

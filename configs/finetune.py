@@ -25,6 +25,7 @@ def get_config():
     )
     c.sampling.max_tokens = c.rl.prompts_per_step = c.evaluation.num_tasks = 0
     c.train.row_length = c.train.rows = c.inference.num_slots = c.inference.max_model_len = c.inference.mesh.tensor = 0
+    c.inference.num_pages = -1
     c.warmup.update(learning_rate=2e-4, tasks_per_step=32)  # with lora.rank = 0, 2e-5
     c.optimizer.update(learning_rate=2e-5, beta2=0.999, weight_decay=0.01)  # with lora.rank = 0, 1e-6
     # The rate falls to 0 at the end of the run: a score stays up after the policy has converged.

@@ -68,7 +68,7 @@ from sharding.system import atomic_file, cli, compile_cache, secret_file, socket
 SIZES = {
     **{"num_slots": 64, "max_model_len": 1024, "prefill_batch": 16, "prefill_chunk": 512, "steps_per_call": 8},
     "routed_experts": False,  # record the experts of each token, for router replay
-    "num_pages": 0,  # of a cache in pages of 64 tokens that all slots share
+    "num_pages": engine_lib.AUTO,  # of a cache in pages of 64 tokens that all slots share
     "page_dtype": "",  # "float8_e4m3fn": pages hold twice the tokens, and the policy changes slightly
     "kept_tokens": 0,  # record up to so many tokens that filters kept, for training under top-k or top-p
 }

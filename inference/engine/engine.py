@@ -52,6 +52,7 @@ from sharding import rules
 
 State = cpu_sub_batches.State
 HOST, DEVICE = "pinned_host", "device"  # kinds of memory, by JAX's names
+AUTO = -1  # of `num_pages`
 PAGES_PER_COPY = 16  # of a copy into, or out of, a cache in pages: one program for any number
 
 
@@ -67,7 +68,8 @@ class EngineConfig:
     routed_experts: bool = False  # record the experts that each token was routed to
     # record the tokens that filters left to sample from, up to so many (inference/rollouts/kept_sets.py)
     kept_tokens: int = 0
-    num_pages: int = 0  # of the cache, `paged_cache.PAGE` positions each; 0: every slot has its whole capacity
+    # Of the cache, `paged_cache.PAGE` positions each. 0: every slot has its whole capacity. AUTO: as many, in pages, on a TPU
+    num_pages: int = 0
     page_dtype: str = ""  # one of `paged_cache.DTYPES`; not that of activations: the server samples from another policy
 
     def __post_init__(self):
@@ -83,7 +85,7 @@ class EngineConfig:
             raise ValueError(
                 f"inference.steps_per_call = {steps} must be at most {window.WINDOW}, the window of a proof; set it lower"
             )
-        if self.num_pages and self.num_pages < (least := self.pages_per_slot):
+        if self.num_pages not in (0, AUTO) and self.num_pages < (least := self.pages_per_slot):
             found = (
                 f"inference.num_pages = {self.num_pages} of {paged_cache.PAGE} positions do not hold one sequence of"
             )
@@ -121,6 +123,16 @@ class EngineConfig:
     def tail_chunk(self) -> int:
         """The number of tokens of a short chunk, for the end of a prompt."""
         return min(max(16, self.prefill_chunk // 8), self.prefill_chunk, self.capacity)
+
+    def settled(self, model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> "EngineConfig":
+        """Returns these sizes with a number for `num_pages` of AUTO.
+
+        A TPU reads only the pages in use, so a cache of the same size is in pages there, where the model has one.
+        """
+        if self.num_pages != AUTO:
+            return self
+        in_pages = self.num_slots * self.pages_per_slot if paged_cache.reads_pages_in_use(model, mesh) else 0
+        return dataclasses.replace(self, num_pages=in_pages, page_dtype=self.page_dtype if in_pages else "")
 
     def chunks(self, start: int, end: int) -> list[int]:
         """Returns the sizes of the chunks that prefill a prompt's tokens from `start` to `end`; the last one may be padded."""
@@ -193,6 +205,7 @@ class Engine(engine_api.Engine):
         `config.routed_experts` is set for a model without experts.
         """
         mesh = mesh_lib.create({}, devices=jax.local_devices()[:1]) if mesh is None else mesh
+        config = config.settled(model, mesh)
         check_mesh(config, mesh)
         if config.num_pages:
             paged_cache.check(model, mesh)

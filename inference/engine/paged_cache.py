@@ -50,11 +50,8 @@ def check(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh | None = None) 
     """Raises ValueError if this model, or the mesh of its server, needs slots of whole capacity."""
     reasons = {"latent attention": model.is_latent, "attention sinks": model.sinks, "sliding layers": model.window > 0}
     if mesh is not None:
-        shards, parts = rules.num_batch_shards(mesh), mesh.shape["tensor"]
-        device = mesh.abstract_mesh.abstract_device
-        # its kernel reads whole vectors, and rounds to bfloat16
-        is_tpu = device is not None and device.platform == "tpu"
-        reasons |= {
+        shards, parts, is_tpu = rules.num_batch_shards(mesh), mesh.shape["tensor"], _is_tpu(mesh)
+        reasons |= {  # the kernel reads whole vectors, and rounds to bfloat16
             f"{shards} batch shards of the mesh (data x fsdp x expert)": shards > 1,
             f"{model.num_kv_heads} key heads over tensor={parts}": model.num_kv_heads % parts > 0,
             f"head_dim = {model.head_dim} on a TPU": is_tpu and model.head_dim % LANES > 0,
@@ -63,6 +60,20 @@ def check(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh | None = None) 
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"inference.num_pages: a cache in pages does not support {reason}; set it to 0")
+
+
+def reads_pages_in_use(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> bool:
+    """Returns True where a decode step reads no other pages: on a TPU, if `check` allows this model there."""
+    try:
+        check(model, mesh)
+    except ValueError:
+        return False
+    return _is_tpu(mesh)
+
+
+def _is_tpu(mesh: jax.sharding.Mesh) -> bool:
+    device = mesh.abstract_mesh.abstract_device
+    return device is not None and device.platform == "tpu"
 
 
 def create(config: config_lib.ModelConfig, num_pages: int, dtype: str = "") -> PagedCache:

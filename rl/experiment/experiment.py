@@ -209,7 +209,7 @@ def resolve(
         loss_options["length"] = float(env_mix.max_tokens(config))
     sizes = config.inference.to_dict()
     server_mesh = {axis: size for axis, size in sizes.pop("mesh").items() if size != 1}
-    if sizes["num_pages"] and has_rollouts:
+    if sizes["num_pages"] > 0 and has_rollouts:
         paged_cache.check(model)
     return Experiment(
         config=config_dict.FrozenConfigDict(config),

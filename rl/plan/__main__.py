@@ -64,7 +64,7 @@ def define_flags() -> None:
     flags.DEFINE_string("topology", None, "topology of the learner, <kind>:<dims>; config.plan.topology by default")
     flags.DEFINE_integer("num_slices", None, "slices of the learner; config.plan.num_slices by default", lower_bound=1)
     flags.DEFINE_string("server_topology", None, "topology of a server; one host of the learner's kind by default")
-    flags.DEFINE_float("effort", plan.EFFORT, "effort of the compiler, -1 to 1; 0 compiles as a run does", -1.0, 1.0)
+    flags.DEFINE_enum("effort", plan.EFFORT, [*plan.EFFORTS], "effort of the compiler; run: that of a run")
     names = [*lowered_programs.LEARNER, *lowered_programs.SERVER]
     flags.DEFINE_multi_enum("programs", names, names, "programs to compile; all by default")
 

@@ -244,13 +244,14 @@ def prefill_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowe
 def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> LoweredProgram:
     """Returns the program that decodes all slots of a server. Its work and bytes are those of one decode step."""
     server, params = _server(exp, mesh)
-    slots, pages, config = exp.engine.num_slots, exp.engine.num_pages, exp.config
+    sizes, config = server.config, exp.config
+    slots, pages = sizes.num_slots, sizes.num_pages
     # Not the layout of this machine's own slots (inference/engine/cpu_decode_attention.py), should it be a CPU.
     cache = jax.eval_shape(
         lambda: (
-            paged_cache.create(server.model, pages, exp.engine.page_dtype)
+            paged_cache.create(server.model, pages, sizes.page_dtype)
             if pages
-            else kv_cache.create(server.model, slots, exp.engine.capacity)
+            else kv_cache.create(server.model, slots, sizes.capacity)
         )
     )
     state = _placed(jax.eval_shape(lambda: server.init_slots(slots)).replace(cache=cache), mesh)
@@ -258,8 +259,8 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
     held = _held(parameters=params, cache=state.cache, other_state=state.replace(cache=()))
     if config.mesh.rollout_devices and has_engine(config):  # they are handed over while the engine runs
         held["new version"] = held["parameters"]
-    table = jax.ShapeDtypeStruct((slots, exp.engine.pages_per_slot), jnp.int32) if pages else None
-    capacity, read_share = exp.engine.capacity, work.read_parameters(slots) / work.held
+    table = jax.ShapeDtypeStruct((slots, sizes.pages_per_slot), jnp.int32) if pages else None
+    capacity, read_share = sizes.capacity, work.read_parameters(slots) / work.held
     if pages:  # no page is free
         length = min(pages * paged_cache.PAGE // slots, capacity)
         title = f"decode: {slots} sequences of {length} tokens on average, of {capacity} at most, in {pages} pages"
@@ -267,7 +268,7 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
         length, title = capacity, f"decode: {slots} slots of {capacity} tokens"
     return LoweredProgram(
         name="decode",
-        title=f"{title}, {exp.engine.steps_per_call} steps per call",
+        title=f"{title}, {sizes.steps_per_call} steps per call",
         mesh=mesh,
         lower=lambda: _lower(mesh, jax.jit(server.generate, donate_argnums=1), params, (state,), None, table),
         held=held,
@@ -317,12 +318,13 @@ def _lengths_text(config) -> str:
 def _server(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> tuple[engine.Engine, transformer.Params]:
     """Returns an engine and its weights, as they are published."""
     model = exp.published_model
-    engine.check_mesh(exp.engine, mesh)
-    if exp.engine.num_pages:
+    config = exp.engine.settled(model, mesh)
+    engine.check_mesh(config, mesh)
+    if config.num_pages:
         paged_cache.check(model, mesh)
     store = weights.Store(model, mesh, lora=exp.lora or None)
     params = lora.restored(store.abstract, store.lora)
-    return engine.Engine(model, exp.engine, exp.tokenizer, for_cpu=False), params
+    return engine.Engine(model, config, exp.tokenizer, for_cpu=False), params
 
 
 def _placed(tree, mesh: jax.sharding.Mesh):

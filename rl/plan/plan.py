@@ -30,9 +30,10 @@ from sharding import rules
 
 GIB = 2**30
 MAX_TRIES = 4  # compilations in the search for a remedy
-# Effort of the compiler, -1 to 1; a run's own is 0. The lowest takes half the time. The memory of a program differs by 1 %
-# (train step of configs/intellect2.py: 56.8 and 56.5 GiB), and some of its collectives by kind.
-EFFORT = -1.0
+# The compiler's levels of optimization, by name; "run" is a run's own. The lowest takes half the time. The memory of a program differs
+# by 1 % (train step of configs/intellect2.py: 56.8 and 56.5 GiB), and some of its collectives by kind.
+EFFORTS = {"run": 0, "O0": 9, "O1": 19, "O2": 29, "O3": 39}  # values of XLA's EffortLevel
+EFFORT = "O0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,17 +63,17 @@ def make_program(name: str, exp: experiment.Experiment, topology: str) -> lowere
     return lowered_programs.SERVER[name](exp, mesh)
 
 
-def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chip, effort: float = EFFORT) -> Outcome:
+def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chip, effort: str = EFFORT) -> Outcome:
     """Compiles one program, unless its arguments alone exceed a chip's memory. Returns its needs, or why it does not fit.
 
-    `effort` is the compiler's, from -1 to 1; 0 is a run's own. Blocks for minutes for a large model.
+    `effort` is one of `EFFORTS`. Blocks for minutes for a large model.
     """
     held = sum(program.held.values())
     if held > chip.memory_bytes:
         return Outcome(program, f"its arguments alone need {_gib(held)} of {_gib(chip.memory_bytes)} per chip")
     begun = time.perf_counter()
     try:
-        compiled = program.lower().compile({"exec_time_optimization_effort": effort})  # pyright: ignore[reportArgumentType]  # stub lacks float
+        compiled = program.lower().compile({"optimization_level": EFFORTS[effort]})
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -2,6 +2,7 @@
 that move between slots and pages."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,27 @@ def test_eight_bits_hold_their_largest_number_where_a_key_is_larger():
 def test_a_dtype_of_pages_that_cannot_be_is_refused(fields):
     with pytest.raises(ValueError, match="page_dtype = .* is not float8_e4m3fn, or num_pages is 0"):
         dataclasses.replace(CONFIG, **{"num_pages": 0} | fields)
+
+
+@pytest.mark.parametrize(
+    ("platform", "fields", "pages"),
+    [
+        ("tpu", {}, 24),  # those of three whole slots
+        ("tpu", {"head_dim": 64}, 0),  # the kernel needs another shape
+        ("tpu", {"window": 16}, 0),
+        ("gpu", {}, 0),  # XLA gathers whole slots
+    ],
+)
+def test_a_tpu_has_pages_by_itself_where_its_kernel_reads_them(platform, fields, pages):
+    device = types.SimpleNamespace(platform=platform)
+    axes = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
+    mesh = types.SimpleNamespace(shape=axes, abstract_mesh=types.SimpleNamespace(abstract_device=device))
+    model = dataclasses.replace(MODEL, **{"head_dim": 128, "dtype": "bfloat16"} | fields)
+    config = dataclasses.replace(CONFIG, num_pages=engine_lib.AUTO, page_dtype="float8_e4m3fn")
+    settled = config.settled(model, mesh)
+    assert settled == dataclasses.replace(config, num_pages=pages, page_dtype="float8_e4m3fn" if pages else "")
+    assert CONFIG.settled(model, mesh) is CONFIG
+    assert engine_lib.Engine(MODEL, config, tokenizer_lib.byte_chatml()).config.num_pages == 0  # on a CPU
 
 
 MODEL = tiny.model()
