@@ -28,6 +28,7 @@ CHANCE = 1e-9  # of an honest token to exceed a limit: 1e-7 for a rollout of 100
 TAIL = 2e-3  # the share of honest tokens from which a tail is carried on
 BAND_SAFETY = 1.25
 SHAPE_SAFETY = 2.0
+MARGIN_SAFETY = 2.0  # on the largest margin: 0.33 nats in 8,120 honest tokens, and 0.44 in the next as many
 ROUTING_SAFETY = 3.0  # on the largest margin of a router
 # Smaller bands are rounding of the measurement: a single flipped tie would exceed them.
 FLOORS = sequential_test.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6)
@@ -118,7 +119,10 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     limit = {
         "logprob": max(tail_limit(x_N, x_N) for x_N in scaled),
         # Margins are rare, and their tail has the shape of that of the errors that cause them.
-        "margin": max(tail_limit(m.margin_N, x_N) for m, x_N in zip(named, scaled, strict=True)),
+        "margin": max(
+            max(tail_limit(m.margin_N, x_N), MARGIN_SAFETY * float(m.margin_N.max()))
+            for m, x_N in zip(named, scaled, strict=True)
+        ),
         "routing": ROUTING_SAFETY * max(m.routing for m in named),
     }
     limit = {name: max(least, limit[name]) for name, least in LEAST.items()}
