@@ -185,13 +185,14 @@ def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read_csv(path: pathlib.Path) -> Rows:
     with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)
-        if twice := [name for name, count in collections.Counter(reader.fieldnames).items() if count > 1]:
+        names = reader.fieldnames or ()
+        if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
             raise ValueError(f"two columns have the name {twice[0]!r}; rename one")
-        if len(reader.fieldnames or ()) == 1 and (sign := next((x for x in ";\t" if x in reader.fieldnames[0]), "")):
+        if len(names) == 1 and (sign := next((x for x in ";\t" if x in names[0]), "")):
             raise ValueError(f"its fields are separated by {sign!r} in place of commas")
         rows = list(reader)
     if bad := next((number for number, row in enumerate(rows, 1) if None in row or None in row.values()), None):
-        raise ValueError(f"row {bad} does not have the {len(reader.fieldnames or ())} fields of the first line")
+        raise ValueError(f"row {bad} does not have the {len(names)} fields of the first line")
     return rows
 
 
