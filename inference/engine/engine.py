@@ -68,7 +68,7 @@ class EngineConfig:
     routed_experts: bool = False  # record the experts that each token was routed to
     # record the tokens that filters left to sample from, up to so many (inference/rollouts/kept_sets.py)
     kept_tokens: int = 0
-    # Of the cache, `paged_cache.PAGE` positions each. 0: every slot has its whole capacity. AUTO: as many, in pages, on a TPU
+    # The pages of the cache, `paged_cache.PAGE` positions each. With 0, every slot has its whole capacity. AUTO is chosen by `settled`.
     num_pages: int = 0
     page_dtype: str = ""  # one of `paged_cache.DTYPES`; not that of activations: the server samples from another policy
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from inference.adapters import adapter_set
 from inference.engine import decode_state, kv_cache, routed_experts
 from inference.engine import engine as engine_lib
 from inference.scheduler import prefix_cache
@@ -200,7 +201,7 @@ class PrefillQueue:
             size = next(size for size in self._engine.prefill_sizes if size >= len(rows))
             length_P = np.ones((size,), np.int32)
             length_P[: len(rows)] = [len(tokens) for _, tokens in rows]
-            adapters = [*(adapter for adapter, _ in rows), *[-1] * (size - len(rows))]
+            adapters = [*(adapter for adapter, _ in rows), *[adapter_set.NONE] * (size - len(rows))]
             params = self._engine.choose(self._params, adapters)
             tokens_PT = _pad([tokens for _, tokens in rows], size, bucket)
             prefix = self._engine.prefill_batch(params, tokens_PT, length_P)

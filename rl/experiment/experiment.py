@@ -258,10 +258,8 @@ def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None, sav
                 env = envs.load(name, seed=config.seed, **options)
                 section.num_tasks = entry.num_tasks or env.num_tasks
                 section.max_calls = 1 if has_one_call or env.play is None else entry.max_calls or MAX_CALLS
-                for one in (
-                    config.evaluation,
-                    *config.evaluation.sets.values(),
-                ):  # a task twice has the same greedy answer
+                # A task that is asked twice has the same greedy answer.
+                for one in (config.evaluation, *config.evaluation.sets.values()):
                     count, of = getattr(one, "num_tasks", 0), getattr(one, "env", "")
                     if env.num_held_out and of == entry.key and isinstance(count, int) and count > env.num_held_out:
                         one.num_tasks = env.num_held_out

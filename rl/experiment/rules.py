@@ -92,14 +92,8 @@ FILES = {
 }
 # Fields that rl/plan/sizes.py chooses where they are 0 or "auto".
 OPEN = (
-    *(
-        "model.dtype",
-        "model.param_dtype",
-        "model.remat",
-        "sampling.max_tokens",
-        "rl.prompts_per_step",
-        "evaluation.num_tasks",
-    ),
+    *("model.dtype", "model.param_dtype", "model.remat"),
+    *("sampling.max_tokens", "rl.prompts_per_step", "evaluation.num_tasks"),
     *("inference.max_model_len", "train.row_length"),
     *("inference.num_slots", "train.rows", "inference.mesh.tensor"),
 )
@@ -156,7 +150,10 @@ def mistakes_outside(config: config_dict.ConfigDict) -> Iterator[str]:
                 yield f"{name} = {path!r} does not exist; {remedy}"
     folder = pathlib.Path(config.init_from)
     if config.init_from and folder.exists() and not (folder / "weights").exists() and not gguf_header.is_gguf(folder):
-        read = lambda: atomic_file.read_json(hub.config_file(folder), dict)  # noqa: E731
+
+        def read() -> dict:
+            return atomic_file.read_json(hub.config_file(folder), dict)
+
         yield from (f"init_from: {problem}" for problem in cli.mistake(read))
     if cli.mistake(lambda: env_mix.entries(config)):
         return  # `mistakes` reports it

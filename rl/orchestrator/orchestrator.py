@@ -291,16 +291,19 @@ class Orchestrator:
             notice_s = min(EVALUATION_NOTICE_S, self._config.evaluation.hold_s)
             self._evaluating[version, name] = functools.partial(self._evaluation, version, name, keys, time.monotonic())
             stack.callback(self._evaluating.pop, (version, name))
-            left = lambda: [key for key in keys if key in self._queue.entries]  # noqa: E731  # an environment may be left out
-            while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(left()), notice_s):
+            while not self._wait_for(lambda: self._queue.num_eligible(keys) == len(self._not_left_out(keys)), notice_s):
                 self._on_wait(self._evaluating[version, name]())
                 if time.monotonic() > end_s and self._shared.policy.version > version:
-                    for key in left():
+                    for key in self._not_left_out(keys):
                         self._queue.drop(key, "evaluation")
                     return []
-            taken = self._queue.take(left())
+            taken = self._queue.take(self._not_left_out(keys))
             self._counts["given_up"] += sum(list(entry.scores.values()).count(None) for entry in taken)
         return [*map(self._rewarded, taken)]
+
+    def _not_left_out(self, keys: Sequence[queue_entry.Key]) -> list[queue_entry.Key]:
+        """Returns those of an evaluation's keys whose environment was not left out meanwhile. The caller has the lock."""
+        return [key for key in keys if key in self._queue.entries]
 
     def doubt(self, node: str) -> None:
         """Has each group that a worker or server answers for replayed from now on, without blame."""
@@ -487,7 +490,7 @@ class Orchestrator:
         if done:
             left_s = taken_s * (len(keys) - done) / done
         else:
-            entries = [self._queue.entries[key] for key in keys if key in self._queue.entries]
+            entries = [self._queue.entries[key] for key in self._not_left_out(keys)]
             most = sum(entry.group.num_samples for entry in entries) * env_mix.max_tokens(self._config)
             left_s = max(0.0, most / (self.nodes.tokens_per_s() or math.inf) - taken_s)
         label = f"the evaluation {name} of version {version}" if name else f"the evaluation of version {version}"

@@ -85,9 +85,8 @@ class Batches:
         self._again: list[int] = []  # numbers to open before further ones, after a resume
         self._waiting: dict[Key, None] = {}  # opened, and neither taken nor dropped, in order
         self._left_out: set[str] = set()  # environments
-        self._missing: set[tuple[int, int]] = (
-            set()
-        )  # (step, group) of these, in batches to come with the groups of their step
+        # (step, group) of these environments, in batches to come that have the groups of their step
+        self._missing: set[tuple[int, int]] = set()
         self._is_fixed = task_schedule.is_fixed(rule)
         self._flat: dict[Key, str] = {}  # eligible groups without a signal, with their digest
         self._taken: collections.Counter[int] = collections.Counter()  # groups by batch that the servers' version lacks

@@ -1004,8 +1004,8 @@ def test_an_environment_that_no_worker_can_make_is_left_out_of_a_mixture(make, t
             assert {"good"} == set().union(*work(orchestrator, 1, "bad").values())
             batch = orchestrator.next_batch(2)
             assert [group[0].task.env for group in batch.groups] == ["good"] * sizes[1]
-            told = [line for line in lines if line.startswith("left out from now on: bad, 33% of the groups")]
-            assert len(told) == 1 and re.search(r"The reason: environment bad: task \d+ has no data$", told[0])
+            notices = [line for line in lines if line.startswith("left out from now on: bad, 33% of the groups")]
+            assert len(notices) == 1 and re.search(r"The reason: environment bad: task \d+ has no data$", notices[0])
             assert orchestrator._failure is None
             ledger.flush()
             ledger.resumed(1)
