@@ -131,7 +131,7 @@ class Client:
     def _patience(self, url: str, sampling: dict) -> float:
         """Returns how long a server may keep a request: by the time of earlier replies, or before any by the number of tokens."""
         watch, num_tokens = self._watches.get(url), sampling.get("max_tokens", rollout_lib.MAX_TOKENS)
-        shown_s = sampling.get("n", 1) * num_tokens * watch.token_s if watch else math.inf  # a liar may show anything
+        shown_s = num_tokens * watch.token_s if watch else math.inf  # a liar may show anything
         # Bounded: a server could raise the mean by each reply that it keeps nearly as long as it may.
         return min(self._patience_s, SILENT_S + MAX_S) or SILENT_S + min(num_tokens / SLOW, MAX_S, shown_s)
 
@@ -151,7 +151,7 @@ class _Request:
     def __init__(self, client: Client, body: dict, oldest_version: int, sticky: str):
         self._client, self._servers, self._body = client, client.servers, body
         self._oldest_version, self._sticky = oldest_version, sticky
-        self._clock = asyncio.get_running_loop().time
+        self._clock, self._num_samples = asyncio.get_running_loop().time, body["sampling_params"].get("n", 1)
         self._tried: collections.Counter[str] = collections.Counter()  # attempts by server
         self._pending: list[_Attempt] = []  # in the order of sending
         self._gone: dict[str, str] = {}  # server without that version -> its message
@@ -174,7 +174,7 @@ class _Request:
         finally:
             for attempt in self._pending:
                 attempt.response.cancel()
-                self._servers.end(attempt.url, self._clock(), problem=None)
+                self._servers.end(attempt.url, self._clock(), self._num_samples, problem=None)
 
     def _send(self) -> None:
         """Sends the request to a server that is free, if none has it or the last one is late."""
@@ -185,9 +185,9 @@ class _Request:
                 return
         options = {"sticky": self._sticky, "min_version": self._oldest_version, "tried": self._tried}
         avoid = {*self._gone, *self._refused, *(attempt.url for attempt in self._pending)}
-        if url := self._servers.choose(now_s, avoid=avoid, **options):
+        if url := self._servers.choose(now_s, num_samples=self._num_samples, avoid=avoid, **options):
             self._tried[url] += 1
-            self._servers.begin(url)
+            self._servers.begin(url, self._num_samples)
             self._pending.append(_Attempt(url, now_s, asyncio.ensure_future(self._client._post(url, self._body))))
 
     async def _receive(self) -> list[sample_lib.Sample] | None:
@@ -230,7 +230,7 @@ class _Request:
                     samples = None
         except _FAULTS as error:
             reason, problem = str(error) or type(error).__name__, f"{type(error).__name__}: {error}"
-        self._servers.end(url, now_s, problem=problem, is_busy=is_busy)
+        self._servers.end(url, now_s, self._num_samples, problem=problem, is_busy=is_busy)
         if samples is None:
             self._reason, client.num_retries = f"{url}: {reason}", client.num_retries + 1
         else:
@@ -258,7 +258,7 @@ class _Watch:
 
     def __init__(self, http: httpx.AsyncClient, url: str):
         self.num_requests = 0
-        self.token_s = math.inf  # that a token takes if all requests take turns; infinity: unknown
+        self.token_s = math.inf  # that a sample's token takes if all samples take turns; infinity: unknown
         self.task = asyncio.ensure_future(self._run(http, f"{url}/health"))
 
     async def _run(self, http: httpx.AsyncClient, url: str) -> str:

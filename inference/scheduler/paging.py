@@ -39,9 +39,9 @@ class Paging:
         self._preempted: list[_Preempted] = []  # oldest first
         self._to_write: dict[int, list[tuple[int, int]]] = {}  # of slots whose prompt is not inserted yet
 
-    def __bool__(self) -> bool:
-        """Returns True if sequences wait for pages."""
-        return bool(self._preempted)
+    def __len__(self) -> int:
+        """Returns the number of sequences that wait for pages."""
+        return len(self._preempted)
 
     @property
     def table(self) -> np.ndarray:

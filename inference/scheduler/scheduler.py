@@ -110,7 +110,7 @@ class Scheduler:
         self.slots = slots_lib.Slots(*sizes)
         self.paging = paging.Paging(engine, self.slots) if engine.config.num_pages else None
         self._output: step_output.StepOutput | None = None  # of the last call, not yet published
-        self.num_pending = 0  # requests whose future is not done
+        self._pending: set[sequence_lib.SequenceGroup] = set()  # requests whose future is not done
         self._lock = threading.Lock()
         self._is_closing = False
         self.is_paused = False
@@ -151,8 +151,8 @@ class Scheduler:
             found = f"return_kept_tokens = true and top_k = {request.top_k}, but this server records {self._engine.num_kept} tokens"
             raise ValueError(f"{found}; send a smaller top_k, or start the server with a larger --kept_tokens")
         group = sequence_lib.SequenceGroup(request, concurrent.futures.Future(), listener, time.monotonic())
-        self._put(group, num_requests=1)
-        group.future.add_done_callback(self._forget)
+        self._put(group)
+        group.future.add_done_callback(functools.partial(self._forget, group))
         group.future.add_done_callback(functools.partial(self._ended, group))
         return group.future
 
@@ -223,6 +223,18 @@ class Scheduler:
         return self._released is not None
 
     @property
+    def num_pending(self) -> int:
+        """The number of requests whose future is not done."""
+        return len(self._pending)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of samples of pending requests that have no slot yet, or had to leave it."""
+        with self._lock:
+            num_new = sum(group.request.num_samples - group.num_started for group in self._pending)
+        return num_new + (len(self.paging) if self.paging else 0)
+
+    @property
     def is_alive(self) -> bool:
         """True until the scheduler's thread has ended, by `close` or by an error."""
         return self._thread.is_alive()
@@ -233,24 +245,25 @@ class Scheduler:
         self._put((action, done))
         return done
 
-    def _put(self, message, num_requests: int = 0) -> None:
+    def _put(self, message) -> None:
         with self._lock:  # once _is_closing is set, the thread empties the inbox a last time
             if self._is_closing:
                 raise _shutting_down()
-            if self.num_pending + num_requests > self._max_queue:
-                raise Overloaded(
-                    f"{self.num_pending} requests are pending, the most that this server accepts; try again later"
-                )
-            self.num_pending += num_requests
+            if isinstance(message, sequence_lib.SequenceGroup):
+                if (num_pending := len(self._pending)) >= self._max_queue:
+                    raise Overloaded(
+                        f"{num_pending} requests are pending, the most that this server accepts; try again later"
+                    )
+                self._pending.add(message)
             self._inbox.put(message)
 
     def _ended(self, group: sequence_lib.SequenceGroup, future: concurrent.futures.Future) -> None:
         self.seconds["e2e_request_latency"].observe(time.monotonic() - group.submitted_s)
         self.stats["requests"] += not future.cancelled() and future.exception() is None
 
-    def _forget(self, future):
+    def _forget(self, group: sequence_lib.SequenceGroup, future: concurrent.futures.Future) -> None:
         with self._lock:
-            self.num_pending -= 1
+            self._pending.discard(group)
         if future.cancelled():
             self._inbox.put(_WAKE)  # a paused thread would keep the request otherwise
 

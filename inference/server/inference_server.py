@@ -93,13 +93,12 @@ class InferenceServer:
     def load(self) -> dict[str, float]:
         """Returns the load as heartbeats and the health have it (rl/protocol/registry.py)."""
         scheduler, config = self.scheduler, self.engine.config
-        running = len(scheduler.slots.groups)
         return {
-            "running": running,
-            "waiting": max(scheduler.num_pending - running, 0),
+            "running": len(scheduler.slots.running),
+            "waiting": scheduler.num_waiting,
             "kv_used": min(max(float(scheduler.slots.usage()), 0.0), 1.0),
             "preemptions": int(scheduler.stats["num_preemptions"]),
-            "finished": int(scheduler.stats["requests"]),
+            "finished": int(scheduler.stats["samples"]),
             "capacity": min(config.num_slots, config.num_pages // config.pages_per_slot or config.num_slots),
             "tokens_per_s": self._tokens_per_s(),
         }

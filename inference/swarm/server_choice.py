@@ -74,12 +74,13 @@ class ServerChoice:
         self,
         now_s: float,
         *,
+        num_samples: int = 1,
         sticky: str = "",
         min_version: int = 0,
         tried: Mapping[str, int] | None = None,
         avoid: Collection[str] = (),
     ) -> str | None:
-        """Returns the URL of a server for a request; None if all fail, are busy, or have versions below `min_version`.
+        """Returns the URL of a server for a request of `num_samples`; None if all fail, are busy, or have versions below `min_version`.
 
         It is one that the request `tried` least often, and none to `avoid`.
         """
@@ -92,7 +93,7 @@ class ServerChoice:
             and server.version >= min_version
             and now_s >= server.free_s
             and not (server.num_failures and server.in_flight)  # its one probe
-            and not (server.limit and server.in_flight >= server.limit)
+            and not (server.limit and server.in_flight and server.in_flight + num_samples > server.limit)
         }
         if not found:
             return None
@@ -101,14 +102,16 @@ class ServerChoice:
         equal = [url for url, (num_tried, load) in found.items() if num_tried == least_tried and load <= most_load]
         return max(equal, key=lambda url: hashlib.sha256(f"{sticky}\0{url}".encode()).digest()) if sticky else equal[0]
 
-    def begin(self, url: str) -> None:
-        """Records that a request is sent to a server."""
-        self._servers[url].in_flight += 1
+    def begin(self, url: str, num_samples: int = 1) -> None:
+        """Records that a request of `num_samples` is sent to a server."""
+        self._servers[url].in_flight += num_samples
 
-    def end(self, url: str, now_s: float, *, problem: str | None = "", is_busy: bool = False) -> None:
+    def end(
+        self, url: str, now_s: float, num_samples: int = 1, *, problem: str | None = "", is_busy: bool = False
+    ) -> None:
         """Records the end of a request: a reply, a `problem` of the server (None: cancelled by us), or a server that `is_busy`."""
         server = self._servers[url]
-        server.in_flight -= 1
+        server.in_flight -= num_samples
         if not server.in_flight and not server.is_told:
             del self._servers[url]
         if is_busy:

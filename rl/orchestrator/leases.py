@@ -129,7 +129,8 @@ class Leases:
             self.shared.share.seen(worker, held, now_s)
             room = min(room, self.shared.share.room(worker, held, count[State.OPEN] + count[State.LEASED], now_s))
         if worker not in (own := self.nodes.own_servers):  # each worker may hold one
-            room = int(min(room, max(1 - held, self.nodes.max_leases() - self.shared.queue.num_leases_but(own))))
+            free = self.nodes.max_samples() - self.shared.queue.leased_samples_but(own)
+            room = int(min(room, max(1 - held, free / self.shared.queue.next_samples())))
         return min(room, capacity)
 
     def beat(self, key: str, role: str, report: registry.Report, holding: Sequence[queue_entry.Key], *, leaving: bool):
@@ -160,7 +161,10 @@ class Leases:
     def servers(self, worker: str) -> list[dict]:
         """Returns the servers that a worker may use now, with limits in proportion to its leases."""
         with self.shared.changed:
-            held, total = self.shared.queue.num_leases(worker), self.shared.queue.num_leases_but(self.nodes.own_servers)
+            held, total = (
+                self.shared.queue.leased_samples(worker),
+                self.shared.queue.leased_samples_but(self.nodes.own_servers),
+            )
         return self.nodes.servers(min(max(held, 1) / max(total, 1), 1.0))
 
     def tick(self, now_s: float) -> None:

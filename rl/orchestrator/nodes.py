@@ -37,7 +37,7 @@ MAX_ASKED = 3  # servers that are asked for their data types
 MAX_LINE = 2000  # characters of a line that lists nodes
 LEASE_BEATS = 16.0  # least heartbeats per lease of a known worker, so four per lease of a newcomer
 MAX_BEATS_PER_S = 40.0  # of all workers
-LEASES_PER_REQUEST = 2.0  # a worker also scores and submits groups, and should have the next one at hand
+LEASED_PER_RUNNING = 2.0  # a worker also scores and submits groups, and should have the next one at hand
 SUMS = ("running", "waiting", "tokens_per_s")  # of the loads of servers
 EARLIER = "in an earlier process; the ledger has the reason"
 ROLES = {"server": "an inference server", "worker": "a worker (for held-out tasks one of topology.workers, if any)"}
@@ -48,7 +48,6 @@ class Nodes:
     """The nodes of a run, and the policies of its servers."""
 
     topology: Any  # of the run's config; its server keys may sign in as servers, relays, and validators
-    num_samples: int  # of the request for a training group
     max_lag: int  # versions by which the policy of a server may be older than the newest
     validators: Collection[str]  # public keys that may sign in as validators only
     is_known: Callable[[str], bool]  # True for a worker whose place in the table no stranger may take
@@ -218,25 +217,25 @@ class Nodes:
     def servers(self, share: float = 1.0) -> list[dict[str, Any]]:
         """Returns the servers that a worker may use now, with the version that each has at least, and its load.
 
-        The worker gets this `share` of the requests that each server should run, and at least one.
+        The worker gets this `share` of the samples that each server should run, and at least one.
         """
         with self._lock:
             return [
                 {
                     "url": node.report.url,
                     "key": self._key(node.key),
-                    "limit": math.ceil(self._limit(node) * share),  # of requests at the same time; 0: none
+                    "limit": math.ceil(self._limit(node) * share),  # of samples at the same time; 0: none
                     "version": node.report.policy.version if node.report.policy else 0,
                     "load": node.report.load.running + node.report.load.waiting,
                 }
                 for node in self._serving()
             ]
 
-    def max_leases(self) -> float:
-        """Returns how many groups workers should hold: those that the servers should run, and the next ones. Infinity: no limit."""
+    def max_samples(self) -> float:
+        """Returns of how many samples workers should hold leases: those to run now, and the next ones. Infinity: no limit."""
         with self._lock:
             limits = [self._limit(node) for node in self._serving()]
-        return LEASES_PER_REQUEST * sum(limits) if limits and all(limits) else math.inf
+        return LEASED_PER_RUNNING * sum(limits) if limits and all(limits) else math.inf
 
     def interval_s(self, role: str) -> float:
         """Returns the seconds between two heartbeats of a node; the more workers there are, the longer is that of a worker."""
@@ -393,12 +392,12 @@ class Nodes:
         return [node for node in found if not self.is_banned(self._key(node.key))]
 
     def _observe(self, key: str, load: registry_lib.Load, now_s: float) -> None:
-        state = self._limits.get(key) or request_limit.start(load.capacity / self.num_samples)
+        state = self._limits.get(key) or request_limit.start(load.capacity)
         blind_s = max(request_limit.BLIND_S, registry_lib.SUSPECT_BEATS * self.heartbeat_s)
         self._limits[key] = request_limit.observe(state, load, now_s, blind_s)
 
     def _limit(self, node: registry_lib.Node) -> int:
-        """Returns the number of requests that a server should run (0: unknown)."""
+        """Returns the number of samples that a server should run (0: unknown)."""
         return int(self._limits[node.key].limit) if node.key in self._limits and node.report.load.capacity else 0
 
     def _key(self, key: str) -> str:

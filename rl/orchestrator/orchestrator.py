@@ -126,7 +126,6 @@ class Orchestrator:
         self._published_s = 0.0  # when the newest policy was
         self.nodes = nodes.Nodes(
             topology=config.topology,
-            num_samples=env_mix.max_samples(config),
             max_lag=config.rl.max_lag,
             validators=verdicts.validators,
             is_known=self._health.is_known,

@@ -57,12 +57,12 @@ NEXT: dict[State | None, set[State]] = {
 class Load:
     """The load of a node, by its own account."""
 
-    running: int = 0  # requests, or groups of a worker
+    running: int = 0  # samples, or groups of a worker
     waiting: int = 0
     kv_used: float = 0.0  # fraction of the KV cache
     preemptions: int = 0  # since its start
     tokens_per_s: float = 0.0
-    finished: int = 0  # requests without an error, since its start
+    finished: int = 0  # samples, since its start
     capacity: int = 0  # samples of the greatest length that fit; 0: unknown
 
 

@@ -1,11 +1,11 @@
-"""The number of requests that one inference server should run: a pure state machine on the reports of the server.
+"""The number of samples that one inference server should run: a pure state machine on the reports of the server.
 
-More requests use a server better until their keys and values no longer fit: then it preempts some, and does their work again.
+More samples use a server better until their keys and values no longer fit: then it preempts some, and does their work again.
 After PRIME-RL's controller, per server and poll:
-1. The limit grows per turnover of the running requests by the factor that would fill the KV cache to `TARGET`, from `GROWTH` to
-   `FAST_GROWTH` (each finished request multiplies it by factor^(1 / running)), while the cache is below `GROW_BELOW`, no request
-   waits, and the limit is nearly used. A failed request is not a finished one.
-2. A KV cache above `DRAIN_ABOVE` lowers the limit to the number of requests that would fill it to `TARGET`.
+1. The limit grows per turnover of the running samples by the factor that would fill the KV cache to `TARGET`, from `GROWTH` to
+   `FAST_GROWTH` (each finished sample multiplies it by factor^(1 / running)), while the cache is below `GROW_BELOW`, no sample
+   waits, and the limit is nearly used. A failed sample is not a finished one.
+2. A KV cache above `DRAIN_ABOVE` lowers the limit to the number of samples that would fill it to `TARGET`.
 3. A preemption cuts the limit by `PREEMPTED`, and a long queue over `PATIENCE` polls by `QUEUED`. After a cut, `PATIENCE` polls pass
    until the next one, unless a preemption shows that it was not enough: that one cuts by `REPEATED`.
 4. After `BLIND_S` seconds without a report the limit stays as it is until there is another one.
@@ -21,7 +21,7 @@ from rl.protocol import registry
 GROWTH, FAST_GROWTH, GROW_BELOW, USED = 1.5, 4.0, 0.95, 0.9
 DRAIN_ABOVE, TARGET = 0.99, 0.98
 PREEMPTED, QUEUED, REPEATED = 0.97, 0.9, 0.95
-LONG_QUEUE = 0.5  # waiting requests per running one
+LONG_QUEUE = 0.5  # waiting samples per running one
 PATIENCE = 6  # polls
 BLIND_S = 15.0
 MAX_LIMIT = 1024.0
@@ -39,12 +39,12 @@ class State:
 
 
 def start(capacity: float) -> State:
-    """Returns the first state: as many requests as fit in the KV cache at their greatest length."""
+    """Returns the first state: as many samples as fit in the KV cache at their greatest length."""
     return State(min(max(1.0, capacity), MAX_LIMIT))
 
 
 def observe(state: State, load: registry.Load, now_s: float, blind_s: float = BLIND_S) -> State:
-    """Returns the state after a report; the server should run `int(state.limit)` requests. Reports come well within `blind_s`."""
+    """Returns the state after a report; the server should run `int(state.limit)` samples. Reports come well within `blind_s`."""
     last = state.last or load
     # A server that restarted counts from 0 again.
     is_new = load.finished < last.finished or load.preemptions < last.preemptions

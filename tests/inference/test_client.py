@@ -264,12 +264,12 @@ def test_a_server_that_hangs_costs_a_bounded_time(fault):
         ({"max_tokens": 60_000, "n": 16}, {}, 1800),
         (
             {"max_tokens": 15_000, "n": 16},
-            {"load": {"running": 2, "waiting": 1}},
+            {"load": {"running": 32, "waiting": 16}},
             180,
-        ),  # 3 * 240,000 tokens, 4,000 per second
+        ),  # 48 samples of 15,000 tokens, 4,000 per second
         ({"max_tokens": 15_000, "n": 16}, {"load": {"running": 10**400, "waiting": 0}}, 1500),
         ({"max_tokens": 15_000, "n": 16}, {"load": {"running": "2", "waiting": None}}, 1500),
-        ({"max_tokens": 15_000, "n": 16}, {"load": {"running": 99, "waiting": 0}}, 1500),  # a liar's
+        ({"max_tokens": 15_000, "n": 16}, {"load": {"running": 9999, "waiting": 0}}, 1500),  # a liar's
     ],
 )
 def test_a_server_that_keeps_the_first_request_of_a_client_loses_it(asked, health, first_s):

@@ -288,12 +288,20 @@ class GroupQueue:
         """Returns the number of groups that `worker` has a lease on."""
         return sum(worker in self.entries[key].leases for key in self._index.held.get(worker, ()))
 
-    def num_leases_but(self, workers: frozenset[str]) -> int:
-        """Returns the number of leased groups, without those that only these workers have."""
+    def leased_samples(self, worker: str) -> int:
+        """Returns the number of samples of the groups that `worker` has a lease on."""
+        found = (self.entries[key] for key in self._index.held.get(worker, ()))
+        return sum(entry.group.num_samples for entry in found if worker in entry.leases)
+
+    def leased_samples_but(self, workers: frozenset[str]) -> int:
+        """Returns the number of samples of leased groups, without the groups that only these workers have."""
         found = (self.entries[key] for key in {key for worker in workers for key in self._index.held.get(worker, ())})
-        return self._index.count[State.LEASED] - sum(
-            e.state is State.LEASED and e.leases.keys() <= workers for e in found
-        )
+        own = (e.group.num_samples for e in found if e.state is State.LEASED and e.leases.keys() <= workers)
+        return self._index.leased_samples - sum(own)
+
+    def next_samples(self) -> int:
+        """Returns the number of samples of the next open group, and 1 if there is none."""
+        return next((self.entries[key].group.num_samples for key in self._index.open), 1)
 
     def may_deliver(self, worker: str) -> bool:
         """Returns True if rollouts of `worker` may be needed, or if it made some that no batch has taken."""

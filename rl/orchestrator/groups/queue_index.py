@@ -17,14 +17,16 @@ class QueueIndex:
         self.shared: _Keys = collections.OrderedDict()  # LEASED by MAX_HOLDERS: apart, as few get more
         self.held: dict[str, dict[Key, None]] = {}  # by worker
         self.count: collections.Counter[State | None] = collections.Counter()
-        self._known: dict[Key, tuple[State | None, frozenset[str]]] = {}
+        self.leased_samples = 0  # of all LEASED groups
+        self._known: dict[Key, tuple[State | None, frozenset[str], int]] = {}
 
     def update(self, key: Key, entry: Entry | None) -> None:
         """Follows a change of an entry; None: it is gone."""
-        old_state, old_holders = self._known.pop(key, (None, frozenset()))
+        old_state, old_holders, num_old = self._known.pop(key, (None, frozenset(), 0))
         state, holders = (entry.state, entry.holders) if entry else (None, frozenset())
+        num_samples = entry.group.num_samples if entry else 0
         if entry:
-            self._known[key] = state, holders
+            self._known[key] = state, holders, num_samples
         for worker in old_holders - holders:
             del self.held[worker][key]
             if not self.held[worker]:
@@ -41,6 +43,7 @@ class QueueIndex:
                 new.move_to_end(key, last=new is not self.aging or old is self.open)
         self.count[old_state] -= 1
         self.count[state] += 1
+        self.leased_samples += num_samples * (state is State.LEASED) - num_old * (old_state is State.LEASED)
 
     def _place(self, state: State | None, holders: frozenset[str]) -> _Keys | None:
         if state is State.LEASED:

@@ -15,8 +15,8 @@ def test_the_load_counts_preemptions_and_the_longest_sequences_that_fit(num_page
     config = engine_lib.EngineConfig(8, 256, 4, 8, prefill_chunk=128, num_pages=num_pages)
     slots = slots_lib.Slots(config.num_slots, config.max_model_len, config.num_positions)
     scheduler = types.SimpleNamespace(
-        slots=slots, num_pending=0, stats={"requests": 5, "num_preemptions": 2, "tokens": 0}
+        slots=slots, num_waiting=3, stats={"samples": 5, "num_preemptions": 2, "tokens": 0}
     )
     engine = types.SimpleNamespace(config=config)
     server = inference_server.InferenceServer(None, scheduler, engine, None)
-    assert registry.Load(**server.load()) == registry.Load(preemptions=2, finished=5, capacity=capacity)
+    assert registry.Load(**server.load()) == registry.Load(waiting=3, preemptions=2, finished=5, capacity=capacity)

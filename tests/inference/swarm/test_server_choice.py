@@ -67,6 +67,12 @@ def test_limits_versions_and_servers_that_leave():
     for _ in range(2):
         choice.end(A, 0.0)
     assert choice.choose(0.0, min_version=5) is None  # B is full
+    assert choice.choose(0.0, num_samples=2) == A and choice.choose(0.0, num_samples=3) is None  # A has one of three
+    choice.end(A, 0.0)
+    assert choice.choose(0.0, num_samples=8) == A  # more than its limit: alone
+    choice.begin(A, 8)
+    assert choice.choose(0.0) is None
+    choice.end(A, 0.0, 7)
     choice.tell(told(A))
     assert choice.urls() == [A]
     choice.end(B, 1.0)

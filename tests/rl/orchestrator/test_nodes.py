@@ -176,7 +176,7 @@ def test_the_time_for_slow_servers_the_holder_of_a_version_and_a_stop_of_the_orc
     topology = types.SimpleNamespace(heartbeat_s=5.0, server_keys=names, patience_s=60.0)
     none = dict.fromkeys(("is_known", "is_banned"), lambda key: False) | {"validators": (), "own_workers": ()}
     hooks = {"on_served": served.append, "on_notice": lambda line: None}
-    table = nodes.Nodes(topology=topology, num_samples=2, max_lag=1, **none, **hooks)
+    table = nodes.Nodes(topology=topology, max_lag=1, **none, **hooks)
     first, second, third, last = (timeline.Policy(0, version) for version in range(4))
 
     def beat(now_s, *policies, problem=""):
@@ -373,16 +373,16 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
         return by.beat()["servers"][0]["limit"]
 
     assert limit(running=3) == 0  # a server of an earlier release
-    busy = {"running": 4, "kv_used": 0.1, "capacity": 4}  # samples; a request has two
-    assert [limit(**busy), limit(**busy, finished=4), limit(**busy, finished=4, preemptions=1)] == [2, 8, 7]
-    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(2.0)
+    busy = {"running": 4, "kv_used": 0.1, "capacity": 4}  # samples; a group has two
+    assert [limit(**busy), limit(**busy, finished=4), limit(**busy, finished=4, preemptions=1)] == [4, 16, 15]
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(4.0)
     orchestrator._share.room = lambda *args: 100
     mine, its = worker.lease(6), other.lease(6)
     assert len(mine) == 4 and len(its) == 1  # at least one
-    assert [by.beat()["servers"][0]["limit"] for by in (worker, other)] == [2, 1]  # 0 would be no limit
-    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(10.0)
-    assert [by.beat()["servers"][0]["limit"] for by in (worker, other)] == [8, 2]
-    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(1.0)
+    assert [by.beat()["servers"][0]["limit"] for by in (worker, other)] == [4, 1]  # 0 would be no limit
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(20.0)
+    assert [by.beat()["servers"][0]["limit"] for by in (worker, other)] == [16, 4]
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(2.0)
     assert other.lease(6) == []
     other.beat(url=registry.OWN_SERVER)
     assert len(other.lease(6)) == 1  # the last one
@@ -390,10 +390,10 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
     assert other.lease(6) == mine[:1]
     other.lease(0, returned=[its[0].key])
     orchestrator._health._workers.clear()  # no halvings
-    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(2.0)
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(4.0)
     assert len(worker.lease(6)) == 1  # two that another server does take no place
-    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(10.0)
-    assert worker.beat()["servers"][0]["limit"] == 10
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(20.0)
+    assert worker.beat()["servers"][0]["limit"] == 20
 
 
 @pytest.mark.parametrize(
