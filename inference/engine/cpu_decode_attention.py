@@ -1,9 +1,10 @@
 """Decode attention on a CPU: the attention of one new token per sequence over its cached keys.
 
-1. `create` divides the positions of all sequences into blocks, contiguous in memory, with the keys transposed, so that products
-   with them run over whole vectors of positions. `copy_rows` copies prefilled prompts into the blocks.
+1. `create` divides the positions of all sequences into blocks, contiguous in memory. `copy_rows` copies prefilled prompts into them.
 2. `step` writes the new key and value of each sequence, then reads the blocks up to the last one in use by any sequence,
    and accumulates the softmax from block to block (arXiv 1805.02867).
+3. Products read keys and values in their own dtype and sum in float32: a copy in float32 would take longer than the products. Weights of
+   values in bfloat16 are split into two numbers of bfloat16, so that they keep 16 bits.
 
 So a step reads as many keys as the longest sequence has, not the capacity. A sequence's bits do not depend on the number of
 blocks read for others: a block without a key of the sequence leaves its maximum unchanged, scales by exp(0) = 1 and adds
@@ -31,7 +32,7 @@ MULTIPLE = 16  # float32 numbers of the widest CPU vector
 class Blocks:
     """The cached keys and values of one layer for all sequences, divided into blocks of S positions."""
 
-    keys_NBKCS: jax.Array
+    keys_NBKSC: jax.Array
     values_NBKSV: jax.Array
 
 
@@ -55,7 +56,7 @@ def create(
     shape = num_blocks or most, num_sequences, config.num_kv_heads
     return tuple(
         Blocks(
-            jnp.zeros((*shape, config.head_dim, block), config.dtype),
+            jnp.zeros((*shape, block, config.head_dim), config.dtype),
             jnp.zeros((*shape, block, config.v_dim), config.dtype),
         )
         for _ in range(config.num_layers)
@@ -79,15 +80,12 @@ def copy_rows(k_PKTC: jax.Array, v_PKTV: jax.Array, rows_B: jax.Array, blocks: B
         return [(at, piece[:, None]) for at, piece in zip((0, whole), pieces, strict=True) if piece.size]
 
     def insert(n, blocks):
-        def put(target, at, piece):
-            return jax.lax.dynamic_update_slice(target, piece, (at, slots_B[order[n]], 0, 0, 0))
+        def put(target, source):
+            for at, piece in copy(n, source):
+                target = jax.lax.dynamic_update_slice(target, piece, (at, slots_B[order[n]], 0, 0, 0))
+            return target
 
-        keys, values = blocks.keys_NBKCS, blocks.values_NBKSV
-        for at, piece in copy(n, k_PKTC):
-            keys = put(keys, at, piece.swapaxes(-1, -2))
-        for at, piece in copy(n, v_PKTV):
-            values = put(values, at, piece)
-        return Blocks(keys, values)
+        return Blocks(put(blocks.keys_NBKSC, k_PKTC), put(blocks.values_NBKSV, v_PKTV))
 
     # A loop of updates in place: XLA's scatter on a CPU copies the whole cache.
     return jax.lax.fori_loop(0, jnp.sum(slots_B < B), insert, blocks)
@@ -99,13 +97,12 @@ def read_row(blocks: Blocks, slot: jax.Array, size: int) -> tuple[jax.Array, jax
 
     Positions past the last block are zeros.
     """
-    k_NKSC, v_NKSV = blocks.keys_NBKCS[:, slot].swapaxes(-1, -2), blocks.values_NBKSV[:, slot]
 
     def joined(x_NKSC: jax.Array) -> jax.Array:
         x_1KTC = jnp.moveaxis(x_NKSC, 0, 1).reshape(1, x_NKSC.shape[1], -1, x_NKSC.shape[-1])[:, :, :size]
         return jnp.pad(x_1KTC, [(0, 0), (0, 0), (0, size - x_1KTC.shape[2]), (0, 0)])
 
-    return joined(k_NKSC), joined(v_NKSV)
+    return joined(blocks.keys_NBKSC[:, slot]), joined(blocks.values_NBKSV[:, slot])
 
 
 def step(
@@ -127,20 +124,20 @@ def step(
     those of `attention.attend`. With a window, a query reads that many tokens, including its own.
     """
     B, _, H, C = q_B1HC.shape
-    keys, values, rows_B = blocks.keys_NBKCS, blocks.values_NBKSV, jnp.arange(B)
+    keys, values, rows_B = blocks.keys_NBKSC, blocks.values_NBKSV, jnp.arange(B)
     K, S, V = values.shape[2:]
     block_B, column_B = position_B // S, position_B % S
     where = {"unique_indices": True, "mode": "promise_in_bounds"}
     if active_B is not None:
         rows_B, where["mode"] = jnp.where(active_B, rows_B, B + rows_B), "drop"
-    keys = keys.at[block_B, rows_B, :, :, column_B].set(k_B1KC[:, 0].astype(keys.dtype), **where)
+    keys = keys.at[block_B, rows_B, :, column_B].set(k_B1KC[:, 0].astype(keys.dtype), **where)
     values = values.at[block_B, rows_B, :, column_B].set(v_B1KV[:, 0].astype(values.dtype), **where)
-    q_BKGC = q_B1HC.reshape(B, K, H // K, C).astype(jnp.float32) * (C**-0.5 if scale is None else scale)
+    q_BKGC, scale = q_B1HC.reshape(B, K, H // K, C), C**-0.5 if scale is None else scale
 
     def block(n, carry):
         out_BKGV, total_BKG, top_BKG = carry
-        k_BKCS, v_BKSV = (jax.lax.dynamic_index_in_dim(x, n, keepdims=False) for x in (keys, values))
-        scores_BKGS = jnp.einsum("BKGC,BKCS->BKGS", q_BKGC, k_BKCS.astype(jnp.float32))
+        k_BKSC, v_BKSV = (jax.lax.dynamic_index_in_dim(x, n, keepdims=False) for x in (keys, values))
+        scores_BKGS = scale * jnp.einsum("BKGC,BKSC->BKGS", q_BKGC, k_BKSC, preferred_element_type=jnp.float32)
         if softcap:
             scores_BKGS = softcap * jnp.tanh(scores_BKGS / softcap)
         at_1S, own_B1 = n * S + jnp.arange(S)[None], position_B[:, None]
@@ -150,7 +147,7 @@ def step(
         scores_BKGS = jnp.where(mask_BS[:, None, None], scores_BKGS, attention.MASKED)
         new_BKG = jnp.maximum(top_BKG, scores_BKGS.max(axis=-1))
         keep_BKG, weights_BKGS = jnp.exp(top_BKG - new_BKG), jnp.exp(scores_BKGS - new_BKG[..., None])
-        part_BKGV = jnp.einsum("BKGS,BKSV->BKGV", weights_BKGS, v_BKSV.astype(jnp.float32))
+        part_BKGV = _mixed(weights_BKGS, v_BKSV)
         return out_BKGV * keep_BKG[..., None] + part_BKGV, total_BKG * keep_BKG + weights_BKGS.sum(axis=-1), new_BKG
 
     shape = B, K, H // K
@@ -165,3 +162,13 @@ def step(
         out_BKGV, total_BKG, _ = jax.lax.fori_loop(0, jnp.max(block_B) + 1, block, carry)
     out_B1HV = (out_BKGV / total_BKG[..., None]).reshape(B, 1, H, V)
     return out_B1HV.astype(q_B1HC.dtype), Blocks(keys, values)
+
+
+def _mixed(weights_BKGS: jax.Array, v_BKSV: jax.Array) -> jax.Array:
+    """Returns the sums of values by weights of float32: float32 [B, K, G, V]."""
+    G, parts = weights_BKGS.shape[2], [weights_BKGS.astype(v_BKSV.dtype)]
+    if v_BKSV.dtype != jnp.float32:
+        parts.append((weights_BKGS - parts[0].astype(jnp.float32)).astype(v_BKSV.dtype))
+    rows = jnp.concatenate(parts, axis=2), v_BKSV
+    sums = jnp.einsum("BKGS,BKSV->BKGV", *rows, preferred_element_type=jnp.float32)
+    return sums if len(parts) == 1 else sums[:, :, :G] + sums[:, :, G:]

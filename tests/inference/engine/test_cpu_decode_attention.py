@@ -22,7 +22,7 @@ def case(K, G, C, V, dtype=jnp.float32, positions=POSITIONS):
     k, v = (rng.standard_normal((B, K, S * NUM_BLOCKS, dim)).astype(dtype) for dim in (C, V))
     q, new_k, new_v = (rng.standard_normal((B, 1, *shape)).astype(dtype) for shape in ((K * G, C), (K, C), (K, V)))
     blocks = cpu_decode_attention.Blocks(
-        jnp.asarray(np.moveaxis(k.reshape(B, K, NUM_BLOCKS, S, C), 2, 0).swapaxes(3, 4)),
+        jnp.asarray(np.moveaxis(k.reshape(B, K, NUM_BLOCKS, S, C), 2, 0)),
         jnp.asarray(np.moveaxis(v.reshape(B, K, NUM_BLOCKS, S, V), 2, 0)),
     )
     for b, position in enumerate(positions):
@@ -57,7 +57,7 @@ def test_the_step_is_attention(K, G, C, V, how, dtype):
         how["sinks_H"] = np.linspace(-1, 2, K * G, dtype=np.float32)
     blocks, new, positions, k, v = case(K, G, C, V, dtype)
     got, after = step(blocks, new, positions, **how)
-    assert got.dtype == after.keys_NBKCS.dtype == after.values_NBKSV.dtype == dtype
+    assert got.dtype == after.keys_NBKSC.dtype == after.values_NBKSV.dtype == dtype
     # float32 sums of 64 products and 41 weights, of order 1; bfloat16 is rounded once, at the end
     rtol, atol = (0, 3e-6) if dtype == jnp.float32 else (2**-8, 1e-5)
     for b, position in enumerate(positions):
@@ -80,7 +80,7 @@ def test_the_cache_layout_of_other_devices_is_the_same_attention(window):
 def test_the_new_token_is_written_and_nothing_else():
     blocks, new, positions, k, v = case(2, 2, 8, 8)
     _, after = step(blocks, new, positions)
-    keys = np.moveaxis(np.asarray(after.keys_NBKCS), 0, 2).swapaxes(3, 4).reshape(k.shape)
+    keys = np.moveaxis(np.asarray(after.keys_NBKSC), 0, 2).reshape(k.shape)
     values = np.moveaxis(np.asarray(after.values_NBKSV), 0, 2).reshape(v.shape)
     np.testing.assert_array_equal(keys, k)
     np.testing.assert_array_equal(values, v)
@@ -106,9 +106,9 @@ def test_prompts_are_copied_into_blocks(length):
     """A partial block, a whole one, several; rows in any order, those out of range skipped, other sequences untouched."""
     rng = np.random.default_rng(length)
     k, v = (rng.standard_normal((2, 3, length, 4)).astype(np.float32) for _ in range(2))
-    old = cpu_decode_attention.Blocks(jnp.full((NUM_BLOCKS, 4, 3, 4, S), 7.0), jnp.full((NUM_BLOCKS, 4, 3, S, 4), 7.0))
+    old = cpu_decode_attention.Blocks(*(jnp.full((NUM_BLOCKS, 4, 3, S, 4), 7.0) for _ in range(2)))
     new = kv_cache.copy_rows((k, v), jnp.array([1, 0, 0]), old, jnp.array([3, 0, 4]))
-    keys = np.moveaxis(np.asarray(new.keys_NBKCS), 0, 2).swapaxes(3, 4).reshape(4, 3, -1, 4)
+    keys = np.moveaxis(np.asarray(new.keys_NBKSC), 0, 2).reshape(4, 3, -1, 4)
     values = np.moveaxis(np.asarray(new.values_NBKSV), 0, 2).reshape(4, 3, -1, 4)
     for got, wanted in ((keys, k), (values, v)):
         np.testing.assert_array_equal(got[3, :, :length], wanted[1])
@@ -121,7 +121,7 @@ def test_blocks_have_the_capacity(capacity, blocks, size):
     model = tiny.model()
     made = jax.eval_shape(lambda: cpu_decode_attention.create(model, 4, capacity))
     assert len(made) == model.num_layers
-    assert made[0].keys_NBKCS.shape == (blocks, 4, model.num_kv_heads, model.head_dim, size)
+    assert made[0].keys_NBKSC.shape == (blocks, 4, model.num_kv_heads, size, model.head_dim)
     assert made[0].values_NBKSV.shape == (blocks, 4, model.num_kv_heads, size, model.v_dim)
 
 
