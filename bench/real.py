@@ -205,7 +205,7 @@ def grpo(args, model: pathlib.Path, scratch: pathlib.Path) -> dict:
 
 def score(args, model: pathlib.Path, scratch: pathlib.Path) -> dict:
     """Returns the seconds to the held-out score, and those of a GRPO step."""
-    return _trained(args, model, scratch, {"steps": 40, "every": 4})
+    return _trained(args, model, scratch, {"steps": 25, "every": 5})
 
 
 def _trained(args, model: pathlib.Path, scratch: pathlib.Path, more: dict) -> dict:

@@ -152,7 +152,6 @@ class Scheduler:
             raise ValueError(f"{found}; send a smaller top_k, or start the server with a larger --kept_tokens")
         group = sequence_lib.SequenceGroup(request, concurrent.futures.Future(), listener, time.monotonic())
         self._put(group)
-        group.future.add_done_callback(functools.partial(self._forget, group))
         group.future.add_done_callback(functools.partial(self._ended, group))
         return group.future
 
@@ -250,18 +249,15 @@ class Scheduler:
             if self._is_closing:
                 raise _shutting_down()
             if isinstance(message, sequence_lib.SequenceGroup):
-                if (num_pending := len(self._pending)) >= self._max_queue:
-                    raise Overloaded(
-                        f"{num_pending} requests are pending, the most that this server accepts; try again later"
-                    )
+                if (count := len(self._pending)) >= self._max_queue:
+                    found = f"{count} requests are pending, the most that this server accepts"
+                    raise Overloaded(f"{found}; try again later")
                 self._pending.add(message)
             self._inbox.put(message)
 
     def _ended(self, group: sequence_lib.SequenceGroup, future: concurrent.futures.Future) -> None:
         self.seconds["e2e_request_latency"].observe(time.monotonic() - group.submitted_s)
         self.stats["requests"] += not future.cancelled() and future.exception() is None
-
-    def _forget(self, group: sequence_lib.SequenceGroup, future: concurrent.futures.Future) -> None:
         with self._lock:
             self._pending.discard(group)
         if future.cancelled():
