@@ -41,6 +41,7 @@ import uvicorn
 from starlette import requests
 
 from inference.engine import engine as engine_lib
+from inference.engine import weights
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import (
@@ -144,6 +145,7 @@ async def _reply_no_route(status: int, request: fastapi.Request, error: Exceptio
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the inference server's command until SIGTERM or Ctrl-C. Returns the exit code."""
+    weights.limit_arenas()
     args, hosts = _parse(argv), hosts_lib.ALONE
     with contextlib.ExitStack() as stack:
         try:
