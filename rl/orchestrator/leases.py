@@ -9,6 +9,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -111,27 +112,41 @@ class Leases:
         pins = {"all": True, "none": False}.get(self.config.trust.pin_versions, self.shared.health.is_stranger(worker))
         until_s, version = now_s + self.shared.health.lease_s(worker), self.shared.version if pins else -1
         may_lease = functools.partial(self.shared.health.may_lease, worker, now_s=now_s)
-        terms = worker, count, until_s, may_lease, version, now_s, begun_us
-        groups = self.shared.queue.lease(*terms)
+        lease = functools.partial(
+            self.shared.queue.lease,
+            worker,
+            count,
+            until_s,
+            may_lease,
+            version,
+            now_s,
+            begun_us,
+            free_samples=self._free_samples(worker),
+        )
+        groups = lease()
         if not groups and count > 0:
-            groups = self.shared.queue.lease(*terms, **self._late(now_s, is_known))
+            groups = lease(**self._late(now_s, is_known))
         if is_known and groups:
             self.shared.share.seen(worker, self.shared.queue.num_leases(worker), now_s)
         self.shared.health.leased(worker, network, [group.key for group in groups], now_s)
         return groups
 
     def _room(self, worker: str, network: str, capacity: int, now_s: float, *, is_known: bool) -> int:
-        """Returns how many more groups a worker gets, by its standing, its share of the work, and the limits of the servers."""
+        """Returns how many more groups a worker gets, by its standing and its share of the work."""
         count, held = self.shared.queue.count(), self.shared.queue.num_leases(worker)
         num_unfinished = count.total() - count[State.ELIGIBLE]
         room = self.shared.health.room(worker, network, num_unfinished, now_s, self.shared.queue.held)
         if is_known and (capacity or held):  # one that asks for nothing has no share
             self.shared.share.seen(worker, held, now_s)
             room = min(room, self.shared.share.room(worker, held, count[State.OPEN] + count[State.LEASED], now_s))
-        if worker not in (own := self.nodes.own_servers):  # each worker may hold one
-            free = self.nodes.max_samples() - self.shared.queue.leased_samples_but(own)
-            room = int(min(room, max(1 - held, free / self.shared.queue.next_samples())))
         return min(room, capacity)
+
+    def _free_samples(self, worker: str) -> float:
+        """Returns of how many more samples the servers let a worker hold leases; each worker may hold one group."""
+        if worker in (own := self.nodes.own_servers):
+            return math.inf
+        free = self.nodes.max_samples() - self.shared.queue.leased_samples_but(own)
+        return free if self.shared.queue.num_leases(worker) else max(free, 1)
 
     def beat(self, key: str, role: str, report: registry.Report, holding: Sequence[queue_entry.Key], *, leaving: bool):
         """Records a heartbeat; renews the leases of a worker that it still works on, or takes all back if it is `leaving`.

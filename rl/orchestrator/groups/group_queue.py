@@ -79,16 +79,23 @@ class GroupQueue:
         now_s: float = -math.inf,
         begun_us: int = 0,
         *,
+        free_samples: float = math.inf,
         is_late: IsTrue | None = None,
         leaves_room: IsTrue = lambda lease: False,
     ) -> list[task_schedule.Group]:
         """Leases up to `count` open groups that `may_lease` allows to `worker` until `deadline_s`; returns the leased groups.
 
+        The last of them is the one with which they have `free_samples` samples together, or more.
         With `is_late`, leases copies instead: of those of the oldest leased groups (`MAX_LOOKS`) whose holders are all late, and at
         most one of them does not leave room. Leases pin the epoch of the queue, and the policy version `version` unless it is -1.
         """
         keys = self._late(MAX_LOOKS, is_late, leaves_room, worker) if is_late else self._index.open
-        found = [*itertools.islice(filter(may_lease, keys), max(0, count))]
+        found = []
+        for key in itertools.islice(filter(may_lease, keys), max(0, count)):
+            if free_samples <= 0:
+                break
+            found.append(key)
+            free_samples -= self.entries[key].group.num_samples
         for key in found:
             entry = self.entries[key]
             pinned = key[1] if key[0] == "held_out" else version  # an evaluation is of one version
@@ -298,10 +305,6 @@ class GroupQueue:
         found = (self.entries[key] for key in {key for worker in workers for key in self._index.held.get(worker, ())})
         own = (e.group.num_samples for e in found if e.state is State.LEASED and e.leases.keys() <= workers)
         return self._index.leased_samples - sum(own)
-
-    def next_samples(self) -> int:
-        """Returns the number of samples of the next open group, and 1 if there is none."""
-        return next((self.entries[key].group.num_samples for key in self._index.open), 1)
 
     def may_deliver(self, worker: str) -> bool:
         """Returns True if rollouts of `worker` may be needed, or if it made some that no batch has taken."""

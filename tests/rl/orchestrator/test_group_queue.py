@@ -398,3 +398,15 @@ def test_an_evaluation_waits_for_those_that_began_earlier():
     queue.add(held_out(1), behind=2)
     order = [*batch(2), *held_out(0), *held_out(1), *batch(1), *batch(3)]
     assert [group.key for group in queue.lease("w", 99, 1.0)] == [group.key for group in order]
+
+
+def test_leases_keep_to_the_free_samples():
+    queue, none = group_queue.GroupQueue(), frozenset()
+    queue.add([dataclasses.replace(group, num_samples=1) for group in batch(1, "held_out")[:2]])
+    queue.add(batch(1))
+    assert [group.num_samples for group in queue.lease("a", 9, LEASE_S, free_samples=4)] == [1, 1, 2]
+    assert len(queue.lease("b", 9, LEASE_S, free_samples=1)) == 1  # one of two samples: more than free, but the first
+    assert queue.lease("b", 9, LEASE_S, free_samples=0) == []
+    assert (queue.leased_samples("a"), queue.leased_samples("b")) == (4, 2)
+    assert [queue.leased_samples_but(workers) for workers in (none, frozenset("a"), frozenset("ab"))] == [6, 2, 0]
+    assert len(queue.expire(LEASE_S + 1)) == 4 and queue.leased_samples_but(none) == 0
