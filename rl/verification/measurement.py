@@ -1,8 +1,8 @@
 """Measures how much honest replays differ, and derives the limits on a rollout and the bands on a worker's means from it.
 
 1. `Measured.add` takes honest rollouts with their replay. All come from one pair of backends (sampler, validator).
-2. A limit on a token is a quantile of honest tokens, carried on to a probability of CHANCE by the shape of their tail (`tail_limit`): the maximum
-   of n tokens is a poor guide to the largest of a million, and a multiple of it leaves room to live in.
+2. A limit on a token is a quantile of honest tokens, carried on to a probability of CHANCE by their tail (`tail_limit`): the maximum
+   of n tokens is a poor guide to the largest of a million.
 3. Errors grow with uncertainty: logits that err by r move the log-probability of a token by r (1 - p). So errors are measured in units
    of `sequential_test.scales`, whose floor fits the data best. Limits on margins are measured from margins.
 4. Bands on a mean are BAND_SAFETY times an upper confidence bound (mean + 4 standard errors), over rollouts and over groups.
@@ -25,17 +25,16 @@ from rl.verification import replay, sequential_test
 from rl.verification import rules as rules_lib
 
 CHANCE = 1e-9  # of an honest token to exceed a limit: 1e-7 for a rollout of 100
-TAIL = 2e-3  # the share of honest tokens from which a tail is carried on
+TAIL = 1e-2  # the share of honest values from which a tail is carried on,
+MIN_TAIL = 20  # and so many at least: few proofs are made
 BAND_SAFETY = 1.25
 SHAPE_SAFETY = 2.0
-MARGIN_SAFETY = 2.0  # on the largest margin: 0.33 nats in 8,120 honest tokens, and 0.44 in the next as many
 ROUTING_SAFETY = 3.0  # on the largest margin of a router
 # Smaller bands are rounding of the measurement: a single flipped tie would exceed them.
 FLOORS = sequential_test.Bands(margin=1e-6, logprob=1e-6, proof=1e-4, shape=1e-6)
 # Smallest limits. Float32 errors are 7e-5 nats at most in a model of 30 layers.
 LEAST = dict(margin=1e-4, logprob=1e-4, routing=1e-3)
-LEAST_PROOFS = dict(exp_mismatches=8, mantissa_mean=2, mantissa_median=2)
-PROOF_SAFETY = 1.5
+LEAST_PROOFS = dict(exp_mismatches=8, mantissa_mean=2, mantissa_median=3)
 LEAST_TIES = 1e-3  # share of ties that may go to the second best, although none was seen
 # Nearer to 1, tails are longer: an honest token with 1 - p = 3e-4 erred by 0.95 of it, and such errors weigh nothing in training.
 SCALE_FLOORS = np.geomspace(1e-2, 1, 13)
@@ -117,12 +116,8 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     floor = _floor(error_N, doubt_N)
     scaled = [np.abs(m.error_N) / sequential_test.scales(m.doubt_N, floor) for m in named]
     limit = {
-        "logprob": max(tail_limit(x_N, x_N) for x_N in scaled),
-        # Margins are rare, and their tail has the shape of that of the errors that cause them.
-        "margin": max(
-            max(tail_limit(m.margin_N, x_N), MARGIN_SAFETY * float(m.margin_N.max()))
-            for m, x_N in zip(named, scaled, strict=True)
-        ),
+        "logprob": max(map(tail_limit, scaled)),
+        "margin": max(tail_limit(m.margin_N) for m in named),
         "routing": ROUTING_SAFETY * max(m.routing for m in named),
     }
     limit = {name: max(least, limit[name]) for name, least in LEAST.items()}
@@ -149,16 +144,21 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     return tolerance, dataclasses.replace(bands, **largest, ties=_ties(bands, measured))
 
 
-def tail_limit(x_N: np.ndarray, like_N: np.ndarray) -> float:
-    """Returns a limit that an honest value exceeds with a probability of about CHANCE.
+def tail_limit(x_N: np.ndarray) -> float:
+    """Returns a limit that an honest value exceeds with a probability of about CHANCE; 0 without values."""
+    least, excess, share = _tail(x_N)
+    return max(least + excess * math.log(share / CHANCE), 1.25 * float(x_N.max(initial=0)))
 
-    The value exceeded by the share TAIL of `x_N` is carried on by exp(-(x / scale)^shape), with the shape of the tail of `like_N`.
+
+def _tail(x_N: np.ndarray) -> tuple[float, float, float]:
+    """Returns (a value, the mean excess of the larger ones over it, their share of about TAIL). The excess is exponentially distributed.
+
+    SmolLM2's margins in bfloat16 exceed any threshold up to 0.25 nats by 0.053 on average. Most are 0, so a multiple of a quantile or of the
+    maximum says little.
     """
-    at, high, low = (np.quantile(x_N, 1 - TAIL), *np.quantile(like_N, (1 - TAIL, 1 - 50 * TAIL)))
-    slope = math.log(max(high, 1e-30) / max(low, 1e-30))
-    shape = math.log(math.log(TAIL) / math.log(50 * TAIL)) / max(slope, 1e-9)
-    shape = min(max(shape, 0.5), 2.0)  # 2: as of a normal distribution
-    return max(float(at) * (math.log(CHANCE) / math.log(TAIL)) ** (1 / shape), 1.25 * float(x_N.max()))
+    num = max(int(TAIL * len(x_N)), min(MIN_TAIL, len(x_N) // 4), 1)
+    least, *top = np.sort(np.append([0.0, 0.0], x_N))[-num - 1 :].tolist()
+    return least, float(np.mean(top)) - least, num / max(len(x_N), 1)
 
 
 def _floor(error_N: np.ndarray, doubt_N: np.ndarray) -> float:
@@ -172,8 +172,8 @@ def _floor(error_N: np.ndarray, doubt_N: np.ndarray) -> float:
 
 
 def _proof_limits(found_N3: np.ndarray) -> toploc.Thresholds:
-    """Returns limits on proofs: PROOF_SAFETY times the largest honest differences, and not looser than any that were published."""
-    limit = dict(zip(LEAST_PROOFS, (PROOF_SAFETY * found_N3.max(axis=0, initial=0)).tolist(), strict=True))
+    """Returns limits on proofs that honest ones keep, not looser than any that were published."""
+    limit = dict(zip(LEAST_PROOFS, map(tail_limit, found_N3.T), strict=True))
     limit = {name: min(getattr(toploc.LOOSEST, name), max(LEAST_PROOFS[name], x)) for name, x in limit.items()}
     return toploc.Thresholds(**limit | {"exp_mismatches": math.ceil(limit["exp_mismatches"])})
 
@@ -244,27 +244,34 @@ def _scale(*samples: np.ndarray) -> float:
 
 
 def _ties(bands: sequential_test.Bands, variants: Sequence[Measured]) -> tuple[float, ...]:
-    """Returns `Bands.ties` for honest rollouts: the larger of the share seen in all and of that which the errors of a variant explain.
+    """Returns `Bands.ties` for honest rollouts: the largest of the share seen in all and of those that the errors and the margins of a variant explain.
 
-    Two logits that are `gap` apart change places if their errors differ by more. There are more errors than ties.
+    Two logits that are `gap` apart change places if their errors differ by more. There are more errors than ties. Wide ties of which none was
+    lost are lost as rarely as the tail of all margins says, with a mean excess that is one standard error larger.
     """
+    edges = bands.tie_span / 2 ** (np.arange(sequential_test.TIE_WIDTHS + 1) / 2)
+    edges[-1] = 0  # the last class has all that is narrower
     explained = []
     for variant in variants:
-        error_N = variant.error_N
+        error_N, margin_N = variant.error_N, variant.margin_N
         apart_N = np.abs(error_N - np.random.default_rng(0).permutation(error_N))
-        edges = bands.tie_span / 2 ** (np.arange(sequential_test.TIE_WIDTHS + 1) / 2)
-        edges[-1] = 0  # the last class has all that is narrower
-        # Gaps are uniform within a class. Of equal errors, every second one is to the other side.
-        share_N = [np.clip((apart_N - least) / (most - least), 0, 1) for most, least in itertools.pairwise(edges)]
-        explained.append([float(share.mean()) / 2 for share in share_N])
+        least, excess, share = _tail(margin_N)
+        excess *= 1 + 1 / math.sqrt(max(share * len(margin_N), 1))
+        lost_K = share * np.exp(-(edges - least) / max(excess, 1e-30)) * (edges >= least)
+        class_N = bands.classes(np.concatenate([one.gap_N for one in variant.evidence]))
+        for k, (most, narrow) in enumerate(itertools.pairwise(edges)):
+            # Gaps are uniform within a class. Of equal errors, every second one is to the other side.
+            by_errors = np.clip((apart_N - narrow) / (most - narrow), 0, 1).mean() / 2
+            by_margins = len(class_N) * (lost_K[k + 1] - lost_K[k]) / max((class_N == k).sum(), 50)
+            explained.append((k, float(max(by_errors, by_margins))))
     every = [one for variant in variants for one in variant.evidence]
     class_N = bands.classes(np.concatenate([one.gap_N for one in every]))
     is_second_N = np.concatenate([one.is_second_N for one in every])
     shares = []
-    for k, least in enumerate(np.max(explained, axis=0).tolist()):
+    for k in range(sequential_test.TIE_WIDTHS):
         seen = is_second_N[class_N == k]
         share = float(seen.sum() + 2 * math.sqrt(seen.sum())) / max(len(seen), 50)
-        shares.append(min(1.0, max(LEAST_TIES, BAND_SAFETY * max(share, least))))
+        shares.append(min(1.0, max(LEAST_TIES, BAND_SAFETY * max(share, *(x for n, x in explained if n == k)))))
     return tuple(shares)
 
 

@@ -54,7 +54,21 @@ def test_scales_and_ties_hold_for_the_rollouts_they_were_measured_on():
     quiet = measurement._ties(
         bands, [variant(dataclasses.replace(one, error_N=np.zeros(4000), is_second_N=gap_N < 0.05))]
     )
-    assert quiet[0] == measurement.LEAST_TIES and min(quiet[2:4]) == 1.0  # 0.05 is the border of classes 1 and 2
+    assert quiet[0] < 0.01 and min(quiet[2:4]) == 1.0  # 0.05 is the border of classes 1 and 2
+
+
+def test_shares_of_wide_ties_of_which_few_are_lost_come_from_the_tail_of_margins():
+    """Models SmolLM2 in bfloat16: the share of ties of 0.27 nats that are lost, where 8,192 tokens of 20 runs lost 0 to 4 of 450."""
+    # Mutation seen to fail here: without the tail of margins, 0.1 % where 0.4 % are lost.
+    rng, bands, shares = np.random.default_rng(0), dataclasses.replace(measurement.FLOORS, tie_span=0.88), []
+    for _ in range(20):
+        gap_N = rng.exponential(2, 8192)
+        tokens, is_second_N = np.zeros(8192), rng.laplace(0, 0.053, 8192) > gap_N
+        one = sequential_test.Evidence(0, 0, np.zeros(4), 0.0, tokens, tokens, gap_N, gap_N, is_second_N)
+        shares.append(measurement._ties(bands, [measurement.Measured(by_group={(0, 0): [one]})])[3])
+    most, least = 0.88 / 2**1.5, 0.88 / 2**2
+    exact = 0.053 / 2 * (math.exp(-least / 0.053) - math.exp(-most / 0.053)) / (most - least)
+    assert 0.7 * exact <= min(shares) and exact <= np.median(shares) <= 4 * exact, (exact, shares)
 
 
 def test_bands_on_sums_are_those_by_hand():
@@ -139,14 +153,15 @@ def test_bands_on_sums_hold_where_some_prompts_are_easier_than_others(easier):
     assert max(means.values()) <= 1, means
 
 
-@pytest.mark.parametrize("draw", ["normal", "laplace", "logistic"])
-def test_a_limit_is_beyond_honest_tokens_and_not_far_beyond(draw):
-    """Extrapolates from 8,192 honest tokens: a normal tail ends soon, an exponential one late."""
-    # Mutation seen to fail here: a shape of 1 for all.
+@pytest.mark.parametrize(("draw", "exact"), [("normal", 6.1), ("laplace", 20.7), ("logistic", 21.4), ("rare", 16.6)])
+def test_a_limit_is_beyond_honest_tokens_and_not_far_beyond(draw, exact):
+    """Extrapolates from 8,192 honest tokens to a chance of 1e-9, over 20 samples; "rare": 0 but for 1.7 %, as margins are."""
+    # Mutation seen to fail here: a tail that begins at 0 with a probability of 1, and twice the maximum.
     rng = np.random.default_rng(0)
-    sample = np.abs(getattr(rng, draw)(size=8192))
-    exact = {"normal": 6.8, "laplace": 25.3, "logistic": 26.0}[draw]  # is exceeded by 1e-11
-    assert 0.8 * exact <= measurement.tail_limit(sample, sample) <= 1.5 * exact
+    samples = np.abs(getattr(rng, draw if draw != "rare" else "laplace")(size=(20, 8192)))
+    samples *= rng.random(samples.shape) < (1 if draw != "rare" else 0.0168)
+    found = [measurement.tail_limit(sample) for sample in samples]
+    assert 0.9 * exact <= np.median(found) <= 1.4 * exact and 0.7 * exact <= min(found), found
 
 
 @pytest.mark.parametrize(("noise", "rounding", "expected"), [(0.05, 0.0, 1e-2), (1e-5, 2e-6, 0.2)])
