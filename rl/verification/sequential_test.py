@@ -14,7 +14,7 @@ A cheat that moves each token a little passes every limit on a single rollout. I
    errors with honest E exp(a x) <= exp(a^2 / 2) multiplies it by exp(a x - a^2 / 2), a in SLOPES, upward, downward, and by their mean.
    The sum of absolute errors in excess of its band is bet on likewise, upward: other weights make all errors a little larger.
 6. Where the two best tokens nearly tie, another backend may honestly draw the second, the more rarely the wider the tie. The bets are
-   on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits; or in a share of all ties: it chooses. The rare
+   on a worker that does so as if its ties were narrower, by TIE_SHIFTS: it has other logits; or in a share of all ties up to some width: it chooses. The rare
    third token that is drawn counts by its own gap, and a group gains MAX_TIES nats at most: where the size of errors
    differs between prompts, the mean of this bet may exceed 1, and the guarantee is one by simulation (docs/decisions/trust.md).
 7. Claims are compared with those of other workers in the same step (rl/verification/peers.py), without a replay.
@@ -39,6 +39,7 @@ margins as in Token-DiFR (arXiv 2511.20621).
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -53,7 +54,8 @@ SLOPES = (0.5, 1.0, 2.0, 4.0)  # of the bets on sums of errors, per honest stand
 MAX_SCALED = 8.0  # standard deviations that the errors of one rollout or group count at most
 TIE_WIDTHS = 12  # classes of ties; the widest is from `Bands.tie_span` down, each further one 2^0.5 as wide
 TIE_SHIFTS = (2, 4, 8, 12)  # classes
-TIE_EXTRA = (0.03, 0.1, 0.3)  # share of all ties that a cheat is bet to decide against the policy, of any width
+TIE_CHOICES = (0.03, 0.1, 0.3)  # share of the ties that a cheat is bet to decide against the policy,
+TIE_LEAST = tuple(range(6))  # of those from this class on: a cheat that takes what is near leaves wide ties alone
 TIE_MOST = 0.9  # share of the narrowest ties that a cheat is bet to decide against the policy
 MAX_TIES = 5.0  # nats that the ties of one group gain at most, since its prompt may be a hard one
 # The kind of thing that adds to a stream; each kind is counted on its own.
@@ -264,7 +266,7 @@ def _signed_gains(total: float, allowed: float, scale: float) -> np.ndarray:
 
 
 def _tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -> np.ndarray:
-    """Returns log bets that second-best tokens were drawn as if ties were narrower (TIE_SHIFTS), or in a share of all of them (TIE_EXTRA).
+    """Returns log bets that second-best tokens were drawn as if ties were narrower (TIE_SHIFTS), or in a share of those of some width (TIE_CHOICES).
 
     Ties after the same tokens share one bet on their mean, since they share the rounding errors that decide them.
     """
@@ -276,7 +278,10 @@ def _tie_gains(bands: Bands, group: Sequence[Evidence], context_N: np.ndarray) -
     _, place_M, num_C = np.unique(context_N[is_tie_N], return_inverse=True, return_counts=True)
     gains = []
     bets = [np.maximum(shares[class_M + shift], honest_M) for shift in TIE_SHIFTS]
-    bets += [honest_M + extra * (1 - honest_M) for extra in TIE_EXTRA]
+    bets += [
+        honest_M + share * (1 - honest_M) * (class_M >= least)
+        for share, least in itertools.product(TIE_CHOICES, TIE_LEAST)
+    ]
     for cheat_M in bets:
         ratio_M = np.where(is_second_M, cheat_M / honest_M, (1 - cheat_M) / (1 - honest_M))
         gains.append(np.log(np.bincount(place_M, ratio_M) / num_C).sum())

@@ -633,8 +633,9 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
     ties = MEASURED.ties
 
     def odds(k, is_second, bet):
-        if isinstance(bet, float):
-            cheat = ties[k] + bet * (1 - ties[k])
+        if isinstance(bet, tuple):
+            share, least = bet
+            cheat = ties[k] + share * (k >= least) * (1 - ties[k])
         else:
             cheat = max(ties[k], ties[k + bet] if k + bet < 12 else 0.9)
         return cheat / ties[k] if is_second else (1 - cheat) / (1 - ties[k])
@@ -644,16 +645,20 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
     contexts = [[(0, True), (1, False)], [(1, False), (1, True)], [(1, True), (1, False)], [(11, True)]]
     expected = [
         min(5, sum(math.log(np.mean([odds(k, is_second, s) for k, is_second in own])) for own in contexts))
-        for s in (*sequential_test.TIE_SHIFTS, *sequential_test.TIE_EXTRA)
+        for s in (
+            *sequential_test.TIE_SHIFTS,
+            *itertools.product(sequential_test.TIE_CHOICES, sequential_test.TIE_LEAST),
+        )
     ]
     np.testing.assert_allclose(log_bets(test, "ties"), expected, rtol=1e-9)
-    for name, shift, limit in (("honest", 0, None), ("noisy", 2, 400), ("chooses", 11, 60)):
+    cases = ("honest", 0, 0, None), ("noisy", 2, 0, 400), ("chooses", 11, 0, 60), ("chooses near ones", 0, 0.15, 60)
+    for name, shift, near, limit in cases:
         rng, test = np.random.default_rng(shift), sequential_test.SequentialTest(MEASURED)
 
-        def draw(rng=rng, shift=shift):
+        def draw(rng=rng, shift=shift, near=near):
             gap_N = rng.uniform(0, 1, 40)  # 8 ties
             class_N = MEASURED.classes(gap_N)
-            share_N = np.where(class_N < 0, 0, np.array(ties)[np.minimum(class_N + shift, 11)])
+            share_N = np.where(class_N < 0, 0, np.array(ties)[np.minimum(class_N + shift, 11)] + near * (class_N > 2))
             values = dict(gap_N=gap_N, is_second_N=rng.random(40) < share_N)
             return dataclasses.replace(evidence(num_tokens=40), **values)
 
