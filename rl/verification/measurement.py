@@ -153,8 +153,8 @@ def tail_limit(x_N: np.ndarray) -> float:
 def _tail(x_N: np.ndarray) -> tuple[float, float, float]:
     """Returns (a value, the mean excess of the larger ones over it, their share of about TAIL). The excess is exponentially distributed.
 
-    SmolLM2's margins in bfloat16 exceed any threshold up to 0.25 nats by 0.053 on average. Most are 0, so a multiple of a quantile or of the
-    maximum says little.
+    SmolLM2's margins in bfloat16 exceed any threshold up to 0.25 nats by 0.053 on average. Most are 0, so no multiple of a quantile or of the
+    maximum bounds them.
     """
     num = max(int(TAIL * len(x_N)), min(MIN_TAIL, len(x_N) // 4), 1)
     least, *top = np.sort(np.append([0.0, 0.0], x_N))[-num - 1 :].tolist()
@@ -246,8 +246,8 @@ def _scale(*samples: np.ndarray) -> float:
 def _ties(bands: sequential_test.Bands, variants: Sequence[Measured]) -> tuple[float, ...]:
     """Returns `Bands.ties` for honest rollouts: the largest of the share seen in all and of those that the errors and the margins of a variant explain.
 
-    Two logits that are `gap` apart change places if their errors differ by more. There are more errors than ties. Wide ties of which none was
-    lost are lost as rarely as the tail of all margins says, with a mean excess that is one standard error larger.
+    Two logits that are `gap` apart change places if their errors differ by more. There are more errors than ties. Few wide ties
+    are lost, so the tail of all margins gives their share, with a mean excess that is one standard error larger.
     """
     edges = bands.tie_span / 2 ** (np.arange(sequential_test.TIE_WIDTHS + 1) / 2)
     edges[-1] = 0  # the last class has all that is narrower

@@ -55,7 +55,7 @@ MAX_SCALED = 8.0  # standard deviations that the errors of one rollout or group 
 TIE_WIDTHS = 12  # classes of ties; the widest is from `Bands.tie_span` down, each further one 2^0.5 as wide
 TIE_SHIFTS = (2, 4, 8, 12)  # classes
 TIE_CHOICES = (0.03, 0.1, 0.3)  # share of the ties that a cheat is bet to decide against the policy,
-TIE_LEAST = tuple(range(6))  # of those from this class on: a cheat that takes what is near leaves wide ties alone
+TIE_LEAST = tuple(range(6))  # of those from this class on: a cheat that takes near tokens leaves wide ties alone
 TIE_MOST = 0.9  # share of the narrowest ties that a cheat is bet to decide against the policy
 MAX_TIES = 5.0  # nats that the ties of one group gain at most, since its prompt may be a hard one
 # The kind of thing that adds to a stream; each kind is counted on its own.
