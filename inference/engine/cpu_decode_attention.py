@@ -132,12 +132,12 @@ def step(
         rows_B, where["mode"] = jnp.where(active_B, rows_B, B + rows_B), "drop"
     keys = keys.at[block_B, rows_B, :, column_B].set(k_B1KC[:, 0].astype(keys.dtype), **where)
     values = values.at[block_B, rows_B, :, column_B].set(v_B1KV[:, 0].astype(values.dtype), **where)
-    q_BKGC, scale = q_B1HC.reshape(B, K, H // K, C), C**-0.5 if scale is None else scale
+    q_BKGC, factor = q_B1HC.reshape(B, K, H // K, C), C**-0.5 if scale is None else scale
 
     def block(n, carry):
         out_BKGV, total_BKG, top_BKG = carry
         k_BKSC, v_BKSV = (jax.lax.dynamic_index_in_dim(x, n, keepdims=False) for x in (keys, values))
-        scores_BKGS = scale * jnp.einsum("BKGC,BKSC->BKGS", q_BKGC, k_BKSC, preferred_element_type=jnp.float32)
+        scores_BKGS = factor * jnp.einsum("BKGC,BKSC->BKGS", q_BKGC, k_BKSC, preferred_element_type=jnp.float32)
         if softcap:
             scores_BKGS = softcap * jnp.tanh(scores_BKGS / softcap)
         at_1S, own_B1 = n * S + jnp.arange(S)[None], position_B[:, None]
