@@ -251,7 +251,7 @@ def attend_at(model, state, table_BW):
     """Returns the attention function of a decode step in `state`."""
     position_B, writes_B1 = places(state)
     if isinstance(state.cache, paged_cache.PagedCache):
-        return paged_cache.attend_at(position_B, state.active, table_BW)
+        return paged_cache.attend_at(state.cache, position_B, state.active, table_BW)
     writes_B1 = writes_B1 if isinstance(state.cache[0], cpu_decode_attention.Blocks) else None
     return kv_cache.attend_at(position_B, write_BT=writes_B1, implementation=model.attention)
 

@@ -510,6 +510,11 @@ def check_mesh(config: EngineConfig, mesh: jax.sharding.Mesh) -> None:
             f"inference.num_slots = {config.num_slots} does not divide over the {shards} batch shards of the mesh "
             f"(data x fsdp x expert); set it to a multiple of {shards}"
         )
+    if shards > 1 and config.num_pages not in (0, AUTO, whole := config.num_slots * config.pages_per_slot):
+        raise ValueError(
+            f"inference.num_pages = {config.num_pages} on {shards} batch shards of the mesh (data x fsdp x expert), whose "
+            f"slots share no pages, must be those of whole slots; set it to {whole}, or to {AUTO}"
+        )
 
 
 def _blocks(state: decode_state.DecodeState) -> tuple[cpu_decode_attention.Blocks, ...]:

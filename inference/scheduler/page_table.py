@@ -4,11 +4,13 @@
    slots with the same prompt: only the first of them writes these pages, and no decode step does.
 2. `grow` adds pages before a decode call, `release` takes a slot's pages back. A shared page is free once no slot has it.
 
+With several parts, the pages are split evenly, like the slots, and a slot has those of its own part.
+
 Pure: no thread, no clock, no device.
 """
 
 import collections
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 
@@ -16,20 +18,30 @@ import numpy as np
 class PageTable:
     """The pages of each slot, and the free ones. `table`, int32 [slots, pages], is the form that a decode call takes."""
 
-    def __init__(self, num_pages: int, num_slots: int, pages_per_slot: int, page: int):
-        """Creates a table of pages of `page` positions each, all of them free."""
+    def __init__(self, num_pages: int, num_slots: int, pages_per_slot: int, page: int, num_parts: int = 1):
+        """Creates a table of pages of `page` positions each, all of them free. With several parts there are pages for whole slots."""
+        self._is_whole, self._slots_per_part = num_pages >= num_slots * pages_per_slot, num_slots // num_parts
+        assert self._is_whole or num_parts == 1
         self.table = np.zeros((num_slots, pages_per_slot), np.int32)
         self._num_pages, self._page = num_pages, page
-        self._free = collections.deque(range(num_pages))
+        size = num_pages // num_parts
+        self._free = [collections.deque(range(part * size, (part + 1) * size)) for part in range(num_parts)]
         self._pages: dict[int, list[int]] = {}  # of each slot in use, by position
         self._num_slots_with = collections.Counter()  # of each page in use
-        self._shared: dict[Hashable, list[int]] = {}  # the full pages of a prompt that some slot has
-        self._prompt_of: dict[int, Hashable] = {}  # the prompt whose first full page it is
+        self._shared: dict[Hashable, list[int]] = {}  # the full pages of a (part, prompt) that some slot has
+        self._prompt_of: dict[int, Hashable] = {}  # the (part, prompt) whose first full page it is
 
     def fits(self, prompt: Hashable, length: int, num_new: int) -> bool:
-        """Returns True if there are free pages for `num_new` tokens after a prompt of `length`, and one more for each slot in use."""
-        needed = self.num(length + num_new) - len(self._shared.get(prompt, ()))
-        return needed + len(self._pages) <= len(self._free)
+        """Returns True if there are free pages for `num_new` tokens after a prompt of `length`, and one more for each slot in use.
+
+        Pages for whole slots always suffice.
+        """
+        needed = self.num(length + num_new) - len(self._shared.get((0, prompt), ()))
+        return self._is_whole or needed + len(self._pages) <= len(self._free[0])
+
+    def by_part(self, slots: Iterable[int]) -> list[int]:
+        """Returns these slots with those of each part in turn, so that the parts have equal work."""
+        return sorted(slots, key=lambda slot: slot % self._slots_per_part)
 
     def admit(self, slot: int, length: int, prompt: Hashable = None) -> list[tuple[int, int]]:
         """Gives a free slot pages for `length` tokens, of which there must be enough; returns those to write, (number in the slot, page).
@@ -38,23 +50,24 @@ class PageTable:
         written again by the first decode step, so its page is the slot's own.
         """
         assert slot not in self._pages
-        shared = list(self._shared.get(prompt, ()))
-        own = [self._free.popleft() for _ in range(self.num(length) - len(shared))]
+        part = slot // self._slots_per_part
+        shared = list(self._shared.get((part, prompt), ()))
+        own = [self._free[part].popleft() for _ in range(self.num(length) - len(shared))]
         pages = self._pages[slot] = shared + own
         self._num_slots_with.update(pages)
         num_full = (length - 1) // self._page
         if prompt is not None and num_full:
-            self._shared[prompt], self._prompt_of[pages[0]] = pages[:num_full], prompt
+            self._shared[part, prompt], self._prompt_of[pages[0]] = pages[:num_full], (part, prompt)
         self._fill(slot)
         return [*enumerate(pages)][len(shared) :]
 
     def grow(self, slot: int, length: int) -> bool:
         """Gives a slot pages until it has room for `length` tokens. Returns False, and gives none, if too few are free."""
-        num_new = self.num(length) - len(self._pages[slot])
-        if num_new > len(self._free):
+        num_new, free = self.num(length) - len(self._pages[slot]), self._free[slot // self._slots_per_part]
+        if num_new > len(free):
             return False
         if num_new > 0:
-            new = [self._free.popleft() for _ in range(num_new)]
+            new = [free.popleft() for _ in range(num_new)]
             self._pages[slot] += new
             self._num_slots_with.update(new)
             self._fill(slot)
@@ -66,7 +79,7 @@ class PageTable:
             self._num_slots_with[page] -= 1
             if not self._num_slots_with[page]:
                 del self._num_slots_with[page]
-                self._free.append(page)
+                self._free[slot // self._slots_per_part].append(page)
                 if page in self._prompt_of:  # then its other full pages are free, too: the same slots had them
                     del self._shared[self._prompt_of.pop(page)]
 
@@ -80,7 +93,7 @@ class PageTable:
 
     def usage(self) -> float:
         """Returns the fraction of the pages in use, 0 to 1."""
-        return 1 - len(self._free) / self._num_pages
+        return 1 - sum(map(len, self._free)) / self._num_pages
 
     def _fill(self, slot: int) -> None:
         """Writes the slot's row. Entries past its last page name its first one: a page of another slot could hold a NaN."""

@@ -20,6 +20,7 @@ from inference.engine import engine as engine_lib
 from inference.scheduler import page_table
 from inference.scheduler import sequence as sequence_lib
 from inference.scheduler import slots as slots_lib
+from sharding import rules
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,7 +36,7 @@ class Paging:
         config = engine.config
         self._engine, self._slots = engine, slots
         sizes = config.num_pages, config.num_slots, config.pages_per_slot, paged_cache.PAGE
-        self.pages = page_table.PageTable(*sizes)
+        self.pages = page_table.PageTable(*sizes, num_parts=rules.num_batch_shards(engine.mesh))
         self._preempted: list[_Preempted] = []  # oldest first
         self._to_write: dict[int, list[tuple[int, int]]] = {}  # of slots whose prompt is not inserted yet
 

@@ -438,10 +438,11 @@ class Scheduler:
 
     def _start_sequences(self) -> None:
         """Fills the free slots from the prefill queue, with one insert call for all prompts of one prefill."""
-        fits = {}
+        fits, free = {}, self.slots.free
         if self.paging is not None:
             self._state, fits = self.paging.resume(self._state), {"fits": self.paging.fits}
-        free = collections.deque(self.slots.free)
+            free = self.paging.pages.by_part(self.slots.free)
+        free = collections.deque(free)
         started: dict[int, list[tuple[int, sequence_lib.Sequence]]] = collections.defaultdict(list)
         while free and (sequence := self._waiting.next(max(1, self._num_slots // 2), **fits)):
             slot = free.popleft()

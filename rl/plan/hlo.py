@@ -171,6 +171,11 @@ def shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
+def item_bytes(dtype: str) -> float:
+    """Returns the bytes of one number of a dtype by its name in HLO."""
+    return ITEM_BYTES.get(dtype) or int(re.findall(r"\d+", dtype)[0]) / 8
+
+
 _COLLECTIVE = re.compile(rf" = (?P<result>.+?) (?P<kind>{KINDS})(?P<start>-start)?\(")
 _TRANSFER = re.compile(r" = (?P<result>.+?) recv\(.*_xla_megascale_transfer_type=\"(?P<kind>\w+)\"")
 _COPY = re.compile(r" = (?P<result>.+?) (?:copy|copy-start|transpose)\(")
@@ -179,7 +184,7 @@ _LOOP = re.compile(r" while\(.*condition=%(?P<condition>[\w.\-]+), body=%(?P<bod
 
 def _num_bytes(shape: tuple[str, tuple[int, ...]]) -> float:
     dtype, dims = shape
-    return (ITEM_BYTES.get(dtype) or int(re.findall(r"\d+", dtype)[0]) / 8) * math.prod(dims)
+    return item_bytes(dtype) * math.prod(dims)
 
 
 def _extent(dims: Sequence[int]) -> list[int]:

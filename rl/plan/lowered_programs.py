@@ -11,7 +11,7 @@ import importlib.util
 import math
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,21 @@ COMPILER_ENVIRONMENT = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Load:
+    """A load of a server: its name, and the bytes per chip of the keys and values of its tokens."""
+
+    name: str
+    live_bytes: float
+    pages_bytes: float  # that the kernel of a cache in pages reads of one layer
+
+    @classmethod
+    def of(cls, name: str, lengths: Sequence[int], layer_bytes: float, num_layers: int) -> "Load":
+        """Returns the load of sequences of these lengths; a layer's keys and values of a token have `layer_bytes` on a chip."""
+        in_pages = sum(-(-length // paged_cache.PAGE) * paged_cache.PAGE for length in lengths)
+        return cls(name, sum(lengths) * layer_bytes * num_layers, in_pages * layer_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
 class LoweredProgram:
     """One program of a run: how to lower it, the memory of its arguments, and its work."""
 
@@ -60,6 +75,9 @@ class LoweredProgram:
     turns_alone: float | None = None  # of such a loop that is in no other one
     waiting_bytes: float = 0.0  # of new weights in the memory of a server's host, until they replace its own one by one
     cache: tuple[tuple[int, ...], ...] = ()  # dims of a chip's part of the cache, which the program may not copy
+    steps_per_call: int = 1  # of decode
+    weights_bytes: float = 0.0  # per chip, that a decode step has to read
+    loads: tuple[Load, ...] = ()  # for which the bytes that a decode step reads are counted in the compiled text
 
     @property
     def passing_bytes(self) -> float:
@@ -266,6 +284,9 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
         title = f"decode: {slots} sequences of {length} tokens on average, of {capacity} at most, in {pages} pages"
     else:
         length, title = capacity, f"decode: {slots} slots of {capacity} tokens"
+    # A quarter: from no tokens to half of the length, as in a stream of requests.
+    lengths = {"a quarter": [-(-(i + 1) * length // (2 * slots)) for i in range(slots)], "all": [length] * slots}
+    layer_bytes = held["cache"] / ((pages * paged_cache.PAGE or slots * capacity) * server.model.num_layers)
     return LoweredProgram(
         name="decode",
         title=f"{title}, {sizes.steps_per_call} steps per call",
@@ -280,6 +301,12 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
         turns=(1,),
         waiting_bytes=0.0 if has_engine(config) else float(transformer.num_bytes(server.model)),
         cache=tuple(sorted({dims for x in jax.tree.leaves(state.cache) for dims in _whole_and_layer(x, pages > 0)})),
+        steps_per_call=sizes.steps_per_call,
+        weights_bytes=read_share * held["parameters"],
+        # Of experts, the text does not have those that tokens choose.
+        loads=()
+        if server.model.num_experts
+        else tuple(Load.of(name, row, layer_bytes, server.model.num_layers) for name, row in lengths.items()),
     )
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from ml_collections import config_dict
 
 from rl.experiment import experiment
-from rl.plan import census, hlo, lowered_programs, roofline, sizes
+from rl.plan import census, hlo, lowered_programs, reads, roofline, sizes
 from sharding import rules
 
 GIB = 2**30
@@ -50,6 +50,7 @@ class Outcome:
     collectives: Sequence[hlo.Collective] = ()
     cache_copies: float = 0  # how often the program copies a whole array of the cache
     executed_flops: float = 0.0  # of all chips, counted in the compiled text
+    read_bytes: Sequence[float] = ()  # per chip, of a decode step with each of the program's loads, counted there
 
 
 def make_program(name: str, exp: experiment.Experiment, topology: str) -> lowered_programs.LoweredProgram:
@@ -99,7 +100,14 @@ def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chi
         collectives=hlo.collectives(instructions, _across(program.mesh)),
         cache_copies=copies,
         executed_flops=_executed_flops(program, instructions),
+        read_bytes=step_reads(program, text),
     )
+
+
+def step_reads(program: lowered_programs.LoweredProgram, text: str) -> list[float]:
+    """Returns the bytes per chip that a decode step reads with each load of its program, by the compiled text: those of a call, divided by its steps."""
+    steps, instructions = program.steps_per_call, hlo.parse(text, (program.steps_per_call,))
+    return [reads.num_bytes(instructions, program.cache, load.pages_bytes) / steps for load in program.loads]
 
 
 def _across(mesh: jax.sharding.Mesh) -> list[int]:
@@ -187,6 +195,7 @@ def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
             f"one by one, with no second copy; the new ones wait in {_gib(program.waiting_bytes)} of the host's memory",
         ),
         (program.cache, "cache", f"{outcome.cache_copies:.0f} copies of a whole array of it in the program"),
+        (program.loads, "read per step", _reads(outcome)),
         (
             True,
             "time",
@@ -204,6 +213,15 @@ def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
         ),
     ]
     return [(label, text) for applies, label, text in rows if applies]
+
+
+def _reads(outcome: Outcome) -> str:
+    """Returns the bytes of `step_reads`, compared to those that a step has to read."""
+    texts = []
+    for load, num_bytes in zip(outcome.program.loads, outcome.read_bytes, strict=True):
+        least = outcome.program.weights_bytes + load.live_bytes
+        texts.append(f"{_gib(num_bytes)} with {load.name} of the cache in use ({num_bytes / least:.2f})")
+    return f"{', '.join(texts)}, in the compiled text; in brackets: times the weights and the keys and values in use"
 
 
 def _links_s(outcome: Outcome, topology: str) -> float:

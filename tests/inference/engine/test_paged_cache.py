@@ -1,6 +1,7 @@
 """The cache in pages: attention against a plain one in float64, by XLA and by the TPU's kernel in interpret mode, and sequences
 that move between slots and pages."""
 
+import collections
 import dataclasses
 import types
 
@@ -13,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inference.engine import decode_state, paged_cache, weights
 from inference.engine import engine as engine_lib
 from inference.engine import request as request_lib
+from models.kernels import paged_attention
 from models.text import tokenizer as tokenizer_lib
 from sharding import mesh as mesh_lib
 from tests.support import tiny
@@ -41,7 +43,7 @@ class Case:
         self.B = 4
         num_pages = self.B * W + 3
         page_dtype = page_dtype or dtype
-        self.entry = [jnp.asarray(rng.standard_normal((K, LAYERS, num_pages, S, C)), page_dtype) for _ in range(2)]
+        self.cache = jnp.asarray(rng.standard_normal((K, LAYERS, num_pages, S, 2 * C)), page_dtype)
         self.table = rng.permutation(num_pages)[: self.B * W].reshape(self.B, W).astype(np.int32)
         self.position = rng.integers(0, S * W, self.B).astype(np.int32)
         self.active = np.arange(self.B) < self.B - 1
@@ -53,11 +55,13 @@ class Case:
         self.layer = layer
 
     def run(self, **how):
-        attend = paged_cache.attend_at(jnp.asarray(self.position), jnp.asarray(self.active), jnp.asarray(self.table))
-        out, (keys, values, _) = jax.jit(lambda *args: attend(*args, **how))(
-            (*self.entry, jnp.int32(self.layer)), self.q, self.k, self.v
-        )
-        return np.asarray(out.astype(jnp.float32))[:, 0], keys, values
+        def step(cache, *qkv):
+            places = (jnp.asarray(x) for x in (self.position, self.active, self.table))
+            attend = paged_cache.attend_at(paged_cache.PagedCache(((cache,),)), *places)
+            return attend((cache, jnp.int32(self.layer)), *qkv, **how)
+
+        out, (cache, _) = jax.jit(step)(self.cache, self.q, self.k, self.v)
+        return np.asarray(out.astype(jnp.float32))[:, 0], cache
 
     def sequence(self, pages, new, slot):
         """Keys or values of a slot up to its new token, [positions, K, C] in float64."""
@@ -66,17 +70,18 @@ class Case:
         return np.concatenate([rows, np.asarray(new[slot].astype(jnp.float32), np.float64)])
 
     def expected(self, slot, scale, softcap):
-        k, v = (self.sequence(x, new, slot) for x, new in zip(self.entry, (self.k, self.v), strict=True))
+        halves = jnp.split(self.cache, 2, axis=-1)
+        k, v = (self.sequence(x, new, slot) for x, new in zip(halves, (self.k, self.v), strict=True))
         return plain(np.asarray(self.q[slot, 0].astype(jnp.float32), np.float64), k, v, scale, softcap)
 
 
 def check(case, tolerance, scale=None, softcap=0.0):
-    out, keys, values = case.run(scale=scale, softcap=softcap)
+    out, cache = case.run(scale=scale, softcap=softcap)
     for slot in np.flatnonzero(case.active):
         wanted = case.expected(slot, case.q.shape[-1] ** -0.5 if scale is None else scale, softcap)
         np.testing.assert_allclose(out[slot], wanted, atol=tolerance)
     # Only the new keys of active slots are written, in their layer.
-    for old, new, rows in ((case.entry[0], keys, case.k), (case.entry[1], values, case.v)):
+    for old, new, rows in zip(*(jnp.split(x, 2, axis=-1) for x in (case.cache, cache)), (case.k, case.v), strict=True):
         old = np.array(old.astype(jnp.float32))
         for slot in np.flatnonzero(case.active):
             page, at = case.table[slot, case.position[slot] // S], case.position[slot] % S
@@ -87,8 +92,8 @@ def check(case, tolerance, scale=None, softcap=0.0):
 
 def shuffled(case):
     """The same slots with their pages elsewhere, and other neighbors of slot 0."""
-    order = case.rng.permutation(case.entry[0].shape[2])
-    case.entry = [x[:, :, np.argsort(order)] for x in case.entry]
+    order = case.rng.permutation(case.cache.shape[2])
+    case.cache = case.cache[:, :, np.argsort(order)]
     case.table = order[case.table].astype(np.int32)
     case.q, case.k, case.v = (x.at[1:].multiply(-1) for x in (case.q, case.k, case.v))
     case.position[1:] = case.rng.integers(0, S * W, case.B - 1)
@@ -105,29 +110,62 @@ def test_gathered_pages(H, K, softcap, page_dtype):
 
 
 @pytest.mark.parametrize(
-    ("H", "K", "softcap", "page_dtype"),
-    [(2, 2, 0.0, ""), (4, 2, 5.0, ""), (16, 2, 0.0, ""), (4, 2, 0.0, "float8_e4m3fn")],
+    ("H", "K", "C", "softcap", "page_dtype"),
+    [
+        (2, 2, 128, 0.0, ""),
+        (16, 2, 128, 5.0, ""),
+        (4, 2, 128, 0.0, "float8_e4m3fn"),
+        (9, 3, 64, 0.0, ""),  # of SmolLM2-135M
+        (4, 1, 64, 5.0, "float8_e4m3fn"),
+        (2, 1, 192, 0.0, ""),
+    ],
 )
-def test_kernel_of_a_tpu(H, K, softcap, page_dtype, monkeypatch):
-    """Queries per key head of 1, 2, and 8, which the kernel lays out in two ways. A slot without a sequence is in between."""
+def test_kernel_of_a_tpu(H, K, C, softcap, page_dtype, monkeypatch):
+    """A slot without a sequence is in between. No number of a page that its sequence does not reach counts, not even a NaN."""
     monkeypatch.setattr(mesh_lib, "platform", lambda: "tpu")
-    monkeypatch.setattr(paged_cache, "KERNEL_PAGES", 2)
+    monkeypatch.setattr(paged_attention, "MAX_PAGES", 3)  # of four: a slot's last step has fewer
     with pltpu.force_tpu_interpret_mode():
-        case = Case(H, H, K, 128, jnp.bfloat16, 1, page_dtype)
+        case = Case(H, H, K, C, jnp.bfloat16, 1, page_dtype)
         case.active[1] = False
         before = check(case, 0.02, softcap=softcap)  # outputs of up to 3 in bfloat16, whose steps there are 2^-7
         np.testing.assert_array_equal(check(shuffled(case), 0.02, softcap=softcap)[0], before[0])
+        for slot in range(case.B):
+            case.cache = case.cache.at[:, :, case.table[slot, case.position[slot] // S + 1 :]].set(jnp.nan)
+            case.cache = case.cache.at[
+                :, :, case.table[slot, case.position[slot] // S], case.position[slot] % S + 1 :
+            ].set(jnp.nan)
+        np.testing.assert_array_equal(case.run(softcap=softcap)[0][0], before[0])
+
+
+@pytest.mark.parametrize("num_pages", [1, 3, 4])
+def test_the_kernel_copies_each_page_in_use_once(num_pages):
+    """Pallas copies the page of an input if the step before did not have it there."""
+    rng = np.random.default_rng(num_pages)
+    lengths = rng.permutation([0, 1, S, S + 1, 2 * S + 3, 0, W * S, 1, W * S - 1])
+    table = rng.permutation(len(lengths) * W).reshape(-1, W)
+    steps = paged_attention.visits(jnp.asarray(lengths), jnp.asarray(table, jnp.int32), S, num_pages)
+    count, used = int(steps.count[0]), -(-lengths // S)
+    wanted = [(slot, block) for slot, size in enumerate(used) for block in range(-(-size // num_pages))]
+    assert [*zip(steps.sequence[:count].tolist(), steps.block[:count].tolist(), strict=True)] == wanted
+    copied = []
+    for column in np.asarray(steps.pages).reshape(-1, num_pages)[:count].T.tolist():
+        copied += [page for page, before in zip(column, [None, *column], strict=False) if page != before]
+    pages = [page for slot, size in enumerate(used) for page in table[slot, :size].tolist()]
+    left = collections.Counter(copied) - collections.Counter(pages)
+    assert not collections.Counter(pages) - collections.Counter(copied) and left.total() < num_pages
+    for step, (slot, block) in enumerate(wanted):
+        named = np.asarray(steps.pages).reshape(-1, num_pages)[step, : used[slot] - block * num_pages]
+        np.testing.assert_array_equal(named, table[slot, block * num_pages :][: len(named)])
 
 
 def test_eight_bits_hold_their_largest_number_where_a_key_is_larger():
     cache = paged_cache.create(MODEL, 2, "float8_e4m3fn")
-    (keys, values), *_ = cache.entries
-    assert keys.nbytes == keys.size
-    new = jnp.full((*keys.shape[:2], 1, *keys.shape[3:]), -1000.0)
-    got = paged_cache.put(cache, ((new, 2 * new),) * len(cache.entries), jnp.array([1])).entries[0]
-    for x in got:
-        np.testing.assert_array_equal(np.asarray(x[:, :, 1].astype(jnp.float32)), -448)
-        assert not np.asarray(x[:, :, 0].astype(jnp.float32)).any()
+    (pages,), *_ = cache.entries
+    assert pages.nbytes == pages.size
+    new = jnp.full((*pages.shape[:2], 1, *pages.shape[3:]), -1000.0)
+    (got,), *_ = paged_cache.put(cache, ((new,),) * len(cache.entries), jnp.array([1])).entries
+    np.testing.assert_array_equal(np.asarray(got[:, :, 1].astype(jnp.float32)), -448)
+    assert not np.asarray(got[:, :, 0].astype(jnp.float32)).any()
 
 
 @pytest.mark.parametrize("fields", [{"page_dtype": "int4", "num_pages": 24}, {"page_dtype": "float8_e4m3fn"}])
@@ -140,7 +178,8 @@ def test_a_dtype_of_pages_that_cannot_be_is_refused(fields):
     ("platform", "fields", "pages"),
     [
         ("tpu", {}, 24),  # those of three whole slots
-        ("tpu", {"head_dim": 64}, 0),  # the kernel needs another shape
+        ("tpu", {"head_dim": 64}, 24),  # a key and its value fill a vector
+        ("tpu", {"head_dim": 32}, 0),
         ("tpu", {"window": 16}, 0),
         ("gpu", {}, 0),  # XLA gathers whole slots
     ],
@@ -205,14 +244,14 @@ def test_a_sequence_goes_on_bit_for_bit_in_another_slot_and_other_pages(tensor, 
     [
         ({"sinks": True}, {}, "attention sinks"),
         ({"window": 8, "layer_pattern": "SF"}, {}, "sliding layers"),
-        ({}, {"data": 2, "tensor": -1}, "2 batch shards"),
+        ({}, {"data": 4, "tensor": 2}, "4 batch shards .* set it to 32, or to -1"),
         ({}, {"tensor": 8}, "2 key heads over tensor=8"),
     ],
 )
 def test_what_pages_do_not_support(change, mesh, message):
     model, mesh = tiny.model(**change), mesh_lib.create(mesh, None if mesh else jax.devices()[:1])
     config = dataclasses.replace(CONFIG, num_slots=4)
-    with pytest.raises(ValueError, match=message + ".*set it to 0"):
+    with pytest.raises(ValueError, match=f"inference.num_pages.*{message}.*set it to"):
         engine_lib.Engine(model, config, tokenizer_lib.byte_chatml(), None, mesh)
 
 

@@ -35,6 +35,7 @@ MODELS = {
     "latent": tiny.model(kv_latent_dim=16, rope_dim=4, head_dim=12, num_kv_heads=4, qk_norm=False),
 }
 CONFIG = engine_lib.EngineConfig(num_slots=8, max_model_len=96, prefill_batch=2, steps_per_call=5, prefill_chunk=32)
+IN_PAGES = {"num_pages": 16}  # those of whole slots
 WAIT_S = 120
 HELLO = tuple(b"hello")
 Request = scheduler_lib.GenerateRequest
@@ -76,20 +77,22 @@ def on_one_device(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "axes"),
+    ("name", "axes", "fields"),
     [
-        ("dense", dict(tensor=2, data=2)),
-        ("dense", dict(tensor=4, data=2)),  # two key heads: whole everywhere
-        ("mixed", dict(expert=2, tensor=2)),
-        ("mixed", dict(fsdp=2, expert=2, tensor=2)),
-        ("mixed", dict(expert=4, data=2)),  # a prompt of 2 rows over 8 shards
-        ("stacked", dict(expert=2, tensor=2, data=2)),
-        ("latent", dict(tensor=4, data=2)),
+        ("dense", dict(tensor=2, data=2), {}),
+        ("dense", dict(tensor=2, data=2), IN_PAGES),
+        ("dense", dict(tensor=4, data=2), {}),  # two key heads: whole everywhere
+        ("mixed", dict(expert=2, tensor=2), {}),
+        ("mixed", dict(fsdp=2, expert=2, tensor=2), {}),
+        ("mixed", dict(expert=4, data=2), {}),  # a prompt of 2 rows over 8 shards
+        ("stacked", dict(expert=2, tensor=2, data=2), {}),
+        ("stacked", dict(expert=4, data=2), IN_PAGES),
+        ("latent", dict(tensor=4, data=2), {}),
     ],
 )
-def test_a_mesh_gives_the_tokens_of_one_device(name, axes):
+def test_a_mesh_gives_the_tokens_of_one_device(name, axes, fields):
     """Batched and chunked prefill, shared prefixes, every sampling field; and one compilation of generate."""
-    engine, placed = make(name, **axes)
+    engine, placed = make(name, dataclasses.replace(CONFIG, **fields), **axes)
     before = compiled_steps.generate._cache_size()
     got = answers(engine, placed, ASKS)
     assert compiled_steps.generate._cache_size() == before + 1
@@ -114,29 +117,34 @@ COLLECTIVE = re.compile(
 
 
 @pytest.mark.parametrize(
-    ("name", "axes"),
+    ("name", "axes", "pages_per_slot"),
     [
-        ("dense", dict(tensor=2, data=2)),
-        pytest.param("dense", dict(tensor=4, data=2), marks=pytest.mark.slow),
-        pytest.param("mixed", dict(fsdp=2, expert=2, tensor=2), marks=pytest.mark.slow),
-        pytest.param("stacked", dict(expert=2, tensor=2, data=2), marks=pytest.mark.slow),
+        ("dense", dict(tensor=2, data=2), 0),
+        ("dense", dict(tensor=2, data=2), 12),
+        pytest.param("dense", dict(tensor=4, data=2), 0, marks=pytest.mark.slow),
+        pytest.param("mixed", dict(fsdp=2, expert=2, tensor=2), 0, marks=pytest.mark.slow),
+        pytest.param("stacked", dict(expert=2, tensor=2, data=2), 0, marks=pytest.mark.slow),
+        pytest.param("stacked", dict(expert=2, tensor=2, data=2), 12, marks=pytest.mark.slow),
     ],
 )
-def test_the_state_stays_where_it_is(name, axes):
+def test_the_state_stays_where_it_is(name, axes, pages_per_slot):
     """generate returns the state in its layout and in place, and communicates nothing as large as a layer's keys."""
     capacity = 768  # a layer of keys is then larger than logits, or the windows that proofs are made of
-    engine, placed = make(name, dataclasses.replace(CONFIG, max_model_len=capacity), **axes)
+    config = dataclasses.replace(CONFIG, max_model_len=capacity, num_pages=8 * pages_per_slot)
+    engine, placed = make(name, config, **axes)
     (state,) = engine.init_decode_state()
     keys = jax.tree.leaves(state.cache)[0]
+    table = np.zeros((8, pages_per_slot), np.int32) if pages_per_slot else None
     with jax.set_mesh(engine.mesh):
-        lowered = compiled_steps.generate.lower(engine.model, 5, capacity, False, 0, placed, np.int32(5), None, state)
-        compiled = lowered.compile()
-    came, went = compiled.input_shardings[0][3], compiled.output_shardings[0]
+        args = placed, np.int32(5), table, state
+        compiled = compiled_steps.generate.lower(engine.model, 5, capacity, False, 0, *args).compile()
+    came, went = compiled.input_shardings[0][-1], compiled.output_shardings[0]
     same = jax.tree.map(lambda x, i, o: i.is_equivalent_to(o, x.ndim) and x.sharding == i, state, came, went)
     assert all(jax.tree.leaves(same)), same
     rows = 8 // rules.num_batch_shards(engine.mesh)
     heads = 2 if axes["tensor"] == 4 else 1
-    assert keys.sharding.shard_shape(keys.shape)[-4:-2] == (rows, heads)
+    shard = keys.sharding.shard_shape(keys.shape)
+    assert (shard[2], shard[0]) == (rows * pages_per_slot, heads) if pages_per_slot else shard[-4:-2] == (rows, heads)
     num_bytes = sum(x.dtype.itemsize * np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
     assert compiled.memory_analysis().alias_size_in_bytes > 0.99 * num_bytes  # donated
     largest_layer = rows * heads * capacity * 8

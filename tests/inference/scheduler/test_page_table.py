@@ -117,6 +117,22 @@ def test_the_page_of_the_last_prompt_token_is_not_shared():
     assert [number for number, _ in table.admit(0, 8, "prompt")] == [0, 1]  # no slot has it: it is written again
 
 
+def test_each_part_of_the_slots_has_pages_of_its_own():
+    """Two parts of two slots. Samples of a prompt share its pages inside a part, and no slot waits for pages."""
+    table = page_table.PageTable(16, 4, 4, 4, num_parts=2)
+    assert table.by_part([0, 1, 2, 3]) == [0, 2, 1, 3] and table.by_part([1, 2, 3]) == [2, 1, 3]
+    written = {slot: [number for number, _ in table.admit(slot, 9, "prompt")] for slot in (0, 2, 1)}
+    assert written == {0: [0, 1, 2], 2: [0, 1, 2], 1: [2]} and table.fits("other", 16, 0)
+    table.admit(3, 16)
+    for slot in (0, 1, 2, 3, 0):
+        assert table.grow(slot, 16) and {page // 8 for page in table.pages(slot)} == {slot // 2}
+    assert table.usage() == 14 / 16
+    for slot in range(4):
+        table.release(slot)
+    assert table.usage() == 0
+    assert {page // 8 for slot in (3, 0) for _, page in table.admit(slot, 16)} == {0, 1}
+
+
 def test_growth_that_does_not_fit_takes_nothing():
     table = page_table.PageTable(3, 2, 3, 4)
     table.admit(0, 4)
