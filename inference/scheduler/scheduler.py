@@ -230,8 +230,7 @@ class Scheduler:
     def num_waiting(self) -> int:
         """The number of samples of pending requests that have no slot yet, or had to leave it."""
         with self._lock:
-            num_new = sum(group.request.num_samples - group.num_started for group in self._pending)
-        return num_new + (len(self.paging) if self.paging else 0)
+            return sum(one.request.num_samples - one.num_started for one in self._pending) + len(self.paging or ())
 
     @property
     def is_alive(self) -> bool:
