@@ -519,7 +519,8 @@ def test_decode_copies_no_cache(scan_layers, num_pages, watched):
     decode = lowered_programs.decode_program(lowered_programs.resolve(c), mesh)
     assert decode.cache == watched
     text = decode.lower().compile().as_text()
-    assert any(dims in text for dims in ("32,64]", "64,32]", "64,64]"))  # arrays of the cache occur in the form that is searched for
+    # Arrays of the cache occur in the form that is searched for.
+    assert any(dims in text for dims in ("32,64]", "64,32]", "64,64]"))
     assert sum(hlo.copies(hlo.parse(text, decode.turns), dims) for dims in decode.cache) == 0
 
 
