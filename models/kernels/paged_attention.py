@@ -99,7 +99,7 @@ def attend(
         weights_KGS, down_KG1 = jnp.exp(scores_KGS - top_KG1), jnp.exp(top_ref[...] - top_KG1)
         total_ref[...] = total_ref[...] * down_KG1 + weights_KGS.sum(axis=2, keepdims=True)
         top_ref[...] = top_KG1
-        for k in range(K):  # what a page holds past the sequence may not be a number
+        for k in range(K):  # past the sequence, a page may have NaNs
             v_SR = jnp.where(readable((M * S, num_lanes), 0), of_head(k, values), 0)
             sum_ref[k] = sum_ref[k] * down_KG1[k] + attention_tiles.dot(weights_KGS[k].astype(v_SR.dtype), v_SR, 1, 0)
 

@@ -244,7 +244,7 @@ def test_a_sequence_goes_on_bit_for_bit_in_another_slot_and_other_pages(tensor, 
     [
         ({"sinks": True}, {}, "attention sinks"),
         ({"window": 8, "layer_pattern": "SF"}, {}, "sliding layers"),
-        ({}, {"data": 4, "tensor": 2}, "4 batch shards .* set it to 32, or to -1"),
+        ({}, {"data": 4, "tensor": 2}, "4 batch shards .* those of whole slots"),
         ({}, {"tensor": 8}, "2 key heads over tensor=8"),
     ],
 )

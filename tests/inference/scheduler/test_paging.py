@@ -15,6 +15,7 @@ from inference.engine import engine as engine_lib
 from inference.scheduler import paging, sequence, slots
 from inference.scheduler import scheduler as scheduler_lib
 from models.text import tokenizer as tokenizer_lib
+from sharding import mesh as mesh_lib
 from tests.support import tiny
 
 MODEL = tiny.model(scan_layers=True)
@@ -122,7 +123,9 @@ def test_the_youngest_leave_first_and_the_oldest_return_first():
     config, swapped = dataclasses.replace(CONFIG, max_model_len=48, num_pages=6), []
     swap = {"swap_out": lambda state, slot, pages: len(pages), "swap_in": lambda state, *call: swapped.append(call)}
     all_slots = slots.Slots(config.num_slots, config.max_model_len)
-    table = paging.Paging(types.SimpleNamespace(config=config, **swap), all_slots)
+    table = paging.Paging(
+        types.SimpleNamespace(config=config, mesh=mesh_lib.create({}, jax.devices()[:1]), **swap), all_slots
+    )
 
     def add(slot, begun_s):
         group = sequence.SequenceGroup(Ask((slot,) * 16, max_tokens=32), concurrent.futures.Future(), None, 0.0)

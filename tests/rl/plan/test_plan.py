@@ -223,7 +223,7 @@ ENTRY %main (embed: f32[100,128]) -> f32[4,128] {
 
 
 def test_bytes_read_are_counted_by_hand():
-    """With the padding of 60 rows to 64 and of 576 lanes to 640; the kernel reads 1,000 bytes of the cache, whatever its size."""
+    """60 rows are padded to 64 and 576 lanes to 640; the kernel reads 1,000 bytes of the cache of any size."""
     layer = 64 * 640 * 2 + 4  # the slice, and its number
     layer += 2 * 4 * 128 * 2 + 4 * 128 * 4  # new keys, and where they go
     layer += 4 * 128 * 4 + 8 * 640 * 2 + 1000  # of the kernel
@@ -737,7 +737,7 @@ MODELS_TO_SERVE = {
 @pytest.mark.parametrize("name", MODELS_TO_SERVE)
 @pytest.mark.parametrize("axes", [{}])
 def test_a_decode_step_reads_the_weights_and_the_pages_in_use(name, axes):
-    """With a quarter of the cache in use, and with all of it."""
+    """A quarter of the cache is in use, or all of it."""
     c = small()
     c.model.update(
         MODELS_TO_SERVE[name], dtype="bfloat16", scan_layers=True, tie_embeddings=True, qk_norm=name.startswith("Qwen")
