@@ -128,7 +128,7 @@ def of_prompts(cache: kv_cache.Cache, rows_M: jax.Array, firsts_M: jax.Array) ->
         pages_MSNKC = x[:, rows_M[:, None], :, jnp.minimum(at_MS, T - 1)]
         return pages_MSNKC.transpose(3, 2, 0, 1, 4)
 
-    return tuple((jnp.concatenate([of(keys), of(values)], axis=-1),) for keys, values in cache)
+    return tuple((jnp.concatenate([*map(of, jax.tree.leaves(entry))], axis=-1),) for entry in cache)
 
 
 def take(cache: PagedCache, pages_M: jax.Array) -> Entries:
