@@ -151,7 +151,7 @@ class Objective:
             metrics["loss/ce"] = divergences.weighted_cross_entropy(logp_BT, batch.ce_weight, counts.ce)
             total += metrics["loss/ce"]
         if batch.ref_kl_weight is not None:
-            logps = logp_BT, batch.behavior_logp, _need(batch, "ref_logp")
+            logps = logp_BT, batch.behavior_logp, _ref_logp(batch)
             metrics["loss/ref_kl"] = divergences.reference_distillation(*logps, batch.ref_kl_weight, counts.ref_kl)
             total += metrics["loss/ref_kl"]
         if routing is not None:
@@ -168,7 +168,7 @@ class Objective:
         return total, metrics | {"loss/total": total}
 
     def _reference_logp(self, batch):
-        return batch.behavior_logp if self.kl_reference == "sampler" else _need(batch, "ref_logp")
+        return batch.behavior_logp if self.kl_reference == "sampler" else _ref_logp(batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,9 +263,8 @@ def count(micro_batches: MicroBatches, first, stride) -> Counts:
     )
 
 
-def _need(batch: packing.TrainBatch, stream: str) -> jax.Array:
-    if (x_BT := getattr(batch, stream)) is None:
-        raise ValueError(
-            f"the batch has no stream {stream!r}, which the objective needs; name it in the layout's `streams` and fill it in"
-        )
-    return x_BT
+def _ref_logp(batch: packing.TrainBatch) -> jax.Array:
+    if batch.ref_logp is None:
+        found = "the batch has no stream 'ref_logp', which the objective needs"
+        raise ValueError(f"{found}; name it in the layout's `streams` and fill it in")
+    return batch.ref_logp

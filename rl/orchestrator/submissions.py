@@ -321,7 +321,7 @@ class Submissions:
         if self.shared.queue.entries.get(key) is not entry:
             return VOID
         if not verdict.accepted:
-            return self._reject(key, verdict, is_fault=True)
+            return self._reject(key, verdict)
         entry.scores = scores
         return self._quarantine_or_pass(entry)
 
@@ -359,7 +359,7 @@ class Submissions:
                 self.on_verified(entry.rollouts)
                 self._accepted(entry)
             else:
-                self._reject(key, verdict, is_fault=True)
+                self._reject(key, verdict)
 
     def _void(self, entry: queue_entry.Entry) -> None:
         """Ends the lease and the checks of a group that was requeued, and looks at its spare. The caller has the lock."""
@@ -379,10 +379,9 @@ class Submissions:
         self.shared.changed.notify_all()
         return "accepted"
 
-    def _reject(self, key: queue_entry.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
-        """Reopens a group and counts it against its worker; after a failed check (`is_fault`), ends the trust in it. Returns the reply."""
-        entry = self.shared.queue.requeue(key)
-        reply = self._blame(key, entry, verdict, is_fault=is_fault)
+    def _reject(self, key: queue_entry.Key, verdict: checks.Verdict) -> str:
+        """Reopens a group that failed a check, counts it against its worker, and ends the trust in it. Returns the reply."""
+        reply = self._blame(key, self.shared.queue.requeue(key), verdict, is_fault=True)
         self._screen_spare(key)
         return reply
 
