@@ -26,6 +26,7 @@ import markupsafe
 from ml_collections import config_dict
 
 from models.text import tokenizer as tokenizer_lib
+from rl.experiment import base_fields
 from rl.ledger import environments
 from rl.reporting import diagnostics, metrics, page, rollouts_page, timeline_trace
 from sharding import bucket
@@ -194,7 +195,7 @@ def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
         if any(values) if curve.sparse and curve.optional else values:
             figures.append(_figure(curve, series, {}))
     saved = [atomic_file.read_json(folder / "config.json", dict).get("config", {}) for folder in workdirs]
-    flat = [dict(_fields(one)) for one in saved]
+    flat = [{name: str(value) for name, value in base_fields.flat(one).items() if value != {}} for one in saved]
     rows = {field: [one.get(field, "") for one in flat] for field in sorted(set().union(*flat))}
     differing = {field: values for field, values in rows.items() if len({*values}) > 1}
     of_page = {"name": ", ".join(names), "headline": "Comparison of runs", "figures": figures, "tiles": {}}
@@ -209,11 +210,6 @@ def _of_sampler(records):
     """Returns metrics whose mismatch KL is that with the sampler, the one that is drawn."""
     names = [metrics.sampler_kl(record) for record in records]
     return [r | {"loss/mismatch_kl": r[name]} if name in r else r for name, r in zip(names, records, strict=True)]
-
-
-def _fields(config, place=""):
-    for name, value in config.items():
-        yield from _fields(value, f"{place}{name}.") if isinstance(value, dict) else [(f"{place}{name}", str(value))]
 
 
 def _evaluations(path):

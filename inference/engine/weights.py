@@ -103,17 +103,13 @@ class Store:
         in another form.
         """
         is_leaf = lambda x: rules.is_spec(x) or int8.is_quantized(x)  # noqa: E731
-        specs, structure = jax.tree.flatten(self.specs, is_leaf=is_leaf)
+        specs, structure = jax.tree_util.tree_flatten_with_path(self.specs, is_leaf=is_leaf)
         none = [None] * len(specs)
         olds = none if old is None else structure.flatten_up_to(lora_lib.published(old))
         sources = none if before is None or old is None else structure.flatten_up_to(before)
         loaded = []
-        paths = [
-            tuple(key.key for key in path)
-            for path, _ in jax.tree_util.tree_leaves_with_path(self.specs, is_leaf=is_leaf)
-        ]
-        rows = zip(paths, specs, *map(structure.flatten_up_to, (params, self.shardings)), olds, sources, strict=True)
-        for path, spec, new, sharding, old_leaf, source in rows:
+        rows = zip(specs, *map(structure.flatten_up_to, (params, self.shardings)), olds, sources, strict=True)
+        for (path, spec), new, sharding, old_leaf, source in rows:
             if new is source:
                 loaded.append(old_leaf)
                 continue
@@ -123,7 +119,7 @@ class Store:
                     array.delete()
                     if self.mesh.devices.flat[0].platform == "cpu":
                         trim_memory(array.nbytes)
-            loaded.append(self._placed(path, spec, new, sharding))
+            loaded.append(self._placed(tuple(key.key for key in path), spec, new, sharding))
         return lora_lib.restored(structure.unflatten(jax.block_until_ready(loaded)), self.lora)
 
     def _placed(self, path: tuple[str, ...], spec, weights, sharding):
