@@ -286,12 +286,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", default="auto", help=helps)
     helps = "an adapter (LoRA) in a folder that PEFT or rl.export --adapter_only wrote; requests name it as their model. May be repeated"
     add("--adapter", action="append", default=[], metavar="NAME=FOLDER", help=helps)
-    add(
-        "--max_adapters",
-        type=int,
-        default=0,
-        help="adapters at a time (default: those given, or 4 if more may be loaded)",
-    )
+    helps = "adapters at a time (default: those given, or 4 if more may be loaded)"
+    add("--max_adapters", type=int, default=0, help=helps)
     add("--max_adapter_rank", type=int, default=16, help="the highest rank of an adapter")
     helps = "control clients may load and unload adapters (/v1/load_lora_adapter), from any folder that this process can read"
     add("--allow_adapter_loading", action="store_true", help=helps)

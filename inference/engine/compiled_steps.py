@@ -198,9 +198,8 @@ class Outputs:
     tokens: jax.Array  # int32 [B, K]
     valid: jax.Array  # int32 [B, K]
     logps: jax.Array  # float32 [B, K]
-    extras: tuple[
-        jax.Array, ...
-    ]  # raw logp [B, K], top ids and top logp [B, K, MAX_TOP]; zeros unless a slot requests them
+    # Raw logp [B, K], top ids and top logp [B, K, MAX_TOP]; zeros unless a slot requests them.
+    extras: tuple[jax.Array, ...]
     experts: jax.Array | None  # [B, K, L, X] of the tokens that were run, if they are recorded
     kept: jax.Array | None  # [B, K, num_kept] entries of the vocabulary that the filters kept, if they are recorded
 

@@ -26,11 +26,9 @@ def compile_largest(engine: engine_lib.Engine, params: transformer.Params) -> cp
     tokens_PT = np.zeros((engine.config.prefill_batch, engine.config.buckets[0]), np.int32)
     length_P = np.ones((engine.config.prefill_batch,), np.int32)
     with concurrent.futures.ThreadPoolExecutor(1) as other:
-        none = adapter_set.NONE
-        prefilled = other.submit(
-            engine.prefill_batch, engine.choose(params, [none] * len(length_P)), tokens_PT, length_P
-        )
-        chosen = engine.choose(params, [none] * engine.config.num_slots)
+        chosen = engine.choose(params, [adapter_set.NONE] * len(length_P))
+        prefilled = other.submit(engine.prefill_batch, chosen, tokens_PT, length_P)
+        chosen = engine.choose(params, [adapter_set.NONE] * engine.config.num_slots)
         state, _ = engine.generate(chosen, engine.init_decode_state())  # no slot is active, so no step runs
         prefilled.result()
     return state
@@ -40,11 +38,8 @@ def requests(engine: engine_lib.Engine, *, every_length: bool) -> Iterator[reque
     """Yields warm-up requests, one per program that the engine is to compile; each must end before the next is sent."""
     config = engine.config
     longest = config.max_model_len - 1  # leaves room for one new token
-    lengths = (
-        [min(bucket, longest) for bucket in config.buckets]
-        if every_length
-        else [min(64 if engine.follows_load else 8, longest)]
-    )
+    shortest = 64 if engine.follows_load else 8
+    lengths = [min(bucket, longest) for bucket in (config.buckets if every_length else [shortest])]
     if every_length and longest > config.prefill_chunk:
         for count in config.key_counts[:-1]:  # after it, a short chunk and a whole one
             lengths += [count + 1, min(count + config.prefill_chunk, longest)]

@@ -49,10 +49,8 @@ from sharding.multihost import hosts as hosts_lib
 from sharding.system import cli, role_metrics
 
 START_S = 3600.0  # how long to wait for the first version: a learner loads a large checkpoint before it
-RATE_S = (
-    4.0  # least time over which tokens are counted: a call of the engine makes many, and health is asked for each 5 s
-)
 NOTICE_S = 5.0  # and before a line about it is logged
+RATE_S = 4.0  # least time over which tokens are counted: a call makes many, and health is asked for each 5 s
 
 
 class UnknownModel(ValueError):

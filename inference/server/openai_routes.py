@@ -55,11 +55,10 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer, max_body
         server.adapter_of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ValueError("the request has both or neither of prompt and messages; send one of them")
-        tokens = (
-            _render(server, body)
-            if body.prompt is None
-            else server.engine.tokenizer.prompt_ids(body.prompt, **body.parsing())
-        )
+        if body.prompt is None:
+            tokens = _render(server, body)
+        else:
+            tokens = server.engine.tokenizer.prompt_ids(body.prompt, **body.parsing())
         return {"count": len(tokens), "max_model_len": server.engine.config.max_model_len, "tokens": tokens}
 
     @app.post("/detokenize")
@@ -181,9 +180,8 @@ class _TextFormat:
 
     def _logprobs(self, index: int, piece: request_lib.Completion) -> dict:
         tokens = [self._spell(token) for token in piece.tokens]
-        own = [
-            {token: x} for token, x in zip(tokens, piece.logprobs, strict=True)
-        ]  # it may not be one of the likeliest
+        # It may not be one of the likeliest.
+        own = [{token: x} for token, x in zip(tokens, piece.logprobs, strict=True)]
         tops = [{self._spell(token): x for token, x in top} for top in piece.top]
         return {
             "tokens": tokens,

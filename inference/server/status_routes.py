@@ -32,14 +32,8 @@ def add(app: fastapi.FastAPI, server: inference_server.InferenceServer) -> None:
             "page_dtype": server.engine.config.page_dtype or server.engine.model.dtype,
         }
         adapters = server.engine.adapters
-        cards = (
-            [
-                card | {"id": name, "root": folder, "parent": card["id"]}
-                for name, folder in dict(adapters.folders).items()
-            ]
-            if adapters
-            else []
-        )
+        folders = dict(adapters.folders) if adapters else {}
+        cards = [card | {"id": name, "root": folder, "parent": card["id"]} for name, folder in folders.items()]
         return {"object": "list", "data": [card, *cards]}
 
     @app.get("/health")

@@ -125,9 +125,8 @@ def _split_reasoning(text: str, in_reasoning: bool | None, final: bool) -> tuple
     if not final and len(stripped) < len(THINK) and THINK.startswith(stripped):
         return None, None  # may become <think>
     before, end, after = text.partition(END_THINK)
-    closes_prompt = (
-        in_reasoning is None and final and end and THINK not in before
-    )  # a lone one closes a block of the prompt
+    # A lone one closes a block of the prompt.
+    closes_prompt = in_reasoning is None and final and end and THINK not in before
     if not (in_reasoning or closes_prompt or stripped.startswith(THINK)):
         return None, text
     reasoning = before.lstrip().removeprefix(THINK).lstrip("\n")

@@ -27,17 +27,7 @@ ORCHESTRATOR_LOCK = ".orchestrator.lock"
 # Entries of a workdir whose run has not begun; rl.launch makes some.
 UNCLAIMED = (".lock", ".hosts", "root.json", "launch", "logs", "keys", "weights.key")
 # Fields that supervised fine-tuning on `warmup.data` does not use.
-FOR_ROLLOUTS = (
-    "env.",
-    "envs.",
-    "rl.",
-    "sampling.",
-    "inference.",
-    "evaluation.",
-    "objective.",
-    "loss_options.",
-    "curriculum.",
-)
+FOR_ROLLOUTS = tuple("env. envs. rl. sampling. inference. evaluation. objective. loss_options. curriculum.".split())
 # Fields that a command which only reads a run may set differently: they do not determine the policy of a checkpoint.
 READ_BY_RUNS = tuple(
     "evaluation. inference. sampling. trust. train. broadcast. retention. profile. rl.num_steps env.digest warmup.digest".split()

@@ -176,10 +176,8 @@ class Leases:
     def servers(self, worker: str) -> list[dict]:
         """Returns the servers that a worker may use now, with limits in proportion to its leases."""
         with self.shared.changed:
-            held, total = (
-                self.shared.queue.leased_samples(worker),
-                self.shared.queue.leased_samples_but(self.nodes.own_servers),
-            )
+            held = self.shared.queue.leased_samples(worker)
+            total = self.shared.queue.leased_samples_but(self.nodes.own_servers)
         return self.nodes.servers(min(max(held, 1) / max(total, 1), 1.0))
 
     def tick(self, now_s: float) -> None:

@@ -140,10 +140,8 @@ class Orchestrator:
         self._wanted: int | None = None  # the batch that the learner waits for
         self._evaluating: dict[tuple[int, str], Callable[[], str]] = {}  # (version, set) -> its state for people
         self._failure: BaseException | None = None
-        self._first_error, self._num_scored = (
-            first_error,
-            collections.Counter(),
-        )  # samples: those that could not be scored, and all
+        self._first_error = first_error
+        self._num_scored = collections.Counter()  # samples: those that could not be scored, and all
         self.metrics = role_metrics.RoleMetrics("orchestrator", self._metrics, LATENCIES)  # not for workers
         self.metrics.seconds["verdict"] = verdicts.seconds
         seconds = self.metrics.seconds["lease"]

@@ -17,9 +17,8 @@ import markupsafe
 
 from rl.reporting import metrics
 
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'"  # of a page without a script: nothing runs, and nothing is loaded
-)
+# Of a page without a script: nothing runs, and nothing is loaded.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 FOLDER = pathlib.Path(__file__).parents[1]
 MAX_CHARS = 4000  # of a text
 # Control characters except tab and newline, zero-width and bidirectional marks, separators, surrogates, private use, tags, U+FFFD.

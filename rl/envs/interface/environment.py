@@ -72,9 +72,8 @@ class Task:
     env: str  # name of the environment
     index: int
     split: str  # "train" or "held_out"
-    messages: tuple[
-        dict, ...
-    ]  # the prompt, in the form of OpenAI's API; the model continues a last message of the assistant
+    # The prompt, in the form of OpenAI's API; the model continues a last message of the assistant.
+    messages: tuple[dict, ...]
     answer: str  # a completion with reward 1.0
     decoy: str = ""  # a tempting completion with a lower reward, for studies of wrong demonstrations; "" for none
     info: dict = dataclasses.field(default_factory=dict)  # further data for `score`; never leaves the process
@@ -145,7 +144,7 @@ def splits_of(prompts: Sequence[str], origin: str) -> dict[str, list[int]]:
         raise ValueError(f"{origin} has {len(prompts)} tasks; add some, because one must be held out")
     keys = prompts if len(set(prompts)) > 1 else [f"{prompt}/{i}" for i, prompt in enumerate(prompts)]
     hashes = [*map(stable_hash, keys)]
-    # The first hash stands in where a small file has none in the sixteenth part.
+    # The least hash stands in where a small file has none in the sixteenth part; the largest one trains.
     held_out = {x for x in hashes if x % HELD_OUT_ONE_IN == 0 and x != max(hashes)} or {min(hashes)}
     return {split: [i for i, x in enumerate(hashes) if (x in held_out) == (split == "held_out")] for split in SPLITS}
 

@@ -78,9 +78,8 @@ def build(
 def _messages(value: Any) -> tuple[dict, ...]:
     """Returns the messages of a prompt. Raises ValueError for other values than a text and a list of messages."""
     given = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if (
-        isinstance(value, str) and value.startswith("[{") and '"role"' in value
-    ):  # a list in a column of texts, as CSV has
+    # A list in a column of texts, as CSV has.
+    if isinstance(value, str) and value.startswith("[{") and '"role"' in value:
         with contextlib.suppress(ValueError, RecursionError):
             given = json.loads(value)
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):

@@ -77,9 +77,8 @@ def repeat() -> None:
         seed(self, numbers.getrandbits(64) if a is None else a, version)
 
     def clock_gettime(clock: int) -> float:
-        return clock_s(
-            EPOCH_S if clock in (time.CLOCK_REALTIME, time.CLOCK_TAI, 5) else 0.0
-        )  # 5: CLOCK_REALTIME_COARSE
+        is_of_day = clock in (time.CLOCK_REALTIME, time.CLOCK_TAI, 5)  # 5: CLOCK_REALTIME_COARSE
+        return clock_s(EPOCH_S if is_of_day else 0.0)
 
     clocks = {"time": lambda: clock_s(EPOCH_S), "clock_gettime": clock_gettime}
     clocks |= dict.fromkeys(("perf_counter", "process_time", "monotonic", "thread_time"), clock_s)

@@ -257,9 +257,8 @@ class VerdictCollector:
         if max(votes.values()) >= self.quorum:
             accepted = votes[True] >= self.quorum
             agreeing = [one for one in case.verdicts.values() if one.accepted == accepted]
-            decision = min(
-                agreeing, key=lambda one: one.reason in verdict_case.OF_MANY
-            )  # better one that others could check
+            # Better one that others could check.
+            decision = min(agreeing, key=lambda one: one.reason in verdict_case.OF_MANY)
             for one in case.order:
                 if one.key in case.verdicts:
                     self._compare(case, one, decision)
