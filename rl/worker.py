@@ -202,11 +202,7 @@ class _Groups:
     """The groups of a worker in one session of the orchestrator, from their lease until their submission is answered."""
 
     def __init__(
-        self,
-        worker: Worker,
-        signed: signed_session.SignedSession,
-        client: client_lib.Client,
-        runs: Mapping[str, Run],
+        self, worker: Worker, signed: signed_session.SignedSession, client: client_lib.Client, runs: Mapping[str, Run]
     ):
         self._worker, self._signed, self._client, self._runs = worker, signed, client, runs
         self._ended = asyncio.Event()

@@ -16,10 +16,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 
 def sign_in_server(
-    orchestrator: str,
-    server: inference_server.InferenceServer,
-    url: str,
-    notify: Callable[[str], None] = cli.note,
+    orchestrator: str, server: inference_server.InferenceServer, url: str, notify: Callable[[str], None] = cli.note
 ) -> sign_in.SignIn:
     """Returns the heartbeats of `server`, which workers reach at `url`; their replies make it follow the policies of the run.
 

@@ -50,9 +50,7 @@ SPLITS = {
 }
 
 
-def read(
-    path: str | os.PathLike,
-) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, str | None, list[int]]:
+def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str], str | None, str | None, list[int]]:
     """Reads the tokenizer of a GGUF file. Returns the same as `tokenizer_files.read`. Raises ValueError, naming the entry, if it is unusable."""
     metadata = gguf_header.read(path).metadata
     try:

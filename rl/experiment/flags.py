@@ -45,11 +45,7 @@ def define(*, needs_workdir: bool = True, values: flags.FlagValues = flags.FLAGS
 
 
 def parse(
-    argv: list[str],
-    values: flags.FlagValues = flags.FLAGS,
-    *,
-    is_complete: bool = False,
-    has_rollouts: bool = True,
+    argv: list[str], values: flags.FlagValues = flags.FLAGS, *, is_complete: bool = False, has_rollouts: bool = True
 ) -> list[str]:
     """Parses the command line; returns the program's name and the arguments that are not flags.
 

@@ -48,11 +48,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "warmup.eval_tasks evaluation.num_tasks evaluation.samples_per_task checkpoint.every checkpoint.keep "
         "plan.num_slices broadcast.snapshot_every vine.num_continuations vine.step_tokens topology.num_workers trust.max_attempts rl.oversampling",
     ),
-    (
-        "in [0, 1]",
-        lambda v: 0 <= v <= 1,
-        "warmup.decoy_fraction sampling.min_p optimizer.final_rate",
-    ),
+    ("in [0, 1]", lambda v: 0 <= v <= 1, "warmup.decoy_fraction sampling.min_p optimizer.final_rate"),
     ("in [0, 1)", lambda v: 0 <= v < 1, "optimizer.beta1 optimizer.beta2 optimizer.momentum"),
     ("in (0, 1]", lambda v: 0 < v <= 1, "sampling.top_p trust.min_rate trust.invited_rate"),
     ("above 0 (greedy samples of a group are all alike)", lambda v: 0 < v < math.inf, "sampling.temperature"),

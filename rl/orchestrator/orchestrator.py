@@ -35,17 +35,7 @@ from models.text import tokenizer as tokenizer_lib
 from rl.batch import credit as credit_lib
 from rl.batch import training_batch
 from rl.ledger import run_ledger, run_rules
-from rl.orchestrator import (
-    admission,
-    leases,
-    nodes,
-    routes,
-    shared,
-    status,
-    submissions,
-    work_share,
-    worker_health,
-)
+from rl.orchestrator import admission, leases, nodes, routes, shared, status, submissions, work_share, worker_health
 from rl.orchestrator.groups import batches, environment_counts, give_backs, group_queue, queue_entry
 from rl.orchestrator.verdicts import verdict_collector
 from rl.protocol import curriculum as curriculum_lib

@@ -27,10 +27,7 @@ Trusted = str | os.PathLike | head_lib.HeadVerifier | None
 
 
 def open(
-    source: str | os.PathLike | Sequence[str],
-    *,
-    trusted_key: Trusted = None,
-    options: range_get.Options | None = None,
+    source: str | os.PathLike | Sequence[str], *, trusted_key: Trusted = None, options: range_get.Options | None = None
 ) -> "Source":
     """Returns an open source of published weights: a directory, a bucket, or one or more relays.
 

@@ -227,13 +227,7 @@ class Store:
                 raise NotNeeded(f"{version.directory} was completed or removed while an object came")
             yield
 
-    def _write(
-        self,
-        version: Version,
-        name: str,
-        data: Any,
-        entry: journal.Object | None = None,
-    ) -> None:
+    def _write(self, version: Version, name: str, data: Any, entry: journal.Object | None = None) -> None:
         """Writes a file that appears complete or not at all, and exposes `entry` with it.
 
         Raises OSError if `max_bytes` would be exceeded, or if `version` is complete or removed.

@@ -50,13 +50,7 @@ class ForeignProcess:
     """
 
     def __init__(
-        self,
-        package: package_lib.Package,
-        options: Mapping[str, Any],
-        seed: int,
-        *,
-        limit_s: int,
-        unix_path: str = "",
+        self, package: package_lib.Package, options: Mapping[str, Any], seed: int, *, limit_s: int, unix_path: str = ""
     ):
         self._package, self._options, self._seed, self._limit_s = package, dict(options), seed, limit_s
         self._unix_path = unix_path

@@ -34,9 +34,7 @@ class Episode:
 
 
 def play(
-    host: host_lib.Plays,
-    tokenizer: tokenizer_lib.Tokenizer,
-    tasks: Sequence[environment.Task],
+    host: host_lib.Plays, tokenizer: tokenizer_lib.Tokenizer, tasks: Sequence[environment.Task]
 ) -> list[dict[str, Episode]]:
     """Plays each task with its answer in every message, if it has one, and with random words and calls of tools. Closes the host. Blocks."""
 

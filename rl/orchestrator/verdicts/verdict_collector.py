@@ -316,10 +316,7 @@ class VerdictCollector:
 
 
 async def _exchange(
-    http: httpx.AsyncClient,
-    key: rollout_lib.WorkerKey,
-    validator: Validator,
-    cases: Sequence[Case],
+    http: httpx.AsyncClient, key: rollout_lib.WorkerKey, validator: Validator, cases: Sequence[Case]
 ) -> list[verdict_lib.SignedVerdict]:
     """Returns a validator's verdicts on groups of the run with this `key`. Raises ValueError if they are not its own, on exactly these groups."""
     body = await asyncio.to_thread(parquet.to_bytes, [rollout for case in cases for rollout in case.rollouts])
