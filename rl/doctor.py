@@ -122,7 +122,8 @@ def _packages() -> Result:
 
 
 def _machine() -> Iterator[Result]:
-    memory, cores = host_memory.total_bytes(), len(os.sched_getaffinity(0)) if _is_linux() else os.cpu_count()
+    memory = host_memory.total_bytes()
+    cores = len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count()
     found, remedy = f"{cores} cores, {memory / 2**30:.1f} GiB", "a run of the quickstart needs 4 GiB"
     yield _result("machine", memory >= MIN_MEMORY_BYTES, found, remedy, WARNING)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -273,10 +274,6 @@ def _attempt(name: str, action: Callable[[], str]) -> Result:
 def _failed(name: str, error: BaseException) -> Result:
     found, _, remedy = " ".join(str(error).split()).rpartition("; ")
     return Result(name, FAILED, found or remedy, remedy if found else "")
-
-
-def _is_linux() -> bool:
-    return sys.platform.startswith("linux")
 
 
 def main() -> None:

@@ -171,7 +171,8 @@ def responses(exp: experiment.Experiment, output: pathlib.Path, groups: Sequence
 def write(output: pathlib.Path, rows: Sequence[dict], min_score: float, *, as_parquet: bool = False) -> int:
     """Writes responses.jsonl, and those with a score of at least `min_score` as sft.jsonl; returns their number."""
     good = [row for row in rows if row["messages"] and row["score"] is not None and row["score"] >= min_score]
-    accepted = [{"messages": row["messages"]} | _about(row) for row in good]
+    fields = ("messages", "response_id", "problem_id", "task_type", "score")
+    accepted = [{name: row[name] for name in fields} for row in good]
     atomic_file.write(output / "responses.jsonl", samples_lib.encode(rows))
     atomic_file.write(output / "sft.jsonl", samples_lib.encode(accepted))
     if as_parquet and accepted:
@@ -181,10 +182,6 @@ def write(output: pathlib.Path, rows: Sequence[dict], min_score: float, *, as_pa
         with atomic_file.replacing(output / "sft.parquet") as path:
             pq.write_table(pa.Table.from_pylist(accepted), path, compression="zstd")
     return len(accepted)
-
-
-def _about(row: dict) -> dict:
-    return {name: row[name] for name in ("response_id", "problem_id", "task_type", "score")}
 
 
 def _answer(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:

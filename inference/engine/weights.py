@@ -71,8 +71,9 @@ class Store:
 
     @property
     def is_output_major(self) -> bool:
-        """True if matrices are kept as `cpu_transposed.Transposed`."""
-        return are_output_major(self.model, self.mesh)
+        """True if matrices are kept as `cpu_transposed.Transposed`: on one CPU device, and unless layers are stacked."""
+        is_cpu = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+        return is_cpu and not self.model.scan_layers
 
     @property
     def shardings(self) -> transformer.Params:
@@ -226,11 +227,6 @@ def load_folder(folder: str | pathlib.Path, store: Store, on_host: bool = False)
     """Reads the weights of a Hugging Face folder onto the devices as `store` requires, or into this host's memory."""
     shardings = None if on_host else store.load_shardings
     return hf.load(folder, dtype=store.model.dtype, shardings=shardings, on_host=shardings is None)[1]
-
-
-def are_output_major(model: config_lib.ModelConfig, mesh: jax.sharding.Mesh) -> bool:
-    """Returns True if a server on `mesh` keeps its matrices as `Transposed`: on one CPU device, and unless layers are stacked."""
-    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and not model.scan_layers
 
 
 def limit_arenas() -> None:

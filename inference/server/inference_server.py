@@ -177,16 +177,11 @@ class InferenceServer:
             self._check_order(self._order(pulled, is_proved), rollback, is_proved)
             return self._swap(pulled.params, pulled.version, pulled)
 
-    @property
-    def adapters(self) -> dict[str, int]:
-        """The numbers of the adapters that requests may name as their model."""
-        return {} if self.engine.adapters is None else self.engine.adapters.numbers
-
     def adapter_of(self, name: str | None) -> int:
         """Returns the number of the adapter that a request names as its model; -1 for the model itself. Raises UnknownModel for other names."""
         if name in (None, self.model_name):
             return adapter_set.NONE
-        if (number := self.adapters.get(name)) is None:
+        if (number := self.engine.adapters and self.engine.adapters.numbers.get(name)) is None:
             remedy = f"send {self.model_name!r} or another that GET /v1/models lists, or leave model out"
             raise UnknownModel(f"The model `{name[:64]}` does not exist. Please {remedy}.")
         return number

@@ -26,7 +26,8 @@ def place(
     if hosts.is_first:
         assert trees is not None
         batch = packing.pack(trees, layout)
-        hosts.scatter(lambda host: _part(batch, layout, regions(layout, mesh, hosts.processes[host])))
+        header = {"num_micro_batches": int(batch.num_micro_batches)}
+        hosts.scatter(lambda host: (header, cut(batch, layout, regions(layout, mesh, hosts.processes[host]))))
         return packing.place(batch, mesh)
     header, data = hosts.receive()
     return _assemble(header["num_micro_batches"], data, layout, mesh)
@@ -52,10 +53,6 @@ def cut(batch: packing.TrainBatch, layout: packing.Layout, regions: Sequence[tup
     used = int(batch.num_micro_batches)
     arrays = (getattr(batch, name)[:used] for name in packing.empty_row(layout))
     return [np.ascontiguousarray(array[:, *region]) for array in arrays for region in regions]
-
-
-def _part(batch, layout, regions) -> tuple[dict, list[np.ndarray]]:
-    return {"num_micro_batches": int(batch.num_micro_batches)}, cut(batch, layout, regions)
 
 
 def _assemble(used: int, data: bytes | bytearray, layout, mesh) -> packing.TrainBatch:

@@ -330,15 +330,13 @@ class Submissions:
         key = entry.group.key
         # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
         rate = max(health.rate(key) for health, key in self.answering(entry))
-        if key[0] == "train" and (entry.was_decided or self._draw(key) < rate):
+        draw = check_rate.draw(self.secret, "/".join(map(str, key)))
+        if key[0] == "train" and (entry.was_decided or draw < rate):
             self.shared.queue.quarantine(key)
             self.verdicts.ask(key, entry.rollouts, entry.digest)
             return "quarantined"
         self.shared.queue.let_pass(key)
         return self._accepted(entry)
-
-    def _draw(self, key: queue_entry.Key) -> float:
-        return check_rate.draw(self.secret, "/".join(map(str, key)))
 
     def _decide(self, key, digest, verdict, signed: Sequence[verdict_lib.SignedVerdict]) -> None:
         """Accepts or rejects a quarantined group by `verdict`, or requeues it if the group is void."""

@@ -44,8 +44,7 @@ def play(
             for task in tasks:
                 policies = {"its answer": scripted_model.always(task.answer)} if task.answer else {}
                 policies["random words"] = scripted_model.random_words
-                played = [await _episode(host, tokenizer, task, policy) for policy in policies.values()]
-                out.append(dict(zip(policies, played, strict=True)))
+                out.append({name: await _episode(host, tokenizer, task, one) for name, one in policies.items()})
             return out
         finally:
             await host.close()

@@ -160,11 +160,8 @@ def _code(package: Package) -> tuple[list[tuple[str, pathlib.Path]], list[str]]:
 
 
 def _provides(distribution: metadata.Distribution, module: str) -> bool:
-    return any(_top(str(file)) == module for file in distribution.files or ())
-
-
-def _top(path: str) -> str:
-    return path.partition("/")[0].removesuffix(".py")
+    tops = (str(file).partition("/")[0] for file in distribution.files or ())
+    return any(top.removesuffix(".py") == module for top in tops)
 
 
 def _plain(name: str) -> str:
