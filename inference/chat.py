@@ -101,9 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the chat command of the terminal. Returns the exit code."""
     parser = cli.Parser(prog="python -m inference.chat", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--weights", help="a run's working directory, or the root of its weights; serves the newest version"
-    )
+    source.add_argument("--weights", help="a run's working directory, or its weights' root; serves the newest version")
     source.add_argument("--model", help="a Hugging Face folder, a GGUF file, or a hub ID")
     source.add_argument("--url", help="URL of a running server")
     parser.add_argument("--system", help="system message of every conversation")
@@ -112,9 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     helps = "JSON of variables for the chat template, as in chat_template_kwargs of a request"
     parser.add_argument("--chat_template_kwargs", type=json.loads, default={}, metavar="JSON", help=helps)
     parser.add_argument("--max_model_len", type=int, default=1024, help="maximum context length of a started server")
-    parser.add_argument(
-        "--api_key_file", help="file with the API key of the server at --url (default: $INTELLAX_API_KEY)"
-    )
+    parser.add_argument("--api_key_file", help="file with the API key of --url's server (default: $INTELLAX_API_KEY)")
     parser.add_argument("--api_key", help="the key itself, which every user of this machine can then read (ps)")
     args = parser.parse_args(argv)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}

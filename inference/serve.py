@@ -337,9 +337,7 @@ def _check(args: argparse.Namespace) -> None:
 def _joined(args: argparse.Namespace) -> contextlib.AbstractContextManager[hosts_lib.Hosts]:
     """Returns a context manager that connects the hosts which run this command together, if --coordinator is given."""
     if bool(args.coordinator) != bool(args.workdir) or (args.num_processes and not args.coordinator):
-        found = (
-            f"--coordinator {args.coordinator!r} and --workdir {args.workdir!r} connect the hosts of a server together"
-        )
+        found = f"--coordinator {args.coordinator!r} and --workdir {args.workdir!r} connect a server's hosts together"
         raise ValueError(f"{found}; give both, the latter a directory that all of them share, or neither")
     if not args.coordinator:
         return contextlib.nullcontext(hosts_lib.ALONE)

@@ -41,9 +41,7 @@ class LoraConfig:
         if self.rank < 0:
             raise ValueError(f"lora.rank = {self.rank} is negative; set it to at least 0 (0: no adapters)")
         if self.rank and not self.targets:
-            raise ValueError(
-                "lora.targets is empty: nothing would train; add a kernel such as 'q', or set lora.rank = 0"
-            )
+            raise ValueError("lora.targets is empty: nothing would train; add a kernel like 'q', or set lora.rank = 0")
 
     def __bool__(self) -> bool:
         return self.rank > 0

@@ -24,9 +24,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
         sys.exit(commands.main())
     flags.DEFINE_list("sets", [], "evaluation sets to score, with commas; none: that of config.evaluation itself")
     flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
-    flags.DEFINE_string(
-        "workdir", None, "directory of the run; without it, the checkpoint in config.init_from is scored"
-    )
+    flags.DEFINE_string("workdir", None, "directory of the run; without it, config.init_from is scored")
     command.parse(needs_workdir=False, is_complete=True)
 
 import collections
@@ -206,9 +204,7 @@ def open_checkpoint(
     root = bucket.fetched(flags.FLAGS.workdir, ("*/seal.json",)).absolute()
     directory = root / ("checkpoints" if checkpoint.complete_steps(root / "checkpoints") else "warmup")
     if not checkpoint.complete_steps(directory):  # checked first: the lock creates a file
-        raise FileNotFoundError(
-            f"no checkpoint in {root}; set --workdir to the directory of a run of rl.train or rl.sft"
-        )
+        raise FileNotFoundError(f"no checkpoint in {root}; set --workdir to that of a run of rl.train or rl.sft")
     with run_directory.read_workdir(flags.FLAGS.workdir, exp) as workdir:
         yield exp, workdir, *_restore_policy(exp, mesh, workdir / directory.name, flags.FLAGS.step)
 

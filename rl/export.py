@@ -16,9 +16,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
     flags.DEFINE_string("step", "newest", "a checkpoint's step, newest, or best (by held-out score)")
     flags.DEFINE_string("output", None, "a folder that does not exist yet", required=True)
-    flags.DEFINE_bool(
-        "adapter_only", False, "write only the adapters, as PEFT and vLLM load them next to the base model"
-    )
+    flags.DEFINE_bool("adapter_only", False, "write the adapters alone, as PEFT and vLLM load them next to the base")
     command.parse()
 
 import json

@@ -78,9 +78,7 @@ class EngineConfig:
                 raise ValueError(f"inference.{field} = {getattr(self, field)} must be at least 1; set it higher")
         if self.page_dtype not in paged_cache.DTYPES or (self.page_dtype and not self.num_pages):
             known = ", ".join(paged_cache.DTYPES[1:])
-            raise ValueError(
-                f"page_dtype = {self.page_dtype!r} is not {known}, or num_pages is 0; set both, or neither"
-            )
+            raise ValueError(f"page_dtype = {self.page_dtype!r} is not {known}, or num_pages is 0; set both or neither")
         if (steps := self.steps_per_call) > window.WINDOW:
             raise ValueError(
                 f"inference.steps_per_call = {steps} must be at most {window.WINDOW}, the window of a proof; set it lower"
@@ -536,9 +534,7 @@ class _JetStreamTokenizer(tokenizer_api.Tokenizer):
     def encode(self, s, *, is_bos=False, max_prefill_length=None, **padding):
         ids = np.array(self._tokenizer.encode(s), np.int32)
         if max_prefill_length is not None and len(ids) > max_prefill_length:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, but at most {max_prefill_length} are allowed; shorten it"
-            )
+            raise ValueError(f"the prompt has {len(ids)} tokens; at most {max_prefill_length} are allowed; shorten it")
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, is_bos=False, **padding)
 
     def decode(self, token_ids, **kwargs):

@@ -96,9 +96,7 @@ class GenerateRequest:
         """Raises ValueError if changes of the sampling distribution contradict each other, or the proofs."""
         changes = {"logit_bias": self.logit_bias, "allowed_token_ids": self.allowed_ids, "min_tokens": self.min_tokens}
         if self.proofs and (given := [name for name, value in changes.items() if value]):
-            rule = (
-                "changes the sampling distribution, and rollouts do not record it, so no replay could check the tokens"
-            )
+            rule = "changes the sampling distribution, and rollouts do not record it: no replay could check the tokens"
             raise ValueError(f"proofs = true, but {given[0]} {rule}; leave one of them out")
         if not self.min_tokens:
             return

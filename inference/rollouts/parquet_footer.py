@@ -37,9 +37,7 @@ def check(data: bytes, *, max_rows: int | None = None) -> dict[str, list[int]]:
     most_rows = MAX_ROWS if max_rows is None else min(max_rows, MAX_ROWS)
     footer_bytes = int.from_bytes(data[-8:-4], "little")
     if data[:4] != b"PAR1" or data[-4:] != b"PAR1" or not 0 < footer_bytes <= min(len(data) - 12, MAX_FOOTER_BYTES):
-        raise ValueError(
-            "rollout file: not readable as Parquet: no PAR1 at both ends or no footer; write the file again"
-        )
+        raise ValueError("rollout file: not readable as Parquet: no PAR1 at both ends or no footer; write it again")
     try:
         footer, _ = _thrift_struct(data[-8 - footer_bytes : -8], 0)
         groups = _listed(footer, 4)
@@ -151,9 +149,7 @@ def _thrift_value(data: bytes, at: int, kind: int, depth: int) -> tuple[Any, int
         return items, at
     if kind == 12 and depth < MAX_DEPTH:  # struct
         return _thrift_struct(data, at, depth + 1)
-    raise ValueError(
-        f"rollout file: not readable as Parquet: a field of kind {kind}, {depth} deep; write the file again"
-    )
+    raise ValueError(f"rollout file: not readable as Parquet: a field of kind {kind}, {depth} deep; write it again")
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -412,9 +412,7 @@ def prepare(
     sizes, store = _sizes(metadata, config, mesh, quantize, hosts)
     pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
     if hosts.broadcast(pulled.digest) != pulled.digest:
-        raise ValueError(
-            f"version {version} under {weights} is another on this host than on host 0; give both one source"
-        )
+        raise ValueError(f"version {version} under {weights} is another here than on host 0; give both one source")
     sources = [weights] if isinstance(weights, str) else weights
     return prepare_pulled(pulled, source, sizes, store, tokenizer(metadata), key=key, sources=sources, hosts=hosts)
 

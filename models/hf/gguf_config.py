@@ -51,9 +51,7 @@ def entries(header: gguf_header.Header) -> dict[str, Any]:
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
     found = {theirs: value for theirs, ours in ENTRIES.items() if (value := get(ours)) is not None}
     if bad := [name for name, value in found.items() if not isinstance(value, int | float)]:
-        raise ValueError(
-            f"{arch}.{ENTRIES[bad[0]]} is not one number: models whose layers differ in it are not supported"
-        )
+        raise ValueError(f"{arch}.{ENTRIES[bad[0]]} is not one number: layers that differ in it are not supported")
     head_dim = found.setdefault("head_dim", found.get("hidden_size", 0) // max(found.get("num_attention_heads", 1), 1))
     if (value_dim := get("attention.value_length", head_dim)) != head_dim:
         raise ValueError(f"{arch}.attention.value_length {value_dim} differs from key_length {head_dim}: not supported")

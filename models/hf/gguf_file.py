@@ -89,14 +89,10 @@ class Reader:
 def _entry(name: str, tensor: gguf_header.Tensor) -> Entry:
     if (kind := _readable().get(tensor.kind)) is None:
         code = next((x.name for x in gguf.GGMLQuantizationType if x == tensor.kind), tensor.kind)
-        raise ValueError(
-            f"tensor {name} has type {code}, not one of {', '.join(_readable().values())}; convert the file"
-        )
+        raise ValueError(f"tensor {name} has type {code}, not one of {', '.join(_readable().values())}; convert it")
     block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
     if tensor.shape[-1] % block:
-        raise ValueError(
-            f"tensor {name} {list(tensor.shape)} has rows that are not multiples of {kind}'s blocks of {block}"
-        )
+        raise ValueError(f"tensor {name}: rows of {list(tensor.shape)} are not multiples of {kind}'s blocks of {block}")
     size = math.prod(tensor.shape) // block * block_bytes
     return Entry(STORED.get(kind, DEQUANTIZED), tensor.shape, kind, tensor.offset, size, name)
 

@@ -112,9 +112,7 @@ def _model(tokens: list[str], merges: list[str], split: Split) -> tokenizers.Tok
     pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
     for first, second in pairs:
         if not (first in vocab and second in vocab and first + second in vocab):
-            raise ValueError(
-                f"{PREFIX}merges has {first!r} with {second!r}, which are not two tokens that make a third"
-            )
+            raise ValueError(f"{PREFIX}merges has {first!r} with {second!r}, which are not tokens that make a third")
     model = tokenizers.Tokenizer(tokenizer_models.BPE(vocab, pairs, ignore_merges=split.ignores_merges))
     if split.is_composed:
         model.normalizer = normalizers.NFC()

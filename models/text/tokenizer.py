@@ -318,9 +318,7 @@ class Tokenizer:
         closed, text = self._render_texts(inputs, {}, {"messages": [*before, marked]})
         text, found, _ = text.rpartition(mark)
         if not found:
-            raise ValueError(
-                "the chat template drops the last message, which is the assistant's; end with a user's message"
-            )
+            raise ValueError("the chat template drops the last message, the assistant's; end with a user's message")
         return text if closed.startswith(text) else text.rstrip()  # the template removes white space at its end
 
     def _render_texts(self, inputs: dict, *changes: dict) -> list[str]:

@@ -67,8 +67,6 @@ def _plain_call(call: Mapping) -> dict:
     except (ValueError, RecursionError):
         loaded = None
     if not isinstance(loaded, dict):
-        raise ValueError(
-            f"the arguments of a call of {function['name']} are {arguments!r:.80}; make them a JSON object"
-        )
+        raise ValueError(f"arguments of a call of {function['name']} are {arguments!r:.80}; make them a JSON object")
     function = function | {"arguments": loaded}
     return dict(call) | {"function": function} if "function" in call else function

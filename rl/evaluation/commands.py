@@ -25,9 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("endpoint", help="score any model with an OpenAI API on held-out tasks")
     _add_sampling(one, split="held_out")
-    one.add_argument(
-        "--out", required=True, metavar="FILE", help="JSON lines of samples; the same command continues it"
-    )
+    one.add_argument("--out", required=True, metavar="FILE", help="JSON lines of samples; the same command continues")
     one.set_defaults(run=_endpoint)
     one = commands.add_parser("annotate", help="measure the pass rate of each training task")
     _add_sampling(one, split="train")

@@ -55,9 +55,7 @@ def table(files: Mapping[str, Mapping[str, scores.TaskRewards]]) -> list[str]:
     """
     common = [task for task in next(iter(files.values())) if all(task in one for one in files.values())]
     if not common:
-        raise ValueError(
-            "the files have no task in common; give samples of the same environment, options, seed, and code"
-        )
+        raise ValueError("the files have no task in common; give samples of one environment, options, seed, and code")
     k = min(len(one[task].rewards) for one in files.values() for task in common)
     rows = []
     for name, one in files.items():

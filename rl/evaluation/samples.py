@@ -77,9 +77,7 @@ def read(path: str | os.PathLike) -> list[dict]:
         except ValueError:
             row = None
         if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in REQUIRED.items()):
-            raise ValueError(
-                f"{path}, line {number} is not a sample with {', '.join(REQUIRED)}; give a file of samples"
-            )
+            raise ValueError(f"{path}, line {number} is not a sample with {', '.join(REQUIRED)}; give a file of them")
         rows.append(row)
     if not rows:
         raise ValueError(f"{path} has no samples; give a file of samples, such as WORKDIR/samples/held_out_0.jsonl")

@@ -122,9 +122,7 @@ def _pin(path: str, weights: pathlib.Path, workdir: pathlib.Path | None) -> dict
         digest = ""
     if is_known and digest != pin["digest"]:
         found = f"{path} has {'other weights as' if digest else 'no'} version {version}, from which {workdir} began"
-        raise ValueError(
-            f"init_from: {found}; put its weights/{journal.dirname(version)} back, or give another --workdir"
-        )
+        raise ValueError(f"init_from: {found}; put weights/{journal.dirname(version)} back, or give another --workdir")
     pin = {"init_from": path, "version": version, "digest": digest}
     if workdir and not is_known:
         atomic_file.write(workdir / "init_from.json", json.dumps(pin).encode() + b"\n", durable=True)

@@ -89,9 +89,7 @@ def read_workdir(workdir: str | os.PathLike, experiment: experiment_lib.Experime
 def open_orchestrator(workdir: str | os.PathLike) -> Iterator[pathlib.Path]:
     """Creates or reopens the directory of an orchestrator, maybe that of its learner, and locks it; yields its absolute path."""
     if bucket.is_url(workdir):
-        raise ValueError(
-            f"--workdir {workdir} is in a bucket, which is the learner's; give the orchestrator a local folder"
-        )
+        raise ValueError(f"--workdir {workdir} is in the learner's bucket; give the orchestrator a local folder")
     path = pathlib.Path(workdir).absolute()
     path.mkdir(parents=True, exist_ok=True)
     with _locked(path, ORCHESTRATOR_LOCK):

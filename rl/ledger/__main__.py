@@ -34,9 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         if name == "show":
             command.add_argument("--last", type=int, default=10, help="number of entries to print")
         if name == "events":
-            command.add_argument(
-                "--kind", nargs="+", choices=ledger_events.KINDS, help="print only these; default: all"
-            )
+            command.add_argument("--kind", nargs="+", choices=ledger_events.KINDS, help="print these; default: all")
             text = "wait for further entries, until Ctrl-C, SIGTERM, or the end of the reader of the output"
             command.add_argument("--follow", action="store_true", help=text)
     return cli.run(parser, argv, _run, (sqlite3.Error,))

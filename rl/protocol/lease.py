@@ -146,9 +146,7 @@ def find_work(run: str, worker: str, num_bits: int, is_over: Callable[[], bool] 
     Raises ValueError for more than MAX_WORK_BITS: a false run must not occupy a worker for ever.
     """
     if num_bits > MAX_WORK_BITS:
-        raise ValueError(
-            f"the run asks for {num_bits} bits of work; at most {MAX_WORK_BITS} are done: join another run"
-        )
+        raise ValueError(f"the run asks for {num_bits} bits of work; at most {MAX_WORK_BITS} are done; join another")
     if not num_bits:
         return ""
     numbers = itertools.takewhile(lambda _: not is_over(), itertools.count())

@@ -62,9 +62,7 @@ class SignedVerdict:
                 f"verdict has {found}; accept with the reason 'ok' alone, at a time of today, in lower-case hex"
             )
         if len(verdict.detail) > MAX_DETAIL or not verdict.check():
-            raise ValueError(
-                f"verdict is not signed by the validator that it names, {verdict.validator[:16]!r}; sign it"
-            )
+            raise ValueError(f"verdict is not signed by the validator it names, {verdict.validator[:16]!r}; sign it")
         return verdict
 
 

@@ -20,9 +20,7 @@ def _redact(args) -> int:
     workdir = pathlib.Path(args.workdir)
     steps = checkpoint.complete_steps(workdir / "checkpoints")
     if not steps:
-        raise ValueError(
-            f"{workdir} has no checkpoint, and a resume would need its rollouts; give the --workdir of a run"
-        )
+        raise ValueError(f"{workdir} has no checkpoint, so a resume needs its rollouts; give the --workdir of a run")
     rule = redaction.Rule(args.command, args.keep_steps, getattr(args, "recipient", ""))
     found = redaction.apply(workdir, max(steps), rule)
     print(

@@ -72,9 +72,7 @@ def main() -> None:
             {"targets": [at], "labels": {"node": name, "role": roles[name]}} for name, at in swarm.metrics.items()
         ]
         atomic_file.write(workdir / TARGETS, json.dumps(targets, indent=1).encode())
-        note(
-            f"starting {len(nodes.nodes)} nodes; their logs are in {logs.path}, their addresses for Prometheus in {TARGETS}"
-        )
+        note(f"starting {len(nodes.nodes)} nodes; logs are in {logs.path}, addresses for Prometheus in {TARGETS}")
         begun_s, all_run_s = time.monotonic(), None
         while not nodes.is_over and not ended:
             if all_run_s is None and all(node.child for node in nodes.nodes.values()):

@@ -53,9 +53,7 @@ def split(devices: Sequence[Any], num_rollout_devices: int) -> tuple[list[Any], 
         of_host[device.process_index].append(device)
     fewest = min(map(len, of_host.values()))
     if num_rollout_devices >= fewest:
-        found = (
-            f"mesh.rollout_devices = {num_rollout_devices} leaves the learner none of the {fewest} devices of a host"
-        )
+        found = f"mesh.rollout_devices = {num_rollout_devices} leaves the learner none of a host's {fewest} devices"
         raise ValueError(f"{found}; lower it, or set it to 0: learner and engine then take turns on all devices")
     engines = {device for own in of_host.values() for device in own[-num_rollout_devices:]}
     return [d for d in devices if d not in engines], [d for d in devices if d in engines]

@@ -37,9 +37,7 @@ def _import(args) -> int:
 
     rows = sources.parse_lines(pathlib.Path(args.file), parse, "an episode of verifiers 0.4")
     if not (found := [*itertools.chain.from_iterable(rows)]):
-        raise ValueError(
-            f"{args.file} has no conversation with a reward of {args.min_reward:g} or more; lower --min_reward"
-        )
+        raise ValueError(f"{args.file} has no conversation of reward {args.min_reward:g} or more; lower --min_reward")
     if args.out.endswith(".parquet"):
         parquet.write(args.out, found)
     else:
@@ -60,9 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     one.set_defaults(run=_export)
     one = commands.add_parser("import", help="read traces as conversations, or as rollouts")
     one.add_argument("file", metavar="JSONL", help="traces.jsonl of verifiers 0.4")
-    one.add_argument(
-        "--out", required=True, metavar="FILE", help="JSONL for warmup.data; or .parquet, for exported rollouts"
-    )
+    one.add_argument("--out", required=True, metavar="FILE", help="JSONL for warmup.data, or .parquet for rollouts")
     one.add_argument(
         "--min_reward", type=float, default=float("-inf"), help="only conversations with this reward or more"
     )

@@ -29,9 +29,7 @@ def of_rollouts(rollouts: Sequence[rollout_lib.Rollout], tokenizer: tokenizer_li
     """Yields the episodes of the rollouts of one group, as JSON. Raises ValueError for routed experts, which JSON would multiply."""
     for own in rollout_lib.episodes(rollouts):
         if any(one.routed_experts is not None for one in own):
-            raise ValueError(
-                "a rollout names the experts of its tokens, which traces leave out; export the Parquet file"
-            )
+            raise ValueError("a rollout names the experts of its tokens, which traces leave out; export to Parquet")
         yield _episode(own, tokenizer)
 
 

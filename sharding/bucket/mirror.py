@@ -331,9 +331,7 @@ class Mirror:
             except (sqlite3.Error, _Incomplete, OSError) as error:
                 if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                cli.note(
-                    f"{self.folder} could not be captured for its bucket ({error}); trying again in {retry_s:.0f} s"
-                )
+                cli.note(f"{self.folder} could not be captured for its bucket ({error}); next try in {retry_s:.0f} s")
                 self._closed.wait(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
                 continue

@@ -67,9 +67,7 @@ def _checked(source: str | os.PathLike | Sequence[str]) -> list[str]:
     if not schemes <= {"", "http", "https", "gs", "s3", "file", "memory"}:
         raise ValueError(f"source {sources[0]!r} has an unknown scheme: use a path, gs://, s3://, http:// or https://")
     if re.fullmatch(r"[\w.-]+:\d+/?", sources[0]) and not os.path.exists(sources[0]):
-        raise ValueError(
-            f"source {sources[0]!r} is neither a directory nor a URL: write http://{sources[0]} for a relay"
-        )
+        raise ValueError(f"source {sources[0]!r} is not a directory or a URL: write http://{sources[0]} for a relay")
     return sources
 
 

@@ -86,9 +86,7 @@ def apply(chunk: np.ndarray, patch: bytes | memoryview, item_bytes: int) -> None
 def _unit(item_bytes: int, num_bytes: int) -> int:
     """Returns the bytes of the units that a patch compares: `item_bytes`, at most 8. Raises ValueError for other sizes."""
     if item_bytes not in (1, 2, 4, 8, 16) or num_bytes % item_bytes:
-        raise ValueError(
-            f"item_bytes = {item_bytes} must be 1, 2, 4, 8 or 16, and divide the chunk's {num_bytes} bytes"
-        )
+        raise ValueError(f"item_bytes = {item_bytes} must be 1, 2, 4, 8 or 16 and divide the chunk's {num_bytes} bytes")
     return min(item_bytes, 8)
 
 

@@ -146,8 +146,6 @@ class _Parser:
     def take(self, size: int) -> bytes:
         left = len(self.mapped) - self.at
         if size > left:
-            raise _Malformed(
-                f"its header needs {size} bytes at {self.at}, of which the file has {left}: it is truncated"
-            )
+            raise _Malformed(f"its header needs {size} bytes at {self.at}, and the file has {left}: it is truncated")
         self.at += size
         return self.mapped[self.at - size : self.at]

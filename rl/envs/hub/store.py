@@ -46,9 +46,7 @@ def publish(
         }
         if len({*digests.values()}) > 1:
             found = ", ".join(f"{name} {digest[:16]}" for name, digest in digests.items())
-            raise ValueError(
-                f"the code differs ({found}); check this folder again, and let the wheel have all its files"
-            )
+            raise ValueError(f"the code differs ({found}); check this folder again, and let the wheel have all files")
         if checked["kind"]["declared"] != manifest.kind:
             kinds = f"{manifest.kind}, and its code has {checked['kind']['declared']}"
             raise ValueError(f"{source}: tool.intellax.env.kind is {kinds}; correct one of them")
@@ -88,9 +86,7 @@ def install(found: index_lib.Index, name: str, target: pathlib.Path | None, *, d
         manifest = manifest_lib.Manifest(name, version, entry["function"], entry["kind"], "", (), options, ())
         manifest_lib.check(manifest, found.place)
         if manifest_lib.digest(manifest, pathlib.Path(folder) / "unpacked", options) != entry["digest"]:
-            raise ValueError(
-                f"{name}@{version}: the wheel has other code than its report; its publisher must check it again"
-            )
+            raise ValueError(f"{name}@{version}: the wheel has other code than its report; let its publisher check it")
         if not dry:
             _pip(wheel, target, has_requirements=bool(entry.get("requires")))
     return f"{name}@{version}, digest {entry['digest']}"

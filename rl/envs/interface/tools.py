@@ -94,9 +94,7 @@ def of(function: Callable[..., Any]) -> Tool:
         elif parameter.default is not None:
             properties[name]["default"] = json.loads(json.dumps(parameter.default))
     if unknown := about.keys() - parameters.keys():
-        raise ValueError(
-            f"tool {function.__name__}: its docstring describes {min(unknown)!r}, which is not a parameter"
-        )
+        raise ValueError(f"tool {function.__name__}: its docstring describes {min(unknown)!r}, not a parameter")
     schema = {"type": "object", "properties": properties, "required": required}
     return Tool(function.__name__, description, schema, function, "state" in parameters)
 
@@ -220,9 +218,7 @@ def _schema(hint: Any, owner: str) -> dict:
     if origin is typing.Literal and len({type(value) for value in arguments} & {str, int, bool}) == 1:
         return {"type": _TYPES[type(arguments[0])], "enum": list(arguments)}
     if (name := _TYPES.get(origin or hint)) is None:
-        raise ValueError(
-            f"{owner} has the type {hint!r}; annotate it with one of {_KINDS}, a union of them, or a Literal"
-        )
+        raise ValueError(f"{owner} has the type {hint!r}; annotate it with one of {_KINDS}, a union, or a Literal")
     if origin is list and arguments:
         return {"type": name, "items": _schema(arguments[0], owner)}
     if origin is dict and arguments:

@@ -61,9 +61,7 @@ def _weights(mix: str) -> dict[str, float]:
 def _range(levels: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d)(?:-(\d))?", str(levels))
     if not match or int(match[2] or match[1]) < int(match[1]):
-        raise ValueError(
-            f"env.options.levels = {levels!r}; write a number from 0 to {MAX_LEVEL}, or a range, as in '0-3'"
-        )
+        raise ValueError(f"env.options.levels = {levels!r}; write a number in 0..{MAX_LEVEL}, or a range, as in '0-3'")
     return int(match[1]), int(match[2] or match[1])
 
 

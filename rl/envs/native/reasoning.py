@@ -89,9 +89,7 @@ def build(
         import reasoning_gym  # takes 1 to 2 s: only when used
         from reasoning_gym import factory
     except ImportError as error:
-        reason = (
-            f"environment reasoning_gym:{dataset} needs the package reasoning-gym, an optional dependency ({error})"
-        )
+        reason = f"environment reasoning_gym:{dataset} needs the optional package reasoning-gym ({error})"
         raise ValueError(f'{reason}; run pip install -e ".[reasoning-gym]" in the checkout') from error
     name = f"reasoning_gym:{dataset}"
     _check(dataset, config, factory.DATASETS)

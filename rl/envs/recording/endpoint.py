@@ -215,9 +215,7 @@ class Endpoint:
                 raise ValueError(f"{name} = {value!r} is not possible in this episode; {remedy}")
         stops = self._tokenizer.stop_ids
         if extra := [token for token in getattr(body, "stop_token_ids", ()) if token not in stops]:
-            raise ValueError(
-                f"stop_token_ids has {extra[0]}, which does not end a completion of this model; leave it out"
-            )
+            raise ValueError(f"stop_token_ids has {extra[0]}, which ends no completion of this model; leave it out")
         if (count := getattr(body, "n", 1)) < 1:
             raise ValueError(f"n = {count} is below 1; send 1 or more")
         if getattr(body, "tool_choice", "auto") not in ("auto", "none"):

@@ -89,9 +89,7 @@ def check(constraint: Mapping[str, Any]) -> None:
     """Raises ValueError for an instruction that is not one of FUNCTIONS, or has other arguments."""
     name = str(constraint.get("func_name")) if isinstance(constraint, Mapping) else repr(constraint)
     if name not in FUNCTIONS:
-        raise ValueError(
-            f"instruction {name!r} is not known here; remove the row, or use one of {', '.join(FUNCTIONS)}"
-        )
+        raise ValueError(f"instruction {name!r} is not known; remove the row, or use one of {', '.join(FUNCTIONS)}")
     try:
         follows("a text", constraint)
     except (TypeError, AttributeError, ValueError) as error:

@@ -38,9 +38,7 @@ def build(
     """
     given = {"pages": pages, "entries": entries, "letters": letters, "largest": largest, "turns": turns}
     if bad := [name for name, value in given.items() if value < 1] or ["letters"] * (letters > len(LETTERS)):
-        raise ValueError(
-            f"env.options.{bad[0]} = {given[bad[0]]}; choose 1 or more, and at most {len(LETTERS)} letters"
-        )
+        raise ValueError(f"env.options.{bad[0]} = {given[bad[0]]}; choose 1 or more, at most {len(LETTERS)} letters")
     system = ({"role": "system", "content": system_prompt},) * bool(system_prompt)
 
     def make_task(index: int, split: str) -> environment.Task:
