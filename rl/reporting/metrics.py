@@ -197,8 +197,7 @@ class Progress:
             transient=True,
             disable=not self._is_live,
         )
-        self._note: tuple[str, float, rich.progress.TaskID] | None = None
-        self._doing = "", 0.0
+        self._note: tuple[str, float, rich.progress.TaskID | None] | None = None
         if self._is_live:
             atexit.register(self.stop)  # restores the cursor if a note was the last line shown
 
@@ -226,24 +225,24 @@ class Progress:
     def note(self, text: str) -> None:
         """Shows a text such as "compiling" until the next line. A terminal adds a timer, and finally prints the text with its time."""
         self.say(*([] if self._is_live else [text]))
-        self._doing = text, self._clock()
+        begun_s, task = self._clock(), None
         if self._is_live:
-            begun_s = self._clock()
             task = self._display.add_task(text, total=None, status=lambda: format_seconds(self._clock() - begun_s))
-            self._note = (text, begun_s, task)
             self._display.start()
+        self._note = text, begun_s, task
 
     def doing(self) -> str:
-        """Returns the last note, with the seconds since then."""
-        text, begun_s = self._doing
-        return f"{text}, for {format_seconds(self._clock() - begun_s)}" if text else ""
+        """Returns the current note, with the seconds since then; "" if a line ended it."""
+        note = self._note
+        return f"{note[0]}, for {format_seconds(self._clock() - note[1])}" if note else ""
 
     def say(self, *lines: str) -> None:
         """Prints lines above the progress bars. Ends the current note, if any."""
         if self._note:
             (text, begun_s, task), self._note = self._note, None
-            self._display.remove_task(task)
-            lines = (f"{text}  {self._clock() - begun_s:.1f} s", *lines)
+            if task is not None:
+                self._display.remove_task(task)
+                lines = (f"{text}  {self._clock() - begun_s:.1f} s", *lines)
         for line in lines if self._active else ():
             if self._is_live:
                 self._display.console.print(rich.text.Text(line), soft_wrap=True)

@@ -176,6 +176,17 @@ def test_rate_after_resume_counts_only_own_steps_and_no_compilation(capsys):
     assert "step 150/150" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_note_is_the_present_work_until_a_line_ends_it(is_terminal):
+    stream, clock = io.StringIO(), clock_lib.Clock()
+    stream.isatty = lambda: is_terminal
+    progress = metrics.Progress(out=stream, clock=clock)
+    progress.note("compiling the train step")
+    assert progress.doing().startswith("compiling the train step, for 0:0")
+    progress.say("ready")
+    assert progress.doing() == "" and "compiling the train step" in stream.getvalue()
+
+
 def test_a_terminal_gets_a_bar_and_one_line_per_step(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
