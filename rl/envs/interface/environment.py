@@ -144,8 +144,9 @@ def splits_of(prompts: Sequence[str], origin: str) -> dict[str, list[int]]:
         raise ValueError(f"{origin} has {len(prompts)} tasks; add some, because one must be held out")
     keys = prompts if len(set(prompts)) > 1 else [f"{prompt}/{i}" for i, prompt in enumerate(prompts)]
     hashes = [*map(stable_hash, keys)]
+    least, most = min(hashes), max(hashes)
     # The least hash stands in where a small file has none in the sixteenth part; the largest one trains.
-    held_out = {x for x in hashes if x % HELD_OUT_ONE_IN == 0 and x != max(hashes)} or {min(hashes)}
+    held_out = {x for x in hashes if x % HELD_OUT_ONE_IN == 0 and x != most} or {least}
     return {split: [i for i, x in enumerate(hashes) if (x in held_out) == (split == "held_out")] for split in SPLITS}
 
 
