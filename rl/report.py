@@ -107,11 +107,8 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
 def _write_rollouts(workdir: pathlib.Path) -> bool:
     """Draws `<workdir>/rollouts.html` of the last batch; returns False if the run has none, or its tokenizer is not here."""
     saved = atomic_file.read_json(workdir / "config.json", dict).get("config", {})
-    if (
-        not isinstance(saved, dict)
-        or not {"tokenizer", "env"} <= saved.keys()
-        or not any((workdir / "rollouts").glob("step_*/*.parquet"))
-    ):
+    has_config = isinstance(saved, dict) and {"tokenizer", "env"} <= saved.keys()
+    if not has_config or not any((workdir / "rollouts").glob("step_*/*.parquet")):
         return False
     try:
         tokenizer = tokenizer_lib.load(saved["tokenizer"], date=saved.get("tokenizer_date"))

@@ -6,6 +6,7 @@
 Left out: kernels that a checkpoint joins in one tensor, such as those of latent attention, and experts. Export these merged.
 """
 
+import collections
 import json
 import math
 import pathlib
@@ -42,8 +43,7 @@ def save(
     """
     path = pathlib.Path(path)
     checkpoint.check_new(path)
-    left, tensors = tensor_names.leaves(lora.detach(params)[1]), {}
-    places = {part.path: [] for tensor in tensor_names.tensors(model).values() for part in tensor.parts}
+    left, tensors, places = tensor_names.leaves(lora.detach(params)[1]), {}, collections.defaultdict(list)
     for name, tensor in tensor_names.tensors(model).items():
         for part in tensor.parts:
             places[part.path].append((name, part, len(tensor.parts) == 1 and "experts" not in name))

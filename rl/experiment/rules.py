@@ -77,7 +77,7 @@ CHOICES = {
     "optimizer.name": ("adamw", "muon", "sgd", "sign"),
     "optimizer.schedule": ("constant", "linear", "cosine"),
 }
-# {field with a path, or several with commas between them: a remedy for one that does not exist}
+# {field with a path, or for warmup.data several with commas between them: a remedy for one that does not exist}
 FILES = {
     "init_from": "give a checkpoint, the working directory of a run, or a hub id like 'Qwen/Qwen3-0.6B'",
     "tokenizer": "give a checkpoint, or a hub id; '' with init_from takes that of the checkpoint",
@@ -86,8 +86,9 @@ FILES = {
     "trust.bands": "set it to the file that `python -m rl.validator calibrate` wrote",
     "trust.stake_ledger": "set it to the file of a ledger",
 }
-# Fields that rl/plan/sizes.py chooses where they are 0 or "auto".
+# Fields that rl/plan/sizes.py, or the environment, decides where they are 0 or "auto".
 OPEN = (
+    *("env.max_calls", "env.num_tasks"),
     *("model.dtype", "model.param_dtype", "model.remat"),
     *("sampling.max_tokens", "rl.prompts_per_step", "evaluation.num_tasks"),
     *("inference.max_model_len", "train.row_length"),
@@ -105,9 +106,7 @@ def mistakes(config: config_dict.ConfigDict, *, is_settled: bool = True, has_rol
         yield from found
         return  # no entry can be read
     values: dict[str, Any] = base_fields.flat(config.to_dict())
-    is_open = {
-        name: not is_settled and values[name] in (0, "auto") for name in (*OPEN, "env.max_calls", "env.num_tasks")
-    }
+    is_open = {name: not is_settled and values[name] in (0, "auto") for name in OPEN}
     yield from _out_of_range(config, {name: value for name, value in values.items() if not is_open.get(name)})
     for name, table in CHOICES.items():
         yield from unknown(name, values[name], table)
@@ -141,16 +140,13 @@ def mistakes_outside(config: config_dict.ConfigDict) -> Iterator[str]:
 
     values = base_fields.flat(config.to_dict())
     for name, remedy in FILES.items():
-        for path in filter(None, map(str.strip, values[name].split(","))):
-            if path.startswith((".", "/")) and not pathlib.Path(path).exists():
+        for path in values[name].split(",") if name == "warmup.data" else [values[name]]:
+            if (path := path.strip()).startswith((".", "/")) and not pathlib.Path(path).exists():
                 yield f"{name} = {path!r} does not exist; {remedy}"
     folder = pathlib.Path(config.init_from)
     if config.init_from and folder.exists() and not (folder / "weights").exists() and not gguf_header.is_gguf(folder):
-
-        def read() -> dict:
-            return atomic_file.read_json(hub.config_file(folder), dict)
-
-        yield from (f"init_from: {problem}" for problem in cli.mistake(read))
+        problems = cli.mistake(lambda: atomic_file.read_json(hub.config_file(folder), dict))
+        yield from (f"init_from: {problem}" for problem in problems)
     if cli.mistake(lambda: env_mix.entries(config)):
         return  # `mistakes` reports it
 

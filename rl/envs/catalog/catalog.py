@@ -81,17 +81,16 @@ def load(name: str, /, **options) -> environment.Environment:
         return environment.checked(wrapping_lib.wrapped(plain, options, wrapping))
     if is_ours:
         check(name, options)
-    elif not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        known = [parameter.name for parameter in parameters if parameter.name != "seed"]
-        environment.check_options(f"environment {name}", options.keys() - {"seed"}, known)
-        if "seed" not in inspect.signature(build).parameters:
-            options.pop("seed", None)
-    if is_ours:
         try:
             return environment.checked(build(*[variant] * _takes_variant(kind), **options))
         except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # an option of another type
             found = f"environment {name} cannot be built with {options}: {user_code.describe(error)}"
             raise ValueError(f"{found}; correct env.options") from error
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        known = [parameter.name for parameter in parameters if parameter.name != "seed"]
+        environment.check_options(f"environment {name}", options.keys() - {"seed"}, known)
+        if "seed" not in inspect.signature(build).parameters:
+            options.pop("seed", None)
     try:
         made = build(**options)
     except (Exception, SystemExit) as error:  # foreign code may raise anything
