@@ -60,9 +60,8 @@ def specs(model_specs: dict, config: LoraConfig) -> dict:
     that of a targeted kernel.
     """
     names = {path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(model_specs, is_leaf=rules.is_spec)}
-    targets = [
-        kernel for name in config.targets for kernel in ((name,) if name in names else LATENT.get(name, (name,)))
-    ]
+    latent = {name: kernels for name, kernels in LATENT.items() if name not in names}
+    targets = [kernel for name in config.targets for kernel in latent.get(name, (name,))]
     matrices = set()
 
     def adapt(tree, name=""):

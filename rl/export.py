@@ -88,9 +88,7 @@ def _kept(exp: experiment.Experiment) -> tuple[dict, dict, pathlib.Path | None]:
     if not (base and tokenizer and base.samefile(tokenizer)):
         begin = exp.tokenizer.specials.get(exp.tokenizer.named.get("bos_token", ""))
         ids |= {} if begin is None else {"bos_token_id": begin}
-        stored, generation = (
-            {key: value for key, value in one.items() if key not in TOKEN_IDS} | ids for one in (stored, generation)
-        )
+        stored, generation = ({n: x for n, x in of.items() if n not in TOKEN_IDS} | ids for of in (stored, generation))
         return stored, generation, tokenizer
     generation = generation or ids | {key: stored[key] for key in TOKEN_IDS if key in stored}
     stops = generation.get("eos_token_id")

@@ -196,9 +196,8 @@ def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
     rows = {field: [one.get(field, "") for one in flat] for field in sorted(set().union(*flat))}
     differing = {field: values for field, values in rows.items() if len({*values}) > 1}
     of_page = {"name": ", ".join(names), "headline": "Comparison of runs", "figures": figures, "tiles": {}}
-    drawn = page.template("report.html").render(
-        series=_series, **of_page, runs=names, config=differing, policy=page.POLICY
-    )
+    of_page |= {"runs": names, "config": differing, "policy": page.POLICY}
+    drawn = page.template("report.html").render(series=_series, **of_page)
     atomic_file.write(workdirs[0] / "comparison.html", drawn.encode())
     return workdirs[0] / "comparison.html"
 

@@ -169,10 +169,8 @@ def fetch(
     if base is None or shown is None:
         return pulled
     # Leaves that `pull` returned again are those of the base, not views of them.
-    pairs = zip(
-        jax.tree.leaves(shown.params), jax.tree.leaves(base.params, is_leaf=cpu_transposed.is_transposed), strict=True
-    )
-    own = {id(view): leaf for view, leaf in pairs}
+    leaves = jax.tree.leaves(base.params, is_leaf=cpu_transposed.is_transposed)
+    own = {id(view): leaf for view, leaf in zip(jax.tree.leaves(shown.params), leaves, strict=True)}
     return dataclasses.replace(pulled, params=jax.tree.map(lambda leaf: own.get(id(leaf), leaf), pulled.params))
 
 

@@ -222,9 +222,7 @@ class Sampling(Body):
 class SamplingParams(Sampling):
     """The field `sampling_params` in a request to vLLM's generate route."""
 
-    unsupported = {
-        name: SAMPLING_UNSUPPORTED[name] for name in SAMPLING_UNSUPPORTED if name != "include_stop_str_in_output"
-    }
+    unsupported = {n: x for n, x in SAMPLING_UNSUPPORTED.items() if n != "include_stop_str_in_output"}
     harmless = SAMPLING_HARMLESS | {
         "skip_special_tokens": "the reply has no text",
         "include_stop_str_in_output": "the reply has no text; token_ids have the stop string",

@@ -7,6 +7,7 @@
 Left out: Mixtral (architecture llama with experts), GLM, DeepSeek, and gpt-oss, whose tensors llama.cpp stores in another form.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -80,9 +81,7 @@ def entries(header: gguf_header.Header) -> dict[str, Any]:
 
 def _dtype(header: gguf_header.Header) -> str:
     """Returns the dtype to load the weights in: bfloat16, unless most of them are stored in F32 or F16."""
-    sizes = [
-        (tensor.kind in FLOAT_KINDS, int(np.prod(tensor.shape, dtype=float))) for tensor in header.tensors.values()
-    ]
+    sizes = [(tensor.kind in FLOAT_KINDS, math.prod(tensor.shape)) for tensor in header.tensors.values()]
     return "float32" if sum(n for is_float, n in sizes if is_float) * 2 > sum(n for _, n in sizes) else "bfloat16"
 
 

@@ -66,9 +66,8 @@ class Reader:
         if entry.kind in STORED:
             values = values.view(STORED[entry.kind])
         else:
-            values = gguf.dequantize(
-                values.reshape(math.prod(entry.shape[:-1]), -1), gguf.GGMLQuantizationType[entry.kind]
-            )
+            rows = values.reshape(math.prod(entry.shape[:-1]), -1)
+            values = gguf.dequantize(rows, gguf.GGMLQuantizationType[entry.kind])
         values = values.reshape(entry.shape)
         if self._is_llama and (found := re.search(r"self_attn\.([qk])_proj\.", name)):
             heads = config.num_heads if found[1] == "q" else config.num_kv_heads

@@ -56,11 +56,8 @@ def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str],
     try:
         tokens = _entry(metadata, "tokens", list)
         split = _split(metadata)
-        ids = {
-            name: int(id)
-            for name in (*NAMED.values(), "eot", "eom")
-            if (id := _id(metadata, name, len(tokens))) is not None
-        }
+        found = {name: _id(metadata, name, len(tokens)) for name in (*NAMED.values(), "eot", "eom")}
+        ids = {name: id for name, id in found.items() if id is not None}
         if "eos" not in ids:
             raise ValueError(f"{PREFIX}eos_token_id is missing, the token that ends a turn")
         model = _model(tokens, _entry(metadata, "merges", list), split)
@@ -128,10 +125,8 @@ def _model(tokens: list[str], merges: list[str], split: Split) -> tokenizers.Tok
 
 def _add_ends(model: tokenizers.Tokenizer, metadata: dict[str, Any], texts: dict[str, str]) -> None:
     """Makes `model` begin and end a plain text with the tokens that the metadata asks for."""
-    first, last = (
-        [texts[name]] if metadata.get(f"{PREFIX}add_{name}_token") is True and name in texts else []
-        for name in ("bos", "eos")
-    )
+    added = {name for name in texts if metadata.get(f"{PREFIX}add_{name}_token") is True}
+    first, last = ([texts[name]] if name in added else [] for name in ("bos", "eos"))
     if first or last:
         known = [(text, model.token_to_id(text)) for text in {*first, *last}]
         model.post_processor = processors.TemplateProcessing(single=[*first, "$A", *last], special_tokens=known)

@@ -377,9 +377,7 @@ class Tokenizer:
     def _turns(self) -> dict[str, turns.Turns]:
         """Where each of the chat templates begins and ends the assistant's turns."""
         token, own = self._escaper.token, [name for name, id in self.specials.items() if id in self.eos_ids]
-        inputs = (
-            dict(self.named) | dict(self.variables) | {"tools": None, "generation_opener": "", "generation_closer": ""}
-        )
+        inputs = {**self.named, **self.variables, "tools": None, "generation_opener": "", "generation_closer": ""}
         now = self.date or datetime.datetime.now()
 
         def find(template: str) -> turns.Turns:
@@ -392,9 +390,7 @@ class Tokenizer:
 
             return turns.find(render, token, own)
 
-        return {
-            template: find(template) for template in (self.chat_template, self.tool_template) if template is not None
-        }
+        return {text: find(text) for text in (self.chat_template, self.tool_template) if text is not None}
 
     def _template_text(self, tools) -> str:
         text = self.tool_template if tools and self.tool_template is not None else self.chat_template

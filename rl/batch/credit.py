@@ -161,9 +161,8 @@ class Credit:
         """Returns the advantages of all turns of a group's episodes, those of the first turn first."""
         if self.credit == "turn":
             turns = self._turns(episodes)
-            reward_GK = np.array(
-                [[one[0].rewards.get(f"turn_{k + 1}", 0.0) for k in range(len(turns))] for one in episodes]
-            )
+            names = [f"turn_{k + 1}" for k in range(len(turns))]
+            reward_GK = np.array([[one[0].rewards.get(name, 0.0) for name in names] for one in episodes])
             return_GK = np.cumsum(reward_GK[:, ::-1], axis=1)[:, ::-1]
             return np.concatenate([self._compared(return_GK[members, k]) for k, members in enumerate(turns)])
         reward_G = np.array([one[0].reward for one in episodes], np.float64)

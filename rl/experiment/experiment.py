@@ -338,11 +338,10 @@ def _code_digest(name: str) -> str:
 
 def _data_digest(paths: str) -> str:
     """Returns the hash of the files with conversations in `warmup.data`. One that does not exist counts as such."""
-    found = [
-        (f"{number}/{name}", file)
-        for number, path in enumerate(paths.split(","))
-        for name, file in sources.files(pathlib.Path(path.strip())).items()
-    ]
+    found = []
+    for number, path in enumerate(paths.split(",")):
+        files = sources.files(pathlib.Path(path.strip()))
+        found += [(f"{number}/{name}", file) for name, file in files.items()]
     return user_code.digest(found)
 
 

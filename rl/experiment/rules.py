@@ -168,15 +168,11 @@ def unknown(name: str, value: Any, table: Iterable[str]) -> Iterator[str]:
 def _out_of_range(config: config_dict.ConfigDict, values: dict[str, Any]) -> Iterator[str]:
     """Yields an error message for each number that is out of its range; `values` are the fields to check, by dotted name."""
     entries = env_mix.entries(config).values()
-    of_envs = [
-        (entry.field(own), name, getattr(entry, own)) for entry in entries for own, name in env_mix.FIELDS.items()
-    ]
+    of_envs = [(one.field(own), name, getattr(one, own)) for one in entries for own, name in env_mix.FIELDS.items()]
     for rule, is_within, names in RANGES:
         own = [(name, values[name]) for name in names.split() if name in values]
         # An environment without a length of its own has the run's, which may be open.
-        others = [
-            (shown, value) for shown, name, value in of_envs if name in names.split() and (name in values or value)
-        ]
+        others = [(shown, x) for shown, name, x in of_envs if name in names.split() and (name in values or x)]
         for name, value in own + others:
             if not is_within(value):
                 yield f"{name} = {value} must be {rule}; set it to an allowed value"
@@ -475,11 +471,8 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     yield r"optimizer\.momentum", c.optimizer.name not in ("muon", "sgd"), f"{kind} 'muon' or 'sgd'"
     yield r"optimizer\.(beta1|beta2|eps)", c.optimizer.name not in ("adamw", "muon"), f"{kind} 'adamw' or 'muon'"
     schedule = c.optimizer.schedule
-    yield (
-        r"optimizer\.(total_steps|final_rate)",
-        schedule == "constant",
-        "set optimizer.schedule = 'linear' or 'cosine'",
-    )
+    falling = r"optimizer\.(total_steps|final_rate)"
+    yield falling, schedule == "constant", "set optimizer.schedule = 'linear' or 'cosine'"
     yield r"optimizer\.decay_steps", schedule != "linear", "set optimizer.schedule = 'linear'"
     yield r"warmup\.eval_tasks", c.warmup.eval_every == 0, "set warmup.eval_every above 0"
     yield r"warmup\.weights", "," not in c.warmup.data, "set warmup.data to several files"
@@ -496,11 +489,8 @@ def _unused(c: config_dict.ConfigDict, name: str) -> Iterator[tuple[str, bool, s
     yield r"trust\.(stake_ledger|min_stake)", c.trust.admission != "stake", "set trust.admission = 'stake'"
     yield r"trust\.work_bits", c.trust.admission != "work", "set trust.admission = 'work'"
     is_local = c.topology.mode != "remote"
-    yield (
-        r"topology\.(relay_host|relay_port|server_keys|control_servers|control_token_file|orchestrator)",
-        is_local,
-        "set topology.mode = 'remote'",
-    )
+    elsewhere = r"topology\.(relay_host|relay_port|server_keys|control_servers|control_token_file|orchestrator)"
+    yield elsewhere, is_local, "set topology.mode = 'remote'"
     remote = "with topology.mode = 'remote', servers and workers are started elsewhere; remove it"
     yield r"topology\.num_workers|inference\.mesh\..*", not is_local, remote
 

@@ -49,11 +49,8 @@ def make(
     if config.topology.mode != "remote":
         own_servers = [rollout_lib.WorkerKey.load(server_key(workdir, host)).worker for host in range(num_parts)]
     server_keys = [*config.topology.server_keys, *own_servers]
-    own_workers = [
-        rollout_lib.WorkerKey.load(file).worker
-        for host in range(num_parts)
-        for file in worker_keys(config, workdir, host)
-    ]
+    files = [file for host in range(num_parts) for file in worker_keys(config, workdir, host)]
+    own_workers = [rollout_lib.WorkerKey.load(file).worker for file in files]
     own = {*own_workers, *own_servers}
     bands = run_bands.RunBands.of(config, workdir, own=own, on_note=on_wait)
 
@@ -63,9 +60,8 @@ def make(
         rollouts.doubt(node)
 
     options = {"servers": server_keys, "own": own, "count_once": True, "on_flagged": on_flagged}
-    evidence = evidence_log.EvidenceLog.of(
-        config, bands.bands, convicts=bands.file is None or bool(bands.bands), **options
-    )
+    convicts = bands.file is None or bool(bands.bands)
+    evidence = evidence_log.EvidenceLog.of(config, bands.bands, convicts=convicts, **options)
     # A resumed run makes late groups of earlier steps again.
     num_kept = 0 if task_schedule.is_fixed(config.rl) else task_schedule.num_open_steps(config)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions

@@ -191,9 +191,8 @@ class Leases:
     def has_work(self) -> bool:
         """Returns True if groups wait for a worker, or for another one than theirs."""
         with self.shared.changed:
-            return self.shared.queue.count()[State.OPEN] > 0 or self.shared.queue.has_late(
-                **self._late(time.monotonic(), True)
-            )
+            late = self._late(time.monotonic(), True)
+            return self.shared.queue.count()[State.OPEN] > 0 or self.shared.queue.has_late(**late)
 
     def lacks_worker(self, workers: Iterable[str]) -> bool:
         """Returns True if groups wait as in `has_work`, and none of `workers` may have one."""

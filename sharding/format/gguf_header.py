@@ -16,9 +16,8 @@ import numpy as np
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 STRING, ARRAY = 8, 9
 # dtypes by the code of a value's type; 8 and 9 are STRING and ARRAY
-SCALARS = {
-    n: np.dtype(name) for n, name in enumerate("<u1 <i1 <u2 <i2 <u4 <i4 <f4 ? _ _ <u8 <i8 <f8".split()) if name != "_"
-}
+DTYPES = "<u1 <i1 <u2 <i2 <u4 <i4 <f4 ? _ _ <u8 <i8 <f8".split()
+SCALARS = {code: np.dtype(name) for code, name in enumerate(DTYPES) if name != "_"}
 MAX_ENTRIES = 2**17  # of the metadata, and of the table of tensors
 MAX_TEXTS = 2**22  # in arrays: the largest vocabularies have 2^18 tokens and 2^19 merges
 MAX_TEXT_BYTES = 2**24

@@ -45,11 +45,8 @@ def add_check(commands) -> None:
     add("--report", metavar="FILE", help="write the report as JSON, signed by --key")
     add("--key", metavar="FILE", help="PEM file with the key that signs the report; created if it does not exist")
     add("--json", action="store_true", help="print the report as JSON")
-    add(
-        "--verify",
-        metavar="REPORT",
-        help="check the signature and verdict of a report; with NAME, also that its digest is that of NAME here",
-    )
+    helps = "check the signature and verdict of a report; with NAME, also that its digest is that of NAME here"
+    add("--verify", metavar="REPORT", help=helps)
     add("--signer", default="", metavar="HEX", help="with --verify: the public key that must have signed")
     parser.set_defaults(run=check)
 

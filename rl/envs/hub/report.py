@@ -95,10 +95,7 @@ def table(report: dict) -> str:
                 f"      rule: {check['rule']}",
                 *(textwrap.shorten(f"      - {x}", 240) for x in check["evidence"]),
             ]
-    shown = (
-        "it could not be tried"
-        if report["kind"]["declared"] == "unknown"
-        else f"its trials show the kind {report['kind']['tested']}"
-    )
+    was_tried = report["kind"]["declared"] != "unknown"
+    shown = f"its trials show the kind {report['kind']['tested']}" if was_tried else "it could not be tried"
     lines += ["", f"{report['verdict']}: {shown}"]
     return "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in lines)

@@ -233,11 +233,8 @@ def _mismatch(value: Any, schema: Mapping, owner: str) -> str:
     if value is None and schema.get("nullable"):
         return ""
     if kinds := schema.get("anyOf"):
-        return (
-            ""
-            if any(not _mismatch(value, kind, owner) for kind in kinds)
-            else f"{owner}: this has none of the types allowed"
-        )
+        fits = any(not _mismatch(value, kind, owner) for kind in kinds)
+        return "" if fits else f"{owner}: this has none of the types allowed"
     allowed = schema.get("type", ())
     if allowed and not any(_is(value, name) for name in ([allowed] if isinstance(allowed, str) else allowed)):
         return f"{owner}: this must be of type {allowed}"

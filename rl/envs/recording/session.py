@@ -96,11 +96,8 @@ class Stream:
     def extends_to(self, prompt: np.ndarray) -> bool:
         """Returns True if a prompt has all tokens of this stream, and more."""
         size = len(self.tokens)
-        return (
-            len(prompt) > size > 0
-            and prompt[size - 1] == self.tokens[-1]
-            and np.array_equal(prompt[:size], self.tokens)
-        )
+        may_extend = len(prompt) > size > 0 and prompt[size - 1] == self.tokens[-1]
+        return may_extend and np.array_equal(prompt[:size], self.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,11 +308,8 @@ class Session:
 
     def _stream_of(self, prompt: np.ndarray, number: int, trains: bool) -> tuple[Stream, bool]:
         """Returns (the stream that a call belongs to, whether the call begins it). The longest that the prompt extends is chosen."""
-        fits = [
-            stream
-            for stream in self.streams
-            if number == 0 and stream.trains == trains and not stream.is_busy and stream.extends_to(prompt)
-        ]
+        free = (one for one in self.streams if number == 0 and one.trains == trains and not one.is_busy)
+        fits = [stream for stream in free if stream.extends_to(prompt)]
         if fits:
             return max(fits, key=lambda stream: len(stream.tokens)), False
         seed = noise_seed.stream_seed(self._seed, self.sample, len(self.streams), prompt, number)

@@ -123,9 +123,10 @@ class _Server:
             self._session = self._fork(request, functools.partial(self._program.run_session, request))
             _send(self._session.control, {"values": request["values"]})
             return self._watch(self._session, request)
-        return self._watch(self._fork(request, functools.partial(self._program.run_program, request)), request) | {
-            "clean": self._wipe()
-        }
+        return self._run(request) | {"clean": self._wipe()}
+
+    def _run(self, request: dict) -> dict:
+        return self._watch(self._fork(request, functools.partial(self._program.run_program, request)), request)
 
     def _execute(self, request: dict) -> dict:
         assert self._session is not None
@@ -140,7 +141,7 @@ class _Server:
         """Returns the limits that do not hold, each with the reason: a child tries to exceed them."""
         limits = self._config["probe"]
         request = {"code": self._program.PROBE, "stdin": "", "argv": [], "limits": limits}
-        found = self._watch(self._fork(request, functools.partial(self._program.run_program, request)), request)
+        found = self._run(request)
         if found["stdout"] == "held\n":
             return []
         return [f"limits do not hold: {(found['stdout'] + found['stderr'])[-300:] or found['stopped']!r}"]

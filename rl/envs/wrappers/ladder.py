@@ -15,11 +15,8 @@ MAX_LEVELS = 64
 
 def levels(steps: Mapping[str, Sequence], options: Mapping) -> list[dict]:
     """Returns the options of each level. Raises ValueError for tuples of different lengths, or of one value only."""
-    lengths = (
-        {len(values) if isinstance(values, (list, tuple)) else 0 for values in steps.values()}
-        if hasattr(steps, "values")
-        else {0}
-    )
+    given = steps.values() if hasattr(steps, "values") else [None]
+    lengths = {len(values) if isinstance(values, (list, tuple)) else 0 for values in given}
     if len(lengths) != 1 or not 1 < min(lengths) <= MAX_LEVELS:
         found = f"env.options.ladder = {steps!r} must give each option the same number of values, 2 to {MAX_LEVELS}"
         raise ValueError(f"{found}; write dict(OPTION=(easy, ..., hard))")
