@@ -119,9 +119,8 @@ class Evaluations(contextlib.AbstractContextManager):
         result, intervals = scores_lib.measure([*samples_lib.by_task(rows).values()])
         samples = [_shown(self.exp, group[0]) for group in groups[:NUM_SAMPLES_SHOWN]]
         entry = {"step": version, "phase": "rl", "scores": result, "intervals": intervals, "samples": samples}
-        kind = (
-            f"other_{hashlib.sha256(json.dumps(self.changed).encode()).hexdigest()[:8]}" if self.changed else "held_out"
-        )
+        digest = hashlib.sha256(json.dumps(self.changed).encode()).hexdigest()
+        kind = f"other_{digest[:8]}" if self.changed else "held_out"
         path = self.workdir / "samples" / f"{kind}{suffix}_{version}.jsonl"
         path.parent.mkdir(exist_ok=True)
         atomic_file.write(path, samples_lib.encode(rows))
@@ -169,10 +168,8 @@ def _mean_reward(result: dict[str, float]) -> float:
 def _shown(exp: experiment.Experiment, rollout: rollout_lib.Rollout) -> dict:
     """Returns a rollout as shown in the report: {prompt, completion, reward}, tokens decoded to text."""
     parts = np.split(rollout.tokens, [rollout.prompt_length])
-    texts = {
-        name: exp.tokenizer.decode(part.tolist()) for name, part in zip(("prompt", "completion"), parts, strict=True)
-    }
-    return texts | {"reward": rollout.reward}
+    prompt, completion = (exp.tokenizer.decode(part.tolist()) for part in parts)
+    return {"prompt": prompt, "completion": completion, "reward": rollout.reward}
 
 
 def _keep(path: pathlib.Path, entry: dict) -> None:

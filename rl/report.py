@@ -195,7 +195,7 @@ def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
     flat = [{name: str(value) for name, value in base_fields.flat(one).items() if value != {}} for one in saved]
     rows = {field: [one.get(field, "") for one in flat] for field in sorted(set().union(*flat))}
     differing = {field: values for field, values in rows.items() if len({*values}) > 1}
-    of_page = {"name": ", ".join(names), "headline": "Comparison of runs", "figures": figures, "tiles": {}}
+    of_page: dict = {"name": ", ".join(names), "headline": "Comparison of runs", "figures": figures, "tiles": {}}
     of_page |= {"runs": names, "config": differing, "policy": page.POLICY}
     drawn = page.template("report.html").render(series=_series, **of_page)
     atomic_file.write(workdirs[0] / "comparison.html", drawn.encode())

@@ -98,9 +98,8 @@ def train(
                         f"{checkpointer.latest_step()}; look at the examples, or lower warmup.learning_rate"
                     )
                 if held_out is not None and (step % config.warmup.eval_every == 0 or step == num_steps):
-                    values["loss/held_out"] = hosts.broadcast(
-                        _nll(learner, train_step.policy(learner, state), held_out)
-                    )
+                    policy = train_step.policy(learner, state)
+                    values["loss/held_out"] = hosts.broadcast(_nll(learner, policy, held_out))
                     patience = patience.after(values["loss/held_out"])
                 values["optimizer/learning_rate"] = float(jax.device_get(rate(step - 1)))
                 values["time/step_s"] = time.perf_counter() - begun

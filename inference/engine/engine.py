@@ -84,12 +84,9 @@ class EngineConfig:
                 f"inference.steps_per_call = {steps} must be at most {window.WINDOW}, the window of a proof; set it lower"
             )
         if self.num_pages not in (0, AUTO) and self.num_pages < (least := self.pages_per_slot):
-            found = (
-                f"inference.num_pages = {self.num_pages} of {paged_cache.PAGE} positions do not hold one sequence of"
-            )
-            raise ValueError(
-                f"{found} max_model_len = {self.max_model_len} tokens; set at least {least}, or 0 for whole slots"
-            )
+            size = f"one sequence of max_model_len = {self.max_model_len} tokens"
+            found = f"inference.num_pages = {self.num_pages} of {paged_cache.PAGE} positions do not hold {size}"
+            raise ValueError(f"{found}; set at least {least}, or 0 for whole slots")
 
     @property
     def buckets(self) -> tuple[int, ...]:

@@ -180,7 +180,5 @@ def _message(message: Mapping) -> dict:
 
 
 def _tool(tool: Mapping) -> dict:
-    return {
-        "type": "function",
-        "function": {name: tool[name] for name in ("name", "description", "parameters") if name in tool},
-    }
+    function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
+    return {"type": "function", "function": function}

@@ -105,9 +105,8 @@ def write_chunks(out: destination.Directory | destination.Bucket, plan: Plan, co
         for t in untied:
             writer.put(f"tensors/{t.name}/zarr.json", manifest.zarr_json(t))
     with futures.ThreadPoolExecutor(assemble.NUM_THREADS, "weights") as pool:
-        for future in assemble.in_order(
-            _jobs(pool, _prefetched(plan.leaves, untied), writer.encode), assemble.IN_FLIGHT_BYTES
-        ):
+        jobs = _jobs(pool, _prefetched(plan.leaves, untied), writer.encode)
+        for future in assemble.in_order(jobs, assemble.IN_FLIGHT_BYTES):
             writer.add(*future.result())
     writer.flush()
     return writer.part

@@ -75,10 +75,8 @@ def judge(first: Mapping, second: Mapping, causes: Causes, *, floor: float, limi
     found = [*replay, f"declared {first['kind']}, and its trials show {kind}"]
     checks.append(_check("semantic.replayability", is_kept, kind, f"at most the declared kind, {first['kind']}", found))
     unmeasured = first.get("unmeasured", ())
-    checks = [
-        dataclasses.replace(c, status="skip", measured="not measured") if c.check_id in unmeasured else c
-        for c in checks
-    ]
+    skipped = {"status": "skip", "measured": "not measured"}
+    checks = [dataclasses.replace(c, **skipped) if c.check_id in unmeasured else c for c in checks]
     if first["kind"] == "recorded":  # whose scores need not repeat
         checks = [dataclasses.replace(c, severity="warn") if c.check_id in OF_RANDOM else c for c in checks]
     return Judgement(tuple(checks), kind)

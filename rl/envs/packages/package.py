@@ -148,9 +148,8 @@ def _code(package: Package) -> tuple[list[tuple[str, pathlib.Path]], list[str]]:
     every = metadata.distributions(path=[*package.folders])
     found = {_plain(one.metadata["Name"]): one for one in every if "Name" in one.metadata}
     owner = next((one for one in found.values() if _provides(one, module)), None)
-    required = [
-        re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in [*package.requirements, *(owner and owner.requires or ())]
-    ]
+    stated = [*package.requirements, *(owner and owner.requires or ())]
+    required = [re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in stated]
     versions = [f"{name}=={found[name].version}" for name in sorted({*map(_plain, required)} & found.keys())]
     for place in places:
         for top in (place / module, place / f"{module}.py"):

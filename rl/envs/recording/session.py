@@ -236,7 +236,7 @@ class Session:
                 if bridged is not None:
                     return bridged
         if strips:
-            messages = [*map(_without_reasoning, messages)]
+            messages = [{n: x for n, x in one.items() if n not in tokenizer_lib.REASONING} for one in messages]
         return list(self._tokenizer.render(messages, add_generation_prompt=True, **given).token_ids)
 
     async def complete_ids(
@@ -325,7 +325,3 @@ class Session:
             for message in messages
         ]
         return hashlib.sha256(json.dumps([seen, [*tools], variables or {}], sort_keys=True).encode()).digest()
-
-
-def _without_reasoning(message: Mapping) -> dict:
-    return {name: value for name, value in message.items() if name not in tokenizer_lib.REASONING}
