@@ -77,9 +77,8 @@ def resized(model, state: decode_state.DecodeState, slots: np.ndarray, num_block
 
 def prefill(model, routed, params, tokens_PT, length_P) -> decode_state.Prefix:
     """Does as `compiled_steps.prefill`."""
-    cache, experts = prefill_chunk(
-        model, routed, params, tokens_PT, np.zeros_like(length_P), (None,) * model.num_layers
-    )
+    start_P, caches = np.zeros_like(length_P), (None,) * model.num_layers
+    cache, experts = prefill_chunk(model, routed, params, tokens_PT, start_P, caches)
     length_P = np.asarray(length_P)
     last_P = np.take_along_axis(np.asarray(tokens_PT), length_P[:, None] - 1, axis=1)[:, 0]
     return decode_state.Prefix(cache, last_P, length_P, experts)

@@ -74,9 +74,8 @@ class _Progress:
 def _stream(ledger: ledger_lib.Ledger, kinds: list[str] | None, follow: bool) -> None:
     """Prints the entries of a ledger (None: of all kinds) and, with `follow`, those that other processes append."""
     stopped = []  # not by KeyboardInterrupt, which a finalizer or a callback of SQLite may swallow
-    previous = {
-        number: signal.signal(number, lambda *_: stopped.append(True)) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, lambda *_: stopped.append(True)) for number in numbers}
     try:
         number = 0
         while not stopped:

@@ -23,9 +23,8 @@ def _redact(args) -> int:
         raise ValueError(f"{workdir} has no checkpoint, so a resume needs its rollouts; give the --workdir of a run")
     rule = redaction.Rule(args.command, args.keep_steps, getattr(args, "recipient", ""))
     found = redaction.apply(workdir, max(steps), rule)
-    print(
-        f"{len(found)} steps up to {max(steps) - args.keep_steps}: {'dropped' if args.command == 'drop' else 'encrypted'}"
-    )
+    done = "dropped" if args.command == "drop" else "encrypted"
+    print(f"{len(found)} steps up to {max(steps) - args.keep_steps}: {done}")
     return 0
 
 

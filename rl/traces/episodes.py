@@ -173,9 +173,8 @@ def _message(message: Mapping) -> dict:
         found["content"] = "".join(part.get("text", "") for part in found["content"])
     if calls := found.pop("tool_calls", None):
         functions = [{name: one[name] for name in ("name", "arguments")} for one in calls]
-        found["tool_calls"] = [
-            {"id": one["id"], "type": "function", "function": own} for one, own in zip(calls, functions, strict=True)
-        ]
+        pairs = zip(calls, functions, strict=True)
+        found["tool_calls"] = [{"id": one["id"], "type": "function", "function": own} for one, own in pairs]
     return {"content": "", **found}
 
 

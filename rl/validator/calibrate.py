@@ -76,9 +76,8 @@ def roll_out(
     engine = engine_lib.Engine(exp.model, exp.engine, exp.tokenizer)
     scores = None  # of the first calls of episodes, which have none
     if env.play is None:
-        scores = scorer.Scorer(
-            config.env.name, options, config.seed, limit_s=scorer.LIMIT_S, sandbox=config.trust.sandbox
-        )
+        own = {"limit_s": scorer.LIMIT_S, "sandbox": config.trust.sandbox}
+        scores = scorer.Scorer(config.env.name, options, config.seed, **own)
     scheduler = scheduler_lib.Scheduler(engine, params, version, max_queue=10**6)
     with contextlib.closing(scores) if scores else contextlib.nullcontext(), contextlib.closing(scheduler):
         run = worker.Run(env, scores, config.seed, exp.tokenizer, [], {})

@@ -352,9 +352,8 @@ class Mirror:
             remedy = "end the command and start it again, which restores them"
             raise _Incomplete(f"{', '.join(sorted(gone))} disappeared; {remedy}")
         stays = {path: file for path, file in self._files.items() if STAYS.match(path)}  # maybe not on this machine
-        gone = {
-            str(pathlib.PurePath(path).with_name(REDACTED)) for path in {*stays, *captured} if path.endswith(HASHES)
-        }
+        hashes = (path for path in {*stays, *captured} if path.endswith(HASHES))
+        gone = {str(pathlib.PurePath(path).with_name(REDACTED)) for path in hashes}
         files = {path: file for path, file in stays.items() if path not in gone}
         for path, one in captured.items():
             files[path] = self._files[path] if one.link is None else self._upload(path, one, one.link, beat)

@@ -25,19 +25,12 @@ def add_check(commands) -> None:
     """Adds the command `check` to a parser's commands."""
     parser = commands.add_parser("check", help="test an environment for faults, and write a signed report")
     add = parser.add_argument
-    add(
-        "name",
-        nargs="?",
-        default="",
-        help="as config.env.name: a shipped one, module:function, or path/to/file.py:function",
-    )
+    helps = "as config.env.name: a shipped one, module:function, or path/to/file.py:function"
+    add("name", nargs="?", default="", help=helps)
     add("options", nargs="*", metavar="OPTION=VALUE", help="as config.env.options")
-    sizes = {
-        name: default for name, default in vars(trial.Plan("", {})).items() if name in ("tasks", "scored", "episodes")
-    }
-    add("--tasks", type=int, default=sizes["tasks"], help="tasks of each split that are made in two processes")
-    add("--scored", type=int, default=sizes["scored"], help="tasks of which completions are scored")
-    add("--episodes", type=int, default=sizes["episodes"], help="random answers or episodes of each scored task")
+    add("--tasks", type=int, default=trial.Plan.tasks, help="tasks of each split that are made in two processes")
+    add("--scored", type=int, default=trial.Plan.scored, help="tasks of which completions are scored")
+    add("--episodes", type=int, default=trial.Plan.episodes, help="random answers or episodes of each scored task")
     add("--floor", type=float, default=rules.FLOOR, help="largest mean reward of completions that answer nothing")
     add("--timeout_s", type=float, default=trial.Plan.timeout_s, help="seconds after which a trial fails")
     add("--seed", type=int, default=0, help="as config.seed")

@@ -140,9 +140,7 @@ class Endpoint:
         options = given | {"max_tokens": _max_tokens(body), "trains": _trains(body)}
         ask = lambda number: session.ask(messages, number=number, **options)  # noqa: E731
         answers = await visit.run(_gather(ask, body.seed, body.n))
-        return _chat_reply(
-            self._tokenizer, body, [(answer.message, answer.prompt, answer.sample) for answer in answers]
-        )
+        return _chat_reply(self._tokenizer, body, [(one.message, one.prompt, one.sample) for one in answers])
 
     async def _chat_tokens(self, name: str, http: fastapi.Request):
         visit, body = self._visit(name), await web.read_schema(http, schemas.ChatTokens)
@@ -326,9 +324,8 @@ def _chat_reply(tokenizer: tokenizer_lib.Tokenizer, body: schemas.Chat, answers:
             choice["logprobs"] = {"content": _entries(tokenizer, body, sample)}
         choices.append(choice | ({"token_ids": sample.tokens} if body.return_token_ids else {}))
     usage = _usage(prompt, [sample for *_, sample in answers])
-    return _reply(
-        body, "chat.completion", choices, usage, {"prompt_token_ids": prompt} if body.return_token_ids else {}
-    )
+    recorded = {"prompt_token_ids": prompt} if body.return_token_ids else {}
+    return _reply(body, "chat.completion", choices, usage, recorded)
 
 
 def _entries(tokenizer: tokenizer_lib.Tokenizer, body: Any, sample: sample_lib.Sample) -> list[dict]:
