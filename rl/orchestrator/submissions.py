@@ -321,7 +321,7 @@ class Submissions:
         if self.shared.queue.entries.get(key) is not entry:
             return VOID
         if not verdict.accepted:
-            return self._reject(key, verdict)
+            return self._reject(key, verdict, is_fault=True)
         entry.scores = scores
         return self._quarantine_or_pass(entry)
 
@@ -330,13 +330,15 @@ class Submissions:
         key = entry.group.key
         # The draw of a group that comes again may be known: a caught worker's friend gets groups that were let pass before.
         rate = max(health.rate(key) for health, key in self.answering(entry))
-        draw = check_rate.draw(self.secret, "/".join(map(str, key)))
-        if key[0] == "train" and (entry.was_decided or draw < rate):
+        if key[0] == "train" and (entry.was_decided or self._draw(key) < rate):
             self.shared.queue.quarantine(key)
             self.verdicts.ask(key, entry.rollouts, entry.digest)
             return "quarantined"
         self.shared.queue.let_pass(key)
         return self._accepted(entry)
+
+    def _draw(self, key: queue_entry.Key) -> float:
+        return check_rate.draw(self.secret, "/".join(map(str, key)))
 
     def _decide(self, key, digest, verdict, signed: Sequence[verdict_lib.SignedVerdict]) -> None:
         """Accepts or rejects a quarantined group by `verdict`, or requeues it if the group is void."""
@@ -357,7 +359,7 @@ class Submissions:
                 self.on_verified(entry.rollouts)
                 self._accepted(entry)
             else:
-                self._reject(key, verdict)
+                self._reject(key, verdict, is_fault=True)
 
     def _void(self, entry: queue_entry.Entry) -> None:
         """Ends the lease and the checks of a group that was requeued, and looks at its spare. The caller has the lock."""
@@ -377,9 +379,10 @@ class Submissions:
         self.shared.changed.notify_all()
         return "accepted"
 
-    def _reject(self, key: queue_entry.Key, verdict: checks.Verdict) -> str:
-        """Reopens a group that failed a check, counts it against its worker, and ends the trust in it. Returns the reply."""
-        reply = self._blame(key, self.shared.queue.requeue(key), verdict, is_fault=True)
+    def _reject(self, key: queue_entry.Key, verdict: checks.Verdict, *, is_fault: bool) -> str:
+        """Reopens a group and counts it against its worker; after a failed check (`is_fault`), ends the trust in it. Returns the reply."""
+        entry = self.shared.queue.requeue(key)
+        reply = self._blame(key, entry, verdict, is_fault=is_fault)
         self._screen_spare(key)
         return reply
 

@@ -337,7 +337,7 @@ BAD = {
     "metadata entries are more than": head(entries=2**60),
     "a string of 4611686018427387904 bytes": head(entries=1) + U64(2**62),
     "is longer than": head(entries=1) + U64(2**30),
-    "of which the file has 0: it is truncated": head(entries=1) + U64(2**20),
+    "and the file has 0: it is truncated": head(entries=1) + U64(2**20),
     "value of unknown type 99": head(entries=1) + TEXT + U32(99) + bytes(9),
     "is an array of type 9, neither": head(entries=1) + TEXT + U32(9) + U32(9) + U64(2**60) + bytes(99),
     "needs 9223372036854775808 bytes": head(entries=1) + TEXT + U32(9) + U32(10) + U64(2**60) + bytes(99),
@@ -372,7 +372,7 @@ def test_a_malformed_header_is_refused_in_one_line_and_at_once(tmp_path, message
     [
         (dict(kind=9), "tensor blk.0.attn_q.weight has type Q8_1, not one of"),
         (dict(kind=77), "has type 77, not one of"),
-        (dict(kind=12, shape=(255, 256)), "has rows that are not multiples of Q4_K's blocks of 256"),
+        (dict(kind=12, shape=(255, 256)), "are not multiples of Q4_K's blocks of 256"),
         (dict(shape=(256, 512)), "tensors blk.0.attn_q.weight and"),
         (dict(offset=2**40), "tensor blk.0.attn_q.weight ends at byte"),
         (dict(name="blk.0.attn_x.weight"), "1 missing (model.layers.0.self_attn.q_proj.weight [256, 256]"),

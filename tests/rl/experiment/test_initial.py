@@ -187,7 +187,7 @@ def test_a_working_directory_stands_for_its_newest_policy_at_the_first_start(tmp
     for version in (2, 1):
         broadcast.remove(tmp_path / "weights", version)
     with pytest.raises(
-        ValueError, match="init_from: .* has no version 1, from which .*own began; put its weights/v00000001 back"
+        ValueError, match="init_from: .* has no version 1, from which .*own began; put weights/v00000001 back"
     ):
         check(1, own)
     publish(3, 1)

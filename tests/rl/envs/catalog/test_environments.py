@@ -187,7 +187,7 @@ def test_a_stranger_names_no_code(name):
 
 def test_reasoning_gym_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # as if it was not installed
-    with pytest.raises(ValueError, match=r"chain_sum needs the package .*run pip install -e \"\.\[reasoning"):
+    with pytest.raises(ValueError, match=r"chain_sum needs the optional package .*run pip install -e \"\.\[reasoning"):
         envs.load("reasoning_gym:chain_sum")
 
 

@@ -41,8 +41,8 @@ def test_levels_are_harder():
         ({"mix": "chain_sums"}, "did you mean 'chain_sum'"),
         ({"mix": "word_ladder"}, "cannot be used"),
         ({"mix": "acre", "levels": "1"}, "acre has no levels; set"),
-        ({"levels": "3-1"}, "write a number from 0 to 9"),
-        ({"levels": "x"}, "write a number from 0 to 9"),
+        ({"levels": "3-1"}, "write a number in 0..9"),
+        ({"levels": "x"}, "write a number in 0..9"),
     ],
 )
 def test_refusals(options, message):
