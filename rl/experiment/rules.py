@@ -86,9 +86,8 @@ FILES = {
     "trust.bands": "set it to the file that `python -m rl.validator calibrate` wrote",
     "trust.stake_ledger": "set it to the file of a ledger",
 }
-# Fields that rl/plan/sizes.py, or the environment, decides where they are 0 or "auto".
+# Fields that rl/plan/sizes.py chooses where they are 0 or "auto".
 OPEN = (
-    *("env.max_calls", "env.num_tasks"),
     *("model.dtype", "model.param_dtype", "model.remat"),
     *("sampling.max_tokens", "rl.prompts_per_step", "evaluation.num_tasks"),
     *("inference.max_model_len", "train.row_length"),
@@ -106,7 +105,8 @@ def mistakes(config: config_dict.ConfigDict, *, is_settled: bool = True, has_rol
         yield from found
         return  # no entry can be read
     values: dict[str, Any] = base_fields.flat(config.to_dict())
-    is_open = {name: not is_settled and values[name] in (0, "auto") for name in OPEN}
+    undecided = *OPEN, "env.max_calls", "env.num_tasks"  # the environment decides the last two
+    is_open = {name: not is_settled and values[name] in (0, "auto") for name in undecided}
     yield from _out_of_range(config, {name: value for name, value in values.items() if not is_open.get(name)})
     for name, table in CHOICES.items():
         yield from unknown(name, values[name], table)
