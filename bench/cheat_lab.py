@@ -1,8 +1,7 @@
 """Generates, keeps, replays, and judges rollouts of a pretrained model, for bench/pretrained_cheats.py.
 
-1. A `Lab` is a run on one kind of tasks whose samplers compute in one dtype. Honest rollouts are generated in blocks of BLOCK, several in
-   one scheduler of SLOTS slots, since a step of more sequences costs less per token.
-2. Each set of rollouts is kept in a file, and so is each replay of it: an interrupted bench goes on where it was.
+1. A `Lab` is a run on one kind of tasks whose samplers compute in one dtype. Honest rollouts are generated in blocks of BLOCK.
+2. Each set of rollouts is kept in a file, and so are its replays: an interrupted bench goes on where it was.
 3. `proved` makes claims and proofs from a replay in the sampler's dtype, as a cheat with the weights would.
 4. `judged` applies the validator's checks, and `until` counts rollouts until a worker is caught.
 """
@@ -16,7 +15,7 @@ import pathlib
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,12 +33,12 @@ from rl.validator import calibrate
 from rl.verification import checks, replay, sequential_test, verifier
 from rl.verification import rules as rules_lib
 from sharding import mesh as mesh_lib
+from sharding.system import atomic_file
 from tests.support import proofs as proofs_lib
 
 Rollouts = list[rollout_lib.Rollout]
 GROUP, MAX_TOKENS = 8, 64
 BLOCK, SLOTS = 128, 128  # rollouts
-BLOCKS_PER_CALL = 3
 NODE = rollout_lib.WorkerKey.generate()
 
 
@@ -73,24 +72,23 @@ class Lab:
     def path(self, name: str) -> pathlib.Path:
         return self.cache / f"{self.dtype}-{self.kind}-{name}.parquet"
 
-    def kept(self, name: str, make: Callable[[], Rollouts]) -> Rollouts:
-        """Returns the rollouts of a name from the cache, or makes and keeps them."""
-        if not self.path(name).exists():
-            self.path(name).write_bytes(parquet.to_bytes(make()))
-        return parquet.read(self.path(name))
+    def kept(self, name: str, count: int, make: Callable[[int, int], Rollouts]) -> Rollouts:
+        """Returns `count` rollouts of a name; `make(first group, number of groups)` makes those that the cache lacks."""
+        found = parquet.read(self.path(name)) if self.path(name).exists() else []
+        if len(found) < count:
+            found += make(len(found) // GROUP, -(-(count - len(found)) // GROUP))
+            parquet.write(self.path(name), found)
+        return found[:count]
+
+    def num_kept(self, name: str) -> int:
+        return len(self.kept(name, 0, lambda *_: []))
 
     def honest(self, count: int) -> Rollouts:
-        """Returns `count` honest rollouts."""
-        blocks = range(0, -(-count // BLOCK))
-        per_block = BLOCK // GROUP
-        for some in [blocks[i : i + BLOCKS_PER_CALL] for i in blocks[::BLOCKS_PER_CALL]]:
-            if all(self.path(f"honest-{b * per_block}").exists() for b in some):
-                continue
-            made = self.play({"": None}, some[0] * per_block, len(some) * per_block)[""]
-            for b in some:
-                own = made[(b - some[0]) * BLOCK :][:BLOCK]
-                self.kept(f"honest-{b * per_block}", lambda own=own: own)
-        return [r for b in blocks for r in parquet.read(self.path(f"honest-{b * per_block}"))][:count]
+        """Returns `count` honest rollouts, block by block."""
+        found = []
+        for n in range(0, -(-count // GROUP), BLOCK // GROUP):
+            found += self.kept(f"honest-{n}", BLOCK, lambda _, size, n=n: self.play({"": None}, n, size)[""])
+        return found[:count]
 
     def replayed_honest(self, count: int, dtype: str) -> list[replay.Replayed]:
         """Returns the replays of `count` honest rollouts, block by block."""
@@ -120,22 +118,20 @@ class Lab:
         return {name: flat[i * count * GROUP : (i + 1) * count * GROUP] for i, name in enumerate(of)}
 
     def replayed(self, name: str, rollouts: Rollouts, dtype: str) -> list[replay.Replayed]:
-        """Returns the replay of the rollouts of a name in `dtype`, from the cache if it was kept."""
+        """Returns the replays of the rollouts of a name in `dtype`; those that the cache lacks are made a few at a time, and kept."""
         path = self.path(name).with_suffix(f".{dtype}.pickle")
-        if not path.exists():
-            path.write_bytes(pickle.dumps(self.replays(rollouts, dtype)))
-        return pickle.loads(path.read_bytes())
+        found = pickle.loads(path.read_bytes()) if path.exists() else []
+        while len(found) < len(rollouts):
+            found += self.replays(rollouts[len(found) :][: rules_lib.MAX_REPLAY_ROWS], dtype)
+            atomic_file.write(path, pickle.dumps(found))
+        return found[: len(rollouts)]
 
     def replays(self, rollouts: Rollouts, dtype: str) -> list[replay.Replayed]:
-        """Replays rollouts with the policy that this run publishes, computed in `dtype`."""
+        """Replays rollouts together with the policy that this run publishes, computed in `dtype`."""
         model = dataclasses.replace(self.experiment.model, dtype=dtype)
         policy = jax.tree.map(lambda w: w.astype(dtype), self.params)
         validator = verifier.Validator(model, lambda version, epoch: policy, rules_lib.Rules.of(self.experiment.config))
-        out: list[replay.Replayed] = []
-        for start in range(0, len(rollouts), rules_lib.MAX_REPLAY_ROWS):
-            found = validator.replay(rollouts[start : start + rules_lib.MAX_REPLAY_ROWS])
-            out += [dataclasses.replace(one, hidden_ND=np.array(one.hidden_ND)) for one in found]
-        return out
+        return [dataclasses.replace(one, hidden_ND=np.array(one.hidden_ND)) for one in validator.replay(rollouts)]
 
 
 def proved(one: replay.Replayed) -> rollout_lib.Rollout:
@@ -193,28 +189,32 @@ def experiment(model: str, dtype: str, kind: str, gsm8k: str, cache: pathlib.Pat
 
 @dataclasses.dataclass
 class Judged:
-    """One group: is each rollout refused on its own, why, and the evidence for its worker's test."""
+    """One group: why each rollout is refused on its own ("": it is not), and the log bets for its worker's test."""
 
-    refused: list[str] = dataclasses.field(default_factory=list)
-    evidence: list[sequential_test.Evidence] = dataclasses.field(default_factory=list)
-    claims_K: np.ndarray | float = 0.0
+    refused: list[str]
+    claims_K: np.ndarray
+    gains: dict[str, np.ndarray]
 
 
 def judged(found: Sequence[replay.Replayed], rules: rules_lib.Rules) -> list[Judged]:
-
-    groups: dict[tuple, Judged] = collections.defaultdict(Judged)
+    """Applies the validator's checks of one rollout and its tests of one worker to each group."""
+    groups: dict[tuple, list[replay.Replayed]] = collections.defaultdict(list)
     for one in found:
         proofs = [_compared(result, rules.tolerance.proofs) for result in one.proofs]
-        noise = checks.claimed_logprobs([one.rollout])[0]
-        verdict = checks.first_failure(checks.WITH_WEIGHTS, dataclasses.replace(one, proofs=proofs), rules)
         group = groups[one.rollout.step, one.rollout.task.group]
-        group.refused.append(
-            "" if noise.accepted and verdict.accepted else (verdict.reason if noise.accepted else "noise")
-        )
-        group.evidence.append(one.evidence)
-        (y_N,) = checks.exponential_noise([one.rollout])
-        group.claims_K = group.claims_K + sequential_test.claims_ratio(y_N)
-    return [*groups.values()]
+        group.append(dataclasses.replace(one, proofs=proofs))
+    return [_judged(group, rules) for group in groups.values()]
+
+
+def _judged(group: Sequence[replay.Replayed], rules: rules_lib.Rules) -> Judged:
+    rollouts, refused = [one.rollout for one in group], []
+    for one, noise in zip(group, checks.claimed_logprobs(rollouts), strict=True):
+        verdict = checks.first_failure(checks.WITH_WEIGHTS, one, rules)
+        refused.append("noise" if not noise.accepted else "" if verdict.accepted else verdict.reason)
+    ratios = [sequential_test.claims_ratio(y_N) for y_N in checks.exponential_noise(rollouts)]
+    assert rules.bands is not None
+    gains = sequential_test.group_gains(rules.bands, [one.evidence for one in group])
+    return Judged(refused, np.sum(ratios, axis=0), gains)
 
 
 def _compared(result: toploc.ProofResult, limits: toploc.Thresholds) -> toploc.ProofResult:
@@ -226,14 +226,14 @@ def _compared(result: toploc.ProofResult, limits: toploc.Thresholds) -> toploc.P
     )
 
 
-def until(groups: Sequence[Judged], test: sequential_test.SequentialTest) -> tuple[float, str]:
+def until(groups: Iterable[Judged], test: sequential_test.SequentialTest) -> tuple[float, str]:
     """Returns (after how many rollouts a worker is caught, inf if never; the reason or the stream). Changes the test."""
     count = 0
     for group in groups:
         for number, reason in enumerate(group.refused):
             if reason:
                 return count + number + 1, reason
-        count += len(group.evidence)
+        count += len(group.refused)
         add(test, group)
         if test.flag:
             return count, test.flag.split(":")[0]
@@ -242,5 +242,5 @@ def until(groups: Sequence[Judged], test: sequential_test.SequentialTest) -> tup
 
 def add(test: sequential_test.SequentialTest, group: Judged) -> None:
     """Adds a group to a worker's test, as rl/verification/evidence_log.py does."""
-    test.add_claims(np.asarray(group.claims_K), len(group.evidence))
-    test.add(group.evidence)
+    test.add_claims(group.claims_K, len(group.refused))
+    test.add_gains(group.gains, len(group.refused))

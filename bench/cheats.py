@@ -13,7 +13,7 @@
    MoE model, in a run with router replay, with honest rollouts and limits of its own.
 5. Forgers without a model also run among honest workers, and none of their groups is replayed.
 
-`--model FOLDER` plays the cheats of bench/pretrained_cheats.py with a pretrained model instead. `--run DIR` writes the working directory of the run instead, for `python -m rl.validator calibrate`.
+`--model FOLDER` plays those of bench/pretrained_cheats.py with a pretrained model instead (bench/cheat_table.py). `--run DIR` writes the working directory of the run instead, for `python -m rl.validator calibrate`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from bench import pretrained_cheats
+from bench import cheat_table
 from rl.verification import sequential_test
 from sharding.system import cli
 from tests.support import cheats, doubles
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--cheats", nargs="+", default=[], help=f"ways to cheat (default: all; without --model of {', '.join(names)})"
     )
-    regimes = [*cheats.REGIMES, *pretrained_cheats.REGIMES]
+    regimes = [*cheats.REGIMES, *cheat_table.REGIMES]
     parser.add_argument("--regimes", nargs="+", choices=regimes, default=["float32", "mixed"], help="dtypes")
     parser.add_argument("--model", help="folder of a pretrained model; regimes are then bf16-f32 and so on")
     parser.add_argument(
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--mixture", action="store_true", help="with --run: of the MoE model")
     args = parser.parse_args(argv)
     if args.model:
-        return pretrained_cheats.main(args)
+        return cheat_table.main(args)
     if args.run:
         args.run.mkdir(parents=True, exist_ok=True)
         cheats.write_run(args.run, args.mixture)

@@ -1,21 +1,14 @@
-"""Plays cheats against the validator with a pretrained model, for `python -m bench.cheats --model FOLDER`.
+"""Cheats with a pretrained model, for bench/cheat_table.py.
 
-1. Honest rollouts of short sums, and of GSM8K (`--gsm8k FOLDER`): two runs. The first MEASURED rollouts of each are the run's own, from which
-   its limits and bands are measured; `--honest` others are of strangers (bench/cheat_lab.py).
-2. Cheats change requests, weights, options or functions of the engine, or honest rollouts. Claims and proofs of "proved" ones are those of a prefill
-   with the policy, as a cheat with the weights would make them.
-3. Regimes are pairs of dtypes, of the sampler and of the validator. Printed per cheat: the share of rollouts refused on their own; the
-   rollouts until a worker is caught, median and worst over starting points, and median after 512 honest ones; and its gain: mean number of
-   tokens, share of wanted tokens, and nats per token by which the sampler favors its own tokens.
+1. Cheats change requests, weights, options or functions of the engine, or honest rollouts.
+2. Claims and proofs of "proved" ones are those of a prefill with the policy, as a cheat with the weights would make them.
 """
 
-import argparse
 import collections
 import contextlib
-import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +17,8 @@ import numpy as np
 from bench import cheat_lab
 from inference.engine import cpu_decode_attention, sampler
 from models import layers, transformer
-from rl.verification import measurement, replay, sequential_test
-from rl.verification import rules as rules_lib
+from rl.verification import replay
 
-MEASURED = 128  # rollouts of a kind
-HONEST_BEFORE = 512  # rollouts
-REGIMES = {
-    f"{a}-{b}": (x, y)
-    for a, x in (("f32", "float32"), ("bf16", "bfloat16"))
-    for b, y in (("f32", "float32"), ("bf16", "bfloat16"))
-}
 Lab = cheat_lab.Lab
 
 
@@ -73,7 +58,7 @@ def _wanted(text: bytes) -> tuple[int, ...]:
 
 def wanted(lab: Lab) -> tuple[int, ...]:
     """Returns 100 tokens that the policy draws often, every ninth of the most frequent ones; no stop token."""
-    texts = [r.tokens[r.sampled_mask] for r in lab.honest(MEASURED)]
+    texts = [r.tokens[r.sampled_mask] for r in lab.honest(cheat_lab.BLOCK)]
     found = np.concatenate(texts).astype(np.int32)
     return _wanted(found[~np.isin(found, stops(lab))].tobytes())
 
@@ -228,19 +213,20 @@ def written_in(lab: Lab, rollouts: cheat_lab.Rollouts) -> cheat_lab.Rollouts:
 REWRITTEN: dict[str, Callable] = {"one seed for all samples": one_seed, "Gensyn's text": written_in}
 
 
-def claims(nats: float) -> Callable:
-    """Claims err by `nats` along the advantage, as if every second sample were right."""
+def claims(nats: float, is_scaled: bool = False) -> Callable:
+    """Claims err by `nats` along the advantage, as if every second sample were right; scaled: by as much less as a token is likely."""
 
     def change(one: replay.Replayed) -> replay.Replayed:
-        r = one.rollout
-        shift, reward = nats * (1 if r.sample % 2 else -1), float(r.sample % 2)
-        logprobs = np.minimum(r.logprobs + np.where(r.sampled_mask, shift, 0), 0).astype(np.float32)
-        return dataclasses.replace(one, rollout=dataclasses.replace(r, logprobs=logprobs, reward=reward))
+        r, logprobs = one.rollout, one.rollout.logprobs.copy()
+        logprobs[one.positions_N] += nats * (1 if r.sample % 2 else -1) * (one.doubt_N if is_scaled else 1)
+        reward = float(r.sample % 2)
+        return dataclasses.replace(one, rollout=dataclasses.replace(r, logprobs=np.minimum(logprobs, 0), reward=reward))
 
     return change
 
 
 CLAIMS: dict[str, Callable] = {f"claims +-{x}": claims(x) for x in (0.02, 0.05, 0.3, 0.5, 1.0)}
+CLAIMS |= {f"claims +-{x} (1 - p)": claims(x, True) for x in (0.02, 0.05, 0.2)}
 CLAIMS_F32: dict[str, Callable] = {"claims +-2e-05": claims(2e-5)}
 PROVED = "int8,a step of 1e-5 back,a step of 1e-6 back,T 0.95,T 1.1,top-p 0.95,fp8 KV,bf16 KV,rotary of decode off by one".split(
     ","
@@ -248,109 +234,44 @@ PROVED = "int8,a step of 1e-5 back,a step of 1e-6 back,T 0.95,T 1.1,top-p 0.95,f
 AGAIN = {*STOPS, *(name for name in REQUESTS if name.startswith("wanted")), "Gensyn's text"}  # always proved
 
 
-def made(lab: Lab, name: str, count: int, num: int) -> cheat_lab.Rollouts:
-    """Returns rollouts of a cheat that is played in a scheduler of its own, or that rewrites honest ones."""
-    play = functools.partial(lab.play, {"": None}, 0, num)
-    if name in WEIGHTS:
-        return play(WEIGHTS[name](lab))[""]
-    if name in ENGINES:
-        return play(**ENGINES[name](lab))[""]
+def names(lab: Lab) -> list[str]:
+    """Returns the cheats that are played on the tasks of a lab."""
+    if lab.kind == "sums":
+        return [*STOPS]
+    only_f32 = [*PATCHES_F32, *CLAIMS_F32] if lab.dtype == "float32" else []
+    return [*CLAIMS, *REQUESTS, *WEIGHTS, *ENGINES, *PATCHES, *REWRITTEN, *only_f32]
+
+
+def make_requests(lab: Lab, chosen: Sequence[str], count: int) -> None:
+    """Generates the rollouts that the cache lacks of the cheats that only change requests: together, since a full batch costs less."""
+    missing = [name for name in chosen if name in REQUESTS | STOPS and lab.num_kept(name) < count]
+    for first in {lab.num_kept(name) for name in missing}:
+        some = {name: (REQUESTS | STOPS)[name] for name in missing if lab.num_kept(name) == first}
+        num = -(-(count - first) // cheat_lab.GROUP)
+        for name, rollouts in lab.play(some, first // cheat_lab.GROUP, num).items():
+            lab.kept(name, count, lambda _first, _num, rollouts=rollouts: rollouts)
+
+
+def made(lab: Lab, name: str, first: int, num: int) -> cheat_lab.Rollouts:
+    """Returns the rollouts of `num` groups from `first` on, of a cheat that is played in a scheduler of its own or rewrites honest ones."""
     if name in REWRITTEN:
-        return REWRITTEN[name](lab, lab.honest(count))
-    patches = (PATCHES | PATCHES_F32)[name]
+        return REWRITTEN[name](lab, lab.honest((first + num) * cheat_lab.GROUP)[first * cheat_lab.GROUP :])
+    how = ENGINES[name](lab) if name in ENGINES else {"params": WEIGHTS[name](lab)} if name in WEIGHTS else {}
     with contextlib.ExitStack() as stack:
-        for patch in patches:
+        for patch in (PATCHES | PATCHES_F32).get(name, ()):
             stack.enter_context(cheat_lab.patched(*patch))
-        return play()[""]
+        return lab.play({"": None}, first, num, **how)[""]
 
 
-def played(lab: Lab, validator: str, count: int, only: Sequence[str]) -> Iterator[tuple[str, list[replay.Replayed]]]:
-    """Yields the replays of `count` rollouts of each cheat of this kind of tasks, which are generated or read from the cache."""
-    num = count // cheat_lab.GROUP
-    is_f32 = lab.dtype == "float32"
-    requests = STOPS if lab.kind == "sums" else REQUESTS
-    own = [*WEIGHTS, *ENGINES, *PATCHES, *(PATCHES_F32 if is_f32 else ()), *REWRITTEN] if lab.kind != "sums" else []
-    names = [n for n in (*requests, *own) if not only or n in only]
-    missing = {n: requests[n] for n in names if n in requests and not lab.path(n).exists()}
-    new = lab.play(missing, 0, num) if missing else {}
-    if lab.kind != "sums":
-        honest = lab.replayed("honest-0", lab.honest(MEASURED), validator)
-        for name, change in (CLAIMS | (CLAIMS_F32 if is_f32 else {})).items():
-            yield name, [change(one) for one in honest]
-    for name in names:
-        rollouts = lab.kept(name, lambda name=name: new[name] if name in new else made(lab, name, count, num))
-        found = lab.replayed(name, rollouts, validator)
-        if name not in AGAIN:
-            yield name, found
-        if name in AGAIN or name in PROVED:
-            by_prefill = found if lab.dtype == validator else lab.replayed(name, rollouts, lab.dtype)
-            again = [cheat_lab.claimed_again(b, cheat_lab.proved(a)) for a, b in zip(by_prefill, found, strict=True)]
-            yield name if name in AGAIN else f"{name}, proved", again
-
-
-# ---- the tables -------------------------------------------------------------------------------------------------------
-
-
-def gain(lab: Lab, found: Sequence[replay.Replayed]) -> tuple[float, float, float]:
-    """Returns (mean number of tokens, share of wanted tokens, mean claimed less replayed log-probability) of rollouts."""
-    tokens = np.concatenate([one.rollout.tokens[one.positions_N] for one in found])
-    errors = np.concatenate([one.error_N for one in found])
-    return len(tokens) / len(found), float(np.isin(tokens, wanted(lab)).mean()), float(errors.mean())
-
-
-def main(args: argparse.Namespace) -> int:
-    """Prints a table per regime; returns the exit code: 1 after a false alarm."""
-    args.cache.mkdir(parents=True, exist_ok=True)
-    alarms = 0
-    row = "  {:<28}{:>9}{:>8.3f}{:>8}{:>7}{:>7}  {:>7.1f}{:>8.3f}{:>9.4f}  {}"
-    for regime in args.regimes:
-        dtype, validator = REGIMES[regime]
-        labs = [
-            Lab(args.model, dtype, kind, args.gsm8k, args.cache) for kind in ("sums", "gsm8k")[: 1 + bool(args.gsm8k)]
-        ]
-        print(
-            f"{regime}\n  cheat                        rollouts   alone  median  worst   debt   tokens  wanted     nats  reasons"
-        )
-        for lab in labs:
-            found, own = lab.replayed_honest(MEASURED + args.honest, validator), measurement.Measured()
-            for one in found[:MEASURED]:
-                own.add(one)
-            tolerance, bands = measurement.limits([own])
-            measurement.check_other_texts(tolerance.proofs, [own])
-            numbers = {name: round(x, 5) for name, x in own.numbers().items()}
-            print(f"  {lab.kind}: {numbers}\n  {tolerance}\n  {bands}", flush=True)
-            rules = dataclasses.replace(rules_lib.Rules.of(lab.experiment.config), tolerance=tolerance, bands=bands)
-            strangers = found[MEASURED:]
-            groups, test = cheat_lab.judged(strangers, rules), sequential_test.SequentialTest(bands)
-            refused = [reason for g in groups for reason in g.refused if reason]
-            before = copy.deepcopy(test)
-            for group in (groups * (HONEST_BEFORE // cheat_lab.GROUP))[: HONEST_BEFORE // cheat_lab.GROUP]:
-                cheat_lab.add(before, group)
-            flagged, why = cheat_lab.until([dataclasses.replace(g, refused=[]) for g in groups], test)
-            alarms += len(refused) + (flagged < float("inf"))
-            reasons = " ".join([*refused, why])
-            print(
-                row.format(
-                    f"honest {lab.kind}",
-                    len(strangers),
-                    len(refused) / len(strangers),
-                    f"{flagged:.0f}",
-                    "",
-                    "",
-                    *gain(lab, strangers),
-                    reasons,
-                ),
-                flush=True,
-            )
-            for name, found in played(lab, validator, args.rollouts, args.cheats) if args.rollouts else ():
-                groups = cheat_lab.judged(found, rules)
-                starts = [groups[n:] + groups[:n] for n in range(len(groups))]
-                fresh = [cheat_lab.until(start, sequential_test.SequentialTest(bands)) for start in starts]
-                later = [cheat_lab.until(start, copy.deepcopy(before))[0] for start in starts]
-                counts = [count for count, _ in fresh]
-                alone = np.mean([bool(reason) for g in groups for reason in g.refused])
-                figures = [f"{x:.0f}" for x in (np.median(counts), np.max(counts), np.median(later))]
-                reasons = collections.Counter(reason for _, reason in fresh)
-                print(row.format(name, len(found), alone, *figures, *gain(lab, found), dict(reasons)), flush=True)
-    print(f"false alarms of honest workers: {alarms}", flush=True)
-    return 1 if alarms else 0
+def played(lab: Lab, validator: str, name: str, count: int) -> dict[str, list[replay.Replayed]]:
+    """Returns the replays of `count` rollouts of a cheat: as they are, and proved, by the name of either."""
+    if change := (CLAIMS | CLAIMS_F32).get(name):
+        return {name: [change(one) for one in lab.replayed_honest(count, validator)]}
+    rollouts = lab.kept(name, count, functools.partial(made, lab, name))
+    found = lab.replayed(name, rollouts, validator)
+    out = {} if name in AGAIN else {name: found}
+    if name in AGAIN or name in PROVED:
+        by_prefill = found if lab.dtype == validator else lab.replayed(name, rollouts, lab.dtype)
+        again = [cheat_lab.claimed_again(b, cheat_lab.proved(a)) for a, b in zip(by_prefill, found, strict=True)]
+        out[name if name in AGAIN else f"{name}, proved"] = again
+    return out

@@ -152,8 +152,11 @@ class SequentialTest:
     def add(self, group: Sequence[Evidence]) -> str | None:
         """Adds the evidence of replayed samples of one group. Returns the flag: None, or why the worker counts as a cheat."""
         assert self.bands is not None
-        gains = group_gains(self.bands, group)
-        self._add("rollouts", gains, len(group))
+        return self.add_gains(group_gains(self.bands, group), len(group))
+
+    def add_gains(self, gains: dict[str, np.ndarray], num: int) -> str | None:
+        """Adds the `group_gains` of `num` replayed samples of one group. Returns the flag: None, or why the worker counts as a cheat."""
+        self._add("rollouts", gains, num)
         return self.flag
 
     def count_again(self, num: int) -> None:

@@ -691,9 +691,9 @@ def test_a_cheat_after_512_honest_rollouts_is_found_in_at_most_1_3_times_the_rol
         for seed in range(100):
             draw, test = np.random.default_rng(seed), sequential_test.SequentialTest(MEASURED)
             for i in draw.integers(0, 100, num_honest):
-                test._add("rollouts", honest[i], 8)
+                test.add_gains(honest[i], 8)
             while not test.flag:
-                test._add("rollouts", cheating[draw.integers(100)], 8)
+                test.add_gains(cheating[draw.integers(100)], 8)
             found.append(test.num_rollouts // 8 - num_honest)
     early, late = map(np.mean, num_groups.values())
     assert early <= fresh and late <= 1.3 * early, (early, late)
