@@ -41,7 +41,6 @@ import uvicorn
 from starlette import requests
 
 from inference.engine import engine as engine_lib
-from inference.engine import weights
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import (
@@ -58,7 +57,7 @@ from inference.server import (
 from inference.swarm import membership
 from models import hub
 from models.kernels import cpu_dtype
-from sharding import broadcast, bucket, profiler
+from sharding import broadcast, bucket, host_memory, profiler
 from sharding import mesh as mesh_lib
 from sharding.format import head
 from sharding.multihost import failure
@@ -145,7 +144,7 @@ async def _reply_no_route(status: int, request: fastapi.Request, error: Exceptio
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the inference server's command until SIGTERM or Ctrl-C. Returns the exit code."""
-    weights.limit_arenas()
+    host_memory.limit_arenas()
     args, hosts = _parse(argv), hosts_lib.ALONE
     with contextlib.ExitStack() as stack:
         try:

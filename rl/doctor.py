@@ -134,7 +134,9 @@ def _machine() -> Iterator[Result]:
         command = ["timedatectl", "show", "-P", "NTPSynchronized"]
         answer = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         found = {"yes": "synchronized", "no": "not synchronized"}.get(answer, "unknown")
-        yield _result("clock", answer != "no", found, "start a time service: requests are signed with it", WARNING)
+        yield _result(
+            "clock", answer != "no", found, "start a time service: requests are signed with the time", WARNING
+        )
 
 
 def _devices(config) -> Result:

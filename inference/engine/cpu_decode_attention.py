@@ -147,7 +147,7 @@ def step(
         scores_BKGS = jnp.where(mask_BS[:, None, None], scores_BKGS, attention.MASKED)
         new_BKG = jnp.maximum(top_BKG, scores_BKGS.max(axis=-1))
         keep_BKG, weights_BKGS = jnp.exp(top_BKG - new_BKG), jnp.exp(scores_BKGS - new_BKG[..., None])
-        part_BKGV = _mixed(weights_BKGS, v_BKSV)
+        part_BKGV = _weighted_sums(weights_BKGS, v_BKSV)
         return out_BKGV * keep_BKG[..., None] + part_BKGV, total_BKG * keep_BKG + weights_BKGS.sum(axis=-1), new_BKG
 
     shape = B, K, H // K
@@ -164,11 +164,15 @@ def step(
     return out_B1HV.astype(q_B1HC.dtype), Blocks(keys, values)
 
 
-def _mixed(weights_BKGS: jax.Array, v_BKSV: jax.Array) -> jax.Array:
-    """Returns the sums of values by weights of float32: float32 [B, K, G, V]."""
-    G, parts = weights_BKGS.shape[2], [weights_BKGS.astype(v_BKSV.dtype)]
-    if v_BKSV.dtype != jnp.float32:
-        parts.append((weights_BKGS - parts[0].astype(jnp.float32)).astype(v_BKSV.dtype))
-    rows = jnp.concatenate(parts, axis=2), v_BKSV
-    sums = jnp.einsum("BKGS,BKSV->BKGV", *rows, preferred_element_type=jnp.float32)
-    return sums if len(parts) == 1 else sums[:, :, :G] + sums[:, :, G:]
+def _weighted_sums(weights_BKGS: jax.Array, v_BKSV: jax.Array) -> jax.Array:
+    """Returns the sums of values, by weights of float32, over the positions: float32 [B, K, G, V]."""
+
+    def sums(rows):
+        return jnp.einsum("BKGS,BKSV->BKGV", rows, v_BKSV, preferred_element_type=jnp.float32)
+
+    if v_BKSV.dtype == jnp.float32:
+        return sums(weights_BKGS)
+    high = weights_BKGS.astype(v_BKSV.dtype)
+    low = (weights_BKGS - high.astype(jnp.float32)).astype(v_BKSV.dtype)
+    high_BKGV, low_BKGV = jnp.split(sums(jnp.concatenate([high, low], axis=2)), 2, axis=2)
+    return high_BKGV + low_BKGV

@@ -15,11 +15,8 @@ A server that quantizes samples from another policy, close to the version that i
 rejects its proofs. `/v1/models` reports the quantization.
 """
 
-import ctypes
 import dataclasses
 import functools
-import gc
-import os
 import pathlib
 
 import jax
@@ -30,13 +27,11 @@ from models import config as config_lib
 from models import hf, transformer
 from models import lora as lora_lib
 from models.kernels import cpu_transposed, int8
-from sharding import broadcast, rules
+from sharding import broadcast, host_memory, rules
 from sharding.download import source as source_lib
 from sharding.format import chunks
 
 QUANTIZATIONS = ("none", "int8", "int4")
-MIN_TRIM_BYTES = 2**20
-M_ARENA_MAX = -8  # of glibc's malloc.h
 RELAY_LAG_S = 60.0  # how long an announced version may take to reach the relays
 
 
@@ -119,7 +114,7 @@ class Store:
                 if id(array) not in kept:
                     array.delete()
                     if self.mesh.devices.flat[0].platform == "cpu":
-                        trim_memory(array.nbytes)
+                        host_memory.trim(array.nbytes)
             loaded.append(self._placed(tuple(key.key for key in path), spec, new, sharding))
         return lora_lib.restored(structure.unflatten(jax.block_until_ready(loaded)), self.lora)
 
@@ -225,23 +220,6 @@ def load_folder(folder: str | pathlib.Path, store: Store, on_host: bool = False)
     """Reads the weights of a Hugging Face folder onto the devices as `store` requires, or into this host's memory."""
     shardings = None if on_host else store.load_shardings
     return hf.load(folder, dtype=store.model.dtype, shardings=shardings, on_host=shardings is None)[1]
-
-
-def limit_arenas() -> None:
-    """Gives malloc one arena per core instead of eight: each keeps the most memory that its threads ever used. To be called at the start."""
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # of glibc
-        mallopt(M_ARENA_MAX, os.cpu_count() or 1)
-
-
-def trim_memory(num_bytes: int) -> None:
-    """Returns memory to the operating system after `num_bytes` were freed on a CPU; does nothing for a few.
-
-    JAX drops its references to numpy arrays in garbage collections, and malloc keeps pieces that the next weights may not fit.
-    """
-    if num_bytes >= MIN_TRIM_BYTES:
-        gc.collect(0)
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
-            trim(0)
 
 
 @functools.cache

@@ -83,7 +83,9 @@ def _own(groups: list[list[rollout_lib.Rollout]], functions: Sequence[Callable])
             found |= {f"own/{name}": float(value) for name, value in function(groups).items()}
         except Exception as error:  # foreign code may raise anything
             name = getattr(function, "__name__", "of rl.metrics")
-            cli.note(f"warning: metrics function {name} failed: {user_code.describe(error)}; this step lacks them")
+            cli.note(
+                f"warning: metrics function {name} failed: {user_code.describe(error)}; this step lacks its metrics"
+            )
     return found
 
 

@@ -303,7 +303,7 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
         cache=tuple(sorted({dims for x in jax.tree.leaves(state.cache) for dims in _whole_and_layer(x, pages > 0)})),
         steps_per_call=sizes.steps_per_call,
         weights_bytes=read_share * held["parameters"],
-        # Of experts, the text does not have those that tokens choose.
+        # The text does not show which experts the tokens choose.
         loads=()
         if server.model.num_experts
         else tuple(Load.of(name, row, layer_bytes, server.model.num_layers) for name, row in lengths.items()),

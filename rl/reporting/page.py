@@ -17,7 +17,7 @@ import markupsafe
 
 from rl.reporting import metrics
 
-# Of a page without a script: nothing runs, and nothing is loaded.
+# The page has no script: nothing runs, and nothing is loaded.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 FOLDER = pathlib.Path(__file__).parents[1]
 MAX_CHARS = 4000  # of a text

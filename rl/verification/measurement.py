@@ -258,20 +258,21 @@ def _ties(bands: sequential_test.Bands, variants: Sequence[Measured]) -> tuple[f
         least, excess, share = _tail(margin_N)
         excess *= 1 + 1 / math.sqrt(max(share * len(margin_N), 1))
         lost_K = share * np.exp(-(edges - least) / max(excess, 1e-30)) * (edges >= least)
-        class_N = bands.classes(np.concatenate([one.gap_N for one in variant.evidence]))
+        class_N, explained_K = bands.classes(np.concatenate([one.gap_N for one in variant.evidence])), []
         for k, (most, narrow) in enumerate(itertools.pairwise(edges)):
             # Gaps are uniform within a class. Of equal errors, every second one is to the other side.
             by_errors = np.clip((apart_N - narrow) / (most - narrow), 0, 1).mean() / 2
             by_margins = len(class_N) * (lost_K[k + 1] - lost_K[k]) / max((class_N == k).sum(), 50)
-            explained.append((k, float(max(by_errors, by_margins))))
+            explained_K.append(float(max(by_errors, by_margins)))
+        explained.append(explained_K)
     every = [one for variant in variants for one in variant.evidence]
     class_N = bands.classes(np.concatenate([one.gap_N for one in every]))
     is_second_N = np.concatenate([one.is_second_N for one in every])
     shares = []
-    for k in range(sequential_test.TIE_WIDTHS):
+    for k, least in enumerate(np.max(explained, axis=0).tolist()):
         seen = is_second_N[class_N == k]
         share = float(seen.sum() + 2 * math.sqrt(seen.sum())) / max(len(seen), 50)
-        shares.append(min(1.0, max(LEAST_TIES, BAND_SAFETY * max(share, *(x for n, x in explained if n == k)))))
+        shares.append(min(1.0, max(LEAST_TIES, BAND_SAFETY * max(share, least))))
     return tuple(shares)
 
 

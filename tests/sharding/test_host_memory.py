@@ -1,5 +1,8 @@
 """The memory of a machine and of a container, in all and available."""
 
+import os
+import types
+
 from sharding import host_memory
 
 
@@ -20,3 +23,13 @@ def test_available_memory_is_that_of_the_system(tmp_path):
     assert host_memory.available_bytes(str(tmp_path / "meminfo")) == 42 * 1024
     assert host_memory.available_bytes(str(tmp_path / "absent")) == host_memory.total_bytes()
     assert 0 < host_memory.available_bytes() <= host_memory.total_bytes()
+
+
+def test_few_arenas_and_returned_memory_are_asked_of_the_c_library(monkeypatch):
+    calls = []
+    library = types.SimpleNamespace(mallopt=lambda *args: calls.append(args), malloc_trim=calls.append)
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: library)
+    host_memory.limit_arenas()
+    host_memory.trim(host_memory.MIN_TRIM_BYTES - 1)
+    host_memory.trim(host_memory.MIN_TRIM_BYTES)
+    assert calls == [(host_memory.M_ARENA_MAX, os.cpu_count()), 0]
