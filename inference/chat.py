@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--max_tokens", type=int, default=512)
     helps = "JSON of variables for the chat template, as in chat_template_kwargs of a request"
-    parser.add_argument("--chat_template_kwargs", type=json.loads, default={}, metavar="JSON", help=helps)
+    parser.add_argument("--chat_template_kwargs", type=cli.json_object, default={}, metavar="JSON", help=helps)
     parser.add_argument("--max_model_len", type=int, default=1024, help="maximum context length of a started server")
     parser.add_argument("--api_key_file", help="file with the API key of --url's server (default: $INTELLAX_API_KEY)")
     parser.add_argument("--api_key", help="the key itself, which every user of this machine can then read (ps)")

@@ -24,7 +24,6 @@ import argparse
 import contextlib
 import functools
 import gc
-import json
 import math
 import os
 import pathlib
@@ -270,7 +269,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         kind: dict = {"action": argparse.BooleanOptionalAction} if default is False else {"type": type(default)}
         add(f"--{name}", **kind, help=helps)
     helps = "JSON of variables for the chat template of requests that do not set them, as in chat_template_kwargs"
-    add("--chat_template_kwargs", default="{}", metavar="JSON", help=helps)
+    add("--chat_template_kwargs", type=cli.json_object, default={}, metavar="JSON", help=helps)
     add("--max_queue", type=int, default=4096, help="maximum of pending requests; further ones get status 429")
     add("--prefix_cache_mib", type=int, default=256, help="memory for the prefix cache; 0 disables it")
     add("--mesh", default="", help="mesh axes over all devices, such as tensor=4,data=-1 (default: one device)")
@@ -369,7 +368,7 @@ def _prepare(args: argparse.Namespace, hosts: hosts_lib.Hosts) -> inference_serv
     make_config = functools.partial(_engine_config, args)
     make_config({})  # refuses wrong sizes before weights are loaded
     options = {"mesh": mesh_lib.parse(args.mesh), "quantize": args.quantize, "hosts": hosts}
-    options["chat_template_kwargs"] = _object("--chat_template_kwargs", args.chat_template_kwargs)
+    options["chat_template_kwargs"] = args.chat_template_kwargs
     args.weights = _sources(args)
     if not args.weights:
         num = args.max_adapters or (4 if args.allow_adapter_loading else 0)
@@ -391,13 +390,6 @@ def _adapters(args: argparse.Namespace) -> dict[str, str]:
             raise ValueError(f"--adapter {text} is not {rule}; write for example --adapter sums=path/to/folder")
         found[name] = folder
     return found
-
-
-def _object(name: str, text: str) -> dict:
-    with contextlib.suppress(ValueError):
-        if isinstance(value := json.loads(text), dict):
-            return value
-    raise ValueError(f'{name} {text} is not a JSON object; write it as {{"enable_thinking": false}}')
 
 
 def _sources(args: argparse.Namespace) -> list[str]:

@@ -41,8 +41,6 @@ def save(
 
     Raises ValueError if the folder has files, or the format has no names for an adapted kernel.
     """
-    path = pathlib.Path(path)
-    checkpoint.check_new(path)
     left, tensors, places = tensor_names.leaves(lora.detach(params)[1]), {}, collections.defaultdict(list)
     for name, tensor in tensor_names.tensors(model).items():
         for part in tensor.parts:
@@ -71,10 +69,10 @@ def save(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    path.mkdir(parents=True, exist_ok=True)
     lazy = {name: (x.dtype, x.shape, lambda x=x: x) for name, x in sorted(tensors.items())}
-    safetensors_file.write(path / FILE, lazy)
-    (path / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", "utf-8")
+    with checkpoint.new_folder(path) as folder:
+        safetensors_file.write(folder / FILE, lazy)
+        (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 def load(path: str | pathlib.Path, model: config_lib.ModelConfig) -> dict[tensor_names.Path, dict[str, np.ndarray]]:

@@ -6,6 +6,7 @@ the host needs memory for `WORKERS` parameters. `save` writes a folder that appe
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -13,7 +14,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -117,8 +118,6 @@ def save(
     tokenizer's, before it is renamed to `path`. Raises ValueError if the folder is not empty, or if the files of
     `config.family` cannot express the config.
     """
-    path = pathlib.Path(path)
-    check_new(path)
     hf = hf_config.update(stored or {}, config)
     leaves = tensor_names.leaves(params)
 
@@ -126,13 +125,22 @@ def save(
         dtype = np.dtype(leaves[tensor.parts[0].path].dtype)
         return dtype, tensor.shape, lambda: _assemble(tensor, dtype, leaves)
 
+    with new_folder(path) as folder:
+        _write_tensors(folder, {name: lazy(tensor) for name, tensor in tensor_names.tensors(config).items()})
+        _write_json(folder / "config.json", hf)
+        write_more(folder)
+
+
+@contextlib.contextmanager
+def new_folder(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives a folder to write into, which is renamed to `path` at the end. Raises ValueError as `check_new` does."""
+    path = pathlib.Path(path)
+    check_new(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    _write_tensors(partial, {name: lazy(tensor) for name, tensor in tensor_names.tensors(config).items()})
-    _write_json(partial / "config.json", hf)
-    write_more(partial)
+    yield partial
     if path.exists():
         path.rmdir()
     partial.rename(path)

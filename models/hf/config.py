@@ -121,6 +121,7 @@ def update(stored: Mapping, config: config_lib.ModelConfig) -> dict:
     own = write(config)
     names = [name for name in ("dtype", "torch_dtype") if name in stored] or ["torch_dtype"]
     kept = dict(stored) | dict.fromkeys(names, config.param_dtype)
+    kept.pop("auto_map", None)  # it names Python files of the first checkpoint
     plain = {name: value for name, value in kept.items() if name not in STATED_TWICE}
     for found in (kept, kept | own, plain | own):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):

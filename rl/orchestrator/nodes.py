@@ -73,7 +73,9 @@ class Nodes:
         self._bans: dict[str, str] = {}  # key -> why it is banned
         self._limits: dict[str, request_limit.State] = {}  # by key of a server
         self._has_tokens = False  # a server has generated some
-        self._rates: dict[str, list[float]] = collections.defaultdict(list)  # tokens/s in beats since `load`, by key
+        self._rates: dict[str, collections.deque[float]] = collections.defaultdict(
+            _last_rates
+        )  # tokens/s in beats since `load`, by key
         self.own_servers: frozenset[str] = frozenset()  # workers that use other servers than those of the run
         self._loop: asyncio.AbstractEventLoop | None = None
         self.announced = asyncio.Event()  # replaced at each announcement
@@ -278,7 +280,7 @@ class Nodes:
         """
         with self._lock:
             healthy = {role: self._registry.healthy(role) for role in registry_lib.ROLES}
-            rates, self._rates = self._rates, collections.defaultdict(list)
+            rates, self._rates = self._rates, collections.defaultdict(_last_rates)
         mean = lambda node: statistics.fmean(rates.get(node.key) or [node.report.load.tokens_per_s])  # noqa: E731
         loads = [dataclasses.replace(node.report.load, tokens_per_s=mean(node)) for node in healthy["server"]]
         found = {f"machine/servers_{name}": float(sum(getattr(one, name) for one in loads)) for name in SUMS}
@@ -417,3 +419,7 @@ class Nodes:
         if self._loop:
             with contextlib.suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(wake)
+
+
+def _last_rates() -> collections.deque[float]:
+    return collections.deque(maxlen=1_000)

@@ -85,6 +85,11 @@ class RunBands:
         """True until enough honest rollouts were measured, if there are nodes to measure."""
         return self.file is not None and bool(self.measured_from) and self.bands is None
 
+    @property
+    def convict(self) -> bool:
+        """False until the bands are measured: statistics only notify then."""
+        return self.file is None or bool(self.bands)
+
     def add(self, replayed: Sequence[replay.Replayed]) -> bool:
         """Adds accepted replays of which a node answers for each (`Rollout.worker`). Returns True if that completes the measurement."""
         if not self.is_measuring:

@@ -4,6 +4,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import json
 import os
 import signal
 import sys
@@ -55,6 +56,14 @@ def hint(name: str, known: Iterable[str]) -> str:
         for part in ([own] if own in pool else initials or difflib.get_close_matches(own, pool, 1))[:1]:
             return f" (did you mean {' or '.join(pool[part])}?)"
     return ""
+
+
+def json_object(text: str) -> dict:
+    """Returns the value of an option that is a JSON object. Raises ArgumentTypeError for other text."""
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(f'{text} is not a JSON object; write it as {{"enable_thinking": false}}')
 
 
 def option(text: str, texts: Collection[str] = ()) -> tuple[str, object]:

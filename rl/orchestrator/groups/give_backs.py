@@ -19,6 +19,7 @@ from rl.protocol import registry
 LEAST, PATIENCE_S, AWAY_S = 4, 8.0, 300.0  # a service that an environment asks may be away for a moment, or start again
 WORKERS = 5
 MAX_CAUSES = 20  # that are printed
+MAX_TIMES = 1_000  # that are kept: of groups which were given back and made later, too
 
 
 @dataclasses.dataclass
@@ -53,6 +54,8 @@ class GiveBacks:
         patience_s, is_over = AWAY_S if env in self._worked else PATIENCE_S, False
         for name in (env, key):
             first_s, found = self._times.setdefault((name, _plain(problem)), (now_s, collections.Counter()))
+            while len(self._times) > MAX_TIMES:
+                del self._times[next(iter(self._times))]
             found[worker] += 1
             is_everywhere = not set(active) - found.keys() or len(found) >= WORKERS
             is_over |= is_everywhere and found.total() >= LEAST and now_s - first_s >= patience_s

@@ -235,7 +235,7 @@ def test_tensors_go_straight_to_their_shards(name):
 def test_several_files_under_an_index(tmp_path, monkeypatch):
     config, params = hf.load(FOLDERS["qwen3moe_mixed"])
     monkeypatch.setattr(checkpoint, "MAX_FILE_BYTES", 40_000)
-    hf.save(tmp_path / "a", config, params, stored={"eos_token_id": [2, 3]})
+    hf.save(tmp_path / "a", config, params, stored={"eos_token_id": [2, 3], "auto_map": {"AutoModel": "x.py"}})
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     count = len(files) - 2
     parts = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
@@ -243,7 +243,8 @@ def test_several_files_under_an_index(tmp_path, monkeypatch):
     index = json.loads((tmp_path / "a" / safetensors_file.INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(len(data) for *_, data in raw_tensors(tmp_path / "a").values())
     assert set(index["weight_map"]) == set(raw_tensors(tmp_path / "a"))
-    assert json.loads((tmp_path / "a" / "config.json").read_text())["eos_token_id"] == [2, 3]
+    written = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert written["eos_token_id"] == [2, 3] and "auto_map" not in written  # whose files are not there
     jax.tree.map(np.testing.assert_array_equal, hf.load(tmp_path / "a")[1], params)
 
 

@@ -22,6 +22,14 @@ def test_a_mistyped_option_is_one_line(name, capsys):
     assert line.startswith("error: unknown option --hlep (did you mean --help?); python -m ")
 
 
+@pytest.mark.parametrize("name", ["inference.chat", "inference.serve"])
+@pytest.mark.parametrize("text", ["[1]", "{", "true"])
+def test_variables_of_the_template_are_an_object(name, text, capsys):
+    assert commands.run(name, "--model", "nowhere", "--chat_template_kwargs", text) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{text} is not a JSON object; write it as" in line
+
+
 def message(capsys, parser, *argv):
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(argv)
