@@ -10,7 +10,8 @@
    All are started first, and then take turns, so that a busy machine is busy for all. A first round is not counted.
 3. `grpo`: steps of 8 prompts x 8 samples of `rl.train --config=configs/finetune.py`, adapters of rank 16 in every side. The first two
    steps are not counted. `sft`: steps of 32 conversations of `rl.sft`, in the same way.
-4. `score`: seconds from the command (ours) or the first step (TRL's, without its evaluations) to a held-out score of 0.8 on sums.
+4. `score`: seconds from the command (ours) or the first step (TRL's, without its evaluations) to a held-out score of 0.8 on sums, and
+   ours after the last step. Each turn has its own seed. TRL is stopped after `--patience` times our seconds, which then stand for its own.
 5. Medians, their ratios to the best peer, peak memory (of a side's processes together), and the start are printed, and kept in `--out`.
 
 Acceptance, on two idle cores: ratios to the better dtype of transformers of at least 1.3 (64 requests), 1.2 (16), and 1.5 (1); to
@@ -22,6 +23,7 @@ import atexit
 import collections
 import contextlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -209,7 +211,8 @@ def score(args, model: pathlib.Path, scratch: pathlib.Path) -> dict:
 
 
 def _trained(args, model: pathlib.Path, scratch: pathlib.Path, more: dict) -> dict:
-    options, data, held_out = GRPO | more, scratch / "sums.jsonl", scratch / "held_out.jsonl"
+    data, held_out = scratch / "sums.jsonl", scratch / "held_out.jsonl"
+    seconds = f"seconds to a score of {GRPO['target']}"
     rows = [
         {"prompt": f"What is {a} + {b}? Answer with the number only.", "answer": str(a + b)}
         for a in range(1, 31)
@@ -220,37 +223,40 @@ def _trained(args, model: pathlib.Path, scratch: pathlib.Path, more: dict) -> di
         path.write_text("".join(json.dumps(row) + "\n" for row in part))
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     for turn in range(args.repeats):
-        sides = {"ours": lambda turn=turn: _our_grpo(model, data, held_out, scratch / f"run{turn}", options, scratch)}
+        options = GRPO | more | {"seed": args.first_seed + turn}
+        _note(f"turn {turn + 1} of {args.repeats}: ours")
+        results = {"ours": _our_grpo(model, data, scratch / f"run{turn}", options, scratch)}
         if args.peer_python:
-            peer = options | {"dtype": args.trl_dtype}
+            _note(f"turn {turn + 1} of {args.repeats}: TRL")
+            most_s = args.patience * results["ours"].get(seconds, math.inf)
+            peer = options | {"dtype": args.trl_dtype, "most_s": most_s}
             command = [args.peer_python, PEER, "grpo", model, data, held_out, json.dumps(peer)]
-            sides["TRL"] = lambda command=command: _peer_training(command, scratch)
-        for name, run in sides.items():
-            _note(f"turn {turn + 1} of {args.repeats}: {name}")
-            for key, value in run().items():
+            results["TRL"] = _peer_training(command, scratch)
+        for name, values in results.items():
+            _note(f"turn {turn + 1} of {args.repeats}: {name}: {values}")
+            for key, value in values.items():
                 found[key][name].append(value)
     return {key: _medians(by_side) for key, by_side in found.items()}
 
 
-def _our_grpo(model, data, held_out, workdir, options: dict, scratch: pathlib.Path) -> dict[str, float]:
+def _our_grpo(model, data, workdir, options: dict, scratch: pathlib.Path) -> dict[str, float]:
     fields = {"init_from": model, "env.name": "dataset", "env.options.path": data, "env.options.reward": "number"}
     fields |= {"rl.prompts_per_step": options["prompts"], "rl.samples_per_prompt": options["samples"]}
     fields |= {"sampling.max_tokens": options["tokens"], "optimizer.learning_rate": options["learning_rate"]}
     fields |= {"rl.num_steps": options["steps"], "evaluation.every": options["every"] or 10**6}
-    fields |= {"evaluation.num_tasks": 64 if options["every"] else 1}
+    fields |= {"evaluation.num_tasks": 64 if options["every"] else 1, "seed": options["seed"]}
     side = Side(_command("rl.train", workdir, fields), scratch)
-    scores = workdir / "evaluations.json"
-    reached = None
-    while side.process.poll() is None and reached is None:
+    scores, reached = [0.0], None
+    while side.process.poll() is None:
         time.sleep(0.25)
         with contextlib.suppress(OSError, ValueError, KeyError):
-            best = max(entry["scores"]["avg@1"] for entry in json.loads(scores.read_text()))
-            if options["every"] and best >= options["target"]:
+            scores = [entry["scores"]["avg@1"] for entry in json.loads((workdir / "evaluations.json").read_text())]
+            if reached is None and options["every"] and max(scores) >= options["target"]:
                 reached = time.perf_counter() - side.begun
-    side.check(reached is not None or side.process.returncode == 0)
-    side.end()
+    side.check(side.process.returncode == 0)
     steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return _summary([x["time/step_s"] for x in steps if "rollout/reward" in x], side, reached)
+    found = _summary([x["time/step_s"] for x in steps if "rollout/reward" in x], side, reached)
+    return found | ({"score at the end": scores[-1]} if options["every"] else {})
 
 
 def _peer_training(command: list, scratch: pathlib.Path) -> dict[str, float]:
@@ -263,6 +269,7 @@ def _peer_training(command: list, scratch: pathlib.Path) -> dict[str, float]:
         b - a for a, b in zip([0, *ends], ends, strict=False)
     ]
     reached = next((line["seconds"] for line in lines if line.get("score", 0) >= GRPO["target"]), None)
+    reached = next((line["stopped_s"] for line in lines if "stopped_s" in line), reached)
     return _summary(steps, side, reached)
 
 
@@ -334,6 +341,10 @@ def main() -> int:
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=6, help="of grpo and sft")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--first_seed", type=int, default=0, help="of grpo and score; each repeat has the next one")
+    parser.add_argument(
+        "--patience", type=float, default=math.inf, help="of score: most seconds of TRL per second of ours"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results" / "real.json")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the sides end, too

@@ -1,7 +1,7 @@
 """Runs the peers of bench/real.py, in an interpreter that has torch, transformers, peft, datasets, and TRL; imports nothing of ours.
 
     PYTHON bench/real_peer.py generate MODEL DTYPE           reads lines {"prompts", "new"}, answers {"seconds"}
-    PYTHON bench/real_peer.py grpo MODEL DATA HELD_OUT JSON  prints {"step", "seconds", "reward"} and {"score", "seconds"}
+    PYTHON bench/real_peer.py grpo MODEL DATA HELD_OUT JSON  prints {"step", "seconds", "reward"}, {"score", "seconds"}, and {"stopped_s"}
     PYTHON bench/real_peer.py sft MODEL DATA JSON            prints {"step", "step_s"}
 
 JSON has the settings of the run. Held-out scores are greedy; their time is not counted, nor is the time before the first step.
@@ -97,6 +97,10 @@ def grpo(folder: str, data: str, held_out: str, settings: str) -> None:
         def on_step_end(self, args, state, control, **_):
             seconds = time.perf_counter() - spent["begun"] - spent["paused"]
             say(step=state.global_step, seconds=seconds, reward=rewards[-1])
+            if seconds > options["most_s"]:
+                say(stopped_s=seconds)
+                control.should_training_stop = True
+                return control
             if options["every"] and state.global_step % options["every"] == 0:
                 begun = time.perf_counter()
                 found = score()
@@ -113,6 +117,7 @@ def grpo(folder: str, data: str, held_out: str, settings: str) -> None:
         learning_rate=options["learning_rate"],
         lr_scheduler_type="constant",
         max_steps=options["steps"],
+        seed=options["seed"],
         beta=0.0,
         temperature=1.0,
         top_k=0,
