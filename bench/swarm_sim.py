@@ -1,6 +1,6 @@
 """Simulates a swarm of unequal nodes on a virtual clock: how much of its work is trained on, how old it is, and how long a step takes.
 
-    python -m bench.swarm_sim                       # the table of docs/performance.md
+    python -m bench.swarm_sim                       # the table of bench/results/swarm.md
     python -m bench.swarm_sim --nodes 400 --batch first --lag 4 --deaths 0.02 --cheats 0.02
     python -m bench.swarm_sim --intellect2          # the published figures of INTELLECT-2
 

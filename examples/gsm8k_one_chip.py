@@ -6,7 +6,7 @@ The data are the Parquet files of openai/gsm8k, in data/gsm8k (`hf download open
 --include "main/*"`). Reward is 1 if the last number of a completion is that of the answer. With `enable_thinking=False` Qwen3 begins
 no separate reasoning, so that 384 tokens suffice.
 
-Hardware: v5e:1x1, or a GPU. No chip was at hand: docs/performance.md has the plan's estimate.
+Hardware: v5e:1x1, or a GPU. No chip was at hand: bench/results/tpu_compiled.md has the plan's estimate.
 """
 
 from configs import finetune

@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton
 from models.kernels import attention_tiles
 from sharding import mesh as mesh_lib
 
-# The fastest of some tiles with bfloat16 and 128 dims on an H100 and an H200 (docs/performance.md).
+# The fastest of some tiles with bfloat16 and 128 dims on an H100 and an H200 (bench/results/gpu.md).
 BLOCK = 64  # queries of a program, or keys of one that computes dk and dv
 FORWARD, BACKWARD = (64, 4, 3), (64, 4, 2)  # keys or queries of a step of a program, warps, stages of its pipeline
 

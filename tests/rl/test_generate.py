@@ -195,7 +195,7 @@ def fine_tuned(file, env):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_accepted_responses_teach_more_than_all(tmp_path, seed):
-    """A teacher that is right one time in four, and a scorer that is wrong one time in ten. The figures are in docs/performance.md."""
+    """A teacher that is right one time in four, and a scorer that is wrong one time in ten. The figures are in bench/results/algorithms.md."""
     rng, rows = np.random.default_rng(seed), []
     env = envs.load("reverse_text", seed=seed, min_length=3, max_length=5, reward="exact")
     for index in range(600):

@@ -53,6 +53,6 @@ def train(name, lag, seed, steps):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_oapl_learns_more_from_samples_that_are_50_updates_old(seed):
-    """After 150 updates; docs/performance.md has the curves. The other loss keeps only tokens with a ratio in [0.5, 5]."""
+    """After 150 updates; bench/results/algorithms.md has the curves. The other loss keeps only tokens with a ratio in [0.5, 5]."""
     regression, ratios = (train(name, 50, seed, 150) for name in LOSSES)
     assert regression > 0.85 and regression > ratios + 0.1, (regression, ratios)

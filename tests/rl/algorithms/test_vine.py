@@ -117,7 +117,7 @@ def fewest(name, **options):
 
 
 def test_it_needs_at_most_half_of_the_updates_for_ten_independent_decisions():
-    """0.9 of the reward, each at its own best rate. docs/performance.md has the figures at equal tokens, too, where it loses."""
+    """0.9 of the reward, each at its own best rate. bench/results/algorithms.md has the figures at equal tokens, too, where it loses."""
     plain, vined = fewest("leave-one-out", use_vine=False), fewest("every state", use_vine=True)
     assert vined[0] <= 0.5 * plain[0], (vined, plain)
     budgeted = fewest("budget", use_vine=True, token_ratio=2.0, max_states=4)

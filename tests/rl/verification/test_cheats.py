@@ -94,7 +94,7 @@ def test_the_bench_prints_how_soon_a_cheat_is_caught(capsys):
     assert "never replayed: flagged after" in out and "false alarms of honest workers: 0" in out
 
 
-# Within the rounding of bfloat16 against float32, in rollouts of 31 tokens: docs/performance.md has how many they take. None moves a
+# Within the rounding of bfloat16 against float32, in rollouts of 31 tokens: bench/results/verification.md has how many they take. None moves a
 # probability by more than honest backends do.
 WITHIN_ROUNDING = {"older_weights", "old_tail_8", "logit_bias_0.1", "temperature_0.97", "temperature_1.03"}
 WITHIN_ROUNDING |= {"versions_half_old", "prompt_keys_older", "runner_up_0.02", "runner_up_0.001"}

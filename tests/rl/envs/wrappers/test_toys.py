@@ -1,6 +1,6 @@
 """Toys of the wrappers: a policy of a few parameters learns by REINFORCE from the rewards that the environments give.
 
-The figures are in docs/performance.md; `-s` prints them.
+The figures are in bench/results/algorithms.md; `-s` prints them.
 """
 
 import asyncio
