@@ -127,10 +127,10 @@ def parsed_flags(*argv):
 
 
 def documented_commands():
-    """The `python -m rl.train` commands of the docstrings of configs and examples, and of README's first screen."""
+    """The `python -m rl.train` commands of the docstrings of configs and examples, and of README."""
     for path in (*sorted(ROOT.glob("configs/*.py")), *sorted(ROOT.glob("examples/*.py")), ROOT / "README.md"):
         text = path.read_text().replace("\\\n", " ")
-        yield from re.findall(r"^ +python -m rl\.train (.*)$", text, re.MULTILINE)
+        yield from re.findall(r"^ *python -m rl\.train (.*)$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", list(documented_commands()))
