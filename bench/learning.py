@@ -1,6 +1,6 @@
 """Trains the small model on environments of several calls: does each learn in 15 minutes, and does a learning rate of 0 stay flat?
 
-    python -m bench.learning                                    # configs/environments/{python_tool,rlm,search,wordle}.py, four runs each
+    python -m bench.learning                                    # configs/environments.py:python_tool and so on, four runs each
     python -m bench.learning --names rlm --seeds 0 --steps 4            # a trial
 
 Each run is one of `bench.lag`: a process of its own, and not repeated once it is finished. Its row has its minutes (the warm-up
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         runs = [(f"seed {seed}", [f"seed={seed}"]) for seed in options.seeds]
         for label, fields in (*runs, ("flat", ["seed=0", "optimizer.learning_rate=0.0"])):
             folder = options.workdir / f"{name}_{label.replace(' ', '_')}"
-            lag.train(folder, [*fields, *options.set], f"configs/environments/{name}.py")
+            lag.train(folder, [*fields, *options.set], f"configs/environments.py:{name}")
             print(f"| `{name}`, {label} | {row(folder)}", flush=True)
     return 0
 

@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from configs.environments import target_long, target_short
+from configs import environments
 from rl import envs
 from rl.envs.interface import episode
 
@@ -78,10 +78,10 @@ def test_a_policy_learns_two_lengths(tmp_path, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [target_short, target_long], ids=["short", "long"])
-def test_the_length_penalties_of_target_short_and_long_fall(tmp_path, config):
+@pytest.mark.parametrize("name", environments.TARGETS)
+def test_the_length_penalties_of_target_short_and_long_fall(tmp_path, name):
     """The two experiments with 250 tokens as one: targets of 4 to 16 and of 8 to 40, alpha of 0.075."""
-    options = config.get_config().env.options
+    options = environments.get_config(name).env.options
     targets = tuple(target // 250 for target in options.budget_targets)
     curve = lengths_of(tmp_path, 0, targets, targets[-1] * 5 // 4, 250 * options.budget_alpha, steps=401)
     assert curve[-20:, 0].mean() > 0.95 and curve[-20:, 1].mean() < curve[:5, 1].mean() / 4
