@@ -496,6 +496,9 @@ def test_a_template_runs_in_a_sandbox_of_its_own():
     assert with_template("{{ messages[0].content }}").render([{"role": "user", "content": "b"}]).token_ids == [98]
     child, _ = chat_template._child()
     assert "Seccomp:\t2" in pathlib.Path(f"/proc/{child.process.pid}/status").read_text()
+    child.process.kill()  # as the system does for want of memory: no conversation is to blame
+    child.process.wait()
+    assert with_template("{{ messages[0].content }}").render([{"role": "user", "content": "c"}]).token_ids == [99]
 
 
 def test_no_jax():
