@@ -4,6 +4,7 @@
 the CPU that it was compiled on, and a home directory may be on several machines, so each kind of CPU has a folder of its own.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -48,6 +49,7 @@ def enable(folder: str = "auto") -> None:
         settings |= {"jax_compilation_cache_dir": str(path), "jax_persistent_cache_min_compile_time_secs": 0.0}
         if importlib.util.find_spec("filelock"):  # by which jax bounds the size
             settings["jax_compilation_cache_max_size"] = MAX_BYTES
+            _remove_partial(path)
     for name, value in settings.items():
         os.environ[name.upper()] = str(value)
         _config.update(name, value)
@@ -101,6 +103,20 @@ def user_folder() -> pathlib.Path:
         kind = {line for line in info.read_text().splitlines() if line.startswith(names)}
     digest = hashlib.sha256("\n".join(sorted(kind)).encode()).hexdigest()
     return pathlib.Path(home) / "intellax" / "compiled" / digest[:12]
+
+
+def _remove_partial(folder: pathlib.Path) -> None:
+    """Deletes programs of which a killed process, or one on a full disk, wrote a part: jax would read them in vain, and never replace them.
+
+    After a program jax writes the file of its last use. It writes both with the lock, which a process that writes now has.
+    """
+    import filelock
+
+    with contextlib.suppress(OSError), filelock.FileLock(folder / ".lockfile", timeout=0):
+        names = set(os.listdir(folder))
+        for name in names:
+            if name.endswith("-cache") and name.removesuffix("-cache") + "-atime" not in names:
+                (folder / name).unlink()
 
 
 @functools.cache

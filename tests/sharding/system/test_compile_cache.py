@@ -2,9 +2,11 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
+import filelock
 import jax
 import pytest
 
@@ -50,6 +52,21 @@ def test_a_later_process_reads_the_programs_of_an_earlier_one(tmp_path, monkeypa
     assert start(tmp_path, XDG_CACHE_HOME=str(tmp_path / "file"))[3] == "False"  # nowhere to keep them
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
     assert str(compile_cache.user_folder()).startswith(f"{tmp_path}/x/intellax/compiled/")
+
+
+def test_a_program_that_a_killed_process_left_half_written_is_compiled_and_kept_again(tmp_path):
+    """jax writes the time of the last use after a program, and no program over another."""
+    folder = start(tmp_path)[2]
+    programs = {path: path.read_bytes() for path in pathlib.Path(folder).glob("*-cache")}
+    for path, data in programs.items():
+        path.write_bytes(data[:-1])
+        path.with_name(path.name.removesuffix("-cache") + "-atime").unlink()
+    with filelock.FileLock(f"{folder}/.lockfile"):  # by a process that writes
+        compile_cache._remove_partial(pathlib.Path(folder))
+    assert all(path.exists() for path in programs)
+    assert "read" not in start(tmp_path)[1]
+    assert all(len(path.read_bytes()) >= len(data) for path, data in programs.items())
+    assert start(tmp_path)[1].startswith("compiled 0 programs")
 
 
 def test_each_kind_of_cpu_has_a_folder_of_its_own(monkeypatch):
