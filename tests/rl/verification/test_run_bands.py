@@ -1,6 +1,7 @@
 """Limits and bands of a run: measured on its own first honest groups, kept, and never held against its own nodes."""
 
 import dataclasses
+import errno
 import functools
 import json
 
@@ -72,6 +73,31 @@ def test_a_run_measures_its_own_first_groups_and_a_resume_judges_by_the_same(mak
     assert not make(own=())[0].is_measuring and make(own=())[0].bands  # a file is a file
 
 
+def test_validators_of_one_folder_judge_by_the_first_measurement_and_a_full_disk_delays_it(make, tmp_path, monkeypatch):
+    (first, judge, *_), (second, other, said, _) = make(), make()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk, pytest.raises(OSError, match="No space left"):
+        disk.setattr(run_bands.atomic_file, "write", full)
+        judge.check_with_weights(honest())
+    assert first.is_measuring and judge.rules.bands is None and not (tmp_path / run_bands.FILE).exists()
+    assert all(verdict.accepted for verdict in judge.check_with_weights(honest()[:8]))
+    written = (tmp_path / run_bands.FILE).read_bytes()
+    assert judge.rules.bands == first.bands
+    assert all(verdict.accepted for verdict in other.check_with_weights(honest()))
+    assert (tmp_path / run_bands.FILE).read_bytes() == written and not said
+    assert (second.tolerance, second.bands) == (first.tolerance, first.bands) and other.rules.bands == first.bands
+
+
+@pytest.mark.parametrize("body", [b"", b'{"measured": {"num', b"[]", b"\xff"])
+def test_a_damaged_file_is_named(make, tmp_path, body):
+    (tmp_path / run_bands.FILE).write_bytes(body)
+    with pytest.raises(ValueError, match=r"bands.json.*; (it must be JSON; )?correct or remove it"):
+        make()
+
+
 def test_statistics_do_not_end_a_run_by_its_own_workers(make):
     """A sampler in bfloat16 under a replay in float32: the run's own is reported and goes on, and a stranger's is refused."""
     bands, validator, _, flagged = make()
@@ -119,6 +145,8 @@ def test_a_run_without_nodes_to_measure_says_what_to_do(make, tmp_path):
         and bands.bands is None
         and "run `python -m rl.validator calibrate`, or invite" in lines[-1]
     )
+    (tmp_path / run_bands.FILE).write_text('{"measured": 3}')
+    assert "measured with another model, dtype, device, jax; it is measured again" in make()[2][-1]
     (tmp_path / run_bands.FILE).write_text(json.dumps({"measured": {"numerics": bands.numerics}}))
     with pytest.raises(ValueError, match="is not a bands file"):
         make()
