@@ -93,7 +93,7 @@ def load(path: str | pathlib.Path, model: config_lib.ModelConfig) -> dict[tensor
         name, value = next(iter(wrong.items()), ("lora_alpha", alpha))
         found = f"{path / CONFIG} has {name} = {str(value)[:80]}, and only plain LoRA runs next to the base"
         raise ValueError(f"{found}; merge the adapter into a checkpoint")
-    reader, adapters = safetensors_file.Reader(path), {}
+    reader, adapters = safetensors_file.Reader(path, in_memory=True), {}
     known, specs = tensor_names.tensors(model), tensor_names.leaves(transformer.specs(model))
     left = set(reader.entries)
     for name in sorted(name for name in left if name.endswith(ENDS[0])):

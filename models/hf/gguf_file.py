@@ -8,7 +8,6 @@
 import functools
 import itertools
 import math
-import mmap
 import pathlib
 import re
 from typing import NamedTuple
@@ -46,7 +45,7 @@ class Reader:
     def __init__(self, path: pathlib.Path, config: config_lib.ModelConfig):
         header = gguf_header.read(path)
         arch = header.metadata["general.architecture"]
-        self._mapped, self._config, self._is_llama = header.mapped, config, arch == "llama"
+        self._path, self._config, self._is_llama = path, config, arch == "llama"
         try:
             stored = {name: _entry(name, tensor) for name, tensor in header.tensors.items()}
             _check_places(stored, len(header.mapped))
@@ -62,7 +61,10 @@ class Reader:
     def tensor(self, name: str) -> np.ndarray:
         """Returns the tensor `name` in a Hugging Face checkpoint's layout, as stored in F32, F16, and BF16, else dequantized to float32."""
         entry, config = self.entries[name], self._config
-        values = np.frombuffer(self._mapped, np.uint8, entry.size, entry.start)
+        # Not by the map of the file: one that another process truncates meanwhile would kill this one (SIGBUS).
+        values = np.fromfile(self._path, np.uint8, entry.size, offset=entry.start)
+        if len(values) < entry.size:
+            raise ValueError(f"{self._path} became shorter while it was read. Read it again when it is complete.")
         if entry.kind in STORED:
             values = values.view(STORED[entry.kind])
         else:
@@ -78,11 +80,7 @@ class Reader:
         return values
 
     def forget(self, name: str, view: np.ndarray) -> None:
-        """Lets the system free the memory of the file's part with the tensor `name`; later reads load it again."""
-        entry = self.entries[name]
-        if hasattr(mmap, "MADV_DONTNEED"):
-            low = entry.start - entry.start % mmap.PAGESIZE
-            self._mapped.madvise(mmap.MADV_DONTNEED, low, entry.start + entry.size - low)
+        """Does nothing: no part of the file stays in memory."""
 
 
 def _entry(name: str, tensor: gguf_header.Tensor) -> Entry:

@@ -1,6 +1,7 @@
 """Reads and writes the safetensors files of a checkpoint folder.
 
-Files are memory-mapped for reading; for writing, at most one tensor is in memory.
+Files are memory-mapped for reading, unless they are small and may change meanwhile: a process that reads a mapped file which another
+one truncates is killed (SIGBUS). For writing, at most one tensor is in memory.
 """
 
 import json
@@ -19,18 +20,18 @@ INDEX = "model.safetensors.index.json"
 
 
 class Reader:
-    """The tensors of a checkpoint folder's safetensors files, memory-mapped and read by name.
+    """The tensors of a checkpoint folder's safetensors files, read by name: memory-mapped, or `in_memory`.
 
     Construction raises ValueError if a file is missing or damaged, or if two files have the same tensor.
     """
 
-    def __init__(self, folder: pathlib.Path):
+    def __init__(self, folder: pathlib.Path, *, in_memory: bool = False):
         self.entries: dict[str, safetensors_header.Entry] = {}  # dtype, shape and place of each tensor, by name
-        self._places: dict[str, tuple[pathlib.Path, mmap.mmap]] = {}
+        self._places: dict[str, tuple[pathlib.Path, mmap.mmap | bytes]] = {}
         for path in _paths(folder):
             entries = safetensors_header.read(path)
             with path.open("rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                mapped = file.read() if in_memory else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             if twice := self.entries.keys() & entries.keys():
                 name = min(twice)
                 raise ValueError(f"tensor {name} is in both {self._places[name][0]} and {path}; remove one")
@@ -39,13 +40,16 @@ class Reader:
 
     def tensor(self, name: str) -> np.ndarray:
         """Returns the tensor `name` as a read-only array over the mapped file; copying reads the data."""
-        dtype, shape, offset = self.entries[name]
-        return np.frombuffer(self._places[name][1], dtype, math.prod(shape), offset).reshape(shape)
+        (dtype, shape, offset), (path, data) = self.entries[name], self._places[name]
+        try:
+            return np.frombuffer(data, dtype, math.prod(shape), offset).reshape(shape)
+        except ValueError:
+            raise ValueError(f"{path} changed while it was read. Read it again when it is complete.") from None
 
     def forget(self, name: str, view: np.ndarray) -> None:
         """Lets the system free the memory of `view`, a part of the tensor `name`; later reads load the file again."""
         file = self._places[name][1]
-        if hasattr(mmap, "MADV_DONTNEED") and view.size:
+        if isinstance(file, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and view.size:
             base = np.frombuffer(file, np.uint8).ctypes.data
             low, high = (address - base for address in np.lib.array_utils.byte_bounds(view))
             start = low - low % mmap.PAGESIZE

@@ -78,7 +78,7 @@ class LimitedProcess:
 
     def start(self) -> socket.socket:
         """Starts the child, if it does not run, and returns the socket to it. Blocks. Raises ValueError if it does not become ready."""
-        if self.process is not None and self.process.poll() is not None:  # killed while it had no request, as for want of memory
+        if self.process is not None and self.process.poll() is not None:  # killed since its last reply
             self.end()
         if self.process is None:
             self._start()

@@ -1,7 +1,10 @@
 """Adapters in PEFT's format, against the files of the base and of the merged model: W + (alpha / r) B A, tensor by tensor."""
 
+import functools
 import json
+import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +13,10 @@ import pytest
 
 from inference.adapters import adapter_set
 from models import hf, lora, transformer
-from models.hf import adapter_file
+from models.hf import adapter_file, safetensors_file
 from sharding import mesh as mesh_lib
 from sharding import rules
+from sharding.format import safetensors_header
 from tests.support import tiny
 
 CONFIG = lora.LoraConfig(rank=2, alpha=6.0)
@@ -85,3 +89,26 @@ def test_folders_of_peft_give_its_logits(name):
         logits = np.asarray(transformer.logits(params, model, hidden))
         np.testing.assert_allclose(logits[1], want["base"][1], atol=2e-5 * np.abs(logits).max())
         np.testing.assert_allclose(logits[0], want[name if adapters else "base"][0], atol=2e-5 * np.abs(logits).max())
+
+
+def test_a_file_that_is_written_again_while_it_is_read_ends_no_server(tmp_path, monkeypatch):
+    """A process that reads a mapped file after its end is killed."""
+    model = tiny.model()
+    adapter_file.save(tmp_path / "adapter", model, adapted(model), CONFIG, "base")
+    file, tensor = tmp_path / "adapter" / adapter_file.FILE, safetensors_file.Reader.tensor
+    expected = adapter_file.load(tmp_path / "adapter", model)
+
+    def cut(read, *args):
+        found = read(*args)
+        os.truncate(file, 0)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_file.Reader, "tensor", lambda *args: cut(tensor, *args))
+        found = adapter_file.load(tmp_path / "adapter", model)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    shutil.rmtree(tmp_path / "adapter")
+    adapter_file.save(tmp_path / "adapter", model, adapted(model), CONFIG, "base")
+    monkeypatch.setattr(safetensors_file.safetensors_header, "read", functools.partial(cut, safetensors_header.read))
+    with pytest.raises(ValueError, match="model.safetensors changed while it was read. Read it again"):
+        adapter_file.load(tmp_path / "adapter", model)

@@ -8,6 +8,7 @@ import functools
 import os
 import pathlib
 import re
+import shutil
 import struct
 import time
 
@@ -417,6 +418,19 @@ def test_a_truncated_or_altered_file_is_refused_or_loads(file, tmp_path):
         except ValueError as error:
             refused += "\n" not in str(error)
     assert refused > 20
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(file, tmp_path, monkeypatch):
+    """A process that reads a mapped file after its end is killed."""
+    path, tensor = shutil.copy(file, tmp_path / "cut.gguf"), gguf_file.Reader.tensor
+
+    def cut(*args):
+        os.truncate(path, os.path.getsize(path) - 4096)
+        return tensor(*args)
+
+    monkeypatch.setattr(gguf_file.Reader, "tensor", cut)
+    with pytest.raises(ValueError, match="cut.gguf became shorter while it was read. Read it again"):
+        hf.load(path, on_host=True)
 
 
 def test_pipes_and_absent_files_are_refused_and_nothing_waits(tmp_path):
