@@ -136,7 +136,8 @@ def wait_for(
     """Blocks until the newest version of `source` is >= `at_least`. Returns it; raises TimeoutError after `timeout_s`.
 
     Versions of epochs before `epoch`, which a resumed run replaces, do not count. With `digest`, blocks until version
-    `at_least` itself is there, of `epoch` and with a manifest of that SHA-256: a relay mirrors newer versions first.
+    `at_least` itself is there, of `epoch` and with a manifest of that SHA-256: a relay mirrors newer versions first. Raises
+    FileNotFoundError if a signed head shows that it was deleted or replaced.
     """
     with _opened(source, key) as opened:
         if digest:
@@ -229,8 +230,21 @@ def _wait_exactly(opened: source_lib.Source, version: int, epoch: int | None, di
         except (journal.Unavailable, FileNotFoundError, journal.CorruptSource) as error:  # it may be on its way
             reason, known = str(error), None
             time.sleep(POLL_S)
+        if _is_gone(opened, version, epoch, digest):
+            found = f"version {version} with manifest {digest[:16]} is not published any more"
+            raise FileNotFoundError(f"{found}: pull the newest version")
         if time.monotonic() >= deadline_s:
             raise TimeoutError(f"{reason}: compare the source with the one that the run publishes to")
+
+
+def _is_gone(opened: source_lib.Source, version: int, epoch: int | None, digest: str) -> bool:
+    """Returns True if the newest head accepted is of a later version, and does not list this one: no source will have it again."""
+    head = opened.trusted and opened.trusted.head
+    if head is None or head.newest is None:
+        return False
+    newest, listed = head.newest, head.versions.get(version)
+    is_later = (newest.epoch, newest.version) > (newest.epoch if epoch is None else epoch, version)
+    return is_later and (listed is None or listed.sha256 != digest)
 
 
 def _await_change(opened: source_lib.Source, known: journal.Listing | None, until_s: float) -> journal.Listing:

@@ -925,6 +925,28 @@ def test_watch_only_grows(tmp_path):
     assert next(watched) == 4
 
 
+def test_no_one_waits_for_a_version_that_was_deleted(tmp_path):
+    """A server that was paused for longer than its run keeps versions got the name of a deleted one."""
+    options = broadcast.PublishOptions(key=ed25519.Ed25519PrivateKey.generate(), keep=2)
+    key, digests = options.key.public_key().public_bytes_raw().hex(), []
+    for version in range(4):
+        broadcast.publish({"a": np.ones(version + 1)}, version, tmp_path, options)
+        digests.append(broadcast.entry_of(tmp_path, version, key=key).sha256)
+    epoch = broadcast.entry_of(tmp_path, 3, key=key).epoch
+    with proxy.running(tmp_path) as relay:
+        for root in (tmp_path, relay.url):
+            assert broadcast.wait_for(root, 3, 30, key=key, epoch=epoch, digest=digests[3]) == 3
+            for wanted in (
+                dict(at_least=1, digest=digests[1]),
+                dict(at_least=2, digest=digests[1]),
+            ):  # the latter: replaced
+                with pytest.raises(FileNotFoundError, match="is not published any more: pull the newest version"):
+                    broadcast.wait_for(root, timeout_s=30, key=key, epoch=epoch, **wanted)
+            for later in (dict(at_least=4, epoch=epoch), dict(at_least=2, epoch=epoch + 1)):  # on its way
+                with pytest.raises(TimeoutError):
+                    broadcast.wait_for(root, timeout_s=0.2, key=key, digest=digests[1], **later)
+
+
 def test_command_line(tmp_path, capsys):
     written = broadcast.publish(
         _tree(), 0, tmp_path, broadcast.PublishOptions(key=ed25519.Ed25519PrivateKey.generate())
