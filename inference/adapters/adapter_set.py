@@ -58,7 +58,7 @@ class AdapterSet:
     def load(self, name: str, folder: str, read: dict, in_use: Collection[int] = ()) -> int:
         """Puts adapters that `read` returned under `name`; returns their number. `in_use` are the numbers of running requests.
 
-        Raises ValueError if the name is taken, or no place is free.
+        Raises ValueError if the name is taken, no place is free, or the memory is too small.
         """
         if name in self.numbers:
             raise ValueError(f"The lora adapter {name!r} has already been loaded; unload it, or choose another name.")
@@ -66,8 +66,12 @@ class AdapterSet:
         if not (free := [place for place in range(self.num) if place not in taken]):
             found = f"all {self.num} places for adapters are in use"
             raise ValueError(f"{found}; unload one, or start the server with a higher --max_adapters")
-        for path in self._paths() | read.keys():
-            self._put(path, free[0], read.get(path))
+        try:
+            for path in self._paths() | read.keys():
+                self._put(path, free[0], read.get(path))
+        except jax.errors.JaxRuntimeError as error:  # the place stays free, and the scheduler's thread goes on
+            found = f"adapter {name!r} does not fit the memory ({str(error).splitlines()[0]})"
+            raise ValueError(f"{found}; start the server with a lower --max_adapters, or fewer --num_slots") from None
         number = self._next + (free[0] - self._next) % self.num
         self._next, self.folders[name] = number + 1, folder
         self.numbers[name] = number

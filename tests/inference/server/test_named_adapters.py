@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from inference import serve
+from inference.adapters import adapter_set
 from inference.engine import cpu_layers, cpu_sub_batches, request
 from inference.engine import engine as engine_lib
 from inference.server import inference_server
@@ -124,7 +125,11 @@ def test_each_request_of_a_batch_has_its_own_adapter(server, folders):
             assert got.num_cached > 0 or not turn
 
 
-def test_adapters_come_and_go(server, folders):
+def no_memory(*_):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes\na table")
+
+
+def test_adapters_come_and_go(server, folders, monkeypatch):
     """A new one gets the free place, then that of one that went: its keys in the prefix cache are not used."""
     control, data = serving.asker(serve.make_control_app(server)), serving.asker(serve.make_app(server))
 
@@ -141,6 +146,10 @@ def test_adapters_come_and_go(server, folders):
 
     assert names() == ["policy", "blue", "red"]
     green = {"lora_name": "green", "lora_path": str(folders / "green")}
+    with monkeypatch.context() as full:
+        full.setattr(adapter_set.AdapterSet, "_on_mesh", no_memory)
+        assert "'green' does not fit the memory (RESOURCE_EXHAUSTED: 9 bytes);" in refusal(400, "load", **green)
+    assert names() == ["policy", "blue", "red"]
     assert post("load", **green).text == "Success: LoRA adapter 'green' added successfully."
     assert_of(folders, "green", submit(server, "green", 0).result(120)[0])
     assert "the folder /none does not exist" in refusal(400, "load", lora_name="other", lora_path="/none")
