@@ -37,6 +37,7 @@ from sharding.system import atomic_file
 logging.getLogger("absl").addFilter(lambda record: "/orbax/" not in record.pathname)
 _log = logging.getLogger(__name__)
 FROZEN = "frozen"  # the field of the state, and the directory next to the checkpoints
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG  # a disk, a quota, and a limit on the size of a file
 _OVERHEAD_BYTES = 1 << 16  # orbax's metadata and the seal of a small tree
 
 
@@ -60,7 +61,7 @@ class Checkpointer:
         self._last_saved: int | None = None
         callback = ocp.options.AsyncOptions(post_finalization_callback=self._seal)
         options = ocp.CheckpointManagerOptions(preservation_policy=self, async_options=callback)
-        with _full_disk(self._directory):
+        with _disk_errors(self._directory):
             self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def __enter__(self) -> "Checkpointer":
@@ -68,7 +69,7 @@ class Checkpointer:
 
     def __exit__(self, error, *_) -> None:
         if error is None or self._hosts.count == 1:  # else the save in flight would wait for hosts that have failed
-            with _full_disk(self._directory):
+            with _disk_errors(self._directory):
                 self._manager.close()
 
     def save(self, step: int, state: Any, host_state: dict, *, force: bool = False) -> bool:
@@ -89,7 +90,7 @@ class Checkpointer:
         if self._hosts.is_first:
             self._check_room(state)
         self._last_saved, self._saved_s = step, time.monotonic()
-        with _full_disk(self._directory):
+        with _disk_errors(self._directory):
             items = {"state": ocp.args.StandardSave(state), "host": ocp.args.JsonSave(host_state)}
             return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
@@ -110,7 +111,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Blocks until the save in progress is complete. Raises the error of that save if it failed."""
-        with _full_disk(self._directory):
+        with _disk_errors(self._directory):
             self._manager.wait_until_finished()
 
     def latest_step(self) -> int | None:
@@ -178,7 +179,7 @@ class Checkpointer:
     def _check_room(self, state: Any) -> None:
         arrays = (leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
         needed = sum(array.nbytes for array in arrays) + _OVERHEAD_BYTES  # of all hosts, uncompressed
-        with _full_disk(self._directory):
+        with _disk_errors(self._directory):
             if needed > shutil.disk_usage(self._directory).free:
                 raise OSError(errno.ENOSPC, "full")
 
@@ -322,14 +323,20 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _full_disk(directory: pathlib.Path) -> Iterator[None]:
-    """Turns the errors that orbax raises for a full disk into one OSError with a remedy, and deletes the unfinished save."""
+def _disk_errors(directory: pathlib.Path) -> Iterator[None]:
+    """Turns the errors that orbax raises for a disk that is full or fails into one OSError, and deletes the unfinished save."""
     try:
         yield
     except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) != errno.ENOSPC and f"os_error_code='{errno.ENOSPC}'" not in str(error):
+        found = re.search(r"os_error_code='(\d+)'", str(error))
+        code = int(found[1]) if found else getattr(error, "errno", None)
+        if code is None or not (found or code in FULL):
             raise
         for leftover in directory.glob("*.orbax-checkpoint-tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         text = "no space left for a checkpoint (the earlier ones are intact): free disk space, or lower keep"
-        raise OSError(errno.ENOSPC, text, str(directory)) from error
+        if code not in FULL:
+            text = (
+                f"the checkpoint was not written (the earlier ones are intact): {os.strerror(code)}; look at the disk"
+            )
+        raise OSError(code, text, str(directory)) from error

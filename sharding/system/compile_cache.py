@@ -113,9 +113,9 @@ def _remove_partial(folder: pathlib.Path) -> None:
     import filelock
 
     with contextlib.suppress(OSError), filelock.FileLock(folder / ".lockfile", timeout=0):
-        names = set(os.listdir(folder))
-        for name in names:
-            if name.endswith("-cache") and name.removesuffix("-cache") + "-atime" not in names:
+        sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
+        for name in sizes:  # where a full disk has taken no time either, that file is empty
+            if name.endswith("-cache") and not sizes.get(name.removesuffix("-cache") + "-atime"):
                 (folder / name).unlink()
 
 

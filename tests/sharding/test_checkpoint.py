@@ -326,11 +326,17 @@ def test_full_disk(small_disk: pathlib.Path, caplog):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "full"), ValueError("RESOURCE_EXHAUSTED [os_error_code='28']")]
+    ("error", "code"),
+    [
+        (OSError(errno.ENOSPC, "full"), errno.ENOSPC),
+        *((ValueError(f"RESOURCE_EXHAUSTED [os_error_code='{code}']"), code) for code in checkpoint.FULL),
+        (ValueError("INTERNAL [os_error_code='5']"), errno.EIO),
+    ],
 )
-def test_both_spellings_of_a_full_disk_get_the_remedy(tmp_path, error):
-    with pytest.raises(OSError, match="free disk space, or lower keep") as caught, checkpoint._full_disk(tmp_path):
+def test_each_spelling_of_a_full_disk_gets_the_remedy(tmp_path, error, code):
+    remedy = "Input/output error; look at the disk" if code == errno.EIO else "free disk space, or lower keep"
+    with pytest.raises(OSError, match=remedy) as caught, checkpoint._disk_errors(tmp_path):
         raise error
-    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path)
-    with pytest.raises(ValueError, match="other"), checkpoint._full_disk(tmp_path):
+    assert caught.value.errno == code and caught.value.filename == str(tmp_path)
+    with pytest.raises(ValueError, match="other"), checkpoint._disk_errors(tmp_path):
         raise ValueError("other")
