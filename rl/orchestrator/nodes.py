@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-import httpx
-
 from rl.orchestrator import static_servers
 from rl.protocol import registry as registry_lib
 from rl.protocol import request_limit, timeline
@@ -174,13 +172,7 @@ class Nodes:
         """Returns data types, device, and version of jax of each server, by its own account, as a line for people. Blocks for some seconds at most."""
         with self._lock:
             urls = [node.report.url for node in self._serving()][:MAX_ASKED]
-        found = []
-        for url in urls:
-            try:
-                found.append(f"server {url} computes in {httpx.get(f'{url}/health', timeout=2.0).json()['numerics']}")
-            except (httpx.HTTPError, ValueError, KeyError, TypeError):
-                found.append(f"server {url} does not report its data types")
-        return "; ".join(found)
+        return sign_in.one_line("; ".join(asyncio.run(static_servers.numerics(urls))))
 
     def banned(self, key: str, reason: str) -> None:
         """Records why a key is banned, for people."""

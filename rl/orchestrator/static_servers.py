@@ -6,6 +6,7 @@ A failed call is repeated, for each server alone: the registry shows its error, 
 import asyncio
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import httpx
 
@@ -15,6 +16,7 @@ from sharding.system import bounded_reply, sign_in
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0  # after a failed update
 HEALTH_S = 10.0  # for the reply to a request for health
+NUMERICS_S = 2.0  # the same, while a verdict waits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,20 @@ async def follow(server: StaticServer, nodes) -> None:
                 await asyncio.wait(waits, timeout=nodes.heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 news.cancel()
+
+
+async def numerics(urls: Sequence[str]) -> list[str]:
+    """Returns a line for people on the data types of each server, by its own account."""
+
+    async def ask(http: httpx.AsyncClient, url: str) -> str:
+        try:
+            sent = "GET", f"{url}/health", client_lib.MAX_HEALTH_BYTES, NUMERICS_S
+            return f"server {url} computes in {(await bounded_reply.fetch(http, *sent)).json()['numerics']}"
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError, KeyError, TypeError):
+            return f"server {url} does not report its data types"
+
+    async with httpx.AsyncClient(timeout=NUMERICS_S) as http:
+        return await asyncio.gather(*(ask(http, url) for url in urls))
 
 
 def _problem(update: asyncio.Future) -> str:

@@ -332,6 +332,18 @@ def test_a_health_reply_of_too_many_bytes_is_a_fault(make, server, monkeypatch):
     proxy.wait_until(lambda: any(words in row["problem"] for row in orchestrator.nodes.table()))
 
 
+def test_a_server_that_sends_its_health_byte_by_byte_holds_up_no_verdict(make, monkeypatch):
+    """It is asked for its data types where a verdict waits. What it says is shown in one line, whatever it has."""
+    health = {"numerics": "float32 on cpu\x1b[2J\n, jax 1"}
+    played = serving.in_thread(fastapi.FastAPI(routes=[fastapi.routing.APIRoute("/health", lambda: health)]))
+    with played as url, proxy.Proxy(url, lambda rng: ("rate", 20)) as slow:  # in 9 s
+        serving_now = [types.SimpleNamespace(report=types.SimpleNamespace(url=one)) for one in (url, slow.url)]
+        known = make().nodes
+        monkeypatch.setattr(known, "_serving", lambda: serving_now)
+        found = f"server {url} computes in float32 on cpu [2J , jax 1"
+        assert known.numerics() == f"{found}; server {slow.url} does not report its data types"
+
+
 @pytest.mark.parametrize("role", ["server", "validator"])
 def test_a_node_that_waits_for_work_and_changes_its_role_ends_no_run(make, role):
     """Attack: the tick that counts the waiting workers failed, or signed the worker in again after it had left."""
