@@ -183,8 +183,10 @@ class Bucket:
 
     def link(self, version: int, path: str) -> None:
         """Copies the file `path` of another version to this one."""
-        data = self._store.read(f"{journal.dirname(version)}/{path}").result().value
-        self._store.write(f"{self._name}/{path}", data).result()
+        found = self._store.read(old := f"{journal.dirname(version)}/{path}").result()
+        if found.state == "missing":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), old)
+        self._store.write(f"{self._name}/{path}", found.value).result()
 
     def get(self, path: str, limit: int | None = None) -> bytes:
         """Returns the bytes of the file `path` of this version, at most the first `limit`; all if None."""

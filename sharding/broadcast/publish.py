@@ -69,7 +69,7 @@ class Publisher:
     `snapshot_every=1` writes all snapshots, and without `fixed` tensors no deltas, and keeps no copy. Within a `with` block, the head is signed again before it expires.
 
     Tensors below `fixed`, a name in the tree, never change: only the first version that this publisher writes reads and stores them,
-    later snapshots link its files, and no copy of them is kept.
+    later snapshots link its files, unless these were removed, and no copy of them is kept.
     """
 
     def __init__(
@@ -118,7 +118,14 @@ class Publisher:
         copy = self._copy or (encode.HostCopy() if has_deltas else None)
         self._copy = None  # after an error it may be partly the new version: not kept
         snapshot = self._num_deltas + 1 >= self._snapshot_every
-        written = _publish(plan, self._root, self._options, self._heads, copy=copy, snapshot=snapshot)
+        try:
+            written = _publish(plan, self._root, self._options, self._heads, copy=copy, snapshot=snapshot)
+        except FileNotFoundError as error:
+            if plan.same is None or jax.process_count() > 1:
+                raise
+            print(f"notice: {error}; version {version} is written whole", file=sys.stderr, flush=True)
+            self._same = None
+            return self.publish(params, version, metadata=metadata)
         if copy is not None:
             copy.written = written
         self._copy = copy

@@ -333,7 +333,7 @@ def test_a_health_reply_of_too_many_bytes_is_a_fault(make, server, monkeypatch):
 
 
 def test_a_server_that_sends_its_health_byte_by_byte_holds_up_no_verdict(make, monkeypatch):
-    """It is asked for its data types where a verdict waits. What it says is shown in one line, whatever it has."""
+    """It is asked for its data types where a verdict waits. Its answer is shown in one line, without control characters."""
     health = {"numerics": "float32 on cpu\x1b[2J\n, jax 1"}
     played = serving.in_thread(fastapi.FastAPI(routes=[fastapi.routing.APIRoute("/health", lambda: health)]))
     with played as url, proxy.Proxy(url, lambda rng: ("rate", 20)) as slow:  # in 9 s

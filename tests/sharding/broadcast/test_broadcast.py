@@ -850,7 +850,7 @@ def test_bucket(tmp_path, rng):
 
 
 @pytest.mark.parametrize("snapshot_every", [1, 3])
-def test_fixed_tensors_are_read_written_and_fetched_once(tmp_path, rng, snapshot_every):
+def test_fixed_tensors_are_read_written_and_fetched_once(tmp_path, rng, snapshot_every, capsys):
     """Each version is whole for a reader that joins, and has the digest of one that was written whole."""
     key = ed25519.Ed25519PrivateKey.generate()
     public, options = key.public_key().public_bytes_raw().hex(), broadcast.PublishOptions(key=key, keep=3)
@@ -865,8 +865,12 @@ def test_fixed_tensors_are_read_written_and_fetched_once(tmp_path, rng, snapshot
             if version == 5:  # a resume: its publisher reads the base again, and readers and relays do not
                 publisher = broadcast.Publisher(tmp_path / "pub", options, snapshot_every=snapshot_every, fixed="base")
                 publisher.forget(version)
+            if version == 3:  # a snapshot: it is written whole
+                for file in (tmp_path / "pub").glob("v*/tensors/base/w/c.*"):
+                    file.unlink()
             tree = tree | {"own": rng.standard_normal((16, 16)).astype(np.float32)}
             written = publisher.publish(tree, version)
+            assert ("version 3 is written whole" in capsys.readouterr().err) == (version == 3)
             assert written.digest == broadcast.publish(tree, version, tmp_path / "whole").digest
             assert broadcast.wait_for(relay.url, version, timeout_s=30) == version
             with contextlib.closing(source.open(relay.url, trusted_key=public)) as opened:
@@ -923,6 +927,16 @@ def test_watch_only_grows(tmp_path):
     broadcast.publish({"a": np.ones(1)}, 2, tmp_path)  # a learner that went back to a checkpoint
     threading.Timer(0.1, broadcast.publish, ({"a": np.ones(1)}, 4, tmp_path)).start()
     assert next(watched) == 4
+
+
+def test_a_bucket_without_a_fixed_tensor_gets_it_again(tmp_path, rng, capsys):
+    root, tree = f"file://{tmp_path}", {"base": {"w": rng.standard_normal(9)}, "own": np.zeros(3)}
+    publisher = broadcast.Publisher(root, fixed="base")
+    publisher.publish(tree, 0)
+    (tmp_path / "v00000000/tensors/base/w/c.0").unlink()
+    publisher.publish(tree, 1)
+    assert "version 1 is written whole" in capsys.readouterr().err
+    trees.assert_same(broadcast.pull(root, 1).params, tree)
 
 
 def test_no_one_waits_for_a_version_that_was_deleted(tmp_path):
