@@ -7,6 +7,7 @@ Readers of all kinds pull all the time. The weights name the attempt that made t
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import random
@@ -208,6 +209,22 @@ def test_a_server_starts_in_the_epoch_of_its_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler_lib, "Scheduler", scheduler)
     server = inference_server.prepare(str(tmp_path), exp.engine, key=TRUSTED).run()
     assert server.have.epoch == started["epoch"] == epoch
+
+
+def test_a_server_that_joins_takes_a_newer_version_if_its_first_is_deleted_meanwhile(tmp_path, monkeypatch, capsys):
+    exp, pull = doubles.experiment(prompts=2), broadcast.pull
+    publisher = broadcast.Publisher(tmp_path, broadcast.PublishOptions(key=learner_double.KEY, keep=1))
+    publish = functools.partial(publisher.publish, tiny.params(exp.model, 1), metadata=exp.broadcast_metadata)
+
+    def late(source, version, **options):
+        if version == 0:
+            publish(1)
+        return pull(source, version, **options)
+
+    publish(0)
+    monkeypatch.setattr(inference_server.broadcast, "pull", late)
+    assert inference_server.prepare(str(tmp_path), exp.engine, key=TRUSTED).version == 1
+    assert "loading policy version 0\n" in (said := capsys.readouterr().err) and "; loading policy version 1\n" in said
 
 
 def test_a_wait_for_a_named_version_outlasts_a_damaged_manifest(tmp_path):

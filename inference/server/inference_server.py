@@ -410,7 +410,7 @@ def prepare(
         found += ", as publish-dir of sharding.broadcast writes it"
         raise ValueError(f"{found}; serve weights that rl.train published, or a folder by --model")
     sizes, store = _sizes(metadata, config, mesh, quantize, hosts)
-    pulled = broadcast.pull(source, version, shardings=store.load_shardings, key=key)
+    pulled = _pull(source, version, store, key, hosts)
     if hosts.broadcast(pulled.digest) != pulled.digest:
         raise ValueError(f"version {version} under {weights} is another here than on host 0; give both one source")
     sources = [weights] if isinstance(weights, str) else weights
@@ -496,6 +496,19 @@ def _sizes(metadata: dict, config, mesh, quantize: str, hosts) -> tuple[engine_l
         config = config(published if isinstance(published, dict) else {})
     model, lora = config_lib.ModelConfig(**metadata["model"]), lora_lib.of_metadata(metadata)
     return config, weights_lib.Store(model, host_mesh(mesh, config, hosts), quantize, lora)
+
+
+def _pull(source, version: int, store: weights_lib.Store, key, hosts: hosts_lib.Hosts) -> broadcast.Pulled:
+    """Returns a version; on a host alone the newest one instead, if a run that is faster than the pull deletes it meanwhile."""
+    while True:
+        try:
+            return broadcast.pull(source, version, shardings=store.load_shardings, key=key)
+        except FileNotFoundError as error:
+            newest = broadcast.latest(source, key=key)
+            if hosts.count > 1 or newest in (None, version):
+                raise
+            cli.note(f"{error}; loading policy version {newest}")
+            version = newest
 
 
 def _compile(source, key, config: engine_lib.EngineConfig, store: weights_lib.Store, tokenizer) -> None:
