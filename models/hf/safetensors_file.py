@@ -41,10 +41,9 @@ class Reader:
     def tensor(self, name: str) -> np.ndarray:
         """Returns the tensor `name` as a read-only array over the mapped file; copying reads the data."""
         (dtype, shape, offset), (path, data) = self.entries[name], self._places[name]
-        try:
-            return np.frombuffer(data, dtype, math.prod(shape), offset).reshape(shape)
-        except ValueError:
-            raise ValueError(f"{path} changed while it was read. Read it again when it is complete.") from None
+        if offset + math.prod(shape) * dtype.itemsize > (data.size() if isinstance(data, mmap.mmap) else len(data)):
+            raise ValueError(f"{path} became shorter while it was read. Read it again when it is complete.")
+        return np.frombuffer(data, dtype, math.prod(shape), offset).reshape(shape)
 
     def forget(self, name: str, view: np.ndarray) -> None:
         """Lets the system free the memory of `view`, a part of the tensor `name`; later reads load the file again."""

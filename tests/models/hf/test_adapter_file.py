@@ -110,5 +110,16 @@ def test_a_file_that_is_written_again_while_it_is_read_ends_no_server(tmp_path, 
     shutil.rmtree(tmp_path / "adapter")
     adapter_file.save(tmp_path / "adapter", model, adapted(model), CONFIG, "base")
     monkeypatch.setattr(safetensors_file.safetensors_header, "read", functools.partial(cut, safetensors_header.read))
-    with pytest.raises(ValueError, match="model.safetensors changed while it was read. Read it again"):
+    with pytest.raises(ValueError, match="model.safetensors became shorter while it was read. Read it again"):
         adapter_file.load(tmp_path / "adapter", model)
+    monkeypatch.undo()
+    file = tmp_path / "base" / "model.safetensors"
+    hf.save(file.parent, model, lora.detach(adapted(model))[0])
+
+    def cut_before(*args):
+        os.truncate(file, 9000)
+        return tensor(*args)
+
+    monkeypatch.setattr(safetensors_file.Reader, "tensor", cut_before)
+    with pytest.raises(ValueError, match="model.safetensors became shorter while it was read. Read it again"):
+        hf.load(file.parent)
