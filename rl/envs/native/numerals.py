@@ -66,6 +66,7 @@ _EXPRESSION = re.compile(r"[+*^=<>≤≥±≈∞…]|\.\.|(?:^|\s)-(?:\s|$)|-$|(
 
 
 _JOINED = re.compile(r"\s*(?:[-+*/]|or)\s*", re.IGNORECASE)  # between two numbers: neither is the answer
+_LISTED = re.compile(r"\s*(?:[-+*/,;]|or|and)\s*", re.IGNORECASE)  # the same in a box, which has no prose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +87,13 @@ class Numeral:
 def last(text: str) -> Numeral | None:
     """Returns the number in the last \\boxed{} of a text, else its last number.
 
-    None if there is none, its notation has no exact value, or it is a part of an expression or a choice: 3 - 5, 5 or 6.
+    None if there is none, its notation has no exact value, or it is a part of an expression, a choice, or a list in a box: 3 - 5, 5 or 6.
     """
     boxed = last_boxed(text)
     text = _plain(text if boxed is None else boxed)
     found = [*_TOKEN.finditer(text)]
-    is_part = len(found) > 1 and _JOINED.fullmatch(text, found[-2].end(), found[-1].start())
+    joined = _JOINED if boxed is None else _LISTED
+    is_part = len(found) > 1 and joined.fullmatch(text, found[-2].end(), found[-1].start())
     return _numeral(found[-1]) if found and not is_part else None
 
 
