@@ -196,7 +196,7 @@ def _read_glm(text: str, begin: int, schemas: Mapping[str, Mapping]) -> tuple[li
         closed = text.find("</arg_value>", end)
         end = text.find(CLOSE, closed) if closed >= 0 else -1
     call = _glm_call(text[begin:end], schemas) if end >= 0 else None
-    return ([call], end + len(CLOSE)) if call else ([], min(end, begin))
+    return ([call], end + len(CLOSE)) if call else ([], end)
 
 
 def _glm_call(inside: str, schemas: Mapping[str, Mapping]) -> ToolCall | None:

@@ -6,6 +6,7 @@ written for these tests.
 
 import codecs
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -36,6 +37,16 @@ LLAMA_CALL = '{"name": "add", "parameters": {"a": 1, "note": "<é>\\n"}}'
 
 def hermes(*calls):
     return "<tool_call>" + "\n".join(calls) + "</tool_call>"
+
+
+def assert_never_taken_back(text, call_format, **options):
+    """Each result for a text that grows begins with those for its beginnings."""
+    states = [parsers.parse(text[:n], call_format, tools=TOOLS, final=False, **options) for n in range(len(text) + 1)]
+    states.append(parsers.parse(text, call_format, tools=TOOLS, **options))
+    for before, after in itertools.pairwise(states):
+        assert (after.reasoning or "").startswith(before.reasoning or ""), text
+        assert after.content.startswith(before.content), text
+        assert after.calls[: len(before.calls)] == before.calls, text
 
 
 @pytest.mark.parametrize(
@@ -88,6 +99,7 @@ def test_calls(call_format, text, content, calls):
         call.arguments.encode()
         json.loads(call.arguments, parse_constant=pytest.fail)
     assert parsers.parse(text, call_format, read_calls=False).content == text
+    assert_never_taken_back(text, call_format, in_reasoning=False)
 
 
 def test_glm_values_follow_the_schema():
@@ -202,13 +214,7 @@ def test_streamed_text_is_never_taken_back(call_format):
     rng = random.Random(call_format)
     for _ in range(400):
         text, inside, read = pieces(rng), rng.random() < 0.3, rng.random() < 0.8
-        options = {"tools": TOOLS, "in_reasoning": inside, "read_calls": read}
-        states = [parsers.parse(text[:n], call_format, final=False, **options) for n in range(len(text) + 1)]
-        states.append(parsers.parse(text, call_format, **options))
-        for before, after in zip(states, states[1:], strict=False):
-            assert (after.reasoning or "").startswith(before.reasoning or ""), text
-            assert after.content.startswith(before.content), text
-            assert after.calls[: len(before.calls)] == before.calls, text
+        assert_never_taken_back(text, call_format, in_reasoning=inside, read_calls=read)
 
 
 # ---- render, parse, bridge -------------------------------------------------------------------------------------------

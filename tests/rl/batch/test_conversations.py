@@ -116,17 +116,18 @@ def write(path, records):
 
 
 def test_messages_as_other_tools_write_them(tmp_path):
-    """OpenAI's: arguments as a string, null next to a call, parts of text; and a separator of lines inside a text."""
+    """OpenAI's: arguments as a string, nulls next to a call, parts of text; a call without `function`; and a separator of lines inside a text."""
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "one\u2028two"}, {"type": "text", "text": "\x85"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "name": None, "tool_calls": [call, call["function"]]},
     ]
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n", encoding="utf-8")
     ((user, assistant),) = (record["messages"] for record in conversations.read(str(path)))
     assert user["content"] == "one\u2028two\x85" and assistant["content"] == ""
-    assert assistant["tool_calls"] == [call | {"function": {"name": "add", "arguments": {"a": 1}}}]
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert assistant["tool_calls"] == [call | {"function": function}, function] and "name" not in assistant
     for missing in ("absent.jsonl", "empty.jsonl"):
         (tmp_path / "empty.jsonl").write_text("\n")
         with pytest.raises(ValueError, match="(does not exist|has no rows)"):

@@ -527,16 +527,16 @@ def two_sided(total, allowed, scale):
 
 @pytest.mark.parametrize("shift", [0.0, 0.004, -0.02, np.nan])
 def test_signed_errors_are_bet_on_in_all_directions(shift):
-    """Compares with sums by hand: signs in units of the band, limited to 1, of one rollout."""
-    errors = [np.random.default_rng(i).normal(shift, 0.01, n) for i, n in enumerate((5, 40, 200))]
-    signs = [[max(-1.0, min(1.0, (0.01 if math.isnan(e) else e) / 0.01)) for e in error_N] for error_N in errors]
-    test = sequential_test.SequentialTest(MEASURED)
-    test.add([dataclasses.replace(evidence(num_tokens=40), error_N=errors[1])])
-    np.testing.assert_allclose(
-        log_bets(test, "bias"), two_sided(sum(signs[1]), 0.05 * 40, 0.8 * math.sqrt(40)), rtol=1e-9
-    )
-    total = sum(1 if math.isnan(e) else abs(e) for e in errors[1])  # 1 if it is NaN
-    excess = min(CAP, (total - 0.01 * 40) / (0.02 * math.sqrt(40)))
+    """Compares with sums by hand: errors in units of the uncertainty, and signs in units of the band, limited to 1, of one rollout."""
+    rng, bands = np.random.default_rng(1), dataclasses.replace(MEASURED, floor=0.25)
+    error_N, doubt_N = rng.normal(shift, 0.01, 40), rng.uniform(0, 1, 40)
+    scaled = (e / min(1, doubt + 0.25) for e, doubt in zip(error_N, doubt_N, strict=True))
+    errors = [1 if math.isnan(e) else e for e in scaled]
+    test = sequential_test.SequentialTest(bands)
+    test.add([dataclasses.replace(evidence(num_tokens=40), error_N=error_N, doubt_N=doubt_N)])
+    signs = sum(max(-1.0, min(1.0, e / 0.01)) for e in errors)
+    np.testing.assert_allclose(log_bets(test, "bias"), two_sided(signs, 0.05 * 40, 0.8 * math.sqrt(40)), rtol=1e-9)
+    excess = min(CAP, (sum(map(abs, errors)) - 0.01 * 40) / (0.02 * math.sqrt(40)))
     np.testing.assert_allclose(log_bets(test, "error"), [a * excess - a * a / 2 for a in sequential_test.SLOPES])
     assert not any(log_bets(test, "advantage"))  # one sample has none
 
@@ -628,9 +628,13 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
         dataclasses.replace(in_group(text, np.zeros(len(text))), gap_N=np.array(gap), is_second_N=np.array(second))
         for text, gap, second in zip(texts, gaps, seconds, strict=True)
     ]
-    test = sequential_test.SequentialTest(MEASURED)
+    ties = (
+        *MEASURED.ties[:3],
+        MEASURED.ties[0] / 2,
+        *MEASURED.ties[4:],
+    )  # no bet is on less than the own class's share
+    test = sequential_test.SequentialTest(dataclasses.replace(MEASURED, ties=ties))
     test.add(group)
-    ties = MEASURED.ties
 
     def odds(k, is_second, bet):
         if isinstance(bet, tuple):
@@ -658,7 +662,9 @@ def test_drawn_runner_ups_are_bet_on_by_the_width_of_their_ties():
         def draw(rng=rng, shift=shift, near=near):
             gap_N = rng.uniform(0, 1, 40)  # 8 ties
             class_N = MEASURED.classes(gap_N)
-            share_N = np.where(class_N < 0, 0, np.array(ties)[np.minimum(class_N + shift, 11)] + near * (class_N > 2))
+            share_N = np.where(
+                class_N < 0, 0, np.array(MEASURED.ties)[np.minimum(class_N + shift, 11)] + near * (class_N > 2)
+            )
             values = dict(gap_N=gap_N, is_second_N=rng.random(40) < share_N)
             return dataclasses.replace(evidence(num_tokens=40), **values)
 
@@ -670,7 +676,7 @@ def test_streams_of_later_versions_start_empty_in_a_state_of_an_earlier_one():
     old = {"num_rollouts": 7, "num_claims": 9, "accused": None, "log_wealth": {"margin": [0.5, 0.1, 0.0]}}
     test = sequential_test.SequentialTest.restored(MEASURED, old)
     assert test.num_rollouts == 7 and test.state()["log_wealth"]["margin"] == [0.5, 0.1, 0.0]
-    assert test.add([evidence()]) is None
+    assert test.add([evidence()] * 2) is None  # one start
     assert sequential_test.SequentialTest.restored(MEASURED, test.state()).state() == test.state()
 
 

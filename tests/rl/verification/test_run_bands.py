@@ -136,6 +136,10 @@ def test_statistics_notify_before_a_measurement_and_convict_after_it(is_measured
     ]
     reasons = {verdict.reason for verdict in log.add_claims(wrong)}
     assert reasons == ({"statistics"} if is_measured else {"ok"}) and len(told) == (not is_measured)
+    assert log.verdict(STRANGER.worker).reason == (
+        "statistics" if is_measured else "ok"
+    )  # all newcomers are flagged, too
+    assert log.tests[evidence_log.NEWCOMERS].flag
 
 
 def test_a_run_without_nodes_to_measure_says_what_to_do(make, tmp_path):
