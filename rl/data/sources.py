@@ -51,6 +51,8 @@ def check(path: str | pathlib.Path) -> None:
     path = pathlib.Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a file or a folder with rows ({', '.join(READERS)})")
+    if not path.is_file() and not path.is_dir():  # its end may never come
+        raise ValueError(f"{path} is a pipe or a device; save its rows to a file")
     if path.is_file() and path.suffix not in READERS:
         raise ValueError(f"{path} is not a file of rows; use one that ends with {', '.join(READERS)}")
 
@@ -63,7 +65,7 @@ def files(path: pathlib.Path) -> dict[str, pathlib.Path]:
     for file in sorted(path.rglob("*")):
         parts = file.relative_to(path).parts
         is_hidden = any(part.startswith((".", "cache-")) for part in parts)
-        if file.suffix in READERS and not is_hidden and file.name not in NOT_ROWS:
+        if file.suffix in READERS and not is_hidden and file.name not in NOT_ROWS and file.is_file():
             found["/".join(parts)] = file
     return found
 
@@ -142,7 +144,10 @@ class _Lines(Sequence):
     def __getitem__(self, index: int) -> Row:
         number, begin, end = self._spans[index].tolist()
         try:
-            return _object(json.loads(self._bytes[begin:end], object_pairs_hook=_fields))
+            return _object(json.loads(self._bytes[begin:end].decode("utf-8-sig"), object_pairs_hook=_fields))
+        except UnicodeError as error:
+            found = f"{self._path}, line {number} is not UTF-8 ({error.reason})"
+            raise ValueError(f"{found}; save the file as UTF-8, and not compressed") from None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self._path}, line {number} is not a JSON object: {error}; correct the line") from None
 
@@ -183,6 +188,7 @@ def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_csv(path: pathlib.Path) -> Rows:
+    csv.field_size_limit(2**31 - 1)  # a document may have more than the default of 131,072
     with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, strict=True)
         names = reader.fieldnames or ()
@@ -215,7 +221,7 @@ def _object(row: Any) -> Row:
 
 
 READERS: dict[str, Callable[[pathlib.Path], Rows]] = {
-    ".jsonl": _Lines,
+    ".jsonl": _read_json,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,

@@ -25,7 +25,16 @@ from sharding.system import cli
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Errors of a disk or a path, which are not bugs even where a library raised them.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-OUTSIDE = (*FULL_DISK, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+OUTSIDE = (
+    *FULL_DISK,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EIO,
+    errno.ENAMETOOLONG,
+)
 LESS_MEMORY = "lower inference.num_slots or train.rows, or set them to 0: chosen for the memory"
 
 

@@ -5,6 +5,7 @@ A config file is a program of the user, which may fail in any way; the line give
 
 import ast
 import contextlib
+import difflib
 import functools
 import os
 import pathlib
@@ -187,12 +188,9 @@ def _mistakes(
                 continue
             try:
                 config.update_from_flattened_dict({field: kind(text) if kind in (int, float, str) else _literal(text)})
-            except ValueError as wrong:
-                found.append(f"flag {name}={text}: {wrong}; correct it")
-            except TypeError:
-                found.append(
-                    f"flag {name}={text}: it is not a {kind.__name__}; write it in Python's notation, as {fields[field]!r}"
-                )
+            except (ValueError, TypeError):
+                rule = f"its type is {kind.__name__}; write it in Python's notation, as {fields[field]!r}"
+                found.append(f"flag {name}={text}: {rule}")
     # absl stops at the first mistake, which is mostly one of those that were found.
     return found or [first], config
 
@@ -236,9 +234,11 @@ def _no_field(name: str, config: config_dict.ConfigDict) -> str:
 
 
 def _no_file(name: str) -> str:
-    folder, known = pathlib.Path(name).parent, pathlib.Path(name).parent.glob("*.py")
-    near = cli.hint(pathlib.Path(name).stem, [file.stem for file in known if not file.stem.startswith("_")])
-    return f"config file {name} does not exist{near}; choose one of {folder if folder.is_dir() else 'configs'}/"
+    path, is_folder = pathlib.Path(name), os.path.isdir(name)
+    folder = path if is_folder else path.parent if path.parent.is_dir() else "configs"
+    known = [str(file) for file in path.parent.glob("*.py") if not file.stem.startswith("_")]
+    near = "".join(f" (did you mean {file}?)" for file in difflib.get_close_matches(f"{path}.py", known, 1))
+    return f"config file {name} {'is a folder' if is_folder else 'does not exist'}{near}; choose one of {folder}/"
 
 
 def _in_config_file(trace: str) -> str:

@@ -5,6 +5,7 @@ unused: a user who types it expects an effect.
 """
 
 import math
+import os
 import pathlib
 import re
 import sqlite3
@@ -141,10 +142,15 @@ def mistakes_outside(config: config_dict.ConfigDict) -> Iterator[str]:
     values = base_fields.flat(config.to_dict())
     for name, remedy in FILES.items():
         for path in values[name].split(",") if name == "warmup.data" else [values[name]]:
-            if (path := path.strip()).startswith((".", "/")) and not pathlib.Path(path).exists():
+            if (path := path.strip()).startswith((".", "/")) and not os.path.exists(path):
                 yield f"{name} = {path!r} does not exist; {remedy}"
     folder = pathlib.Path(config.init_from)
-    if config.init_from and folder.exists() and not (folder / "weights").exists() and not gguf_header.is_gguf(folder):
+    if (
+        config.init_from
+        and os.path.exists(folder)
+        and not (folder / "weights").exists()
+        and not gguf_header.is_gguf(folder)
+    ):
         problems = cli.mistake(lambda: atomic_file.read_json(hub.config_file(folder), dict))
         yield from (f"init_from: {problem}" for problem in problems)
     if cli.mistake(lambda: env_mix.entries(config)):
@@ -304,8 +310,10 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: "tokenizer_li
                 f"note: {field} = {config.evaluation.num_tasks} takes {count} held-out tasks of {env.name}: {rest}; lower it, or add rows"
             )
         counts, known = {"train": env.num_tasks, "held_out": config.evaluation.num_tasks if env.num_tasks else 0}, set()
+        prompts = {split: [] for split in counts}
         for split, index in [(split, i) for split, count in counts.items() for i in range(count or first)]:
             messages = env.make_task(index, split).messages
+            prompts[split].append(hash(envs.environment.prompt_text(messages)))
             task = f"task {index} ({split}{f' of envs.{key}' if key else ''})"
             is_short = sum(len(str(message).encode()) for message in messages) < limit - TEMPLATE_TOKENS
             roles = tuple(message.get("role") for message in messages)
@@ -321,6 +329,12 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: "tokenizer_li
                 raise ValueError(
                     f"{found} has no room for an answer; raise it (and train.row_length), or shorten the task"
                 )
+        trained = {*prompts["train"]}
+        if count := sum(prompt in trained for prompt in prompts["held_out"]):
+            found = (
+                f"{count} of {len(prompts['held_out'])} held-out tasks of {env.name} have the prompt of a training task"
+            )
+            cli.note(f"note: {found}, so their score does not show what the policy does with new ones; replace them")
 
 
 def without_effect(config: config_dict.ConfigDict, names: Iterable[str]) -> Iterator[str]:

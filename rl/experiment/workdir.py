@@ -63,7 +63,7 @@ def open_workdir(
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = "is a file" if path.is_file() else f"cannot be created: {error.strerror}"
+        problem = "is a file" if os.path.isfile(path) else f"cannot be created: {error.strerror}"
         raise ValueError(f"workdir {path} {problem}; give another --workdir") from error
     with _locked(path), bucket.mirrored(workdir, with_batches=experiment.config.retention.mode != "keep"):
         _claim(path, experiment, free)

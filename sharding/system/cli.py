@@ -106,11 +106,15 @@ def fail_for(mistakes: Iterable[str]) -> None:
 
 
 def mistake(check: Callable[[], object]) -> list[str]:
-    """Returns the message of the ValueError that `check` raises, in a list, or []."""
+    """Returns the message of the ValueError, or of the OSError about a file, that `check` raises, in a list, or []."""
     try:
         check()
     except ValueError as error:
         return [str(error)]
+    except OSError as error:  # of a path that may not be read, or is too long
+        if error.filename is None:
+            raise
+        return [f"{error.strerror}: {str(error.filename)[:200]!r}; correct the path"]
     return []
 
 

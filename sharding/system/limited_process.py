@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import resource
@@ -27,9 +28,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sharding.system import sandbox
+from sharding.system import cli, sandbox
 
-START_S = 120.0
+START_S, NOTICE_S = 120.0, 8.0
+REHEARSAL_S, REHEARSAL_CPU_S = 60, 20
 OUT_OF_MEMORY = 3  # exit status
 TIMEOUTS = (None, -signal.SIGXCPU)  # statuses of a child that exceeded its time limit; None if the parent ended it
 MAX_REPLY_BYTES = 2**24
@@ -102,10 +104,15 @@ class LimitedProcess:
             # Foreign code may import JAX, and the accelerator is the learner's.
             self.process = subprocess.Popen(command, cwd=ROOT, env=variables | {"JAX_PLATFORMS": "cpu"}, **files)
         self._finalizer = weakref.finalize(self, _end, self.process, self._pipe)  # runs at exit, too
-        reply = self._receive(START_S)
+        reply = self._receive(NOTICE_S)
+        if not reply and self.process.poll() is None:
+            cli.note(
+                f"{self._title}: no start after {NOTICE_S:.0f} s; it loads code and data, or tries an empty completion"
+            )
+            reply = self._receive(START_S)
         if "ready" not in reply:
             self.end()
-            reason = reply.get("error", "its process ended or took too long; its standard error may have the reason")
+            reason = reply.get("error") or _TOO_LONG.get(self.status) or f"its process ended with status {self.status}"
             raise ValueError(f"{self._title} did not start: {reason}; {self._remedy}")
         if self._mode == "require" and not self._is_free:
             _require(reply["lacks"], self._title)
@@ -127,6 +134,13 @@ class LimitedProcess:
             return reply if isinstance(reply, dict) else {}
         except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
             return {}
+
+
+_TOO_LONG = {  # {status of a child that did not start: the reason}
+    None: f"it takes more than {START_S:.0f} s",
+    -signal.SIGALRM: f"an empty completion takes more than {REHEARSAL_S} s",
+    -signal.SIGXCPU: f"an empty completion takes more than {REHEARSAL_CPU_S} s of CPU time",
+}
 
 
 def _end(process: subprocess.Popen, pipe: socket.socket) -> int | None:
@@ -223,17 +237,26 @@ def enter(
     lacks, place = [], ""
     try:
         load()
-        rehearse()
+        _in_time(rehearse)
         ready_bytes = _address_space_bytes()
         _limit(resource.RLIMIT_AS, ready_bytes + max_growth_bytes)  # in the sandbox, no limit on memory can be set
         if config["sandbox"]:
             lacks, place = sandbox.enter(), "in the sandbox, without files and network (trust.sandbox, --sandbox): "
-            rehearse()
-    except Exception as error:  # foreign code may raise anything
+            _in_time(rehearse)
+    except BaseException as error:  # foreign code may raise anything
         pipe.sendall(_encode({"error": place + describe(error)}))
         return None
     pipe.sendall(_encode({"ready": True, "lacks": lacks}))
     return Ready(pipe, ready_bytes, max_growth_bytes)
+
+
+def _in_time(rehearse: Callable[[], object]) -> None:
+    """Calls a function; the system ends this process if it takes too long."""
+    signal.alarm(REHEARSAL_S)
+    limit_cpu(math.ceil(time.process_time()) + REHEARSAL_CPU_S)
+    rehearse()
+    signal.alarm(0)
+    limit_cpu(None)
 
 
 def limit_cpu(seconds: int | None) -> None:

@@ -142,7 +142,8 @@ class ForeignProcess:
             ready.set_result(None)
         else:
             failed = str(message.get("failed"))
-            reason = f"environment {self._package.name} cannot be loaded: {failed}; {remedies.of_load(failed)}"
+            parts = filter(None, (failed, remedies.of_load(failed)))
+            reason = f"environment {self._package.name} cannot be loaded: {'; '.join(parts)}"
             ready.set_exception(Broken(reason))
 
     def _send(self, message: dict) -> None:

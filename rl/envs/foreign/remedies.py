@@ -30,6 +30,8 @@ def of_load(error: str) -> str:
             "it fetches data from the network, which does not answer here: connect this machine, fill Hugging Face's cache, "
             "or name a data set of this machine in env.options"
         )
+    if "env.options" in error:
+        return ""  # it has its own
     if _KEY.search(error):
         return "it needs a key of a service: install it with --variable NAME=VALUE, and with --kind recorded if episodes use it"
     return "correct env.options, or install its requirements (python -m rl.envs install)"

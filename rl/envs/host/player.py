@@ -36,7 +36,7 @@ COMMAND = ("-m", "rl.envs.host.player")
 BEAT_S = 0.5
 MAX_MESSAGE_BYTES = 2**22  # of one call
 MAX_GROWTH_BYTES = 2**31  # of address space, for all episodes
-REHEARSAL_S, REHEARSED_CALLS = 60.0, 4
+REHEARSAL_S, REHEARSED_CALLS = 30.0, 4
 CURRENT = struct.Struct("<q")  # the number of the episode that runs; 0: none
 _episode: contextvars.ContextVar["_Playing | None"] = contextvars.ContextVar("episode", default=None)
 

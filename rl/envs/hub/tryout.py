@@ -19,7 +19,7 @@ from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
 
 LIMITS = session_lib.Limits(max_tokens=256, max_model_len=2**15, max_calls=16, max_episode_tokens=2**12)
-REHEARSAL_S = 60.0
+NOTICE_S, REHEARSAL_S = 8.0, 60.0
 _CALL = '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
 
 
@@ -28,6 +28,7 @@ class Episode:
     """An episode that was played."""
 
     texts: list[str]  # of its branches, each with the prompts, special tokens included
+    prompt: list[int]  # of the first call
     num_calls: int
     num_tokens: int  # of all branches
     result: host_lib.Played
@@ -91,21 +92,32 @@ def _rehearse_episodes(env, entry, config, tokenizer: tokenizer_lib.Tokenizer, o
     async def run() -> None:
         host = foreign_host.of_environment(env, entry.name, entry.options, config.seed, tokenizer, **own)
         try:
+            prompts = []
             for split in environment.SPLITS:
                 task = env.make_task(0, split)
                 found = await _episode(host, tokenizer, task, scripted_model.random_words, limits)
                 if not found.num_calls:
                     long = f"it asked the model nothing; its prompt may exceed inference.max_model_len = {length}"
-                    raise ValueError(
-                        f"environment {entry.label}: no {split} episode can begin: {found.result.error or long}"
-                    )
+                    why = f"no {split} episode can begin: {found.result.error or long}"
+                    remedy = "" if "; " in why else "; correct env.options, or the environment"
+                    raise ValueError(f"environment {entry.label}: {why}{remedy}")
                 if found.result.error:
                     on_line(f"environment {entry.label}: an episode with random words failed: {found.result.error}")
+                prompts.append(found.prompt)
+            if prompts[0] == prompts[1]:
+                equal = "the first task of each split has the same prompt"
+                on_line(f"environment {entry.label}: {equal}, so held-out scores may not show new tasks; replace them")
         finally:
             await host.close()
 
+    async def noted() -> None:
+        work = asyncio.ensure_future(run())
+        if not (await asyncio.wait([work], timeout=NOTICE_S))[0]:
+            on_line(f"environment {entry.label}: loads, or plays its first episodes, for {NOTICE_S:.0f} s so far")
+        await asyncio.wait_for(work, REHEARSAL_S)
+
     try:
-        asyncio.run(asyncio.wait_for(run(), REHEARSAL_S))
+        asyncio.run(noted())
         on_line(
             f"environment {entry.label}: loaded, and an episode of each split played, in {time.monotonic() - begun_s:.1f} s"
         )
@@ -139,5 +151,6 @@ async def _episode(
     session = _Session(tokenizer, backend, limits, seed=0, sample=0)
     result = await host.play(session, task.index, task.split)
     streams = [stream.tokens.tolist() for stream in session.streams]
+    prompt = streams[0][: session.streams[0].turns[0].start] if session.num_calls else []
     texts = [tokenizer.decode(tokens, skip_special=False) for tokens in streams]
-    return Episode(texts, session.num_calls, sum(map(len, streams)), result)
+    return Episode(texts, prompt, session.num_calls, sum(map(len, streams)), result)

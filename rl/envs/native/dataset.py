@@ -50,7 +50,7 @@ def build(
                 hint = environment.did_you_mean(field, row)
                 found = f"field {field!r} does not exist" + f", only {', '.join(map(repr, [*row][:20]))}" * bool(row)
                 raise ValueError(f"{found}; {hint}set env.options.{option}")
-        if isinstance(row.get(answer), list | dict) and not is_own:  # no completion equals its notation
+        if isinstance(row.get(answer), list | dict | bytes) and not is_own:  # no completion equals its notation
             found = f"the answer {str(row[answer])[:60]} is not a text or a number"
             raise ValueError(f"{found}; set env.options.reward to your own module:function, which gets the row")
         own = "" if row.get(answer) is None else str(row[answer])
@@ -102,8 +102,9 @@ def _divide(splits: Mapping[str, sources.Rows], held_out: str, read, path: str) 
             raise ValueError(f"{path} has no rows of the split {split!r}; add a file of this name")
         prompts[split] = []
         for number in range(len(rows)):
+            row = rows[number]  # raises with its own place
             try:
-                prompts[split].append(environment.prompt_text(read(rows[number])[0]))
+                prompts[split].append(environment.prompt_text(read(row)[0]))
                 prompts[split][-1].encode()
             except ValueError as error:
                 remedy = "; remove the character" * isinstance(error, UnicodeError)

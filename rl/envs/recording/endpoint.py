@@ -92,7 +92,8 @@ class Endpoint:
         app.post("/s/{name}/inference/v1/generate")(self._generate)
         app.post("/s/{name}/tokenize")(self._tokenize)
         # Idle connections stay open, because a client that sends to one that just closed sees an error.
-        config = uvicorn.Config(app, http="h11", lifespan="off", timeout_keep_alive=86400, log_config=None)
+        quiet = {"log_config": None, "log_level": "error", "access_log": False}  # else lines in the learner's console
+        config = uvicorn.Config(app, http="h11", lifespan="off", timeout_keep_alive=86400, **quiet)
         config.access_log = False
         self._server = _Server(config)
 

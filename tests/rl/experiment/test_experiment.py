@@ -30,7 +30,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarni
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 MISTAKES = {
     "field": (["--config.rl.num_stepz=3"], "no field 'rl.num_stepz' (did you mean rl.num_steps?)", 2),
-    "type": (["--config.rl.num_steps=abc"], "--config.rl.num_steps=abc: invalid literal for int()", 2),
+    "type": (
+        ["--config.rl.num_steps=abc"],
+        "--config.rl.num_steps=abc: its type is int; write it in Python's notation, as 140",
+        2,
+    ),
     "argument": (["--config.seed=1", "extra"], "argument 'extra' is not a flag", 2),
     "mesh": (["--config.mesh.fsdp=7"], "fsdp=7 x expert=1 x context=1 x tensor=1 does not fit", 1),
     "context": (
@@ -67,6 +71,15 @@ def test_all_mistakes_are_told_at_once_and_before_the_imports_that_take_seconds(
                 "--config.env.options.path=/none.jsonl",
                 "--config.env.options.reward=numbr",
                 "--config.init_from=/none",
+            ],
+            3,
+        ),
+        (
+            [
+                "--config.env.name=dataset",
+                f"--config.env.options.path=/{'x' * 300}.jsonl",
+                f"--config.init_from=/{'x' * 300}",
+                f"--config.warmup.data=/{'x' * 300}",
             ],
             3,
         ),
@@ -166,7 +179,8 @@ def test_a_config_file_that_fails_is_told_in_one_line_with_its_place(tmp_path, n
 
 
 NEAREST = {
-    "configs/quickstrat.py": "configs/quickstrat.py does not exist (did you mean quickstart?); choose one of configs/",
+    "configs/quickstart": "does not exist (did you mean configs/quickstart.py?); choose one of configs/",
+    "configs": "config file configs is a folder; choose one of configs/",
     "configs/recipes.py:intelect2": "recipe 'intelect2' does not exist (did you mean intellect2?)",
     "modell.x=3": "'modell' (did you mean model?)",
     "num_steps=3": "'num_steps' (did you mean rl.num_steps or warmup.num_steps?)",

@@ -32,10 +32,11 @@ import socket
 import sys
 import traceback
 import urllib.parse
+import warnings
 
 UNSET_URL = "http://127.0.0.1:9/v1"  # of OpenAI clients that an environment makes before its first episode
 HELD_OUT_ONE_IN = 16
-MAX_FIRST = 16
+MAX_FIRST, MAX_LOOKED = 16, 256
 MAX_TASKS = 2**20  # of both splits; a run shuffles all, so that one without end would be drawn for ever
 NETWORK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "network.py")
 MAX_ERROR = 500
@@ -46,6 +47,7 @@ DIE_WITH_PARENT = 1  # of prctl
 def main() -> int:
     """Serves the socket of the parent until it closes. Returns the exit status."""
     sys.path.pop(0)  # this folder, which must not hide a package
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     channel, config = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
     channel.set_inheritable(False)
     sys.path += config["paths"]
@@ -169,18 +171,23 @@ class _Server:
 class _Tasks:
     """The tasks of both splits, drawn from an iterator as far as they are needed.
 
-    The hash of a prompt decides its split. If the first MAX_FIRST prompts are equal, it includes the task's number. If these are all and
-    none is held out, that with the least hash is.
+    The hash of a prompt decides its split. If the first MAX_FIRST prompts are equal, it includes the task's number. If none of all, or of
+    the first MAX_LOOKED, is held out, that with the least hash is.
     """
 
     def __init__(self, drawn):
         drawn = itertools.islice(drawn, MAX_TASKS)
         first = [*itertools.islice(drawn, MAX_FIRST)]
         self._are_equal = len(first) > 1 and len({text for text, _ in first}) == 1
-        hashes = {self._hash(number, text) for number, (text, _) in enumerate(first)}
-        is_small = 1 < len(hashes) and len(first) < MAX_FIRST and all(one % HELD_OUT_ONE_IN for one in hashes)
-        self._least = min(hashes) if is_small else None
-        self._drawn, self._splits = enumerate(itertools.chain(first, drawn)), {"train": [], "held_out": []}
+        numbered, looked, self._least = enumerate(itertools.chain(first, drawn)), [], None
+        for number, (text, task) in itertools.islice(numbered, MAX_LOOKED):
+            looked.append((number, (text, task)))
+            if self._hash(number, text) % HELD_OUT_ONE_IN == 0:
+                break
+        else:
+            hashes = {self._hash(number, text) for number, (text, _) in looked}
+            self._least = min(hashes) if len(hashes) > 1 else None
+        self._drawn, self._splits = itertools.chain(looked, numbered), {"train": [], "held_out": []}
         self._is_over = False
 
     def _hash(self, number: int, text: str) -> int:

@@ -247,6 +247,17 @@ def test_tasks_without_end_have_a_last_one(monkeypatch):
     assert drawn[0] == tasks.find("train", 2**30 % len({*drawn}))
 
 
+@pytest.mark.parametrize("asked", ["train", "held_out"])
+def test_tasks_of_any_number_have_both_splits(asked):
+    """Of 16 to 60 tasks, often none was held out, and the run did not begin."""
+    for size, start in itertools.product((2, 15, 16, 17, 40, 60), range(0, 3000, 100)):
+        tasks = fork_server._Tasks((str(n), n) for n in range(start, start + size))
+        tasks.find(asked, 0)  # first: the split does not depend on the order of requests
+        found = {split: {tasks.find(split, index) for index in range(size)} for split in ("train", "held_out")}
+        assert min(map(len, found.values())) > 0 and len(found["train"] | found["held_out"]) == size
+        assert not found["train"] & found["held_out"]
+
+
 async def _play_each(package, sessions, indexes, split):
     host = host_lib.ForeignHost(package_lib.Foreign(package, {}, 3), episodes.TOKENIZER)
     await asyncio.gather(*(host.play(one, index, split) for one, index in zip(sessions, indexes, strict=True)))

@@ -1,7 +1,9 @@
 """The environment `dataset`: rows of files of each kind as tasks, and rewards by their answers."""
 
 import csv
+import gzip
 import json
+import os
 import sys
 
 import numpy as np
@@ -112,6 +114,27 @@ def test_more_held_out_tasks_than_there_are_is_noted(tmp_path, capsys):
             rules.check_prompts(config, tokenizer_lib.load("byte_chatml"))
             noted = f"takes {count} held-out tasks of {name}: there are only {len(found)}, which"
             assert (noted in capsys.readouterr().err) == (count > len(found))
+
+
+def test_held_out_prompts_that_are_trained_on_are_noted(tmp_path, capsys):
+    """Of equal rows, and of a file for tests with rows of the other."""
+    for name, rows in (
+        ("same.jsonl", ROWS[:1] * 40),
+        ("hub/train.jsonl", ROWS),
+        ("hub/test.jsonl", ROWS[:3] + [ROWS[3] | {"question": "?"}]),
+    ):
+        write(tmp_path / name, rows)
+    config = base.get_config()
+    config.env.name, config.inference.max_model_len, config.evaluation.num_tasks = "dataset", 512, 4
+    for name, words in (
+        ("same.jsonl", "4 of 4 held-out tasks"),
+        ("hub", "3 of 4 held-out tasks"),
+        ("hub/train.jsonl", ""),
+    ):
+        config.env.options = {"path": str(tmp_path / name)} | OPTIONS
+        rules.check_prompts(config, tokenizer_lib.load("byte_chatml"))
+        found = capsys.readouterr().err
+        assert (f"{words} of dataset have the prompt of a training task" in found) == bool(words), found
 
 
 @pytest.mark.parametrize("count", [2, 40])
@@ -336,8 +359,8 @@ def test_the_digest_covers_rows_rewards_and_the_shipped_code(tmp_path, monkeypat
         ("", {}, "x.jsonl has no rows; give a file"),
         ("{}\n[1]\n", {}, "x.jsonl, train row 1: field 'question' does not exist; set env.options.prompt$"),
         ('{"questions": ""}', {}, "field 'question' does not exist, only 'questions'; did you mean 'questions'?"),
-        ('{"question": "a", "result": 1}\n\n{"a"', {}, r"x.jsonl, train row 2: .*x.jsonl, line 3 is not a JSON object"),
-        pytest.param("[" * 10**5, {}, "line 1 is not a JSON object: maximum recursion", id="nested"),
+        ('{"question": "a", "result": 1}\n\n{"a"', {}, r"^\S+x.jsonl, line 3 is not a JSON object: "),
+        pytest.param("[" * 10**5, {}, "x.jsonl cannot be read: maximum recursion", id="nested"),
         ('{"question": "a", "result": ""}', {}, "row 1: the answer is empty; correct it"),
         ('{"question": "a", "result": null}', {}, "row 1: the answer is empty; correct it"),
         ('{"question": "a", "result": "b"}', {"reward": "number"}, "the answer 'b' has no number; correct it"),
@@ -396,6 +419,15 @@ def test_a_mistake_is_one_line(tmp_path, content, options, words):
     assert "\n" not in str(error.value)
 
 
+def test_bytes_in_a_table_are_no_answer(tmp_path):
+    """No completion equals b'2', so the policy earned nothing."""
+    rows = [row | {"result": row["result"].encode()} for row in ROWS]
+    with pytest.raises(
+        ValueError, match="train row 1: the answer b'0' is not a text or a number; set env.options.reward"
+    ):
+        load(write(tmp_path / "x.parquet", rows))
+
+
 def test_messages_in_a_column_of_texts_are_messages(tmp_path):
     """A table of CSV has no other place for them; the model saw the brackets of JSON."""
     rows = [{"question": json.dumps([{"role": "user", "content": f"Q{i}"}]), "result": str(i)} for i in range(40)]
@@ -408,6 +440,7 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_first_row(tmp_path):
     rows = [{"a": "1"}, {"a": "2"}]
     for name, text in (
         ("x.json", json.dumps(rows)),
+        ("array.jsonl", json.dumps(rows, indent=1)),
         ("x.jsonl", "\n".join(map(json.dumps, rows))),
         ("x.csv", "a\n1\n2\n"),
     ):
@@ -429,9 +462,21 @@ def test_a_mark_of_the_byte_order_is_no_part_of_the_first_row(tmp_path):
         ("x.json", '[{"a": 1, "a": 2}]', "x.json cannot be read: an object has the field 'a' twice; remove one"),
         pytest.param("x.json", "[" * 10**5, "x.json cannot be read: maximum recursion", id="nested"),
         ("x.parquet", "a", "x.parquet cannot be read: .*; correct the file"),
+        (
+            "x.jsonl",
+            json.dumps(ROWS[0]).encode("utf-16"),
+            r"x.jsonl, line 1 is not UTF-8 \(.*\); save the file as UTF-8",
+        ),
+        ("x.jsonl", gzip.compress(b"{}", mtime=0), r"x.jsonl, line 1 is not UTF-8 \(.*\); save .*, and not compressed"),
+        ("x.jsonl", None, "x.jsonl is a pipe or a device; save its rows to a file"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, words):
-    (tmp_path / name).write_text(content, errors="surrogateescape")
+    if content is None:
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(
+            content if isinstance(content, bytes) else content.encode(errors="surrogateescape")
+        )
     with pytest.raises(ValueError, match=words):
-        sources.read(tmp_path / name)
+        [*sources.read(tmp_path / name)["train"]]

@@ -412,6 +412,32 @@ def test_a_machine_without_a_sandbox_is_refused_or_named(monkeypatch, capfd):
     assert capfd.readouterr().err.count("warning: foreign code runs without a complete sandbox: no Landlock") == 1
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("while True: pass", "an empty completion takes more than 20 s of CPU time; fix"),
+        ("time.sleep(99)", "an empty completion takes more than 60 s; fix"),
+        ("sys.exit(3)", r"scoring an empty completion: SystemExit: 3 \(\w+.py:4\); fix"),
+        ("os.kill(os.getpid(), 9)", "its process ended with status -9; fix"),
+    ],
+)
+def test_a_reward_that_never_returns_ends_in_a_line_and_is_heard_of_before(monkeypatch, tmp_path, capfd, body, reason):
+    """It took 120 s without a word."""
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "row {n}", "answer": "yes"}}\n' for n in range(4)))
+    judge = tmp_path / f"{tmp_path.name}.py"  # a process has one module of a name
+    judge.write_text(f"import os, sys, time\n\ndef reward(completion, row):\n    {body}\n")
+    limits = "p.REHEARSAL_CPU_S" if "while" in body else "p.REHEARSAL_S"
+    short = f"import rl.envs.scoring.scorer as s; p = s.limited_process; {limits} = 1; s.main(s.sys.argv[1])"
+    monkeypatch.setattr(scorer, "COMMAND", ("-c", short))
+    monkeypatch.setattr(limited_process, "NOTICE_S", 0.5)
+    options = {"path": f"{tmp_path}/rows.jsonl", "reward": f"{judge}:reward"}
+    with pytest.raises(ValueError, match=f"scorer of environment dataset did not start: {reason}"):
+        scorer.Scorer("dataset", options, 0, limit_s=1).score(
+            envs.load("dataset", **options).make_task(0, "train"), ["x"]
+        )
+    assert "dataset: no start after 0 s; it loads code and data, or tries an empty completion" in capfd.readouterr().err
+
+
 def test_an_environment_that_needs_its_rights_does_not_start(orders):
     away = scorer.Scorer("orders", {"late": "/etc/hosts"}, 0, limit_s=1)
     with pytest.raises(ValueError, match="did not start: in the sandbox, without files .*PermissionError.*/etc/hosts"):
