@@ -267,6 +267,7 @@ def main() -> None:
         mesh = layout.learner_mesh(exp.config)
         if exp.config.warmup.num_steps == 0:
             raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
+        initial.check(exp.config.init_from)
         free = run_directory.FOR_ROLLOUTS if exp.config.warmup.data else ()
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts, free) as workdir:
             progress, writer = metrics.of_host(workdir, hosts, run_directory.monitors(workdir, exp, hosts))

@@ -39,7 +39,7 @@ from models import hub
 from rl import evaluate, live, report, rollout_system, sft
 from rl.batch import host_feed, packing
 from rl.envs.hub import tryout
-from rl.experiment import command, experiment
+from rl.experiment import command, experiment, initial
 from rl.experiment import rules as config_rules
 from rl.experiment import workdir as run_directory
 from rl.learner import optimizers, train_step
@@ -296,6 +296,7 @@ def _check(
     config, topology = exp.config, exp.config.topology
     checks: list[Callable[[], object]] = [
         lambda: exp.rows(mesh),
+        lambda: initial.check(config.init_from),
         lambda: config_rules.check_trainable(config),
         lambda: rollout_system.check(exp, hosts),
         lambda: monitors_lib.check(topology.monitors),

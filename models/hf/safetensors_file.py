@@ -99,9 +99,10 @@ def _paths(folder: pathlib.Path) -> list[pathlib.Path]:
     if (single := folder / "model.safetensors") in found:
         return [single]
     if not found:
+        pickled = next((path.name for kind in ("bin", "pth", "pt") for path in sorted(folder.glob(f"*.{kind}"))), "")
+        remedy = f"{pickled} may run code: save it as safetensors" if pickled else "Download the checkpoint again"
         raise ValueError(
-            f"no weights in {folder}: expected model.safetensors, or {INDEX} and the files it names. Download the "
-            "checkpoint again."
+            f"no weights in {folder}: expected model.safetensors, or {INDEX} and the files it names. {remedy}."
         )
     if len(found) > 1:
         raise ValueError(f"{folder} has {len(found)} .safetensors files but no {INDEX}. Download the index, too.")

@@ -13,6 +13,7 @@ it records the version, and its resumes load the same one: that policy may be th
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Collection, Mapping
 
@@ -97,6 +98,15 @@ def load(
     if adapters == exp.lora:
         layout = lora.attach(layout, rules.shardings(lora.specs(specs, exp.lora), mesh), exp.lora)
     return jax.jit(converted, out_shardings=layout, donate_argnums=0)(params)
+
+
+def check(path: str) -> None:
+    """Raises ValueError for a checkpoint on this machine whose weights are absent, cut, or not those of its config. Reads their headers."""
+    if path and os.path.exists(path) and not _weights(path):
+        try:
+            hf.open_reader(pathlib.Path(path), hf.read_config(path))
+        except ValueError as error:
+            raise ValueError(f"init_from: {error}") from None
 
 
 def checkpoint(path: str) -> pathlib.Path | None:

@@ -107,7 +107,7 @@ class LimitedProcess:
         reply = self._receive(NOTICE_S)
         if not reply and self.process.poll() is None:
             cli.note(
-                f"{self._title}: no start after {NOTICE_S:.0f} s; it loads code and data, or tries an empty completion"
+                f"{self._title}: no start after {NOTICE_S:.0f} s; it loads code and data, or makes a first try on empty input"
             )
             reply = self._receive(START_S)
         if "ready" not in reply:
@@ -138,8 +138,8 @@ class LimitedProcess:
 
 _TOO_LONG = {  # {status of a child that did not start: the reason}
     None: f"it takes more than {START_S:.0f} s",
-    -signal.SIGALRM: f"an empty completion takes more than {REHEARSAL_S} s",
-    -signal.SIGXCPU: f"an empty completion takes more than {REHEARSAL_CPU_S} s of CPU time",
+    -signal.SIGALRM: f"a first try on empty input takes more than {REHEARSAL_S} s",
+    -signal.SIGXCPU: f"a first try on empty input takes more than {REHEARSAL_CPU_S} s of CPU time",
 }
 
 

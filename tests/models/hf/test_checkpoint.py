@@ -728,7 +728,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="config.json does not exist"):
         hf.load(tmp_path)
     (tmp_path / "config.json").write_text((FOLDERS["gpt_oss"] / "config.json").read_text())
-    with pytest.raises(ValueError, match="no weights in"):
+    with pytest.raises(ValueError, match=r"no weights in .*\. Download the checkpoint again"):
+        hf.load(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no weights in .*\. pytorch_model.bin may run code: save it as safetensors"):
         hf.load(tmp_path)
     for name in "ab":
         (tmp_path / f"{name}.safetensors").write_bytes(b"")

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import shutil
 import types
 
 import jax
@@ -107,6 +108,21 @@ def test_a_field_that_contradicts_the_checkpoint_is_refused(given, model, words)
     with pytest.raises(ValueError, match=words) as error:
         completed(LLAMA, *given, **model)
     assert "\n" not in str(error.value)
+
+
+def test_weights_are_checked_before_a_working_directory_is_made(tmp_path):
+    """A cut file was found after the compilation had begun, and left a folder behind."""
+    shutil.copytree(LLAMA, folder := tmp_path / "m")
+    initial.check(str(folder))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(
+        ValueError, match="init_from: .*: the file is truncated, or its header is wrong. Download it again"
+    ):
+        initial.check(str(folder))
+    weights.unlink()
+    with pytest.raises(ValueError, match="init_from: no weights in .*m: expected model.safetensors, or"):
+        initial.check(str(folder))
 
 
 @pytest.mark.parametrize(

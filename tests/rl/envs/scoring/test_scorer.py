@@ -415,8 +415,8 @@ def test_a_machine_without_a_sandbox_is_refused_or_named(monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("while True: pass", "an empty completion takes more than 20 s of CPU time; fix"),
-        ("time.sleep(99)", "an empty completion takes more than 60 s; fix"),
+        ("while True: pass", "a first try on empty input takes more than 20 s of CPU time; fix"),
+        ("time.sleep(99)", "a first try on empty input takes more than 60 s; fix"),
         ("sys.exit(3)", r"scoring an empty completion: SystemExit: 3 \(\w+.py:4\); fix"),
         ("os.kill(os.getpid(), 9)", "its process ended with status -9; fix"),
     ],
@@ -435,7 +435,10 @@ def test_a_reward_that_never_returns_ends_in_a_line_and_is_heard_of_before(monke
         scorer.Scorer("dataset", options, 0, limit_s=1).score(
             envs.load("dataset", **options).make_task(0, "train"), ["x"]
         )
-    assert "dataset: no start after 0 s; it loads code and data, or tries an empty completion" in capfd.readouterr().err
+    assert (
+        "dataset: no start after 0 s; it loads code and data, or makes a first try on empty input"
+        in capfd.readouterr().err
+    )
 
 
 def test_an_environment_that_needs_its_rights_does_not_start(orders):
