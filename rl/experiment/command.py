@@ -18,7 +18,6 @@ from typing import NoReturn
 
 from absl import app, flags
 
-from rl.experiment import flags as command_line
 from sharding.multihost import failure
 from sharding.system import cli
 
@@ -43,6 +42,11 @@ def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts
 
     `is_complete` and `has_rollouts` are those of `flags.parse`.
     """
+    # An import that Ctrl-C interrupts may hide it, as those of extension modules do; there is nothing to save yet.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    from rl.experiment import flags as command_line  # takes half a second
+
     command_line.define(needs_workdir=needs_workdir)
     app.define_help_flags()
     try:
@@ -64,6 +68,8 @@ def run(main: Callable[[], None]) -> None:
         if flags.FLAGS.exit_with_parent:
             cli.stop_at_eof(lambda: os.kill(os.getpid(), signal.SIGINT))
         if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGINT) is _leave:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, _terminate)  # also where a run cannot save yet
         compile_cache.enable(flags.FLAGS.config.topology.compile_cache)
         main()
@@ -101,6 +107,11 @@ def _raised_by_us(error: BaseException) -> bool:
     file = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
     # A function in a config file, wherever it is, is the user's: only its traceback shows where it failed.
     return any(ROOT / package in file.parents for package in ("inference", "models", "rl", "sharding"))
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    print(f"error: {failure.INTERRUPTION}", file=sys.stderr, flush=True)
+    os._exit(128 + signal.SIGINT)
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Losses that correct the sampler's policy to the learner's old one.
 SAMPLER_CORRECTIONS = ("decoupled_ppo", "truncated_importance_sampling")
 TEMPLATE_TOKENS = 512  # at most, of a chat template's own text
+MAX_TOKEN_BYTES = 1024  # no vocabulary has longer tokens
 # (rule, its test, the fields it applies to); NaN passes no test
 RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
@@ -315,20 +316,23 @@ def check_prompts(config: config_dict.FrozenConfigDict, tokenizer: "tokenizer_li
             messages = env.make_task(index, split).messages
             prompts[split].append(hash(envs.environment.prompt_text(messages)))
             task = f"task {index} ({split}{f' of envs.{key}' if key else ''})"
-            is_short = sum(len(str(message).encode()) for message in messages) < limit - TEMPLATE_TOKENS
+            size = sum(len(str(message).encode()) for message in messages)
             roles = tuple(message.get("role") for message in messages)
-            if is_short and roles in known:
+            if size < limit - TEMPLATE_TOKENS and roles in known:
                 continue  # a token has a byte or more
+            no_room = f"inference.max_model_len = {limit} has no room for an answer; raise it (and train.row_length), or shorten the task"
+            if size > limit * MAX_TOKEN_BYTES:  # 20 MB take 20 s to render
+                raise ValueError(f"the prompt of {task} has {size} bytes, and {no_room}")
             known.add(roles)
             try:
                 num_tokens = len(tokenizer.render(messages, add_generation_prompt=True).token_ids)
             except ValueError as error:
                 raise ValueError(f"the prompt of {task} cannot be rendered: {error}") from None
+            if not num_tokens:
+                remedy = "correct the checkpoint's chat_template.jinja or tokenizer_config.json"
+                raise ValueError(f"the chat template renders the prompt of {task} as no token; {remedy}")
             if num_tokens >= limit:
-                found = f"the prompt of {task} has {num_tokens} tokens, and inference.max_model_len = {limit}"
-                raise ValueError(
-                    f"{found} has no room for an answer; raise it (and train.row_length), or shorten the task"
-                )
+                raise ValueError(f"the prompt of {task} has {num_tokens} tokens, and {no_room}")
         trained = {*prompts["train"]}
         if count := sum(prompt in trained for prompt in prompts["held_out"]):
             found = (

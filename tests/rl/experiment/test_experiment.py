@@ -1,5 +1,6 @@
 """The first steps of every command: mistakes of the user end in one line, and claim no working directory."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -92,6 +93,17 @@ def test_all_mistakes_are_told_at_once_and_before_the_imports_that_take_seconds(
         assert result.returncode == 2 and not modules & SLOW
         assert len(lines) == number and all(line.startswith("error: ") for line in lines), lines
         assert arguments is not wrong or "(did you mean --config.rl.num_steps?)" in lines[0]
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+def test_ctrl_c_during_the_imports_ends_a_command(tmp_path, after_s):
+    """Before, it printed a traceback, or an extension module hid it, and the run went on."""
+    text = f"import os, signal, threading\nthreading.Timer({after_s}, os.kill, [os.getpid(), signal.SIGINT]).start()\n"
+    (tmp_path / "c.py").write_text(text + "from configs.quickstart import get_config\n")
+    command = [sys.executable, "-m", "rl.train", f"--config={tmp_path}/c.py", f"--workdir={tmp_path}/w"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 130 and result.stderr.startswith("error: interrupted; ")
+    assert result.stderr.count("\n") == 1 and not (tmp_path / "w").exists()
 
 
 def test_a_python_without_jax_is_one_line():
@@ -599,6 +611,9 @@ def test_a_prompt_without_room_for_an_answer_is_named_before_the_run(tmp_path):
             continue
         with pytest.raises(ValueError, match=rf"task \d+ \(held_out\) has {long} tokens, .* = {limit} has no room"):
             train._check(exp, layout.learner_mesh(exp.config), hosts.ALONE)
+    path.write_text("\n".join(json.dumps(row | {"prompt": row["prompt"] * 2**10}) for row in rows))  # of 20 MB, 26 s
+    with pytest.raises(ValueError, match=r"task \d+ \(\w+\) has \d{7} bytes, .* has no room for an answer; raise it"):
+        rules.check_prompts(exp.config, exp.tokenizer)
 
 
 def test_a_prompt_that_the_template_rejects_is_named_before_the_run(tmp_path):
@@ -614,6 +629,9 @@ def test_a_prompt_that_the_template_rejects_is_named_before_the_run(tmp_path):
     exp = experiment.resolve(c)
     with pytest.raises(ValueError, match=r'the prompt of task 4 \(train\) cannot be rendered: .* has role "human"'):
         rules.check_prompts(exp.config, exp.tokenizer)
+    empty = dataclasses.replace(exp.tokenizer, chat_template="")
+    with pytest.raises(ValueError, match=r"template renders the prompt of task 0 \(train\) as no token; correct the"):
+        rules.check_prompts(exp.config, empty)
 
 
 def mixed(**entries):
