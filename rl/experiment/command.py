@@ -24,16 +24,8 @@ from sharding.system import cli
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # Errors of a disk or a path, which are not bugs even where a library raised them.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-OUTSIDE = (
-    *FULL_DISK,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EIO,
-    errno.ENAMETOOLONG,
-)
+BAD_PATH = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+OUTSIDE = (*FULL_DISK, *BAD_PATH, errno.EIO)
 LESS_MEMORY = "lower inference.num_slots or train.rows, or set them to 0: chosen for the memory"
 
 
