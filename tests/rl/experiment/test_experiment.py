@@ -97,7 +97,7 @@ def test_all_mistakes_are_told_at_once_and_before_the_imports_that_take_seconds(
 
 @pytest.mark.parametrize("after_s", [0.0, 1.0])
 def test_ctrl_c_during_the_imports_ends_a_command(tmp_path, after_s):
-    """Before, it printed a traceback, or an extension module hid it, and the run went on."""
+    """It printed a traceback, or an extension module hid it, and the run went on."""
     text = f"import os, signal, threading\nthreading.Timer({after_s}, os.kill, [os.getpid(), signal.SIGINT]).start()\n"
     (tmp_path / "c.py").write_text(text + "from configs.quickstart import get_config\n")
     command = [sys.executable, "-m", "rl.train", f"--config={tmp_path}/c.py", f"--workdir={tmp_path}/w"]
@@ -611,7 +611,9 @@ def test_a_prompt_without_room_for_an_answer_is_named_before_the_run(tmp_path):
             continue
         with pytest.raises(ValueError, match=rf"task \d+ \(held_out\) has {long} tokens, .* = {limit} has no room"):
             train._check(exp, layout.learner_mesh(exp.config), hosts.ALONE)
-    path.write_text("\n".join(json.dumps(row | {"prompt": row["prompt"] * 2**10}) for row in rows))  # of 20 MB, 26 s
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"{n} " * 2**20, "answer": "1"}) for n in range(3))
+    )  # of 20 MB, 26 s
     with pytest.raises(ValueError, match=r"task \d+ \(\w+\) has \d{7} bytes, .* has no room for an answer; raise it"):
         rules.check_prompts(exp.config, exp.tokenizer)
 

@@ -249,7 +249,7 @@ def test_tasks_without_end_have_a_last_one(monkeypatch):
 
 @pytest.mark.parametrize("asked", ["train", "held_out"])
 def test_tasks_of_any_number_have_both_splits(asked):
-    """Of 16 to 60 tasks, often none was held out, and the run did not begin."""
+    """Often none of 16 to 60 tasks was held out, and the run did not begin."""
     for size, start in itertools.product((2, 15, 16, 17, 40, 60), range(0, 3000, 100)):
         tasks = fork_server._Tasks((str(n), n) for n in range(start, start + size))
         tasks.find(asked, 0)  # first: the split does not depend on the order of requests

@@ -117,7 +117,7 @@ def test_more_held_out_tasks_than_there_are_is_noted(tmp_path, capsys):
 
 
 def test_held_out_prompts_that_are_trained_on_are_noted(tmp_path, capsys):
-    """Of equal rows, and of a file for tests with rows of the other."""
+    """Equal rows have one prompt, and a file for tests may have rows of the other."""
     for name, rows in (
         ("same.jsonl", ROWS[:1] * 40),
         ("hub/train.jsonl", ROWS),
