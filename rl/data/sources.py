@@ -145,7 +145,7 @@ class _Lines(Sequence):
         number, begin, end = self._spans[index].tolist()
         try:
             return _object(json.loads(self._bytes[begin:end].decode("utf-8-sig"), object_pairs_hook=_fields))
-        except UnicodeError as error:
+        except UnicodeDecodeError as error:
             found = f"{self._path}, line {number} is not UTF-8 ({error.reason})"
             raise ValueError(f"{found}; save the file as UTF-8, and not compressed") from None
         except (ValueError, RecursionError) as error:
