@@ -75,20 +75,23 @@ def test_adapters_without_names_in_the_format_are_refused(tmp_path):
         adapter_file.save(tmp_path / "out", tiny.model(), adapted(tiny.model()), CONFIG, "base")
 
 
-@pytest.mark.parametrize("name", ["linear", "rslora"])
-def test_folders_of_peft_give_its_logits(name):
-    """The oracle is PEFT in torch (tests/fixtures/peft)."""
+@pytest.mark.parametrize(("name", "other"), [("linear", "rslora"), ("rslora", "linear")])
+def test_folders_of_peft_give_its_logits(name, other):
+    """The oracle is PEFT in torch (tests/fixtures/peft). A place that a running request uses is given to no other adapter."""
     folder = pathlib.Path(__file__).parents[2] / "fixtures" / "peft"
     want, (model, params) = np.load(folder / "logits.npz"), hf.load(folder / "base")
-    for adapters in ((), (1,)):
-        if adapters:
-            served = adapter_set.AdapterSet(model, mesh_lib.create({}, jax.devices()[:1]), 2, 4)
-            number = served.load(name, "", served.read(name, str(folder / name)))
-            params = served.choose(params, [number, adapter_set.NONE])
-        hidden, _ = transformer.apply(params, model, want["tokens"])
-        logits = np.asarray(transformer.logits(params, model, hidden))
+    served = adapter_set.AdapterSet(model, mesh_lib.create({}, jax.devices()[:1]), 2, 4)
+    read = served.read(name, str(folder / name))
+    number, _ = served.load(name, "", read), served.load(other, "", served.read(other, str(folder / other)))
+    for given, chosen in (("base", params), (name, served.choose(params, [number, adapter_set.NONE]))):
+        hidden, _ = transformer.apply(chosen, model, want["tokens"])
+        logits = np.asarray(transformer.logits(chosen, model, hidden))
         np.testing.assert_allclose(logits[1], want["base"][1], atol=2e-5 * np.abs(logits).max())
-        np.testing.assert_allclose(logits[0], want[name if adapters else "base"][0], atol=2e-5 * np.abs(logits).max())
+        np.testing.assert_allclose(logits[0], want[given][0], atol=2e-5 * np.abs(logits).max())
+    served.unload(name)
+    with pytest.raises(ValueError, match="all 2 places for adapters are in use"):
+        served.load(name, "", read, in_use=[number])
+    assert served.load(name, "", read) != number
 
 
 def test_a_file_that_is_written_again_while_it_is_read_ends_no_server(tmp_path, monkeypatch):
