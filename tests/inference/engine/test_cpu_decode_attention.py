@@ -77,13 +77,15 @@ def test_the_cache_layout_of_other_devices_is_the_same_attention(window):
         np.testing.assert_allclose(out[b, 0], wanted, rtol=0, atol=3e-6)  # as above
 
 
-def test_the_new_token_is_written_and_nothing_else():
+@pytest.mark.parametrize("active", [None, (True, False, True, False)])
+def test_the_new_token_is_written_and_nothing_else(active):
     blocks, new, positions, k, v = case(2, 2, 8, 8)
-    _, after = step(blocks, new, positions)
-    keys = np.moveaxis(np.asarray(after.keys_NBKSC), 0, 2).reshape(k.shape)
-    values = np.moveaxis(np.asarray(after.values_NBKSV), 0, 2).reshape(v.shape)
-    np.testing.assert_array_equal(keys, k)
-    np.testing.assert_array_equal(values, v)
+    active_B = None if active is None else np.array(active)
+    _, after = step(blocks, new, positions, active_B=active_B)
+    for wanted, *arrays in ((k, blocks.keys_NBKSC, after.keys_NBKSC), (v, blocks.values_NBKSV, after.values_NBKSV)):
+        before, found = (np.moveaxis(np.asarray(x), 0, 2).reshape(k.shape) for x in arrays)
+        writes = np.array(active or [True] * 4)[:, None, None, None]
+        np.testing.assert_array_equal(found, np.where(writes, wanted, before))
 
 
 @pytest.mark.parametrize(
