@@ -40,6 +40,7 @@ import uvicorn
 from starlette import requests
 
 from inference.engine import engine as engine_lib
+from inference.engine import weights as weights_lib
 from inference.rollouts import rollout as rollout_lib
 from inference.scheduler import scheduler as scheduler_lib
 from inference.server import (
@@ -279,7 +280,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--process_id", type=int, default=-1, help="number of this host; host 0 has the routes")
     add("--workdir", help="directory that the hosts share, with the key by which they know each other")
     helps = "int8: half the bytes, and faster on a CPU; int4 (on a CPU): a third, slower and less exact. Both change the policy"
-    add("--quantize", default="none", help=helps)
+    add("--quantize", default="none", choices=weights_lib.QUANTIZATIONS, help=helps)
     helps = "of the weights and activations of --model: float32 or bfloat16 (default: the folder's, on a CPU the faster one)"
     add("--dtype", default="auto", help=helps)
     helps = "an adapter (LoRA) in a folder that PEFT or rl.export --adapter_only wrote; requests name it as their model. May be repeated"

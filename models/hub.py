@@ -45,7 +45,7 @@ def folder(path_or_repo: str | os.PathLike, files: Sequence[str] = WEIGHTS) -> p
         line = str(error).strip().partition("\n")[0] or type(error).__name__  # some have no text
         raise ValueError(
             f"{path_or_repo} is not a folder in {pathlib.Path.cwd()}, and downloading it from the hub failed "
-            f"({line}); check the name and your access to it"
+            f"({line}); check the name and your access to it, or give a folder or a .gguf file"
         ) from error
     if (path := pathlib.Path(found)).parent.name == "snapshots":
         _COMMITS[os.fspath(path_or_repo)] = path.name
@@ -58,6 +58,8 @@ def config_file(path: pathlib.Path) -> pathlib.Path:
         needed = "give a checkpoint folder, with config.json and .safetensors files, or a .gguf file"
         if (path / "adapter_config.json").is_file():
             raise ValueError(f"{path} has adapters alone; merge them into their checkpoint (peft: merge_and_unload)")
+        if found := sorted(path.glob("*.gguf")):
+            raise ValueError(f"{file} does not exist; for the GGUF file in this folder, give {found[0]}")
         raise ValueError(f"{file} does not exist; {needed}")
     return file
 

@@ -281,7 +281,7 @@ def main() -> None:
     results = []
     for one in check(flags.FLAGS.config, flags.FLAGS.workdir or "", command_line.given()):
         results.append(one)
-        lines = [f"{one.status:8}{one.check:18}{one.found}", *[f"{'':26}{one.remedy}"] * bool(one.remedy)]
+        lines = [f"{one.status:8}{one.check:20}{one.found}", *[f"{'':28}{one.remedy}"] * bool(one.remedy)]
         print("\n".join(re.sub(r"[^ -~]", "?", line) for line in lines), flush=True)  # a check may take a minute
     if failed := sum(one.status == FAILED for one in results):
         found = f"{failed} of {len(results)} checks failed; a run with this config would not work here"

@@ -498,7 +498,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--server", nargs="+", default=[], metavar="URL", help="own inference servers, instead of those of the run")
     helps = "scorers run without files and network: auto (as far as this machine can), require, or off"
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help=helps)
-    add("--code", nargs="+", action="extend", default=[], metavar="FOLDER", help=envs.CODE_HELP)
+    add("--code", **cli.FOLDERS, help=envs.CODE_HELP)
     add("--metrics", metavar="[HOST:]PORT", help="serve /metrics and /health there")
     add("--exit_with_parent", action="store_true", help="stop when standard input closes")
     args = parser.parse_args(argv)

@@ -45,8 +45,6 @@ class Store:
     lora: lora_lib.LoraConfig | None = None  # None: the policy has no adapters
 
     def __post_init__(self):
-        if self.quantization not in QUANTIZATIONS:
-            raise ValueError(f"quantize = {self.quantization!r} is unknown; choose one of {', '.join(QUANTIZATIONS)}")
         if self.quantization == "int4" and not self.is_output_major:
             found = "quantize = 'int4' is for a server on one CPU device whose layers are not stacked (scan_layers)"
             raise ValueError(f"{found}; choose int8")

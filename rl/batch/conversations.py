@@ -98,7 +98,8 @@ def parse(record: object) -> dict:
         record = {**record, "messages": [*map(_of_sharegpt, record["conversations"])]}
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(record, dict) or not isinstance(messages, list) or not messages:
-        found = "the row has no messages, nor a prompt with its completion"
+        names = f", only {', '.join(map(repr, record))}"[:99] if isinstance(record, dict) and messages is None else ""
+        found = f"the row has no messages, nor a prompt with its completion{names}"
         raise ValueError(f"{found}; write {{'messages': [{{'role': ..., 'content': ...}}]}}")
     if not isinstance(record.get("tools"), list | None):
         raise ValueError("tools is not a list; give function descriptions, or leave it out")

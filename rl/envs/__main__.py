@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     helps = "a model, or as config.tokenizer, for the lengths (default: that of --config, else byte_chatml, a token per byte)"
     add("--tokenizer", default="", help=helps)
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help="as config.trust.sandbox")
-    add("--code", nargs="+", action="extend", default=[], metavar="FOLDER", help="folders to import your code from")
+    add("--code", **cli.FOLDERS, help="folders to import your code from")
     hub_commands.add_check(commands)
     hub_commands.add_packages(commands)
     return cli.run(parser, argv, _run)

@@ -60,7 +60,7 @@ def _add_sampling(parser: argparse.ArgumentParser, split: str) -> None:
     add("--concurrency", type=int, default=32, help="requests at the same time")
     add("--give_up_s", type=float, default=600.0, help="seconds without an answer of the server")
     add("--sandbox", choices=sandbox_lib.MODES, default="auto", help="as config.trust.sandbox")
-    add("--code", nargs="+", action="extend", default=[], metavar="FOLDER", help="folders to import your code from")
+    add("--code", **cli.FOLDERS, help="folders to import your code from")
 
 
 def _endpoint(args) -> int:

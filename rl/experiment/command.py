@@ -41,8 +41,9 @@ def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts
 
     command_line.define(needs_workdir=needs_workdir)
     app.define_help_flags()
+    argv = ["--help" if word == "-h" else word for word in sys.argv]
     try:
-        rest = command_line.parse(sys.argv, is_complete=is_complete, has_rollouts=has_rollouts)
+        rest = command_line.parse(argv, is_complete=is_complete, has_rollouts=has_rollouts)
         cli.fail_for(f"argument {word!r} is not a flag; write --config.FIELD=VALUE" for word in rest[1:])
     except ValueError as error:
         _fail(str(error), 2)

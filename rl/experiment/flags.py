@@ -68,17 +68,19 @@ def parse(
         raise SystemExit(0) from None
     except Exception as error:
         found, config = _mistakes(error, argv, values)
-        cli.fail_for([*found, *(_of_config(config, is_complete, has_rollouts) if config else ())])
+        cli.fail_for([*found, *(_of_config(config, values, is_complete, has_rollouts) if config else ())])
     folders = [f"--code={folder} is not a folder; correct it" for folder in values.code if not os.path.isdir(folder)]
     unused = rules.without_effect(values.config, given(values))
-    cli.fail_for([*folders, *unused, *_of_config(values.config, is_complete, has_rollouts)])
+    cli.fail_for([*folders, *unused, *_of_config(values.config, values, is_complete, has_rollouts)])
     return rest
 
 
-def _of_config(config: config_dict.ConfigDict, is_complete: bool, has_rollouts: bool) -> Iterator[str]:
+def _of_config(
+    config: config_dict.ConfigDict, values: flags.FlagValues, is_complete: bool, has_rollouts: bool
+) -> Iterator[str]:
     yield from rules.mistakes(config, is_settled=False, has_rollouts=has_rollouts)
     if is_complete:
-        yield from rules.mistakes_outside(config)
+        yield from rules.mistakes_outside(config, values["workdir"].value or "" if "workdir" in values else "")
 
 
 def given(values: flags.FlagValues = flags.FLAGS) -> list[str]:

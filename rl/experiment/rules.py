@@ -136,14 +136,26 @@ def mistakes(config: config_dict.ConfigDict, *, is_settled: bool = True, has_rol
             yield message
 
 
-def mistakes_outside(config: config_dict.ConfigDict) -> Iterator[str]:
-    """Yields an error message for each environment, option of one, file of rows, and checkpoint that does not exist. Reads none of them."""
+def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Iterator[str]:
+    """Yields an error message for each environment, option of one, file of rows, and checkpoint that does not exist. Reads none of them.
+
+    Also for another checkpoint than that of the run in `workdir`, before it is downloaded.
+    """
     from rl import envs
 
+    if workdir and (pathlib.Path(workdir) / "metrics.jsonl").exists():
+        saved = atomic_file.read_json(pathlib.Path(workdir) / "config.json", dict)
+        own, first = config.init_from, saved.get("config", {}).get("init_from", "")
+        if saved and hub.without_revision(own) != hub.without_revision(first):
+            found = f"workdir {workdir} belongs to another config: init_from was {first!r}, now {own!r}"
+            yield f"{found}; give the fields of its last start: {saved.get('command')}"
+            return
     values = base_fields.flat(config.to_dict())
     for name, remedy in FILES.items():
         for path in values[name].split(",") if name == "warmup.data" else [values[name]]:
-            if (path := path.strip()).startswith((".", "/")) and not os.path.exists(path):
+            path = path.strip()
+            is_here = name == "init_from" and bool(path) and not (hub.is_id(path) or hub.is_url(path))
+            if (is_here or path.startswith((".", "/"))) and not os.path.exists(path):
                 yield f"{name} = {path!r} does not exist; {remedy}"
     folder = pathlib.Path(config.init_from)
     if (

@@ -284,7 +284,10 @@ def _check_same(path: pathlib.Path, experiment: experiment_lib.Experiment, free:
         both = experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment)
         old, new = (fields.get(names[0], "absent") for fields in both)
         found = f"belongs to another config: {names[0]} was {old!r}, now {new!r}; fields that differ: {len(names)}"
-        remedy = f"give the config of its first start, or go on from its newest policy: --config.init_from={path}"
+        command = atomic_file.read_json(path / "config.json", dict).get("command")
+        remedy = (
+            f"give the fields of its last start, {command}, or go on from its newest policy: --config.init_from={path}"
+        )
         raise ValueError(f"workdir {path} {found}; {remedy} with another --workdir")
 
 

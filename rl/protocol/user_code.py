@@ -79,7 +79,7 @@ def load(name: str) -> Callable:
         if other and pathlib.Path(other).resolve() != file.resolve() and name.partition(".")[0] not in OURS:
             raise ValueError(f"{place} needs the module {name} in {file}, but {other} is loaded; rename one of the two")
     if not callable(found := getattr(imported, function, None)):
-        raise ValueError(f"{place} has no function {function!r}; correct the name {name!r}")
+        raise ValueError(f"{place} has no function {function!r}; correct the name")
     return found
 
 

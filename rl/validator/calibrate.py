@@ -40,6 +40,7 @@ from rl.verification import measurement, run_bands, verifier
 from rl.verification import rules as rules_lib
 from sharding import broadcast, bucket
 from sharding import mesh as mesh_lib
+from sharding.system import cli
 
 DTYPES = ("float32", "bfloat16")
 WAIT_S = 3600.0
@@ -259,7 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, names = parser.add_argument, list(VARIANTS)
     add("--workdir", nargs="+", required=True, help="working directories of runs whose policies and tasks are used")
     add("--out", required=True, help="JSON file to write")
-    add("--code", nargs="+", action="extend", default=[], metavar="FOLDER", help=envs.CODE_HELP)
+    add("--code", **cli.FOLDERS, help=envs.CODE_HELP)
     add("--version", type=int, help="version of the published weights (default: the newest of each run)")
     add("--rollouts", type=int, default=512, help="number of rollouts per variant")
     add("--sampler_dtype", choices=DTYPES, help="dtype of the samplers (default: that of the run)")

@@ -231,7 +231,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slash", type=int, default=0, help="stake to take for an offense")
     add("--eject", action="store_true", help="eject a worker for an offense")
     add("--orchestrator", metavar="URL", help="sign in at this orchestrator, to be on its table of nodes")
-    add("--code", nargs="+", action="extend", default=[], metavar="FOLDER", help=envs.CODE_HELP)
+    add("--code", **cli.FOLDERS, help=envs.CODE_HELP)
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8300, help="port to listen on; 0 takes a free one")
     add("--address_file", help="file to write the URL to, once the service listens")

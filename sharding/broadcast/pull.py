@@ -199,19 +199,19 @@ def _wait(
     """Blocks until (epoch, version) of the newest version `is_new`, and returns it. Raises TimeoutError after `timeout_s`."""
     deadline_s, known = time.monotonic() + timeout_s, None
     while True:
-        newest, reason = None, ""
+        newest, reason = None, "start the publisher"
         try:
             newest = _newest(opened)
-        except FileNotFoundError:
-            pass
+        except FileNotFoundError as error:
+            reason = str(error)
         except (journal.Unavailable, head_lib.StaleHead, head_lib.ExpiredHead) as error:  # relays may be late
-            reason = f"; {error}"
+            reason += f"; {error}"
         if newest is not None and is_new(newest):
             return newest
         if time.monotonic() >= deadline_s:
             place, found = opened.stats()["source"], None if newest is None else newest[1]
             text = f"no {what} under {place} in {timeout_s} s (newest: {found})"
-            raise TimeoutError(f"{text}: start the publisher{reason}")
+            raise TimeoutError(f"{text}: {reason}")
         try:
             known = _await_change(opened, known, min(deadline_s, time.monotonic() + 1.0))
         except (journal.Unavailable, FileNotFoundError, head_lib.StaleHead, head_lib.ExpiredHead):

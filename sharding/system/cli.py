@@ -66,6 +66,17 @@ def json_object(text: str) -> dict:
     raise argparse.ArgumentTypeError(f'{text} is not a JSON object; write it as {{"enable_thinking": false}}')
 
 
+def folder(text: str) -> str:
+    """Returns the value of an option that names a folder. Raises ArgumentTypeError if there is none."""
+    if not os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a folder; correct it")
+    return text
+
+
+# Arguments of `add_argument` for an option with several folders, which may be repeated.
+FOLDERS: dict[str, Any] = {"type": folder, "nargs": "+", "action": "extend", "default": [], "metavar": "FOLDER"}
+
+
 def option(text: str, texts: Collection[str] = ()) -> tuple[str, object]:
     """Returns name and value of an argument OPTION=VALUE. Raises ValueError.
 

@@ -774,14 +774,19 @@ def test_other_code_than_that_of_the_run_is_refused_before_it_works(play, tmp_pa
     assert not played.leases and not played.requests
 
 
-def test_folders_of_repeated_options_add_up(monkeypatch):
+def test_folders_of_repeated_options_add_up(monkeypatch, tmp_path, capsys):
     """`--code a --code b`, as rl.train takes it, gave a worker only b."""
-    found = []
+    found, command = [], ["--orchestrator", "http://a", "--code", "a", "b", "--code=c"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        worker.main(command)
+    assert "error: argument --code: a is not a folder; correct it" in capsys.readouterr().err
+    [(tmp_path / name).mkdir() for name in "abc"]
 
     def make(*args, code, **options):
         found.extend(code)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(worker, "Worker", make)
-    assert worker.main(["--orchestrator", "http://a", "--code", "a", "b", "--code=c"]) == 130
+    assert worker.main(command) == 130
     assert found == ["a", "b", "c"]

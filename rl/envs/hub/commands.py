@@ -34,7 +34,7 @@ def add_check(commands) -> None:
     add("--floor", type=float, default=rules.FLOOR, help="largest mean reward of completions that answer nothing")
     add("--timeout_s", type=float, default=trial.Plan.timeout_s, help="seconds after which a trial fails")
     add("--seed", type=int, default=0, help="as config.seed")
-    add("--code", nargs="+", action="extend", default=[], metavar="FOLDER", help="folders to import your code from")
+    add("--code", **cli.FOLDERS, help="folders to import your code from")
     add("--report", metavar="FILE", help="write the report as JSON, signed by --key")
     add("--key", metavar="FILE", help="PEM file with the key that signs the report; created if it does not exist")
     add("--json", action="store_true", help="print the report as JSON")
@@ -98,9 +98,7 @@ def add_packages(commands) -> None:
     parser = commands.add_parser("info", help="describe an environment that is installed, or one of an index")
     parser.add_argument("name", help="as config.env.name, or, with --index, NAME or NAME@VERSION")
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="as config.env.options")
-    parser.add_argument(
-        "--code", nargs="+", action="extend", default=[], metavar="FOLDER", help="folders to import your code from"
-    )
+    parser.add_argument("--code", **cli.FOLDERS, help="folders to import your code from")
     text = "of a run (WORKDIR/ledger.db): print the environment's reputation in it"
     parser.add_argument("--ledger", metavar="DB", help=text)
     _add_index(parser)

@@ -193,8 +193,8 @@ def numbers(scores: dict) -> dict[str, float]:
     for name, value in scores.items():
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise TypeError(f"score returned the name {str(name)[:80]!r}; use 1 to {MAX_NAME} printable characters")
-        if not math.isfinite(value):
-            raise ValueError(f"score returned {name} = {value}; return finite numbers")
+        if isinstance(value, str | None) or not math.isfinite(value):
+            raise ValueError(f"score returned {name} = {str(value)[:80]}; return finite numbers")
     return {name: float(value) for name, value in scores.items()}
 
 

@@ -68,6 +68,8 @@ def test_the_first_token_never_trains():
 
 
 def test_conversations_that_cannot_train_are_refused():
+    with pytest.raises(ValueError, match="nor a prompt with its completion, only 'question', 'answer'; write"):
+        conversations.parse({"question": "x", "answer": "y"})
     with pytest.raises(ValueError, match="messages of user, none of roles .'assistant'"):
         conversations.tree(CHATML, [{"role": "user", "content": "x"}], max_length=99)
     with pytest.raises(ValueError, match="has [0-9]+ tokens, more than inference.max_model_len = 20"):

@@ -71,7 +71,7 @@ def test_all_mistakes_are_told_at_once_and_before_the_imports_that_take_seconds(
                 "--config.env.name=dataset",
                 "--config.env.options.path=/none.jsonl",
                 "--config.env.options.reward=numbr",
-                "--config.init_from=/none",
+                "--config.init_from=none",
             ],
             3,
         ),
@@ -205,7 +205,7 @@ NEAREST = {
 @pytest.mark.parametrize("wrong", NEAREST)
 def test_a_wrong_name_is_answered_with_its_path_and_the_nearest(wrong):
     with pytest.raises(ValueError, match=re.escape(NEAREST[wrong])):
-        parsed(f"--config={wrong}", "--workdir=w") if "configs" in wrong else quickstart_with(wrong)
+        parsed(f"--config={wrong}", "--workdir=w") if "=" not in wrong else quickstart_with(wrong)
 
 
 @pytest.mark.parametrize(

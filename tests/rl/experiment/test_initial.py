@@ -148,6 +148,9 @@ def test_a_wrong_folder_is_answered_in_one_line(tmp_path, text, words):
     found = [*rules.mistakes_outside(config)]  # before JAX is imported
     assert found == [str(error.value)] * ("mamba" not in words)
     (tmp_path / "config.json").unlink(missing_ok=True)
+    (gguf := tmp_path / "model.gguf").touch()
+    with pytest.raises(ValueError, match=f"config.json does not exist; for the GGUF file in this folder, give {gguf}"):
+        completed(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="init_from: .* has adapters alone; merge them into their checkpoint"):
         completed(tmp_path)

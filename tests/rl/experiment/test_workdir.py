@@ -4,7 +4,7 @@ import pytest
 
 from configs import quickstart
 from inference.rollouts import rollout as rollout_lib
-from rl.experiment import experiment
+from rl.experiment import experiment, rules
 from rl.experiment import workdir as run_directory
 
 
@@ -62,8 +62,14 @@ def test_a_kill_while_a_key_is_written_leaves_a_directory_that_is_taken(tmp_path
     other = quickstart.get_config()
     other.seed += 1
     (tmp_path / "checkpoints" / "0").mkdir(parents=True)  # metrics.jsonl was lost
-    with pytest.raises(ValueError, match="belongs to another config: seed was"):
+    with pytest.raises(ValueError, match="belongs to another config: seed was .* its last start, "):
         run_directory.open_workdir(tmp_path, experiment.resolve(other)).__enter__()
+    (tmp_path / "metrics.jsonl").touch()
+    for name in ("", "A/b"):  # before the repository is downloaded
+        other.init_from = name
+        found = [*rules.mistakes_outside(other, str(tmp_path))]
+        assert [*map(bool, found)] == [True] * bool(name)
+        assert not name or "init_from was '', now 'A/b'; give the fields of its last start: " in found[0]
 
 
 def test_a_run_keeps_to_the_commits_that_it_began_with(tmp_path):

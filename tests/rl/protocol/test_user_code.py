@@ -122,7 +122,7 @@ def test_of_two_folders_with_one_file_name_the_one_of_the_name_is_taken(project,
             "own_nonesuch:build",
             "module 'own_nonesuch' does not exist here or on the import path; correct the name, or add",
         ),
-        ("own_alone:bild", "own_alone.py has no function 'bild'; correct the name"),
+        ("own_alone:bild", "own_alone.py has no function 'bild'; correct the name$"),
         ("own_sums.parts:TOP", "parts.py has no function 'TOP'"),
         (
             "own_broken:build",

@@ -260,7 +260,9 @@ def test_missing_places(tmp_path):
             call(nowhere)
     with pytest.raises(FileNotFoundError, match="no version under"):
         broadcast.pull(tmp_path)
-    with pytest.raises(TimeoutError, match=r"no version >= 1 .*newest: None"):
+    with pytest.raises(
+        TimeoutError, match=r"no version >= 1 .*newest: None\): no broadcast directory .*nowhere: start"
+    ):
         broadcast.wait_for(nowhere, 1, timeout_s=0.1)
 
 

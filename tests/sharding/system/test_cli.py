@@ -61,7 +61,7 @@ def test_help_of_the_commands_with_a_config_lists_their_flags(name):
     def run(*argv):
         return subprocess.run([sys.executable, "-m", name, *argv], cwd=tiny_run.ROOT, capture_output=True, text=True)
 
-    helped, mistyped, missing = run("--help"), run("--wrokdir=x"), run()
+    helped, mistyped, missing = run("-h"), run("--wrokdir=x"), run()
     assert helped.returncode == 0 and "--config:" in helped.stdout and "--config.FIELD=VALUE" in helped.stdout
     assert ("--workdir:" in helped.stdout) == (name != "rl.plan")
     (line,) = mistyped.stderr.splitlines()

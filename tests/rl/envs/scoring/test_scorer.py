@@ -238,7 +238,7 @@ def test_printed_text_is_never_a_score(orders):
         ("give nan", "ValueError: score returned reward = nan; return finite numbers"),
         ("give text", "TypeError: score returned str; return a dict of at most 63 numbers"),
         ("give nothing", "TypeError: score returned the names [] without 'reward'; add the reward"),
-        ("give word", "TypeError: must be real number, not str"),
+        ("give word", "ValueError: score returned reward = x; return finite numbers"),
     ],
 )
 def test_a_completion_that_cannot_be_scored_gets_zeros_and_one_report(orders, order, report):
