@@ -375,23 +375,7 @@ def fields(experiment: Experiment) -> dict:
 
 def default_fields() -> dict:
     """Returns the fields of configs/base.py as plain JSON values, by dotted name."""
-    return flat(_defaults())
-
-
-def with_new_fields(saved: dict) -> dict:
-    """Returns a config that was saved as JSON, with the defaults of fields that did not exist at that time, without dropped ones."""
-    config = config_dict.ConfigDict(_defaults(), type_safe=False)
-    if not config.loss_options.keys() & saved["loss_options"].keys():  # replaced by those of a loss of one's own
-        config.loss_options = {}
-    config.env.max_calls = 1  # before environments had episodes of several calls
-    config.update(saved)
-    merged = config.to_dict()
-    merged["trust"].pop("check_fraction", None)  # until worker rates replaced it
-    return merged
-
-
-def _defaults() -> dict:
-    return json.loads(base_fields.config().to_json())
+    return flat(json.loads(base_fields.config().to_json()))
 
 
 def flat(tree: dict) -> dict:

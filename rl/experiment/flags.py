@@ -19,13 +19,16 @@ from absl import flags
 from ml_collections import config_dict, config_flags
 
 from rl.experiment import base_fields, rules
-from sharding.system import cli
+from sharding.system import atomic_file, cli
 
 PATHS = (  # fields with a path, or several with commas between them
     *("init_from", "tokenizer", "warmup.data", "objective.reference_model", "trust.bands", "trust.stake_ledger"),
     *("topology.compile_cache", "topology.control_token_file"),
 )
-CONFIG_HELP = "the experiment, a file of configs/; --config.FIELD=VALUE sets a field; all fields are listed below"
+CONFIG_HELP = (
+    "the experiment, a file of configs/, or by default that of the run in --workdir; --config.FIELD=VALUE sets a field; "
+    "all fields are listed below"
+)
 CODE_HELP = "a folder to import your own code from (environment, loss, advantage, metrics); may be repeated"
 WORKDIR_HELP = "directory of the run, or its gs:// or s3:// URL: checkpoints, weights, rollouts, metrics, report"
 
@@ -51,8 +54,11 @@ def parse(
     """Parses the command line; returns the program's name and the arguments that are not flags.
 
     Raises ValueError with all mistakes in it, and in the config (`rules.mistakes`), a line for each; with `is_complete`, also of
-    environments, data, and checkpoints that do not exist.
+    environments, data, and checkpoints that do not exist. Without --config, the config is that of the run in --workdir.
     """
+    folder = os.path.expanduser((_values(argv, "workdir") or [""])[-1])
+    if folder and not _values(argv, "config") and os.path.isfile(file := os.path.join(folder, "config.json")):
+        argv = [argv[0], f"--config={file}", *argv[1:]]
     try:
         sys.path += _values(argv, "code")  # before the config file, which may need it
         rest = values(argv)
@@ -104,7 +110,7 @@ def _read_config(read: Callable[[str], Any], path: str) -> Any:
 
     Options belong to an environment: if the command line names another one, those of the file are dropped.
     """
-    config = read(path)
+    config = _saved(path) if path.endswith(".json") else read(path)
     names = _values(sys.argv, "config.env.name")
 
     def value(field: str, name: str) -> Any:
@@ -136,6 +142,21 @@ def _read_config(read: Callable[[str], Any], path: str) -> Any:
                 own = _values(sys.argv, f"config.envs.{sections[1]}.name") or [config.envs[sections[1]].get("name", "")]
                 section[field] = value(path, own[-1])
     return config
+
+
+def _saved(path: str) -> config_dict.ConfigDict:
+    """Returns the config in the config.json of a run. Raises ValueError if it has none, or functions of a config file."""
+    if not (fields := atomic_file.read_json(pathlib.Path(path), dict).get("config")):
+        raise ValueError(f"{path} is not the config.json of a run; give that, or a file of configs/")
+    if fields["rl"]["loss_function"]:
+        raise ValueError(f"the run of {path} has functions of its config file; give that file")
+    saved = base_fields.with_new_fields(fields)
+    for name, default in base_fields.flat(base_fields.config().to_dict()).items():
+        if isinstance(default, tuple):  # a list in JSON
+            section, *sections, field = name.split(".")
+            values = functools.reduce(dict.__getitem__, sections, saved[section])
+            values[field] = tuple(values[field])
+    return config_dict.ConfigDict(saved)
 
 
 def _values(argv: list[str], name: str) -> list[str]:

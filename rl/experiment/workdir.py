@@ -13,6 +13,7 @@ from importlib import metadata
 
 from inference.rollouts import rollout as rollout_lib
 from models import hub, lora
+from rl.experiment import base_fields
 from rl.experiment import experiment as experiment_lib
 from rl.ledger import run_ledger
 from rl.protocol import env_mix
@@ -130,7 +131,7 @@ def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
 def saved_config(path: pathlib.Path) -> dict:
     """Returns the resolved config that a run saved in its work directory, with new fields. Raises ValueError if there is none."""
     try:
-        saved = experiment_lib.with_new_fields(json.loads((path / "config.json").read_text())["config"])
+        saved = base_fields.with_new_fields(json.loads((path / "config.json").read_text())["config"])
         experiment_lib.flat(saved)
         return saved
     except json.JSONDecodeError as error:

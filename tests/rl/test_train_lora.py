@@ -2,6 +2,7 @@
 
 import contextlib
 import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -50,8 +51,7 @@ def test_adapters_train_publish_resume_and_export(tmp_path):
             kernel = kernel + 8.0 / 4 * np.einsum(small_learner.PRODUCTS[kind], a, b)
         exported[name] = kernel
 
-    argv = [*tiny_run.command(resumed, module="rl.export", rl__num_steps=4, **FIELDS), "--step=newest"]
-    argv.append(f"--output={tmp_path / 'exported'}")
+    argv = [sys.executable, "-m", "rl.export", f"--workdir={resumed}", f"--output={tmp_path / 'exported'}"]
     result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     found = leaves(hf.load(tmp_path / "exported")[1])

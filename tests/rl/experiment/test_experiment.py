@@ -115,6 +115,23 @@ def test_a_python_without_jax_is_one_line():
     assert subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, timeout=60).returncode == 0
 
 
+@pytest.mark.parametrize("file", ["configs/quickstart.py", "examples/mix.py"])
+def test_a_command_without_a_config_takes_that_of_the_run(file, tmp_path):
+    exp = experiment.resolve(parsed(f"--config={file}", "--workdir=w", "--config.warmup.roles=('user',)"))
+    with run_directory.open_workdir(tmp_path, exp):
+        pass
+    ways = {(f"--workdir={tmp_path}", "--config.seed=3"): 3, (f"--config={tmp_path}/config.json", "--workdir=w"): 0}
+    for arguments, seed in ways.items():
+        found = experiment.resolve(parsed(*arguments))
+        assert experiment.fields(found) == experiment.fields(exp) | {"seed": seed}
+        assert found.config.warmup.roles == ("user",)  # a list in JSON
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match="config.json is not the config.json of a run; give that, or a file of configs/"
+    ):
+        parsed(f"--workdir={tmp_path}")
+
+
 def test_leftovers_of_a_config_file_and_neutral_values_are_no_mistakes(tmp_path):
     assert quickstart_with("warmup.data=f", "warmup.decoy_fraction=0").warmup.data == "f"
 
