@@ -148,6 +148,10 @@ class WorkerHealth:
         is_waiting = len(used) < len(self._places)  # for its own group, or for the end of its lease
         return int(not is_waiting and not held(worker) and used.count(network) < free)
 
+    def newcomers(self) -> frozenset[str]:
+        """Returns the newcomers that may have a lease."""
+        return frozenset(place.worker for place in self._places)
+
     def may_lease(self, worker: str, key: lease.Key, now_s: float) -> bool:
         """Returns False for a group that this worker lost or that is kept for known workers, if one may have it and is active."""
         if now_s < self._pauses.get(key, (0, 0.0))[1]:
@@ -220,7 +224,7 @@ class WorkerHealth:
     def rate(self, worker: str) -> float:
         """Returns the probability with which a group of this worker must be verified before it is trained on."""
         one = self._of(worker)
-        # Limits are loose until then, so that no replay under them earns a stranger trust.
+        # Limits are loose until then.
         is_needed = (self._is_stranger_waiting or self.is_stranger(worker)) and self._is_measuring()
         if one.is_suspect or self.is_banned(worker) or is_needed:
             return 1.0
@@ -228,8 +232,8 @@ class WorkerHealth:
         return check_rate.rate(check_rate.reputation(record), self._min_rate)
 
     def verified(self, worker: str) -> None:
-        """Records that a group of this worker passed a replay."""
-        self._workers[worker].num_verified += 1
+        """Records that a group of this worker passed a replay. One of a stranger under limits that are still measured earns no trust."""
+        self._workers[worker].num_verified += not (self.is_stranger(worker) and self._is_measuring())
 
     def trained_unverified(self, worker: str, step: int) -> None:
         """Records that batch `step`, the newest, contains a group of this worker that was not verified."""

@@ -64,7 +64,8 @@ class Measured:
         proofs = toploc.split(one.rollout.proofs, num_rows, dim)
         if proofs and isinstance(proofs, list) and len(self.chunks) < OTHER_TEXTS:
             prompt = one.rollout.tokens[: one.rollout.prompt_length].tobytes()
-            self.chunks.setdefault((min(num_rows, 32), prompt), (one.hidden_ND[:32], proofs[0]))
+            # A copy: a view would keep the states of all tokens.
+            self.chunks.setdefault((min(num_rows, 32), prompt), (one.hidden_ND[:32].copy(), proofs[0]))
         # Limits are per 128 values; a short tail of a small model has fewer.
         sizes = [min(128, min(32, num_rows - start) * dim) for start in range(0, num_rows, 32)]
         for result, size in zip(one.proofs, sizes, strict=False):

@@ -91,7 +91,10 @@ class RunBands:
         return self.file is None or bool(self.bands)
 
     def add(self, replayed: Sequence[replay.Replayed]) -> bool:
-        """Adds accepted replays of which a node answers for each (`Rollout.worker`). Returns True if that completes the measurement."""
+        """Adds accepted replays by the workers that handed them in. Returns True if that completes the measurement.
+
+        A stranger could choose among the samples of an own server, and an invited worker may use one that is only registered.
+        """
         if not self.is_measuring:
             return False
         for one in replayed:

@@ -107,14 +107,15 @@ class Validator:
         All rollouts must have passed `check_without_weights`. The verdict is "weights" (not the worker's fault) if the weights
         of a policy version that the rollout names are not available.
         """
-        rollouts = self.evidence.attributed(rollouts)
+        handed_in, rollouts = rollouts, self.evidence.attributed(rollouts)
+        nodes = [rollout.worker for rollout in rollouts]  # that answer for them
         found: list[tuple[checks.Verdict, sequential_test.Evidence | None]] = []
-        while len(found) < len(rollouts):
-            rest = rollouts[len(found) :]
+        while (start := len(found)) < len(rollouts):
+            rest = handed_in[start:]
             longest = np.maximum.accumulate([len(rollout.tokens) for rollout in rest])
             padded = longest * np.arange(1, len(rest) + 1)
             num = max(1, int(np.searchsorted(padded, rules_lib.MAX_REPLAY_TOKENS, side="right")))
-            found += self._check_batch(rest[:num])
+            found += self._check_batch(rest[:num], nodes[start : start + num])
         groups = collections.defaultdict(list)
         for rollout, (_, evidence) in zip(rollouts, found, strict=True):
             groups[rollout.step, rollout.task.group, rollout.worker].append((rollout, evidence))
@@ -175,32 +176,33 @@ class Validator:
             raise WeightsUnavailable(str(error)) from error
 
     def _check_batch(
-        self, rollouts: Sequence[rollout_lib.Rollout]
+        self, rollouts: Sequence[rollout_lib.Rollout], nodes: Sequence[str]
     ) -> list[tuple[checks.Verdict, sequential_test.Evidence | None]]:
-        """Replays rollouts together. Returns the verdict on each one alone, with its evidence if it is accepted."""
+        """Replays rollouts, for which `nodes` answer, together. Returns the verdict on each one alone, with its evidence if it is accepted."""
         try:
             replayed = self.replay(rollouts)
         except WeightsUnavailable as error:  # any other error is a bug, which must not be blamed on the weights
             if len(rollouts) == 1:
                 return [(checks.Verdict("weights", f"a version that it names is not available ({error})"), None)]
-            return [self._check_batch([rollout])[0] for rollout in rollouts]  # one bad claim must not fail the others
-        judged = [self._judge(one) for one in replayed]
+            # One bad claim must not fail the others.
+            return [self._check_batch([rollout], [node])[0] for rollout, node in zip(rollouts, nodes, strict=True)]
+        judged = [self._judge(one, node) for one, node in zip(replayed, nodes, strict=True)]
         if self._bands and self._bands.add([one for verdict, one in judged if verdict.accepted]):
             assert self._bands.bands is not None
             self.rules = dataclasses.replace(self.rules, tolerance=self._bands.tolerance, bands=self._bands.bands)
             self.evidence.set_bands(self._bands.bands)
         return [(verdict, one.evidence if verdict.accepted else None) for verdict, one in judged]
 
-    def _judge(self, one: replay_lib.Replayed) -> tuple[checks.Verdict, replay_lib.Replayed]:
-        """Returns the verdict on one rollout alone. The run's own nodes are judged by the loosest limits if they break others."""
+    def _judge(self, one: replay_lib.Replayed, node: str) -> tuple[checks.Verdict, replay_lib.Replayed]:
+        """Returns the verdict on one rollout of `node` alone. The run's own are judged by the loosest limits if they break others."""
         verdict = checks.first_failure(checks.WITH_WEIGHTS, one, self.rules)
-        if verdict.accepted or not self._bands or one.rollout.worker not in self._bands.own:
+        if verdict.accepted or not self._bands or node not in self._bands.own:
             return verdict, one
         loose = dataclasses.replace(self.rules, tolerance=self._bands.loosest, bands=None)
         (again,) = self.replay([one.rollout], loose)
         found = checks.first_failure(checks.WITH_WEIGHTS, again, loose)
         if found.accepted:
-            self.evidence.notify(one.rollout.worker, str(verdict))
+            self.evidence.notify(node, str(verdict))
         return found, again
 
 

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from ml_collections import config_dict
 
 from inference.rollouts import rollout as rollout_lib
 from rl.verification import evidence_log, run_bands, sequential_test, verifier
@@ -22,10 +23,12 @@ def make(tmp_path, monkeypatch):
     monkeypatch.setattr(run_bands, "MIN_ROLLOUTS", 16)
     monkeypatch.setattr(run_bands, "MIN_GROUPS", 2)
 
-    def one(own=(doubles.NODE.worker,), dtype="float32"):
-        config, lines, flagged = doubles.experiment(dtype, 2).config, [], []
+    def one(own=(doubles.NODE.worker,), dtype="float32", servers=(), invited=()):
+        config, lines, flagged = config_dict.ConfigDict(doubles.experiment(dtype, 2).config), [], []
+        config.topology.workers = invited
         bands = run_bands.RunBands.of(config, tmp_path, own=own, on_note=lines.append)
         options = {"own": own, "convicts": bands.bands is not None, "on_flagged": lambda *of: flagged.append(of)}
+        options["servers"] = servers
         evidence = evidence_log.EvidenceLog(bands.bands, **options)
         exp, rules = doubles.experiment(), doubles.prescribed(2)
         return (
@@ -96,6 +99,19 @@ def test_a_damaged_file_is_named(make, tmp_path, body):
     (tmp_path / run_bands.FILE).write_bytes(body)
     with pytest.raises(ValueError, match=r"bands.json.*; (it must be JSON; )?correct or remove it"):
         make()
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_run_measures_what_its_workers_hand_in_whatever_server_signs_it(make, is_remote):
+    """Attack: a stranger chooses among an own server's samples. In remote mode, registered servers left nothing to measure: strangers waited for ever."""
+    server, node = rollout_lib.WorkerKey.generate().worker, doubles.NODE.worker
+    named = {"own": (), "invited": (node,)} if is_remote else {"own": (node, server)}
+    bands, validator, *_ = make(servers=(server,), **named)
+    signed = [dataclasses.replace(r, server=server, server_signature=bytes(64)) for r in honest()]
+    assert all(verdict.accepted for verdict in validator.check_with_weights(of_stranger(signed)))
+    assert bands.is_measuring and not bands.measured.num_rollouts
+    assert all(verdict.accepted for verdict in validator.check_with_weights(signed))
+    assert not bands.is_measuring and not {node, STRANGER.worker} & validator.evidence.tests.keys()
 
 
 def test_statistics_do_not_end_a_run_by_its_own_workers(make):
