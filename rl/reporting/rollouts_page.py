@@ -29,6 +29,7 @@ from rl.protocol import env_mix
 from rl.reporting import page
 
 MAX_GROUPS, NUM_BINS, MAX_TASKS = 16, 10, 64
+MAX_REWARD = 1e30  # in means and ranges: a claim that our scorer had no time to compare may be any number
 # A token's color is the class and the first limit that is at least its value. The noise is negative: -7 has a probability of 0.1 %.
 COLORS: dict[str, tuple[str, tuple[float, ...]]] = {
     "logprob": ("p", (-4.0, -2.0, -0.7, -0.1)),
@@ -124,7 +125,7 @@ def of_step(
         step=step,
         groups=shown,
         num_groups=len(groups),
-        bins=_histogram([one.reward for one in found if one.branch == 0]),
+        bins=_histogram([_bounded(one.reward) for one in found if one.branch == 0]),
         tasks=_tasks(groups),
         links=links,
         is_live=bool(source.noise),
@@ -151,11 +152,15 @@ def _tasks(groups: Sequence[Sequence[rollout_lib.Rollout]]) -> list[dict[str, An
     for group in groups:
         first = [one for one in group if one.branch == 0]
         parts = {name for one in first for name in one.rewards} - {"reward"}
-        means = {name: statistics.fmean(one.rewards.get(name, 0.0) for one in first) for name in sorted(parts)}
-        mean = statistics.fmean(one.reward for one in first)
+        means = {n: statistics.fmean(_bounded(one.rewards.get(n, 0.0)) for one in first) for n in sorted(parts)}
+        mean = statistics.fmean(_bounded(one.reward) for one in first)
         name = f"{first[0].task.env}, task {first[0].task.index}"
         found.append({"name": name, "mean": mean, "parts": means, "count": len(first)})
     return sorted(found, key=lambda one: one["mean"])[:MAX_TASKS]
+
+
+def _bounded(reward: float) -> float:
+    return min(max(reward, -MAX_REWARD), MAX_REWARD)
 
 
 def _verdicts(workdir: pathlib.Path, step: int) -> dict[int, list[dict[str, Any]]]:

@@ -109,6 +109,18 @@ def test_the_page_shows_new_steps_and_runs_nothing_of_strangers(serve, workdir, 
     assert "31 RL steps" in httpx.get(url + path).text
 
 
+def test_rewards_of_any_size_have_a_page(workdir):
+    """Attack: a claim of 1.7e308 for a sample that the scorer has no time for is accepted as 0, and ended the report of the run by an overflow."""
+    claims = [(-1) ** n * (1.7e308 - n * 1e300) for n in range(12)]
+    rollouts = [
+        dataclasses.replace(rollout_files.make(n, step=3), reward=x, rewards={"reward": x, "part": 1.7e308})
+        for n, x in enumerate(claims)
+    ]
+    parquet.write(workdir / "rollouts" / "step_3" / "accepted.parquet", rollouts)
+    page = rollouts_page.of_step(workdir, rollouts_page.Source(lambda ids: ""))
+    assert "1e+30" in page and page.count("<article>") == 1
+
+
 def test_rollouts_are_shown_by_group_and_escaped(serve, workdir):
     url, _ = serve()
     for query in ("", "?step=1", "?step=99", "?step=2&first=1000"):
