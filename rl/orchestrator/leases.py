@@ -69,7 +69,7 @@ class Leases:
                     self._expire(lease, now_s, "lease_void" if is_void else "lease_expired", blame=not is_void)
                     if not is_done:
                         self.shared.health.returned(key, now_s)
-                    if self.shared.health.is_known(worker):
+                    if not self.shared.health.is_stranger(worker):  # a few of those could end the run
                         self._note_cause(worker, env, key, problem, now_s)
             self.shared.health.seen(worker, now_s)
             groups = [] if self.shared.is_ended else self._lease(worker, capacity, network, now_s, begun_us)
@@ -80,9 +80,9 @@ class Leases:
             return groups
 
     def _note_cause(self, worker: str, env: str, key: queue_entry.Key, problem: str, now_s: float) -> None:
-        """Gives an environment up if all workers with a record give its groups back for one and the same cause."""
+        """Gives an environment up if all invited workers give its groups back for one and the same cause."""
         workers, health = self.nodes.healthy("worker"), self.shared.health
-        active = [one for one in workers if health.is_known(one) and not health.is_banned(one)]
+        active = [one for one in workers if one in health.invited and not health.is_banned(one)]
         if self.give_backs.is_hopeless(worker, env, key, problem, active, now_s) and env not in self.left_out:
             self._give_up(env, problem)
 
@@ -143,10 +143,16 @@ class Leases:
 
     def _free_samples(self, worker: str) -> float:
         """Returns of how many more samples the servers let a worker hold leases; each worker may hold one group."""
-        if worker in (own := self.nodes.own_servers):
+        if worker in self.nodes.own_servers:
             return math.inf
-        free = self.nodes.max_samples() - self.shared.queue.leased_samples_but(own)
+        free = self.nodes.max_samples() - self._leased_samples(worker)
         return free if self.shared.queue.num_leases(worker) else max(free, 1)
+
+    def _leased_samples(self, worker: str) -> int:
+        """Returns the samples of leases that leave a worker less of the run's servers: those of newcomers, which cost them nothing, no known one."""
+        is_known = self.shared.health.is_known(worker)
+        others = self.nodes.own_servers | (self.shared.health.newcomers() if is_known else frozenset())
+        return self.shared.queue.leased_samples_but(others)
 
     def beat(self, key: str, role: str, report: registry.Report, holding: Sequence[queue_entry.Key], *, leaving: bool):
         """Records a heartbeat; renews the leases of a worker that it still works on, or takes all back if it is `leaving`.
@@ -177,7 +183,7 @@ class Leases:
         """Returns the servers that a worker may use now, with limits in proportion to its leases."""
         with self.shared.changed:
             held = self.shared.queue.leased_samples(worker)
-            total = self.shared.queue.leased_samples_but(self.nodes.own_servers)
+            total = self._leased_samples(worker)
         return self.nodes.servers(min(max(held, 1) / max(total, 1), 1.0))
 
     def tick(self, now_s: float) -> None:

@@ -269,14 +269,16 @@ class Submissions:
         return _known(f"refused: {reason}")
 
     def _queue_checks(self, jobs: Sequence[_Job]) -> None:
-        """Has groups of one worker checked in a thread, which costs less for several together."""
+        """Has groups of one worker checked in a thread, which costs less for several together. Newcomers share two of the threads."""
 
         def end(check: Future) -> None:
             for job in jobs if check.cancelled() else ():
                 job.reply.cancel()
 
         if jobs:
-            self._checkers.submit(jobs[0].entry.worker, self._check_some, jobs).add_done_callback(end)
+            worker = jobs[0].entry.worker
+            client = worker if self.shared.health.is_known(worker) else "newcomers"
+            self._checkers.submit(client, self._check_some, jobs).add_done_callback(end)
 
     def _check_some(self, jobs: Sequence[_Job]) -> None:
         """Checks groups for `TURN_S`, and queues the others again: a slow scorer must not hold up other workers."""

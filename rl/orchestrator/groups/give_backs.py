@@ -3,8 +3,8 @@
 1. A worker that gives a group back names the cause. Causes of environments begin with registry.OF_ENVIRONMENT; those of servers,
    networks, and disks do not, and pass.
 2. The first time that a worker with a record reports a cause, a line for people names it.
-3. An environment is hopeless if groups of it were given back `LEAST` times, by each active worker (or by `WORKERS` of them) with one
-   and the same cause, for `PATIENCE_S` without a finished group. One that worked before may be away for longer (`AWAY_S`); so long a
+3. An environment is hopeless if groups of it were given back `LEAST` times, by each active worker that was invited (or by `WORKERS` of
+   them) with one and the same cause, for `PATIENCE_S` without a finished group. One that worked before may be away for longer (`AWAY_S`); so long a
    single group of it may fail, too.
 """
 

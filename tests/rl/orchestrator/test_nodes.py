@@ -440,6 +440,36 @@ def test_groups_that_all_workers_give_back_for_one_cause_of_their_environment_en
         assert orchestrator._failure is None
 
 
+def test_strangers_that_give_groups_back_end_no_run(make, monkeypatch):
+    """Attack: five keys with two accepted groups each ended a run, after a restart within seconds, although its own workers worked."""
+    monkeypatch.setattr(give_backs, "PATIENCE_S", 0.0)
+    orchestrator = make()
+    orchestrator.publish(timeline.Policy(0, 0))
+    for key in (KEY, *(rollout_lib.WorkerKey.generate() for _ in range(5))):
+        node = Node(orchestrator, key)
+        node.beat()
+        if key is not KEY:
+            orchestrator._health._set_record(key.worker, 2)
+            (group,) = node.lease()
+            node.lease(0, returned=[group.key], problem="environment toys: this text is free")
+    assert orchestrator._failure is None and not orchestrator.leases.give_backs._times  # no memory, either
+
+
+def test_leases_of_newcomers_take_no_samples_from_known_workers(make):
+    """Attack: fresh keys that held a quarter of the groups, idle, left each honest worker one group at a time, and a part of each server."""
+    orchestrator = make(mode="remote", server_keys=(SERVER.worker,), heartbeat_s=5.0)
+    policy = timeline.Policy(0, 0)
+    orchestrator.publish(policy)
+    Node(orchestrator, SERVER, "server").beat(url="http://s:1", policy=policy, load=registry.Load(capacity=4))
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(4.0)
+    orchestrator._share.room = lambda *args: 100
+    new, worker = Node(orchestrator, STRANGER), Node(orchestrator, KEY)
+    # Groups of two samples, in all twice as many as the server runs.
+    assert len(new.lease(6)) == 1 and len(worker.lease(6)) == 4
+    orchestrator.nodes._limits[SERVER.worker] = request_limit.State(20.0)
+    assert [by.beat()["servers"][0]["limit"] for by in (new, worker)] == [4, 20]
+
+
 def test_the_operator_gets_the_table_of_nodes_and_nobody_else(make, monkeypatch):
     orchestrator = make(mode="remote", server_keys=(SERVER.worker,))
     orchestrator.publish(timeline.Policy(0, 3))

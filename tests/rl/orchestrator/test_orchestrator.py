@@ -1021,6 +1021,30 @@ def test_an_environment_that_no_worker_can_make_is_left_out_of_a_mixture(make, t
         orchestrator.next_batch(1)
 
 
+def test_slow_checks_of_newcomers_hold_up_no_known_worker(make):
+    """Attack: completions of fresh keys on several networks, each of which takes a scorer's whole time limit, kept all threads."""
+    release, known = threading.Event(), (KEY.worker, OTHER.worker)
+
+    def screen(rollouts, split):
+        assert rollouts[0].worker in known or release.wait(WAIT_S)
+        return checks.OK, {}
+
+    orchestrator = make(screen=screen, rl__prompts_per_step=16)
+    publish(orchestrator, 0)
+    waiting = []
+    for number in range(submissions.NUM_CHECKS):
+        key = rollout_lib.WorkerKey.generate()
+        (group,) = orchestrator.leases.lease(key.worker, 1, f"network {number}")
+        rows = parquet.to_bytes([rollout_lib.sign(r, key) for r in answers(group)])
+        waiting += orchestrator.submit(parquet.decode(rows)).values()
+    try:
+        assert submit(orchestrator, answers(lease(orchestrator, 1)[0])) == "accepted"
+        assert not any(reply.done() for reply in waiting)
+    finally:
+        release.set()
+    assert [reply.result(WAIT_S) for reply in waiting] == ["quarantined"] * len(waiting)
+
+
 def test_a_run_whose_scorer_fails_for_most_samples_ends_with_the_first_error(make):
     def failed(rollouts, split):
         return checks.OK, {r.sample: {"reward": 0.0, "error": float(r.task.group < 2)} for r in rollouts}
