@@ -37,6 +37,7 @@ from inference.rollouts import kept_sets, parquet
 from inference.rollouts import rollout as rollout_lib
 from inference.server import metrics_routes, web
 from inference.swarm import sample as sample_lib
+from models import hub
 from models.text import tokenizer as tokenizer_lib
 from rl import envs
 from rl.envs.foreign import host as foreign_host
@@ -176,6 +177,10 @@ class Worker:
                 if trusted is None:
                     trusted = session.run
                     cli.note(f"working for run {trusted}, the first that answered; --run {trusted} accepts no other")
+                where = str(description.get("tokenizer"))
+                if not self.trusted and hub.is_url(where):  # it may be any bucket, of any size
+                    found = f"the run's tokenizer is {where[:200]!r}, to be downloaded with your credentials"
+                    raise ValueError(f"{found}; add --run {session.run} if you trust it")
                 lasting = {name: value for name, value in description.items() if name not in signed_session.CHANGING}
                 if lasting != described:  # else the environments and their scorers stay
                     for run in runs.values():

@@ -335,6 +335,17 @@ def test_the_api_key_goes_only_to_servers_of_a_run_that_the_user_named(play, mon
     assert played.api_keys == (["Bearer secret"] if run else [None])
 
 
+def test_a_tokenizer_in_a_bucket_is_downloaded_only_for_a_run_that_the_user_named(play, monkeypatch):
+    """Attack: any run could have a worker download a bucket of any size, with the worker's credentials."""
+    monkeypatch.setattr(worker, "read_runs", lambda body, *_: pytest.fail("it was read"))
+    played = play(GROUP)
+    played.described = {"tokenizer": "s3://bucket/run"}
+    with pytest.raises(ValueError, match=f"'s3://bucket/run', .* credentials; add --run {RUN.worker}"):
+        work_until(played, lambda: False, run=None)
+    with pytest.raises(pytest.fail.Exception, match="it was read"):
+        work_until(played, lambda: False)
+
+
 def test_a_proof_of_work_is_computed_once(play, monkeypatch):
     """Sessions of one worker share the proof for a run and number of bits."""
     hashed, is_work, counts = [], lease.is_work, []
