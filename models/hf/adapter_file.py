@@ -23,6 +23,7 @@ from sharding.format import chunks
 from sharding.system import atomic_file
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MAX_ALPHA = 2**20
 PREFIX, ENDS = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 # Fields of PEFT's config that change the product, with the values that do not.
 PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False, "fan_in_fan_out": False}
@@ -89,9 +90,9 @@ def load(path: str | pathlib.Path, model: config_lib.ModelConfig) -> dict[tensor
     wrong = {n: fields[n] for n, value in PLAIN.items() if fields.get(n, value) != value}
     wrong |= {n: fields[n] for n in EMPTY if fields.get(n)}
     alpha = fields.get("lora_alpha")
-    if wrong or type(alpha) not in (int, float) or not math.isfinite(alpha):
+    if wrong or type(alpha) not in (int, float) or not abs(alpha) <= MAX_ALPHA:
         name, value = next(iter(wrong.items()), ("lora_alpha", alpha))
-        found = f"{path / CONFIG} has {name} = {str(value)[:80]}, and only plain LoRA runs next to the base"
+        found = f"{path / CONFIG} has {name} = {value!r:.80}, and only plain LoRA runs next to the base"
         raise ValueError(f"{found}; merge the adapter into a checkpoint")
     reader, adapters = safetensors_file.Reader(path, in_memory=True), {}
     known, specs = tensor_names.tensors(model), tensor_names.leaves(transformer.specs(model))
@@ -108,13 +109,15 @@ def load(path: str | pathlib.Path, model: config_lib.ModelConfig) -> dict[tensor
         if not rank or shapes != [[rank, tensor.shape[1]], [tensor.shape[0], rank]]:
             found = f"{path / FILE} has lora_A {shapes[0]} and lora_B {shapes[1]} for {kernel}, which is {list(tensor.shape)} here"
             raise ValueError(f"{found}; give an adapter of this base model")
-        a, b = (np.asarray(reader.tensor(n), np.float32) for n in pair)
-        if not (chunks.is_finite(a) and chunks.is_finite(b)):
+        scale, shape = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank), specs[parts[0].path].shape
+        with np.errstate(over="ignore", invalid="ignore"):
+            a, b = (np.asarray(reader.tensor(n), np.float32) for n in pair)
+            b = np.float32(scale) * b
+        if not (chunks.is_finite(a) and chunks.is_finite(b)):  # 0 times it is NaN, in the rows of other adapters
             raise ValueError(f"{path / FILE} has NaN or infinity for {kernel}; train it again")
         left -= {*pair}
-        scale, shape = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank), specs[parts[0].path].shape
         _, split = rules.matrix_dims(specs[parts[0].path])
-        a, b = a.T.reshape(*shape[:split], rank), (np.float32(scale) * b).T.reshape(rank, *shape[split:])
+        a, b = a.T.reshape(*shape[:split], rank), b.T.reshape(rank, *shape[split:])
         adapters[parts[0].path] = {"a": a, "b": b}
     if left or not adapters:
         found = f"the tensor {min(left)}" if left else f"no tensor *{ENDS[0]}"

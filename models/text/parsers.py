@@ -144,7 +144,9 @@ def _split_marked(
     It returns (calls, end of the closing marker), or no calls for text that stays content, with an end of -1 if more text may complete it.
     """
     content, calls, at, searched = [], [], 0, 0
-    while (start := text.find(OPEN, searched)) >= 0:
+    # Else each of many opening marks would be searched to the end.
+    last = text.rfind(CLOSE) if final else len(text)
+    while 0 <= (start := text.find(OPEN, searched)) < last:
         searched = start + len(OPEN)
         found, end = read(text, searched)
         if end < 0 and not final:

@@ -21,6 +21,7 @@ SCALARS = {code: np.dtype(name) for code, name in enumerate(DTYPES) if name != "
 MAX_ENTRIES = 2**17  # of the metadata, and of the table of tensors
 MAX_TEXTS = 2**22  # in arrays: the largest vocabularies have 2^18 tokens and 2^19 merges
 MAX_TEXT_BYTES = 2**24
+MAX_HEADER_BYTES = 2**28  # 8 MB with 128,000 tokens
 MAX_DIMS = 4  # of a tensor, as in ggml
 
 
@@ -146,5 +147,7 @@ class _Parser:
         left = len(self.mapped) - self.at
         if size > left:
             raise _Malformed(f"its header needs {size} bytes at {self.at}, and the file has {left}: it is truncated")
+        if self.at + size > MAX_HEADER_BYTES:
+            raise _Malformed(f"its header is longer than {MAX_HEADER_BYTES} bytes")
         self.at += size
         return self.mapped[self.at - size : self.at]

@@ -35,7 +35,7 @@ _REWRITES = [
         (r"\\pm(?![a-zA-Z])", "±"),
         (r"\\pi(?![a-zA-Z])", "π"),
         (r"\^\s*\{?\\circ\}?", "°"),
-        (rf"√\s*[\d.]+|\\sqrt\s*(?:\[[^\[\]]*\])?\s*{_GROUP}", _NO_VALUE),
+        (rf"√\s*[\d.]+|\\sqrt\s*(?:\[[^\[\]]*\]\s*)?{_GROUP}", _NO_VALUE),
         (rf"\\[dtc]?frac\s*{_GROUP}\s*{_GROUP}", lambda found: _fraction(found)),
         (r"([\^_])\s*\{([^{}]*)\}", r"\1\2"),
         (r"(?<![\w)])\*\*|\*\*(?![\w(])|(?<!\w)_+(?=[-$\d])|(?<=\d)_+(?!\w)", ""),

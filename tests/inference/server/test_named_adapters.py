@@ -200,6 +200,11 @@ def test_wrong_folders_are_refused_in_one_line(folders, tmp_path):
     assert "lora_A [2, 32] and lora_B None" in read("single", single)
     assert "has no matrix of that name" in read("layer", pairs(1, 2, ["self_attn.q_proj"], layers=[2]))
     assert "NaN or infinity" in read("nan", good | {f"{q}.lora_A": np.full((2, 32), np.nan, np.float32)})
+    # Attacks: infinity times the 0 of all other rows of a batch is NaN in these, too; an integer too large for a float.
+    huge = {name: np.full_like(x, 3e38) if name.endswith("B") else x for name, x in good.items()}
+    assert "NaN or infinity" in read("huge", huge, lora_alpha=64)
+    for number, alpha in enumerate((1e300, 10**400, -(2**21))):
+        assert f"lora_alpha = {alpha!r:.80}, and" in read(f"alpha{number}", good, lora_alpha=alpha)
     assert "the tensor base_model.model.lm_head.weight" in read(
         "more", good | {"lm_head": np.zeros((2, 2), np.float32)}
     )

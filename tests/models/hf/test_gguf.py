@@ -438,6 +438,11 @@ def test_pipes_and_absent_files_are_refused_and_nothing_waits(tmp_path):
     for name, message in (("pipe", "is not a regular file"), ("absent", "No such file or directory; give a GGUF file")):
         with pytest.raises(ValueError, match=message):
             hf.load(tmp_path / f"{name}.gguf")
+    # Attack: a file of many gigabytes, most of them an array in its header.
+    (sparse := tmp_path / "sparse.gguf").write_bytes(head(entries=1) + TEXT + U32(9) + U32(0) + U64(2**31))
+    os.truncate(sparse, 2**32)
+    with pytest.raises(ValueError, match="its header is longer than"):
+        hf.load(sparse)
     (tmp_path / "folder.gguf").mkdir()
     assert hub.folder(tmp_path / "folder.gguf").is_dir() and gguf_tokenizer.SPLITS
 

@@ -134,6 +134,7 @@ MALFORMED = [
     pytest.param("llama", f"{LLAMA_CALL * 10**5}x", id="calls"),
     pytest.param("chatml", '<tool_call>{"a": ["' * 10**5 + "</tool_call>", id="openings"),
     pytest.param("glm", "<tool_call>f<arg_key>a</arg_key><arg_value></tool_call>" * 10**4, id="open values"),
+    pytest.param("glm", "<tool_call>" * 10**5, id="opening marks"),
     ("llama", '{"name": "f"}'),
     ("llama", LLAMA_CALL + " and more"),
     ("llama", LLAMA_CALL[:-1]),
