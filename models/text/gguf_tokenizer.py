@@ -60,6 +60,9 @@ def read(path: str | os.PathLike) -> tuple[tokenizers.Tokenizer, dict[str, str],
         ids = {name: id for name, id in found.items() if id is not None}
         if "eos" not in ids:
             raise ValueError(f"{PREFIX}eos_token_id is missing, the token that ends a turn")
+        ends = [tokens[ids[name]] for name in ("bos", "eos") if name in ids]
+        if bad := [text for text in ends if text.startswith("$") or ":" in text]:
+            raise ValueError(f"{PREFIX}tokens has {bad[0]!r:.80}, and a token that begins or ends a text has no $ or :")
         model = _model(tokens, _entry(metadata, "merges", list), split)
     except ValueError as error:
         raise ValueError(

@@ -31,6 +31,7 @@ from models.text import chat_template as chat_template_lib
 from models.text import harmony, parsers, special_tokens, tokenizer_files, turns
 
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+MAX_NAMES = 2**27  # sum of the squares of the lengths of added tokens, all of whose beginnings are kept
 # Names of a message's reasoning, of which templates read one.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -489,6 +490,11 @@ def _create(model: tokenizers.Tokenizer, named: dict[str, str], template, tool_t
                 f"tokenizer_config.json has {key} {name!r}, which tokenizer.json lacks; download both again"
             )
         specials.setdefault(name, id)
+    added = {*specials, *(token.content for token in model.get_added_tokens_decoder().values())}
+    if "" in added or sum(len(name) ** 2 for name in added) > MAX_NAMES:
+        lengths = sorted(map(len, added))
+        found = f"{len(added)} special and added tokens of {lengths[0]} to {lengths[-1]} letters"
+        raise ValueError(f"the tokenizer has {found}: some are empty, or too long; download it again")
     eos_id = specials[named["eos_token"]]
     pad_id = specials[named.get("pad_token", named["eos_token"])]
     eos_ids = tuple(dict.fromkeys([eos_id, *eos_ids]))

@@ -305,6 +305,7 @@ def test_the_tokenizer_is_the_checkpoints(tmp_path, rule):
         ({"eos_token_id": None}, "eos_token_id is missing"),
         ({"bos_token_id": 99999}, "bos_token_id 99999 is not one of"),
         ({"tokens": ["a", "a"], "bos_token_id": 0, "eos_token_id": 0}, "only 1 different"),
+        ({"tokens": ["$B", "a"], "bos_token_id": 0, "eos_token_id": 1}, "has '$B', and a token that begins"),  # a panic
     ],
 )
 def test_an_unusable_vocabulary_is_refused_in_one_line(tmp_path, changes, message):

@@ -533,3 +533,13 @@ def test_rendering_is_that_of_transformers(tmp_path):
             ours.append([loaded.render(one, add_generation_prompt=on).token_ids for one, on in asks])
     theirs = test_variants.run_torch(RENDER, json.dumps(asked)).strip().splitlines()
     assert [json.loads(line) for line in theirs] == ours
+
+
+@pytest.mark.parametrize("names", [["z" * 2**20], [f"{n:064}" for n in range(2**15)]], ids=["long", "many"])
+def test_added_tokens_whose_beginnings_would_fill_the_memory_are_refused(tmp_path, names):
+    """Attack: a name of 200 KB took 20 GB at the first conversation, in a worker that a run names a tokenizer to, too."""
+    hostile = tokenizer.byte_chatml()
+    hostile.model.add_special_tokens(names)
+    hostile.save(tmp_path)
+    with pytest.raises(ValueError, match=rf"tokens of 7 to {len(names[0])} letters: some are empty, or too long"):
+        tokenizer.load(tmp_path)
