@@ -149,7 +149,7 @@ class Leases:
         return free if self.shared.queue.num_leases(worker) else max(free, 1)
 
     def _leased_samples(self, worker: str) -> int:
-        """Returns the samples of leases that leave a worker less of the run's servers: those of newcomers, which cost them nothing, no known one."""
+        """Returns the leased samples with which a worker shares the run's servers: a known one not with newcomers, whose leases cost nothing."""
         is_known = self.shared.health.is_known(worker)
         others = self.nodes.own_servers | (self.shared.health.newcomers() if is_known else frozenset())
         return self.shared.queue.leased_samples_but(others)
