@@ -81,7 +81,7 @@ def run(
 
 
 def _attention(params, config, h_BTD, attend, rotation, sliding) -> jax.Array:
-    q_BTHC, k_BTKC, v_BTKC = (_project(params, config, name, h_BTD) for name in ("q", "k", "v"))
+    q_BTHC, k_BTKC, v_BTKC = _project(params, config, h_BTD, "q", "k", "v")
     if config.qk_norm:
         q_BTHC = layers.rms_norm(q_BTHC, params["q_norm"], config.norm_eps, config.norm)
         k_BTKC = layers.rms_norm(k_BTKC, params["k_norm"], config.norm_eps, config.norm)
@@ -103,10 +103,10 @@ def _latent_attention(params, config, h_BTD, attend, rotation, sliding, absorbed
 
     q_in, q_kernel = h_BTD, "q"
     if config.q_latent_dim:
-        q_in, q_kernel = latent_norm(_project(params, config, "q_down", h_BTD), "q_latent_norm"), "q_up"
+        q_in, q_kernel = latent_norm(_project(params, config, h_BTD, "q_down")[0], "q_latent_norm"), "q_up"
     q_BTHC = layers.project(q_in, layers.weight(params[q_kernel], dtype, config))
-    latent_BTR = latent_norm(_project(params, config, "kv_down", h_BTD), "kv_latent_norm")
-    k_BT1P = _project(params, config, "k_rope", h_BTD)[:, :, None]
+    latent_BTR = latent_norm(_project(params, config, h_BTD, "kv_down")[0], "kv_latent_norm")
+    k_BT1P = _project(params, config, h_BTD, "k_rope")[0][:, :, None]
     q_BTHP = layers.rotate(q_BTHC[..., N:], rotation, interleaved=config.rope_interleaved)
     k_BT1P = layers.rotate(k_BT1P, rotation, interleaved=config.rope_interleaved)
     options = _options(params, config, sliding)
@@ -133,9 +133,11 @@ def _absorb(equation: str, low_equation: str, x, kernel) -> jax.Array:
     return (base + kernel.scale * jnp.einsum(low_equation, *low, precision=adapted.PRECISION)).astype(x.dtype)
 
 
-def _project(params, config, name: str, x) -> jax.Array:
-    out = layers.project(x, layers.weight(params[name], x.dtype, config))
-    return out + _broadcast(params[f"{name}_bias"], out) if config.qkv_bias else out
+def _project(params, config, x, *names: str) -> list[jax.Array]:
+    outs = layers.project_each(x, [layers.weight(params[name], x.dtype, config) for name in names])
+    if not config.qkv_bias:
+        return outs
+    return [out + _broadcast(params[f"{name}_bias"], out) for name, out in zip(names, outs, strict=True)]
 
 
 def _options(params, config, sliding: bool) -> dict:

@@ -5,6 +5,7 @@ Letters: B sequences, T tokens, D model, H heads, C head dim, F ffn, R rotated p
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,6 +38,14 @@ def project(x: jax.Array, kernel: Kernel, model: int = 0) -> jax.Array:
         return checkpoint_name(_multiply(x, kernel, model=model), SAVED)
     # No axis of a mesh need split A or B: they are small.
     return checkpoint_name(adapted.product(functools.partial(_multiply, model=model), _multiply, x, kernel), SAVED)
+
+
+def project_each(x: jax.Array, kernels: Sequence[Kernel]) -> list[jax.Array]:
+    """Returns `project` of x and each kernel."""
+    transposed = [kernel for kernel in kernels if isinstance(kernel, cpu_transposed.Transposed)]
+    if len(transposed) == len(kernels):
+        return cpu_transposed.products(x, transposed)
+    return [project(x, kernel) for kernel in kernels]
 
 
 def _multiply(x: jax.Array, kernel: Any, *, dtype=None, model: int | None = None) -> jax.Array:
@@ -200,12 +209,15 @@ def gated(gate: jax.Array, up: jax.Array, config: config_lib.ModelConfig) -> jax
 def ffn(x_BTD: jax.Array, params: dict, config: config_lib.ModelConfig) -> jax.Array:
     """Returns the output of a gated ffn, down(act(gate x) * up x); each matmul has a bias if `params` has one."""
 
-    def apply(x, name):
-        y = project(x, weight(params[name], x.dtype, config), -1 if name == "down" else 0)
+    def biased(y, name):
         bias = params.get(f"{name}_bias")
         return y if bias is None else y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
 
-    return apply(gated(apply(x_BTD, "gate"), apply(x_BTD, "up"), config), "down")
+    names = "gate", "up"
+    products = project_each(x_BTD, [weight(params[name], x_BTD.dtype, config) for name in names])
+    gate_BTF, up_BTF = map(biased, products, names)
+    hidden_BTF = gated(gate_BTF, up_BTF, config)
+    return biased(project(hidden_BTF, weight(params["down"], x_BTD.dtype, config), -1), "down")
 
 
 def _yarn(config: config_lib.ModelConfig, f_R: np.ndarray) -> np.ndarray:

@@ -9,14 +9,18 @@
 
 s is a power of two. So all but the last multiplication, by the scale, is exact, and no bit of a row depends on the number of rows.
 
+Few rows are multiplied by cpu_row_product.py, which computes the same integers.
+
 Letters: R rows, K numbers summed over, N output channels, G groups of half a row.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from models.kernels import int8
+from models.kernels import cpu_row_product, int8
 
 GROUP = 32  # inputs with one factor
 MAX_FACTOR = 15
@@ -30,7 +34,7 @@ class Nibbles:
 
     bytes_NH: jax.Array  # int8, H = K / 2; values are signed
     factors_N2G: jax.Array  # int8
-    scale_N1: jax.Array  # float32
+    scale: jax.Array  # float32 [N, 1]
 
     def halves(self) -> tuple[jax.Array, jax.Array]:
         """Returns factor * value of the two halves of the rows, int8 [N, K / 2]. One program for both would take five times as long."""
@@ -72,8 +76,14 @@ def to_nibbles(kernel_NK: jax.Array) -> Nibbles:
     return Nibbles((first_NH & 15) | (second_NH << 4), factor_N2G1[..., 0].astype(jnp.int8), scale_N[:, None])
 
 
-def product(x_RK: jax.Array, kernel: int8.Quantized | Nibbles) -> jax.Array:
-    """Returns the product of rows and an output-major matrix of integers, float32 [R, N]."""
+def fits_few(num_rows: int, kernels: Sequence[int8.Quantized | Nibbles]) -> bool:
+    """Returns True if cpu_row_product.py can multiply so many rows by these matrices in one call."""
+    kind, weights, _ = _parts(kernels)
+    return len(set(map(type, kernels))) == 1 and cpu_row_product.fits(2 * num_rows, weights, kind)
+
+
+def product(x_RK: jax.Array, *kernels: int8.Quantized | Nibbles) -> jax.Array:
+    """Returns the products of rows and output-major matrices of integers, one after the other: float32 [R, N]."""
     x_RK = x_RK.astype(jnp.float32)
     R = len(x_RK)
     top_R1 = jnp.abs(x_RK).max(axis=1, keepdims=True)
@@ -82,14 +92,29 @@ def product(x_RK: jax.Array, kernel: int8.Quantized | Nibbles) -> jax.Array:
     high_RK = jnp.round(steps_RK)
     low_RK = jnp.minimum(jnp.round((steps_RK - high_RK) * LOW), int8.LARGEST)
     rows_SK = jnp.concatenate([high_RK, low_RK]).astype(jnp.int8)  # S = 2 R
+    if fits_few(R, kernels):
+        kind, weights, factors = _parts(kernels)
+        out_SN = cpu_row_product.product(rows_SK, weights, kind, factors)
+    else:
+        out_SN = jnp.concatenate([_dot(rows_SK, kernel) for kernel in kernels], axis=1)
+    out_SN = out_SN.astype(jnp.float32)
+    scale_1N = jnp.concatenate([kernel.scale.T for kernel in kernels], axis=1)
+    return (out_SN[:R] + out_SN[R:] / LOW) * step_R1 * scale_1N
+
+
+def _parts(kernels) -> tuple[str, list[jax.Array], list[jax.Array]]:
+    """Returns the kind of matrices, their weights, and their factors, for cpu_row_product.py."""
+    if isinstance(kernels[0], Nibbles):
+        return "int4", [kernel.bytes_NH for kernel in kernels], [kernel.factors_N2G for kernel in kernels]
+    return "int8", [kernel.values for kernel in kernels], []
+
+
+def _dot(rows_SK: jax.Array, kernel: int8.Quantized | Nibbles) -> jax.Array:
     if isinstance(kernel, Nibbles):
         (first_SH, second_SH), (first_NH, second_NH) = jnp.split(rows_SK, 2, axis=1), kernel.halves()
-        out_SN, scale_N1 = _dot(first_SH, first_NH) + _dot(second_SH, second_NH), kernel.scale_N1
-    else:
-        out_SN, scale_N1 = _dot(rows_SK, kernel.values), kernel.scale
-    out_SN = out_SN.astype(jnp.float32)
-    return (out_SN[:R] + out_SN[R:] / LOW) * step_R1 * scale_N1.T
+        return _dot_int8(first_SH, first_NH) + _dot_int8(second_SH, second_NH)
+    return _dot_int8(rows_SK, kernel.values)
 
 
-def _dot(rows_SK: jax.Array, values_NK: jax.Array) -> jax.Array:
+def _dot_int8(rows_SK: jax.Array, values_NK: jax.Array) -> jax.Array:
     return jax.lax.dot_general(rows_SK, values_NK, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)

@@ -3,7 +3,8 @@
 1. A matrix is stored as [N, K], so that memory is read in order. A Hugging Face file and a tied embedding have this form.
 2. XLA multiplies two rows and more by kernels for this CPU. A single row it would multiply by a loop of its own, which writes
    bfloat16 and integers as float32 to memory first: so a single row is padded to two.
-3. Integers (int8, 4 bits) are multiplied by cpu_integers.py.
+3. Few rows times a large matrix cost the time to read it: cpu_row_product.py takes less of that.
+4. Integers (int8, 4 bits) are multiplied by cpu_integers.py.
 
 Letters: K numbers summed over, N output channels, R rows, V vocabulary, D model.
 """
@@ -11,6 +12,7 @@ Letters: K numbers summed over, N output channels, R rows, V vocabulary, D model
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from models.kernels import cpu_integers, int8
+from models.kernels import cpu_integers, cpu_row_product, int8
 
 MODULES, HEAD = {"attn", "mlp", "shared"}, "lm_head"  # whose matrices are transposed
 MIN_ROWS = 2
@@ -41,11 +43,7 @@ class Transposed:
 
     def rows(self, x: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """Returns the product [B, T, out...] of x [B, T, in...] and this matrix, in the dtype of x if `dtype` is None."""
-        B, T = x.shape[:2]
-        x_RK = x.reshape(B * T, -1)
-        is_float = isinstance(self.kernel_NK, jax.Array)
-        out_RN = (_product if is_float else cpu_integers.product)(x_RK, self.kernel_NK)
-        return out_RN.astype(dtype or x.dtype).reshape(B, T, *self.out_shape)
+        return products(x, [self], dtype)[0]
 
     def channels(self, at: jax.Array | slice, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Returns the weights [..., K] of the output channels `at`, such as rows of an embedding; not of `Nibbles`."""
@@ -58,6 +56,26 @@ class Transposed:
         """Returns the parameter that this was made of, as a view of its memory; not of integers."""
         kernel_NK = np.asarray(self.kernel_NK)
         return kernel_NK if self.is_embedding else kernel_NK.T.reshape(*self.in_shape, *self.out_shape)
+
+
+def products(
+    x: jax.Array, matrices: Sequence[Transposed], dtype: jax.typing.DTypeLike | None = None
+) -> list[jax.Array]:
+    """Returns `rows` of each matrix. Few rows are multiplied by all of them at once, which takes less time than one by one."""
+    B, T = x.shape[:2]
+    x_RK, kernels = x.reshape(B * T, -1), [matrix.kernel_NK for matrix in matrices]
+    groups = [kernels] if _fits_few(B * T, kernels) else [[kernel] for kernel in kernels]
+    sizes = [math.prod(matrix.out_shape) for matrix in matrices]
+    outs = []
+    for group in groups:
+        is_float = isinstance(group[0], jax.Array)
+        out_RN = (_product if is_float else cpu_integers.product)(x_RK, *group)
+        ends = np.cumsum(sizes[len(outs) :][: len(group)])
+        outs += jnp.split(out_RN, ends[:-1], axis=1)
+    return [
+        out_RN.astype(dtype or x.dtype).reshape(B, T, *matrix.out_shape)
+        for out_RN, matrix in zip(outs, matrices, strict=True)
+    ]
 
 
 def num_input_dims(path: tuple[str, ...], is_tied: bool) -> int | None:
@@ -106,7 +124,17 @@ def _transposed(kernel, num_inputs, quantization) -> Transposed:
     return Transposed(kernel_NK, in_shape, out_shape, not num_inputs)
 
 
-def _product(x_RK: jax.Array, kernel_NK: jax.Array) -> jax.Array:
+def _fits_few(num_rows: int, kernels) -> bool:
+    if not isinstance(kernels[0], jax.Array):
+        return cpu_integers.fits_few(num_rows, kernels)
+    dtypes = {str(kernel.dtype) for kernel in kernels}
+    return len(dtypes) == 1 and cpu_row_product.fits(num_rows, kernels, *dtypes)
+
+
+def _product(x_RK: jax.Array, *kernels: jax.Array) -> jax.Array:
+    if _fits_few(len(x_RK), kernels):
+        return cpu_row_product.product(x_RK, kernels, str(kernels[0].dtype))
+    (kernel_NK,) = kernels
     padded_RK = jnp.pad(x_RK, ((0, max(MIN_ROWS - len(x_RK), 0)), (0, 0)))
     dims = ((1,), (1,)), ((), ())
     return jax.lax.dot_general(padded_RK, kernel_NK, dims, preferred_element_type=jnp.float32)[: len(x_RK)]
