@@ -11,9 +11,9 @@ def get_config() -> config_dict.ConfigDict:
     """Returns the default config, locked except for options of environments, losses, and chat templates."""
     c = config_dict.ConfigDict()
     c.seed = 0  # of all random draws: parameters, task order, sampling
-    # A Hugging Face folder, its gs:// or s3:// URL, or hub ID to start from, or the working directory of a run, whose newest policy at
-    # the first start it is; "": random parameters. It brings its architecture and tokenizer: fields of `model` and `tokenizer` that a config file or the command line
-    # sets replace them, if the parameters still fit.
+    # The checkpoint to start from: a Hugging Face folder, its gs:// or s3:// URL, a hub ID, a GGUF file, or the working directory of
+    # another run (its newest policy at the first start); "": random parameters. Fields of `model` and `tokenizer` that a config file
+    # or the command line sets replace those of the checkpoint, if the parameters still fit.
     c.init_from = ""
 
     # The policy: a Qwen3-type decoder. models/config.py explains each field and lists the choices.
