@@ -5,6 +5,7 @@ The oracle of the loss is the float32 base: matrices with the adapters merged in
 
 import contextlib
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -66,14 +67,15 @@ def learner_of(dtype, tmp_path):
 
 def errors(server, params, model):
     """Returns the errors of the server's log-probabilities, in nats, for tokens that it samples: against the learner's function."""
-    tokenizer, found = server.engine.tokenizer, []
-    for question in QUESTIONS:
+    tokenizer, apply, found = server.engine.tokenizer, jax.jit(transformer.apply, static_argnums=1), []
+    for question, seed in itertools.product(QUESTIONS, range(3)):
         prompt = tokenizer.render([{"role": "user", "content": question}]).token_ids
-        (got,) = server.scheduler.submit(request_lib.GenerateRequest(prompt, max_tokens=24, seed=1)).result(300)
-        tokens = np.array([[*prompt, *got.tokens]], np.int32)
-        hidden, _ = jax.jit(transformer.apply, static_argnums=1)(params, model, tokens)
+        (got,) = server.scheduler.submit(request_lib.GenerateRequest(prompt, max_tokens=24, seed=seed)).result(300)
+        tokens = np.zeros((1, ENGINE.max_model_len), np.int32)
+        tokens[0, : len(prompt) + len(got.tokens)] = *prompt, *got.tokens
+        hidden, _ = apply(params, model, tokens)
         logp, _ = logprobs.token_logprobs(params, model, hidden, jnp.asarray(tokens), jnp.ones(tokens.shape))
-        found.append(np.abs(np.asarray(got.logprobs) - np.asarray(logp)[0, len(prompt) :]))
+        found.append(np.abs(np.asarray(got.logprobs) - np.asarray(logp)[0, len(prompt) :][: len(got.tokens)]))
     return np.concatenate(found)
 
 
