@@ -132,6 +132,7 @@ def step(
         rows_B, where["mode"] = jnp.where(active_B, rows_B, B + rows_B), "drop"
     keys = keys.at[block_B, rows_B, :, column_B].set(k_B1KC[:, 0].astype(keys.dtype), **where)
     values = values.at[block_B, rows_B, :, column_B].set(v_B1KV[:, 0].astype(values.dtype), **where)
+    # Of one block of one sequence, XLA would fuse the write with the reads, and copy it eight times.
     keys, values = jax.lax.optimization_barrier((keys, values))
     q_BKGC, factor = q_B1HC.reshape(B, K, H // K, C), C**-0.5 if scale is None else scale
 

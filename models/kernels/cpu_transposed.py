@@ -61,7 +61,7 @@ class Transposed:
 def products(
     x: jax.Array, matrices: Sequence[Transposed], dtype: jax.typing.DTypeLike | None = None
 ) -> list[jax.Array]:
-    """Returns `rows` of each matrix. Few rows are multiplied by all of them at once, which takes less time than one by one."""
+    """Returns `rows` of each matrix. Few rows are multiplied by all of them in one call, which takes less time."""
     B, T = x.shape[:2]
     x_RK, kernels = x.reshape(B * T, -1), [matrix.kernel_NK for matrix in matrices]
     groups = [kernels] if _fits_few(B * T, kernels) else [[kernel] for kernel in kernels]

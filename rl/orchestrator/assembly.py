@@ -60,7 +60,7 @@ def make(
         rollouts.doubt(node)
 
     options = {"servers": server_keys, "own": own, "count_once": True, "on_flagged": on_flagged}
-    evidence = evidence_log.EvidenceLog.of(config, bands.bands, convicts=bands.convict, **options)
+    evidence = evidence_log.EvidenceLog.of(config, bands.bands, convicts=bands.convicts, **options)
     # A resumed run makes late groups of earlier steps again.
     num_kept = 0 if task_schedule.is_fixed(config.rl) else task_schedule.num_open_steps(config)
     keep = min(4, config.rl.max_lag + 2)  # open batches name max_lag + 1 versions

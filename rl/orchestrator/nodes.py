@@ -71,9 +71,8 @@ class Nodes:
         self._bans: dict[str, str] = {}  # key -> why it is banned
         self._limits: dict[str, request_limit.State] = {}  # by key of a server
         self._has_tokens = False  # a server has generated some
-        self._rates: dict[str, collections.deque[float]] = collections.defaultdict(
-            _last_rates
-        )  # tokens/s in beats since `load`, by key
+        # Tokens/s in the last beats since `load`, by key.
+        self._rates: dict[str, collections.deque[float]] = collections.defaultdict(_last_rates)
         self.own_servers: frozenset[str] = frozenset()  # workers that use other servers than those of the run
         self._loop: asyncio.AbstractEventLoop | None = None
         self.announced = asyncio.Event()  # replaced at each announcement

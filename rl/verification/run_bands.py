@@ -86,7 +86,7 @@ class RunBands:
         return self.file is not None and bool(self.measured_from) and self.bands is None
 
     @property
-    def convict(self) -> bool:
+    def convicts(self) -> bool:
         """False until the bands are measured: statistics only notify then."""
         return self.file is None or bool(self.bands)
 

@@ -99,6 +99,15 @@ def urls(orchestrator):
     return {one["url"] for one in orchestrator.nodes.servers()}
 
 
+def let_hold_many(orchestrator):
+    """Leaves the share of a worker out of its bounds."""
+
+    def room(*_):
+        return 100
+
+    orchestrator._share.room = room
+
+
 class Node:
     """Heartbeats and leases of one key."""
 
@@ -388,7 +397,7 @@ def test_leases_and_requests_keep_to_the_limits_of_the_servers(make):
     busy = {"running": 4, "kv_used": 0.1, "capacity": 4}  # samples; a group has two
     assert [limit(**busy), limit(**busy, finished=4), limit(**busy, finished=4, preemptions=1)] == [4, 16, 15]
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(4.0)
-    orchestrator._share.room = lambda *args: 100
+    let_hold_many(orchestrator)
     mine, its = worker.lease(6), other.lease(6)
     assert len(mine) == 4 and len(its) == 1  # at least one
     assert [by.beat()["servers"][0]["limit"] for by in (worker, other)] == [4, 1]  # 0 would be no limit
@@ -418,7 +427,7 @@ def test_groups_that_all_workers_give_back_for_one_cause_of_their_environment_en
     monkeypatch.setattr(give_backs, "PATIENCE_S", 0.5)
     orchestrator, rounds = make(), 0
     orchestrator.publish(timeline.Policy(0, 0))
-    orchestrator._share.room = lambda *args: 100
+    let_hold_many(orchestrator)
     node, other = Node(orchestrator, KEY), Node(orchestrator, OTHER)
     Node(orchestrator, STRANGER).beat(problem="environment of a stranger")
     for one in (node, other):
@@ -462,7 +471,7 @@ def test_leases_of_newcomers_take_no_samples_from_known_workers(make):
     orchestrator.publish(policy)
     Node(orchestrator, SERVER, "server").beat(url="http://s:1", policy=policy, load=registry.Load(capacity=4))
     orchestrator.nodes._limits[SERVER.worker] = request_limit.State(4.0)
-    orchestrator._share.room = lambda *args: 100
+    let_hold_many(orchestrator)
     new, worker = Node(orchestrator, STRANGER), Node(orchestrator, KEY)
     # Groups of two samples, in all twice as many as the server runs.
     assert len(new.lease(6)) == 1 and len(worker.lease(6)) == 4
@@ -681,7 +690,7 @@ def test_groups_of_a_reply_that_was_lost_go_to_the_next_request_without_blame(ma
     orchestrator = make()
     orchestrator.publish(timeline.Policy(0, 0))
     orchestrator._health._set_record(STRANGER.worker, 7)
-    orchestrator._share.room = lambda *args: 100
+    let_hold_many(orchestrator)
     node, other, marks = Node(orchestrator, by), Node(orchestrator, OTHER), orchestrator._health.state()["workers"]
     lost = {group.key for group in node.lease(4, begun_us=5, holding=[])}
     assert {group.key for group in node.lease(4, begun_us=5, holding=[])} == lost and len(lost) == 4
@@ -698,7 +707,7 @@ def test_a_group_that_comes_back_again_and_again_rests_in_between(make):
     """While a server refused, a ledger showed 481 leases for 157 submissions."""
     orchestrator = make()
     orchestrator.publish(timeline.Policy(0, 0))
-    orchestrator._share.room = lambda *args: 100
+    let_hold_many(orchestrator)
     key, leased = ("train", 1, 0), 0
     begun_s = time.monotonic()
     while time.monotonic() < begun_s + 2:
