@@ -62,7 +62,7 @@ from sharding import mesh as mesh_lib
 from sharding.format import head
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
-from sharding.system import atomic_file, cli, compile_cache, secret_file, sockets, status_line
+from sharding.system import atomic_file, cli, compile_cache, secret_file, sockets
 
 # Options of the engine with their defaults, which the sizes that a run publishes with its weights replace.
 SIZES = {
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         # Existing objects are permanent. Without this, each full collection would stop all requests for 0.2 s.
         gc.collect()
         gc.freeze()
-        with status_line.printed(lambda: _progress(server)):
+        with cli.status_line(lambda: _progress(server)):
             _run(uvicorn_server, sock, hosts)
     return 0
 

@@ -46,7 +46,7 @@ from rl.envs.interface import environment
 from rl.envs.recording import session as session_lib
 from rl.envs.scoring import scorer as scorer_lib
 from rl.protocol import continuations, lease, registry, signed_session, user_code
-from sharding.system import bounded_reply, cli, role_metrics, sign_in, signed_message, sockets, status_line
+from sharding.system import bounded_reply, cli, role_metrics, sign_in, signed_message, sockets
 from sharding.system import sandbox as sandbox_lib
 
 MAX_JOINED_BYTES = web.MAX_BODY_BYTES // 2  # of groups in one submission, before compression
@@ -531,7 +531,7 @@ def main(argv: list[str] | None = None) -> int:
                 health = lambda: {"waiting_for": worker.waiting_for()}  # noqa: E731
                 stack.enter_context(metrics_routes.serving(args.metrics, health, worker.metrics))
             print(f"worker {key.worker}, for the orchestrator at {args.orchestrator}", flush=True)
-            stack.enter_context(status_line.printed(worker.progress))
+            stack.enter_context(cli.status_line(worker.progress))
             asyncio.run(cli.run_until_signal(worker.work))
     except (ValueError, OSError, ExceptionGroup) as error:
         while isinstance(error, ExceptionGroup):  # of concurrent tasks; the first is the cause

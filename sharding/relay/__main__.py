@@ -7,7 +7,7 @@ import sys
 
 from sharding.relay import server as server_lib
 from sharding.relay import throttle
-from sharding.system import cli, sign_in, signed_message, sockets, status_line
+from sharding.system import cli, sign_in, signed_message, sockets
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def _relay(args) -> int:
         node = contextlib.nullcontext()
         if key and args.orchestrator:
             node = sign_in.SignIn(args.orchestrator, key, "relay", relay.report, run=args.run)
-        with node, status_line.printed(relay.progress):
+        with node, cli.status_line(relay.progress):
             relay.run()
         relay.close()
     return 0

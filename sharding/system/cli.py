@@ -1,4 +1,4 @@
-"""Parses the options of every command without a config, with one line per mistake; stops commands with their parent."""
+"""Parses the options of every command without a config, with one line per mistake; prints how it gets on; stops it with its parent."""
 
 import argparse
 import ast
@@ -10,8 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
+
+from sharding.system import retries
+
+STATUS_S, MAX_STATUS_S = 30.0, 600.0  # between two status lines, and of those that repeat the last
 
 
 class Parser(argparse.ArgumentParser):
@@ -132,6 +136,43 @@ def mistake(check: Callable[[], object]) -> list[str]:
 def note(line: str) -> None:
     """Prints a line for people to standard error."""
     print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def status_line(read: Callable[[], tuple[Mapping[str, float], str]], period_s: float = STATUS_S) -> Iterator[None]:
+    """Prints a line to standard error every `period_s` of the block in which the counts change, and rarely in which they do not.
+
+    `read` returns ({name: count since the start}, the thing that the process waits for or "").
+    """
+    ended = threading.Event()
+    thread = threading.Thread(target=_print_status, args=(read, period_s, ended), name="status-line", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _print_status(read: Callable[[], tuple[Mapping[str, float], str]], period_s: float, ended: threading.Event) -> None:
+    (last, _), last_s, shown, due_s = read(), time.monotonic(), "", 0.0
+    pauses = retries.Backoff(period_s, MAX_STATUS_S)
+    while not ended.wait(period_s):
+        (counts, waiting_for), now_s = read(), time.monotonic()
+        is_same = counts == last and waiting_for == shown
+        if not is_same:
+            pauses.reset()
+        if not is_same or now_s >= due_s:
+            note(status(counts, last, now_s - last_s, waiting_for))
+            shown, due_s = waiting_for, now_s + pauses.next_s()
+        last, last_s = dict(counts), now_s
+
+
+def status(counts: Mapping[str, float], before: Mapping[str, float], seconds: float, waiting_for: str) -> str:
+    """Returns a line such as "groups 120 (3.4/s), tokens 5,100 (170.0/s); waiting for a group"."""
+    rates = {name: (count - before.get(name, 0)) / seconds for name, count in counts.items()}
+    parts = [f"{name} {counts[name]:,.0f} ({rate:,.1f}/s)" for name, rate in rates.items()]
+    return ", ".join(parts) + (f"; waiting for {waiting_for}" if waiting_for else "")
 
 
 async def run_until_signal(work: Callable[[Any], Awaitable[None]]) -> None:

@@ -1,7 +1,8 @@
-"""Every command reports a mistake in its options in one line with exit code 2; its help exits with 0."""
+"""Every command reports a mistake in its options in one line with exit code 2; its help exits with 0. Status lines have rates."""
 
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -69,3 +70,15 @@ def test_help_of_the_commands_with_a_config_lists_their_flags(name):
     (line,) = missing.stderr.splitlines()
     assert missing.returncode == 2 and line.startswith("error: --") and "--config" in line
     assert line.endswith(" must be given; --help lists the flags")
+
+
+def test_lines_have_rates_and_a_wait_is_told_rarely(capsys):
+    counts = {"groups": 0}
+    with cli.status_line(lambda: (dict(counts), "a group" if counts["groups"] else ""), 0.05):
+        time.sleep(0.3)
+        counts["groups"] = 5000
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "groups 0 (0.0/s)" and 3 <= len(lines) <= 8
+    assert lines[-1] == "groups 5,000 (0.0/s); waiting for a group"
+    assert cli.status({"tokens": 30.0}, {"tokens": 10.0}, 2.0, "") == "tokens 30 (10.0/s)"
