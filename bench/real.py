@@ -6,7 +6,7 @@
 1. The model is SmolLM2-135M-Instruct (tests/support/real_model.py), or `--model FOLDER` and `--gguf FILE`. `--peer_python` is an
    interpreter with transformers and TRL, `--llama` a server of llama.cpp; a peer that is not given is left out.
 2. `decode`: 64, 16, and 1 chat requests at a time, prompts of about 50 tokens, 64 new tokens each, temperature 1. Ours is
-   `inference.serve --model FOLDER` with its default flags, and the same with --quantize int8; transformers' `generate` in both dtypes.
+   `inference.serve --model FOLDER` with its default flags, and with --quantize int8 and int4; transformers' `generate` in both dtypes.
    All are started first, and then take turns, so that a busy machine is busy for all. A first round is not counted.
 3. `grpo`: steps of 8 prompts x 8 samples of `rl.train --config=configs/finetune.py`, adapters of rank 16 in every side. The first two
    steps are not counted. `sft`: steps of 32 conversations of `rl.sft`, in the same way.
@@ -165,6 +165,7 @@ def decode(args, model: pathlib.Path, scratch: pathlib.Path) -> dict:
 
     makers["ours"] = serve
     makers["ours int8"] = lambda: serve("--quantize", "int8")
+    makers["ours int4"] = lambda: serve("--quantize", "int4")
     if args.peer_python:
         for dtype in ("float32", "bfloat16"):
             command = [args.peer_python, PEER, "generate", model, dtype]

@@ -442,11 +442,12 @@ def kept(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
 
 def logprob(one: replay.Replayed, rules: rules_lib.Rules) -> Verdict:
     """Returns OK if no claimed log-probability, but for flips, differs from the replayed one by more than the tolerance, or a verdict that rejects."""
-    scale_N = sequential_test.scales(one.doubt_N, rules.tolerance.floor)
-    error_N, limit = np.abs(one.error_N) / scale_N, rules.tolerance.logprob
+    floor, limit = rules.tolerance.floor, rules.tolerance.logprob
+    error_N = np.abs(sequential_test.log_odds(one.error_N, one.doubt_N, floor))
     wrong = int((~(error_N <= limit)).sum())
-    at = int(np.nan_to_num(error_N, nan=np.inf).argmax())
-    detail = f"claimed and replayed differ by {np.abs(one.error_N)[at]:.3g}, more than {limit * scale_N[at]:.3g}"
+    worst = np.nan_to_num(error_N, nan=np.inf).argmax()
+    unit = "" if floor >= 1 else " in log-odds"
+    detail = f"claimed and replayed differ by {error_N[worst]:.3g}, more than {limit:.3g}{unit}"
     return _accept_if(wrong <= most_flips(one, rules), "logprob", detail)
 
 

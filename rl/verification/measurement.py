@@ -3,8 +3,8 @@
 1. `Measured.add` takes honest rollouts with their replay. All come from one pair of backends (sampler, validator).
 2. A limit on a token is a quantile of honest tokens, carried on to a probability of CHANCE by their tail (`tail_limit`): the maximum
    of n tokens is a poor guide to the largest of a million.
-3. Errors grow with uncertainty: logits that err by r move the log-probability of a token by r (1 - p). So errors are measured in units
-   of `sequential_test.scales`, whose floor fits the data best. Limits on margins are measured from margins.
+3. Errors grow with uncertainty: logits that err by r move the log-probability of a token by about r (1 - p). So errors are measured in units
+   of `sequential_test.scales`, whose floor fits the data best, and limits on a token in log-odds. Limits on margins are measured from margins.
 4. Bands on a mean are BAND_SAFETY times an upper confidence bound (mean + 4 standard errors), over rollouts and over groups.
 5. MoE samplers name their experts, which run in the replay, too: limits per token are without flips of routers. In a run whose rollouts
    name none, a second replay counts the tokens that flips put over these limits (`Tolerance.flips`).
@@ -37,7 +37,7 @@ LEAST = dict(margin=1e-4, logprob=1e-4, routing=1e-3)
 LEAST_PROOFS = dict(exp_mismatches=8, mantissa_mean=2, mantissa_median=3)
 LEAST_TIES = 1e-3  # share of ties that may go to the second best, although none was seen
 # Nearer to 1, tails are longer: an honest token with 1 - p = 3e-4 erred by 0.95 of it, and such errors weigh nothing in training.
-SCALE_FLOORS = np.geomspace(1e-2, 1, 13)
+SCALE_FLOORS = np.geomspace(2e-2, 1, 13)
 OTHER_TEXTS = 256  # proofs at most that are compared with another text's hidden states
 
 
@@ -115,9 +115,9 @@ def limits(measured: Sequence[Measured]) -> tuple[rules_lib.Tolerance, sequentia
     named = [m for m in measured if not m.is_unnamed] or measured
     error_N, doubt_N = (np.concatenate([getattr(m, name) for m in named]) for name in ("error_N", "doubt_N"))
     floor = _floor(error_N, doubt_N)
-    scaled = [np.abs(m.error_N) / sequential_test.scales(m.doubt_N, floor) for m in named]
+    odds = [np.abs(sequential_test.log_odds(m.error_N, m.doubt_N, floor)) for m in named]
     limit = {
-        "logprob": max(map(tail_limit, scaled)),
+        "logprob": max(map(tail_limit, odds)),
         "margin": max(tail_limit(m.margin_N) for m in named),
         "routing": ROUTING_SAFETY * max(m.routing for m in named),
     }
@@ -182,8 +182,8 @@ def _proof_limits(found_N3: np.ndarray) -> toploc.Thresholds:
 
 def _flips(measured: Measured, limit: dict[str, float], floor: float) -> float:
     """Returns `Tolerance.flips`: an upper bound on the share of tokens over the limits per token."""
-    scale_N = sequential_test.scales(measured.doubt_N, floor)
-    is_over_N = (np.abs(measured.error_N) > limit["logprob"] * scale_N) | (measured.margin_N > limit["margin"])
+    odds_N = np.abs(sequential_test.log_odds(measured.error_N, measured.doubt_N, floor))
+    is_over_N = (odds_N > limit["logprob"]) | (measured.margin_N > limit["margin"])
     over = float(is_over_N.sum())
     return BAND_SAFETY * (over + 4 * math.sqrt(over + 1)) / len(is_over_N)
 

@@ -25,10 +25,10 @@ class Tolerance:
 
     margin: float  # nats by which the noised logit of a claimed token may be below the largest
     max_wrong_tokens: int  # tokens of a rollout that may exceed `margin`, besides flips
-    logprob: float  # between claimed and replayed log-probability, in units of its scale (`floor`)
+    logprob: float  # of log-odds (`sequential_test.log_odds`) between claimed and replayed probability
     proofs: toploc.Thresholds = toploc.PAPER
     routing: float = 0.02  # nats by which a claimed expert's router logit may be below the best one left out
-    floor: float = 1.0  # of that scale (`sequential_test.scales`); 1: nats, for all tokens
+    floor: float = 1.0  # of 1 - p in these; 1: `logprob` is in nats, for all tokens
     flips: float = 0.0  # share of tokens with another expert in the replay, in MoE rollouts that name no experts
 
     @classmethod

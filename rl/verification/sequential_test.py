@@ -216,6 +216,17 @@ def scales(doubt_N: np.ndarray, floor: float) -> np.ndarray:
     return np.minimum(doubt_N + floor, 1)
 
 
+def log_odds(error_N: np.ndarray, doubt_N: np.ndarray, floor: float) -> np.ndarray:
+    """Returns by how much each error changes the log-odds of its token, log(p / (1 - p + floor)); the error itself if `floor` is 1.
+
+    A logit that errs by r changes the log-odds by r, however likely the token is. Divided by `scales`, the error of a likely token is up to e^r - 1.
+    """
+    if floor >= 1:
+        return error_N
+    claimed_N = np.maximum(1 - (1 - doubt_N) * np.exp(error_N), 0)
+    return error_N - np.log((claimed_N + floor) / (doubt_N + floor))
+
+
 def group_gains(bands: Bands, group: Sequence[Evidence]) -> dict[str, np.ndarray]:
     """Returns the log bets of each stream on the replayed samples of one group."""
     counts = np.array([one.num_tokens for one in group])
