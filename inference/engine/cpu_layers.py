@@ -36,6 +36,7 @@ from models import transformer
 
 MAX_LAYERS = 6  # of a program
 FEW = 16  # sequences: a step of more takes so long that its calls do not matter
+SHARED = 8  # tokens: prompts share a multiple of it
 GROWTH = 2  # from one number of slots, or blocks, to the next
 
 
@@ -78,13 +79,33 @@ def resized(model, state: decode_state.DecodeState, slots: np.ndarray, num_block
     return dataclasses.replace(rows, cache=jax.tree.map(resized_blocks, state.cache))
 
 
-def prefill(model, routed, params, tokens_PT, length_P) -> decode_state.Prefix:
-    """Does as `compiled_steps.prefill`."""
-    start_P, caches = np.zeros_like(length_P), (None,) * model.num_layers
-    cache, experts = prefill_chunk(model, routed, params, tokens_PT, start_P, caches)
-    length_P = np.asarray(length_P)
-    last_P = np.take_along_axis(np.asarray(tokens_PT), length_P[:, None] - 1, axis=1)[:, 0]
-    return decode_state.Prefix(cache, last_P, length_P, experts)
+def prefill(model, routed, params, tokens_PT, length_P, *, shares=True) -> decode_state.Prefix:
+    """Does as `compiled_steps.prefill`. Tokens with which all prompts begin, such as a system prompt, are computed once if it `shares`."""
+    tokens_PT, length_P = np.asarray(tokens_PT), np.asarray(length_P)
+    cache, experts = (None,) * model.num_layers, ()
+    shared = num_shared(tokens_PT, length_P) if shares else 0
+    if shared:
+        start_1 = np.zeros(1, np.int32)
+        cache, experts = prefill_chunk(model, routed, params, tokens_PT[:1, :shared], start_1, cache)
+        cache, experts = _repeated(cache, *tokens_PT.shape), _repeated(experts, len(tokens_PT))
+    start_P = np.full_like(length_P, shared)
+    cache, later = prefill_chunk(model, routed, params, tokens_PT[:, shared:], start_P, cache)
+    if experts:
+        later = (jnp.concatenate([*experts, *later], axis=1),)
+    last_P = np.take_along_axis(tokens_PT, length_P[:, None] - 1, axis=1)[:, 0]
+    return decode_state.Prefix(cache, last_P, length_P, later)
+
+
+def num_shared(tokens_PT: np.ndarray, length_P: np.ndarray) -> int:
+    """Returns the number of tokens with which all prompts of at least two tokens begin, in whole `SHARED`s, less the last of each.
+
+    Every number has its own programs, so there are few of them. Shorter prompts are padding.
+    """
+    prompts_PT = tokens_PT[length_P > 1]
+    if len(prompts_PT) < 2:
+        return 0
+    is_same_T = (prompts_PT == prompts_PT[0]).all(axis=0)
+    return int(min(np.append(is_same_T, False).argmin(), length_P[length_P > 1].min() - 1)) // SHARED * SHARED
 
 
 def prefill_chunk(model, routed, params, tokens_PT, start_P, cache):
@@ -175,6 +196,17 @@ def _end(model, max_len, num_kept, is_plain, params, state, outputs, x_B1D, rout
         routing = jax.tree.map(lambda *x: jnp.stack(x), *routings) if routings else None
         state, outputs = compiled_steps.sampled(model, max_len, num_kept, params, state, outputs, hidden_B1D, routing)
     return state.replace(request=request), outputs, jnp.any(state.active)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _repeated(arrays, num_rows, num_positions=0):
+    """Returns the first row of arrays `num_rows` times, of caches with zeros up to `num_positions`."""
+
+    def repeat(x):
+        after = [(0, num_positions - x.shape[2] if axis == 2 and num_positions else 0) for axis in range(x.ndim)]
+        return jnp.pad(jnp.repeat(x, num_rows, axis=0), after)
+
+    return jax.tree.map(repeat, arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -230,7 +230,10 @@ class Engine(engine_api.Engine):
 
     def prefill_batch(self, params: transformer.Params, tokens_PT, length_P) -> decode_state.Prefix:
         """Returns the keys and values of P prompts, int32 [P, T] padded to one bucket, lengths [P]. P is one of `prefill_sizes`."""
-        prefix = self._run(self._steps.prefill, *self._options, self._layers.of(params), tokens_PT, length_P)
+        prefill = self._steps.prefill
+        if self.follows_load and self.adapters is not None:  # sequences of different adapters share no keys
+            prefill = functools.partial(prefill, shares=False)
+        prefix = self._run(prefill, *self._options, self._layers.of(params), tokens_PT, length_P)
         return dataclasses.replace(prefix, experts=self._readable(prefix.experts))
 
     def prefill_chunk(

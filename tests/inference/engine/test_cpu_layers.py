@@ -96,6 +96,36 @@ def test_completions_are_those_of_the_program_of_all_layers(wanted, layered):
     assert {slots for slots, _ in made.used} == {1, 4} and (1, 32) in made.used
 
 
+@pytest.mark.parametrize("experts", [0, 5])
+def test_the_common_beginning_of_prompts_is_computed_once(layered, experts, monkeypatch):
+    """Six prompts in a call begin with 23 tokens: the first call has as many as the shortest has, but for its last one."""
+    model = tiny.model(num_layers=2, num_experts=experts, experts_per_token=2, expert_ffn_dim=16) if experts else MODEL
+    rest = [b"", b" b", b" and c", b" d", b" every", b"f"]
+    prompts = [tuple(b"You count. Question 1 a" + end) for end in rest]
+    requests = [Ask(tokens, seed=n, routed_experts=bool(experts)) for n, tokens in enumerate(prompts)]
+    sizes, real = [], cpu_layers.prefill_chunk
+    monkeypatch.setattr(cpu_layers, "prefill_chunk", lambda *args: sizes.append(args[3].shape) or real(*args))
+    got = complete(engine(model, routed_experts=bool(experts)), requests)
+    assert (1, 16) in sizes and {size for size in sizes if size[0] > 1} == {(6, 16)}
+    monkeypatch.setattr(cpu_layers, "num_shared", lambda *args: 0)
+    wanted = complete(engine(model, routed_experts=bool(experts)), requests)
+    assert_close(got, wanted)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(a.experts, b.experts)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [([b"x" * 30, b"x" * 20], 16), ([b"x" * 17, b"x" * 17], 16), ([b"x" * 16, b"x" * 30], 8), ([b"x" * 30], 0)],
+)
+def test_the_number_of_common_tokens_leaves_each_prompt_its_last_one(prompts, expected):
+    """A row of one token is padding."""
+    tokens_PT = np.zeros((len(prompts) + 1, 32), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens_PT[row, : len(prompt)] = tuple(prompt)
+    assert cpu_layers.num_shared(tokens_PT, np.array([*map(len, prompts), 1])) == expected
+
+
 def test_layers_in_stacks_are_views_and_give_the_same_bits(layered):
     scanned, made = engine(dataclasses.replace(MODEL, scan_layers=True)), engine()
     params = jax.device_put(tiny.params(MODEL, 5))
