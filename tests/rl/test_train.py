@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from docs import catalog
 from models import hf, transformer
 from models.text import tokenizer
 from rl import audit, train
@@ -22,7 +23,6 @@ from rl.evaluation import samples
 from rl.evaluation import scores as scores_lib
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import task_ranges
-from rl.reporting import catalog
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
 from sharding.logs import run_logs
