@@ -46,7 +46,7 @@ from rl.learner import optimizers, train_step
 from rl.learner import reference as reference_lib
 from rl.orchestrator import assembly
 from rl.orchestrator.remote import client
-from rl.plan import sizes, utilization
+from rl.plan import roofline, sizes
 from rl.protocol import task_schedule, timeline
 from rl.reporting import diagnostics, metrics, rollouts_page, start_clock
 from rl.reporting import monitors as monitors_lib
@@ -137,7 +137,7 @@ def train(
                         adviser.scored(version, score)
                 times |= {"time/step_s": time.perf_counter() - begun, "time/unix": time.time()}
                 values = _metrics(values | {"optimizer/learning_rate": rate}, batch, times)
-                values |= utilization.of_step(
+                values |= roofline.utilization(
                     values, exp.model, mesh.size, mesh.local_devices, is_frozen=bool(exp.lora)
                 )
                 run.writer.write(step, "rl", values)
