@@ -99,7 +99,7 @@ def explain(error: BaseException) -> tuple[str, int, int]:
 def _raised_by_us(error: BaseException) -> bool:
     file = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
     # A function in a config file, wherever it is, is the user's: only its traceback shows where it failed.
-    return any(ROOT / package in file.parents for package in ("inference", "models", "rl", "sharding"))
+    return any(ROOT / package in file.parents for package in ("bench", "inference", "models", "rl", "sharding"))
 
 
 def _leave(number: int, frame: object) -> NoReturn:

@@ -93,12 +93,8 @@ def _by_ssh(plan: cluster.Plan, machines: list[str]) -> None:
             nodes.add(spec)
         note(f"starting {len(nodes.nodes)} processes; python -m rl.logs {plan.workdir} --follow")
         while not nodes.is_over and not ended:
-            nodes.tick(time.monotonic(), is_patient=True)
-            for node in (nodes.nodes[name] for name in plan.learners):
-                if supervisor.is_too_often(node.died_s):
-                    found = f"{node.problem}. It died {supervisor.MAX_DEATHS} times within {supervisor.WINDOW_S:.0f} s"
-                    raise ValueError(f"{found}; correct that, and continue with the same command")
-            time.sleep(0.2)
+            nodes.tick(time.monotonic(), vital=("learner",))
+            time.sleep(supervisor.TICK_S)
     if not nodes.is_over:
         sys.exit(128 + ended[0])
 

@@ -195,13 +195,6 @@ def test_a_learner_that_dies_at_once_by_ssh_ends_the_command(plan, programs, mon
     assert len(calls) == 5 and all("-oServerAliveInterval=15" in one and " -- host cd " in one for one in calls)
 
 
-@pytest.mark.parametrize(
-    ("times", "expected"), [((0, 1, 2, 3), False), ((0, 1, 2, 3, 300), True), ((0, 1, 2, 3, 301), False)]
-)
-def test_five_deaths_in_five_minutes_are_too_many(times, expected):
-    assert supervisor.is_too_often(times) == expected
-
-
 def test_the_image_copies_files_that_exist():
     text = (tiny_run.ROOT / "examples" / "launch" / "Dockerfile").read_text()
     copied = [line.split()[1] for line in text.splitlines() if line.startswith("COPY")]
