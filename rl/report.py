@@ -1,9 +1,9 @@
 """Draws the report of a run, `<workdir>/report.html`, its trace (rl/reporting/timeline_trace.py), and rollouts.html, from its files.
 
 Input: metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "scores": {"avg@1": 0.41, "num_tasks": 200},
-"samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally with "command" and
-"versions". The page names missing files; a malformed file is an error. The headline compares the first score of the
-first evaluation with that of the last; margins are Agresti-Coull, 95 %.
+"intervals": {"avg@1": [0.34, 0.48]}, "samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally
+with "command" and "versions". The page names missing files; a malformed file is an error. The headline compares the first score of the
+first evaluation with that of the last; margins are those of the intervals, 95 %.
 
 The template rl/report.html draws the page, its curves as SVG. Left out: scripts (titles in the SVG show values on hover, and the
 page loads nothing) and a clock (equal files give equal pages, so `python -m rl.report WORKDIR` may redraw at any time). Text of
@@ -249,17 +249,9 @@ def _first_scores(evaluations):
 
 
 def _error(item, name):
-    """Returns half the 95 % interval of a score.
-
-    Evaluations of earlier releases have no intervals: theirs is that of a mean of scores in [0, 1]. Two more of each kind make it valid at 0 and 1.
-    """
-    if name in item.get("intervals", {}):
-        low, high = item["intervals"][name]
-        return (high - low) / 2
-    score = item["scores"][name]
-    n = item["num_tasks"] + 4
-    p = (score * (n - 4) + 2) / n
-    return 1.96 * math.sqrt(p * (1 - p) / n) if n > 4 and 0 <= score <= 1 else 0.0
+    """Returns half the 95 % interval of a score; 0 if the evaluation has none."""
+    low, high = item.get("intervals", {}).get(name, (0.0, 0.0))
+    return (high - low) / 2
 
 
 def _median(steps, name):

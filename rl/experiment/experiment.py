@@ -89,7 +89,6 @@ class Experiment:
     def broadcast_metadata(self) -> dict:
         """The metadata published with the weights, from which a server can start: model, tokenizer, and sizes of the engine."""
         model = self.config.model.to_dict() | {"param_dtype": self.published_model.param_dtype}
-        del model["reduce_dtype"]  # of the learner alone; servers of older versions know no such field
         tokenizer, is_remote = self.config.tokenizer, self.config.topology.mode == "remote"
         tokenizer = tokenizer if is_remote else tokenizer_lib.located(tokenizer)
         variables = {"chat_template_kwargs": dict(self.tokenizer.variables)} if self.tokenizer.variables else {}

@@ -146,11 +146,10 @@ def _read_config(read: Callable[[str], Any], path: str) -> Any:
 
 def _saved(path: str) -> config_dict.ConfigDict:
     """Returns the config in the config.json of a run. Raises ValueError if it has none, or functions of a config file."""
-    if not (fields := atomic_file.read_json(pathlib.Path(path), dict).get("config")):
+    if not (saved := atomic_file.read_json(pathlib.Path(path), dict).get("config")):
         raise ValueError(f"{path} is not the config.json of a run; give that, or a file of configs/")
-    if fields["rl"]["loss_function"]:
+    if saved["rl"]["loss_function"]:
         raise ValueError(f"the run of {path} has functions of its config file; give that file")
-    saved = base_fields.with_new_fields(fields)
     for name, default in base_fields.flat(base_fields.config().to_dict()).items():
         if isinstance(default, tuple):  # a list in JSON
             section, *sections, field = name.split(".")
