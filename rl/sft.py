@@ -23,8 +23,9 @@ import pathlib
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 from absl import flags
@@ -32,7 +33,7 @@ from absl import flags
 from models import transformer
 from rl import envs, report
 from rl.batch import conversations, host_feed, packing
-from rl.data import batches, sources
+from rl.data import sources
 from rl.envs.interface import environment
 from rl.experiment import command, experiment, initial
 from rl.experiment import workdir as run_directory
@@ -46,6 +47,7 @@ from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
 
 MOST_LINES = 20  # of the check's progress
+AHEAD = 2  # batches that a thread prepares while the last one trains
 
 
 def train(
@@ -214,10 +216,40 @@ def _from_files(exp: experiment.Experiment) -> _Source:
         trees, num_trained = sources.Mapped(tree, rows), len(rows) - share
         parts.append(sources.Chosen(trees, range(num_trained)))
         held.append(sources.Chosen(trees, range(num_trained, len(rows))))
-    batch = batches.in_order(batches.mix(parts, warmup.weights, warmup.tasks_per_step, exp.config.seed))
+    batch = in_order(mix(parts, warmup.weights, warmup.tasks_per_step, exp.config.seed))
     held_out = sources.join(held)
     held_out = sources.Chosen(held_out, range(min(warmup.eval_tasks, len(held_out))))
     return _Source(lambda step: batch(step - 1), lambda: list(held_out), sources.join([*parts, held_out]))
+
+
+def mix(
+    parts: Sequence[sources.Rows], weights: Sequence[float], size: int, seed: int
+) -> grain.MapDataset[list[sources.Row]]:
+    """Returns the endless batches of `size` rows of some sources, with random access.
+
+    Each source gets the part of the rows that its weight is of all weights. Without weights, the rows of all are shuffled together.
+    """
+    if weights and len(weights) != len(parts):
+        found = f"warmup.weights has {len(weights)} numbers for {len(parts)} files of warmup.data"
+        raise ValueError(f"{found}; give one for each, or none")
+    parts = parts if weights else [sources.join(parts)]
+    shuffled = [grain.MapDataset.source(part).shuffle(seed=seed + i).repeat() for i, part in enumerate(parts)]
+    mixed = grain.MapDataset.mix(shuffled, weights=list(weights)) if weights else shuffled[0]
+    return mixed.batch(size, drop_remainder=True, batch_fn=list)
+
+
+def in_order(batches: grain.MapDataset) -> Callable[[int], Any]:
+    """Returns a function of a batch's number, from 0. A thread prepares the batches that follow; any other number begins there."""
+    iterator, following = iter(batches.to_iter_dataset(grain.ReadOptions(1, prefetch_buffer_size=AHEAD))), 0
+
+    def batch(number: int) -> Any:
+        nonlocal following
+        if number != following:
+            iterator.set_state({"next_index": number})
+        following = number + 1
+        return next(iterator)
+
+    return batch
 
 
 def _check(examples: Sequence, progress: metrics.Progress) -> None:

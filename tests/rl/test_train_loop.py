@@ -114,8 +114,8 @@ def test_few_frames_from_the_command_to_the_loss(run_main):
 
     run_main(own_loss)
     print("\n".join(" -> ".join(names) for names in stacks))
-    assert ["main", "train", "train_step", "gradients", "loss", "own_loss"] in stacks
-    assert max(map(len, stacks)) <= 6
+    assert ["main", "train", "train_step", "gradients", "add", "loss", "own_loss"] in stacks
+    assert max(map(len, stacks)) <= 7
 
 
 def test_a_batch_that_is_not_on_the_devices_is_refused(run_main, monkeypatch):
