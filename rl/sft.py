@@ -18,11 +18,13 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
     command.parse(is_complete=True, has_rollouts=False)
 
+import contextlib
 import dataclasses
 import pathlib
 import random
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import grain
@@ -42,7 +44,7 @@ from rl.plan import sizes
 from rl.protocol import task_schedule
 from rl.reporting import diagnostics, metrics, start_clock
 from rl.topology import layout
-from sharding import checkpoint
+from sharding import bucket, checkpoint
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
 
@@ -292,6 +294,19 @@ def _demonstration(env: environment.Environment, task: environment.Task, seed: i
     return {"messages": [*before, last]}
 
 
+@contextlib.contextmanager
+def _whole(workdir: str, hosts: hosts_lib.Hosts) -> Iterator[None]:
+    """Removes the local working directory that the block makes if it fails before the first step, so that nothing is left to resume."""
+    path = pathlib.Path(workdir)
+    is_new = bool(workdir) and hosts.is_first and not bucket.is_url(workdir) and not path.exists()
+    try:
+        yield
+    except BaseException:
+        if is_new and not metrics.read(path / "metrics.jsonl"):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
 def main() -> None:
     """Runs the command that does only the warm-up (supervised fine-tuning) of an experiment."""
     with experiment.joined() as hosts:
@@ -301,7 +316,8 @@ def main() -> None:
             raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
         initial.check(exp.config.init_from)
         free = run_directory.FOR_ROLLOUTS if exp.config.warmup.data else ()
-        with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts, free) as workdir:
+        name = flags.FLAGS.workdir
+        with _whole(name, hosts), run_directory.open_workdir(name, exp, hosts, free) as workdir:
             progress, writer = metrics.of_host(workdir, hosts, run_directory.monitors(workdir, exp, hosts))
             params = train(exp, mesh, workdir, writer, progress, hosts)
             if hosts.broadcast(bool(checkpoint.complete_steps(workdir / "checkpoints"))):  # RL has begun

@@ -14,6 +14,10 @@ system, the scores, and the files that people read; the others end when it ends 
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds
+    if __spec__ is None:
+        raise SystemExit(
+            "error: rl/train.py is a module, not a script; run python -m rl.train in the root of the checkout"
+        )
     from rl.experiment import command
 
     command.parse(is_complete=True)

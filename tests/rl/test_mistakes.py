@@ -1,6 +1,8 @@
 """A mistake on the command line of a node ends it before it works: one line with the value and a remedy, and no traceback."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -93,3 +95,8 @@ def test_a_mistake_ends_a_command_of_a_config_with_one_line(tmp_path, command, w
         INTELLAX_BUCKET_CACHE=str(tmp_path / "cache"),
     )
     assert found.returncode == 1 and found.stderr.startswith("error: ") and found.stderr.strip().endswith(words)
+
+
+def test_a_command_that_is_run_as_a_file_names_the_module():
+    found = subprocess.run([sys.executable, "rl/train.py"], cwd=commands.ROOT, capture_output=True, text=True)
+    assert found.returncode == 1 and re.fullmatch("error: .*; run python -m rl.train .*\n", found.stderr)

@@ -31,7 +31,7 @@ from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 from tests.rl.batch.test_conversations import conversation, trained_text, write
 from tests.support import clock as clock_lib
-from tests.support import conversations, tiny, tiny_run, turn_envs
+from tests.support import commands, conversations, tiny, tiny_run, turn_envs
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 ONE, TWO = [{"a": i} for i in range(10)], [{"b": i} for i in range(7)]
@@ -161,6 +161,17 @@ def test_a_resume_on_other_data_is_refused(tmp_path, change):
     with run_directory.read_workdir(workdir, exp()):
         saved = experiment.flat(run_directory.saved_config(workdir))
     assert experiment.resolve(config_of(warmup__data=data), saved=saved).config.warmup.digest == saved["warmup.digest"]
+
+
+def test_a_command_that_fails_before_its_first_step_leaves_nothing(tmp_path):
+    """Its directory was that of a run without a step. One that was there before stays."""
+    data, workdir = write(tmp_path / "long.jsonl", [conversation("abc" * 99)]), tmp_path / "run"
+    command = ["rl.sft", "--config=configs/quickstart.py", f"--workdir={workdir}", f"--config.warmup.data={data}"]
+    for is_known in (False, True):
+        found = commands.forked(*command, "--config.warmup.decoy_fraction=0")
+        assert found.returncode == 1 and "more than inference.max_model_len" in found.stderr
+        assert workdir.exists() == is_known
+        workdir.mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize(
