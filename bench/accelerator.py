@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
+from ml_collections import config_dict
 
 from inference.engine import decode_state, engine, request, weights
 from models import lora, transformer
@@ -49,8 +50,9 @@ def main() -> None:
     """Times the chosen programs and prints a report; ends with a line of ValueError if the config does not fit the devices."""
     device, names = accelerator.devices()[0], flags.FLAGS.programs
     config = initial.completed(flags.FLAGS.config, command_line.given(), needs_files=False)
-    config, chosen = sizes.settled(config, sizes.present, lowered_programs.resolve)
-    exp, place = lowered_programs.resolve(config), sizes.present(config)
+    exp, chosen = sizes.settled(config, sizes.present, lowered_programs.resolve)
+    config = config_dict.ConfigDict(exp.config)
+    place = sizes.present(config)
     server_mesh = place.server_mesh or mesh_lib.create(lowered_programs.server_axes(config), jax.local_devices())
     chip = roofline.of_device(device.device_kind)
     print(f"{len(jax.devices())} x {device.device_kind}, jax {jax.__version__}; {chosen or 'all sizes are set'}")

@@ -375,7 +375,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "objective.reference_model has no effect; set objective.teacher_coef, or kl_coef and kl_reference = 'reference'"
     if loss in SAMPLER_CORRECTIONS and objective.old_logprobs != "learner":
         yield f"rl.loss = {loss!r} needs the log-probabilities of sampler and learner; set objective.old_logprobs = 'learner'"
-    if c.rl.average != "tokens" and loss in ("grpo", "dr_grpo", "gspo", "gmpo", "sapo", "oapl"):
+    if c.rl.average != "tokens" and loss in advantages.OWN_AVERAGES:
         yield f"rl.loss = {loss!r} averages over samples itself; set rl.average = 'tokens'"
     entries = [*env_mix.entries(c).values()]
     if loss == "oapl":

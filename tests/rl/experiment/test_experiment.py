@@ -182,8 +182,8 @@ def test_the_documented_commands_resolve(command, tmp_path):
     rows.write_text("".join(f'{{"prompt": "{n}?", "question": "{n}?", "answer": "{n}"}}\n' for n in range(2)))
     if config.env.name == "dataset":
         config.env.options.path = str(rows)
-    config, _ = sizes.settled(config, sizes.present, experiment.resolve)
-    assert experiment.resolve(config).config.rl.num_steps > 0
+    exp, _ = sizes.settled(config, sizes.present, experiment.resolve)
+    assert exp.config.rl.num_steps > 0
 
 
 CONFIG_FILES = {

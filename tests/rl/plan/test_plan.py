@@ -15,6 +15,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from ml_collections import config_dict
 
 from configs import base, intellect2, intellect3
 from inference.engine import weights
@@ -651,7 +652,8 @@ def test_a_server_holds_the_bytes_of_the_plan(name, tmp_path, monkeypatch):
         config.init_from = str(tmp_path)
         config = initial.completed(config, needs_files=False)
         monkeypatch.setattr(lowered_programs, "create_mesh", abstract_mesh)
-        config, _ = sizes.settled(config, lambda config: sizes.planned(config, "v5e:2x4"), lowered_programs.resolve)
+        exp, _ = sizes.settled(config, lambda config: sizes.planned(config, "v5e:2x4"), lowered_programs.resolve)
+        config = config_dict.ConfigDict(exp.config)
     config.model.update(SMALL | dict(num_layers=min(config.model.num_layers, 3)))
     if config.model.num_experts:
         config.model.update(num_experts=4, experts_per_token=2, expert_ffn_dim=32)
