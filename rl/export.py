@@ -37,7 +37,6 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def main() -> None:
-    """Runs the command that exports one checkpoint of a run as a Hugging Face folder."""
     output = pathlib.Path(flags.FLAGS.output)
     if bucket.is_url(flags.FLAGS.output):
         raise ValueError(

@@ -308,7 +308,6 @@ def _whole(workdir: str, hosts: hosts_lib.Hosts) -> Iterator[None]:
 
 
 def main() -> None:
-    """Runs the command that does only the warm-up (supervised fine-tuning) of an experiment."""
     with experiment.joined() as hosts:
         exp = sizes.resolve(flags.FLAGS.config, has_rollouts=False)
         mesh = layout.learner_mesh(exp.config)
