@@ -177,17 +177,17 @@ def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
         raise ValueError(f"{len(workdirs)} runs have too few colors; compare at most {MAX_RUNS}")
     names = [folder.resolve().name for folder in workdirs]
     names = names if len({*names}) == len(names) else [str(folder) for folder in workdirs]
-    read = lambda folder: _of_sampler(metrics.read(folder / "metrics.jsonl"))  # noqa: E731
-    runs = {name: read(folder) for name, folder in zip(names, workdirs, strict=True)}
+    records = (_of_sampler(metrics.read(folder / "metrics.jsonl")) for folder in workdirs)
+    runs = dict(zip(names, records, strict=True))
     evaluated = [_evaluations(folder / "evaluations.json") for folder in workdirs]
     scores = {name: [*_first_scores(found).items()] for name, found in zip(names, evaluated, strict=True)}
     figures = [_figure(Curve("Held-out score", "", {"": "evaluations.json"}), scores, {})]
     for curve in CURVES:
         metric = next(iter(curve.lines.values()))
-        of = lambda steps, curve=curve, metric=metric: [  # noqa: E731
-            (one["step"], one[metric]) for one in steps if one["phase"] == curve.phase and metric in one
-        ]
-        series = {name: of(steps) for name, steps in runs.items()}
+        series = {
+            name: [(one["step"], one[metric]) for one in steps if one["phase"] == curve.phase and metric in one]
+            for name, steps in runs.items()
+        }
         values = [value for points in series.values() for _, value in points]
         if any(values) if curve.sparse and curve.optional else values:
             figures.append(_figure(curve, series, {}))

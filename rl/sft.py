@@ -20,6 +20,7 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import random
 import shutil
@@ -180,6 +181,10 @@ def _stream(exp: experiment.Experiment, conversation: dict, where: str) -> packi
         raise ValueError(f"{where}: {error}") from None
 
 
+def _numbered_stream(exp: experiment.Experiment, path: str, number: int, conversation: dict) -> packing.Tree:
+    return _stream(exp, conversation, f"{path}, conversation {number}")
+
+
 def _from_tasks(exp: experiment.Experiment) -> _Source:
     """Returns a source of training conversations: tasks of the run's environments with their answers."""
     config = exp.config
@@ -214,8 +219,8 @@ def _from_files(exp: experiment.Experiment) -> _Source:
                 f"warmup.data = {path} has {len(rows)} conversations, all of them held out (warmup.eval_tasks = "
                 f"{warmup.eval_tasks}); add conversations, or set warmup.eval_tasks lower"
             )
-        tree = lambda number, record, path=path: _stream(exp, record, f"{path}, conversation {number}")  # noqa: E731
-        trees, num_trained = sources.Mapped(tree, rows), len(rows) - share
+        trees = sources.Mapped(functools.partial(_numbered_stream, exp, path), rows)
+        num_trained = len(rows) - share
         parts.append(sources.Chosen(trees, range(num_trained)))
         held.append(sources.Chosen(trees, range(num_trained, len(rows))))
     batch = in_order(mix(parts, warmup.weights, warmup.tasks_per_step, exp.config.seed))

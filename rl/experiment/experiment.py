@@ -61,10 +61,15 @@ class Experiment:
 
     def learner(self, mesh: jax.sharding.Mesh) -> train_step.Learner:
         """Returns the `Learner`: the model, optimizer, loss, and options of which a train step on `mesh` is compiled."""
-        optimizer = train_step.make_optimizer(self.optimizer, self.model, self.lora)
-        loss = objective_lib.bind(self.loss, self.loss_options)
-        parts = self.model, optimizer, loss, mesh, self.objective, self.lora
-        return train_step.Learner(*parts, self.credit.share_prompts)
+        return train_step.Learner(
+            model=self.model,
+            optimizer=train_step.make_optimizer(self.optimizer, self.model, self.lora),
+            policy_loss=objective_lib.bind(self.loss, self.loss_options),
+            mesh=mesh,
+            objective=self.objective,
+            lora=self.lora,
+            share_prompts=self.credit.share_prompts,
+        )
 
     @property
     def published_model(self) -> config_lib.ModelConfig:

@@ -9,6 +9,7 @@ Every machine sees the checkout and WORKDIR at the same paths (docs/launch).
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import subprocess
@@ -84,7 +85,7 @@ def _by_ssh(plan: cluster.Plan, machines: list[str]) -> None:
     names = [name for name in plan.names if not name.startswith("learner")]
     host_of = dict(zip(plan.learners, machines, strict=False))
     host_of |= {name: rest[i % len(rest)] for i, name in enumerate(names)}
-    note = lambda line: print(line, flush=True)  # noqa: E731
+    note = functools.partial(print, flush=True)
     with contextlib.ExitStack() as stack:
         ended = supervisor.ended_by_signal(stack)
         logs = run_directory.logs(plan.workdir)

@@ -37,8 +37,8 @@ def run(plan: cluster.Plan, address: str, accelerator: str) -> None:
     ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=False)
     resource, _, count = accelerator.partition("=")
     extra = {resource: float(count)} if accelerator else {}
-    has_devices = lambda name: name.rstrip("0123456789") in cluster.ACCELERATED  # noqa: E731
-    needs = [{"CPU": 1.0} | (extra if has_devices(name) else {}) for name in plan.names]
+    accelerated = [name for name in plan.names if name.rstrip("0123456789") in cluster.ACCELERATED]
+    needs = [{"CPU": 1.0} | (extra if name in accelerated else {}) for name in plan.names]
     try:
         group = ray.util.placement_group(needs, strategy="SPREAD")
         ray.get(group.ready())

@@ -38,7 +38,10 @@ def gke(
     name = name if name[:1].isalpha() else f"run-{name}".strip("-")  # a service may not begin with a digit
     name += f"-{hashlib.sha256(str(plan.workdir).encode()).hexdigest()[:6]}"  # runs/1/a and runs/2/a are two runs
     elastic = cluster.ELASTIC if is_elastic else ()
-    pod = lambda node: f"{name}-{node}" if plan.roles[node] in elastic else f"{name}-{node}-0-0.{name}"  # noqa: E731
+
+    def pod(node: str) -> str:
+        return f"{name}-{node}" if plan.roles[node] in elastic else f"{name}-{node}-0-0.{name}"
+
     resource, _, count = accelerator.partition("=")
     return _render(
         "gke.yaml",
