@@ -170,17 +170,13 @@ def _check(
     ]
     if config.objective.reference_model:
         checks += [lambda: reference_lib.model_of(exp.objective, exp.model, exp.tokenizer.vocab_size)]
-    if config.warmup.num_steps:
-        kind = "files or folders of conversations, with commas between them"
-        paths = config.warmup.data.split(",")
-        checks += [lambda path=path: _check_file("warmup.data", path.strip(), kind) for path in paths]
     if hosts.is_first:
         checks += [
             lambda: config_rules.check_prompts(config, exp.tokenizer),
             lambda: (is_begun and config.envs) or tryout.rehearse(config, exp.tokenizer, cli.note),
             lambda: config_rules.check_tolerances(config),
             lambda: config_rules.check_stakes(config),
-            lambda: _check_bands(config.trust.bands),
+            lambda: config.trust.bands in ("", run_bands.AUTO) or run_bands.load(config.trust.bands),
             lambda: topology.orchestrator or sockets.listen(topology.host, topology.port).close(),
             lambda: topology.metrics and metrics_routes.listen(topology.metrics).close(),
         ]
@@ -191,22 +187,11 @@ def _check(
     cli.fail_for(message for check in checks for message in cli.mistake(check))
 
 
-def _check_bands(file: str) -> None:
-    if file not in ("", run_bands.AUTO):
-        _check_file("trust.bands", file, "the file that `python -m rl.validator calibrate` wrote")
-        run_bands.load(file)
-
-
 def _check_server_mesh(exp: experiment.Experiment) -> None:
     try:
         inference_server.host_mesh(exp.server_mesh, exp.engine)
     except ValueError as error:
         raise ValueError(f"inference.mesh: {error}") from None
-
-
-def _check_file(field: str, path: str, kind: str) -> None:
-    if path and not pathlib.Path(path).exists():
-        raise ValueError(f"{field} = {path!r} does not exist; set it to {kind}")
 
 
 @contextlib.contextmanager

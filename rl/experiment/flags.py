@@ -183,7 +183,7 @@ def _mistakes(
 
     The config is None if its file is the mistake.
     """
-    first, files = _explained(error, argv, values["config"].parser), _values(argv, "config")  # pyright: ignore[reportArgumentType]
+    first, files = _explained(error), _values(argv, "config")
     try:
         config: Any = values["config"].parser.parse(files[-1])
         fields = base_fields.flat(config.to_dict())
@@ -217,8 +217,8 @@ def _mistakes(
     return found or [first], config
 
 
-def _explained(error: Exception, argv: list[str], parser: flags.ArgumentParser) -> str:
-    """Returns one line on an error of the flags `argv`; `parser` reads a config file."""
+def _explained(error: Exception) -> str:
+    """Returns one line on an error of absl, of ml_collections, or of the config file."""
     if isinstance(error, SyntaxError):
         return f"the config file has a syntax error: {error.filename}, line {error.lineno}: {error.msg}; correct it"
     if isinstance(error, FileNotFoundError):
@@ -240,13 +240,6 @@ def _explained(error: Exception, argv: list[str], parser: flags.ArgumentParser) 
         return _in_config_file(text)
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError, flags.Error)):
         return _in_config_file(trace)
-    if isinstance(error, (AttributeError, KeyError)):
-        config: Any = parser.parse(re.search(r"--?config[= ](\S+)", " ".join(argv))[1])  # pyright: ignore[reportOptionalSubscript]
-        known = base_fields.names(config)
-        for path in re.findall(r"--?(?:no)?config\.([\w.]+)", " ".join(argv)):
-            starts = (path[: match.start()] for match in re.finditer(r"\.|$", path))
-            if unknown := next((start for start in starts if start not in known), None):
-                return _no_field(unknown, config)
     return text.replace("\n", " ")
 
 

@@ -151,10 +151,16 @@ def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Itera
             yield f"{found}; give the fields of its last start: {saved.get('command')}"
             return
     values = base_fields.flat(config.to_dict())
+    elsewhere = {  # values that name no file of this machine
+        "init_from": lambda path: hub.is_id(path) or hub.is_url(path),
+        "warmup.data": lambda path: not config.warmup.num_steps,
+        "trust.bands": lambda path: path == "auto",
+        "trust.stake_ledger": lambda path: False,
+    }
     for name, remedy in FILES.items():
         for path in values[name].split(",") if name == "warmup.data" else [values[name]]:
             path = path.strip()
-            is_here = name == "init_from" and bool(path) and not (hub.is_id(path) or hub.is_url(path))
+            is_here = bool(path) and name in elsewhere and not elsewhere[name](path)
             if (is_here or path.startswith((".", "/"))) and not os.path.exists(path):
                 yield f"{name} = {path!r} does not exist; {remedy}"
     folder = pathlib.Path(config.init_from)
