@@ -169,7 +169,7 @@ def _recording(exp, mesh, workdir: pathlib.Path, hosts: hosts_lib.Hosts, log: ru
 
 @dataclasses.dataclass
 class _Restored:
-    """The train state at the start, and what was begun while it was made."""
+    """The train state at the start, and the processes and compilations that began before it was ready."""
 
     learner: train_step.Learner
     checkpointer: checkpoint.Checkpointer
