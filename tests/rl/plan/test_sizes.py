@@ -12,6 +12,7 @@ from ml_collections import config_dict
 
 from configs import base, finetune, presets
 from models.hf import config as hf_config
+from models.text import tokenizer
 from rl.experiment import experiment, rules
 from rl.plan import lowered_programs, sizes
 from tests.rl.plan import test_plan
@@ -214,14 +215,17 @@ def program(name, held):
     return lowered_programs.LoweredProgram(name=name, held=held, needed={}, **fields)
 
 
-def test_the_devices_of_this_process_are_those_of_the_config():
-    """Eight of a CPU, of which the engine has one; half of the memory of the machine is theirs."""
+def test_the_devices_of_this_process_are_those_of_the_config(monkeypatch):
+    """Eight of a CPU, of which the engine has one; half of the memory of the machine is theirs. The config is resolved once."""
     c = base.get_config()
     place = sizes.present(c)
     assert (place.mesh.size, place.server_mesh.size, place.kind, place.is_cpu) == (8, 1, "cpu", True)
     assert place.memory_bytes * 16 == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     c.train.rows = c.inference.num_slots = 0
+    loaded, load = [], tokenizer.load
+    monkeypatch.setattr(tokenizer, "load", lambda *args, **options: loaded.append(args) or load(*args, **options))
     exp, text = sizes.settled(c, lambda config: place, experiment.resolve)
+    assert len(loaded) == 1
     assert (exp.config.train.rows, exp.engine.num_slots) == (16, 256) and "chosen for 8 x " in text
 
 
