@@ -1,6 +1,6 @@
 """Exports a run's policy as a Hugging Face folder that transformers, vLLM and `inference.serve` load.
 
-    python -m rl.export --workdir=runs/quickstart --step=best --output=exported
+    python -m rl.export runs/quickstart --step=best --output=exported
 
 1. The checkpoint is restored onto the config's mesh; adapters are merged (models/lora.py).
    With --adapter_only they are written alone, in PEFT's format (models/hf/adapter_file.py).

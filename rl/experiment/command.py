@@ -32,7 +32,7 @@ LESS_MEMORY = "lower inference.num_slots or train.rows, or set them to 0: chosen
 def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts: bool = True) -> None:
     """Parses `--config`, `--workdir` (if needed), and the flags that are defined; exits with code 2 and a line for each mistake.
 
-    `is_complete` and `has_rollouts` are those of `flags.parse`.
+    The first argument may be the working directory alone, as in `rl.export runs/sums --output=DIR`. `is_complete` and `has_rollouts` are those of `flags.parse`.
     """
     # An import that Ctrl-C interrupts may hide it, as those of extension modules do; there is nothing to save yet.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -40,6 +40,8 @@ def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts
     from rl.experiment import flags as command_line  # takes half a second
 
     command_line.define(needs_workdir=needs_workdir)
+    if "workdir" in flags.FLAGS and sys.argv[1:] and sys.argv[1][:1] not in ("", "-"):
+        sys.argv[1] = f"--workdir={sys.argv[1]}"
     app.define_help_flags()
     argv = ["--help" if word == "-h" else word for word in sys.argv]
     try:

@@ -100,3 +100,9 @@ def test_a_mistake_ends_a_command_of_a_config_with_one_line(tmp_path, command, w
 def test_a_command_that_is_run_as_a_file_names_the_module():
     found = subprocess.run([sys.executable, "rl/train.py"], cwd=commands.ROOT, capture_output=True, text=True)
     assert found.returncode == 1 and re.fullmatch("error: .*; run python -m rl.train .*\n", found.stderr)
+
+
+def test_a_command_takes_its_working_directory_as_the_first_argument(tmp_path):
+    """Here one without a config.json, so that a config is missing, and no directory."""
+    found = commands.forked("rl.export", tmp_path, "--output=x")
+    assert found.returncode == 2 and found.stderr == "error: --config must be given; --help lists the flags\n"
