@@ -70,14 +70,14 @@ def train(
     if config.init_from and not config.warmup.num_steps:
         return initial.load(exp, mesh, workdir, hosts)  # without the moments of an optimizer
     learner = make_learner(exp, mesh)
-    take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(_rates(exp))
+    take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(rates(exp))
     num_steps, options = config.warmup.num_steps, config.checkpoint.to_dict() | {"keep": 1, "hosts": hosts}
     with checkpoint.Checkpointer(workdir / "warmup", **options) as checkpointer:
         start, state, patience = _restore_or_init(exp, learner, checkpointer, workdir, hosts)
         if start == num_steps or patience.is_over:
             return train_step.policy(learner, state)
         writer.truncate("warm-up", start)
-        source = (_from_files(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
+        source = (from_files(exp) if config.warmup.data else from_tasks(exp)) if hosts.is_first else None
         if source and start == 0:
             _check(source.examples, progress)
         layout, held_out = exp.layout(mesh, config.warmup.tasks_per_step), None
@@ -104,7 +104,7 @@ def train(
                     )
                 if held_out is not None and (step % config.warmup.eval_every == 0 or step == num_steps):
                     policy = train_step.policy(learner, state)
-                    values["loss/held_out"] = hosts.broadcast(_nll(learner, policy, held_out))
+                    values["loss/held_out"] = hosts.broadcast(nll(learner, policy, held_out))
                     patience = patience.after(values["loss/held_out"])
                 values["optimizer/learning_rate"] = float(jax.device_get(rate(step - 1)))
                 values["time/step_s"] = time.perf_counter() - begun
@@ -128,11 +128,12 @@ def train(
 def make_learner(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> train_step.Learner:
     """Returns the `Learner` of supervised fine-tuning. Random parameters all train: adapters of them would learn nothing."""
     lora = exp.lora if exp.config.init_from else None
-    loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(_rates(exp), exp.model, lora)
+    loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(rates(exp), exp.model, lora)
     return train_step.Learner(exp.model, optimizer, loss, mesh, lora=lora, share_prompts=False)
 
 
-def _rates(exp: experiment.Experiment) -> optimizers.OptimizerConfig:
+def rates(exp: experiment.Experiment) -> optimizers.OptimizerConfig:
+    """Returns the optimizer's config with the learning rates of the warm-up."""
     warmup = exp.config.warmup
     rates = {"learning_rate": warmup.learning_rate, "warmup_steps": warmup.rate_steps, "schedule": "constant"}
     return dataclasses.replace(exp.optimizer, **rates)
@@ -167,7 +168,9 @@ class Patience:
         return dataclasses.replace(self, best=min(self.best, loss), num_worse=num_worse)
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
+    """The conversations to train on, by step, and those held out."""
+
     batch: Callable[[int], list[packing.Tree]]  # of step n
     held_out: Callable[[], list[packing.Tree]]
     examples: Sequence = ()  # to be checked before the first step
@@ -185,17 +188,17 @@ def _numbered_stream(exp: experiment.Experiment, path: str, number: int, convers
     return _stream(exp, conversation, f"{path}, conversation {number}")
 
 
-def _from_tasks(exp: experiment.Experiment) -> _Source:
+def from_tasks(exp: experiment.Experiment) -> Source:
     """Returns a source of training conversations: tasks of the run's environments with their answers."""
     config = exp.config
     found = envs.load_all(config)
     for env in found.values() if config.warmup.decoy_fraction else ():  # an error before the first compilation
-        _demonstration(env, env.make_task(0, "train"), config.seed, is_decoy=True)
+        demonstration(env, env.make_task(0, "train"), config.seed, is_decoy=True)
 
     def tree(name, index, split):
         env = found[name]
         task, is_decoy = env.make_task(index, split), split == "train" and _is_decoy(index, config)
-        conversation = conversations.parse(_demonstration(env, task, config.seed, is_decoy))
+        conversation = conversations.parse(demonstration(env, task, config.seed, is_decoy))
         return _stream(exp, conversation, f"task {index} of {task.env}")
 
     def batch(step):
@@ -205,10 +208,10 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
         numbers = range(config.warmup.eval_tasks)
         return [tree(*task_schedule.in_turn([*found], number), "held_out") for number in numbers]
 
-    return _Source(batch, held_out)
+    return Source(batch, held_out)
 
 
-def _from_files(exp: experiment.Experiment) -> _Source:
+def from_files(exp: experiment.Experiment) -> Source:
     """Returns a source of the conversations in `warmup.data`, in a new order every epoch; `eval_every` holds out the last of each file."""
     warmup = exp.config.warmup
     paths = [path.strip() for path in warmup.data.split(",")]
@@ -226,7 +229,7 @@ def _from_files(exp: experiment.Experiment) -> _Source:
     batch = in_order(mix(parts, warmup.weights, warmup.tasks_per_step, exp.config.seed))
     held_out = sources.join(held)
     held_out = sources.Chosen(held_out, range(min(warmup.eval_tasks, len(held_out))))
-    return _Source(lambda step: batch(step - 1), lambda: list(held_out), sources.join([*parts, held_out]))
+    return Source(lambda step: batch(step - 1), lambda: list(held_out), sources.join([*parts, held_out]))
 
 
 def mix(
@@ -274,7 +277,7 @@ def _check(examples: Sequence, progress: metrics.Progress) -> None:
         raise ValueError(f"{first} ({num_bad} of {count} conversations are refused)")
 
 
-def _nll(learner: train_step.Learner, params: transformer.Params, batch: packing.TrainBatch) -> float:
+def nll(learner: train_step.Learner, params: transformer.Params, batch: packing.TrainBatch) -> float:
     """Returns the mean negative log-likelihood per trained token of a batch, in nats."""
     logp = train_step.score(learner, params, batch)
     return float(-jnp.sum(logp * batch.loss_mask) / jnp.sum(batch.loss_mask))
@@ -285,7 +288,7 @@ def _is_decoy(index: int, config) -> bool:
     return environment.stable_hash(f"decoy/{config.seed}/{index}") / 2**64 < config.warmup.decoy_fraction
 
 
-def _demonstration(env: environment.Environment, task: environment.Task, seed: int, is_decoy: bool) -> dict:
+def demonstration(env: environment.Environment, task: environment.Task, seed: int, is_decoy: bool) -> dict:
     """Returns the conversation to imitate: a solution, or a wrong one. Raises ValueError for an environment without wrong ones."""
     if env.demonstrate:
         rng = random.Random(environment.stable_hash(f"demonstration/{seed}/{task.split}/{task.index}"))

@@ -67,7 +67,7 @@ def main() -> None:
         exp = sizes.resolve(flags.FLAGS.config)
         mesh = layout.learner_mesh(exp.config)
         workdir = bucket.local_folder(flags.FLAGS.workdir)
-        _check(exp, mesh, hosts, is_begun=any(workdir.glob("checkpoints/[0-9]*")))
+        check(exp, mesh, hosts, is_begun=any(workdir.glob("checkpoints/[0-9]*")))
         with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts) as workdir:
             if hosts.is_first:
                 run_directory.record_downloads(workdir, hub.commits())
@@ -137,7 +137,7 @@ def train(
                     values, exp.model, mesh.size, mesh.local_devices, is_frozen=bool(exp.lora)
                 )
                 run.place.writer.write(step, "rl", values)
-                bar.update(step, _shown(values))
+                bar.update(step, shown(values))
                 if step == run.start + 1:
                     start_clock.mark("first step")
                     progress.say(start_clock.summary("first step"))
@@ -153,7 +153,7 @@ def train(
     return path
 
 
-def _check(
+def check(
     exp: experiment.Experiment, mesh: jax.sharding.Mesh, hosts: hosts_lib.Hosts, *, is_begun: bool = False
 ) -> None:
     """Raises ValueError for mistakes in the config, before the working directory is created and minutes of warm-up are spent.
@@ -264,7 +264,7 @@ def _timed(times: dict[str, float], part: str):
     times[f"time/{part}_s"] = time.perf_counter() - begun
 
 
-def _shown(values: dict[str, float]) -> dict[str, float]:
+def shown(values: dict[str, float]) -> dict[str, float]:
     """Returns the metrics of a step that the terminal shows, as {short name: value}; absent metrics are left out."""
     names = {
         "reward": "rollout/reward",

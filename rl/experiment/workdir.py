@@ -55,7 +55,7 @@ def open_workdir(
     path = bucket.local_folder(workdir)
     if not hosts.is_first:
         first, own = experiment_lib.flat(json.loads(hosts.broadcast())), experiment_lib.fields(experiment)
-        for name in _differing(first, own, ["topology.process_id", "warmup.digest"]):  # only host 0 reads the data
+        for name in differing(first, own, ["topology.process_id", "warmup.digest"]):  # only host 0 reads the data
             there = f"{name} is {own.get(name)!r} here and {first.get(name)!r} on host 0"
             raise ValueError(f"{there}; give every host the same command and checkout")
         yield path
@@ -101,7 +101,7 @@ def check_fields(learner: dict, experiment: experiment_lib.Experiment) -> None:
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "profile.", "broadcast.", "train.rows"]
     free.append("warmup.digest")  # only the learner reads the data
     own = experiment_lib.fields(experiment)
-    for name in _differing(learner, own, free):
+    for name in differing(learner, own, free):
         there = f"{name} is {learner.get(name)!r} in the learner, and {own.get(name)!r} in the orchestrator"
         raise ValueError(f"{there}; give both the same config and checkout")
 
@@ -115,10 +115,10 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # gradients are summed over all rows, in any division
         free.append("train.rows")
-    return _differing(old, new, free)
+    return differing(old, new, free)
 
 
-def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
+def differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
     """Returns the sorted names whose values differ between two configs, without names that begin with one of `free`."""
     names = sorted(old.keys() | new.keys())
     # `record_downloads` compares the revisions.

@@ -22,8 +22,8 @@ def slurm(plan: cluster.Plan, options: Sequence[str]) -> str:
         plan=plan,
         options=options,
         own=own,
-        learner=_in_shell(specs[0].command, plan.roles),
-        others=[(spec.name, _in_shell(spec.command, plan.roles)) for spec in specs[1:]],
+        learner=in_shell(specs[0].command, plan.roles),
+        others=[(spec.name, in_shell(spec.command, plan.roles)) for spec in specs[1:]],
     )
 
 
@@ -58,7 +58,7 @@ def gke(
     )
 
 
-def _in_shell(command: Sequence[str], nodes: Iterable[str]) -> str:
+def in_shell(command: Sequence[str], nodes: Iterable[str]) -> str:
     """Quotes the arguments of `python -m` for a shell, but for the hosts of `nodes`, which are its variables."""
     quoted = ("'" + one.replace("'", "'\\''") + "'" for one in command)
     return re.sub(f"@({'|'.join(nodes)})@", r"""'"$\1"'""", " ".join(quoted))

@@ -48,7 +48,7 @@ def config_of(**changes):
 def test_a_file_is_gone_through_once_per_epoch_without_what_is_held_out(tmp_path):
     path = write(tmp_path / "c.jsonl", [conversation(chr(97 + i) * 3) for i in range(14)])
     exp = experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1, warmup__eval_tasks=4))
-    source = sft._from_files(exp)
+    source = sft.from_files(exp)
 
     def texts(trees):
         return ["".join(trained_text(tree)).removesuffix("<|im_end|>") for tree in trees]
@@ -57,17 +57,17 @@ def test_a_file_is_gone_through_once_per_epoch_without_what_is_held_out(tmp_path
     assert sorted(letters[:10]) == sorted(letters[10:]) == list("abcdefghij") and letters[:10] != letters[10:]
     assert [text[0] for text in texts(source.held_out())] == list("klmn")
     assert texts(source.batch(2)) == texts(source.batch(2))  # a function of the step, for a resume
-    whole = sft._from_files(experiment.resolve(config_of(warmup__data=path)))
+    whole = sft.from_files(experiment.resolve(config_of(warmup__data=path)))
     assert len(set(sum((texts(whole.batch(step)) for step in range(1, 8)), []))) == 14
-    other = sft._from_files(experiment.resolve(config_of(warmup__data=path, seed=1)))
+    other = sft.from_files(experiment.resolve(config_of(warmup__data=path, seed=1)))
     assert texts(other.batch(1)) != texts(whole.batch(1))
     with pytest.raises(ValueError, match="14 conversations, all of them held out .warmup.eval_tasks = 64"):
-        sft._from_files(experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1)))
+        sft.from_files(experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1)))
     other = write(tmp_path / "d.jsonl", [conversation(c * 3) for c in "AB"])
     both = config_of(
         warmup__data=f"{path}, {other}", warmup__weights=(1.0, 3.0), warmup__eval_every=1, warmup__eval_tasks=1
     )
-    mixed = sft._from_files(experiment.resolve(both))
+    mixed = sft.from_files(experiment.resolve(both))
     assert texts(mixed.held_out()) == ["nnn"]  # and one row of the other file, so that any may be the one
     assert sum(text == "AAA" for step in range(1, 6) for text in texts(mixed.batch(step))) == 15
 
@@ -80,7 +80,7 @@ def test_examples_that_cannot_train_are_named_before_the_first_step(tmp_path, ca
     monkeypatch.setattr(
         conversations_lib, "parse", lambda row: parsed.append(row["messages"][0]["content"]) or parse(row)
     )
-    sft._from_files(exp)
+    sft.from_files(exp)
     assert not {*parsed} & {*texts}
     mesh = mesh_lib.create({}, devices=jax.devices()[:1])
     writer, progress = metrics.MetricsWriter(tmp_path), metrics.Progress()
@@ -94,7 +94,7 @@ def test_examples_that_cannot_train_are_named_before_the_first_step(tmp_path, ca
 
 def test_tasks_are_taught_with_their_answers_but_for_the_decoys():
     exp = experiment.resolve(config_of(warmup__decoy_fraction=0.5, warmup__eval_tasks=3))
-    source = sft._from_tasks(exp)
+    source = sft.from_tasks(exp)
     taught = [trained_text(tree)[0].removesuffix("<|im_end|>") for step in range(1, 9) for tree in source.batch(step)]
     env = envs.load("reverse_text", seed=0, **exp.config.env.options.to_dict())
     wrong = 0
@@ -111,7 +111,7 @@ def test_tasks_are_taught_with_their_answers_but_for_the_decoys():
     config = config_of(warmup__decoy_fraction=0.01, env__name=f"{turn_envs.__file__}:letters")
     config.env.options = {}
     with pytest.raises(ValueError, match="has no decoys; set config.warmup.decoy_fraction to 0"):
-        sft._from_tasks(experiment.resolve(config))  # before a step is compiled
+        sft.from_tasks(experiment.resolve(config))  # before a step is compiled
 
 
 def test_whole_games_are_taught_where_an_environment_demonstrates():
@@ -120,7 +120,7 @@ def test_whole_games_are_taught_where_an_environment_demonstrates():
     )
     config.env.options = {"letters": 3, "words": 50, "guesses": 4, "system_prompt": ""}
     exp = experiment.resolve(config)
-    source, solved = sft._from_tasks(exp), [0, 0]
+    source, solved = sft.from_tasks(exp), [0, 0]
     env = envs.load("wordle", seed=0, **exp.config.env.options.to_dict())
     for step in range(1, 9):
         for (_, index), tree in zip(task_schedule.warmup_tasks(exp.config, step), source.batch(step), strict=True):
@@ -223,7 +223,7 @@ def test_the_held_out_loss_is_a_mean_over_trained_tokens(monkeypatch):
     logp = np.array([[9, -1, -2, 9], [9, 9, -6, 9]], np.float32)
     batch = types.SimpleNamespace(loss_mask=np.array([[0, 1, 1, 0], [0, 0, 1, 0]], np.float32))
     monkeypatch.setattr(train_step, "score", lambda *args: logp)
-    assert sft._nll(None, None, batch) == 3.0
+    assert sft.nll(None, None, batch) == 3.0
 
 
 @pytest.mark.slow

@@ -170,11 +170,9 @@ def test_other_questions_of_a_finished_run_are_kept_apart(trained, tmp_path):
 
 def test_the_terminal_shows_what_there_is():
     """A loss of one's own, and cross_entropy, compare no policies; old log-probabilities of the learner hide the sampler's."""
-    assert train._shown({"loss/total": 1.0, "rollout/reward": 0.5}) == {"reward": 0.5, "loss": 1.0}
+    assert train.shown({"loss/total": 1.0, "rollout/reward": 0.5}) == {"reward": 0.5, "loss": 1.0}
     both = {"loss/mismatch_kl": 0.5, "loss/sampler_kl": 0.01}
-    assert train._shown(both) == {"mismatch kl": 0.01} and train._shown({"loss/mismatch_kl": 0.5}) == {
-        "mismatch kl": 0.5
-    }
+    assert train.shown(both) == {"mismatch kl": 0.01} and train.shown({"loss/mismatch_kl": 0.5}) == {"mismatch kl": 0.5}
 
 
 @pytest.mark.slow

@@ -621,7 +621,7 @@ def test_a_prompt_without_room_for_an_answer_is_named_before_the_run(tmp_path):
             rules.check_prompts(exp.config, exp.tokenizer)
             continue
         with pytest.raises(ValueError, match=rf"task \d+ \(held_out\) has {long} tokens, .* = {limit} has no room"):
-            train._check(exp, layout.learner_mesh(exp.config), hosts.ALONE)
+            train.check(exp, layout.learner_mesh(exp.config), hosts.ALONE)
     path.write_text(
         "\n".join(json.dumps({"prompt": f"{n} " * 2**20, "answer": "1"}) for n in range(3))
     )  # of 20 MB, 26 s

@@ -72,4 +72,4 @@ def test_a_run_keeps_to_the_commits_that_it_began_with(tmp_path):
         run_directory.record_downloads(tmp_path, {"A/b@2": "2"})
     for ids, same in (("A/b A/b@1", True), ("A/b@1 A/b", True), ("A/b A/c@1", False), ("./a@1 ./a", False)):
         first, second = ({"tokenizer": id} for id in ids.split())
-        assert (run_directory._differing(first, second, ["-"]) == []) == same
+        assert (run_directory.differing(first, second, ["-"]) == []) == same

@@ -179,7 +179,7 @@ def test_sbatch_reads_the_name_of_any_folder(plan):
 
 
 def test_only_the_names_of_nodes_are_variables_of_the_script():
-    assert scripts._in_shell(["a@home@b", "http://@worker0@:1"], ["worker0"]) == "'a@home@b' 'http://'\"$worker0\"':1'"
+    assert scripts.in_shell(["a@home@b", "http://@worker0@:1"], ["worker0"]) == "'a@home@b' 'http://'\"$worker0\"':1'"
 
 
 def test_a_learner_that_dies_at_once_by_ssh_ends_the_command(plan, programs, monkeypatch):

@@ -628,7 +628,7 @@ def test_both_stages_of_intellect_3_are_trained_as_it_says():
     for stage, rate, length, parts in (("reasoning", 5e-5, 65536, 1), ("agentic", 5e-8, 98304, 2)):
         config = intellect3.get_config(stage)
         exp = lowered_programs.resolve(config)
-        rates = sft._rates(exp)
+        rates = sft.rates(exp)
         assert (rates.name, rates.learning_rate, rates.warmup_steps) == ("muon", rate, 300)
         mesh = abstract_mesh(config.plan.topology, config.mesh.to_dict())
         assert (config.train.row_length, mesh.shape["context"]) == (length, parts)
@@ -660,7 +660,7 @@ def test_a_server_holds_the_bytes_of_the_plan(name, tmp_path, monkeypatch):
     exp, mesh = lowered_programs.resolve(config), mesh_lib.create({"tensor": 4}, jax.devices()[:4])
     learner = exp.learner(mesh_lib.create({}, jax.devices()[:1]))
     state = train_step.abstract_state(learner)
-    trained = jax.eval_shape(functools.partial(train_step._whole, learner), state.params, state.frozen)
+    trained = jax.eval_shape(functools.partial(train_step.policy, learner), state)
     options = broadcast.PublishOptions(dtype=exp.published_dtypes)
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trained)
     published, metadata = exp.published(params)
