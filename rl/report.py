@@ -249,7 +249,7 @@ def _first_scores(evaluations):
 
 
 def _error(item, name):
-    """Returns half the 95 % interval of a score; 0 if the evaluation has none."""
+    """Returns half the 95 % interval of a score; 0 for one without."""
     low, high = item.get("intervals", {}).get(name, (0.0, 0.0))
     return (high - low) / 2
 

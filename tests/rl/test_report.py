@@ -114,8 +114,10 @@ def test_the_headline_does_not_exaggerate(tmp_path, before, after, words):
 
 def test_the_axis_of_scores_ends_at_1_and_has_a_line_once(tmp_path):
     scores = ({"avg@1": score, "pass@1": score, "num_tasks": 200} for score in (0.185, 1.0))
-    intervals = {"avg@1": [0.97, 1.0]}
-    evaluations = [{"step": n, "scores": one, "intervals": intervals, "samples": []} for n, one in enumerate(scores)]
+    intervals = {"avg@1": [0.97, 1.01]}
+    evaluations = [
+        {"step": step, "scores": one, "intervals": intervals, "samples": []} for step, one in enumerate(scores)
+    ]
     (tmp_path / "evaluations.json").write_text(json.dumps(evaluations))
     figure = report._score_figure(report._evaluations(tmp_path / "evaluations.json"))
     assert [y for y, _ in figure["y_ticks"]] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
