@@ -360,8 +360,10 @@ def _metrics_served(place: Place, orchestrator: Orchestrator) -> Iterator[None]:
     def doing() -> str:
         return orchestrator.waiting_for() or place.progress.doing()
 
-    here = [orchestrator.metrics] if orchestrator.metrics else []  # else its own process serves them
-    nodes = orchestrator.nodes.table if here else list
+    if isinstance(orchestrator, client.RemoteOrchestrator):  # its own process serves them
+        here, nodes = [], list
+    else:
+        here, nodes = [orchestrator.metrics], orchestrator.nodes.table
     path = [""]
 
     def add_page(app) -> None:
