@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
+from ml_collections import config_dict
 
 from inference.engine import decode_state, engine, request, weights
 from models import lora, transformer
@@ -49,8 +50,9 @@ def main() -> None:
     """Times the chosen programs and prints a report; ends with a line of ValueError if the config does not fit the devices."""
     device, names = accelerator.devices()[0], flags.FLAGS.programs
     config = initial.completed(flags.FLAGS.config, command_line.given(), needs_files=False)
-    config, chosen = sizes.settled(config, sizes.present, lowered_programs.resolve)
-    exp, place = lowered_programs.resolve(config), sizes.present(config)
+    exp, chosen = sizes.settled(config, sizes.present, lowered_programs.resolve)
+    config = config_dict.ConfigDict(exp.config)
+    place = sizes.present(config)
     server_mesh = place.server_mesh or mesh_lib.create(lowered_programs.server_axes(config), jax.local_devices())
     chip = roofline.of_device(device.device_kind)
     print(f"{len(jax.devices())} x {device.device_kind}, jax {jax.__version__}; {chosen or 'all sizes are set'}")
@@ -155,12 +157,28 @@ def timed(name: str, step: Callable[[Any], Any], carry: Any) -> tuple[Timing, An
 def report(program: lowered_programs.LoweredProgram, timing: Timing, chip: roofline.Chip | None) -> None:
     """Prints the time of a program, next to its bound if the rates of the device are known."""
     work = program.executed_flops, program.read_bytes, program.model_flops
-    text = roofline.compared(timing.median_s, *work, num_chips=program.mesh.size, chip=chip) if chip else ""
+    text = compared(timing.median_s, *work, num_chips=program.mesh.size, chip=chip) if chip else ""
     rate = program.num_tokens / timing.median_s
     print(
         f"{program.title}\n  {timing.median_s:.3g} s{text}; {rate:,.0f} tokens/s; first call {timing.first_s:.1f} s",
         flush=True,
     )
+
+
+def compared(
+    seconds: float, executed_flops: float, read_bytes: float, model_flops: float, *, num_chips: int, chip: roofline.Chip
+) -> str:
+    """Returns a text that compares a measured time with its bound, and the MFU if `model_flops` is not 0.
+
+    FLOPs are those of all chips, and `read_bytes` those of each. Links between chips are left out.
+    """
+    peak = num_chips * chip.flops_per_s
+    bounds = {"arithmetic": executed_flops / peak, "memory": read_bytes / chip.memory_bytes_per_s}
+    which = max(bounds, key=bounds.__getitem__)
+    text = f", at least {bounds[which]:.3g} s ({which}): {bounds[which] / seconds:.0%} of that rate"
+    if not model_flops:
+        return text
+    return f"{text}; MFU {model_flops / (peak * seconds):.1%}, at most {model_flops / (peak * bounds[which]):.1%}"
 
 
 def define_flags() -> None:

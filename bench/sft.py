@@ -59,7 +59,7 @@ def write(folder: pathlib.Path, data: pathlib.Path, num_steps: int) -> list[str]
     from configs import base
     from models import hf, transformer
     from models.text import tokenizer
-    from rl.data import batches
+    from rl import sft
     from tests.support import shapes
 
     model = shapes.model("4m")
@@ -71,7 +71,7 @@ def write(folder: pathlib.Path, data: pathlib.Path, num_steps: int) -> list[str]
             text = " ".join(rng.choices(WORDS, k=1 + int(6 * rng.random() ** 3)))
             messages += [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
         records.append({"messages": messages})
-    mixed = batches.mix([[{"row": i} for i in range(len(records))]], (), BATCH, base.get_config().seed)
+    mixed = sft.mix([[{"row": i} for i in range(len(records))]], (), BATCH, base.get_config().seed)
     order = [row["row"] for number in range(num_steps) for row in mixed[number]]
     in_file = [record for _, record in sorted(zip(order, records, strict=True), key=lambda pair: pair[0])]
     data.write_text("".join(json.dumps(record) + "\n" for record in in_file))

@@ -234,7 +234,7 @@ def get_config() -> config_dict.ConfigDict:
     i.mesh = config_dict.ConfigDict(dict(data=1, fsdp=1, expert=1, tensor=1))
 
     # Checks of rollouts beyond their format.
-    c.trust = tr = _Trust()
+    c.trust = tr = config_dict.ConfigDict()
     # A worker's groups are replayed at a rate that starts at 1 and falls with its record (rl/orchestrator/worker_health.py).
     tr.min_rate = 0.05  # the lowest rate
     tr.invited_rate = 0.125  # the first rate of the keys in topology.workers and of local workers
@@ -340,19 +340,3 @@ def get_config() -> config_dict.ConfigDict:
     for open_ended in (c.env.options, c.envs, c.loss_options, c.evaluation.sets, c.chat_template_kwargs):
         open_ended.unlock()
     return c
-
-
-class _Trust(config_dict.ConfigDict):
-    """Reads, and drops, the field that earlier versions had in this section: the same rate of replays for every worker."""
-
-    check_fraction = property(lambda self: 0.0)
-
-    def __setitem__(self, name, value):
-        if name != "check_fraction":
-            super().__setitem__(name, value)
-        else:
-            print("trust.check_fraction is dropped: trust.min_rate and trust.invited_rate replace it")
-
-    def get_type(self, name):
-        """Returns the type of a field, as the command line needs it."""
-        return float if name == "check_fraction" else super().get_type(name)  # pyright: ignore

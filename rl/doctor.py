@@ -74,8 +74,7 @@ def check(config, workdir: str, given: Collection[str] = ()) -> Iterator[Result]
     try:
         config = initial.completed(config, given)
         if devices.status != FAILED:  # the sizes depend on them
-            config, _ = sizes.settled(config, sizes.present, experiment.resolve)
-            exp = experiment.resolve(config)
+            exp, _ = sizes.settled(config, sizes.present, experiment.resolve)
             yield Result("config", OK, f"{config.env.name}, {config.topology.mode}")
     except ValueError as error:
         yield from (_failed("config", ValueError(line)) for line in str(error).split("\nerror: "))

@@ -1,6 +1,6 @@
 """Held-out scores of a checkpoint: avg@k, pass@k, and pass^k, through the same servers and workers as training.
 
-    python -m rl.evaluate --workdir=runs/quickstart --step=100
+    python -m rl.evaluate runs/quickstart --step=100
     python -m rl.evaluate --config=configs/finetune.py --config.init_from=Qwen/Qwen3-0.6B
     python -m rl.evaluate endpoint | annotate | compare | leaderboard    (rl/evaluation/commands.py)
 

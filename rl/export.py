@@ -1,6 +1,6 @@
 """Exports a run's policy as a Hugging Face folder that transformers, vLLM and `inference.serve` load.
 
-    python -m rl.export --workdir=runs/quickstart --step=best --output=exported
+    python -m rl.export runs/quickstart --step=best --output=exported
 
 1. The checkpoint is restored onto the config's mesh; adapters are merged (models/lora.py).
    With --adapter_only they are written alone, in PEFT's format (models/hf/adapter_file.py).
@@ -37,7 +37,6 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def main() -> None:
-    """Runs the command that exports one checkpoint of a run as a Hugging Face folder."""
     output = pathlib.Path(flags.FLAGS.output)
     if bucket.is_url(flags.FLAGS.output):
         raise ValueError(

@@ -1,9 +1,9 @@
 """Draws the report of a run, `<workdir>/report.html`, its trace (rl/reporting/timeline_trace.py), and rollouts.html, from its files.
 
 Input: metrics.jsonl; evaluations.json, a list, oldest first, of {"step", "scores": {"avg@1": 0.41, "num_tasks": 200},
-"samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally with "command" and
-"versions". The page names missing files; a malformed file is an error. The headline compares the first score of the
-first evaluation with that of the last; margins are Agresti-Coull, 95 %.
+"intervals": {"avg@1": [0.34, 0.48]}, "samples": [{"prompt", "completion", "reward"}]}; and config.json, the resolved config, optionally
+with "command" and "versions". The page names missing files; a malformed file is an error. The headline compares the first score of the
+first evaluation with that of the last; margins are those of the intervals, 95 %.
 
 The template rl/report.html draws the page, its curves as SVG. Left out: scripts (titles in the SVG show values on hover, and the
 page loads nothing) and a clock (equal files give equal pages, so `python -m rl.report WORKDIR` may redraw at any time). Text of
@@ -177,17 +177,17 @@ def compare(workdirs: Sequence[pathlib.Path]) -> pathlib.Path:
         raise ValueError(f"{len(workdirs)} runs have too few colors; compare at most {MAX_RUNS}")
     names = [folder.resolve().name for folder in workdirs]
     names = names if len({*names}) == len(names) else [str(folder) for folder in workdirs]
-    read = lambda folder: _of_sampler(metrics.read(folder / "metrics.jsonl"))  # noqa: E731
-    runs = {name: read(folder) for name, folder in zip(names, workdirs, strict=True)}
+    records = (_of_sampler(metrics.read(folder / "metrics.jsonl")) for folder in workdirs)
+    runs = dict(zip(names, records, strict=True))
     evaluated = [_evaluations(folder / "evaluations.json") for folder in workdirs]
     scores = {name: [*_first_scores(found).items()] for name, found in zip(names, evaluated, strict=True)}
     figures = [_figure(Curve("Held-out score", "", {"": "evaluations.json"}), scores, {})]
     for curve in CURVES:
         metric = next(iter(curve.lines.values()))
-        of = lambda steps, curve=curve, metric=metric: [  # noqa: E731
-            (one["step"], one[metric]) for one in steps if one["phase"] == curve.phase and metric in one
-        ]
-        series = {name: of(steps) for name, steps in runs.items()}
+        series = {
+            name: [(one["step"], one[metric]) for one in steps if one["phase"] == curve.phase and metric in one]
+            for name, steps in runs.items()
+        }
         values = [value for points in series.values() for _, value in points]
         if any(values) if curve.sparse and curve.optional else values:
             figures.append(_figure(curve, series, {}))
@@ -249,17 +249,9 @@ def _first_scores(evaluations):
 
 
 def _error(item, name):
-    """Returns half the 95 % interval of a score.
-
-    Evaluations of earlier releases have no intervals: theirs is that of a mean of scores in [0, 1]. Two more of each kind make it valid at 0 and 1.
-    """
-    if name in item.get("intervals", {}):
-        low, high = item["intervals"][name]
-        return (high - low) / 2
-    score = item["scores"][name]
-    n = item["num_tasks"] + 4
-    p = (score * (n - 4) + 2) / n
-    return 1.96 * math.sqrt(p * (1 - p) / n) if n > 4 and 0 <= score <= 1 else 0.0
+    """Returns half the 95 % interval of a score; 0 for one without."""
+    low, high = item.get("intervals", {}).get(name, (0.0, 0.0))
+    return (high - low) / 2
 
 
 def _median(steps, name):

@@ -18,13 +18,17 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
     command.parse(is_complete=True, has_rollouts=False)
 
+import contextlib
 import dataclasses
+import functools
 import pathlib
 import random
+import shutil
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 from absl import flags
@@ -32,7 +36,7 @@ from absl import flags
 from models import transformer
 from rl import envs, report
 from rl.batch import conversations, host_feed, packing
-from rl.data import batches, sources
+from rl.data import sources
 from rl.envs.interface import environment
 from rl.experiment import command, experiment, initial
 from rl.experiment import workdir as run_directory
@@ -41,11 +45,12 @@ from rl.plan import sizes
 from rl.protocol import task_schedule
 from rl.reporting import diagnostics, metrics, start_clock
 from rl.topology import layout
-from sharding import checkpoint
+from sharding import bucket, checkpoint
 from sharding.multihost import failure
 from sharding.multihost import hosts as hosts_lib
 
 MOST_LINES = 20  # of the check's progress
+AHEAD = 2  # batches that a thread prepares while the last one trains
 
 
 def train(
@@ -65,14 +70,14 @@ def train(
     if config.init_from and not config.warmup.num_steps:
         return initial.load(exp, mesh, workdir, hosts)  # without the moments of an optimizer
     learner = make_learner(exp, mesh)
-    take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(_rates(exp))
+    take_step, rate = train_step.jit_train_step(learner), optimizers.learning_rate(rates(exp))
     num_steps, options = config.warmup.num_steps, config.checkpoint.to_dict() | {"keep": 1, "hosts": hosts}
     with checkpoint.Checkpointer(workdir / "warmup", **options) as checkpointer:
         start, state, patience = _restore_or_init(exp, learner, checkpointer, workdir, hosts)
         if start == num_steps or patience.is_over:
             return train_step.policy(learner, state)
         writer.truncate("warm-up", start)
-        source = (_from_files(exp) if config.warmup.data else _from_tasks(exp)) if hosts.is_first else None
+        source = (from_files(exp) if config.warmup.data else from_tasks(exp)) if hosts.is_first else None
         if source and start == 0:
             _check(source.examples, progress)
         layout, held_out = exp.layout(mesh, config.warmup.tasks_per_step), None
@@ -99,7 +104,7 @@ def train(
                     )
                 if held_out is not None and (step % config.warmup.eval_every == 0 or step == num_steps):
                     policy = train_step.policy(learner, state)
-                    values["loss/held_out"] = hosts.broadcast(_nll(learner, policy, held_out))
+                    values["loss/held_out"] = hosts.broadcast(nll(learner, policy, held_out))
                     patience = patience.after(values["loss/held_out"])
                 values["optimizer/learning_rate"] = float(jax.device_get(rate(step - 1)))
                 values["time/step_s"] = time.perf_counter() - begun
@@ -123,11 +128,12 @@ def train(
 def make_learner(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> train_step.Learner:
     """Returns the `Learner` of supervised fine-tuning. Random parameters all train: adapters of them would learn nothing."""
     lora = exp.lora if exp.config.init_from else None
-    loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(_rates(exp), exp.model, lora)
+    loss, optimizer = objective.bind("cross_entropy", {}), train_step.make_optimizer(rates(exp), exp.model, lora)
     return train_step.Learner(exp.model, optimizer, loss, mesh, lora=lora, share_prompts=False)
 
 
-def _rates(exp: experiment.Experiment) -> optimizers.OptimizerConfig:
+def rates(exp: experiment.Experiment) -> optimizers.OptimizerConfig:
+    """Returns the optimizer's config with the learning rates of the warm-up."""
     warmup = exp.config.warmup
     rates = {"learning_rate": warmup.learning_rate, "warmup_steps": warmup.rate_steps, "schedule": "constant"}
     return dataclasses.replace(exp.optimizer, **rates)
@@ -162,7 +168,9 @@ class Patience:
         return dataclasses.replace(self, best=min(self.best, loss), num_worse=num_worse)
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
+    """The conversations to train on, by step, and those held out."""
+
     batch: Callable[[int], list[packing.Tree]]  # of step n
     held_out: Callable[[], list[packing.Tree]]
     examples: Sequence = ()  # to be checked before the first step
@@ -176,17 +184,21 @@ def _stream(exp: experiment.Experiment, conversation: dict, where: str) -> packi
         raise ValueError(f"{where}: {error}") from None
 
 
-def _from_tasks(exp: experiment.Experiment) -> _Source:
+def _numbered_stream(exp: experiment.Experiment, path: str, number: int, conversation: dict) -> packing.Tree:
+    return _stream(exp, conversation, f"{path}, conversation {number}")
+
+
+def from_tasks(exp: experiment.Experiment) -> Source:
     """Returns a source of training conversations: tasks of the run's environments with their answers."""
     config = exp.config
     found = envs.load_all(config)
     for env in found.values() if config.warmup.decoy_fraction else ():  # an error before the first compilation
-        _demonstration(env, env.make_task(0, "train"), config.seed, is_decoy=True)
+        demonstration(env, env.make_task(0, "train"), config.seed, is_decoy=True)
 
     def tree(name, index, split):
         env = found[name]
         task, is_decoy = env.make_task(index, split), split == "train" and _is_decoy(index, config)
-        conversation = conversations.parse(_demonstration(env, task, config.seed, is_decoy))
+        conversation = conversations.parse(demonstration(env, task, config.seed, is_decoy))
         return _stream(exp, conversation, f"task {index} of {task.env}")
 
     def batch(step):
@@ -196,10 +208,10 @@ def _from_tasks(exp: experiment.Experiment) -> _Source:
         numbers = range(config.warmup.eval_tasks)
         return [tree(*task_schedule.in_turn([*found], number), "held_out") for number in numbers]
 
-    return _Source(batch, held_out)
+    return Source(batch, held_out)
 
 
-def _from_files(exp: experiment.Experiment) -> _Source:
+def from_files(exp: experiment.Experiment) -> Source:
     """Returns a source of the conversations in `warmup.data`, in a new order every epoch; `eval_every` holds out the last of each file."""
     warmup = exp.config.warmup
     paths = [path.strip() for path in warmup.data.split(",")]
@@ -210,14 +222,44 @@ def _from_files(exp: experiment.Experiment) -> _Source:
                 f"warmup.data = {path} has {len(rows)} conversations, all of them held out (warmup.eval_tasks = "
                 f"{warmup.eval_tasks}); add conversations, or set warmup.eval_tasks lower"
             )
-        tree = lambda number, record, path=path: _stream(exp, record, f"{path}, conversation {number}")  # noqa: E731
-        trees, num_trained = sources.Mapped(tree, rows), len(rows) - share
+        trees = sources.Mapped(functools.partial(_numbered_stream, exp, path), rows)
+        num_trained = len(rows) - share
         parts.append(sources.Chosen(trees, range(num_trained)))
         held.append(sources.Chosen(trees, range(num_trained, len(rows))))
-    batch = batches.in_order(batches.mix(parts, warmup.weights, warmup.tasks_per_step, exp.config.seed))
+    batch = in_order(mix(parts, warmup.weights, warmup.tasks_per_step, exp.config.seed))
     held_out = sources.join(held)
     held_out = sources.Chosen(held_out, range(min(warmup.eval_tasks, len(held_out))))
-    return _Source(lambda step: batch(step - 1), lambda: list(held_out), sources.join([*parts, held_out]))
+    return Source(lambda step: batch(step - 1), lambda: list(held_out), sources.join([*parts, held_out]))
+
+
+def mix(
+    parts: Sequence[sources.Rows], weights: Sequence[float], size: int, seed: int
+) -> grain.MapDataset[list[sources.Row]]:
+    """Returns the endless batches of `size` rows of some sources, with random access.
+
+    Each source gets the part of the rows that its weight is of all weights. Without weights, the rows of all are shuffled together.
+    """
+    if weights and len(weights) != len(parts):
+        found = f"warmup.weights has {len(weights)} numbers for {len(parts)} files of warmup.data"
+        raise ValueError(f"{found}; give one for each, or none")
+    parts = parts if weights else [sources.join(parts)]
+    shuffled = [grain.MapDataset.source(part).shuffle(seed=seed + i).repeat() for i, part in enumerate(parts)]
+    mixed = grain.MapDataset.mix(shuffled, weights=list(weights)) if weights else shuffled[0]
+    return mixed.batch(size, drop_remainder=True, batch_fn=list)
+
+
+def in_order(batches: grain.MapDataset) -> Callable[[int], Any]:
+    """Returns a function of a batch's number, from 0. A thread prepares the batches that follow; any other number begins there."""
+    iterator, following = iter(batches.to_iter_dataset(grain.ReadOptions(1, prefetch_buffer_size=AHEAD))), 0
+
+    def batch(number: int) -> Any:
+        nonlocal following
+        if number != following:
+            iterator.set_state({"next_index": number})
+        following = number + 1
+        return next(iterator)
+
+    return batch
 
 
 def _check(examples: Sequence, progress: metrics.Progress) -> None:
@@ -235,7 +277,7 @@ def _check(examples: Sequence, progress: metrics.Progress) -> None:
         raise ValueError(f"{first} ({num_bad} of {count} conversations are refused)")
 
 
-def _nll(learner: train_step.Learner, params: transformer.Params, batch: packing.TrainBatch) -> float:
+def nll(learner: train_step.Learner, params: transformer.Params, batch: packing.TrainBatch) -> float:
     """Returns the mean negative log-likelihood per trained token of a batch, in nats."""
     logp = train_step.score(learner, params, batch)
     return float(-jnp.sum(logp * batch.loss_mask) / jnp.sum(batch.loss_mask))
@@ -246,7 +288,7 @@ def _is_decoy(index: int, config) -> bool:
     return environment.stable_hash(f"decoy/{config.seed}/{index}") / 2**64 < config.warmup.decoy_fraction
 
 
-def _demonstration(env: environment.Environment, task: environment.Task, seed: int, is_decoy: bool) -> dict:
+def demonstration(env: environment.Environment, task: environment.Task, seed: int, is_decoy: bool) -> dict:
     """Returns the conversation to imitate: a solution, or a wrong one. Raises ValueError for an environment without wrong ones."""
     if env.demonstrate:
         rng = random.Random(environment.stable_hash(f"demonstration/{seed}/{task.split}/{task.index}"))
@@ -260,8 +302,20 @@ def _demonstration(env: environment.Environment, task: environment.Task, seed: i
     return {"messages": [*before, last]}
 
 
+@contextlib.contextmanager
+def _whole(workdir: str, hosts: hosts_lib.Hosts) -> Iterator[None]:
+    """Removes the local working directory that the block makes if it fails before the first step, so that nothing is left to resume."""
+    path = pathlib.Path(workdir)
+    is_new = bool(workdir) and hosts.is_first and not bucket.is_url(workdir) and not path.exists()
+    try:
+        yield
+    except BaseException:
+        if is_new and not metrics.read(path / "metrics.jsonl"):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
 def main() -> None:
-    """Runs the command that does only the warm-up (supervised fine-tuning) of an experiment."""
     with experiment.joined() as hosts:
         exp = sizes.resolve(flags.FLAGS.config, has_rollouts=False)
         mesh = layout.learner_mesh(exp.config)
@@ -269,7 +323,8 @@ def main() -> None:
             raise ValueError("warmup.num_steps = 0, so no step would be taken; set it to at least 1")
         initial.check(exp.config.init_from)
         free = run_directory.FOR_ROLLOUTS if exp.config.warmup.data else ()
-        with run_directory.open_workdir(flags.FLAGS.workdir, exp, hosts, free) as workdir:
+        name = flags.FLAGS.workdir
+        with _whole(name, hosts), run_directory.open_workdir(name, exp, hosts, free) as workdir:
             progress, writer = metrics.of_host(workdir, hosts, run_directory.monitors(workdir, exp, hosts))
             params = train(exp, mesh, workdir, writer, progress, hosts)
             if hosts.broadcast(bool(checkpoint.complete_steps(workdir / "checkpoints"))):  # RL has begun

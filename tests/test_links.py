@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from rl import reference
+from docs import pages
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -73,14 +73,14 @@ def test_links_out_of_the_site_become_links_into_the_repository():
     text = "See [the loop](../rl/train.py#L3), [metrics](metrics.md), and [a](https://x)."
     link = "[the loop](https://example.org/r/blob/main/rl/train.py#L3)"
     expected = f"See {link}, [metrics](metrics.md), and [a](https://x)."
-    assert reference.for_site(text, "operations.md", "https://example.org/r") == expected
-    deep = reference.for_site("[x](../../README.md) [y](../log.md)", "decisions/trust.md", "https://example.org/r")
+    assert pages.for_site(text, "operations.md", "https://example.org/r") == expected
+    deep = pages.for_site("[x](../../README.md) [y](../log.md)", "decisions/trust.md", "https://example.org/r")
     assert deep == "[x](https://example.org/r/blob/main/README.md) [y](../log.md)"
     assert (
-        reference.for_site(text, "operations.md", "")
+        pages.for_site(text, "operations.md", "")
         == "See the loop (`rl/train.py`), [metrics](metrics.md), and [a](https://x)."
     )
-    index = reference.site_pages()["index.md"]
+    index = pages.site_pages()["index.md"]
     assert "](docs/" not in index and "](operations.md)" in index
 
 

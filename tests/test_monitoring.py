@@ -10,9 +10,10 @@ import prometheus_client
 import pytest
 import yaml
 
+from docs import catalog, pages
 from inference.rollouts import rollout as rollout_lib
-from rl import reference, worker
-from rl.reporting import catalog, monitors
+from rl import worker
+from rl.reporting import monitors
 from rl.validator import routes
 from sharding.relay import server as relay_lib
 from sharding.system import sockets
@@ -86,8 +87,8 @@ def test_a_validator_has_the_metrics_that_are_described():
 
 
 def test_the_page_of_metrics_is_that_of_the_catalog():
-    written = (reference.DOCS / "metrics.md").read_text()
-    assert written == reference.pages()["metrics.md"], "write it again: python -m rl.reference"
+    written = (pages.DOCS / "metrics.md").read_text()
+    assert written == pages.pages()["metrics.md"], "write it again: python -m docs.pages"
 
 
 def test_each_alert_has_a_cause_under_test():

@@ -102,6 +102,49 @@ def test_each_kind_of_prose_is_read(tmp_path, monkeypatch, source, name):
     assert len(places([tmp_path / "a.py"])[name]) == 1
 
 
+def undocumented(paths):
+    """Returns the public functions and methods without a docstring, except `main`, `close`, and overrides."""
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    nodes = [(path, node) for path, tree in trees.items() for node in (tree, *tree.body)]
+    classes = {node.name: node for _, node in nodes if isinstance(node, ast.ClassDef)}
+
+    def functions(node):
+        return [x for x in node.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+    def inherited(node, below=()):
+        names = {ast.unparse(base).rpartition(".")[2] for base in node.bases} - {*below, node.name}
+        bases = [classes[name] for name in names if name in classes]
+        own = {x.name for base in bases for x in functions(base)}
+        return own.union(*(inherited(base, (*below, node.name)) for base in bases))
+
+    found = []
+    for path, node in nodes:
+        is_class = isinstance(node, ast.ClassDef)
+        if not isinstance(node, ast.ClassDef | ast.Module) or (is_class and node.name.startswith("_")):
+            continue
+        for x in functions(node):
+            is_stub = ast.unparse(x.body[0]) == "..."
+            exempt = is_stub or x.name.startswith("_") or x.name in ("main", "close")
+            exempt |= is_class and x.name in inherited(node)
+            if not exempt and not ast.get_docstring(x):
+                found.append(f"{path.relative_to(ROOT)}:{x.lineno}: {x.name}")
+    return found
+
+
+def test_public_functions_have_docstrings():
+    assert not undocumented([path for path in files("rl", "inference", "models", "sharding") if path.suffix == ".py"])
+
+
+def test_only_docstrings_that_repeat_the_name_may_be_absent(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    methods = "".join(f"    def {name}(self): pass\n" for name in ("close", "write", "more", "_own"))
+    file = tmp_path / "a.py"
+    file.write_text(
+        f'class A:\n    def write(self):\n        "W."\n\nclass B(A):\n{methods}\ndef main(): pass\ndef f(): pass\n'
+    )
+    assert undocumented([file]) == ["a.py:12: f", "a.py:8: more"]
+
+
 if __name__ == "__main__":
     for pattern, hits in places(files(*(sys.argv[1:] or PRODUCT))).items():
         print(f"{pattern}: {len(hits)}", *hits, sep="\n    ")

@@ -19,7 +19,7 @@ class Reader(Protocol):
     """The tensors of a checkpoint by name: `entries` has their dtypes and shapes. `safetensors_file` and `gguf_file` have one each."""
 
     @property
-    def entries(self) -> Mapping[str, Any]: ...  # noqa: D102
+    def entries(self) -> Mapping[str, Any]: ...
 
     def tensor(self, name: str) -> np.ndarray:
         """Returns the tensor `name`, of which a mapped file is read when it is copied."""

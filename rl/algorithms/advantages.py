@@ -113,6 +113,12 @@ def over_prompts(lengths: Sequence[np.ndarray], num_tokens: int) -> list[np.ndar
 
 
 AVERAGES = {"tokens": over_tokens, "batch": over_batch, "samples": over_samples, "prompts": over_prompts}
+# Losses that average over samples themselves, with the average of their KL penalty: "streams" as their papers, inside each stream and then
+# over streams, or "tokens".
+OWN_AVERAGES: dict[str, str] = {
+    **dict.fromkeys(("grpo", "gspo", "gmpo", "sapo"), "streams"),
+    **dict.fromkeys(("dr_grpo", "oapl"), "tokens"),
+}
 
 
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int) -> np.ndarray:

@@ -335,5 +335,3 @@ def cross_entropy(logp_BT: Array, behavior_logp_BT: Array, A_BT: Array, mask_BT:
 _CLIPPED = (two_sided_clip, grpo, dr_grpo, dapo, gspo, gmpo, sapo, oapl)
 _WEIGHTED = (masked_importance_sampling, cispo, truncated_importance_sampling, decoupled_ppo, dppo_tv, ipo)
 LOSSES = {loss.__name__: loss for loss in (*_CLIPPED, *_WEIGHTED, cross_entropy)}
-# Losses whose papers average the KL penalty as they do the loss: inside each stream, then over streams. All others: over tokens.
-STREAM_MEANS = tuple(loss.__name__ for loss in (grpo, gspo, gmpo, sapo))

@@ -30,7 +30,7 @@ def place(
         hosts.scatter(lambda host: (header, cut(batch, layout, regions(layout, mesh, hosts.processes[host]))))
         return packing.place(batch, mesh)
     header, data = hosts.receive()
-    return _assemble(header["num_micro_batches"], data, layout, mesh)
+    return assemble(header["num_micro_batches"], data, layout, mesh)
 
 
 def fetch(
@@ -45,7 +45,7 @@ def fetch(
     Only host 0 knows the number of micro-batches. `read(regions)` returns the bytes of `cut`.
     """
     used = hosts.broadcast(num_micro_batches)
-    return _assemble(used, read(regions(layout, mesh, jax.process_index())), layout, mesh)
+    return assemble(used, read(regions(layout, mesh, jax.process_index())), layout, mesh)
 
 
 def cut(batch: packing.TrainBatch, layout: packing.Layout, regions: Sequence[tuple[slice, slice]]) -> list[np.ndarray]:
@@ -55,7 +55,8 @@ def cut(batch: packing.TrainBatch, layout: packing.Layout, regions: Sequence[tup
     return [np.ascontiguousarray(array[:, *region]) for array in arrays for region in regions]
 
 
-def _assemble(used: int, data: bytes | bytearray, layout, mesh) -> packing.TrainBatch:
+def assemble(used: int, data: bytes | bytearray, layout, mesh) -> packing.TrainBatch:
+    """Returns the global arrays of a batch with `used` micro-batches from the bytes of this host's rows, as `cut` made them."""
     own, offset, arrays = regions(layout, mesh, jax.process_index()), 0, {}
     for name, row in packing.empty_row(layout).items():
         shape, blocks = (layout.num_micro_batches, layout.rows, *row.shape), {}

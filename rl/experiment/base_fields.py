@@ -2,7 +2,6 @@
 
 import ast
 import io
-import json
 import pathlib
 import runpy
 import tokenize
@@ -17,18 +16,6 @@ FILE = pathlib.Path(__file__).resolve().parents[2] / "configs" / "base.py"
 def config() -> config_dict.ConfigDict:
     """Returns the default config."""
     return runpy.run_path(str(FILE))["get_config"]()
-
-
-def with_new_fields(saved: dict) -> dict:
-    """Returns a config that was saved as JSON, with the defaults of fields that did not exist at that time, without dropped ones."""
-    merged = config_dict.ConfigDict(json.loads(config().to_json()), type_safe=False)
-    if not merged.loss_options.keys() & saved["loss_options"].keys():  # replaced by those of a loss of one's own
-        merged.loss_options = {}
-    merged.env.max_calls = 1  # before environments had episodes of several calls
-    merged.update(saved)
-    found = merged.to_dict()
-    found["trust"].pop("check_fraction", None)  # until worker rates replaced it
-    return found
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

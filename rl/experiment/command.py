@@ -32,7 +32,7 @@ LESS_MEMORY = "lower inference.num_slots or train.rows, or set them to 0: chosen
 def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts: bool = True) -> None:
     """Parses `--config`, `--workdir` (if needed), and the flags that are defined; exits with code 2 and a line for each mistake.
 
-    `is_complete` and `has_rollouts` are those of `flags.parse`.
+    The first argument may be the working directory alone, as in `rl.export runs/sums --output=DIR`. `is_complete` and `has_rollouts` are those of `flags.parse`.
     """
     # An import that Ctrl-C interrupts may hide it, as those of extension modules do; there is nothing to save yet.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -40,6 +40,8 @@ def parse(*, needs_workdir: bool = True, is_complete: bool = False, has_rollouts
     from rl.experiment import flags as command_line  # takes half a second
 
     command_line.define(needs_workdir=needs_workdir)
+    if "workdir" in flags.FLAGS and sys.argv[1:] and sys.argv[1][:1] not in ("", "-"):
+        sys.argv[1] = f"--workdir={sys.argv[1]}"
     app.define_help_flags()
     argv = ["--help" if word == "-h" else word for word in sys.argv]
     try:
@@ -99,7 +101,7 @@ def explain(error: BaseException) -> tuple[str, int, int]:
 def _raised_by_us(error: BaseException) -> bool:
     file = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
     # A function in a config file, wherever it is, is the user's: only its traceback shows where it failed.
-    return any(ROOT / package in file.parents for package in ("inference", "models", "rl", "sharding"))
+    return any(ROOT / package in file.parents for package in ("bench", "inference", "models", "rl", "sharding"))
 
 
 def _leave(number: int, frame: object) -> NoReturn:

@@ -12,7 +12,7 @@ import inspect
 import json
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
@@ -61,10 +61,15 @@ class Experiment:
 
     def learner(self, mesh: jax.sharding.Mesh) -> train_step.Learner:
         """Returns the `Learner`: the model, optimizer, loss, and options of which a train step on `mesh` is compiled."""
-        optimizer = train_step.make_optimizer(self.optimizer, self.model, self.lora)
-        loss = objective_lib.bind(self.loss, self.loss_options)
-        parts = self.model, optimizer, loss, mesh, self.objective, self.lora
-        return train_step.Learner(*parts, self.credit.share_prompts)
+        return train_step.Learner(
+            model=self.model,
+            optimizer=train_step.make_optimizer(self.optimizer, self.model, self.lora),
+            policy_loss=objective_lib.bind(self.loss, self.loss_options),
+            mesh=mesh,
+            objective=self.objective,
+            lora=self.lora,
+            share_prompts=self.credit.share_prompts,
+        )
 
     @property
     def published_model(self) -> config_lib.ModelConfig:
@@ -89,7 +94,6 @@ class Experiment:
     def broadcast_metadata(self) -> dict:
         """The metadata published with the weights, from which a server can start: model, tokenizer, and sizes of the engine."""
         model = self.config.model.to_dict() | {"param_dtype": self.published_model.param_dtype}
-        del model["reduce_dtype"]  # of the learner alone; servers of older versions know no such field
         tokenizer, is_remote = self.config.tokenizer, self.config.topology.mode == "remote"
         tokenizer = tokenizer if is_remote else tokenizer_lib.located(tokenizer)
         variables = {"chat_template_kwargs": dict(self.tokenizer.variables)} if self.tokenizer.variables else {}
@@ -168,6 +172,32 @@ def resolve(
     With `saved`, the flat config of a run, facts about environments and data come from there, and none is needed. Without
     `has_rollouts`, as in rl.sft, fields that are for rollouts alone may contradict each other.
     """
+    draft = _completed(config, code, saved)
+    parts = _checked(draft, has_rollouts)
+    return _frozen(draft, parts)
+
+
+class _Draft(NamedTuple):
+    """A config with the values that follow from others, the functions of the user's code, and the mistakes found so far."""
+
+    config: config_dict.ConfigDict
+    loss: str | Callable
+    functions: dict[str, Callable]  # for advantages and further metrics, by name
+    problems: list[str]
+
+
+class _Parts(NamedTuple):
+    """The parts of an experiment that check their own section of the config."""
+
+    tokenizer: tokenizer_lib.Tokenizer
+    model: config_lib.ModelConfig
+    optimizer: optimizers.OptimizerConfig
+    objective: objective_lib.Objective
+    lora: lora_lib.LoraConfig
+
+
+def _completed(config: config_dict.ConfigDict, code: Sequence[str] | None, saved: dict | None) -> _Draft:
+    """Returns a copy of the config with the values that follow from other fields, and from environments, data, and the user's code."""
     config = config.copy_and_resolve_references()
     rate = config.optimizer
     if rate.schedule != "constant" and not rate.total_steps:
@@ -175,11 +205,17 @@ def resolve(
         rate.total_steps = max(num_updates, rate.warmup_steps + rate.decay_steps + 1)
     loss, functions = _own_loss(config), _own_rules(config)
     problems = cli.mistake(lambda: _settle_envs(config, code, saved))
-    problems += config_rules.mistakes(config, is_settled=not problems, has_rollouts=has_rollouts)
     if config.warmup.data and config.warmup.num_steps and not config.warmup.digest:
         config.warmup.digest = _data_digest(config.warmup.data) if saved is None else saved["warmup.digest"]
-    rl, variables = config.rl, config.chat_template_kwargs.to_dict()
-    problems += config_rules.unknown("rl.loss", rl.loss, losses.LOSSES if loss == rl.loss else config.loss_options)
+    return _Draft(config, loss, functions, problems)
+
+
+def _checked(draft: _Draft, has_rollouts: bool) -> _Parts:
+    """Returns the parts of the experiment that check themselves. Raises ValueError with all mistakes of the config, a line for each."""
+    config, loss, problems = draft.config, draft.loss, draft.problems
+    problems += config_rules.mistakes(config, is_settled=not problems, has_rollouts=has_rollouts)
+    is_shipped = loss == config.rl.loss
+    problems += config_rules.unknown("rl.loss", config.rl.loss, losses.LOSSES if is_shipped else config.loss_options)
 
     def made(build: Callable[[], Any], prefix: str = "") -> Any:
         """Returns the result of `build`, or None with a further problem, unless a rule has found it."""
@@ -190,44 +226,53 @@ def resolve(
             if message.split(" ")[0] not in {problem.split(" ")[0] for problem in problems}:
                 problems.append(message)
 
-    tokenizer = made(lambda: tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date, variables=variables))
-    model = made(lambda: config_lib.ModelConfig(**config.model))
-    optimizer = made(lambda: optimizers.OptimizerConfig(**config.optimizer))
-    objective = made(lambda: objective_lib.Objective(**config.objective), "objective.")
-    lora = made(lambda: lora_lib.LoraConfig(**config.lora))
+    variables = config.chat_template_kwargs.to_dict()
+    parts = _Parts(
+        tokenizer=made(lambda: tokenizer_lib.load(config.tokenizer, date=config.tokenizer_date, variables=variables)),
+        model=made(lambda: config_lib.ModelConfig(**config.model)),
+        optimizer=made(lambda: optimizers.OptimizerConfig(**config.optimizer)),
+        objective=made(lambda: objective_lib.Objective(**config.objective), "objective."),
+        lora=made(lambda: lora_lib.LoraConfig(**config.lora)),
+    )
     cli.fail_for(problems)
-    if tokenizer.vocab_size > model.vocab_size:
-        found = f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size} entries"
-        remedy = (
-            "use the checkpoint's tokenizer" if config.init_from else f"set it to {-(-tokenizer.vocab_size // 16) * 16}"
-        )
-        raise ValueError(f"{found}; {remedy}")
-    loss_options = config.loss_options[rl.loss].to_dict()
+    needed, size = parts.tokenizer.vocab_size, parts.model.vocab_size
+    if needed > size:
+        remedy = "use the checkpoint's tokenizer" if config.init_from else f"set it to {-(-needed // 16) * 16}"
+        raise ValueError(f"model.vocab_size = {size} is smaller than the tokenizer's {needed} entries; {remedy}")
     if not isinstance(loss, str):
-        objective_lib.check_own(loss, loss_options)
-    if rl.loss == "dr_grpo" and not loss_options["length"]:
+        objective_lib.check_own(loss, config.loss_options[config.rl.loss].to_dict())
+    if config.inference.num_pages > 0 and has_rollouts:
+        paged_cache.check(parts.model)
+    return parts
+
+
+def _frozen(draft: _Draft, parts: _Parts) -> Experiment:
+    """Returns the experiment of a config that was checked."""
+    config, model = draft.config, parts.model
+    loss_options = config.loss_options[config.rl.loss].to_dict()
+    if config.rl.loss == "dr_grpo" and not loss_options["length"]:
         loss_options["length"] = float(env_mix.max_tokens(config))
     sizes = config.inference.to_dict()
-    server_mesh = {axis: size for axis, size in sizes.pop("mesh").items() if size != 1}
-    if sizes["num_pages"] > 0 and has_rollouts:
-        paged_cache.check(model)
+    del sizes["mesh"]
+    kept = kept_sets.width(config.sampling, model.vocab_size)
     return Experiment(
         config=config_dict.FrozenConfigDict(config),
         model=model,
-        engine=engine_lib.EngineConfig(
-            **sizes,
-            routed_experts=config.train.router_replay,
-            kept_tokens=kept_sets.width(config.sampling, model.vocab_size),
-        ),
-        server_mesh=server_mesh,
-        optimizer=optimizer,
-        loss=loss,
+        engine=engine_lib.EngineConfig(**sizes, routed_experts=config.train.router_replay, kept_tokens=kept),
+        server_mesh=own_server_axes(config),
+        optimizer=parts.optimizer,
+        loss=draft.loss,
         loss_options=loss_options,
-        objective=objective,
-        credit=_credit(config, functions, model, objective),
-        lora=lora,
-        tokenizer=tokenizer,
+        objective=parts.objective,
+        credit=_credit(config, draft.functions, model, parts.objective),
+        lora=parts.lora,
+        tokenizer=parts.tokenizer,
     )
+
+
+def own_server_axes(config: config_dict.ConfigDict) -> dict[str, int]:
+    """Returns the axes of the mesh of a run's own server that are not 1."""
+    return {axis: size for axis, size in config.inference.mesh.to_dict().items() if size != 1}
 
 
 def _settle_envs(config: config_dict.ConfigDict, code: Sequence[str] | None, saved: dict | None) -> None:

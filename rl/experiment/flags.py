@@ -25,6 +25,7 @@ PATHS = (  # fields with a path, or several with commas between them
     *("init_from", "tokenizer", "warmup.data", "objective.reference_model", "trust.bands", "trust.stake_ledger"),
     *("topology.compile_cache", "topology.control_token_file"),
 )
+OPEN_ENDED = r"^--?config\.((?:env\.options|chat_template_kwargs|envs\.\w+)\.[\w.]+)"  # fields that configs/base.py does not list
 CONFIG_HELP = (
     "the experiment, a file of configs/, or by default that of the run in --workdir; --config.FIELD=VALUE sets a field; "
     "all fields are listed below"
@@ -106,51 +107,47 @@ def config_arguments(argv: list[str]) -> list[str]:
 
 
 def _read_config(read: Callable[[str], Any], path: str) -> Any:
-    """Returns the config of a file, with the fields of environments that the command line sets and the file does not.
+    """Returns the config of a file, with the fields of open-ended sections that the command line sets and the file does not.
 
     Options belong to an environment: if the command line names another one, those of the file are dropped.
     """
     config = _saved(path) if path.endswith(".json") else read(path)
-    names = _values(sys.argv, "config.env.name")
-
-    def value(field: str, name: str) -> Any:
-        """Returns the value that the command line sets for a field of the environment `name`."""
-        from rl import envs  # here: it takes half a second
-
-        text = _values(sys.argv, f"config.{field}")[-1]
-        return text if ".options." in field and field.rpartition(".")[2] in envs.texts(name) else _literal(text)
-
     with contextlib.suppress(AttributeError):  # of another kind of config, which `parse` reports
-        options = config.env.options
+        options, names = config.env.options, _values(sys.argv, "config.env.name")
         if names and names[-1] != config.env.name:
             for option in list(options):
                 del options[option]
-        for option in dict.fromkeys(re.findall(r"^--?config\.env\.options\.(\w+)", "\n".join(sys.argv), re.MULTILINE)):
-            if option not in options:
-                options[option] = value(f"env.options.{option}", [config.env.name, *names][-1])
-        variables = config.chat_template_kwargs
-        for name in re.findall(r"^--?config\.chat_template_kwargs\.(\w+)", "\n".join(sys.argv), re.MULTILINE):
-            if name not in variables:
-                variables[name] = _literal(_values(sys.argv, f"config.chat_template_kwargs.{name}")[-1])
-        for path in re.findall(r"^--?config\.(envs\.\w+\.[\w.]+)", "\n".join(sys.argv), re.MULTILINE):
-            section, (*sections, field) = config, path.split(".")
+        for field in re.findall(OPEN_ENDED, "\n".join(sys.argv), re.MULTILINE):
+            section, (*sections, last) = config, field.split(".")
             for name in sections:
                 if name not in section:
                     section[name] = config_dict.ConfigDict()
                 section = section[name]
-            if field not in section:
-                own = _values(sys.argv, f"config.envs.{sections[1]}.name") or [config.envs[sections[1]].get("name", "")]
-                section[field] = value(path, own[-1])
+            if last not in section:
+                section[last] = _typed(config, field)
     return config
+
+
+def _typed(config: config_dict.ConfigDict, field: str) -> Any:
+    """Returns the value that the command line sets for a field of an open-ended section. An option of an environment may be a text."""
+    text = _values(sys.argv, f"config.{field}")[-1]
+    owner, is_option, option = field.partition(".options.")
+    if is_option:
+        from rl import envs  # here: it takes half a second
+
+        section = functools.reduce(config_dict.ConfigDict.__getitem__, owner.split("."), config)
+        name = (_values(sys.argv, f"config.{owner}.name") or [section.get("name", "")])[-1]
+        if option in envs.texts(name):
+            return text
+    return _literal(text)
 
 
 def _saved(path: str) -> config_dict.ConfigDict:
     """Returns the config in the config.json of a run. Raises ValueError if it has none, or functions of a config file."""
-    if not (fields := atomic_file.read_json(pathlib.Path(path), dict).get("config")):
+    if not (saved := atomic_file.read_json(pathlib.Path(path), dict).get("config")):
         raise ValueError(f"{path} is not the config.json of a run; give that, or a file of configs/")
-    if fields["rl"]["loss_function"]:
+    if saved["rl"]["loss_function"]:
         raise ValueError(f"the run of {path} has functions of its config file; give that file")
-    saved = base_fields.with_new_fields(fields)
     for name, default in base_fields.flat(base_fields.config().to_dict()).items():
         if isinstance(default, tuple):  # a list in JSON
             section, *sections, field = name.split(".")
@@ -184,7 +181,7 @@ def _mistakes(
 
     The config is None if its file is the mistake.
     """
-    first, files = _explained(error, argv, values["config"].parser), _values(argv, "config")  # pyright: ignore[reportArgumentType]
+    first, files = _explained(error), _values(argv, "config")
     try:
         config: Any = values["config"].parser.parse(files[-1])
         fields = base_fields.flat(config.to_dict())
@@ -218,8 +215,8 @@ def _mistakes(
     return found or [first], config
 
 
-def _explained(error: Exception, argv: list[str], parser: flags.ArgumentParser) -> str:
-    """Returns one line on an error of the flags `argv`; `parser` reads a config file."""
+def _explained(error: Exception) -> str:
+    """Returns one line on an error of absl, of ml_collections, or of the config file."""
     if isinstance(error, SyntaxError):
         return f"the config file has a syntax error: {error.filename}, line {error.lineno}: {error.msg}; correct it"
     if isinstance(error, FileNotFoundError):
@@ -241,13 +238,6 @@ def _explained(error: Exception, argv: list[str], parser: flags.ArgumentParser) 
         return _in_config_file(text)
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError, flags.Error)):
         return _in_config_file(trace)
-    if isinstance(error, (AttributeError, KeyError)):
-        config: Any = parser.parse(re.search(r"--?config[= ](\S+)", " ".join(argv))[1])  # pyright: ignore[reportOptionalSubscript]
-        known = base_fields.names(config)
-        for path in re.findall(r"--?(?:no)?config\.([\w.]+)", " ".join(argv)):
-            starts = (path[: match.start()] for match in re.finditer(r"\.|$", path))
-            if unknown := next((start for start in starts if start not in known), None):
-                return _no_field(unknown, config)
     return text.replace("\n", " ")
 
 

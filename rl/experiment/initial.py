@@ -44,7 +44,10 @@ def completed(
     absent or not supported, or if the config contradicts it.
     """
     config, defaults = config.copy_and_resolve_references(), experiment.default_fields()
-    is_own = lambda name, value: name in given or value != defaults[name]  # noqa: E731
+
+    def is_own(name: str, value: object) -> bool:
+        return name in given or value != defaults[name]
+
     path, fields = config.init_from, json.loads(config.model.to_json())
     own = {n: v for n, v in fields.items() if n not in OWN and is_own(f"model.{n}", v)}
     if not path or ("model_dim" in own and not needs_files and not pathlib.Path(path).exists()):

@@ -151,10 +151,16 @@ def mistakes_outside(config: config_dict.ConfigDict, workdir: str = "") -> Itera
             yield f"{found}; give the fields of its last start: {saved.get('command')}"
             return
     values = base_fields.flat(config.to_dict())
+    elsewhere = {  # values that name no file of this machine
+        "init_from": lambda path: hub.is_id(path) or hub.is_url(path),
+        "warmup.data": lambda path: not config.warmup.num_steps,
+        "trust.bands": lambda path: path == "auto",
+        "trust.stake_ledger": lambda path: False,
+    }
     for name, remedy in FILES.items():
         for path in values[name].split(",") if name == "warmup.data" else [values[name]]:
             path = path.strip()
-            is_here = name == "init_from" and bool(path) and not (hub.is_id(path) or hub.is_url(path))
+            is_here = bool(path) and name in elsewhere and not elsewhere[name](path)
             if (is_here or path.startswith((".", "/"))) and not os.path.exists(path):
                 yield f"{name} = {path!r} does not exist; {remedy}"
     folder = pathlib.Path(config.init_from)
@@ -375,7 +381,7 @@ def contradictions(c: config_dict.ConfigDict) -> Iterator[str]:
         yield "objective.reference_model has no effect; set objective.teacher_coef, or kl_coef and kl_reference = 'reference'"
     if loss in SAMPLER_CORRECTIONS and objective.old_logprobs != "learner":
         yield f"rl.loss = {loss!r} needs the log-probabilities of sampler and learner; set objective.old_logprobs = 'learner'"
-    if c.rl.average != "tokens" and loss in ("grpo", "dr_grpo", "gspo", "gmpo", "sapo", "oapl"):
+    if c.rl.average != "tokens" and loss in advantages.OWN_AVERAGES:
         yield f"rl.loss = {loss!r} averages over samples itself; set rl.average = 'tokens'"
     entries = [*env_mix.entries(c).values()]
     if loss == "oapl":

@@ -13,7 +13,6 @@ from importlib import metadata
 
 from inference.rollouts import rollout as rollout_lib
 from models import hub, lora
-from rl.experiment import base_fields
 from rl.experiment import experiment as experiment_lib
 from rl.ledger import run_ledger
 from rl.protocol import env_mix
@@ -56,7 +55,7 @@ def open_workdir(
     path = bucket.local_folder(workdir)
     if not hosts.is_first:
         first, own = experiment_lib.flat(json.loads(hosts.broadcast())), experiment_lib.fields(experiment)
-        for name in _differing(first, own, ["topology.process_id", "warmup.digest"]):  # only host 0 reads the data
+        for name in differing(first, own, ["topology.process_id", "warmup.digest"]):  # only host 0 reads the data
             there = f"{name} is {own.get(name)!r} here and {first.get(name)!r} on host 0"
             raise ValueError(f"{there}; give every host the same command and checkout")
         yield path
@@ -102,7 +101,7 @@ def check_fields(learner: dict, experiment: experiment_lib.Experiment) -> None:
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "profile.", "broadcast.", "train.rows"]
     free.append("warmup.digest")  # only the learner reads the data
     own = experiment_lib.fields(experiment)
-    for name in _differing(learner, own, free):
+    for name in differing(learner, own, free):
         there = f"{name} is {learner.get(name)!r} in the learner, and {own.get(name)!r} in the orchestrator"
         raise ValueError(f"{there}; give both the same config and checkout")
 
@@ -112,15 +111,14 @@ def differences(path: pathlib.Path, experiment: experiment_lib.Experiment) -> li
     free = ["topology.", "mesh.", "inference.mesh.", "checkpoint.", "retention.", "profile.", "evaluation.every"]
     free += ["evaluation.sets.", "evaluation.hold_s", "broadcast.head_s", "trust."]
     old, new = experiment_lib.flat(saved_config(path)), experiment_lib.fields(experiment)
-    free += [name for name in ("env.digest", "warmup.digest") if not old[name]]  # of a run of an earlier release
     if experiment.optimizer.schedule == "constant":  # then no step depends on the number of steps
         free.append("rl.num_steps")
     if experiment.objective.optimizer_steps == 1:  # gradients are summed over all rows, in any division
         free.append("train.rows")
-    return _differing(old, new, free)
+    return differing(old, new, free)
 
 
-def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
+def differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
     """Returns the sorted names whose values differ between two configs, without names that begin with one of `free`."""
     names = sorted(old.keys() | new.keys())
     # `record_downloads` compares the revisions.
@@ -129,9 +127,9 @@ def _differing(old: dict, new: dict, free: Iterable[str]) -> list[str]:
 
 
 def saved_config(path: pathlib.Path) -> dict:
-    """Returns the resolved config that a run saved in its work directory, with new fields. Raises ValueError if there is none."""
+    """Returns the resolved config that a run saved in its work directory. Raises ValueError if there is none."""
     try:
-        saved = base_fields.with_new_fields(json.loads((path / "config.json").read_text())["config"])
+        saved = json.loads((path / "config.json").read_text())["config"]
         experiment_lib.flat(saved)
         return saved
     except json.JSONDecodeError as error:
@@ -231,11 +229,9 @@ def root_file(workdir: pathlib.Path) -> str:
 
 
 def worker_key_file(workdir: pathlib.Path, name: str) -> pathlib.Path:
-    """Returns the path of a local worker's private key, generated at first use; moves an older run's key out of `logs/`."""
-    file, old = workdir / "keys" / f"{name}.key", workdir / "logs" / f"{name}.key"
+    """Returns the path of a local node's private key, generated at first use."""
+    file = workdir / "keys" / f"{name}.key"
     file.parent.mkdir(mode=0o700, exist_ok=True)
-    if old.exists():
-        old.rename(file.with_suffix(".old.key") if file.exists() else file)
     if not file.exists():
         rollout_lib.WorkerKey.generate().save(file)
     return file

@@ -52,9 +52,19 @@ class Plan:
             name: self.port + i for i, name in enumerate(("orchestrator", "weights", "control", "metrics", *self.roles))
         }
         at = {port: name if name in self.roles else "learner" for name, port in ports.items()}
-        connect = lambda ends, port: f"http://{host_of(at[port])}:{port}"  # noqa: E731
-        options = {"connect": connect, "ports": ports, "listen": EVERYWHERE}
-        swarm = processes.plan(self.experiment, self.workdir, self.roles, self.arguments, **options)
+
+        def connect(ends: frozenset[str], port: int) -> str:
+            return f"http://{host_of(at[port])}:{port}"
+
+        swarm = processes.plan(
+            self.experiment,
+            self.workdir,
+            self.roles,
+            self.arguments,
+            connect=connect,
+            ports=ports,
+            listen=EVERYWHERE,
+        )
         return [dataclasses.replace(spec, after_port=0) for spec in swarm.specs]
 
     def each_host(self, host_of: Mapping[str, str]) -> list[supervisor.Spec]:
@@ -64,6 +74,8 @@ class Plan:
         if self.hosts > 1:
             place = {"coordinator": f"{host_of['learner']}:{self.port - 2}", "num_processes": self.hosts}
             flags = [f"--config.topology.{key}={value}" for key, value in place.items()]
-            command = lambda i: [*learner.command, *flags, f"--config.topology.process_id={i}"]  # noqa: E731
-            learners = [dataclasses.replace(learner, name=n, command=command(i)) for i, n in enumerate(self.learners)]
+            learners = []
+            for i, name in enumerate(self.learners):
+                command = [*learner.command, *flags, f"--config.topology.process_id={i}"]
+                learners.append(dataclasses.replace(learner, name=name, command=command))
         return [dataclasses.replace(spec, host=host_of[spec.name]) for spec in (*learners, *others)]

@@ -22,8 +22,8 @@ def slurm(plan: cluster.Plan, options: Sequence[str]) -> str:
         plan=plan,
         options=options,
         own=own,
-        learner=_in_shell(specs[0].command, plan.roles),
-        others=[(spec.name, _in_shell(spec.command, plan.roles)) for spec in specs[1:]],
+        learner=in_shell(specs[0].command, plan.roles),
+        others=[(spec.name, in_shell(spec.command, plan.roles)) for spec in specs[1:]],
     )
 
 
@@ -38,7 +38,10 @@ def gke(
     name = name if name[:1].isalpha() else f"run-{name}".strip("-")  # a service may not begin with a digit
     name += f"-{hashlib.sha256(str(plan.workdir).encode()).hexdigest()[:6]}"  # runs/1/a and runs/2/a are two runs
     elastic = cluster.ELASTIC if is_elastic else ()
-    pod = lambda node: f"{name}-{node}" if plan.roles[node] in elastic else f"{name}-{node}-0-0.{name}"  # noqa: E731
+
+    def pod(node: str) -> str:
+        return f"{name}-{node}" if plan.roles[node] in elastic else f"{name}-{node}-0-0.{name}"
+
     resource, _, count = accelerator.partition("=")
     return _render(
         "gke.yaml",
@@ -55,7 +58,7 @@ def gke(
     )
 
 
-def _in_shell(command: Sequence[str], nodes: Iterable[str]) -> str:
+def in_shell(command: Sequence[str], nodes: Iterable[str]) -> str:
     """Quotes the arguments of `python -m` for a shell, but for the hosts of `nodes`, which are its variables."""
     quoted = ("'" + one.replace("'", "'\\''") + "'" for one in command)
     return re.sub(f"@({'|'.join(nodes)})@", r"""'"$\1"'""", " ".join(quoted))

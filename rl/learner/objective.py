@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from models import moe
-from rl.algorithms import divergences, importance, losses
+from rl.algorithms import advantages, divergences, importance, losses
 from rl.batch import packing, router_replay
 
 
@@ -211,7 +211,8 @@ def bind(loss: str | Callable, options: Mapping[str, float]) -> PolicyLoss:
     if missing := [n for n, p in own.items() if p.default is p.empty and n not in options]:
         raise ValueError(f"loss {name!r} needs the option {missing[0]!r}; set config.loss_options.{name}.{missing[0]}")
     extras = tuple(n for n in known if n in _EXTRAS)
-    return PolicyLoss(function, tuple(sorted(options.items())), extras, loss in losses.STREAM_MEANS)
+    stream_means = isinstance(loss, str) and advantages.OWN_AVERAGES.get(loss) == "streams"
+    return PolicyLoss(function, tuple(sorted(options.items())), extras, stream_means)
 
 
 def check_own(function: Callable, options: Mapping[str, float]) -> None:

@@ -82,23 +82,20 @@ def train_step(learner: Learner, state: TrainState, batch: packing.TrainBatch) -
             state, metrics = _several_optimizer_steps(learner, state, micro_batches)
         else:
             counts = objective_lib.count(micro_batches, 0, 1)
-            grads, metrics = jax.lax.fori_loop(*_accumulation(learner, state, micro_batches, 0, 1, counts))
+            grads, metrics = gradients(learner, state, micro_batches, 0, 1, counts)
             state, metrics = update(learner, state, grads, metrics, counts)
             metrics |= {"loss/num_tokens": counts.tokens}
         opt_state = _between_memories(state.opt_state, layout, HOST)
         return state.replace(step=state.step + 1, opt_state=opt_state), metrics
 
 
-def _accumulation(learner, state, micro_batches, first, stride, counts):
-    """Returns the arguments of a `fori_loop` that sums gradients and metrics over the used micro-batches first, first + stride, ...
-
-    One program serves any number of micro-batches. The caller runs the loop, so that a user's loss is a frame nearer to it.
-    """
+def gradients(learner, state, micro_batches, first, stride, counts):
+    """Returns (gradient, metrics), summed over the used micro-batches first, first + stride, ...: one program for any number of them."""
     gradient = jax.grad(functools.partial(loss, learner), has_aux=True)
     one = jax.eval_shape(objective_lib.MicroBatches.__getitem__, micro_batches, 0)
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradient, state.params, state.frozen, one, counts))
 
-    def gradients(turn, total):
+    def add(turn, total):
         i, params, frozen = first + turn * stride, state.params, state.frozen
         if learner.mesh.size > 1:
             # Parameters are the same in every turn, so the compiler would gather all that fsdp splits *before* the loop, and
@@ -106,7 +103,8 @@ def _accumulation(learner, state, micro_batches, first, stride, counts):
             (params, frozen), i = jax.lax.optimization_barrier(((params, frozen), i))
         return jax.tree.map(jnp.add, total, gradient(params, frozen, micro_batches[i], counts))
 
-    return 0, (micro_batches.batch.num_micro_batches - first + stride - 1) // stride, gradients, zeros
+    num_turns = (micro_batches.batch.num_micro_batches - first + stride - 1) // stride
+    return jax.lax.fori_loop(0, num_turns, add, zeros)
 
 
 def loss(learner: Learner, params, frozen, micro_batch: objective_lib.MicroBatches, counts: objective_lib.Counts):
@@ -274,7 +272,7 @@ def _several_optimizer_steps(learner, state, micro_batches):
         params, opt_state, is_good = carry
         before = state.replace(params=params, opt_state=opt_state)
         counts = objective_lib.count(micro_batches, k, stride)
-        grads, metrics = jax.lax.fori_loop(*_accumulation(learner, before, micro_batches, k, stride, counts))
+        grads, metrics = gradients(learner, before, micro_batches, k, stride, counts)
         after, metrics = update(learner, before, grads, metrics, counts, is_good)
         weights = {name: _weight(name, counts) for name in metrics}
         is_good &= metrics["loss/skipped"] == 0

@@ -5,6 +5,7 @@ import time
 
 import jax
 from absl import flags
+from ml_collections import config_dict
 
 from models import flops
 from rl.experiment import command, initial
@@ -30,9 +31,9 @@ def main() -> None:
         raise ValueError(f"{found}; leave --server_topology out, or set topology.mode = 'remote'")
     config.plan.num_slices = flags.FLAGS.num_slices or config.plan.num_slices
     config = initial.completed(config, command_line.given(), needs_files=False)
-    config, chosen = sizes.settled(config, lambda config: sizes.planned(config, topology), lowered_programs.resolve)
+    exp, chosen = sizes.settled(config, lambda config: sizes.planned(config, topology), lowered_programs.resolve)
     print(chosen, end="\n" if chosen else "")
-    exp = lowered_programs.resolve(config)
+    config = config_dict.ConfigDict(exp.config)
     work = flops.ModelFlops.of(exp.model)
     print(f"model    {work.held / 1e9:.2f} B parameters, {work.multiplied / 1e9:.2f} B multiplied per token")
     places = {name: topology if name in lowered_programs.LEARNER else server_topology for name in flags.FLAGS.programs}

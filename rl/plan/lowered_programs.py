@@ -69,8 +69,6 @@ class LoweredProgram:
     executed_flops: float  # of one run, all chips, by formula
     read_bytes: float  # per chip, of one run, from its memory
     model_flops: float = 0.0  # the FLOPs that MFU counts; 0 if it has no MFU
-    # Calls of the attention kernel on one chip, and its FLOPs on all, in one forward pass of all layers and micro-batches.
-    kernel_pass: tuple[int, float] = (0, 0.0)
     turns: tuple[float, ...] = ()  # of loops bounded by data (rl/plan/hlo.py)
     turns_alone: float | None = None  # of such a loop that is in no other one
     waiting_bytes: float = 0.0  # of new weights in the memory of a server's host, until they replace its own one by one
@@ -198,7 +196,6 @@ def train_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lowere
         num_tokens=packed.num_tokens,
         executed_flops=work.executed_flops(packed) + num_scored / num_micro_batches * work.scoring_flops(packed),
         model_flops=work.model_flops(packed),
-        kernel_pass=(model.num_layers * num_micro_batches, work.kernel_flops(packed)),
         read_bytes=num_micro_batches * num_passes * _gathered_bytes(model, mesh)
         + num_steps * 2 * (held["parameters"] + held["optimizer"]),
         turns=(num_steps, num_micro_batches / num_steps),
@@ -222,7 +219,6 @@ def logprobs_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Low
         needed={"a layer": _layer_bytes(model, mesh, rows, T)},
         num_tokens=packed.num_tokens,
         executed_flops=work.scoring_flops(packed),
-        kernel_pass=(model.num_layers * num_micro_batches, work.kernel_flops(packed)),
         read_bytes=num_micro_batches * _gathered_bytes(model, mesh),
         turns=(num_micro_batches,),
     )
@@ -296,7 +292,6 @@ def decode_program(exp: experiment.Experiment, mesh: jax.sharding.Mesh) -> Lower
         needed={},
         num_tokens=slots,
         executed_flops=slots * (2 * work.multiplied + work.attention_flops(length)),
-        kernel_pass=(server.model.num_layers, slots * work.attention_flops(length)) if pages else (0, 0.0),
         read_bytes=read_share * held["parameters"] + held["cache"],
         turns=(1,),
         waiting_bytes=0.0 if has_engine(config) else float(transformer.num_bytes(server.model)),

@@ -4,8 +4,8 @@
    `config.plan.server_mesh` over one host of the same kind, those of an engine on the learner's hosts on `config.inference.mesh`
    over its devices of one host. A program whose arguments alone need too much is not compiled.
 2. The TPU compiler, which is part of libtpu and needs no TPU, reports the memory that each program needs on a chip, or a shortage.
-3. The compiled text gives the collectives and their bytes (rl/plan/hlo.py) and the FLOPs (rl/plan/census.py), the model those that
-   MFU counts, the chip the rates (rl/plan/roofline.py). Together they bound the times from below.
+3. The compiled text gives the collectives and their bytes (rl/plan/hlo.py), the model the FLOPs (models/flops.py; tests compare them with the
+   compiled text), the chip the rates (rl/plan/roofline.py). Together they bound the times from below.
 4. If a program does not fit, remedies are compiled, the least expensive first. The first that fits is printed.
 
 Not included: fragmentation, and the memory of other programs.
@@ -25,7 +25,7 @@ import numpy as np
 from ml_collections import config_dict
 
 from rl.experiment import experiment
-from rl.plan import census, hlo, lowered_programs, reads, roofline, sizes
+from rl.plan import hlo, lowered_programs, reads, roofline, sizes
 from sharding import rules
 
 GIB = 2**30
@@ -49,7 +49,6 @@ class Outcome:
     host_bytes: float = 0.0  # offloaded arrays, in the memory of the chip's host
     collectives: Sequence[hlo.Collective] = ()
     cache_copies: float = 0  # how often the program copies a whole array of the cache
-    executed_flops: float = 0.0  # of all chips, counted in the compiled text
     read_bytes: Sequence[float] = ()  # per chip, of a decode step with each of the program's loads, counted there
 
 
@@ -99,7 +98,6 @@ def compile_program(program: lowered_programs.LoweredProgram, chip: roofline.Chi
         host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         collectives=hlo.collectives(instructions, _across(program.mesh)),
         cache_copies=copies,
-        executed_flops=_executed_flops(program, instructions),
         read_bytes=step_reads(program, text),
     )
 
@@ -114,12 +112,6 @@ def _across(mesh: jax.sharding.Mesh) -> list[int]:
     """Returns the positions in the mesh of one chip of each slice; `data`, the outermost axis, spans them."""
     num_slices = len({getattr(device, "slice_index", 0) for device in mesh.devices.flat})
     return list(range(0, mesh.size, mesh.size // num_slices))
-
-
-def _executed_flops(program: lowered_programs.LoweredProgram, instructions: Sequence[hlo.Instruction]) -> float:
-    calls, flops = program.kernel_pass
-    kernels = census.attention_passes(instructions) / calls * flops if calls else 0.0
-    return program.mesh.size * census.matmul_flops(instructions) + kernels
 
 
 def _shortage(message: str, chip: roofline.Chip) -> str:
@@ -170,9 +162,8 @@ def shared(outcomes: Mapping[str, Outcome], chip: roofline.Chip) -> tuple[str, b
 
 def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
     program, chip, chips = outcome.program, roofline.chip_of(topology), outcome.program.mesh.size
-    executed = outcome.executed_flops or program.executed_flops
     bounds = {
-        "compute": executed / (chips * chip.flops_per_s),
+        "compute": program.executed_flops / (chips * chip.flops_per_s),
         "memory": program.read_bytes / chip.memory_bytes_per_s,
         "links": _links_s(outcome, topology),
     }
@@ -182,12 +173,7 @@ def _work_rows(outcome: Outcome, topology: str) -> list[tuple[str, str]]:
     model = f"{_flops(program.model_flops)} of the model, " if program.model_flops else ""
     rows = [
         (outcome.host_bytes > 0.01 * GIB, "memory of hosts", f"{_gib(outcome.host_bytes)} per chip"),
-        (True, "arithmetic", f"{model}{_flops(executed)} executed, {program.num_tokens:,} tokens"),
-        (
-            outcome.executed_flops,
-            "",
-            f"executed: counted in the compiled text, {executed / program.executed_flops:.1%} of the formula's",
-        ),
+        (True, "arithmetic", f"{model}{_flops(program.executed_flops)} executed, {program.num_tokens:,} tokens"),
         *((True, label, text) for label, text in _collective_rows(outcome)),
         (
             program.waiting_bytes,

@@ -10,13 +10,22 @@ Formulas (N tokens of a step in sequences of s tokens, L layers, H heads of C di
   MFU                               model FLOPs / (chips x peak x time); PaLM, arXiv 2204.02311, appendix B, but causal
 
 Left out: rates below peak (shapes that do not fill the matrix unit, kernels that wait).
+
+`utilization` measures how well a train step uses its devices: MFU, without recomputation, in the seconds of the train step alone; the
+learner's busy part; and memory.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+
+from models import config as config_lib
+from models import flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +70,35 @@ def of_device(kind: str) -> Chip | None:
     return next((chip for name, chip in DEVICES.items() if kind == name or kind.startswith(f"{name} ")), None)
 
 
-def compared(
-    seconds: float, executed_flops: float, read_bytes: float, model_flops: float, *, num_chips: int, chip: Chip
-) -> str:
-    """Returns a text that compares a measured time with its bound, and the MFU if `model_flops` is not 0.
+def utilization(
+    values: Mapping[str, float],
+    model: config_lib.ModelConfig,
+    num_devices: int,
+    local_devices: Sequence[Any],
+    *,
+    is_frozen: bool = False,
+) -> dict[str, float]:
+    """Returns the metrics `machine/...` of a train step from its other metrics. All `num_devices` are like the local ones.
 
-    FLOPs are those of all chips, and `read_bytes` those of each. Links between chips are left out.
+    `is_frozen`: adapters train alone. MFU is left out where the rate of the devices is not known, such as on a CPU.
     """
-    peak = num_chips * chip.flops_per_s
-    bounds = {"arithmetic": executed_flops / peak, "memory": read_bytes / chip.memory_bytes_per_s}
-    which = max(bounds, key=bounds.__getitem__)
-    text = f", at least {bounds[which]:.3g} s ({which}): {bounds[which] / seconds:.0%} of that rate"
-    if not model_flops:
-        return text
-    return f"{text}; MFU {model_flops / (peak * seconds):.1%}, at most {model_flops / (peak * bounds[which]):.1%}"
+    found = {
+        "machine/learner_busy_frac": 1 - min(values["time/wait_s"] / max(values["time/step_s"], 1e-9), 1.0),
+        "machine/memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES,
+    }
+    stats = [one for device in local_devices if (one := device.memory_stats())]
+    if used := [one["peak_bytes_in_use"] for one in stats if "peak_bytes_in_use" in one]:
+        found["machine/device_memory_peak_bytes"] = max(used)
+    chip = of_device(local_devices[0].device_kind)
+    if chip and (num_tokens := values.get("batch/num_row_tokens", 0.0)):
+        length = max(round(values["batch/sequence_length"]), 1)
+        rows, counted = flops.PackedRows(length, [(length,)]), flops.ModelFlops.of(model, is_frozen=is_frozen)
+        work = counted.model_flops(rows) * num_tokens / length
+        found["machine/mfu"] = work / (num_devices * chip.flops_per_s * max(values["time/train_step_s"], 1e-9))
+    return {name: float(value) for name, value in found.items()}
+
+
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 def chip_of(topology: str) -> Chip:

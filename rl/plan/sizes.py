@@ -20,6 +20,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 from absl import flags
@@ -60,35 +61,38 @@ class Devices:
     is_cpu: bool = False
 
 
+Find = Callable[[config_dict.ConfigDict], Devices]
+
+
+class Room(NamedTuple):
+    """The room for open sizes: the names of these fields, and the devices that they are chosen for, which `devices` finds for other meshes."""
+
+    names: list[str]
+    place: Devices
+    devices: Find
+    has_rollouts: bool
+
+
 def resolve(
     config: config_dict.ConfigDict, *, needs_envs: bool = True, has_rollouts: bool = True
 ) -> experiment.Experiment:
-    """Resolves the config of the command line, completed from its checkpoint, with sizes for this process's devices, which it prints.
+    """Resolves the config of the command line in stages, each of which runs once. Prints the sizes that are chosen.
+
+    1. Its flags were parsed (rl/experiment/flags.py). 2. `initial.completed` adds the fields of its checkpoint. 3. `sized` chooses open
+    sizes for the devices. 4. and 5. `experiment.resolve` checks it, and makes the frozen parts. 6. `fitted` grows open sizes into the memory.
 
     A run that has a checkpoint, of RL or of its warm-up, keeps its sizes. Without `needs_envs`, its environments are not loaded. Without
-    `has_rollouts`, as in rl.sft, they are those of RL, which may follow, only if an engine fits, too, and an open
-    `inference.max_model_len` is at most `train.row_length`. Raises ValueError in one line, as `initial.completed`, `settled`, and
-    `experiment.resolve` do.
+    `has_rollouts`, as in rl.sft, sizes are those of RL, which may follow, only if an engine fits, too, and an open
+    `inference.max_model_len` is at most `train.row_length`. Raises ValueError with all mistakes, a line for each.
     """
     config = initial.completed(config, command_line.given())
-    names = ("config.json", "checkpoints/*/seal.json", "warmup/*/seal.json")
-    workdir = bucket.fetched(flags.FLAGS.workdir or ".", names, is_optional=True)
-    facts = None
-    if flags.FLAGS.workdir and any(file for name in names[1:] for file in workdir.glob(name)):
-        saved = experiment.flat(run_directory.saved_config(workdir))
-        config.update_from_flattened_dict({name: saved[name] for name in _open(config)})
-        facts = None if needs_envs else saved
+    saved = _saved_sizes(config)
     if not has_rollouts and not config.inference.max_model_len and (length := config.train.row_length):
         config.inference.max_model_len = min(length, config.model.max_positions or length)
-    resolved = functools.partial(experiment.resolve, saved=facts, has_rollouts=has_rollouts)
-    try:
-        config, chosen = settled(config, present, resolved)
-    except ValueError:
-        if has_rollouts:
-            raise
-        config, chosen = settled(config, functools.partial(present, has_engine=False), resolved, has_rollouts=False)
+    resolved = functools.partial(experiment.resolve, saved=None if needs_envs else saved, has_rollouts=has_rollouts)
+    devices = functools.partial(present, needs_engine=has_rollouts)
+    found, chosen = settled(config, devices, resolved, has_rollouts=has_rollouts)
     print(chosen, end="\n" if chosen else "", flush=True)
-    found = resolved(config)
     for name in command_line.given():
         section, _, variable = name.partition(".")
         if section == "chat_template_kwargs" and not found.tokenizer.reads(variable):
@@ -97,13 +101,43 @@ def resolve(
     return found
 
 
-def present(config: config_dict.ConfigDict, *, has_engine: bool = True) -> Devices:
-    """Returns the devices of this process and of the other hosts of the learner, and with `has_engine` those of the run's own server."""
+def _saved_sizes(config: config_dict.ConfigDict) -> dict | None:
+    """Sets the open fields of a config to those of the run in --workdir; returns the run's fields, or None if it has no checkpoint."""
+    names = ("config.json", "checkpoints/*/seal.json", "warmup/*/seal.json")
+    workdir = bucket.fetched(flags.FLAGS.workdir or ".", names, is_optional=True)
+    if not flags.FLAGS.workdir or not any(file for name in names[1:] for file in workdir.glob(name)):
+        return None
+    saved = experiment.flat(run_directory.saved_config(workdir))
+    config.update_from_flattened_dict({name: saved[name] for name in _open(config)})
+    return saved
+
+
+def settled(
+    config: config_dict.ConfigDict, devices: Find, resolve: Callable, *, has_rollouts: bool = True
+) -> tuple[experiment.Experiment, str]:
+    """Returns (the experiment of a config with a value for each open field, a line for each reason of a choice, "" if none was open).
+
+    `resolve` is `experiment.resolve`, or the plan's. Raises ValueError as `sized`, `resolve`, and `fitted` do.
+    """
+    config, room = sized(config, devices, has_rollouts=has_rollouts)
+    exp = resolve(config)
+    return fitted(exp, room) if room else (exp, "")
+
+
+def present(config: config_dict.ConfigDict, *, needs_engine: bool = True) -> Devices:
+    """Returns the devices of this process and of the other hosts of the learner, and those of the run's own server, if it has one.
+
+    A server that these devices cannot have is left out unless `needs_engine`.
+    """
     local, server, axes = jax.local_devices(), None, lowered_programs.server_axes(config)
     _, devices = layout.split(local, axes.pop("rollout_devices", 0))
     is_one = set(config.inference.mesh.values()) == {1} and not layout.is_colocated(config)  # a process of its own
-    if has_engine and lowered_programs.has_engine(config):
-        server = mesh_lib.create(axes, devices[:1] if is_one else devices)
+    if lowered_programs.has_engine(config):
+        try:
+            server = mesh_lib.create(axes, devices[:1] if is_one else devices)
+        except ValueError:
+            if needs_engine:
+                raise
     free_bytes = host_memory.total_bytes() / (2 * len(local))  # half for other programs
     memory_bytes = (local[0].memory_stats() or {}).get("bytes_limit", free_bytes)
     mesh, is_cpu = layout.learner_mesh(config), local[0].platform == "cpu"
@@ -120,21 +154,17 @@ def planned(config: config_dict.ConfigDict, topology: str) -> Devices:
     return Devices(mesh, server_mesh, chip.memory_bytes, topology.partition(":")[0])
 
 
-def settled(
-    config: config_dict.ConfigDict,
-    devices: Callable[[config_dict.ConfigDict], Devices],
-    resolve: Callable,
-    *,
-    has_rollouts: bool = True,
-) -> tuple[config_dict.ConfigDict, str]:
-    """Returns (a copy of the config with a value for each open field, a line for each reason of a choice, "" if none was open).
+def sized(
+    config: config_dict.ConfigDict, devices: Find, *, has_rollouts: bool = True
+) -> tuple[config_dict.ConfigDict, Room | None]:
+    """Returns (a copy of the config with the least value for each open field, the room in which they can grow; None if none is open).
 
-    `devices` and `resolve` (`experiment.resolve`, or the plan's) are called if a field is open. Raises ValueError if the slots of
-    servers elsewhere are open, or if the smallest sizes do not fit the memory.
+    `devices` is called if a field is open. Raises ValueError if the slots of servers elsewhere are open, or if replays would share the
+    memory that open sizes fill.
     """
     config = config.copy_and_resolve_references()
     if not (names := _open(config)):
-        return config, ""
+        return config, None
     if has_rollouts and "inference.num_slots" in names and not lowered_programs.has_engine(config):
         found = "inference.num_slots = 0 is chosen for the memory of this run's devices, but topology.mode = 'remote'"
         raise ValueError(f"{found} has its servers elsewhere; set the slots of one server")
@@ -143,20 +173,27 @@ def settled(
     place = devices(config)
     growing = " and ".join(name for name in ("inference.num_slots", "train.rows") if name in names)
     is_judge = place.server_mesh is not None and not (config.trust.validators or config.topology.orchestrator)
-    if growing and is_judge and config.trust.device != "cpu" and not place.is_cpu:
+    if has_rollouts and growing and is_judge and config.trust.device != "cpu" and not place.is_cpu:
         found = f"trust.device = {config.trust.device!r} replays rollouts in memory that {growing} of 0 would take"
         raise ValueError(f"{found}; set trust.device = 'cpu', or these sizes")
     _set_least(config, place, names)
-    exp = resolve(config)
+    return config, Room(names, place, devices, has_rollouts)
+
+
+def fitted(exp: experiment.Experiment, room: Room) -> tuple[experiment.Experiment, str]:
+    """Returns (the experiment with the largest open sizes that fit the memory, a line for each reason of a choice).
+
+    Raises ValueError if the smallest sizes do not fit.
+    """
+    config, place, names = config_dict.ConfigDict(exp.config), room.place, room.names
     if "model.remat" in names and place.is_cpu and _estimate(exp, config, place) > SHARE * place.memory_bytes:
         config.model.remat = "block"
-        exp = resolve(config)
-    config.warmup.digest = exp.config.warmup.digest  # the data may be large
     if TENSOR in names and place.server_mesh is not None and not place.is_cpu:
-        place = _with_parts(exp, config, place, devices, names)
+        place = _with_parts(exp, config, room)
+    has_engine = place.server_mesh is not None
+    if has_engine and not room.has_rollouts and _estimate(exp, config, place) > SHARE * place.memory_bytes:
+        place = dataclasses.replace(place, server_mesh=None)  # RL will not follow on these devices
     num_bytes = _grow(exp, config, place, names)
-    if "evaluation.num_tasks" in names:  # the environment may hold out fewer
-        config.evaluation.num_tasks = exp.config.evaluation.num_tasks
     values = {name: operator.attrgetter(name)(config) for name in names}
     lengths, memory = {"inference.max_model_len", "train.row_length"}, {"inference.num_slots", "train.rows", TENSOR}
     size = f"{place.mesh.size} x {place.memory_bytes / GIB:.2f} GiB, about {num_bytes / GIB:.2f} of each in use"
@@ -169,7 +206,7 @@ def settled(
     for reason, fields in reasons:
         chosen = ", ".join(f"{name} = {value}" for name, value in values.items() if name in fields)
         lines += [f"chosen for {reason}: {chosen}"] if chosen else []
-    return config, "\n".join(lines)
+    return _with_sizes(exp, config), "\n".join(lines)
 
 
 def budget(
@@ -196,7 +233,7 @@ def _open(config) -> list[str]:
 
 
 def _set_least(config, place: Devices, names: list[str]) -> None:
-    """Sets those of the fields `names` that do not depend on the memory, and the least values of slots and rows."""
+    """Sets those of the fields `names` that do not depend on the memory, and the least slots and rows."""
     by_kind = {name: values[place.is_cpu] for name, values in BY_KIND.items()}
     num_rollouts = by_kind.pop("rollouts")
     config.update_from_flattened_dict({name: value for name, value in by_kind.items() if name in names})
@@ -211,24 +248,31 @@ def _set_least(config, place: Devices, names: list[str]) -> None:
         "inference.max_model_len": length,
         "train.row_length": -(-length // tile) * tile,
         "rl.prompts_per_step": math.ceil(num_rollouts / env_mix.mean_samples(config)),
-        "inference.num_slots": LEAST_SLOTS * rules.num_batch_shards(place.server_mesh or place.mesh),
-        "train.rows": rules.num_batch_shards(place.mesh),
     }
+    config.update_from_flattened_dict({name: value for name, value in values.items() if name in names})
+    _set_least_rows(config, place, names)
+
+
+def _set_least_rows(config, place: Devices, names: list[str]) -> None:
+    shards, server_shards = (rules.num_batch_shards(mesh) for mesh in (place.mesh, place.server_mesh or place.mesh))
+    values = {"inference.num_slots": LEAST_SLOTS * server_shards, "train.rows": shards}
     config.update_from_flattened_dict({name: value for name, value in values.items() if name in names})
 
 
-def _with_parts(exp: experiment.Experiment, config, place: Devices, devices: Callable, names: list[str]) -> Devices:
+def _with_parts(exp: experiment.Experiment, config, room: Room) -> Devices:
     """Returns the devices, with the engine's weights in the fewest parts with which the smallest sizes fit; whole if none do."""
-    found = place
+    found = room.place
     try:
-        while _estimate(exp, config, found) > SHARE * place.memory_bytes:
+        while _estimate(exp, config, found) > SHARE * found.memory_bytes:
             config.inference.mesh.tensor *= 2
-            found = devices(config)
-            _set_least(config, found, names)
+            found = room.devices(config)
+            if found.server_mesh is None:
+                raise ValueError("no engine has so many parts")
+            _set_least_rows(config, found, room.names)
     except ValueError:  # more parts than devices, or dims that do not divide
         config.inference.mesh.tensor = 1
-        _set_least(config, place, names)
-        return place
+        _set_least_rows(config, room.place, room.names)
+        return room.place
     return found
 
 
@@ -267,11 +311,21 @@ def _grow(exp: experiment.Experiment, config, place: Devices, names: list[str]) 
 
 def _estimate(exp: experiment.Experiment, config, place: Devices) -> float:
     """Returns the estimated bytes in use of the device with the least left, with the slots and rows of `config`."""
-    engine = dataclasses.replace(exp.engine, num_slots=config.inference.num_slots)
-    exp = dataclasses.replace(exp, config=config_dict.FrozenConfigDict(config), engine=engine)
+    exp = _with_sizes(exp, config)
     programs = {"train": lowered_programs.train_program(exp, place.mesh)}
     if place.server_mesh is not None:
         programs["decode"] = lowered_programs.decode_program(exp, place.server_mesh)
     if place.server_mesh is None or not lowered_programs.is_shared(config):
         return max(program.estimated_bytes for program in programs.values())
     return sum(budget(programs, {name: sum(program.needed.values()) for name, program in programs.items()}).values())
+
+
+def _with_sizes(exp: experiment.Experiment, config: config_dict.ConfigDict) -> experiment.Experiment:
+    """Returns the experiment with the values in `config` of all fields that `fitted` changes."""
+    return dataclasses.replace(
+        exp,
+        config=config_dict.FrozenConfigDict(config),
+        model=dataclasses.replace(exp.model, remat=config.model.remat),
+        engine=dataclasses.replace(exp.engine, num_slots=config.inference.num_slots),
+        server_mesh=experiment.own_server_axes(config),
+    )

@@ -93,7 +93,6 @@ class MetricsWriter:
         self.monitors.truncate(phase, after_step)
 
     def close(self) -> None:
-        """Closes the metrics file and all monitors."""
         self.monitors.close()
         if self._active:
             with contextlib.suppress(OSError):  # a full disk, which must not hide the error that ended the run

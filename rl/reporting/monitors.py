@@ -74,15 +74,12 @@ class Monitors(Monitor):
         self._members[name] = member
 
     def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
-        """Records the metrics of a step in all of them."""
         self._each(lambda member: member.write(step, phase, values))
 
     def truncate(self, phase: str, after_step: int) -> None:
-        """Tells all of them that a resume repeats steps."""
         self._each(lambda member: member.truncate(phase, after_step))
 
     def close(self) -> None:
-        """Ends all of them."""
         self._each(lambda member: member.close())
 
     def _each(self, action: Callable[[Monitor], None]) -> None:
@@ -103,7 +100,6 @@ class TensorBoard(Monitor):
         self._purge_steps: dict[str, int] = {}
 
     def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
-        """Writes the scalars of a step."""
         if phase not in self._writers:
             self._writers[phase] = self._open(phase)
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
@@ -111,13 +107,11 @@ class TensorBoard(Monitor):
         self._writers[phase].flush()
 
     def truncate(self, phase: str, after_step: int) -> None:
-        """Lets TensorBoard hide the older points after `after_step`."""
         if phase in self._writers:
             self._writers.pop(phase).close()
         self._purge_steps[phase] = after_step + 1
 
     def close(self) -> None:
-        """Closes the files."""
         for writer in self._writers.values():
             with contextlib.suppress(OSError):  # a full disk, which must not hide the error that ended the run
                 writer.close()
@@ -143,7 +137,6 @@ class Prometheus(Monitor):
         self.metrics = role_metrics.RoleMetrics("learner", self._values, self.PARTS)
 
     def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
-        """Keeps the values of a step; counts the seconds of its parts if it is of RL."""
         self._last = self._last | {phase: values}
         if phase == "rl":
             self.step = step
@@ -169,14 +162,12 @@ class Wandb(Monitor):
         self._phases: set[str] = set()
 
     def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
-        """Logs the metrics of a step under their phase, each phase with its own steps."""
         if phase not in self._phases:
             self._phases.add(phase)
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
         self._run.log({f"{phase}/{name}": value for name, value in values.items()} | {f"{phase}/step": step})
 
     def close(self) -> None:
-        """Ends the run of W&B."""
         self._run.finish()
 
 
@@ -191,11 +182,9 @@ class Trackio(Monitor):
         self._run = trackio.init(project=PROJECT, name=run.workdir.name, config=config, resume="allow")
 
     def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
-        """Logs the metrics of a step under their phase."""
         self._run.log({f"{phase}/{name}": value for name, value in values.items()}, step=step)
 
     def close(self) -> None:
-        """Ends the run of trackio."""
         self._run.finish()
 
 
@@ -217,12 +206,10 @@ class Mlflow(Monitor):
         self._id, self._metric = found[0].info.run_id, mlflow.entities.Metric
 
     def write(self, step: int, phase: str, values: Mapping[str, float]) -> None:
-        """Logs the metrics of a step under their phase."""
         now_ms = int(1000 * time.time())
         self._client.log_batch(self._id, [self._metric(f"{phase}/{n}", v, now_ms, step) for n, v in values.items()])
 
     def close(self) -> None:
-        """Ends the run of MLflow."""
         self._client.set_terminated(self._id)
 
 

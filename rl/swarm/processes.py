@@ -2,8 +2,7 @@
 
 The orchestrator is part of the learner's process, or apart from it in one of its own.
 
-Ports are chosen once, and keys kept in WORKDIR/keys, so that a node that starts again is the same node. Under test, each
-connection runs over a link that can be broken (rl/swarm/tcp_link.py).
+Ports are chosen once, and keys kept in WORKDIR/keys, so that a node that starts again is the same node.
 """
 
 import contextlib
@@ -20,21 +19,14 @@ from rl.swarm import supervisor
 
 ROLES = ("relay", "server", "worker", "validator")  # of which there are several nodes
 Connect = Callable[[frozenset[str], int], str]  # (nodes at both ends, port) -> URL of a connection to it
-IMPOSTOR, LIAR = "impostor", "-liar"  # the name of a worker; the end of the name of a server's double
 
 
 @dataclasses.dataclass(frozen=True)
 class Swarm:
-    """The processes of a swarm. `keys` has the public key of each node, `orchestrator` is its URL for workers.
-
-    `cheats` has the dishonest processes by the name that they run under: a worker of its own, and a double of each server, which
-    takes its place for a while. A double has a key and an address of its own: a server that lied is barred for good.
-    """
+    """The processes of a swarm. `keys` has the public key of each node, `orchestrator` is its URL for workers."""
 
     specs: list[supervisor.Spec]
-    cheats: dict[str, supervisor.Spec]
     orchestrator: str
-    mirrors: dict[str, pathlib.Path]
     keys: dict[str, str]
     metrics: dict[str, str]  # HOST:PORT of /metrics and /health of each node
 
@@ -58,68 +50,60 @@ def plan(
     """Returns the processes of a swarm that trains in `workdir`, which has the config and the run's key.
 
     `roles` has the role of each node by its name; if there is an orchestrator, it has a process of its own. `config_flags` are those
-    of the user. Relays read from the learner's, or with `is_chain` each from the one before. Cheats come with an impostor. `ports`
-    has a port for each node and for "orchestrator", "weights", "control", and "metrics" (None: free ones of this machine), and `listen` the
-    listening address of all ("": this machine alone).
+    of the user. Relays read from the learner's, or with `is_chain` each from the one before. `ports` has a port for each node
+    and for "orchestrator", "weights", "control", and "metrics" (None: free ones of this machine), and `listen` the listening address of
+    all ("": this machine alone). `connect` returns the URL of a connection.
     """
     relays, servers, workers, validators = ([name for name in roles if roles[name] == role] for role in ROLES)
-    liars = {name: f"{name}{LIAR}" for name in servers if IMPOSTOR in roles}
-    names = [*relays, *servers, *workers, *validators, *([IMPOSTOR] if IMPOSTOR in roles else []), *liars.values()]
+    names = [*relays, *servers, *workers, *validators]
     ports = ports or _free_ports("orchestrator", "weights", "control", "metrics", "learner", *names)
     at = ["--host", listen] if listen else []
     keys = {name: run_directory.worker_key_file(workdir, name) for name in names}
-    run, mirrors = run_directory.signing_key(workdir).worker, {name: workdir / "relays" / name for name in relays}
+    run = run_directory.signing_key(workdir).worker
     trusted, sandbox = run_directory.root_file(workdir) or run, experiment.config.trust.sandbox
     code = experiment_lib.code_options(experiment)
     urls = {name: connect(frozenset({name}), ports[name]) for name in (*relays, *servers, *validators)}
     host = "orchestrator" if "orchestrator" in roles else "learner"  # of the orchestrator
-    first, specs, cheats = connect(frozenset({"learner"}), ports["weights"]), [], {}
+    first, specs = connect(frozenset({"learner"}), ports["weights"]), []
 
-    def spec(name: str, role: str, command: Sequence[str], after: str, *options: str, key: str = "") -> supervisor.Spec:
+    def add(name: str, command: Sequence[str], after: str, *options: str) -> None:
         orchestrator = connect(frozenset({name, host}), ports["orchestrator"])
-        sign_in = ["--orchestrator", orchestrator, "--run", run, "--key", str(keys[key or name])]
-        return supervisor.Spec(name, role, [*command, *sign_in, *options], ports[after])
+        sign_in = ["--orchestrator", orchestrator, "--run", run, "--key", str(keys[name])]
+        specs.append(supervisor.Spec(name, roles[name], [*command, *sign_in, *options], ports[after]))
 
     source, after = first, "weights"
     for name in relays:
-        files = ["--dir", str(mirrors[name]), "--port", str(ports[name]), "--trusted_key", trusted]
+        files = ["--dir", str(workdir / "relays" / name), "--port", str(ports[name]), "--trusted_key", trusted]
         files += ["--keep", str(experiment.num_kept_versions), *at]
-        specs.append(spec(name, "relay", ["sharding.relay", "--upstream", source], after, *files))
+        add(name, ["sharding.relay", "--upstream", source], after, *files)
         source, after = (urls[name], name) if is_chain else (first, "weights")
     sources, after = [urls[name] for name in relays] or [first], (relays or ["weights"])[-1]
     for name in servers:
         command = [*rollout_system.server_command(experiment, workdir, pathlib.Path(""), name), "--weights", *sources]
-        specs.append(spec(name, "server", command, after, "--port", str(ports[name]), "--url", urls[name], *at))
-        if liar := liars.get(name):
-            url, cheat = connect(frozenset({name}), ports[liar]), ["rl.swarm.cheats", "lie", *command[1:]]
-            cheats[name] = spec(name, "server", cheat, after, "--port", str(ports[liar]), "--url", url, key=liar)
+        add(name, command, after, "--port", str(ports[name]), "--url", urls[name], *at)
     for name in validators:
         files = ["--workdir", str(workdir), "--weights", sources[0], "--port", str(ports[name]), *at]
-        specs.append(spec(name, "validator", ["rl.validator", "serve"], after, *files, *code))
+        add(name, ["rl.validator", "serve"], after, *files, *code)
     own = ("--sandbox", sandbox, *code)
-    metrics = {name: f"{listen or '127.0.0.1'}:{ports[name]}" for name in roles if name != IMPOSTOR}
+    metrics = {name: f"{listen or '127.0.0.1'}:{ports[name]}" for name in roles}
     if "orchestrator" in metrics:  # apart: its other port is for workers
         metrics["orchestrator"] = f"127.0.0.1:{ports['metrics']}"
     for name in workers:
-        specs.append(spec(name, "worker", ["rl.worker"], "orchestrator", *own, "--metrics", metrics[name]))
-    if IMPOSTOR in roles:
-        forge = ["rl.swarm.cheats", "forge"]
-        cheats[IMPOSTOR] = spec(IMPOSTOR, "impostor", forge, "orchestrator", "--sandbox", sandbox)
+        add(name, ["rl.worker"], "orchestrator", *own, "--metrics", metrics[name])
     public = {name: rollout_lib.WorkerKey.load(file).worker for name, file in keys.items()}
     fields = {
         "topology.mode": "remote",
         "topology.port": ports["orchestrator"],
         "topology.relay_port": ports["weights"],
         "topology.metrics": metrics["learner"],
-        "topology.server_keys": tuple(public[name] for name in (*relays, *servers, *liars.values())),
+        "topology.server_keys": tuple(public[name] for name in (*relays, *servers)),
         "topology.workers": tuple(public[name] for name in workers),
         "trust.validators": tuple(f"{urls[name]}#{public[name]}" for name in validators),
     }
-    fields |= {"trust.admission": "open"} if IMPOSTOR in roles else {}
     fields |= {"topology.host": listen, "topology.relay_host": listen} if listen else {}
     options = [*config_flags, f"--workdir={workdir}", *(f"--config.{k}={v}" for k, v in fields.items())]
     own = _learner(options, ports["control"], connect, metrics.get("orchestrator", ""))
-    return Swarm([*own, *specs], cheats, direct(frozenset(), ports["orchestrator"]), mirrors, public, metrics)
+    return Swarm([*own, *specs], direct(frozenset(), ports["orchestrator"]), public, metrics)
 
 
 def _learner(options: Sequence[str], port: int, connect: Connect, metrics: str) -> list[supervisor.Spec]:

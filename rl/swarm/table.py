@@ -37,7 +37,6 @@ class Table:
     keys: Mapping[str, str]  # their public keys
     ask: Callable[[], dict[str, Any]]  # the orchestrator's reply to POST /nodes; OSError or ValueError if it is away
     workdir: pathlib.Path  # of the learner, which writes the metrics
-    faults: Callable[[], Mapping[str, str]]  # the kind of the fault that a node has now, if any
     waiting_for: str = ""  # why the learner waits, as of the last `rows`
     replied_s: float = -math.inf  # when the orchestrator replied last
     # by name, the start of the process that signed in
@@ -46,7 +45,7 @@ class Table:
 
     def rows(self, now_s: float) -> list[dict[str, str]]:
         """Returns {column: text} per node."""
-        faults, processes = self.faults(), [*self.nodes.items()]
+        processes = [*self.nodes.items()]
         try:
             reply: dict[str, Any] = self.ask() if any(node.child for _, node in processes) else {}
             self.replied_s = now_s
@@ -74,7 +73,7 @@ class Table:
                     self.heard[name] = node.begun_s
                 elif self.heard.get(name) != node.begun_s:
                     row["state"] = "starting" if age_s < START_S else "silent"
-            found.append(row | ({"state": faults[name]} if name in faults else {}))
+            found.append(row)
         found += [{"node": f"{row['role']} {key[:8]}"} | cells(row, "") for key, row in signed_in.items()]
         return [{column: row[column][:MAX_CELL] for column in COLUMNS} for row in found]
 

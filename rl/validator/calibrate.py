@@ -33,7 +33,6 @@ from models import lora, transformer
 from rl import envs, worker
 from rl.algorithms import advantages
 from rl.envs.scoring import scorer
-from rl.experiment import base_fields
 from rl.experiment import experiment as experiment_lib
 from rl.experiment import workdir as run_directory
 from rl.protocol import env_mix, task_schedule
@@ -241,7 +240,7 @@ def load_experiment(workdir: str | os.PathLike, code: Sequence[str] = ()) -> exp
     file = pathlib.Path(workdir) / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist; give the --workdir of a run (rl.train writes its config there)")
-    saved = base_fields.with_new_fields(json.loads(file.read_text())["config"])
+    saved = json.loads(file.read_text())["config"]
     if saved["rl"]["loss_function"]:
         saved["rl"] |= {"loss": "cross_entropy", "loss_function": None}
         saved["loss_options"] = {"cross_entropy": {}}

@@ -1,6 +1,8 @@
 """A mistake on the command line of a node ends it before it works: one line with the value and a remedy, and no traceback."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -76,12 +78,10 @@ def test_a_mistake_ends_a_node_with_one_line(tmp_path, monkeypatch, capfd, comma
         (["rl.orchestrator"], "set topology.mode = 'remote'"),
         ([*APART, "--metrics=x"], "the address of metrics is 'x'; give PORT, or HOST:PORT"),
         ([*APART, "--control=nonsense:70000"], "write HOST:PORT, or ./nonsense:70000 for a path"),
-        (["rl.swarm", "--chaos=1", "--minutes=-1"], "--minutes=-1 must be above 0; change it, or leave it out for 10"),
         (["rl.export", "--output=x", "--config.mesh.fsdp=7"], "as by --config.mesh.fsdp=-1 --config.mesh.tensor=1"),
         (["rl.export", "--output=s3://b/x"], "export to a folder, and copy that to the bucket"),
         ([*APART, "--workdir=file:///nowhere/run"], "give the orchestrator a local folder"),
         (["rl.swarm", "--servers=0"], "--servers=0 is not in 1..32; change it"),
-        (["rl.swarm", "--minutes=1"], "add --chaos=SEED, or leave it out"),
         (["rl.swarm", "--config.topology.port=1"], "--config.topology.port=1 is set by the swarm; leave it out"),
     ],
 )
@@ -95,3 +95,14 @@ def test_a_mistake_ends_a_command_of_a_config_with_one_line(tmp_path, command, w
         INTELLAX_BUCKET_CACHE=str(tmp_path / "cache"),
     )
     assert found.returncode == 1 and found.stderr.startswith("error: ") and found.stderr.strip().endswith(words)
+
+
+def test_a_command_that_is_run_as_a_file_names_the_module():
+    found = subprocess.run([sys.executable, "rl/train.py"], cwd=commands.ROOT, capture_output=True, text=True)
+    assert found.returncode == 1 and re.fullmatch("error: .*; run python -m rl.train .*\n", found.stderr)
+
+
+def test_a_command_takes_its_working_directory_as_the_first_argument(tmp_path):
+    """Here one without a config.json, so that a config is missing, and no directory."""
+    found = commands.forked("rl.export", tmp_path, "--output=x")
+    assert found.returncode == 2 and found.stderr == "error: --config must be given; --help lists the flags\n"

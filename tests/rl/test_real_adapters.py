@@ -60,7 +60,7 @@ def learner_of(dtype, tmp_path):
     )
     learner, layout = sft.make_learner(exp, mesh), exp.layout(mesh, 2)
     state = train_step.init_state(jax.random.key(0), learner, initial.load(exp, mesh))
-    batch = host_feed.place(sft._from_files(exp).batch(1), layout, mesh, hosts.ALONE)
+    batch = host_feed.place(sft.from_files(exp).batch(1), layout, mesh, hosts.ALONE)
     train_step.compile_train_step(learner, packing.abstract(layout, mesh))
     return exp, learner, state, batch
 

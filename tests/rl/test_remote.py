@@ -96,21 +96,18 @@ def test_a_learner_learns_from_servers_behind_two_relays(tmp_path, request):
 
 
 @pytest.mark.slow
-def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(tmp_path, request):
+def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(trained, tmp_path, request):
     """The run ends, at lag 0, with the losses and weights of an undisturbed one whose orchestrator is in the learner."""
     server_port, control_port, relay_port, port, learner_port = (free_port() for _ in range(5))
-    workdir, num_steps = tmp_path / "run", 6
+    workdir = tmp_path / "run"
     overrides = {
         "topology.mode": "remote",
         "topology.servers": f"('http://127.0.0.1:{server_port}',)",
         "topology.control_servers": f"('http://127.0.0.1:{control_port}',)",
         "topology.relay_port": relay_port,
         "topology.port": port,
-        "rl.num_steps": num_steps,
-        "rl.max_lag": 0,
     }
     start = Starter(tmp_path, request)
-    start("alone", *tiny_run.command(tmp_path / "alone", **{"rl.num_steps": num_steps, "rl.max_lag": 0})[1:])
     listener = f"--control=127.0.0.1:{learner_port}"
     orchestrator = [*tiny_run.command(workdir, module="rl.orchestrator", **overrides)[1:], listener]
     there = {"topology.orchestrator": f"http://127.0.0.1:{learner_port}"}
@@ -144,12 +141,12 @@ def test_a_learner_and_its_orchestrators_process_are_killed_in_turn(tmp_path, re
         start.processes[name].kill()
         start.processes[name].wait()
         start(name, *command)
-    for name in ("learner", "orchestrator", "alone"):
+    for name in ("learner", "orchestrator"):
         process = start.processes[name]
         wait_until(lambda process=process: process.poll() is not None, 150, f"the end of the {name}")
         assert process.returncode == 0, (name, process.text()[-3000:])
     found = tiny_run.learned(workdir)
-    assert found == tiny_run.learned(tmp_path / "alone") and len(found[0]) == num_steps
+    assert found == tiny_run.learned(trained[0]) and len(found[0]) == 6
 
 
 @pytest.mark.slow

@@ -29,17 +29,12 @@ from tests.sharding import test_profiler
 from tests.support import doubles, proxy, tiny_run
 
 
-def test_keys_of_workers_are_not_among_the_logs(tmp_path):
-    (tmp_path / "logs").mkdir()
-    rollout_lib.WorkerKey.generate().save(tmp_path / "logs" / "worker0.key")  # of an older run
-    old = rollout_lib.WorkerKey.load(tmp_path / "logs" / "worker0.key").worker
-    for _ in range(2):
-        file = run_directory.worker_key_file(tmp_path, "worker0")
-        assert file == tmp_path / "keys" / "worker0.key" and rollout_lib.WorkerKey.load(file).worker == old
-    assert not list((tmp_path / "logs").iterdir())
-    modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent)]
-    assert modes == [0o600, 0o700]
-    assert rollout_lib.WorkerKey.load(run_directory.worker_key_file(tmp_path, "worker1")).worker != old
+def test_keys_of_workers_are_for_their_owner_alone(tmp_path):
+    files = [run_directory.worker_key_file(tmp_path, name) for name in ("worker0", "worker0", "worker1")]
+    assert files[0] == tmp_path / "keys" / "worker0.key"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (files[0], files[0].parent)] == [0o600, 0o700]
+    first, again, other = (rollout_lib.WorkerKey.load(file).worker for file in files)
+    assert first == again != other
 
 
 @pytest.mark.parametrize("names_servers", [False, True])

@@ -1,5 +1,6 @@
-"""The sources of examples, and when supervised training ends."""
+"""The sources of examples and their batches, and when supervised training ends."""
 
+import collections
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from models import hf, lora, transformer
 from models.text import tokenizer
 from rl import envs, sft
 from rl.batch import conversations as conversations_lib
+from rl.data import sources
 from rl.envs import environment
 from rl.experiment import experiment, initial
 from rl.experiment import flags as command_line
@@ -29,9 +31,10 @@ from sharding import broadcast, checkpoint
 from sharding import mesh as mesh_lib
 from tests.rl.batch.test_conversations import conversation, trained_text, write
 from tests.support import clock as clock_lib
-from tests.support import conversations, tiny, tiny_run, turn_envs
+from tests.support import commands, conversations, tiny, tiny_run, turn_envs
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
+ONE, TWO = [{"a": i} for i in range(10)], [{"b": i} for i in range(7)]
 
 
 def config_of(**changes):
@@ -45,7 +48,7 @@ def config_of(**changes):
 def test_a_file_is_gone_through_once_per_epoch_without_what_is_held_out(tmp_path):
     path = write(tmp_path / "c.jsonl", [conversation(chr(97 + i) * 3) for i in range(14)])
     exp = experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1, warmup__eval_tasks=4))
-    source = sft._from_files(exp)
+    source = sft.from_files(exp)
 
     def texts(trees):
         return ["".join(trained_text(tree)).removesuffix("<|im_end|>") for tree in trees]
@@ -54,17 +57,17 @@ def test_a_file_is_gone_through_once_per_epoch_without_what_is_held_out(tmp_path
     assert sorted(letters[:10]) == sorted(letters[10:]) == list("abcdefghij") and letters[:10] != letters[10:]
     assert [text[0] for text in texts(source.held_out())] == list("klmn")
     assert texts(source.batch(2)) == texts(source.batch(2))  # a function of the step, for a resume
-    whole = sft._from_files(experiment.resolve(config_of(warmup__data=path)))
+    whole = sft.from_files(experiment.resolve(config_of(warmup__data=path)))
     assert len(set(sum((texts(whole.batch(step)) for step in range(1, 8)), []))) == 14
-    other = sft._from_files(experiment.resolve(config_of(warmup__data=path, seed=1)))
+    other = sft.from_files(experiment.resolve(config_of(warmup__data=path, seed=1)))
     assert texts(other.batch(1)) != texts(whole.batch(1))
     with pytest.raises(ValueError, match="14 conversations, all of them held out .warmup.eval_tasks = 64"):
-        sft._from_files(experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1)))
+        sft.from_files(experiment.resolve(config_of(warmup__data=path, warmup__eval_every=1)))
     other = write(tmp_path / "d.jsonl", [conversation(c * 3) for c in "AB"])
     both = config_of(
         warmup__data=f"{path}, {other}", warmup__weights=(1.0, 3.0), warmup__eval_every=1, warmup__eval_tasks=1
     )
-    mixed = sft._from_files(experiment.resolve(both))
+    mixed = sft.from_files(experiment.resolve(both))
     assert texts(mixed.held_out()) == ["nnn"]  # and one row of the other file, so that any may be the one
     assert sum(text == "AAA" for step in range(1, 6) for text in texts(mixed.batch(step))) == 15
 
@@ -77,7 +80,7 @@ def test_examples_that_cannot_train_are_named_before_the_first_step(tmp_path, ca
     monkeypatch.setattr(
         conversations_lib, "parse", lambda row: parsed.append(row["messages"][0]["content"]) or parse(row)
     )
-    sft._from_files(exp)
+    sft.from_files(exp)
     assert not {*parsed} & {*texts}
     mesh = mesh_lib.create({}, devices=jax.devices()[:1])
     writer, progress = metrics.MetricsWriter(tmp_path), metrics.Progress()
@@ -91,7 +94,7 @@ def test_examples_that_cannot_train_are_named_before_the_first_step(tmp_path, ca
 
 def test_tasks_are_taught_with_their_answers_but_for_the_decoys():
     exp = experiment.resolve(config_of(warmup__decoy_fraction=0.5, warmup__eval_tasks=3))
-    source = sft._from_tasks(exp)
+    source = sft.from_tasks(exp)
     taught = [trained_text(tree)[0].removesuffix("<|im_end|>") for step in range(1, 9) for tree in source.batch(step)]
     env = envs.load("reverse_text", seed=0, **exp.config.env.options.to_dict())
     wrong = 0
@@ -108,7 +111,7 @@ def test_tasks_are_taught_with_their_answers_but_for_the_decoys():
     config = config_of(warmup__decoy_fraction=0.01, env__name=f"{turn_envs.__file__}:letters")
     config.env.options = {}
     with pytest.raises(ValueError, match="has no decoys; set config.warmup.decoy_fraction to 0"):
-        sft._from_tasks(experiment.resolve(config))  # before a step is compiled
+        sft.from_tasks(experiment.resolve(config))  # before a step is compiled
 
 
 def test_whole_games_are_taught_where_an_environment_demonstrates():
@@ -117,7 +120,7 @@ def test_whole_games_are_taught_where_an_environment_demonstrates():
     )
     config.env.options = {"letters": 3, "words": 50, "guesses": 4, "system_prompt": ""}
     exp = experiment.resolve(config)
-    source, solved = sft._from_tasks(exp), [0, 0]
+    source, solved = sft.from_tasks(exp), [0, 0]
     env = envs.load("wordle", seed=0, **exp.config.env.options.to_dict())
     for step in range(1, 9):
         for (_, index), tree in zip(task_schedule.warmup_tasks(exp.config, step), source.batch(step), strict=True):
@@ -158,6 +161,17 @@ def test_a_resume_on_other_data_is_refused(tmp_path, change):
     with run_directory.read_workdir(workdir, exp()):
         saved = experiment.flat(run_directory.saved_config(workdir))
     assert experiment.resolve(config_of(warmup__data=data), saved=saved).config.warmup.digest == saved["warmup.digest"]
+
+
+def test_a_command_that_fails_before_its_first_step_leaves_nothing(tmp_path):
+    """Its directory was that of a run without a step. One that was there before stays."""
+    data, workdir = write(tmp_path / "long.jsonl", [conversation("abc" * 99)]), tmp_path / "run"
+    command = ["rl.sft", "--config=configs/quickstart.py", f"--workdir={workdir}", f"--config.warmup.data={data}"]
+    for is_known in (False, True):
+        found = commands.forked(*command, "--config.warmup.decoy_fraction=0")
+        assert found.returncode == 1 and "more than inference.max_model_len" in found.stderr
+        assert workdir.exists() == is_known
+        workdir.mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +223,7 @@ def test_the_held_out_loss_is_a_mean_over_trained_tokens(monkeypatch):
     logp = np.array([[9, -1, -2, 9], [9, 9, -6, 9]], np.float32)
     batch = types.SimpleNamespace(loss_mask=np.array([[0, 1, 1, 0], [0, 0, 1, 0]], np.float32))
     monkeypatch.setattr(train_step, "score", lambda *args: logp)
-    assert sft._nll(None, None, batch) == 3.0
+    assert sft.nll(None, None, batch) == 3.0
 
 
 @pytest.mark.slow
@@ -370,3 +384,46 @@ def test_rl_goes_on_from_published_supervised_weights(tmp_path):
         assert result.returncode == 0, result.stderr
         listed = broadcast.latest(tmp_path / "w" / "weights")
         assert listed == steps
+
+
+def test_each_row_comes_once_per_epoch_in_a_new_order():
+    made = sft.mix([ONE, TWO], (), 4, seed=3)
+    rows = [tuple(row.items()) for number in range(17) for row in made[number]]
+    epochs = [rows[i : i + 17] for i in range(0, 68, 17)]
+    everything = sorted(tuple(row.items()) for row in ONE + TWO)
+    assert all(sorted(epoch) == everything for epoch in epochs) and len({*map(tuple, epochs)}) == 4
+    assert made[5] != sft.mix([ONE, TWO], (), 4, seed=4)[5]
+
+
+def test_sources_are_mixed_by_weight_and_each_keeps_its_epochs():
+    made = sft.mix([ONE, TWO], (3.0, 1.0), 4, seed=3)
+    rows = [row for number in range(70) for row in made[number]]
+    counts = collections.Counter(next(iter(row)) for row in rows)
+    assert counts == {"a": 210, "b": 70}
+    assert collections.Counter(row["b"] for row in rows if "b" in row) == dict.fromkeys(range(7), 10)
+    twins = [row for number in range(10) for row in sft.mix([ONE, ONE], (1.0, 1.0), 2, seed=3)[number]]
+    assert twins[::2] != twins[1::2]  # sources of one length have orders of their own
+    with pytest.raises(ValueError, match="warmup.weights has 1 numbers for 2 files of warmup.data; give one for each"):
+        sft.mix([ONE, TWO], (1.0,), 4, seed=3)
+
+
+def test_batches_ahead_are_those_of_random_access_from_any_number():
+    made = sft.mix([ONE], (), 3, seed=0)
+    expected = [made[number] for number in range(20)]
+    batch = sft.in_order(made)
+    for number in (0, 1, 2, 12, 13, 3, 3):
+        assert batch(number) == expected[number], number
+
+
+def test_an_error_of_a_row_is_raised_as_it_is():
+    def fail(rows):
+        raise ValueError("row 3 is bad")
+
+    with pytest.raises(ValueError, match="row 3 is bad"):
+        sft.in_order(sft.mix([ONE], (), 3, seed=0).map(fail))(0)
+
+
+def test_a_joined_source_has_the_rows_of_its_parts():
+    joined = sources.join([ONE, TWO, ONE])
+    assert [*joined] == ONE + TWO + ONE and joined[10] == TWO[0] and joined[17] == ONE[0] and len(joined) == 27
+    assert [*sources.Chosen(joined, [16, 0])] == [TWO[6], ONE[0]]

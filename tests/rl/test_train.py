@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+from docs import catalog
 from models import hf, transformer
 from models.text import tokenizer
 from rl import audit, train
@@ -22,7 +24,6 @@ from rl.evaluation import samples
 from rl.evaluation import scores as scores_lib
 from rl.ledger import ledger as ledger_lib
 from rl.ledger import task_ranges
-from rl.reporting import catalog
 from sharding import checkpoint
 from sharding import mesh as mesh_lib
 from sharding.logs import run_logs
@@ -63,17 +64,8 @@ def compiler_of_users():
         yield
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """An uninterrupted synchronous run."""
-    workdir = tmp_path_factory.mktemp("run") / "w"
-    result = tiny_run.run(workdir)
-    assert result.returncode == 0, result.stderr
-    return workdir, result
-
-
-def test_a_run_learns_validates_and_reports(finished):
-    workdir, result = finished
+def test_a_run_learns_validates_and_reports(trained):
+    workdir, printed = trained
     steps = tiny_run.lines(workdir)
     assert [s["step"] for s in steps] == [1, 2, 3, 4, 5, 6]
     for step in steps:
@@ -92,17 +84,16 @@ def test_a_run_learns_validates_and_reports(finished):
     assert [4 * number for number in verified] == [step["trust/num_checked"] for step in steps]
     report = (workdir / "report.html").read_text()
     assert "<th>validators</th>" in report and audit.main([str(workdir)]) == 0
-    assert "<svg" in report and str(workdir / "report.html") in result.stdout
+    assert "<svg" in report and str(workdir / "report.html") in printed
     assert list((workdir / "tensorboard").rglob("*tfevents*"))
     (attempt,) = run_logs.attempts(workdir)
     assert {log.stem for log in attempt.path.glob("*.log")} == {"learner", "server", "worker0"}
     assert "rl  step 6/6" in (attempt.path / "learner.log").read_text()
-    assert "Traceback" not in result.stderr
     config = json.loads((workdir / "config.json").read_text())["config"]
-    assert config["rl"]["num_steps"] == 6 and "rl.num_steps" in result.stdout
+    assert config["rl"]["num_steps"] == 6 and "rl.num_steps" in printed
 
 
-def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
+def test_kill_and_resume_repeats_the_run_bit_for_bit(trained, tmp_path):
     workdir, log = tmp_path / "w", open(tmp_path / "log", "w")
     process = subprocess.Popen(tiny_run.command(workdir), cwd=tiny_run.ROOT, stdout=log, stderr=log)
     deadline = time.monotonic() + 200
@@ -117,12 +108,12 @@ def test_kill_and_resume_repeats_the_run_bit_for_bit(finished, tmp_path):
     result = tiny_run.run(workdir)
     assert result.returncode == 0, result.stderr
     assert "resuming after step" in result.stdout
-    assert tiny_run.curve(workdir) == tiny_run.curve(finished[0])
+    assert tiny_run.curve(workdir) == tiny_run.curve(trained[0])
     batches, void, num_starts = recorded(workdir)
     assert [batch["step"] for batch in batches] == [1, 2, 3, 4, 5, 6] and len(void) < 6 and num_starts == 2
     assert audit.main([str(workdir)]) == 0
     # Each rollout is added once. The evidence itself depends on the order in which the groups of a step arrive.
-    assert num_claims(workdir) == num_claims(finished[0]) == 6 * 16
+    assert num_claims(workdir) == num_claims(trained[0]) == 6 * 16
 
 
 @pytest.mark.slow
@@ -135,8 +126,8 @@ def test_a_number_that_is_none_stops_the_warm_up(tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluate_scores_a_checkpoint(finished):
-    workdir, _ = finished
+def test_evaluate_scores_a_checkpoint(trained, tmp_path):
+    workdir = shutil.copytree(trained[0], tmp_path / "w")
     argv = [*tiny_run.command(workdir, module="rl.evaluate"), "--step=4"]
     result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
@@ -159,8 +150,8 @@ def test_evaluate_scores_a_checkpoint(finished):
 
 
 @pytest.mark.slow
-def test_other_questions_of_a_finished_run_are_kept_apart(finished):
-    workdir, _ = finished
+def test_other_questions_of_a_finished_run_are_kept_apart(trained, tmp_path):
+    workdir = shutil.copytree(trained[0], tmp_path / "w")
     before, entries = ((workdir / name).read_bytes() for name in ("config.json", "evaluations.json"))
     asked = {"evaluation.samples_per_task": 2, "evaluation.temperature": 0.5, "evaluation.num_tasks": 3}
     argv = [
@@ -179,17 +170,15 @@ def test_other_questions_of_a_finished_run_are_kept_apart(finished):
 
 def test_the_terminal_shows_what_there_is():
     """A loss of one's own, and cross_entropy, compare no policies; old log-probabilities of the learner hide the sampler's."""
-    assert train._shown({"loss/total": 1.0, "rollout/reward": 0.5}) == {"reward": 0.5, "loss": 1.0}
+    assert train.shown({"loss/total": 1.0, "rollout/reward": 0.5}) == {"reward": 0.5, "loss": 1.0}
     both = {"loss/mismatch_kl": 0.5, "loss/sampler_kl": 0.01}
-    assert train._shown(both) == {"mismatch kl": 0.01} and train._shown({"loss/mismatch_kl": 0.5}) == {
-        "mismatch kl": 0.5
-    }
+    assert train.shown(both) == {"mismatch kl": 0.01} and train.shown({"loss/mismatch_kl": 0.5}) == {"mismatch kl": 0.5}
 
 
 @pytest.mark.slow
-def test_export_writes_a_folder_that_loads(finished, tmp_path):
-    """The best by held-out score: of the run's two, and 4 if it was scored before."""
-    workdir, _ = finished
+def test_export_writes_a_folder_that_loads(trained, tmp_path):
+    """The best of the run's two by held-out score."""
+    workdir = trained[0]
     output = tmp_path / "exported"
     argv = [*tiny_run.command(workdir, module="rl.export"), "--step=best", f"--output={output}"]
     result = subprocess.run(argv, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=200)
@@ -208,22 +197,13 @@ def test_export_writes_a_folder_that_loads(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_lag_one_overlaps_and_swaps_weights_in_flight(tmp_path):
-    result = tiny_run.run(tmp_path / "w", rl__max_lag=1, rl__loss="masked_importance_sampling")
-    assert result.returncode == 0, result.stderr
-    steps = tiny_run.curve(tmp_path / "w")
-    assert len(steps) == 6 and all(step["sync/lag_max"] <= 1 and step["trust/num_refused"] == 0 for step in steps)
-    assert any(step["sync/lag"] > 0 for step in steps)
-
-
-@pytest.mark.slow
-def test_a_swarm_learns_the_same_bits_at_lag_0(finished, tmp_path):
+def test_a_swarm_learns_the_same_bits_at_lag_0(trained, tmp_path):
     """A relay, two servers, two workers, and a validator are processes: other orders, batches of requests, and copies of groups."""
     counts = ("--relays=1", "--servers=2", "--workers=2", "--validators=1")
     command = [*tiny_run.command(tmp_path / "w", module="rl.swarm"), *counts]
     result = subprocess.run(command, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    found, expected = tiny_run.learned(tmp_path / "w"), tiny_run.learned(finished[0])
+    found, expected = tiny_run.learned(tmp_path / "w"), tiny_run.learned(trained[0])
     assert len(found[0]) == 6 and found == expected
 
 
@@ -278,11 +258,3 @@ def test_a_second_start_compiles_nothing(tmp_path):
         texts = result.stdout, (tmp_path / name / "logs" / "attempt_0001" / "server.log").read_text()
         found.append([int(re.search(r"compiled (\d+) programs in", text)[1]) for text in texts])
     assert min(found[0]) > 10 and found[1] == [0, 0]
-
-
-@pytest.mark.slow
-def test_a_learning_rate_of_zero_changes_nothing(tmp_path):
-    result = tiny_run.run(tmp_path / "w", optimizer__learning_rate=0.0)
-    assert result.returncode == 0, result.stderr
-    scores = [e["scores"] for e in json.loads((tmp_path / "w" / "evaluations.json").read_text())]
-    assert scores[0] == scores[-1]

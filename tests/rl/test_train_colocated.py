@@ -75,15 +75,8 @@ def exclusive(tmp_path_factory):
     return {"PYTHONPATH": str(folder), "DEVICE_LOCK": str(folder / "lock"), "JAX_PLATFORMS": ""}
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("local") / "w"
-    run(workdir, {"topology.mode": "local"})
-    return workdir
-
-
-def test_one_process_learns_the_same_bits_as_two(local, exclusive, tmp_path):
-    workdir = tmp_path / "w"
+def test_one_process_learns_the_same_bits_as_two(trained, exclusive, tmp_path):
+    workdir, (local, _) = tmp_path / "w", trained
     run(workdir, {}, env=exclusive)
     processes = pathlib.Path(exclusive["DEVICE_LOCK"] + ".processes").read_text().split("\n")[:-1]
     assert processes[0] == "" and {*processes[1:]} == {"cpu"}  # no other one could take the device, if it imported JAX

@@ -19,8 +19,8 @@ import pytest
 from absl import flags
 
 from configs import quickstart
-from rl import rollout_system, train
-from rl.batch import packing
+from rl import rollout_system, sft, train
+from rl.batch import host_feed, packing
 from rl.experiment import flags as command_line
 from rl.experiment import initial
 from rl.learner import train_step
@@ -114,13 +114,13 @@ def test_few_frames_from_the_command_to_the_loss(run_main):
 
     run_main(own_loss)
     print("\n".join(" -> ".join(names) for names in stacks))
-    assert ["main", "train", "train_step", "gradients", "loss", "own_loss"] in stacks
-    assert max(map(len, stacks)) <= 6
+    assert ["main", "train", "train_step", "gradients", "add", "loss", "own_loss"] in stacks
+    assert max(map(len, stacks)) <= 7
 
 
 def test_a_batch_that_is_not_on_the_devices_is_refused(run_main, monkeypatch):
     """An implicit transfer in the middle of a step, on every host, is an error."""
-    monkeypatch.setattr(train.host_feed, "place", lambda trees, layout, *args: packing.pack(trees, layout))
+    monkeypatch.setattr(host_feed, "place", lambda trees, layout, *args: packing.pack(trees, layout))
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
         run_main(plain_loss)
     assert jax.config.jax_transfer_guard is None
@@ -296,7 +296,7 @@ def test_a_state_is_saved_as_the_one_before_the_failed_batch_only_if_it_is(run_m
 
 def test_the_processes_begin_before_the_warm_up_of_a_new_run(run_main, monkeypatch):
     """They import and compile meanwhile. Not where versions are published: the server would load one that a resume replaces."""
-    events, warm_up, system = [], train.sft.train, rollout_system.start_rollout_system
+    events, warm_up, system = [], sft.train, rollout_system.start_rollout_system
 
     def start(*args, begun, **options):
         events.append(begun)
@@ -304,7 +304,7 @@ def test_the_processes_begin_before_the_warm_up_of_a_new_run(run_main, monkeypat
 
     monkeypatch.setattr(rollout_system, "has_server_process", lambda exp: True)
     monkeypatch.setattr(rollout_system, "begin", lambda *args: events.append("processes") or "begun")
-    monkeypatch.setattr(train.sft, "train", lambda *args: events.append("warm-up") or warm_up(*args))
+    monkeypatch.setattr(sft, "train", lambda *args: events.append("warm-up") or warm_up(*args))
     monkeypatch.setattr(rollout_system, "start_rollout_system", start)
     run_main(plain_loss)
     run_main(plain_loss)

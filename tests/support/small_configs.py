@@ -42,7 +42,7 @@ def shrunk(name: str, folder: pathlib.Path, *, prompts: int, samples: int, steps
         for file in ("train.jsonl", "test.jsonl"):
             (data / file).write_text("\n".join(map(json.dumps, rows)))
         c.env.options.update(path=str(data), system_prompt="")
-    return experiment.resolve(sizes.settled(c, sizes.present, experiment.resolve)[0])
+    return sizes.settled(c, sizes.present, experiment.resolve)[0]
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import numpy as np
 import pydantic
 import pytest
 
+from docs import catalog
 from inference import chat as chat_lib
 from inference import serve
 from inference.engine import engine as engine_lib
@@ -28,7 +29,6 @@ from inference.scheduler import scheduler as scheduler_lib
 from inference.server import inference_server, schemas
 from models import transformer
 from models.text import tokenizer as tokenizer_lib
-from rl.reporting import catalog
 from tests.support import scripted_server, serving, tiny
 
 MODEL = tiny.model()

@@ -106,7 +106,7 @@ def test_batches_are_saved_placed_and_sent_with_their_experts(tmp_path):
     loaded = packing.load(tmp_path / "b.npz")
     placed = packing.place(batch, mesh)
     blocks = host_feed.cut(batch, layout, host_feed.regions(layout, mesh, 0))
-    sent = host_feed._assemble(int(batch.num_micro_batches), bytearray(b"".join(map(bytes, blocks))), layout, mesh)
+    sent = host_feed.assemble(int(batch.num_micro_batches), bytearray(b"".join(map(bytes, blocks))), layout, mesh)
     for name in packing.empty_row(layout):
         expected = getattr(batch, name)
         for other in (loaded, placed, sent):

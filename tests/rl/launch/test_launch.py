@@ -179,7 +179,7 @@ def test_sbatch_reads_the_name_of_any_folder(plan):
 
 
 def test_only_the_names_of_nodes_are_variables_of_the_script():
-    assert scripts._in_shell(["a@home@b", "http://@worker0@:1"], ["worker0"]) == "'a@home@b' 'http://'\"$worker0\"':1'"
+    assert scripts.in_shell(["a@home@b", "http://@worker0@:1"], ["worker0"]) == "'a@home@b' 'http://'\"$worker0\"':1'"
 
 
 def test_a_learner_that_dies_at_once_by_ssh_ends_the_command(plan, programs, monkeypatch):
@@ -193,13 +193,6 @@ def test_a_learner_that_dies_at_once_by_ssh_ends_the_command(plan, programs, mon
         runpy.run_module("rl.launch", run_name="launch")["_by_ssh"](plan, ["host"])
     calls = (plan.workdir.parent / "calls").read_text().splitlines()
     assert len(calls) == 5 and all("-oServerAliveInterval=15" in one and " -- host cd " in one for one in calls)
-
-
-@pytest.mark.parametrize(
-    ("times", "expected"), [((0, 1, 2, 3), False), ((0, 1, 2, 3, 300), True), ((0, 1, 2, 3, 301), False)]
-)
-def test_five_deaths_in_five_minutes_are_too_many(times, expected):
-    assert supervisor.is_too_often(times) == expected
 
 
 def test_the_image_copies_files_that_exist():

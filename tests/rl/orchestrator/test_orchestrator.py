@@ -24,6 +24,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from configs import quickstart
+from docs import catalog
 from inference.rollouts import parquet
 from inference.rollouts import rollout as rollout_lib
 from rl import envs
@@ -36,7 +37,6 @@ from rl.orchestrator.groups import give_backs, queue_entry
 from rl.orchestrator.verdicts import verdict_case, verdict_collector
 from rl.protocol import lease as lease_lib
 from rl.protocol import noise_seed, task_schedule, timeline
-from rl.reporting import catalog
 from rl.verification import checks
 from rl.verification import rules as rules_lib
 from sharding.system import atomic_file, signed_message

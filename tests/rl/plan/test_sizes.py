@@ -8,9 +8,11 @@ import re
 import types
 
 import pytest
+from ml_collections import config_dict
 
 from configs import base, finetune, presets
 from models.hf import config as hf_config
+from models.text import tokenizer
 from rl.experiment import experiment, rules
 from rl.plan import lowered_programs, sizes
 from tests.rl.plan import test_plan
@@ -39,7 +41,8 @@ def devices(memory_gib=15.75, topology="v5e:2x4", is_cpu=False):
 
 
 def settled(config, **place):
-    return sizes.settled(config, devices(**place), lowered_programs.resolve)
+    exp, text = sizes.settled(config, devices(**place), lowered_programs.resolve)
+    return config_dict.ConfigDict(exp.config), text
 
 
 def test_all_that_is_open_gets_a_value_that_is_printed():
@@ -53,7 +56,7 @@ def test_all_that_is_open_gets_a_value_that_is_printed():
     kind, lengths, memory = text.splitlines()
     assert kind.startswith("chosen for 8 x v5e: model.dtype = bfloat16, ") and "at most 2048 tokens: " in lengths
     assert re.match(r"chosen for 8 x 15.75 GiB, about [\d.]+ of each in use: inference.num_slots = 256, ", memory)
-    assert sizes.settled(config, None, None) == (config, "")  # nothing is open any more, and nothing is resolved again
+    assert sizes.sized(config, None) == (config, None)  # nothing is open any more
 
 
 @pytest.mark.parametrize(("memory_gib", "remat"), [(96, "none"), (30, "block")])
@@ -173,8 +176,8 @@ def test_devices_apart_are_filled_apart(monkeypatch):
         def devices(config):
             return dataclasses.replace(sizes.planned(config, "v5e:2x4"), memory_bytes=memory_gib * 2**30)
 
-        config, text = sizes.settled(config_of(**fields), devices, lowered_programs.resolve)
-        place = devices(config)
+        exp, text = sizes.settled(config_of(**fields), devices, lowered_programs.resolve)
+        config, place = exp.config, devices(exp.config)
         assert float(re.search(r"about ([\d.]+) of", text)[1]) <= sizes.SHARE * memory_gib
         return (
             config.inference.num_slots,
@@ -212,15 +215,18 @@ def program(name, held):
     return lowered_programs.LoweredProgram(name=name, held=held, needed={}, **fields)
 
 
-def test_the_devices_of_this_process_are_those_of_the_config():
-    """Eight of a CPU, of which the engine has one; half of the memory of the machine is theirs."""
+def test_the_devices_of_this_process_are_those_of_the_config(monkeypatch):
+    """Eight of a CPU, of which the engine has one; half of the memory of the machine is theirs. The config is resolved once."""
     c = base.get_config()
     place = sizes.present(c)
     assert (place.mesh.size, place.server_mesh.size, place.kind, place.is_cpu) == (8, 1, "cpu", True)
     assert place.memory_bytes * 16 == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     c.train.rows = c.inference.num_slots = 0
-    config, text = sizes.settled(c, lambda config: place, experiment.resolve)
-    assert config.train.rows == 16 and config.inference.num_slots == 256 and "chosen for 8 x " in text
+    loaded, load = [], tokenizer.load
+    monkeypatch.setattr(tokenizer, "load", lambda *args, **options: loaded.append(args) or load(*args, **options))
+    exp, text = sizes.settled(c, lambda config: place, experiment.resolve)
+    assert len(loaded) == 1
+    assert (exp.config.train.rows, exp.engine.num_slots) == (16, 256) and "chosen for 8 x " in text
 
 
 def test_a_run_keeps_its_sizes_on_other_devices(tmp_path, monkeypatch, capsys):
@@ -232,7 +238,7 @@ def test_a_run_keeps_its_sizes_on_other_devices(tmp_path, monkeypatch, capsys):
     found = []
     for memory_mib, checkpoint in ((20, None), (999, "warmup/1"), (20, "checkpoints/0"), (20, None)):
         place = dataclasses.replace(here, memory_bytes=memory_mib * 2**20)
-        monkeypatch.setattr(sizes, "present", lambda config, place=place: place)
+        monkeypatch.setattr(sizes, "present", lambda config, place=place, **options: place)
         exp = sizes.resolve(c)
         found.append(exp.engine.num_slots)
         (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(exp.config.to_json())}))

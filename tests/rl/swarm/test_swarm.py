@@ -5,19 +5,18 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 
 import httpx
-import numpy as np
 import pytest
 
-from inference.swarm import sample as sample_lib
+from rl import audit
 from rl.reporting import metrics
-from rl.swarm import cheats, processes, summary, supervisor
+from rl.swarm import session, supervisor
 from sharding.logs import run_logs
-from tests.support import cheats as played_cheats
-from tests.support import doubles, proxy, recorded_run, tiny_run
+from tests.support import proxy, recorded_run, tiny_run
 
 pytestmark = pytest.mark.usefixtures("compile_fast")
 COMMAND = ["sharding.relay", "--upstream=none", "--max_bytes=-1"]  # ends with one line, and is quick
@@ -38,34 +37,23 @@ def test_pauses_double_and_too_many_deaths_in_a_row_are_the_end():
     assert pauses == [1.0, 2.0, 4.0] + [8.0] * 17
 
 
-def forged(double):
-    """The rollouts of a double as the impostor of a swarm hands them in."""
-    out = []
-    for rollout in double.generate():
-        P = rollout.prompt_length
-        sample = sample_lib.Sample(rollout.tokens[P:].tolist(), [], [], 0, "stop", b"", server="x")
-        tokens = np.array([*rollout.tokens[:P], *cheats.forged(sample).tokens], np.int32)
-        out.append(doubles.signed(doubles.rewritten(double, rollout, tokens), logprobs=rollout.logprobs))
-    return out
-
-
-def test_each_group_of_the_impostor_is_refused_by_the_real_verifier():
-    caught, reasons = played_cheats.play(forged, 32, prompts=4), {"sampling", "logprob", "toploc", "termination"}
-    assert caught.worst_until <= played_cheats.GROUP and {*caught.reasons} <= reasons, caught
-    for tokens in ([5, 6, 5, 2], [5, 2], [2]):  # also those that read the same backward
-        assert cheats.forged(sample_lib.Sample(tokens, [], [], 0, "stop", b"")).tokens != tokens
-
-
 def test_a_process_that_keeps_dying_ends_the_swarm_with_its_last_words(tmp_path):
     lines, clock = [], itertools.count()
     with supervisor.Supervisor(run_logs.Folder(tmp_path), lines.append, lambda spec: 0.0) as kept:
         kept.add(supervisor.Spec("worker0", "worker", COMMAND))
-        patiently = lambda: kept.tick(400.0 * next(clock), is_patient=True)  # noqa: E731
+        patiently = lambda: kept.tick(400.0 * next(clock), vital=())  # noqa: E731
         proxy.wait_until(lambda: patiently() or len(lines) == 2, 60, "deaths that do not count later")
         with pytest.raises(ValueError, match=r"worker0 .* code 1: error: --max_bytes = .* 5 times within 300 s, or"):
             proxy.wait_until(lambda: kept.tick(400.0 * next(clock)), 60, "the end")
     assert len(lines) == 2 + supervisor.MAX_DEATHS - 1
     assert (tmp_path / "worker0.log").read_text().count("====") == 2 + supervisor.MAX_DEATHS
+
+
+def test_one_process_alone_is_kept_alive_until_it_died_too_often(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    spec = supervisor.Spec("learner", "learner", COMMAND)
+    assert re.search("--max_bytes = .* 5 times within 300 s", supervisor.keep(spec, run_logs.Folder(tmp_path)))
+    assert supervisor.keep(supervisor.Spec("learner", "learner", ["platform"]), run_logs.Folder(tmp_path)) == ""
 
 
 def test_signals_act_as_before_once_the_processes_are_gone():
@@ -83,8 +71,8 @@ def test_an_excluded_validator_is_a_problem_though_an_evaluation_came_last(tmp_p
     (workdir / "evaluations.json").write_text('[{"step": 0, "scores": {}}]')
     lines = [{"phase": "rl", "step": 1, "trust/num_validators_excluded": 1.0}, {"phase": "evaluation", "step": 1}]
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    swarm = processes.Swarm([], {}, "", {}, {processes.IMPOSTOR: "no key"}, {})
-    assert [problem[:12] for problem in summary.of(workdir, swarm, {}, None)[1]] == ["a validator "]
+    found = audit.run(workdir, metrics.Progress())
+    assert [problem[:12] for problem in session.summary(found, {}, {})[1]] == ["a validator "]
 
 
 def processes_of(workdir) -> dict[int, str]:
@@ -107,8 +95,8 @@ def steps(workdir) -> list[int]:
         return []
 
 
-def start(workdir, file, *options, **overrides) -> subprocess.Popen:
-    command = [*tiny_run.command(workdir, module="rl.swarm", **overrides), *options]
+def start(workdir, file, *options, module="rl.swarm", **overrides) -> subprocess.Popen:
+    command = [*tiny_run.command(workdir, module=module, **overrides), *options]
     return subprocess.Popen(command, cwd=tiny_run.ROOT, stdout=file, stderr=subprocess.STDOUT)
 
 
@@ -153,19 +141,3 @@ def test_a_killed_worker_comes_back_and_a_signal_leaves_no_process(tmp_path, num
         assert {"learner", "server0", "worker0"} <= {log.stem for log in (workdir / "logs" / "attempt_0001").iterdir()}
     finally:
         swarm.kill()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("seed", "apart"), [(364, ()), (3082, ("--apart",))])
-def test_a_swarm_under_faults_ends_its_run_and_bars_only_cheats(tmp_path, seed, apart):
-    """Nine faults. By these seeds a server lies and another refuses; learner, orchestrator, and validator are killed, or stop."""
-    workdir, output = tmp_path / "run", tmp_path / "output"
-    with open(output, "w") as file:
-        overrides = {"rl.num_steps": 60, "rl.max_lag": 2, "topology.lease_s": 12.0}
-        options = (f"--chaos={seed}", "--minutes=1.5", "--workers=2", *apart)
-        swarm = start(workdir, file, *options, **overrides)
-        assert swarm.wait(900) == 0, output.read_text()[-4000:]
-    assert steps(workdir) == list(range(1, 61)) and not processes_of(workdir)
-    *_, faults, starts, _, _, refused, audit = output.read_text().splitlines()
-    assert faults.startswith("faults: ") and "forge 1" in faults and "learner" in starts
-    assert " barred after 5: " in refused and audit.endswith("no findings")

@@ -31,15 +31,15 @@ def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
         return reply
 
     keys = {"server0": "s", "server1": "t", "worker0": "w"}
-    table = table_lib.Table(nodes, keys, ask, tmp_path, lambda: {"worker0": "stop"})
+    table = table_lib.Table(nodes, keys, ask, tmp_path)
     states = lambda now_s: [row["state"] for row in table.rows(now_s)]  # noqa: E731
-    assert states(101.0) == ["running", "starting", "starting", "stop", "waiting"]
+    assert states(101.0) == ["running", "starting", "starting", "starting", "waiting"]
     assert table.waiting_for == "the orchestrator is starting"
     assert [[*row.values()] for row in table.rows(110.0)] == [
         ["learner", "running", "7", "", "50", "started"],
         ["server0", "healthy", "6", "2", "30", "started"],
         ["server1", "starting", "", "", "", "started"],
-        ["worker0", "stop", "", "2", "30", "started"],
+        ["worker0", "healthy", "", "2", "30", "started"],
         ["worker1", "waiting", "", "", "", "worker1 ended"],
         ["relay far01234", "suspect", "6", "", "", "no disk"],
     ]
@@ -52,4 +52,4 @@ def test_rows_join_what_the_orchestrator_knows_with_the_processes(tmp_path):
     table.replied_s = 0.0
     states(701.0)
     assert table.waiting_for == "the orchestrator does not reply"  # for too long
-    assert states(701.0) == ["running", "running", "silent", "stop", "waiting"]
+    assert states(701.0) == ["running", "running", "silent", "running", "waiting"]

@@ -357,7 +357,7 @@ def test_scattered_rows_are_the_rows_that_were_packed():
         mesh = mesh_lib.create(sizes)
         buffers = host_feed.cut(batch, layout, host_feed.regions(layout, mesh, 0))
         data = bytearray(b"".join(buffer.tobytes() for buffer in buffers))
-        built = host_feed._assemble(int(batch.num_micro_batches), data, layout, mesh)
+        built = host_feed.assemble(int(batch.num_micro_batches), data, layout, mesh)
         for name, placed in vars(packing.place(batch, mesh)).items():
             found = getattr(built, name)
             assert (found is None) == (placed is None)

@@ -204,7 +204,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_continued_in_rollouts_and_in_t
     tokenizer = tokenizer_lib.load("byte_chatml")
     task, ids = envs.environment.prompts(env, tokenizer)(0, split)
     assert tokenizer.decode(ids, skip_special=False).endswith("<|im_start|>assistant\nIt is")
-    trained = sft._demonstration(env, task, 0, False)
+    trained = sft.demonstration(env, task, 0, False)
     assert tokenizer.render(**trained).token_ids[: len(ids) + 2] == [*ids, *b" 2"]
 
 

@@ -1,6 +1,6 @@
 """Describes every metric: those of metrics.jsonl by pattern, and those of each role's /metrics by name.
 
-`python -m rl.reference` writes docs/metrics.md from it, and tests compare it with the metrics of a run and with scrapes of all roles.
+`python -m docs.pages` writes docs/metrics.md from it, and tests compare it with the metrics of a run and with scrapes of all roles.
 """
 
 import fnmatch
@@ -191,7 +191,7 @@ def _table(texts: dict[str, str]) -> list[str]:
 
 INTRODUCTION = """# Metrics
 
-`python -m rl.reference` writes this page from [rl/reporting/catalog.py](../rl/reporting/catalog.py). [operations.md](operations.md) shows how to
+`python -m docs.pages` writes this page from docs/catalog.py. [operations.md](operations.md) shows how to
 look at these metrics, and which alerts watch them.
 
 ## metrics.jsonl

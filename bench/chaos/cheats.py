@@ -1,4 +1,4 @@
-"""Runs a dishonest node, to show that a run survives it: `python -m rl.swarm.cheats refuse|lie|forge OPTIONS`.
+"""Runs a dishonest node, to show that a run survives it: `python -m bench.chaos.cheats refuse|lie|forge OPTIONS`.
 
 - refuse: a server that answers each request for rollouts with status 400; OPTIONS are those of `inference.serve`.
 - lie: a server that returns other log-probabilities than its model gave, with its own signature.

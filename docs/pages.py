@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are made from the code: `python -m rl.reference`. MkDocs loads this file as a hook (mkdocs.yml).
+"""Writes the pages of docs/ that are made from the code: `python -m docs.pages`. MkDocs loads this file as a hook (mkdocs.yml).
 
 On the site, the README is the first page, config fields have a page, and links to files outside docs/ lead into the repository.
 """
@@ -8,7 +8,6 @@ import posixpath
 import re
 
 from rl.experiment import base_fields
-from rl.reporting import catalog
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -32,6 +31,8 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """Returns the text of the pages that are kept in docs/, by name."""
+    from docs import catalog  # here, not where MkDocs loads this file: its path lacks the checkout
+
     return {"metrics.md": catalog.markdown()}
 
 

@@ -1,4 +1,4 @@
-"""The faults of a swarm under test: their schedule, and broken links."""
+"""A swarm under faults: their schedule, broken links, forged rollouts, and a run that survives all of them."""
 
 import collections
 import itertools
@@ -8,11 +8,16 @@ import time
 import types
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from rl.swarm import fault_schedule, supervisor, tcp_link
-from rl.swarm import faults as faults_lib
-from tests.support import proxy
+from bench.chaos import cheats, fault_schedule, tcp_link
+from bench.chaos import faults as faults_lib
+from inference.swarm import sample as sample_lib
+from rl.swarm import supervisor
+from tests.rl.swarm import test_swarm
+from tests.support import cheats as played_cheats
+from tests.support import commands, doubles, proxy
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -37,7 +42,8 @@ def test_faults_begin_when_they_are_due_and_are_healed_in_time(tmp_path):
     roles = {"learner": "learner", "relay0": "relay", "server0": "server", "impostor": "impostor"}
     specs = {name: supervisor.Spec(name, role, ["inference.serve"]) for name, role in roles.items()}
     running = {name: types.SimpleNamespace(child=name != "impostor", spec=spec) for name, spec in specs.items()}
-    nodes, links, lines = mock.Mock(nodes=running), mock.Mock(), []
+    nodes, links, lines, seen = mock.Mock(nodes=running), mock.Mock(), [], []
+    nodes.signal.side_effect = lambda name, number: seen.append(running[name].spec.command[0])
     schedules = itertools.tee(fault for fault in fault_schedule.schedule(5, roles) if fault.kind != "full_disk")
     due = collections.Counter(one.kind for one in itertools.takewhile(lambda one: one.at_s < 300, schedules[0]))
     with faults_lib.Faults(nodes, links, schedules[1], specs, {}, tmp_path / "chaos.jsonl", lines.append) as faults:
@@ -47,8 +53,8 @@ def test_faults_begin_when_they_are_due_and_are_healed_in_time(tmp_path):
     begun, ended = ([line for line in lines if line.endswith(word)] for word in ("begins", "ends"))
     lasting = [line for line in begun if not line.startswith(("chaos: kill", "chaos: reset"))]
     assert not faults.active and [line.replace("begins", "ends") for line in sorted(lasting)] == sorted(ended)
-    assert nodes.replace.call_args_list[1::2] == [mock.call(specs["server0"])] * (nodes.replace.call_count // 2)
-    assert links.set.call_args_list[-1].args[1] == tcp_link.OPEN and nodes.remove.call_args == mock.call("impostor")
+    assert {*seen} == {"inference.serve", "bench.chaos.cheats"} and running["server0"].spec == specs["server0"]
+    assert links.set.call_args_list[-1].args[1] == tcp_link.OPEN and "impostor" not in running
     assert len((tmp_path / "chaos.jsonl").read_text().splitlines()) == len(lines)
 
 
@@ -112,3 +118,46 @@ def test_a_link_forwards_holds_slows_and_resets(echo):
                 proxy.wait_until(lambda: client.recv(1) == b"", 5, "the reset")
         with socket.create_connection(("127.0.0.1", port), timeout=5) as client:  # heals by itself
             ask(b"again")
+
+
+def forged(double):
+    """The rollouts of a double as the impostor of a swarm hands them in."""
+    out = []
+    for rollout in double.generate():
+        P = rollout.prompt_length
+        sample = sample_lib.Sample(rollout.tokens[P:].tolist(), [], [], 0, "stop", b"", server="x")
+        tokens = np.array([*rollout.tokens[:P], *cheats.forged(sample).tokens], np.int32)
+        out.append(doubles.signed(doubles.rewritten(double, rollout, tokens), logprobs=rollout.logprobs))
+    return out
+
+
+def test_each_group_of_the_impostor_is_refused_by_the_real_verifier():
+    caught, reasons = played_cheats.play(forged, 32, prompts=4), {"sampling", "logprob", "toploc", "termination"}
+    assert caught.worst_until <= played_cheats.GROUP and {*caught.reasons} <= reasons, caught
+    for tokens in ([5, 6, 5, 2], [5, 2], [2]):  # also those that read the same backward
+        assert cheats.forged(sample_lib.Sample(tokens, [], [], 0, "stop", b"")).tokens != tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "apart"), [(364, ()), (3082, ("--apart",))])
+def test_a_swarm_under_faults_ends_its_run_and_bars_only_cheats(tmp_path, seed, apart):
+    """Nine faults. By these seeds a server lies and another refuses; learner, orchestrator, and validator are killed, or stop."""
+    workdir, output = tmp_path / "run", tmp_path / "output"
+    with open(output, "w") as file:
+        overrides = {"rl.num_steps": 60, "rl.max_lag": 2, "topology.lease_s": 12.0}
+        options = (f"--seed={seed}", "--minutes=1.5", "--workers=2", *apart)
+        swarm = test_swarm.start(workdir, file, *options, module="bench.chaos", **overrides)
+        assert swarm.wait(900) == 0, output.read_text()[-4000:]
+    assert test_swarm.steps(workdir) == list(range(1, 61)) and not test_swarm.processes_of(workdir)
+    *_, faults, starts, _, _, refused, audit = output.read_text().splitlines()
+    assert faults.startswith("faults: ") and "forge 1" in faults and "learner" in starts
+    assert " barred after 5: " in refused and audit.endswith("no findings")
+
+
+@pytest.mark.parametrize(
+    ("option", "code", "words"),
+    [("--minutes=-1", 1, "--minutes=-1 must be above 0; change it"), ("--dry_run", 0, "forge      impostor")],
+)
+def test_the_command_lists_its_faults_or_names_a_mistake(tmp_path, option, code, words):
+    found = commands.forked("bench.chaos", "--config=configs/quickstart.py", f"--workdir={tmp_path}", option)
+    assert found.returncode == code and words in found.stdout + found.stderr and not [*tmp_path.iterdir()]

@@ -19,7 +19,8 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 
-from rl.swarm import fault_schedule, supervisor, tcp_link
+from bench.chaos import fault_schedule, tcp_link
+from rl.swarm import supervisor
 
 DISK_BYTES = 256 * 2**20
 LINK_BYTES_PER_S = 12.5e6  # 100 Mbit/s: the bandwidth that a slow link has 1 % of
@@ -74,7 +75,7 @@ class Faults(contextlib.AbstractContextManager):
     def _begin(self, fault: fault_schedule.Fault) -> Callable[[], None]:
         nodes, links, name = self.nodes, self.links, fault.target
         if fault.kind == "kill":
-            nodes.kill(name)
+            nodes.signal(name, signal.SIGKILL)  # it starts again
         elif fault.kind == "stop":
             nodes.signal(name, signal.SIGSTOP)
             return lambda: nodes.signal(name, signal.SIGCONT)
@@ -87,13 +88,22 @@ class Faults(contextlib.AbstractContextManager):
             return self._fill_disk(name)
         elif fault.kind == "forge":
             nodes.add(self.cheats[name])
-            return lambda: nodes.remove(name)
+            return lambda: self._remove(name)
         else:  # another server in the place of this one: its double, or one with its own options
             honest = nodes.nodes[name].spec
-            refusing = dataclasses.replace(honest, command=["rl.swarm.cheats", "refuse", *honest.command[1:]])
-            nodes.replace(self.cheats[name] if fault.kind == "lie" else refusing)
-            return lambda: nodes.replace(honest)
+            refusing = dataclasses.replace(honest, command=["bench.chaos.cheats", "refuse", *honest.command[1:]])
+            self._replace(name, self.cheats[name] if fault.kind == "lie" else refusing)
+            return lambda: self._replace(name, honest)
         return lambda: None
+
+    def _replace(self, name: str, spec: supervisor.Spec) -> None:
+        """Kills the process of this name; when it starts again, it is that of `spec`."""
+        self.nodes.nodes[name].spec = spec
+        self.nodes.signal(name, signal.SIGKILL)
+
+    def _remove(self, name: str) -> None:
+        if child := self.nodes.nodes.pop(name).child:
+            child.__exit__()
 
     def _fill_disk(self, name: str) -> Callable[[], None]:
         if folder := self.disks.get(name):
